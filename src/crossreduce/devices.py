@@ -1,0 +1,174 @@
+"""Device names: one spelling inside, every usual spelling read.
+
+In: ``cuda:3``, ``GPU:3``, ``/gpu:3``, ``/job:worker/task:1/device:GPU:3``, ``host1/cuda:3``,
+``cuda:0#2`` (the third logical device on one physical GPU).  Out: the canonical string.
+Knows nothing of which devices exist; that is a backend's to say.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
+
+from .errors import DeviceError, message, shown
+
+# GPU is TensorFlow's word, CUDA torch's and JAX's; the other kinds are spelled alike everywhere.
+KINDS: Final = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "mps": "mps", "xpu": "xpu"}
+SPELLINGS: Final = '"cpu:0", "cuda:3", "host1/cuda:3", "cuda:0#2", "GPU:3", "/job:worker/task:1/device:GPU:3"'
+
+_PLACE: Final = re.compile(r"(?:device:)?([a-z]+)(?::([0-9]{1,9}))?(?:#([0-9]{1,9}))?", re.IGNORECASE)
+_HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_JOB: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*")  # without "-", so that job-task names one of each
+_NUMBER: Final = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device's name, taken apart. ``host`` is empty for this process's own host."""
+
+    host: str
+    kind: str
+    index: int
+    logical: int
+
+    def __str__(self) -> str:
+        name = f"{self.kind}:{self.index}"
+        if self.logical:
+            name += f"#{self.logical}"
+        return f"{self.host}/{name}" if self.host else name
+
+    @property
+    def physical(self) -> str:
+        """The physical device that this one is a part of.
+
+        >>> parse("cuda:0#2").physical
+        'cuda:0'
+        """
+        return str(replace(self, logical=0))
+
+
+def parse(name: str) -> Device:
+    """Take a device's name apart.
+
+    Parts that are left out default to this host, index 0 and logical device 0. TensorFlow's job
+    and task name a host, ``worker-1``; task 0 of ``/job:localhost`` is this one. Its replica is ignored.
+
+    Raises:
+      DeviceError: the name is empty or cannot be read.
+
+    >>> str(parse("/job:localhost/replica:0/task:0/device:GPU:3")), str(parse("host1/cuda:3"))
+    ('cuda:3', 'host1/cuda:3')
+    """
+    if not isinstance(name, str):
+        raise _unreadable(name)
+    return _parse(name)
+
+
+@lru_cache(maxsize=4096)
+def _parse(name: str) -> Device:
+    parts = name.split("/")
+    place = _PLACE.fullmatch(parts[-1])
+    if place is None or place[1].lower() not in KINDS:
+        raise _unreadable(name)
+    prefix = parts[:-1]
+    if prefix and prefix[0] == "":
+        host = _tensorflow_host(name, prefix[1:])
+    elif not prefix:
+        host = ""
+    elif len(prefix) == 1 and _HOST.fullmatch(prefix[0]):
+        host = prefix[0]
+    else:
+        raise _unreadable(name)
+    return Device(host, KINDS[place[1].lower()], int(place[2] or 0), int(place[3] or 0))
+
+
+def canonical(name: str) -> str:
+    """Return a device's name in the one spelling that this library uses.
+
+    >>> [canonical(name) for name in ("GPU:3", "/gpu:3", "cuda:0#2", "CPU", "cuda:0#0")]
+    ['cuda:3', 'cuda:3', 'cuda:0#2', 'cpu:0', 'cuda:0']
+    """
+    return str(parse(name))
+
+
+def locate(array: object) -> str | None:
+    """Return where an array says it is, or ``None`` where it does not say (a tracer, a list).
+
+    Reads the ``device`` attribute that the array API standard asks for: NumPy's and torch's are
+    "cpu" without an index, which stands for all of host memory; torch's and TensorFlow's others
+    name one device; JAX's is an object with a platform and a number.
+    """
+    if type(array) in (bool, int, float, complex):
+        return "cpu"
+    try:
+        place = array.device  # type: ignore[attr-defined]
+    except Exception:  # noqa: BLE001 - JAX's tracers raise an error of their own
+        # Those of grad and vmap hold an array that has a device, as JAX's sparse arrays do.
+        inner = next((getattr(array, name) for name in ("data", "primal", "val") if hasattr(array, name)), None)
+        return None if inner is None else locate(inner)
+    if type(place) is str:
+        return place or None
+    if str(place) == "meta":  # torch's tensors without elements are nowhere; its backend refuses them
+        return None
+    if hasattr(place, "platform") and hasattr(place, "id"):
+        return f"{place.platform}:{place.id}"
+    if hasattr(place, "device_set"):
+        raise DeviceError(
+            message(
+                "a replica's array must live on one device, and this one is spread over several.",
+                shown(place),
+                "hand over its addressable_shards, one a replica",
+            )
+        )
+    return str(place) or None
+
+
+@lru_cache(maxsize=1024)
+def host_devices(n: int) -> tuple[str, ...]:
+    """Return the names of ``n`` logical devices in this host's memory: ``cpu:0`` to ``cpu:n-1``."""
+    return tuple(f"cpu:{k}" for k in range(n))
+
+
+def default_devices(places: list[str | None]) -> tuple[str, ...]:
+    """Name a device for each of several arrays, given where each of them is.
+
+    Host memory (``"cpu"``) has as many devices as there are arrays. Arrays that share one physical
+    device become its logical devices, so that one GPU can stand in for many. An array that does
+    not say where it is counts as on ``cpu:0``.
+
+    >>> default_devices(["cpu", "cpu"]), default_devices(["cuda:0", "cuda:0", "cuda:1"])
+    (('cpu:0', 'cpu:1'), ('cuda:0', 'cuda:0#1', 'cuda:1'))
+    """
+    if all(place == "cpu" for place in places):
+        return host_devices(len(places))
+    names: dict[str, None] = {}
+    used: dict[Device, int] = {}  # how many logical devices of a physical one have a name
+    for k, place in enumerate(places):
+        device = parse(f"cpu:{k}" if place == "cpu" else place or "cpu:0")
+        logical = used.get(device, 0)
+        while (name := str(replace(device, logical=device.logical + logical))) in names:
+            logical += 1
+        used[device] = logical + 1
+        names[name] = None
+    return tuple(names)
+
+
+def _tensorflow_host(name: str, parts: list[str]) -> str:
+    fields: dict[str, str] = {}
+    for part in parts:
+        key, colon, value = part.partition(":")
+        if not colon or key.lower() not in ("job", "replica", "task") or key.lower() in fields or not value:
+            raise _unreadable(name)
+        fields[key.lower()] = value
+    job, task = fields.get("job", "localhost"), fields.get("task", "0")
+    if not _JOB.fullmatch(job) or not all(_NUMBER.fullmatch(fields.get(key, "0")) for key in ("replica", "task")):
+        raise _unreadable(name)
+    return "" if (job, int(task)) == ("localhost", 0) else f"{job}-{int(task)}"
+
+
+def _unreadable(name: object) -> DeviceError:
+    empty = isinstance(name, str) and not name
+    problem = "a device's name must not be empty." if empty else "no device is spelled like this."
+    return DeviceError(message(problem, shown(name), f"a name such as {SPELLINGS}"))

@@ -1,0 +1,92 @@
+"""Every exception that crossreduce raises on purpose.
+
+    ReductionError
+    ├── ArgumentError      (ValueError)   an argument is wrong: a value, a name, a count, a destination
+    │   ├── DeviceError                   a device's name cannot be read, or there is no such device here
+    │   └── MismatchError                 the replicas of one value do not fit together
+    ├── UnsupportedError   (TypeError)    a kind of thing that cannot be used so: a dtype under an op, a class
+    ├── PlanError          (ValueError)   no schedule can be made for this request
+    ├── ScheduleError      (ValueError)   a schedule does not compute what it claims
+    └── BackendError       (ImportError)  a framework was asked for that is not installed
+
+Each message says what was wrong, what was given, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ReductionError(Exception):
+    """The root of all errors of this library."""
+
+    pair: int | None = None
+    """Which pair of a batch the error is about, where it is about one."""
+
+    def prefix(self, where: str, pair: int | None = None) -> None:
+        """Say in front of the text where the error was found; a place that was said before is replaced."""
+        text = str(self).removeprefix(f"pair {self.pair}: ")
+        self.args = (f"{where}: {text}",)
+        self.pair = pair
+
+
+# Inside tf.function, AutoGraph raises an error anew as what it is only where this holds; any other arrives
+# as a StagingError.
+ReductionError.__init__ = Exception.__init__  # type: ignore[method-assign]
+
+
+class ArgumentError(ReductionError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class DeviceError(ArgumentError):
+    """A device's name cannot be read, or names a device that is not here."""
+
+
+class MismatchError(ArgumentError):
+    """The replicas of one value differ in shape, dtype, framework or structure."""
+
+
+class UnsupportedError(ReductionError, TypeError):
+    """An argument is of a kind that the operation is not defined for."""
+
+
+class PlanError(ReductionError, ValueError):
+    """No schedule exists for the devices, links and algorithm that were named."""
+
+
+class ScheduleError(ReductionError, ValueError):
+    """A schedule loses, doubles or misplaces a contribution, or is malformed."""
+
+
+class BackendError(ReductionError, ImportError):
+    """An array framework was asked for that is not installed."""
+
+
+def message(problem: str, given: str = "", remedy: str = "") -> str:
+    """Lay out an error's text: the problem, then what was given, then what to do.
+
+    >>> print(message("num_packs must not be negative.", "-1", "0 switches packing off"))
+    num_packs must not be negative.
+      given: -1
+      try:   0 switches packing off
+    """
+    lines = [problem]
+    if given:
+        lines.append(f"  given: {given}")
+    if remedy:
+        lines.append(f"  try:   {remedy}")
+    return "\n".join(lines)
+
+
+def shown(value: object, limit: int = 120) -> str:
+    """Return ``repr(value)`` with its type, on one line and cut to ``limit`` characters.
+
+    >>> shown([1, 2])
+    '[1, 2] (list)'
+    """
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001 - a caller's broken __repr__ must not hide the error that is being reported
+        text = "<no repr>"
+    if len(text) > limit:
+        text = text[: limit - 3] + "..."
+    return f"{text} ({type(value).__name__})"

@@ -1,0 +1,113 @@
+"""The reductions, and which number formats they are computed in.
+
+In: a reduction's name and a dtype's name.  Out: whether the pair is defined, and the dtype to
+accumulate in.  Knows dtypes by name only, so it needs no framework.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from .errors import ArgumentError, UnsupportedError, message, shown
+
+
+class ReduceOp(enum.Enum):
+    """What combines the components of a per-replica value, element by element.
+
+    A name in any case stands for its member:
+
+    >>> ReduceOp("Mean") is ReduceOp.MEAN
+    True
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+    @classmethod
+    def _missing_(cls, value: object) -> ReduceOp:
+        if isinstance(value, str):
+            for member in cls:
+                if member.value == value.lower():
+                    return member
+        raise ArgumentError(
+            message(
+                "there is no such reduction.",
+                shown(value),
+                "one of " + ", ".join(f'"{member.value}"' for member in cls) + ", or a ReduceOp",
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"ReduceOp.{self.name}"
+
+
+def read_op(op: object) -> ReduceOp:
+    """Return the reduction that a caller named.
+
+    Raises:
+      ArgumentError: it is neither a ``ReduceOp`` nor the name of one.
+    """
+    if isinstance(op, (ReduceOp, str)):
+        return ReduceOp(op)
+    return ReduceOp._missing_(op)  # Enum would compare it, and an array has no one answer to that
+
+
+HALVES: Final = frozenset({"float16", "bfloat16"})
+FLOATS: Final = HALVES | {"float32", "float64"}
+COMPLEX: Final = frozenset({"complex64", "complex128"})
+INTEGERS: Final = frozenset({f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)})
+DTYPES: Final = FLOATS | COMPLEX | INTEGERS | {"bool"}
+
+
+def require_dtype(dtype: str) -> None:
+    """Raise ``UnsupportedError`` for a dtype that this library does not know."""
+    if dtype not in DTYPES:
+        raise UnsupportedError(
+            message(
+                f"arrays of dtype {dtype} cannot be reduced, broadcast or gathered.",
+                f"dtype {dtype}",
+                "cast to one of " + ", ".join(sorted(DTYPES)),
+            )
+        )
+
+
+def accumulator(op: ReduceOp, dtype: str) -> str:
+    """Return the name of the dtype in which ``op`` over components of ``dtype`` is accumulated.
+
+    Half types accumulate in float32 and are rounded once at the end. The mean of integers
+    accumulates in float64, so that it cannot wrap round (sums up to 2**53 stay exact); a backend
+    without float64 uses its widest float. Everything else accumulates in its own dtype: integer
+    sums and products wrap, as they do in every framework.
+
+    Raises:
+      UnsupportedError: ``op`` is not defined for ``dtype``.
+
+    >>> accumulator(ReduceOp.MEAN, "float16"), accumulator(ReduceOp.SUM, "int8")
+    ('float32', 'int8')
+    """
+    require_dtype(dtype)
+    if dtype == "bool" and op in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise UnsupportedError(
+            message(
+                f"the {op.value} of bools is not defined.",
+                f"op {op.value}, dtype bool",
+                'cast to an integer, or use "max" (any) or "min" (all)',
+            )
+        )
+    if dtype in COMPLEX and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise UnsupportedError(
+            message(
+                "complex numbers have no order.",
+                f"op {op.value}, dtype {dtype}",
+                "reduce the real part, or the magnitude",
+            )
+        )
+    if dtype in HALVES and op not in (ReduceOp.MIN, ReduceOp.MAX):
+        return "float32"
+    if dtype in INTEGERS and op is ReduceOp.MEAN:
+        return "float64"
+    return dtype

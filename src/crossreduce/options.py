@@ -1,0 +1,94 @@
+"""What a caller may ask of one call: how to pack, how long to wait, which algorithm."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from numbers import Real
+from typing import Final
+
+from .errors import ArgumentError, message, shown
+
+ALGORITHMS: Final = ("one_device", "hierarchical_copy", "ring", "halving_doubling", "direct", "nccl", "auto")
+
+
+def count(name: str, value: object, remedy: str) -> int:
+    """Return ``value`` as a non-negative int, or raise an ``ArgumentError`` that names it."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(value, bool):
+        raise ArgumentError(message(f"{name} must be a whole number, 0 or more.", shown(value), remedy))
+    return number
+
+
+def algorithm_name(value: object) -> str:
+    """Return ``value`` if it names an algorithm, or raise an ``ArgumentError`` that lists them."""
+    if isinstance(value, str) and value in ALGORITHMS:
+        return value
+    raise ArgumentError(message("there is no such algorithm.", shown(value), "one of " + ", ".join(ALGORITHMS)))
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """Hints for one call of ``reduce``, ``batch_reduce``, ``gather`` or ``all_reduce``.
+
+    Args:
+      bytes_per_pack: the most bytes (of one replica) that are reduced as one piece; tensors are cut
+        and joined to fit. 0 leaves it to the op's own ``num_packs``.
+      timeout_seconds: how long a reduction over several processes may wait for a peer. Inside one
+        process nothing waits, so there it is only checked.
+      implementation: an algorithm's name, for ops that leave the choice open ("auto" and "nccl").
+    Raises:
+      ArgumentError: a negative or non-integer number of bytes, a timeout that is not a positive
+        number, an unknown algorithm.
+
+    >>> CommunicationOptions(bytes_per_pack=1 << 20).bytes_per_pack
+    1048576
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        nbytes = count("bytes_per_pack", self.bytes_per_pack, "0 leaves the packing to num_packs")
+        object.__setattr__(self, "bytes_per_pack", nbytes)
+        seconds = self.timeout_seconds
+        if seconds is not None and not (isinstance(seconds, Real) and not isinstance(seconds, bool) and seconds > 0):
+            raise ArgumentError(
+                message("timeout_seconds must be a positive number.", shown(seconds), "None waits without limit")
+            )
+        if isinstance(self.implementation, str):
+            object.__setattr__(self, "implementation", self.implementation.lower())
+        algorithm_name(self.implementation)
+
+
+@dataclass(frozen=True)
+class CollectiveHints(CommunicationOptions):
+    """The older name of ``CommunicationOptions``, accepted wherever that is.
+
+    >>> CollectiveHints(bytes_per_pack=1024)
+    CollectiveHints(bytes_per_pack=1024, timeout_seconds=None)
+    """
+
+    def __init__(self, bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> None:
+        super().__init__(bytes_per_pack, timeout_seconds)
+
+    def __repr__(self) -> str:
+        return f"CollectiveHints(bytes_per_pack={self.bytes_per_pack}, timeout_seconds={self.timeout_seconds})"
+
+
+DEFAULT: Final = CommunicationOptions()
+
+
+def read_options(options: object) -> CommunicationOptions:
+    """Return the options of a call: the default for ``None``; anything of another kind is an error."""
+    if options is None:
+        return DEFAULT
+    if isinstance(options, CommunicationOptions):
+        return options
+    raise ArgumentError(
+        message("options must be CommunicationOptions.", shown(options), "CommunicationOptions(bytes_per_pack=...)")
+    )

@@ -1,0 +1,242 @@
+"""The values that go in and come out: one component a replica, each on its device.
+
+In: arrays of any framework.  Out: ``PerReplica`` and ``Mirrored``, and ``IndexedSlices`` for sparse
+ones.  They hold what they are given and never touch an element.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Self
+
+from .devices import canonical, default_devices, locate
+from .errors import ArgumentError, message, shown
+from .tracing import unconverted
+
+
+class TensorSpec(NamedTuple):
+    """The shape and the dtype's name of an array. A size that tracing leaves open is ``None``."""
+
+    shape: tuple[int | None, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
+
+
+class IndexedSlices:
+    """A sparse array: ``values[k]`` is a slice at row ``indices[k]`` of an otherwise zero array.
+
+    Rows that are listed twice add up, as in TensorFlow's class of this name.
+
+    Args:
+      values: shape ``(k, *rest)``, any framework.
+      indices: integers, shape ``(k,)``, of the same framework.
+      dense_shape: the shape of the whole array, ``(rows, *rest)``; ``None`` where it is not known.
+    Raises:
+      ArgumentError: the shapes do not fit together.
+
+    >>> IndexedSlices([[1.0, 2.0]], [3], dense_shape=(5, 2))
+    IndexedSlices(values=float64[1, 2], indices=int64[1], dense_shape=(5, 2))
+    """
+
+    __slots__ = ("dense_shape", "indices", "values")
+
+    @unconverted
+    def __init__(self, values: Any, indices: Any, dense_shape: Iterable[int] | None = None) -> None:
+        self.values = _array(values)
+        self.indices = _array(indices, "int64" if isinstance(indices, (list, tuple)) and not indices else None)
+        self.dense_shape = None if dense_shape is None else _shape(dense_shape)
+        rows, count = tuple(self.values.shape), tuple(self.indices.shape)
+        if len(rows) < 1 or len(count) != 1 or (None not in (rows[0], count[0]) and rows[0] != count[0]):
+            raise ArgumentError(
+                message(
+                    "IndexedSlices need one index for each slice.",
+                    f"values of shape {rows}, indices of shape {count}",
+                    "values of shape (k, ...) and indices of shape (k,)",
+                )
+            )
+        if "int" not in str(self.indices.dtype):
+            raise ArgumentError(
+                message("the indices of slices are integers.", describe(self.indices), "indices of int64 or int32")
+            )
+        shape = self.dense_shape
+        if shape is not None and (len(shape) != len(rows) or shape[1:] != rows[1:]) and None not in rows[1:]:
+            raise ArgumentError(
+                message(
+                    "dense_shape does not fit the slices.",
+                    f"values of shape {rows}, dense_shape {shape}",
+                    f"(rows, {', '.join(map(str, rows[1:]))})".replace(", )", ",)"),
+                )
+            )
+
+    @property
+    def device(self) -> Any:
+        """Where the slices are, as their framework says it."""
+        return self.values.device
+
+    def __repr__(self) -> str:
+        return (
+            f"IndexedSlices(values={describe(self.values)}, indices={describe(self.indices)}, "
+            f"dense_shape={self.dense_shape})"
+        )
+
+
+class DistributedValues:
+    """What ``PerReplica`` and ``Mirrored`` have in common: components and their devices."""
+
+    __slots__ = ("_devices", "_values")
+    _values: tuple[Any, ...]
+    _devices: tuple[str, ...]
+
+    @unconverted
+    def __init__(self, values: Iterable[Any], devices: Iterable[str] | None = None) -> None:
+        kind = type(self).__name__
+        if isinstance(values, (str, bytes, dict)) or hasattr(values, "shape") or not isinstance(values, Iterable):
+            raise ArgumentError(
+                message(f"{kind} takes a list with one array a replica.", shown(values), f"{kind}([a, b, ...])")
+            )
+        self._values = tuple(values)
+        for number, value in enumerate(self._values):
+            if value is None or isinstance(value, (list, tuple, dict, set, str, bytes, DistributedValues)):
+                raise ArgumentError(
+                    message(
+                        f"component {number} of a {kind} is no array.",
+                        shown(value),
+                        "one array a replica; crossreduce.all_reduce takes dicts, lists and other trees",
+                    )
+                )
+        if not self._values:
+            raise ArgumentError(message(f"{kind} needs at least one component.", shown(values), f"{kind}([array])"))
+        if devices is None:
+            self._devices = default_devices([locate(value) for value in self._values])
+        else:
+            self._devices = read_devices(devices)
+            if len(self._devices) != len(self._values):
+                raise ArgumentError(
+                    message(
+                        f"{kind} needs one device for each component.",
+                        f"{len(self._values)} components, {len(self._devices)} devices",
+                        "leave devices out, and each component stays where it is",
+                    )
+                )
+
+    @classmethod
+    def on(cls, values: tuple[Any, ...], devices: tuple[str, ...]) -> Self:
+        """Make one from parts that are known to be right; nothing is checked."""
+        made = cls.__new__(cls)
+        made._values = values
+        made._devices = devices
+        return made
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components, in the order of the replicas."""
+        return self._values
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The components' devices, canonical names, in the same order."""
+        return self._devices
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._values[index]
+
+    def __repr__(self) -> str:
+        lines = (f"  {device}: {describe(value)}" for device, value in zip(self._devices, self._values, strict=True))
+        return f"{type(self).__name__}(\n" + ",\n".join(lines) + "\n)"
+
+
+class PerReplica(DistributedValues):
+    """One component a replica, each different: what a reduction takes.
+
+    Args:
+      values: the components, in the order of the replicas: arrays or sparse arrays of one framework.
+      devices: a device's name for each. Left out, each component stays where its framework says it
+        is; arrays in host memory are on ``cpu:0``, ``cpu:1``, ... (see ``default_devices``). Given,
+        a component that is elsewhere is copied there when it is reduced.
+    Raises:
+      ArgumentError: no components, or not as many devices as components, or a device twice.
+      DeviceError: a device's name cannot be read.
+
+    >>> import numpy as np
+    >>> PerReplica([np.zeros(3, "float32"), np.ones(3, "float32")])
+    PerReplica(
+      cpu:0: float32[3],
+      cpu:1: float32[3]
+    )
+    """
+
+    __slots__ = ()
+
+
+class Mirrored(DistributedValues):
+    """The same components on every device: what a reduction gives back.
+
+    >>> import numpy as np
+    >>> len(Mirrored([np.ones(2), np.ones(2)]))
+    2
+    """
+
+    __slots__ = ()
+
+
+def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
+    """Return canonical names, or raise where a name cannot be read or stands twice."""
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise ArgumentError(message("devices must be a list of names.", shown(devices), '["cpu:0", "cpu:1"]'))
+    given = list(devices)
+    names = tuple(canonical(name) for name in given)
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ArgumentError(
+            message(
+                f"each device may stand only once, and {', '.join(twice)} stands more often.",
+                ", ".join(str(name) for name in given),
+                f'logical devices of the same physical one, such as "{twice[0].split("#")[0]}#1"',
+            )
+        )
+    return names
+
+
+def describe(value: Any) -> str:
+    """Return an array's dtype and shape in few characters; anything else as its repr.
+
+    >>> describe(3)
+    '3 (int)'
+    """
+    if isinstance(value, IndexedSlices):
+        return repr(value)
+    try:
+        name = getattr(value.dtype, "name", None) or str(value.dtype).removeprefix("torch.")
+        return str(TensorSpec(tuple(value.shape), name))
+    except Exception:  # noqa: BLE001 - whatever it is, a repr must not fail
+        return shown(value, 60)
+
+
+def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
+    try:
+        shape = tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        shape = (-1,)
+    if min(shape, default=0) < 0:
+        raise ArgumentError(message("dense_shape must be the sizes of an array.", shown(sizes), "(rows, ...)"))
+    return shape
+
+
+def _array(value: Any, dtype: str | None = None) -> Any:
+    if hasattr(value, "shape"):
+        return value
+    import numpy  # only for lists: arrays of other frameworks must not need it
+
+    try:
+        return numpy.asarray(value, dtype)
+    except ValueError as error:
+        raise ArgumentError(message("IndexedSlices take arrays.", shown(value), "numpy.asarray(...)")) from error
