@@ -1,0 +1,118 @@
+"""What the execution loop asks of a framework: ``Backend``, a dozen small functions.
+
+Arrays are whatever the framework calls so; ``Array`` is ``Any`` because four frameworks share no type.
+No function may write into an array it was given, ``combine``'s spare one apart. Sizes are Python ints,
+so the loop traces under ``jax.jit`` and ``tf.function``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ..ops import ReduceOp
+from ..packing import Cut
+from ..values import TensorSpec
+
+Array = Any
+
+
+class Sparse(NamedTuple):
+    """A sparse array taken apart.
+
+    ``kind`` names the class it came as, so that it can be given back in it; ``indices`` has one row
+    for each slice, shape ``(k,)`` or ``(k, d)`` where the first ``d`` axes are sparse.
+    """
+
+    kind: str
+    values: Array
+    indices: Array
+    shape: tuple[int, ...] | None
+
+
+class Numbers(NamedTuple):
+    """In which dtypes a reduction is computed, by name, and what the whole is divided by (1: nothing)."""
+
+    dtype: str
+    accumulator: str
+    result: str
+    divisor: int
+
+
+class Backend(Protocol):
+    """A framework's arrays, as the loop sees them."""
+
+    name: str
+
+    def array(self, value: Any) -> Array | Sparse:
+        """Take what a user calls an array: detach parameters, read variables, take sparse ones apart.
+
+        Raises:
+          UnsupportedError: a kind of array that cannot be reduced (masked, ragged, quantized, ...).
+        """
+
+    def spec(self, x: Array) -> TensorSpec:
+        """Return shape and dtype; ``None`` for a size that tracing leaves open."""
+
+    def require(self, devices: tuple[str, ...]) -> None:
+        """Raise ``DeviceError`` where one of these devices (canonical names) is not here."""
+
+    def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
+        """Return how ``op`` over ``count`` components of ``dtype`` is computed.
+
+        Raises:
+          UnsupportedError: ``op`` is not defined for ``dtype``, or the framework cannot add it.
+        """
+
+    def copy(self, x: Array, device: str) -> Array:
+        """Return ``x`` on ``device``: itself where it is there already or memory is shared."""
+
+    def pack(self, xs: Sequence[Array]) -> Array:
+        """Return the elements of arrays of one dtype and device, in C order, as one flat array.
+
+        Of a single array this may be a view, or the array itself in its own shape.
+        """
+
+    def part(self, flat: Array, start: int, stop: int) -> Array:
+        """Return a range of a flat array's elements; this may be a view."""
+
+    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
+        """Return ``xs`` combined in the listed order, left to right, in ``numbers.accumulator``.
+
+        All are on one device; each is of ``numbers.dtype`` or ``numbers.accumulator``. ``whole``: this makes
+        the result whole, so ``finish`` it. ``spare``: 0 or 1 where ``xs[0]`` or ``xs[1]`` is of
+        ``numbers.accumulator``, was made by the loop and is read no more, so that its memory may
+        become the result's; else -1, and the result is a new array.
+        """
+
+    def finish(self, x: Array, numbers: Numbers) -> Array:
+        """Divide by the divisor where there is one and return the result's dtype. May return ``x``."""
+
+    def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
+        """Cut a flat buffer's parts into tensors (see ``packing.cuts``), each with memory of its own.
+
+        ``fresh``: nobody else holds the parts, so one that is a whole tensor may be handed over.
+        """
+
+    def own(self, x: Array) -> Array:
+        """Return a copy of ``x`` that shares memory with nothing (or ``x``, where nobody can write it)."""
+
+    def concat(self, xs: Sequence[Array], axis: int) -> Array:
+        """Return a new array that joins arrays on one device along an axis; integers may widen."""
+
+    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+        """Return arrays that tracing leaves open, made sure to be of one shape, which fits ``spec``, when they run.
+
+        Raises:
+          UnsupportedError: the framework cannot make sure of that.
+        """
+
+    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+        """Return a new dense array of ``dtype``; slices that stand more than once add up in it.
+
+        Raises:
+          ArgumentError: an index beyond the shape (where values can be looked at).
+        """
+
+    def sparse(self, sparse: Sparse) -> Any:
+        """Put a sparse array together again, in the class that ``sparse.kind`` names."""

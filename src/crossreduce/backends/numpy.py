@@ -1,0 +1,185 @@
+"""NumPy: host memory, which is every ``cpu:k`` at once.
+
+A copy between devices moves nothing; results get memory of their own when they are unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+from ..devices import parse
+from ..errors import ArgumentError, DeviceError, UnsupportedError, message, shown
+from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
+from ..packing import Cut
+from ..values import IndexedSlices, TensorSpec
+from .contract import Array, Numbers, Sparse
+
+_UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
+@lru_cache(maxsize=256)
+def _name(dtype: np.dtype[Any]) -> str:
+    return dtype.name
+
+
+@lru_cache(maxsize=256)
+def _dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+@lru_cache(maxsize=1024)
+def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
+    # NumPy's true division of any integers gives float64.
+    result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
+    return Numbers(dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+
+
+@lru_cache(maxsize=1024)
+def require_host(devices: tuple[str, ...], framework: str) -> None:
+    """Raise unless every device is host memory of this process."""
+    for device in devices:
+        place = parse(device)
+        if place.host or place.kind != "cpu":
+            raise DeviceError(
+                message(f"{framework} arrays live in this host's memory.", device, '"cpu:0", "cpu:1", ...')
+            )
+
+
+class NumPy:
+    """The ``Backend`` of NumPy arrays and Python numbers."""
+
+    name = "numpy"
+
+    def array(self, value: Any) -> Array | Sparse:
+        if type(value) is np.ndarray:
+            return value
+        if isinstance(value, IndexedSlices):
+            return Sparse("IndexedSlices", self._plain(value.values), self._plain(value.indices), value.dense_shape)
+        return self._plain(value)
+
+    def _plain(self, value: Any) -> Array:
+        if isinstance(value, np.ma.MaskedArray):
+            raise UnsupportedError(
+                message("masked arrays cannot be reduced.", shown(value), "fill the masked elements: value.filled(0)")
+            )
+        return np.asarray(value)
+
+    def spec(self, x: Array) -> TensorSpec:
+        return TensorSpec(x.shape, _name(x.dtype))
+
+    def require(self, devices: tuple[str, ...]) -> None:
+        require_host(devices, "NumPy")
+
+    def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
+        return _numbers(op, dtype, count)
+
+    def copy(self, x: Array, device: str) -> Array:
+        return x
+
+    def pack(self, xs: Sequence[Array]) -> Array:
+        if len(xs) == 1:
+            return xs[0].reshape(-1)
+        return np.concatenate(xs, axis=None)
+
+    def part(self, flat: Array, start: int, stop: int) -> Array:
+        return flat[start:stop]
+
+    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
+        ufunc = _UFUNCS[op]
+        with _quiet():
+            if spare >= 0:
+                out = ufunc(xs[0], xs[1], out=xs[spare])
+            elif numbers.accumulator == numbers.dtype:
+                out = ufunc(xs[0], xs[1])
+            else:
+                out = ufunc(xs[0], xs[1], dtype=_dtype(numbers.accumulator))
+            out = np.asarray(out)  # of arrays without axes NumPy makes a scalar
+            for x in xs[2:]:
+                ufunc(out, x, out=out)
+            if whole:
+                if numbers.divisor != 1:
+                    _divide(out, numbers.divisor)
+                if numbers.result != numbers.accumulator:
+                    return out.astype(_dtype(numbers.result))
+        return out
+
+    def finish(self, x: Array, numbers: Numbers) -> Array:
+        with _quiet():
+            if numbers.divisor != 1:
+                x = x.astype(_dtype(numbers.accumulator))
+                _divide(x, numbers.divisor)
+            return x.astype(_dtype(numbers.result), copy=False)
+
+    def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
+        if fresh and len(parts) == len(cuts) == 1:
+            return [parts[0].reshape(cuts[0][0])]
+        tensors = []
+        for shape, pieces in cuts:
+            if len(pieces) == 1:
+                ((part, start, stop),) = pieces
+                tensor = parts[part][start:stop].copy()
+            else:
+                tensor = np.concatenate([parts[part][start:stop] for part, start, stop in pieces])
+            tensors.append(tensor if len(shape) == 1 else tensor.reshape(shape))
+        return tensors
+
+    def own(self, x: Array) -> Array:
+        return np.array(x, order="C")
+
+    def concat(self, xs: Sequence[Array], axis: int) -> Array:
+        if len({x.dtype for x in xs}) > 1 and all(x.dtype.kind in "iu" for x in xs):
+            xs = [x.astype(np.int64) for x in xs]  # of int64 and uint64 NumPy would make float64
+        return np.concatenate(xs, axis=axis)
+
+    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+        return list(xs)  # every shape is known here
+
+    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+        indices = sparse.indices
+        if indices.size and (indices.min() < 0 or indices.max() >= shape[0]):
+            raise beyond(int(indices.min()), int(indices.max()), shape)
+        out = np.zeros(shape, _dtype(dtype))
+        with _quiet():
+            np.add.at(out, indices, sparse.values)
+        return out
+
+    def sparse(self, sparse: Sparse) -> Any:
+        return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
+
+
+def _quiet() -> np.errstate:
+    """Return the context in which infinities, NaN and underflow are results, not warnings."""
+    return np.errstate(all="ignore")
+
+
+def _divide(x: Array, divisor: int) -> None:
+    """Divide in place; of complex numbers each part, since NumPy's complex division rounds more than once."""
+    parts = (x.real, x.imag) if x.dtype.kind == "c" else (x,)
+    for part in parts:
+        np.true_divide(part, divisor, out=part)
+
+
+def beyond(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
+    """Return the error for sparse indices that lie outside of the dense shape."""
+    return ArgumentError(
+        message(
+            "a sparse array has an index beyond its dense shape.",
+            f"indices from {lowest} to {highest}, shape {shape}",
+            f"indices from 0 to {shape[0] - 1}",
+        )
+    )
+
+
+assert set(DTYPES) == {_name(_dtype(name)) for name in DTYPES}
+BACKEND = NumPy()

@@ -1,0 +1,178 @@
+"""From tensors' shapes to flat buffers, and back.
+
+In: the specs of a batch, and how to pack.  Out: ``Buffer``s, which say where each tensor lies; a
+backend joins and cuts the arrays by them. Plans depend on shapes alone, so they are made once per
+kind of batch.
+
+A batch is packed in one of three ways, and dtypes never mix:
+
+* ``bytes_per_pack`` > 0, or ``num_packs`` > 0: all tensors of a dtype lie in one buffer, in order, and
+  the buffer is cut into packs whose sizes differ by at most one element. A pack's boundary may lie
+  inside a tensor.
+* ``num_packs`` = 0: each tensor is a buffer of its own, except that runs of small tensors share one
+  (``agg_small_grads_max_bytes``, ``agg_small_grads_max_group``).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from .errors import ArgumentError, message
+from .ops import INTEGERS
+from .values import TensorSpec
+
+# Each pack is a chunk with a tree of its own: more of them than this is a slip, such as
+# bytes_per_pack=1 for a model, and would cost gigabytes of plan.
+MOST_PACKS: Final = 10_000
+
+BITS: Final = {name: int("".join(filter(str.isdigit, name))) for name in INTEGERS} | {
+    "bool": 8, "float16": 16, "bfloat16": 16, "float32": 32, "float64": 64, "complex64": 64, "complex128": 128,
+}  # fmt: skip
+
+
+class Packing(NamedTuple):
+    """How to pack: the arguments of ``AllReduceCrossDeviceOps`` and of its options."""
+
+    num_packs: int = 0
+    bytes_per_pack: int = 0
+    small_bytes: int = 0
+    small_group: int = 0
+
+
+class Span(NamedTuple):
+    """Where a tensor lies in a flat buffer, in elements. ``tensor`` is its place in the batch."""
+
+    tensor: int
+    start: int
+    size: int
+    shape: tuple[int, ...]
+
+
+class Buffer(NamedTuple):
+    """A flat buffer of one dtype, the tensors in it, and into how many packs it is cut.
+
+    ``size`` is ``None`` for a tensor whose shape tracing leaves open; it is reduced whole.
+    """
+
+    dtype: str
+    size: int | None
+    spans: tuple[Span, ...]
+    packs: int
+    first: int
+
+
+Cut = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one element.
+
+    >>> itemsize("bfloat16")
+    2
+    """
+    return BITS[dtype] // 8
+
+
+@lru_cache(maxsize=1024)
+def layout(specs: tuple[TensorSpec, ...], packing: Packing) -> tuple[Buffer, ...]:
+    """Say which tensors share which buffers.
+
+    Args:
+      specs: the batch, in order.
+      packing: how to pack.
+    Returns:
+      The buffers. Each tensor lies in exactly one.
+    Raises:
+      ArgumentError: more than ``MOST_PACKS`` packs would result.
+
+    >>> specs = (TensorSpec((2, 3), "float32"), TensorSpec((), "int32"), TensorSpec((5,), "float32"))
+    >>> [(buffer.dtype, buffer.size, len(buffer.spans)) for buffer in layout(specs, Packing(num_packs=1))]
+    [('float32', 11, 2), ('int32', 1, 1)]
+    """
+    if packing.num_packs or packing.bytes_per_pack:
+        runs: dict[object, list[int]] = {}
+        for tensor, spec in enumerate(specs):
+            runs.setdefault(tensor if None in spec.shape else spec.dtype, []).append(tensor)
+        return tuple(_buffer(specs, run, packing, 0) for run in runs.values())
+    return tuple(_buffer(specs, run, packing, run[0]) for run in _small_runs(specs, packing))
+
+
+@lru_cache(maxsize=4096)
+def cuts(spans: tuple[Span, ...], bounds: tuple[tuple[int, int], ...]) -> tuple[Cut, ...]:
+    """Say for each tensor which ranges of which parts it is made of.
+
+    Args:
+      spans: the tensors of one buffer.
+      bounds: the elements ``(start, stop)`` of the buffer that each part holds, in order.
+    Returns:
+      For each tensor its shape and its pieces ``(part, start, stop)``, counted within the part. An
+      empty tensor is an empty piece of the first part.
+
+    >>> cuts((Span(0, 0, 3, (3,)), Span(1, 3, 2, (2,))), ((0, 2), (2, 5)))
+    (((3,), ((0, 0, 2), (1, 0, 1))), ((2,), ((1, 1, 3),)))
+    """
+    ends = [high for _, high in bounds]
+    found = []
+    for span in spans:
+        stop = span.start + span.size
+        pieces = []
+        part = bisect_right(ends, span.start)
+        while part < len(bounds) and bounds[part][0] < stop:
+            low, high = bounds[part]
+            if low < high:
+                pieces.append((part, max(span.start, low) - low, min(stop, high) - low))
+            part += 1
+        found.append((span.shape, tuple(pieces) if span.size else ((0, 0, 0),)))
+    return tuple(found)
+
+
+def _small_runs(specs: tuple[TensorSpec, ...], packing: Packing) -> list[list[int]]:
+    """Split the batch into runs: neighbours that are small and of one dtype go together."""
+    runs: list[list[int]] = []
+    for tensor, spec in enumerate(specs):
+        if (
+            runs
+            and len(runs[-1]) < packing.small_group
+            and specs[runs[-1][-1]].dtype == spec.dtype
+            and all(_small(specs[member], packing) for member in (runs[-1][-1], tensor))
+        ):
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return runs
+
+
+def _small(spec: TensorSpec, packing: Packing) -> bool:
+    if None in spec.shape:
+        return False
+    return math.prod(spec.shape) * itemsize(spec.dtype) <= packing.small_bytes  # type: ignore[arg-type]
+
+
+def _buffer(specs: tuple[TensorSpec, ...], tensors: list[int], packing: Packing, first: int) -> Buffer:
+    dtype = specs[tensors[0]].dtype
+    spans: list[Span] = []
+    start = 0
+    for tensor in tensors:
+        shape = specs[tensor].shape
+        if None in shape:
+            return Buffer(dtype, None, (Span(tensor, 0, 0, ()),), 1, first)
+        size = math.prod(shape)  # type: ignore[arg-type]
+        spans.append(Span(tensor, start, size, shape))  # type: ignore[arg-type]
+        start += size
+    packs = packing.num_packs
+    if packing.bytes_per_pack:
+        fitting = max(1, packing.bytes_per_pack // itemsize(dtype))
+        packs = max(packs, -(-start // fitting))
+    packs = max(1, min(packs, start))
+    if packs > MOST_PACKS:
+        raise ArgumentError(
+            message(
+                f"{start} elements of {dtype} would be cut into {packs} packs; {MOST_PACKS} is the most.",
+                f"num_packs={packing.num_packs}, bytes_per_pack={packing.bytes_per_pack}",
+                "fewer packs, or more bytes a pack",
+            )
+        )
+    return Buffer(dtype, start, tuple(spans), packs, first)

@@ -1,0 +1,246 @@
+"""``Schedule``: a reduction written down as steps, before one byte moves.
+
+A schedule does not know the buffer's size: chunks are shares of it, and ``spans(size)`` says which
+elements they are. So one schedule serves every size, and equal requests give equal schedules.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
+
+from ..errors import ScheduleError, message, shown
+
+FORMAT: Final = "crossreduce.schedule/1"
+
+
+class Chunk(NamedTuple):
+    """A share of the flat buffer: who contributes to it, and who needs its result.
+
+    Devices are numbers: positions in the schedule's ``devices``. The five collectives differ only
+    here: an all-reduce has every device in both, a broadcast one source, a reduce-scatter one
+    destination a chunk, an all-gather one source a chunk.
+    """
+
+    share: Fraction
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """Device ``dst`` takes a chunk from the devices ``srcs``.
+
+    One source: ``dst`` replaces what it holds by a copy. More: it holds their combination, in the
+    listed order; its own part counts only where ``dst`` is listed too.
+    """
+
+    chunk: int
+    dst: int
+    srcs: tuple[int, ...]
+
+
+Round = tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A whole collective: the steps of a round may run together, in any order.
+
+    Args:
+      collective: its name, for readers; what counts is who is in each chunk's sources and destinations.
+      algorithm: the planner's name.
+      devices: canonical names; all numbers below are positions in it.
+      chunks: shares that add up to 1.
+      rounds: steps that may run together, round after round.
+      pieces: into how many pipelined pieces each chunk may be cut; results do not depend on it.
+    Raises:
+      ScheduleError: a number that is no position, a share below 0, shares that do not add up to 1.
+
+    >>> pair = Chunk(Fraction(1), sources=(0, 1), destinations=(0, 1))
+    >>> schedule = Schedule("all_reduce", "by hand", ("cpu:0", "cpu:1"), (pair,),
+    ...                     ((Step(0, 0, (0, 1)),), (Step(0, 1, (0,)),)))
+    >>> print(schedule)
+    all_reduce by hand: 2 devices, 1 chunk, 2 rounds, 2 steps
+      round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
+      round 1: chunk 0: cpu:1 <- cpu:0
+    >>> Schedule.from_json(schedule.to_json()) == schedule
+    True
+    """
+
+    collective: str
+    algorithm: str
+    devices: tuple[str, ...]
+    chunks: tuple[Chunk, ...]
+    rounds: tuple[Round, ...]
+    pieces: int = 1
+
+    def __post_init__(self) -> None:
+        # Lists would let a schedule change after it was made.
+        object.__setattr__(self, "devices", tuple(self.devices))
+        object.__setattr__(self, "chunks", tuple(Chunk(share, tuple(s), tuple(d)) for share, s, d in self.chunks))
+        steps_of = (tuple(Step(chunk, dst, tuple(srcs)) for chunk, dst, srcs in steps) for steps in self.rounds)
+        object.__setattr__(self, "rounds", tuple(steps_of))
+        n = len(self.devices)
+        if len(set(self.devices)) != n:
+            raise ScheduleError(message("a schedule has each device once.", ", ".join(self.devices)))
+        for number, chunk in enumerate(self.chunks):
+            if chunk.share < 0 or not _positions(chunk.sources, n) or not _positions(chunk.destinations, n):
+                raise _malformed(f"chunk {number} is malformed", chunk, n)
+        if sum(chunk.share for chunk in self.chunks) != 1:
+            raise ScheduleError(
+                message(
+                    "the chunks must cover the buffer: their shares add up to 1.",
+                    f"shares {', '.join(str(chunk.share) for chunk in self.chunks) or 'of no chunk'}",
+                )
+            )
+        for r, steps in enumerate(self.rounds):
+            for s, step in enumerate(steps):
+                in_range = 0 <= step.chunk < len(self.chunks) and _positions((step.dst,), n)
+                if not in_range or not step.srcs or not all(0 <= src < n for src in step.srcs):
+                    here = f"round {r}, step {s} is malformed: chunks go from 0 to {len(self.chunks) - 1}"
+                    raise _malformed(here, step, n)
+        if self.pieces < 1:
+            raise ScheduleError(message("a chunk is cut into at least one piece.", shown(self.pieces), "pieces=1"))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.collective, self.algorithm, self.devices, self.chunks, self.rounds, self.pieces))
+
+    def __hash__(self) -> int:
+        # A schedule is a key in the caches of every call: its thousands of steps are hashed once.
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Schedule], tuple[Any, ...]]:
+        # Without the cached hash, which is another one in another process.
+        return Schedule, (self.collective, self.algorithm, self.devices, self.chunks, self.rounds, self.pieces)
+
+    def spans(self, size: int) -> tuple[tuple[int, int], ...]:
+        """Return each chunk's range of elements ``(start, stop)`` in a flat buffer of ``size`` elements.
+
+        Every boundary is rounded once, so the chunks cover the buffer and equal shares differ by at
+        most one element.
+
+        >>> from crossreduce.planning import direct
+        >>> direct(["cpu:0", "cpu:1", "cpu:2"]).spans(10)
+        ((0, 3), (3, 6), (6, 10))
+        """
+        return _spans(tuple(chunk.share for chunk in self.chunks), size)
+
+    @property
+    def steps(self) -> int:
+        """How many steps there are in all rounds."""
+        return sum(map(len, self.rounds))
+
+    def to_json(self) -> str:
+        """Return the schedule as JSON text; equal schedules give the same bytes."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "collective": self.collective,
+                "algorithm": self.algorithm,
+                "devices": self.devices,
+                "chunks": [[str(chunk.share), chunk.sources, chunk.destinations] for chunk in self.chunks],
+                "rounds": self.rounds,
+                "pieces": self.pieces,
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Read a schedule back from ``to_json``'s text.
+
+        Raises:
+          ScheduleError: the text is no JSON, of another format, or lacks a part.
+        """
+        try:
+            read: dict[str, Any] = json.loads(text)
+            if read["format"] != FORMAT:
+                raise KeyError(read["format"])  # noqa: TRY301 - one handler says what every fault means
+            return cls(
+                _text(read["collective"]),
+                _text(read["algorithm"]),
+                tuple(_text(device) for device in _list(read["devices"])),
+                tuple(Chunk(_share(share), _ints(s), _ints(d)) for share, s, d in read["chunks"]),
+                tuple(
+                    tuple(Step(_int(chunk), _int(dst), _ints(srcs)) for chunk, dst, srcs in steps)
+                    for steps in read["rounds"]
+                ),
+                _int(read["pieces"]),
+            )
+        except ScheduleError:
+            raise
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
+            raise ScheduleError(
+                message(f"this is no schedule in JSON: {error!r}.", shown(text), f'text of format "{FORMAT}"')
+            ) from error
+
+    def describe(self, step: Step) -> str:
+        """Return a step in words: ``chunk 0: cpu:0 <- cpu:0 + cpu:1``."""
+        srcs = " + ".join(self.devices[src] for src in step.srcs)
+        return f"chunk {step.chunk}: {self.devices[step.dst]} <- {srcs}"
+
+    @property
+    def head(self) -> str:
+        """The schedule in one line: its kind and its counts."""
+        return (
+            f"{self.collective} {self.algorithm}: {_many(len(self.devices), 'device')}, "
+            f"{_many(len(self.chunks), 'chunk')}, {_many(len(self.rounds), 'round')}, {_many(self.steps, 'step')}"
+        )
+
+    def __str__(self) -> str:
+        lines = [f"  round {r}: {self.describe(step)}" for r, steps in enumerate(self.rounds) for step in steps]
+        return "\n".join([self.head, *lines])
+
+
+@lru_cache(maxsize=4096)
+def _spans(shares: tuple[Fraction, ...], size: int) -> tuple[tuple[int, int], ...]:
+    ends = [int(end * size) for end in accumulate(shares)]
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _positions(numbers: Iterable[int], n: int) -> bool:
+    listed = tuple(numbers)
+    return bool(listed) and len(set(listed)) == len(listed) and all(0 <= number < n for number in listed)
+
+
+def _malformed(problem: str, given: object, n: int) -> ScheduleError:
+    return ScheduleError(message(f"{problem}.", shown(given), f"devices by their numbers, 0 to {n - 1}"))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _share(value: object) -> Fraction:
+    if not re.fullmatch(r"[0-9]{1,100}(/[0-9]{1,100})?", _text(value)):  # "1e99999999" would take hours
+        raise ValueError(f"{value!r} is no share")
+    return Fraction(_text(value))
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is no list")
+    return value
+
+
+def _int(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _ints(values: Iterable[object]) -> tuple[int, ...]:
+    return tuple(_int(value) for value in values)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
