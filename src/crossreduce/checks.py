@@ -1,0 +1,264 @@
+"""What stands at the door: every argument is checked here, before an array is touched.
+
+In: what a caller gave.  Out: ``Checked`` values and canonical device names, or an error that says what
+was given and what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from .backends import Array, Backend, Numbers, Sparse, backend_of
+from .devices import canonical
+from .errors import ArgumentError, MismatchError, UnsupportedError, message, shown
+from .ops import HALVES, ReduceOp, require_dtype
+from .values import DistributedValues, IndexedSlices, PerReplica, TensorSpec, describe
+
+
+class Checked(PerReplica):
+    """A ``PerReplica`` whose components were found to fit together, and what was found out.
+
+    ``arrays`` are the components as the backend takes them: all of them sparse (``sparse``), or all dense. A
+    value that is sparse on some replicas only has been made dense. ``spec`` is that of a component (of
+    its slices, where it is sparse).
+    """
+
+    __slots__ = ("arrays", "axis", "backend", "numbers", "op", "sparse", "spec")
+    arrays: list[Array | Sparse]
+    axis: int
+    backend: Backend
+    numbers: Numbers
+    op: ReduceOp | None
+    sparse: bool
+    spec: TensorSpec
+
+    def __repr__(self) -> str:
+        return repr(PerReplica.on(self.values, self.devices))
+
+
+def per_replica(value: Any) -> PerReplica:
+    """Return a distributed value as it is; a single array or number as one replica's.
+
+    Raises:
+      ArgumentError: anything else, a list of arrays included.
+    """
+    if isinstance(value, PerReplica):
+        return value
+    if isinstance(value, DistributedValues):
+        return PerReplica.on(value.values, value.devices)
+    if isinstance(value, (list, tuple, dict, str, bytes)) or value is None:
+        raise ArgumentError(
+            message("a value to reduce must be a PerReplica or an array.", shown(value), "PerReplica([a, b, ...])")
+        )
+    if isinstance(value, type):
+        raise UnsupportedError(message("a class stands where a value is meant.", shown(value), "an instance of it"))
+    backend_of(value)
+    return PerReplica([value])
+
+
+def place(destinations: Any) -> tuple[str, ...]:
+    """Return the devices that a ``destinations`` argument names.
+
+    Raises:
+      ArgumentError: it is no distributed value, device name, array, variable or parameter.
+    """
+    if isinstance(destinations, DistributedValues):
+        return destinations.devices
+    if isinstance(destinations, str):
+        return (canonical(destinations),)
+    if not isinstance(destinations, (list, tuple, dict, bytes, int, float, complex, type)) and destinations is not None:
+        with contextlib.suppress(ArgumentError, UnsupportedError):
+            backend = backend_of(destinations)
+            found = backend.array(destinations)
+            require_dtype(backend.spec(found.values if isinstance(found, Sparse) else found).dtype)
+            return PerReplica([destinations]).devices
+    raise ArgumentError(
+        message(
+            "destinations must be distributed values, a device's name, or an array, variable or parameter.",
+            shown(destinations),
+            'a name such as "cpu:0"; for several devices, the PerReplica itself or any other on those devices',
+        )
+    )
+
+
+def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    """Return the pairs of value and destinations as a list.
+
+    Raises:
+      ArgumentError: ``pairs`` cannot be iterated, or an element is no pair.
+    """
+    if not isinstance(pairs, Iterable) or isinstance(pairs, (str, bytes, dict, DistributedValues)):
+        raise ArgumentError(
+            message(
+                "value_destination_pairs must be pairs of value and destinations.", shown(pairs), "[(value, value)]"
+            )
+        )
+    found = list(pairs)
+    for number, pair in enumerate(found):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ArgumentError(
+                message(
+                    f"element {number} of value_destination_pairs is no pair.", shown(pair), "(value, destinations)"
+                )
+            )
+    return found
+
+
+def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None) -> Checked:
+    """Check that the components fit together and that ``op`` is defined for them.
+
+    Args:
+      op: the reduction; ``None`` for a gather.
+      value: what to check; one that was checked for this op comes back as it is.
+      axis: for a gather, the axis along which components may differ.
+    Raises:
+      MismatchError: components of different framework, dtype or shape; all of them are named.
+      UnsupportedError: ``op`` is not defined for the dtype, or not for sparse values.
+      ArgumentError: a component is no array, or there is no such axis.
+    """
+    if type(value) is Checked and value.op is op and (op is not None or value.axis == axis):
+        return value
+    values = value.values
+    backend = backend_of(values[0])
+    kind = type(values[0])
+    for component in values:
+        # IndexedSlices are of one type, whatever is in them.
+        if (type(component) is not kind or kind is IndexedSlices) and backend_of(component) is not backend:
+            raise _mismatch(value, "are of different frameworks", [backend_of(v).name for v in values])
+    backend.require(value.devices)
+    arrays: list[Any] = [backend.array(component) for component in values]
+    checked = Checked.on(values, value.devices)
+    checked.op, checked.backend, checked.arrays, checked.axis = op, backend, arrays, 0
+    kinds = [type(x) is Sparse for x in arrays]
+    checked.sparse = all(kinds) and op is not None
+    if op is None:
+        _check_gather(checked, axis)
+        return checked
+    if any(kinds):
+        checked.spec = _sparse_spec(op, value, backend, arrays)
+    else:
+        shape, dtype = arrays[0].shape, arrays[0].dtype
+        agree = all(x.shape == shape and x.dtype == dtype for x in arrays)
+        if agree:
+            spec = backend.spec(arrays[0])
+        else:
+            specs = [backend.spec(x) for x in arrays]
+            common = _common(specs)
+            if common is None:
+                raise _mismatch(value, "differ in shape or dtype", specs)
+            spec = common
+        checked.spec = spec
+        if not agree or None in spec.shape:  # as far as tracing knows, they fit; make sure when they run
+            checked.arrays = backend.alike(arrays, spec)
+    checked.numbers = backend.numbers(op, checked.spec.dtype, len(values))
+    if any(kinds) and not checked.sparse:
+        checked.arrays = [_dense(backend, x, checked.spec, checked.numbers.accumulator) for x in arrays]
+    return checked
+
+
+def _common(specs: list[TensorSpec]) -> TensorSpec | None:
+    """Return what several specs have in common, or ``None``; a size that is not known fits any."""
+    if len({(spec.dtype, len(spec.shape)) for spec in specs}) > 1:
+        return None
+    sizes: list[int | None] = []
+    for along in zip(*(spec.shape for spec in specs), strict=True):
+        known = {size for size in along if size is not None}
+        if len(known) > 1:
+            return None
+        sizes.append(next(iter(known), None))
+    return TensorSpec(tuple(sizes), specs[0].dtype)
+
+
+def _dense(backend: Backend, x: Array | Sparse, spec: TensorSpec, dtype: str) -> Array:
+    """Return a component as a dense array; a sparse one's slices are added up in ``dtype``."""
+    if not isinstance(x, Sparse):
+        return x
+    shape = tuple(size for size in spec.shape if size is not None)
+    if len(shape) < len(spec.shape):
+        raise ArgumentError(
+            message(
+                "a sparse array without dense_shape cannot be made dense.",
+                f"{x.kind} with slices {backend.spec(x.values)}",
+                "IndexedSlices(values, indices, dense_shape)",
+            )
+        )
+    return backend.dense(x, shape, dtype)
+
+
+def _sparse_spec(op: ReduceOp, value: PerReplica, backend: Backend, arrays: list[Any]) -> TensorSpec:
+    """Check sparse components against each other and against dense ones; return the common spec."""
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise UnsupportedError(
+            message(
+                "sparse values can be added, and nothing else.",
+                f"{shown(op)} of {describe(value.values[0])}",
+                '"sum" or "mean", or make them dense first',
+            )
+        )
+    sparse = [x for x in arrays if isinstance(x, Sparse)]
+    specs = [_dense_spec(backend, x) for x in arrays]
+    spec = _common(specs)
+    if spec is None or len({(x.kind, len(x.indices.shape), *x.indices.shape[1:]) for x in sparse}) > 1:
+        kinds = [x.kind if isinstance(x, Sparse) else "dense" for x in arrays]
+        found = [f"{spec}, {kind}" for spec, kind in zip(specs, kinds, strict=True)]
+        which = "sparse" if len(sparse) == len(arrays) else "sparse and dense"
+        raise _mismatch(value, f"are {which} arrays that do not fit together", found)
+    return backend.spec(sparse[0].values) if len(sparse) == len(arrays) else spec
+
+
+def _dense_spec(backend: Backend, x: Array | Sparse) -> TensorSpec:
+    """Return the spec that a component has, or would have if it were dense; what is not known is ``None``."""
+    if not isinstance(x, Sparse):
+        return backend.spec(x)
+    slices = backend.spec(x.values)
+    if x.shape is not None:
+        return TensorSpec(tuple(x.shape), slices.dtype)
+    rows: tuple[int | None, ...] = (None,) * (1 if len(x.indices.shape) == 1 else int(x.indices.shape[1]))
+    return TensorSpec((*rows, *slices.shape[1:]), slices.dtype)
+
+
+def _check_gather(checked: Checked, axis: Any) -> None:
+    specs = [_dense_spec(checked.backend, x) for x in checked.arrays]
+    for spec in specs:
+        require_dtype(spec.dtype)
+    ndim = len(specs[0].shape)
+    try:
+        number = operator.index(axis)
+    except TypeError:
+        number = ndim
+    if not -ndim <= number < ndim or isinstance(axis, bool):
+        raise ArgumentError(
+            message(
+                "gather needs an axis of its components.",
+                f"axis={axis!r}, components such as {specs[0]}",
+                f"an axis from {-ndim} to {ndim - 1}" if ndim else "components of one axis: x.reshape(1), axis=0",
+            )
+        )
+    checked.axis = number % ndim
+    others = {
+        (spec.dtype, len(spec.shape), *spec.shape[: checked.axis], *spec.shape[checked.axis + 1 :]) for spec in specs
+    }
+    if len(others) > 1:
+        raise _mismatch(checked, f"differ in dtype or in another axis than {checked.axis}", specs)
+    checked.spec = specs[0]
+    backend, dtype = checked.backend, checked.spec.dtype
+    if any(isinstance(x, Sparse) for x in checked.arrays):
+        wide = "float32" if dtype in HALVES else dtype
+        numbers = Numbers(dtype, wide, dtype, 1)
+        checked.arrays = [
+            backend.finish(_dense(backend, x, spec, wide), numbers)
+            for x, spec in zip(checked.arrays, specs, strict=True)
+        ]
+
+
+def _mismatch(value: PerReplica, problem: str, found: Iterable[object]) -> MismatchError:
+    each = "; ".join(
+        f"replica {number} on {device}: {text}"
+        for number, (device, text) in enumerate(zip(value.devices, found, strict=True))
+    )
+    return MismatchError(
+        message(f"the replicas of one value {problem}.", each, "one framework, dtype and shape on all replicas")
+    )

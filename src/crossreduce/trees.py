@@ -1,0 +1,182 @@
+"""The everyday call: ``all_reduce`` of pytrees, one a replica.
+
+In: n trees of arrays.  Out: n reduced trees. Trees are taken apart by optree; dataclasses that it
+does not know are taught to it, in a namespace of our own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
+from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
+from .ops import ReduceOp, read_op
+from .options import CommunicationOptions
+from .tracing import unconverted
+from .values import DistributedValues, IndexedSlices, PerReplica, read_devices
+
+_NAMESPACE = "crossreduce"
+_DEFAULT = AllReduceCrossDeviceOps("auto")
+_TAUGHT: set[type] = set()  # the dataclasses that optree was taught
+_LOCK = threading.Lock()
+
+
+@unconverted
+def all_reduce(
+    trees: Sequence[Any],
+    op: ReduceOp | str = "sum",
+    *,
+    devices: Sequence[str] | None = None,
+    cross_device_ops: CrossDeviceOps | None = None,
+    options: CommunicationOptions | None = None,
+) -> list[Any]:
+    """Reduce n pytrees, one a replica, leaf by leaf, and give every replica the result.
+
+    Args:
+      trees: a list, always read as one tree a replica: an array, or dicts, lists, tuples, named tuples,
+        dataclasses and other pytree nodes of arrays and numbers, all of one structure. Leaves may be sparse,
+        torch Parameters or tf.Variables, and of different dtypes, shapes, devices and frameworks. Of
+        dataclasses the fields come back, and nothing else that an instance holds.
+      op: a ``ReduceOp`` or its name.
+      devices: a device for each replica; ``None``: each leaf stays where it is.
+      cross_device_ops: how to reduce; ``None``: ``AllReduceCrossDeviceOps("auto")``.
+      options: hints for this call.
+    Returns:
+      n trees of the same structure. Leaf k of tree i is the reduction of all trees' leaf k, on the
+      device of tree i's; all n have the same bits, and none shares memory with another or with an input.
+      Numbers come back as NumPy arrays of no axes.
+    Raises:
+      MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework;
+        the leaf's path and all replicas are named.
+      ArgumentError: no trees, a leaf that is no array, a wrong argument.
+      UnsupportedError: the op is not defined for a leaf's dtype; a class where an op's instance is meant.
+
+    >>> import numpy as np
+    >>> grads = [{"w": np.full((2, 2), float(k)), "b": np.float32(k)} for k in range(3)]
+    >>> all_reduce(grads, "mean")[2]["w"].tolist()
+    [[1.0, 1.0], [1.0, 1.0]]
+    """
+    op = read_op(op)
+    ops = _DEFAULT if cross_device_ops is None else cross_device_ops
+    if not isinstance(ops, CrossDeviceOps):
+        what = "an instance of CrossDeviceOps, not the class," if isinstance(ops, type) else "a CrossDeviceOps"
+        raise UnsupportedError(
+            message(
+                f"cross_device_ops must be {what}.".replace(",.", "."), shown(ops), 'AllReduceCrossDeviceOps("ring")'
+            )
+        )
+    if (
+        isinstance(trees, (str, bytes, dict, DistributedValues))
+        or hasattr(trees, "shape")
+        or not isinstance(trees, Iterable)
+    ):
+        raise ArgumentError(
+            message("all_reduce takes a list with one tree a replica.", shown(trees), "list(value), or [tree, tree]")
+        )
+    given = list(trees)
+    if not given:
+        raise ArgumentError(message("all_reduce needs at least one replica's tree.", shown(trees), "[tree, tree]"))
+    names = None if devices is None else read_devices(devices)
+    if names is not None and len(names) != len(given):
+        raise ArgumentError(
+            message("all_reduce needs one device a replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None")
+        )
+    paths, leaves, structure = _flatten(given)
+    pairs = []
+    for path, components in zip(paths, leaves, strict=True):
+        try:
+            value = PerReplica(components, names)
+        except ReductionError as error:
+            error.prefix(f"leaf {path}")
+            raise
+        pairs.append((value, value))
+    try:
+        reduced = ops.batch_reduce(op, pairs, options)
+    except ReductionError as error:
+        if error.pair is not None:  # the batch numbers its pairs; whoever passed a tree knows paths
+            error.prefix(f"leaf {paths[error.pair]}")
+        raise
+    return [_unflatten(structure, [result[replica] for result in reduced]) for replica in range(len(given))]
+
+
+def _flatten(trees: list[Any]) -> tuple[list[str], list[tuple[Any, ...]], Any]:
+    """Return the leaves' paths, each leaf's components over the replicas, and the common structure."""
+    import optree
+
+    try:
+        for tree in trees:
+            _teach_dataclasses(tree)
+    except RecursionError as error:
+        raise ArgumentError(
+            message("a tree is too deep, or contains itself.", f"{len(trees)} trees", "a flatter tree")
+        ) from error
+    flat = [optree.tree_flatten(tree, is_leaf=_is_leaf, namespace=_NAMESPACE) for tree in trees]
+    structures = [structure for _, structure in flat]
+    if any(structure != structures[0] for structure in structures):
+        each = "; ".join(f"replica {k}: {_outline(structures, k)}" for k in range(len(trees)))
+        remedy = "the same keys, lengths and types on all replicas; zeros where one has None"
+        raise MismatchError(message("the replicas' trees differ in structure.", each, remedy))
+    paths = [optree.PyTreeAccessor(accessor).codify("tree") for accessor in structures[0].accessors()]
+    return paths, list(zip(*(leaves for leaves, _ in flat), strict=True)), structures[0]
+
+
+def _outline(structures: list[Any], replica: int) -> str:
+    """Say how a replica's tree differs from the first replica's: by its leaves, or else by its nodes."""
+    paths, others = (
+        [accessor.codify("tree") for accessor in structures[k].accessors()] for k in (replica, int(replica == 0))
+    )
+    own = [path for path in paths if path not in set(others)]
+    if not own and set(paths) == set(others):
+        return shown(structures[replica], 200)
+    found = f"{len(paths)} leaves"
+    return found + (f", of which only here {', '.join(own[:3])}{', ...' * (len(own) > 3)}" if own else "")
+
+
+def _unflatten(structure: Any, leaves: list[Any]) -> Any:
+    import optree
+
+    return optree.tree_unflatten(structure, leaves)
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, (IndexedSlices, DistributedValues))
+
+
+def _teach_dataclasses(tree: Any) -> None:
+    """Register the dataclasses in a tree that optree takes for leaves."""
+    import optree
+
+    taught = True
+    while taught:
+        taught = False
+        for leaf in optree.tree_leaves(tree, is_leaf=_is_leaf, namespace=_NAMESPACE):
+            kind = type(leaf)
+            # Arrays may be dataclasses too (a framework's own), but they have a shape.
+            if dataclasses.is_dataclass(kind) and not hasattr(leaf, "shape") and not _is_leaf(leaf):
+                _register(kind)
+                taught = True
+                break
+
+
+def _register(kind: type) -> None:
+    import optree
+
+    names = tuple(field.name for field in dataclasses.fields(kind))
+
+    def flatten(node: Any) -> tuple[list[Any], None, tuple[str, ...]]:
+        return [getattr(node, name) for name in names], None, names
+
+    def unflatten(_: Any, children: Iterable[Any]) -> Any:
+        made: Any = object.__new__(kind)  # what else an input holds may be out of date, or its own
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
+    with _LOCK:
+        if kind not in _TAUGHT:
+            entry = optree.DataclassEntry
+            optree.register_pytree_node(kind, flatten, unflatten, path_entry_type=entry, namespace=_NAMESPACE)
+            _TAUGHT.add(kind)
