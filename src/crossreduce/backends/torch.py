@@ -1,0 +1,243 @@
+"""PyTorch: host memory, which is every ``cpu:k`` at once, and each accelerator's own.
+
+Arrays are detached on their way in, so no operation here is recorded by autograd. Copies run on each
+device's current stream, as torch's own do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ..devices import parse
+from ..errors import DeviceError, UnsupportedError, message, shown
+from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
+from ..packing import Cut
+from ..values import IndexedSlices, TensorSpec
+from .contract import Array, Numbers, Sparse
+from .numpy import beyond
+
+_BINARY: Final[dict[ReduceOp, Any]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MEAN: torch.add,
+    ReduceOp.MIN: torch.minimum,  # min and max hand NaN on; fmin and fmax would drop it
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+_KINDS: Final = ("cuda", "xpu", "mps")
+_NAMES: Final[dict[Any, str]] = {getattr(torch, name): name for name in DTYPES}
+_DTYPES: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
+# torch stores and copies these, and has no kernels that add or compare them.
+_INERT: Final = frozenset({"uint16", "uint32", "uint64"})
+
+
+@lru_cache(maxsize=1024)
+def _numbers(op: ReduceOp, dtype: str, count: int, default: Any) -> Numbers:
+    if dtype in _INERT:
+        raise UnsupportedError(
+            message(
+                f"PyTorch cannot compute with {dtype}.",
+                f"op {op.value}, dtype {dtype}",
+                "cast to a signed integer that is wide enough, such as torch.int64",
+            )
+        )
+    result = _NAMES[default] if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
+    return Numbers(dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+
+
+@lru_cache(maxsize=4096)
+def _place(device: str) -> Any:
+    """Return the physical ``torch.device`` that a canonical name stands for."""
+    place = parse(device)
+    return torch.device("cpu") if place.kind == "cpu" else torch.device(place.kind, place.index)
+
+
+def _count(kind: str) -> int:
+    module = getattr(torch, kind, None) if kind in _KINDS else None
+    return 0 if module is None else int(module.device_count())
+
+
+@lru_cache(maxsize=1024)
+def _require(devices: tuple[str, ...]) -> None:
+    for device in devices:
+        place = parse(device)
+        if place.host or (place.kind != "cpu" and place.index >= _count(place.kind)):
+            here = [f"{kind}:{index}" for kind in _KINDS for index in range(_count(kind))]
+            raise DeviceError(
+                message(
+                    "PyTorch has no such device in this process.",
+                    device,
+                    ", ".join(['"cpu:0", "cpu:1", ... (all host memory)', *(f'"{name}"' for name in here)])
+                    + (f'; "{here[0]}#1" is a second logical device on {here[0]}' if here else ""),
+                )
+            )
+
+
+class Torch:
+    """The ``Backend`` of PyTorch tensors and parameters."""
+
+    name = "torch"
+
+    def array(self, value: Any) -> Array | Sparse:
+        if isinstance(value, IndexedSlices):
+            return Sparse("IndexedSlices", self._plain(value.values), self._plain(value.indices), value.dense_shape)
+        if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
+            # As it is: coalescing would cost a sort, and duplicates add up wherever they are made dense.
+            value = value.detach()
+            return Sparse("torch.sparse_coo", self._plain(value._values()), value._indices().t(), tuple(value.shape))
+        return self._plain(value)
+
+    def _plain(self, value: Any) -> Array:
+        plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in _NAMES
+        if not plain or value.is_meta or value.is_nested or is_lazy(value) or hasattr(value, "__tensor_flatten__"):
+            raise _unsupported(value)
+        if value.requires_grad or type(value) is not torch.Tensor:
+            value = value.detach().as_subclass(torch.Tensor)
+        if value.is_conj() or value.is_neg():
+            value = value.resolve_conj().resolve_neg()
+        return value
+
+    def spec(self, x: Array) -> TensorSpec:
+        return TensorSpec(tuple(x.shape), _NAMES[x.dtype])
+
+    def require(self, devices: tuple[str, ...]) -> None:
+        _require(devices)
+
+    def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
+        # torch's true division of integers gives the default dtype, which may change between calls.
+        return _numbers(op, dtype, count, torch.get_default_dtype())
+
+    def copy(self, x: Array, device: str) -> Array:
+        place = _place(device)
+        return x if x.device == place else x.to(place)
+
+    def pack(self, xs: Sequence[Array]) -> Array:
+        if len(xs) == 1:
+            return xs[0].reshape(-1)
+        return torch.cat([x.reshape(-1) for x in xs])
+
+    def part(self, flat: Array, start: int, stop: int) -> Array:
+        return flat[start:stop]
+
+    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
+        binary, wide = _BINARY[op], _DTYPES[numbers.accumulator]
+        if spare >= 0:
+            out = binary(xs[0], xs[1], out=xs[spare])
+        elif xs[0].dtype is wide:
+            out = binary(xs[0], xs[1])
+        else:
+            out = xs[0].to(wide)
+            binary(out, xs[1], out=out)
+        for x in xs[2:]:
+            binary(out, x, out=out)
+        if whole:
+            if numbers.divisor != 1:
+                _divide_in_place(out, numbers.divisor)
+            return out.to(_DTYPES[numbers.result])
+        return out
+
+    def finish(self, x: Array, numbers: Numbers) -> Array:
+        if numbers.divisor != 1:
+            x = x.to(_DTYPES[numbers.accumulator], copy=True)
+            _divide_in_place(x, numbers.divisor)
+        return x.to(_DTYPES[numbers.result])
+
+    def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
+        if fresh and len(parts) == len(cuts) == 1:
+            return [parts[0].view(cuts[0][0])]
+        # The pieces tile each part in order, so one split cuts it up; what it gives are views.
+        sizes: list[list[int]] = [[] for _ in parts]
+        for _, pieces in cuts:
+            for part, start, stop in pieces:
+                sizes[part].append(stop - start)
+        views = [iter(part.split(along)) for part, along in zip(parts, sizes, strict=True)]
+        tensors = []
+        for shape, pieces in cuts:
+            if len(pieces) == 1:
+                tensors.append(next(views[pieces[0][0]]).view(shape).clone(memory_format=torch.contiguous_format))
+            else:
+                tensors.append(torch.cat([next(views[part]) for part, _, _ in pieces]).view(shape))
+        return tensors
+
+    def own(self, x: Array) -> Array:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def concat(self, xs: Sequence[Array], axis: int) -> Array:
+        return torch.cat(list(xs), dim=axis)
+
+    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+        return list(xs)  # every shape is known here
+
+    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+        values, indices = sparse.values, sparse.indices
+        columns = indices.long().reshape(len(indices), indices.shape[1] if indices.ndim > 1 else 1).unbind(1)
+        rows = torch.zeros_like(columns[0])
+        for axis, column in enumerate(columns):
+            if column.numel() and (column.min() < 0 or column.max() >= shape[axis]):
+                raise beyond(int(column.min()), int(column.max()), shape[axis:])
+            rows = rows * shape[axis] + column
+        values = values.to(_DTYPES[dtype])
+        out = values.new_zeros((math.prod(shape[: len(columns)]), *shape[len(columns) :]))
+        # Of the two, this is the one whose additions keep their order: index_put_ runs in parallel
+        # on the host, index_add_ on accelerators.
+        if out.device.type == "cpu":
+            out.index_add_(0, rows, values)
+        else:
+            out.index_put_((rows,), values, accumulate=True)
+        return out.view(shape)
+
+    def sparse(self, sparse: Sparse) -> Any:
+        if sparse.kind == "IndexedSlices":
+            return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
+        return torch.sparse_coo_tensor(sparse.indices.t(), sparse.values, sparse.shape, check_invariants=False)
+
+
+def _divide_in_place(x: Array, divisor: int) -> None:
+    """Divide, rounding once, so that the mean of n equal numbers is that number."""
+    if x.is_complex():  # torch's complex division rounds several times, and makes NaN of inf
+        x = torch.view_as_real(x)
+    # Accelerators multiply by the rounded reciprocal of a Python number, and 49 * (1 / 49) is not 1; by
+    # a tensor of their own they divide.
+    x.div_(divisor if x.device.type == "cpu" else x.new_full((), divisor))
+
+
+def _unsupported(value: Any) -> UnsupportedError:
+    if not isinstance(value, torch.Tensor):
+        return UnsupportedError(message("this is no tensor that can be reduced.", shown(value), "a torch.Tensor"))
+    # Its repr may need elements that are not there.
+    given = f"{type(value).__name__}, layout {value.layout}, dtype {value.dtype}, device {value.device}"
+    if is_lazy(value):
+        return UnsupportedError(message("a lazy parameter has no elements yet.", given, "run the module once"))
+    if value.is_meta:
+        return UnsupportedError(message("meta tensors have no elements.", given, "tensor.to_empty, or load the values"))
+    if value.is_quantized:
+        return UnsupportedError(message("quantized tensors cannot be reduced.", given, "tensor.dequantize()"))
+    if value.is_nested:
+        return UnsupportedError(
+            message("nested tensors cannot be reduced.", given, "reduce each of tensor.unbind(), or tensor.values()")
+        )
+    if hasattr(value, "full_tensor"):
+        return UnsupportedError(
+            message("a DTensor is spread over several devices.", given, "tensor.to_local() or tensor.full_tensor()")
+        )
+    if value.layout is not torch.strided:
+        return UnsupportedError(
+            message(
+                f"tensors of layout {value.layout} cannot be reduced.",
+                given,
+                "tensor.to_dense()" if "sparse" not in str(value.layout) else "tensor.to_sparse_coo() or .to_dense()",
+            )
+        )
+    if value.dtype not in _NAMES:
+        return UnsupportedError(
+            message(f"arrays of dtype {value.dtype} cannot be reduced.", given, "cast to one of " + ", ".join(_DTYPES))
+        )
+    return UnsupportedError(message("this tensor subclass wraps others.", given, "the tensors that it is made of"))
+
+
+BACKEND = Torch()
