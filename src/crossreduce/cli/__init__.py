@@ -1,0 +1,55 @@
+"""The command line: ``crossreduce train``, ``crossreduce bench``, ``crossreduce info``.
+
+In: the words of a command line.  Out: text, a JSON file where one is asked for, and an exit code:
+
+    0    done
+    1    it ran, and what it computed is wrong (a checked sum, replicas that drifted apart)
+    2    it did not run: a wrong argument, a framework or the [cli] extra that is not installed
+    130  interrupted with Ctrl-C, 143: terminated; no file is left half-written
+
+A user of the public face like any other. Importing it needs neither typer nor a framework.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ..errors import ReductionError
+
+_EXTRA = ("typer", "rich", "sklearn")
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
+
+    Args:
+      args: the words after ``crossreduce``; ``None``: those of this process.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an orderly exit, which removes temporary files
+    try:
+        from .app import app
+
+        app(args=None if args is None else list(args), prog_name="crossreduce")
+    except ReductionError as error:
+        _stop(str(error), 2)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRA:
+            raise
+        _stop(f"the command line needs {error.name}, which is not installed.  try: pip install 'crossreduce[cli]'", 2)
+    except OSError as error:
+        _stop(f"{error.strerror or error}.  try: another file, or make room", 2)
+    except MemoryError:
+        _stop("there is not enough memory for this.  try: smaller sizes or fewer devices", 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _stop(text: str, code: int) -> NoReturn:
+    print(f"crossreduce: {text}", file=sys.stderr)
+    sys.exit(code)

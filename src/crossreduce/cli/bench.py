@@ -1,0 +1,201 @@
+"""``crossreduce bench``: how long a collective takes, in the words and columns of nccl-tests.
+
+In: nccl-tests' options.  Out: its table and its JSON. All devices are driven by this one process;
+for devices in host memory the numbers compare algorithms and frameworks, and are no GPU's.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import numpy as np
+import typer
+
+from .. import AllReduceCrossDeviceOps, Mirrored, PerReplica
+from ..backends import FRAMEWORKS
+from ..errors import ArgumentError
+from . import exact, nccl_tests
+from .arguments import at_least, one_of, read_algorithms, read_device_list, read_nbytes
+from .frameworks import Framework, load
+from .output import json_file
+
+OPS: Final = {"sum": "sum", "prod": "product", "min": "min", "max": "max", "avg": "mean"}
+TYPES: Final = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "int": "int32"} | {
+    name: name for name in ("int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "bfloat16")
+}
+COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast")
+
+
+def bench(
+    minbytes: Annotated[str, typer.Option("-b", "--minbytes", help="First size; K, M, G are powers of 1024.")] = "32M",
+    maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", help="Last size.")] = "32M",
+    stepfactor: Annotated[int, typer.Option("-f", "--stepfactor", help="Multiply sizes by this (2 or more).")] = 1,
+    stepbytes: Annotated[str, typer.Option("-i", "--stepbytes", help="Without -f: add this to sizes.")] = "1M",
+    iters: Annotated[int, typer.Option("-n", "--iters", help="Timed calls a size.")] = 20,
+    warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", help="Untimed calls before, at each size.")] = 1,
+    devices: Annotated[
+        str, typer.Option("-g", "--ngpus", "--devices", help="How many devices, or their names: cpu:0,cpu:1")
+    ] = "8",
+    op: Annotated[str, typer.Option("-o", "--op", help=", ".join(OPS))] = "sum",
+    datatype: Annotated[
+        str, typer.Option("-d", "--datatype", help="half, float, double, bfloat16, int8, uint8, ...; or NumPy's names")
+    ] = "float",
+    root: Annotated[str, typer.Option("-r", "--root", help="Of reduce and broadcast: a rank, or all.")] = "0",
+    check: Annotated[int, typer.Option("-c", "--check", help="1: check every element of the results; 0: do not.")] = 1,
+    average: Annotated[
+        int,
+        typer.Option("-a", "--average", help="0 to 3, accepted: one process drives all ranks, so all have one time."),
+    ] = 1,
+    json: Annotated[Path | None, typer.Option("-J", "--json", help="Write nccl-tests' JSON to this file.")] = None,
+    per_iter_report: Annotated[
+        int, typer.Option("-I", "--per_iter_report", help="1: add columns i_min, i_max, i_p99 and i_cv%.")
+    ] = 0,
+    algorithm: Annotated[
+        str, typer.Option("-A", "--algorithm", "--algo", help="A name, a list, or all: one table each.")
+    ] = "auto",
+    num_packs: Annotated[int, typer.Option(help="Into how many packs the array is cut; 0: none.")] = 1,
+    collective: Annotated[str, typer.Option(help=", ".join(COLLECTIVES))] = "all_reduce",
+    framework: Annotated[str, typer.Option(help=", ".join(FRAMEWORKS))] = "numpy",
+) -> None:
+    """Time a collective; prints nccl-tests' table.
+
+    Time is the mean over the calls, each until its results are ready; the
+    JSON has median and p99 too. The in-place columns are N/A (null in JSON):
+    this library has no in-place form yet.
+
+    Devices in host memory emulate: they compare algorithms, and say nothing
+    about GPUs.
+
+    Exits with 1 if an element is wrong. Inputs are such that every order of
+    reduction is exact.
+    """
+    names = read_device_list("--devices", devices)
+    low, high = read_nbytes("--minbytes", minbytes), read_nbytes("--maxbytes", maxbytes)
+    if high < at_least(1, "--minbytes", low):
+        raise ArgumentError(f"--maxbytes must be at least --minbytes, and {maxbytes} is less than {minbytes}.")
+    nccl_type = _nccl_type(datatype)
+    op = one_of(OPS, "--op", {long: short for short, long in OPS.items()}.get(op, op))
+    one_of(FRAMEWORKS, "--framework", framework)
+    one_of(COLLECTIVES, "--collective", collective)
+    one_of("0123", "--average", str(average))
+    at_least(0, "--num-packs", num_packs)
+    roots = _roots(root, collective, len(names))
+    chosen = tuple(read_algorithms("--algorithm", algorithm))
+    step = at_least(1, "--stepbytes", read_nbytes("--stepbytes", stepbytes))
+    factor, iterations = at_least(1, "--stepfactor", stepfactor), at_least(1, "--iters", iters)
+    with json_file("--json", json) as write:
+        start_time = nccl_tests.now()
+        here = load(framework, names)
+        config = nccl_tests.Config(
+            framework=framework,
+            framework_version=here.version,
+            collective=collective,
+            algorithms=chosen,
+            num_packs=num_packs,
+            devices=names,
+            minimum_bytes=low,
+            maximum_bytes=high,
+            step_bytes=step,
+            step_factor=factor,
+            warmup_iters=at_least(0, "--warmup_iters", warmup_iters),
+            iterations=iterations,
+            validation=at_least(0, "--check", check),
+            per_iter_timing=at_least(0, "--per_iter_report", per_iter_report) > 0,
+        )
+        _print(nccl_tests.header(config))
+        rows = []
+        for name in chosen:
+            _print(nccl_tests.table_header(config, name))
+            for row in _rows(here, config, name, "none" if collective == "broadcast" else op, nccl_type, roots):
+                _print([nccl_tests.line(config, row)])
+                rows.append(row)
+        _print(nccl_tests.footer(config, rows))
+        write(nccl_tests.report(config, rows, sys.argv, start_time))
+    if any(row.nwrong for row in rows):
+        raise typer.Exit(1)
+
+
+def sizes(config: nccl_tests.Config) -> Iterator[int]:
+    """Yield the sizes in bytes, as nccl-tests steps through them."""
+    size = config.minimum_bytes
+    while size <= config.maximum_bytes:
+        yield size
+        size = size * config.step_factor if config.step_factor > 1 else size + config.step_bytes
+
+
+def _rows(
+    framework: Framework, config: nccl_tests.Config, algorithm: str, op: str, nccl_type: str, roots: list[int]
+) -> Iterator[nccl_tests.Row]:
+    """Measure one algorithm at every size and root."""
+    ops = AllReduceCrossDeviceOps(algorithm, config.num_packs)
+    n = len(config.devices)
+    patterns = exact.inputs(OPS.get(op, "sum"), TYPES[nccl_type], n)
+    whole = exact.result(OPS.get(op, "sum"), patterns)
+    itemsize = patterns[0].itemsize
+    for size in sizes(config):
+        count = size // itemsize
+        values = [framework.put(np.resize(x, count), d) for x, d in zip(patterns, config.devices, strict=True)]
+        for root in roots:
+            call = _call(ops, config, op, values, root)
+            times: list[float] = []
+            for k in range(config.warmup_iters + config.iterations):
+                result = None  # frees the last one's memory outside of the timed region
+                framework.wait(values)
+                before = time.perf_counter()
+                result = call()
+                framework.wait(result)
+                if k >= config.warmup_iters:
+                    times.append(time.perf_counter() - before)
+            nwrong = None
+            if config.validation:
+                expected = patterns[root] if config.collective == "broadcast" else whole
+                nwrong = sum(exact.wrong(framework.get(x), expected, count) for x in result or ())
+            yield nccl_tests.Row(
+                algorithm=algorithm,
+                size=count * itemsize,
+                count=count,
+                type=nccl_type,
+                redop=op,
+                root=root,
+                times_s=tuple(times),
+                nwrong=nwrong,
+                # nccl-tests' doc/PERFORMANCE.md
+                busbw_factor=2 * (n - 1) / n if config.collective == "all_reduce" else 1.0,
+            )
+
+
+def _call(
+    ops: AllReduceCrossDeviceOps, config: nccl_tests.Config, op: str, values: list[Any], root: int
+) -> Callable[[], Mirrored]:
+    """Return the call that is timed."""
+    value = PerReplica(values, config.devices)
+    if config.collective == "broadcast":
+        return lambda: ops.broadcast(values[root], value)
+    if config.collective == "reduce":
+        return lambda: ops.reduce(OPS[op], value, config.devices[root])
+    return lambda: ops.reduce(OPS[op], value, value)
+
+
+def _nccl_type(name: str) -> str:
+    """Return nccl-tests' name of a dtype that is spelled its way or NumPy's."""
+    short = {"float16": "half", "float32": "float", "float64": "double", "char": "int8", "int": "int32"}
+    return one_of(TYPES, "--datatype", short.get(name, name))
+
+
+def _roots(text: str, collective: str, n: int) -> list[int]:
+    """Return the ranks to measure as root; -1, which stands for none, where there is no root."""
+    if collective == "all_reduce":
+        return [-1]
+    if text in ("all", "-1"):
+        return list(range(n))
+    if not text.isdecimal() or int(text) >= n:
+        raise ArgumentError(f'--root must be a rank from 0 to {n - 1}, or all, not "{text}".')
+    return [int(text)]
+
+
+def _print(lines: list[str]) -> None:
+    print("\n".join(lines), flush=True)

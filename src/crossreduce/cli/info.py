@@ -1,0 +1,102 @@
+"""``crossreduce info``: what is installed here, and which devices it sees.
+
+Out: a table or JSON. Versions are read without importing. Each framework is then imported in a
+process of its own, all at once, so that one that is broken, or takes the process down with it, is
+reported like any other.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .. import __version__
+from ..backends import FRAMEWORKS
+from ..options import ALGORITHMS
+
+DISTRIBUTIONS: Final = {
+    "numpy": ("numpy",),
+    "torch": ("torch",),
+    "jax": ("jax",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel", "tf-nightly"),
+}
+ENGINE: Final = "NumPy"
+TIMEOUT_S: Final = 120
+
+
+def info(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show versions, frameworks, the devices they see, and the algorithms."""
+    with ThreadPoolExecutor() as pool:
+        frameworks = dict(zip(FRAMEWORKS, pool.map(look, FRAMEWORKS), strict=True))
+    report = {
+        "crossreduce": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "engine": ENGINE,
+        "frameworks": frameworks,
+        "algorithms": list(ALGORITHMS),
+    }
+    if json:
+        print(json_module.dumps(report, indent=2))
+    else:
+        show(report)
+
+
+def look(name: str) -> dict[str, Any]:
+    """Return a framework's version, its devices, and what went wrong; ``None`` for what there is not."""
+    found = installed(name)
+    if found is None:
+        return {"version": None, "devices": None, "error": f"not installed  try: pip install 'crossreduce[{name}]'"}
+    command = [sys.executable, "-m", f"{__package__}.frameworks", name]
+    environment = os.environ | {"PYTHONWARNINGS": "ignore"}
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        return {"version": found, "devices": None, "error": f"importing it took more than {TIMEOUT_S} s"}
+    lines = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()
+    last = lines[-1] if lines else f"importing it ended with exit code {ran.returncode}"
+    return {
+        "version": found,
+        "devices": last if ran.returncode == 0 else None,
+        "error": last if ran.returncode else None,
+    }
+
+
+def installed(name: str) -> str | None:
+    """Return a framework's version without importing it, or ``None`` where it is not installed."""
+    for distribution in DISTRIBUTIONS[name]:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None if find_spec(name) is None else "unknown"
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the report for people."""
+    console = Console()
+    about = Table.grid(padding=(0, 2))
+    about.add_row("crossreduce", report["crossreduce"])
+    about.add_row("Python", report["python"])
+    about.add_row("platform", report["platform"])
+    about.add_row("engine", f"{report['engine']} (no compiled kernels in this release)")
+    about.add_row("algorithms", ", ".join(report["algorithms"]))
+    console.print(about)
+    table = Table("framework", "version", "devices")
+    for name, found in report["frameworks"].items():
+        state = found["devices"] or f"[red]{escape(found['error'])}[/red]"
+        table.add_row(name, found["version"] or "-", state)
+    console.print()
+    console.print(table)

@@ -1,0 +1,281 @@
+"""The text and the JSON of nccl-tests, which existing parsers read: formats only, no measuring.
+
+In: a ``Config`` and ``Row``s.  Out: lines and dicts. Columns and keys are those of nccl-tests 2.19.6
+(src/util.cu). What differs: the first line names this library; the in-place columns are N/A (null in
+JSON), since this library has no in-place form; ``env`` is empty, where nccl-tests writes the whole
+environment, secrets included; keys of our own are added.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from ..devices import parse
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is measured; names as in nccl-tests' ``config``, sizes in bytes."""
+
+    framework: str
+    framework_version: str
+    collective: str
+    algorithms: tuple[str, ...]
+    num_packs: int
+    devices: tuple[str, ...]
+    minimum_bytes: int
+    maximum_bytes: int
+    step_bytes: int
+    step_factor: int
+    warmup_iters: int
+    iterations: int
+    validation: int
+    per_iter_timing: bool
+
+    @property
+    def program(self) -> str:
+        return f"{self.collective}_perf"
+
+    @property
+    def transport(self) -> str:
+        kinds = {parse(device).kind for device in self.devices}
+        return "in-process emulation" if kinds == {"cpu"} else "in-process"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured size. ``nwrong`` is ``None`` where it was not checked."""
+
+    algorithm: str
+    size: int
+    count: int
+    type: str
+    redop: str
+    root: int
+    times_s: tuple[float, ...]
+    nwrong: int | None
+    busbw_factor: float
+
+    @property
+    def time_us(self) -> float:
+        """The mean time of a call, which is what nccl-tests' time is."""
+        return 1e6 * sum(self.times_s) / len(self.times_s)
+
+    @property
+    def algbw(self) -> float:
+        """Bytes of one replica by time, in GB/s of 1e9."""
+        return self.size / self.time_us / 1e3
+
+    @property
+    def busbw(self) -> float:
+        return self.algbw * self.busbw_factor
+
+    def per_iter(self) -> dict[str, Any]:
+        """Return the statistics over the calls."""
+        times = np.sort(np.array(self.times_s)) * 1e6
+        return {
+            "min_us": float(times[0]),
+            "max_us": float(times[-1]),
+            "avg_us": self.time_us,
+            "p50_us": float(np.median(times)),
+            "p95_us": _percentile(times, 95),
+            "p99_us": _percentile(times, 99),
+            "stdev_us": float(times.std()),
+            "cv_pct": float(100 * times.std() / times.mean()),
+            "times_us": [1e6 * t for t in self.times_s],
+        }
+
+
+def header(config: Config) -> list[str]:
+    """Return the lines before the tables."""
+    step = f"{config.step_factor}(factor)" if config.step_factor > 1 else f"{config.step_bytes}(bytes)"
+    lines = [
+        f"# crossreduce version {__version__} engine={config.framework}-{config.framework_version} "
+        f"transport={config.transport}",
+        f"# Collective test starting: {config.program}",
+        f"# nThread 1 nGpus {len(config.devices)} minBytes {config.minimum_bytes} maxBytes {config.maximum_bytes} "
+        f"step: {step} warmup iters: {config.warmup_iters} iters: {config.iterations} agg iters: 1 "
+        f"validation: {config.validation} graph: 0 unalign: 0",
+    ]
+    if config.transport == "in-process emulation":
+        lines += [
+            "#",
+            "# IN-PROCESS EMULATION: ALL DEVICES ARE HOST MEMORY OF ONE MACHINE. THESE ARE NOT GPU NUMBERS.",
+        ]
+    lines += ["#", "# Using devices"]
+    return lines + [
+        f"#  Rank {d['rank']:2} Group {d['group']:2} Pid {d['pid']:6} on {d['hostname']:>10} device {d['device']:2} "
+        f"[{d['device_hex']}] {d['device_info']}"
+        for d in devices(config)
+    ]
+
+
+def devices(config: Config) -> list[dict[str, Any]]:
+    """Return the devices as nccl-tests' JSON has them; ``device_hex`` is this library's name."""
+    return [
+        {
+            "rank": rank,
+            "group": 0,
+            "pid": os.getpid(),
+            "hostname": socket.gethostname(),
+            "device": parse(name).index,
+            "device_hex": name,
+            "device_info": "host memory (in-process emulation)" if parse(name).kind == "cpu" else parse(name).kind,
+        }
+        for rank, name in enumerate(config.devices)
+    ]
+
+
+def table_header(config: Config, algorithm: str) -> list[str]:
+    """Return the lines over one algorithm's rows."""
+    sub = ["time", "algbw", "busbw", "#wrong"], ["(us)", "(GB/s)", "(GB/s)", ""]
+    left = f"# {'':10}  {'':12}  {'':8}  {'':6}  {'':6}"
+    if config.per_iter_timing:
+        sub = [*sub[0], "i_min", "i_max", "i_p99", "i_cv%"], [*sub[1], "(us)", "(us)", "(us)", "(%)"]
+        over = "              out-of-place (+ per-iteration)                                in-place (+ per-iteration)"
+    else:
+        over = "           out-of-place                       in-place          "
+    names, units = ("  ".join(f"{x:>{w}}" for x, w in zip(s * 2, _widths(config) * 2, strict=True)) for s in sub)
+    return [
+        "#",
+        f"# Algorithm: {algorithm}, packs: {config.num_packs}",
+        "#",
+        left + over,
+        f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}  {names} ",
+        f"# {'(B)':>10}  {'(elements)':>12}  {'':8}  {'':6}  {'':6}  {units} ",
+    ]
+
+
+def line(config: Config, row: Row) -> str:
+    """Return a row of the table."""
+    wrong = "N/A" if row.nwrong is None else f"{row.nwrong:g}"
+    cells = [_fit(row.time_us, 7), _fit(row.algbw, 6), _fit(row.busbw, 6), wrong]
+    if config.per_iter_timing:
+        stats = row.per_iter()
+        cells += [_fit(stats[key], 7) for key in ("min_us", "max_us", "p99_us", "cv_pct")]
+    cells += ["N/A"] * len(cells)
+    text = "  ".join(f"{x:>{w}}" for x, w in zip(cells, _widths(config) * 2, strict=True))
+    return f"{row.size:12}  {row.count:12}  {row.type:>8}  {row.redop:>6}  {row.root:6}  {text}"
+
+
+def footer(config: Config, rows: list[Row]) -> list[str]:
+    """Return the lines after the tables; as in nccl-tests, what is out of bounds is counted in rows."""
+    bad = _bad(rows)
+    return [
+        f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}",
+        f"# Avg bus bandwidth    : {_average(rows):g} ",
+        "#",
+        f"# Collective test concluded: {config.program}",
+    ]
+
+
+def report(config: Config, rows: list[Row], args: list[str], start_time: str) -> dict[str, Any]:
+    """Return the whole run in nccl-tests' keys, where "true" and "false" are strings, with ours added."""
+    factor = config.step_factor > 1
+    return {
+        "version": 2,  # of this layout, nccl-tests' JSON_FILE_VERSION
+        "start_time": start_time,
+        "args": args,
+        "env": {},
+        "nccl_version": None,
+        "crossreduce": {
+            "version": __version__,
+            "transport": config.transport,
+            "framework": config.framework,
+            "framework_version": config.framework_version,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        },
+        "config": {
+            "nthreads": 1,
+            "ngpus": len(config.devices),
+            "minimum_bytes": config.minimum_bytes,
+            "maximum_bytes": config.maximum_bytes,
+            **({"step_factor": config.step_factor} if factor else {"step_bytes": config.step_bytes}),
+            "warmup_iters": config.warmup_iters,
+            "iterations": config.iterations,
+            "aggregated_iterations": 1,
+            "validation": config.validation,
+            "graph": 0,
+            "blocking_collectives": "true",
+            "per_iter_timing": _bool(config.per_iter_timing),
+            "parallel_init": "false",
+            "algorithms": list(config.algorithms),
+            "num_packs": config.num_packs,
+        },
+        "devices": devices(config),
+        "results": [_result(config, row) for row in rows],
+        "out_of_bounds": {"count": _bad(rows), "okay": _bool(_bad(rows) == 0)},
+        "average_bus_bandwidth": {"bandwidth": _average(rows), "okay": "unchecked"},
+        "errors": [],
+        "end_time": now(),
+    }
+
+
+def now() -> str:
+    """Return the local time as nccl-tests writes it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _result(config: Config, row: Row) -> dict[str, Any]:
+    return {
+        "size": row.size,
+        "count": row.count,
+        "type": row.type,
+        "redop": row.redop,
+        "root": str(row.root),
+        "out_of_place": {"time": row.time_us, "alg_bw": row.algbw, "bus_bw": row.busbw, "nwrong": row.nwrong},
+        "out_of_place_per_iter": row.per_iter(),
+        "in_place": None,
+        "actual_iterations": len(row.times_s),
+        "experiment_name": config.program,
+        "algorithm": row.algorithm,
+    }
+
+
+def _bad(rows: list[Row]) -> int:
+    return sum(1 for row in rows if row.nwrong)
+
+
+def _average(rows: list[Row]) -> float:
+    return math.fsum(row.busbw for row in rows) / len(rows)
+
+
+def _widths(config: Config) -> list[int]:
+    return [7, 6, 6, 6, *([7, 7, 7, 7] if config.per_iter_timing else [])]
+
+
+def _percentile(ordered: Any, percent: int) -> float:
+    n = len(ordered)
+    return float(ordered[min(n - 1, (n * percent + 99) // 100 - 1)])
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _fit(value: float, width: int) -> str:
+    """Return a number in at most ``width`` characters, as nccl-tests' getFloatStr does.
+
+    >>> [_fit(x, 6) for x in (1.234, 123.456, 1234.56, 123456.7)]
+    ['1.23', '123.46', '1234.6', '123457']
+    """
+    digits = 0
+    while value >= 10**digits:
+        digits += 1
+    if digits < width - 2:
+        return f"{value:.2f}"
+    if digits < width - 1:
+        return f"{value:.1f}"
+    if digits < width + 1:
+        return f"{value:.0f}"
+    return f"{value:.1e}" if width >= 7 else f"{value:.0e}"
