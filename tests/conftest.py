@@ -1,0 +1,71 @@
+"""Fixtures: one that runs a test on every framework, and the settings of hypothesis.
+
+The default is all four frameworks, and one that is missing fails its tests: a test that did not run
+has shown nothing. ``CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax`` leaves one out on purpose.
+"""
+
+import os
+
+import pytest
+from frameworks import DEVICES, NAMES, load
+from hypothesis import HealthCheck, settings
+
+# Read by JAX and TensorFlow when they are imported, by whichever test comes first.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(DEVICES))
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+
+settings.register_profile(
+    "dev", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, database=None, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def _loaded(name):
+    if name not in NAMES:
+        pytest.skip(f"{name} is left out by CROSSREDUCE_TEST_FRAMEWORKS")
+    try:
+        return load(name)
+    except ImportError as error:
+        pytest.fail(f"{name} must be installed for the tests: {error}", pytrace=False)
+
+
+@pytest.fixture(scope="session", params=NAMES)
+def framework(request):
+    """Each framework in turn."""
+    return _loaded(request.param)
+
+
+@pytest.fixture(scope="session", params=[name for name in NAMES if name != "numpy"])
+def accelerated(request):
+    """Each framework that has devices or tracing of its own."""
+    return _loaded(request.param)
+
+
+@pytest.fixture(scope="session")
+def numpy_():
+    return _loaded("numpy")
+
+
+@pytest.fixture(scope="session")
+def torch_():
+    return _loaded("torch")
+
+
+@pytest.fixture(scope="session")
+def jax_():
+    return _loaded("jax")
+
+
+@pytest.fixture(scope="session")
+def tensorflow_():
+    return _loaded("tensorflow")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")

@@ -1,0 +1,77 @@
+"""What every result must satisfy, whatever made it."""
+
+import itertools
+
+import numpy as np
+import oracle
+
+import crossreduce as cr
+
+
+def small(dtype, shape, n, seed=0):
+    """Return n random arrays whose sums and products are exact in every dtype but the smallest."""
+    rng = np.random.default_rng(seed)
+    made = oracle.dtype_of(dtype)
+    if dtype == "bool":
+        return [np.asarray(rng.integers(0, 2, shape)).astype(made) for _ in range(n)]
+    low = 0 if dtype.startswith("u") else -3
+    xs = [np.asarray(rng.integers(low, 4, shape)) for _ in range(n)]
+    if dtype.startswith("complex"):
+        return [np.asarray(x + 1j * rng.integers(-3, 4, shape)).astype(made) for x in xs]
+    return [x.astype(made) for x in xs]
+
+
+def digits(n, shape):
+    """Return n int64 arrays in whose sum each device's contribution, and each position, can be told apart."""
+    base = min(n + 1, 8 if n > 15 else 16)  # 17 digits of base 8 are 51 bits
+    size = int(np.prod(shape))
+    position = np.arange(1, size + 1, dtype=np.int64).reshape(shape)
+    return [position * base**device for device in range(n)]
+
+
+def result_dtype(framework, op, dtype):
+    """Return a reduction's dtype: the components', but for the mean of integers what true division gives."""
+    return framework.mean_dtype(dtype) if op == "mean" and "int" in dtype else dtype
+
+
+def check_places(framework, result, devices):
+    """Results are Mirrored, on the devices asked for, in that order, and really there."""
+    assert type(result) is cr.Mirrored
+    assert result.devices == tuple(devices)
+    assert len(result) == len(devices)
+    for component, device in zip(result, devices, strict=True):
+        for part in framework.memory(component):
+            assert framework.device_of(part) in ("cpu", device)
+
+
+def check_memory(framework, result, inputs):
+    """Results share memory neither with each other nor with an input."""
+    if not framework.mutable:
+        return
+    own = [framework.memory(component) for component in result]
+    others = [part for x in inputs for part in framework.memory(x)]
+    for part in itertools.chain.from_iterable(own):
+        assert not any(framework.shares(part, other) for other in others)
+    for a, b in itertools.combinations(own, 2):
+        assert not any(framework.shares(x, y) for x in a for y in b)
+
+
+def check(framework, result, op, xs, devices, inputs=()):
+    """A dense result is right: values, dtype, shape, places, the same bits everywhere, memory of its own."""
+    check_places(framework, result, devices)
+    ys = [framework.to_numpy(y) for y in result]
+    wanted = result_dtype(framework, op, xs[0].dtype.name)
+    oracle.check(ys[0], op, xs, result=wanted)
+    for y in ys[1:]:
+        assert y.dtype == ys[0].dtype
+        assert y.shape == ys[0].shape
+        assert y.tobytes() == ys[0].tobytes(), "the replicas hold different bits"
+    check_memory(framework, result, inputs)
+
+
+def unchanged(framework, arrays, xs):
+    """Say whether arrays still hold what was put in."""
+    return all(
+        framework.to_numpy(array).tobytes() == np.ascontiguousarray(x).tobytes()
+        for array, x in zip(arrays, xs, strict=True)
+    )

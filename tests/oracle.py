@@ -1,0 +1,271 @@
+"""What the right answer is, worked out without the library: bare Python loops over Python numbers.
+
+In: NumPy arrays, or a schedule's numbers.  Out: what a reduction gives, how far off rounding may put
+it, and what a schedule leaves on each device.  Nothing here imports crossreduce.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+HALVES = ("float16", "bfloat16")
+# u, the unit roundoff: half the distance from 1 to the next number.
+ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+ROUNDOFF |= {"complex64": 2.0**-24, "complex128": 2.0**-53}
+SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
+SMALLEST |= {"complex64": 2.0**-149, "complex128": 2.0**-1074}
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return NumPy's dtype of a name, bfloat16 included."""
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def name_of(array: np.ndarray[Any, Any]) -> str:
+    """Return the name of an array's dtype."""
+    return array.dtype.name
+
+
+def reduce(op: str, arrays: Sequence[Any], result: str | None = None) -> np.ndarray[Any, Any]:
+    """Reduce arrays of one shape and dtype, element by element.
+
+    Finite numbers are combined exactly (as fractions) and rounded once. Integer sums and products wrap
+    round as two's complement does. The mean of integers is their true mean.
+
+    Args:
+      op: "sum", "mean", "min", "max" or "product".
+      arrays: one a replica.
+      result: the name of the result's dtype; by default NumPy's (float64 for the mean of integers).
+    """
+    arrays = [np.asarray(array) for array in arrays]
+    dtype = name_of(arrays[0])
+    assert all(array.shape == arrays[0].shape and name_of(array) == dtype for array in arrays)
+    integer = arrays[0].dtype.kind in "iu"
+    result = result or ("float64" if op == "mean" and integer else dtype)
+    columns = zip(*(array.reshape(-1).tolist() for array in arrays), strict=True)
+    out = np.empty(arrays[0].size, dtype_of(result))
+    with np.errstate(over="ignore"):  # a sum beyond the dtype is inf, as it should be
+        for position, column in enumerate(columns):
+            value = _element(op, column)
+            if integer and op in ("sum", "product"):
+                value = _wrapped(value, arrays[0].dtype)
+            out[position] = value
+    return out.reshape(arrays[0].shape)
+
+
+def _element(op: str, numbers: Sequence[Any]) -> Any:
+    if isinstance(numbers[0], complex):
+        assert op in ("sum", "mean", "product"), "complex numbers have no order"
+        if op == "product":
+            total = numbers[0]
+            for number in numbers[1:]:
+                total *= number
+            return total
+        return complex(_element(op, [z.real for z in numbers]), _element(op, [z.imag for z in numbers]))
+    if op in ("min", "max"):
+        best = numbers[0]
+        for number in numbers:
+            if number != number:
+                return number  # NaN wins
+            if (number < best) if op == "min" else (number > best):
+                best = number
+        return best
+    if isinstance(numbers[0], bool):
+        assert op == "product", "a sum of bools is not defined"
+        return all(numbers)
+    if isinstance(numbers[0], int):
+        total = numbers[0]
+        for number in numbers[1:]:
+            total = total * number if op == "product" else total + number
+        return _float(Fraction(total, len(numbers))) if op == "mean" else total
+    if not all(math.isfinite(number) for number in numbers):
+        total = numbers[0]
+        for number in numbers[1:]:
+            total = total * number if op == "product" else total + number
+        return total
+    exact = Fraction(numbers[0])
+    for number in numbers[1:]:
+        exact = exact * Fraction(number) if op == "product" else exact + Fraction(number)
+    return _float(exact / len(numbers) if op == "mean" else exact)
+
+
+def _float(exact: Fraction) -> float:
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
+
+
+def _wrapped(number: int, dtype: np.dtype[Any]) -> int:
+    bits = dtype.itemsize * 8
+    number %= 1 << bits
+    return number - (1 << bits) if dtype.kind == "i" and number >> (bits - 1) else number
+
+
+def tolerance(arrays: Sequence[Any], depth: int, dtype: str, op: str = "sum") -> np.ndarray[Any, Any]:
+    """Return for each element how far a correct result may lie from ``reduce``'s.
+
+    Derived, not chosen. A sum whose numbers pass at most ``depth`` additions is off by at most
+    depth*u/(1 - depth*u) * sum|x| (Higham, The accuracy of floating point summation, SISC 1993), a
+    product by as much of its own size. On top of that the mean's division, the rounding to a half type and the
+    oracle's own rounding each cost one u of the result. Integers, bools, min and max: 0.
+
+    Args:
+      arrays: what was reduced.
+      depth: the most additions an element passes; n - 1 is always enough.
+      dtype: the name of the result's dtype. Halves are accumulated in float32.
+      op: the reduction.
+    """
+    arrays = [np.asarray(array) for array in arrays]
+    zero = np.zeros(arrays[0].shape)
+    if op in ("min", "max") or dtype not in ROUNDOFF:
+        return zero
+    # Complex products: four real ones and two sums a product.
+    u = ROUNDOFF["float32" if dtype in HALVES else dtype] * (4 if op == "product" and "complex" in dtype else 1)
+    gamma = depth * u / (1 - depth * u)
+    wide = [np.abs(array.astype("complex128" if array.dtype.kind == "c" else "float64")) for array in arrays]
+    with np.errstate(all="ignore"):
+        size = zero + (1.0 if op == "product" else 0.0)
+        for part in wide:
+            size = size * part if op == "product" else size + part
+        if op == "mean":
+            size = size / len(arrays)
+        exact = np.abs(reduce(op, arrays, dtype).astype("complex128" if "complex" in dtype else "float64"))
+        # gamma * size may put the computed result that much further from 0 than the exact one.
+        bound = gamma * size + 2 * ROUNDOFF[dtype] * (exact + gamma * size) + 2 * SMALLEST[dtype]
+    return np.where(np.isfinite(bound), bound, 0.0)
+
+
+def check(got: Any, op: str, arrays: Sequence[Any], depth: int | None = None, result: str | None = None) -> None:
+    """Assert that ``got`` is the reduction of ``arrays``: its shape, its dtype, and each element.
+
+    Integers, bools, min and max to the last bit, floats within ``tolerance``; NaN where NaN is due.
+    """
+    wanted = reduce(op, arrays, result)
+    got = np.asarray(got)
+    assert got.shape == wanted.shape, f"shape {got.shape}, wanted {wanted.shape}"
+    assert name_of(got) == name_of(wanted), f"dtype {name_of(got)}, wanted {name_of(wanted)}"
+    allowed = tolerance(arrays, len(arrays) - 1 if depth is None else depth, name_of(wanted), op)
+    wide = "complex128" if wanted.dtype.kind == "c" else "float64"
+    if name_of(wanted) not in ROUNDOFF:
+        np.testing.assert_array_equal(got, wanted)
+        return
+    got, wanted = got.astype(wide), wanted.astype(wide)
+    with np.errstate(invalid="ignore"):
+        same = (got == wanted) | (np.isnan(got) & np.isnan(wanted)) | (np.abs(got - wanted) <= allowed)
+    assert same.all(), f"{op}: got {got[~same][:5]}, wanted {wanted[~same][:5]}, allowed {allowed[~same][:5]}"
+
+
+def contributions(n: int, dtype: str = "int64", shape: tuple[int, ...] = ()) -> list[np.ndarray[Any, Any]]:
+    """Return one array a device, filled with ``(n + 1) ** device``.
+
+    In base n + 1 the sum's digits say how often each device's contribution is in it, so one that is
+    lost, doubled or taken for another shows. int64 holds this up to n = 15, float64 up to 13.
+    """
+    made = dtype_of(dtype)
+    most = sum((n + 1) ** device for device in range(n))
+    room = np.iinfo(made).max if made.kind in "iu" else int(2 / ROUNDOFF[dtype]) // 2
+    assert most <= room, f"{dtype} cannot hold the sum of (n + 1) ** device for n = {n}"
+    return [np.full(shape, (n + 1) ** device, made) for device in range(n)]
+
+
+# A schedule's steps, run on a dict of Python ints. Only its plain numbers are read: chunks of
+# (share, sources, destinations), rounds of (chunk, dst, srcs).
+
+Cells = dict[tuple[int, int], int]
+
+
+class MissingError(Exception):
+    """A step reads what its source does not hold."""
+
+
+def start(schedule: Any) -> Cells:
+    """Return what each source holds at first: ``(n + 1) ** device``, for n devices."""
+    base = len(schedule.devices) + 1
+    return {(c, s): base**s for c, (_, sources, _) in enumerate(schedule.chunks) for s in sources}
+
+
+def run(schedule: Any, order: str | random.Random = "forward") -> Cells:
+    """Run a schedule's steps; return what each device holds of each chunk in the end.
+
+    Args:
+      schedule: anything with ``devices``, ``chunks`` and ``rounds``.
+      order: how each round's steps run: "forward", "reversed", "together" (all read before any writes; the
+        writes come in the listed order), "together reversed", or as a ``random.Random`` has it.
+    Raises:
+      MissingError: a step reads a cell that holds nothing.
+    """
+    cells = start(schedule)
+    for steps in schedule.rounds:
+        listed = list(steps)
+        together = order in ("together", "together reversed")
+        if order in ("reversed", "together reversed"):
+            listed.reverse()
+        elif isinstance(order, random.Random):
+            order.shuffle(listed)
+            together = order.random() < 0.3
+        source = dict(cells) if together else cells
+        for chunk, dst, srcs in listed:
+            if any((chunk, src) not in source for src in srcs):
+                raise MissingError(f"chunk {chunk}: device {dst} reads {srcs}")
+            cells[chunk, dst] = sum(source[chunk, src] for src in srcs)
+    return cells
+
+
+def orders(schedule: Any, shuffles: int = 4) -> Iterator[str | random.Random]:
+    """Yield the orders in which ``right`` runs a schedule."""
+    yield from ("forward", "reversed", "together", "together reversed")
+    yield from (random.Random(seed) for seed in range(shuffles))
+
+
+def right(schedule: Any, shuffles: int = 4) -> bool:
+    """Return whether each destination ends up with each source's contribution once, in every order."""
+    base = len(schedule.devices) + 1
+    for order in orders(schedule, shuffles):
+        try:
+            cells = run(schedule, order)
+        except MissingError:
+            return False
+        for c, (_, sources, destinations) in enumerate(schedule.chunks):
+            wanted = sum(base**source for source in sources)
+            if any(cells.get((c, dst)) != wanted for dst in destinations):
+                return False
+    return True
+
+
+def right_in_every_order(schedule: Any, most: int = 50_000) -> bool:
+    """As ``right``, with every permutation of every round, one by one and together; for few steps only."""
+    base = len(schedule.devices) + 1
+    ways = [list(itertools.product(itertools.permutations(steps), (False, True))) for steps in schedule.rounds]
+    assert math.prod(map(len, ways)) <= most
+    for way in itertools.product(*ways):
+        cells = start(schedule)
+        for listed, together in way:
+            source = dict(cells) if together else cells
+            for chunk, dst, srcs in listed:
+                if any((chunk, src) not in source for src in srcs):
+                    return False
+                cells[chunk, dst] = sum(source[chunk, src] for src in srcs)
+        for c, (_, sources, destinations) in enumerate(schedule.chunks):
+            wanted = sum(base**source for source in sources)
+            if any(cells.get((c, dst)) != wanted for dst in destinations):
+                return False
+    return True
+
+
+def depth(schedule: Any) -> int:
+    """Return the most additions that a contribution passes on its way to a destination."""
+    passed: dict[tuple[int, int], int] = {}
+    for steps in schedule.rounds:
+        before = dict(passed)
+        for chunk, dst, srcs in steps:
+            passed[chunk, dst] = max(before.get((chunk, src), 0) for src in srcs) + len(srcs) - 1
+    return max(passed.values(), default=0)

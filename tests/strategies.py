@@ -1,0 +1,107 @@
+"""What hypothesis draws: devices, requests, shapes, dtypes, ops, algorithms and packings.
+
+Names only; frameworks are not known here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import oracle
+from hypothesis import strategies as st
+
+from crossreduce.packing import Packing
+
+ALGORITHMS = ("one_device", "hierarchical_copy", "ring", "halving_doubling", "direct")
+OPS = ("sum", "mean", "min", "max", "product")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+COMPLEX = ("complex64", "complex128")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+DTYPES = (*FLOATS, *COMPLEX, *INTEGERS, "bool")
+
+device_counts = st.integers(1, 17)
+dtypes = st.sampled_from(DTYPES)
+ops = st.sampled_from(OPS)
+algorithms = st.sampled_from(ALGORITHMS)
+# Scalars, empty arrays and sizes around the number of devices; at most 216 elements.
+shapes = st.one_of(
+    st.sampled_from([(), (0,), (1,), (3, 0, 2), (2, 3)]),
+    st.lists(st.integers(0, 6), min_size=0, max_size=3).map(tuple),
+    st.integers(0, 40).map(lambda size: (size,)),
+)
+
+
+def ops_for(dtype: str) -> tuple[str, ...]:
+    """Return the ops that are defined for a dtype."""
+    if dtype == "bool":
+        return ("min", "max", "product")
+    return ("sum", "mean", "product") if dtype in COMPLEX else OPS
+
+
+@st.composite
+def op_and_dtype(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = dtypes) -> tuple[str, str]:
+    """Draw an op and a dtype that it is defined for."""
+    dtype = draw(dtypes)
+    return draw(st.sampled_from(ops_for(dtype))), dtype
+
+
+def names(n: int) -> tuple[str, ...]:
+    """Return ``cpu:0`` to ``cpu:n-1``."""
+    return tuple(f"cpu:{k}" for k in range(n))
+
+
+class Ask(NamedTuple):
+    """A request to a planner, by names."""
+
+    devices: tuple[str, ...]
+    sources: tuple[str, ...]
+    destinations: tuple[str, ...]
+    packs: int
+    first: int
+
+
+@st.composite
+def requests(draw: st.DrawFn, counts: st.SearchStrategy[int] = device_counts, most_packs: int = 20) -> Ask:
+    """Draw devices, and sources and destinations among them: all, some, one, disjoint ones, permuted."""
+    devices = names(draw(counts))
+    everyone = st.just(devices)
+    some = st.lists(st.sampled_from(devices), min_size=1, unique=True).map(tuple)
+    chosen = st.one_of(
+        everyone, st.permutations(devices).map(tuple), some, st.sampled_from(devices).map(lambda d: (d,))
+    )
+    sources = draw(chosen)
+    others = tuple(d for d in devices if d not in sources)
+    kinds = [chosen, st.just(sources), st.just(sources[:1]), st.permutations(sources).map(tuple)]
+    if others:
+        kinds.append(st.just(others))
+    destinations = draw(st.one_of(kinds))
+    return Ask(devices, sources, destinations, draw(st.integers(1, most_packs)), draw(st.integers(0, 40)))
+
+
+@st.composite
+def packings(draw: st.DrawFn, most_packs: int = 20) -> Packing:
+    """Draw a way to pack: none, n packs, packs of so many bytes, joined small tensors, several at once."""
+    kind = draw(st.sampled_from(["none", "packs", "bytes", "small", "any"]))
+    any_ = kind == "any"
+    return Packing(
+        draw(st.integers(1, most_packs)) if any_ or kind == "packs" else 0,
+        draw(st.integers(1, 200)) if any_ or kind == "bytes" else 0,
+        draw(st.integers(0, 200)) if any_ or kind == "small" else 0,
+        draw(st.integers(0, 12)) if any_ or kind == "small" else 0,
+    )
+
+
+@st.composite
+def arrays(draw: st.DrawFn, dtype: str, shape: tuple[int, ...], n: int) -> list[np.ndarray[Any, Any]]:
+    """Draw ``n`` random arrays of one dtype and shape; integers over their whole range, no NaN or inf."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    made = oracle.dtype_of(dtype)
+    if dtype == "bool":
+        return [rng.integers(0, 2, shape).astype(made) for _ in range(n)]
+    if dtype in INTEGERS:
+        bounds = np.iinfo(made)
+        return [rng.integers(bounds.min, bounds.max, shape, made, endpoint=True) for _ in range(n)]
+    if dtype in COMPLEX:
+        return [(rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(made) for _ in range(n)]
+    return [np.asarray(rng.normal(size=shape)).astype(made) for _ in range(n)]

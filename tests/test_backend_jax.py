@@ -1,0 +1,395 @@
+"""What is particular to JAX: devices, tracing, deletion, XLA's arithmetic, x64, and its sparse arrays."""
+
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import crossreduce as cr
+from crossreduce import backends
+from crossreduce.backends.contract import Numbers
+
+pytestmark = pytest.mark.usefixtures("jax_")
+
+NUMPY = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
+
+
+@pytest.fixture(scope="module")
+def jax(jax_):
+    return jax_.jax
+
+
+@pytest.fixture(scope="module")
+def backend(jax_):
+    return backends.get("jax")
+
+
+def random(n, shape, dtype="float32"):
+    rng = np.random.default_rng(n)
+    return [rng.standard_normal(shape).astype(dtype) for _ in range(n)]
+
+
+def in_order(op, xs):
+    """Combine NumPy arrays from left to right, as ``one_device`` does."""
+    return functools.reduce(NUMPY[op], xs)
+
+
+# ---- devices ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy", "ring", "halving_doubling", "direct", "auto"])
+@pytest.mark.parametrize("n", [1, 2, 5, 9])
+def test_results_are_committed_where_they_belong(algorithm, n, jax, jax_):
+    """Each component lies on its destination's device and nowhere else, and is committed to it."""
+    xs = jax_.arrays([np.full((3, 2), 2**k, "int32") for k in range(n)])
+    result = cr.AllReduceCrossDeviceOps(algorithm).reduce("sum", cr.PerReplica(xs), cr.PerReplica(xs))
+    for k, x in enumerate(result):
+        assert x.devices() == {jax.devices("cpu")[k]}
+        assert x.committed
+        assert np.asarray(x).tolist() == [[2**n - 1] * 2] * 3
+
+
+def test_default_device_does_not_move_results(jax):
+    """An array that is not committed is reduced where it lies, whatever the default device is."""
+    x = jax.numpy.ones(2)
+    with jax.default_device(jax.devices("cpu")[3]):
+        y = jax.device_put(np.ones(2), jax.devices("cpu")[1])
+        results = cr.all_reduce([x, y], "mean")
+        copy = cr.CrossDeviceOps().broadcast(x, "cpu:0")[0]
+    assert [r.devices() for r in (*results, copy)] == [x.devices(), y.devices(), x.devices()]
+
+
+def test_logical_devices_are_on_their_physical_one(jax, jax_):
+    """cpu:3#1 is cpu:3, and its result has memory of its own."""
+    results = cr.all_reduce(jax_.arrays(random(3, 5)), devices=["cpu:3", "cpu:3#1", "cpu:3#2"])
+    assert {d for r in results for d in r.devices()} == {jax.devices("cpu")[3]}
+    assert len({r.unsafe_buffer_pointer() for r in results}) == 3
+
+
+@pytest.mark.parametrize("device", ["cpu:99", "cuda:70", "tpu:0", "mps:0", "host1/cpu:0", "host1/cpu:1"])
+def test_devices_that_are_not_here(device, jax_):
+    """A device that JAX does not have is a DeviceError, which says how to get more on the CPU."""
+    x = jax_.array(np.ones(2))
+    with pytest.raises(cr.DeviceError, match=r"JAX has no such device(.|\n)*" + device + r"(.|\n)*jax_num_cpu_devices"):
+        cr.HierarchicalCopyAllReduce().reduce("sum", x, device)
+
+
+def test_arrays_on_several_devices(jax, backend):
+    """An array that is spread over devices, or replicated over them, is a DeviceError."""
+    mesh = jax.make_mesh((2,), ("a",), devices=jax.devices("cpu")[:2])
+    for spec in (jax.P("a"), jax.P()):
+        x = jax.device_put(np.ones(2), jax.NamedSharding(mesh, spec))
+        with pytest.raises(cr.DeviceError, match="spread over several"):
+            backend.array(x)
+        with pytest.raises(cr.DeviceError, match="spread over several"):
+            cr.all_reduce([x, x], devices=["cpu:0", "cpu:1"])
+
+
+def test_a_mesh_of_one_and_host_memory(jax):
+    """An array on a mesh of one device, or in pinned memory, is reduced like any on that device."""
+    device = jax.devices("cpu")[2]
+    plain = jax.sharding.SingleDeviceSharding(device)
+    mesh = jax.make_mesh((1,), ("a",), devices=[device])
+    pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    for place in (jax.NamedSharding(mesh, jax.P("a")), pinned):
+        x = jax.device_put(np.arange(3.0), place)
+        results = cr.all_reduce([x, x], devices=["cpu:2", "cpu:2#1"])
+        assert [r.sharding for r in results] == [plain, plain]
+        assert results[0].unsafe_buffer_pointer() != results[1].unsafe_buffer_pointer()
+        assert results[1].tolist() == [0, 2, 4]
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 1000, 100_000])
+def test_results_outlive_what_they_came_from(size, jax, jax_):
+    """Deleting inputs, and all results but one, leaves that one as it was."""
+
+    def everything(xs):
+        value = cr.PerReplica(xs, ["cpu:0", "cpu:0#1"])
+        yield from cr.CrossDeviceOps().broadcast(xs[0], value)
+        yield from cr.CrossDeviceOps().gather(cr.PerReplica(xs[:1]), value, 0)
+        yield from cr.HierarchicalCopyAllReduce().reduce("sum", xs[0], value)
+        for algorithm in ("one_device", "hierarchical_copy", "ring"):
+            yield from cr.AllReduceCrossDeviceOps(algorithm).reduce("max", value, value)
+        slices = cr.IndexedSlices(xs[0], jax_.array(np.zeros(size, "int32")))
+        for part in cr.ReductionToOneDevice().reduce("sum", slices, value):
+            yield part.values
+
+    count = len(list(everything([jax_.array(np.full(size, 7.0)), jax_.array(np.full(size, 7.0))])))
+    for kept in range(count):
+        xs = [jax_.array(np.full(size, 7.0)), jax_.array(np.full(size, 7.0))]
+        results = list(everything(xs))
+        for x in xs + results[:kept] + results[kept + 1 :]:
+            x.delete()
+        assert np.asarray(results[kept]).tolist() == [7.0] * size
+
+
+def test_unpack_hands_over_only_what_is_fresh(backend, jax_):
+    """A part that is a whole tensor is handed over if it is fresh, and copied if it is not."""
+    part = jax_.array(np.arange(6.0))
+    cuts = (((6,), ((0, 0, 6),)),)
+    assert backend.unpack([part], cuts, True)[0] is part
+    (copy,) = backend.unpack([part], cuts, False)
+    assert copy.unsafe_buffer_pointer() != part.unsafe_buffer_pointer()
+    assert backend.own(part).unsafe_buffer_pointer() != part.unsafe_buffer_pointer()
+    assert copy.tolist() == part.tolist()
+
+
+def test_part_far_into_a_buffer(backend, jax_, monkeypatch):
+    """A range beyond what an int32 can count is cut as any other."""
+    flat = jax_.array(np.arange(12))
+    near = backend.part(flat, 5, 9).tolist()
+    monkeypatch.setattr("crossreduce.backends.jax._LARGEST_INT32", 4)
+    monkeypatch.setattr("crossreduce.backends.jax._PART", None)
+    assert backend.part(flat, 5, 9).tolist() == near == [5, 6, 7, 8]
+
+
+# ---- arithmetic ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("shape", [(), (5,), (10_007,)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("n", [3, 5, 7])
+def test_mean_divides(n, dtype, shape, traced, jax, jax_):
+    """MEAN has the bits of an IEEE division by n; XLA would multiply by 1/n if it could."""
+    xs = random(n, shape, dtype)
+    one = cr.AllReduceCrossDeviceOps("one_device")
+
+    def mean(arrays):
+        return cr.all_reduce(arrays, "mean", cross_device_ops=one)[0]
+
+    got = (jax.jit(mean) if traced else mean)(xs if traced else jax_.arrays(xs))
+    wanted = in_order("sum", xs) / np.dtype(dtype).type(n)
+    np.testing.assert_array_equal(np.asarray(got), wanted)
+    if shape == (10_007,):
+        by_reciprocal = in_order("sum", xs) * np.dtype(dtype).type(1 / n)
+        assert (by_reciprocal != wanted).any(), "the data would not show the difference"
+
+
+def test_mean_of_what_is_not_finite(jax_):
+    """Infinities and NaN go through the mean's division, in complex numbers part by part."""
+    real = cr.all_reduce(
+        jax_.arrays([np.float32([np.inf, -np.inf, np.nan, np.inf]), np.float32([1, 1, 1, -np.inf])]), "mean"
+    )
+    np.testing.assert_array_equal(np.asarray(real[0]), np.float32([np.inf, -np.inf, np.nan, np.nan]))
+    both = cr.all_reduce(jax_.arrays([np.complex64(complex(np.inf, 1)), np.complex64(2j)]), "mean")
+    assert complex(both[0]) == complex(np.inf, 1.5)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(("dtype", "step"), [(np.float16, 2.0**-11), (ml_dtypes.bfloat16, 2.0**-8)])
+def test_halves_are_rounded_once(dtype, step, traced, jax, jax_):
+    """float16 and bfloat16 are added in float32: 1 + 4 half-steps is 1 + 2 steps, one by one it would be 1."""
+    xs = [np.full(33, x).astype(dtype) for x in (1.0, step, step, step, step)]
+    assert in_order("sum", xs)[0] == 1.0
+    for algorithm in ("one_device", "hierarchical_copy", "ring"):
+        all_reduce = functools.partial(cr.all_reduce, cross_device_ops=cr.AllReduceCrossDeviceOps(algorithm))
+        results = jax.jit(all_reduce)(xs) if traced else all_reduce(jax_.arrays(xs))
+        for x in results:
+            assert x.dtype == dtype
+            assert (np.asarray(x, "float64") == 1 + 4 * step).all()
+    big = [np.full(3, 40_000).astype(dtype)] * 2
+    assert np.asarray(cr.all_reduce(jax_.arrays(big), "mean")[1]).tolist() == big[0].tolist()
+
+
+def test_one_op_keeps_the_listed_order(backend, jax_):
+    """combine adds from left to right; no other order of these numbers gives the same bits."""
+    xs = [np.float32([1e8]), np.float32([1]), np.float32([-1e8]), np.float32([1])]
+    numbers = Numbers("float32", "float32", "float32", 1)
+    for order, wanted in [((0, 1, 2, 3), 1.0), ((0, 2, 1, 3), 2.0), ((3, 1, 0, 2), 0.0)]:
+        arrays = [jax_.array(xs[k]) for k in order]
+        assert backend.combine(cr.ReduceOp.SUM, arrays, numbers, False, -1).tolist() == [wanted]
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_nan_wins(op, jax_):
+    """MIN and MAX give NaN where any replica has one, first or last."""
+    xs = [np.float32([np.nan, 1, 2]), np.float32([1, np.nan, 2])]
+    np.testing.assert_array_equal(np.asarray(cr.all_reduce(jax_.arrays(xs), op)[0]), np.float32([np.nan, np.nan, 2]))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int64", "uint8", "uint16", "uint32", "uint64"])
+def test_integers_wrap(dtype, jax_):
+    """Integer sums and products wrap round, in every width JAX has."""
+    top = np.iinfo(dtype).max
+    xs = [np.array([top, 2], dtype), np.array([2, 3], dtype), np.array([2, top], dtype)]
+    for op in ("sum", "product"):
+        with np.errstate(over="ignore"):
+            wanted = in_order(op, xs)
+        got = cr.all_reduce(jax_.arrays(xs), op)[0]
+        assert (got.dtype, got.tolist()) == (dtype, wanted.tolist())
+
+
+# ---- x64 ----------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_follow_x64(jax, backend):
+    """Whether there is float64 decides the accumulator and the mean's dtype, and may change at run time."""
+    mean = cr.ReduceOp.MEAN
+    for x64 in (True, False, True):
+        with jax.enable_x64(x64):
+            wide = "float64" if x64 else "float32"
+            assert backend.numbers(mean, "int32", 3) == Numbers("int32", wide, "float32", 3)
+            assert backend.numbers(mean, "float16", 3) == Numbers("float16", "float32", "float16", 3)
+            x = jax.numpy.arange(3)
+            results = cr.all_reduce([x, x], "mean", devices=["cpu:0", "cpu:1"])
+            assert {str(r.dtype) for r in results} == {str((x / 2).dtype)} == {wide}
+
+
+def test_float64_arrays_after_x64_was_switched_off(jax):
+    """A float64 array made while x64 was on is reduced in float64 still."""
+    with jax.enable_x64(True):
+        x = jax.device_put(np.float64([1 + 2.0**-40]), jax.devices("cpu")[0])
+    with jax.enable_x64(False):
+        for op in ("sum", "mean"):
+            (result,) = cr.all_reduce([x], op)
+            assert (str(result.dtype), np.asarray(result).tolist()) == ("float64", [1 + 2.0**-40])
+        result, _ = cr.all_reduce([x, x], "mean")
+        assert np.asarray(result).tolist() == [1 + 2.0**-40]
+
+
+# ---- tracing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", list(NUMPY))
+@pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy", "ring"])
+def test_jit(algorithm, op, jax, jax_):
+    """Traced, all_reduce gives the bits that it gives eagerly, also for a tree of several dtypes."""
+    ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=2)
+    trees = [{"w": w, "b": [np.int32(k), np.full(0, 1.0)]} for k, w in enumerate(random(5, (3, 7)))]
+    all_reduce = functools.partial(cr.all_reduce, op=op, cross_device_ops=ops)
+    eager = all_reduce([jax.tree.map(lambda x, k=k: jax_.array(x, k), tree) for k, tree in enumerate(trees)])
+    for got, wanted in zip(jax.jit(all_reduce)(trees), eager, strict=True):
+        assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, wanted)
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_tracers_are_tracers_of_the_backend(jax, backend):
+    """Under jit a copy is nothing: the tracer itself, wherever it is to go."""
+
+    def check(x):
+        assert backends.backend_of(x) is backend
+        assert backend.copy(x, "cpu:5") is x
+        assert cr.PerReplica([x, x]).devices == ("cpu:0", "cpu:0#1")
+        return x
+
+    jax.jit(check)(np.ones(3))
+
+
+def test_jit_with_a_constant_from_elsewhere(jax, jax_):
+    """A concrete array that a traced function closes over takes part, whichever device it is on."""
+    there = jax_.array(np.arange(3.0), 4)
+    got = jax.jit(lambda x: cr.all_reduce([x, there])[1])(np.ones(3))
+    assert got.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_gradients(traced, jax, jax_):
+    """The gradient of a mean of n goes through: each replica gets the sum of the weights over n, where it lives."""
+
+    def loss(xs):
+        results = cr.all_reduce(xs, "mean", devices=["cpu:0", "cpu:1", "cpu:2"])
+        at_one_place = results if traced else [jax.device_put(x, jax.devices("cpu")[0]) for x in results]
+        return sum((k + 1) * x.sum() for k, x in enumerate(at_one_place))
+
+    xs = [np.full(4, float(k)) for k in range(3)]
+    grads = jax.jit(jax.grad(loss))(xs) if traced else jax.grad(loss)(jax_.arrays(xs))
+    for k, grad in enumerate(grads):
+        assert grad.tolist() == [2.0] * 4
+        assert traced or grad.devices() == {jax.devices("cpu")[k]}
+
+
+def test_vmap(jax):
+    """A reduction may be mapped over an axis that it does not see."""
+    a, b = random(2, (4, 3))
+    got = jax.vmap(lambda a, b: cr.all_reduce([a, b])[0])(a, b)
+    np.testing.assert_array_equal(np.asarray(got), a + b)
+
+
+def test_export_with_a_size_left_open(jax):
+    """A function exported with a symbolic size reduces arrays of any size."""
+    from jax import export
+
+    spec = jax.ShapeDtypeStruct(export.symbolic_shape("n"), "float32")
+    exported = export.export(jax.jit(lambda a, b: cr.all_reduce([a, b], "mean")))(spec, spec)
+    for size in (1, 5):
+        a, b = random(2, size)
+        np.testing.assert_array_equal(np.asarray(exported.call(a, b)[1]), (a + b) / 2)
+
+
+# ---- kinds of arrays ----------------------------------------------------------------------------------------------
+
+
+def bcoo(jax_, k, **more):
+    return jax_.jax.device_put(jax_.bcoo.fromdense(np.diag(np.float32([1, k, 0])), **more), jax_.devices[k])
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("n_dense", [0, 1])
+def test_bcoo(n_dense, traced, jax, jax_):
+    """BCOOs are reduced sparsely, to BCOOs on the destinations, slices in the order of the replicas."""
+    xs = [bcoo(jax_, k, n_dense=n_dense) for k in (1, 2)]
+    value = functools.partial(cr.PerReplica, devices=["cpu:1", "cpu:2"])
+
+    def mean(xs):
+        return cr.HierarchicalCopyAllReduce().reduce("mean", value(xs), value(xs)).values
+
+    results = jax.jit(mean)(jax.tree.map(np.asarray, xs)) if traced else mean(xs)
+    for k, result in zip((1, 2), results, strict=True):
+        assert type(result) is jax_.bcoo
+        assert (result.nse, result.n_dense, result.shape) == (4, n_dense, (3, 3))
+        assert result.indices[:, 0].tolist() == [0, 1, 0, 1]
+        assert result.todense().tolist() == [[1, 0, 0], [0, 1.5, 0], [0, 0, 0]]
+        if not traced:
+            assert result.data.devices() == result.indices.devices() == {jax_.devices[k]}
+
+
+def test_bcoo_stays_where_it_is(jax_):
+    """A BCOO's device is that of its data."""
+    assert cr.PerReplica([bcoo(jax_, 1), bcoo(jax_, 2)]).devices == ("cpu:1", "cpu:2")
+
+
+def test_bcoo_with_padding_and_dense(jax_):
+    """A BCOO's indices beyond the shape are padding, as JAX makes them; with dense arrays the result is dense."""
+    padded = bcoo(jax_, 1, nse=5)
+    assert padded.indices.max() == 3
+    value = cr.PerReplica([padded, jax_.array(np.ones((3, 3), "float32"), 2)], ["cpu:1", "cpu:2"])
+    result = cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
+    assert result[1].tolist() == [[2, 1, 1], [1, 2, 1], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_slices_beyond_the_shape(index, jax_):
+    """An index of IndexedSlices beyond the dense shape is an ArgumentError; JAX itself would drop or wrap it."""
+    slices = cr.IndexedSlices(jax_.array(np.ones((2, 2))), jax_.array(np.array([1, index])), (4, 2))
+    with pytest.raises(cr.ArgumentError, match="index beyond its dense shape"):
+        cr.CrossDeviceOps().gather(slices, "cpu:0", 0)
+
+
+def test_slices_add_up(jax_):
+    """Slices that are listed twice add up; indices may be NumPy's."""
+    slices = cr.IndexedSlices(jax_.array(np.ones((3, 2)), 1), np.array([2, 0, 2]), (3, 2))
+    (dense,) = cr.CrossDeviceOps().gather(cr.PerReplica([slices]), "cpu:1", 0)
+    assert dense.tolist() == [[1, 1], [0, 0], [2, 2]]
+    assert dense.devices() == {jax_.devices[1]}
+
+
+def test_kinds_that_cannot_be_reduced(jax, jax_):
+    """PRNG keys, batched BCOOs, BCSRs and things that only have a shape are refused, with a way out."""
+    from jax.experimental import sparse
+
+    dense = jax_.array(np.eye(3))
+    for value, words in [
+        (jax.random.key(0), "key_data"),
+        (sparse.BCOO.fromdense(dense, n_batch=1), r"update_layout\(n_batch=0\)"),
+        (sparse.BCSR.fromdense(dense), "todense"),
+        (jax.ShapeDtypeStruct((2,), "float32"), "jax.Array"),
+    ]:
+        with pytest.raises(cr.UnsupportedError, match=words):
+            cr.all_reduce([value, value])
+        with pytest.raises(cr.UnsupportedError, match=words):
+            cr.CrossDeviceOps().broadcast(value, "cpu:0")

@@ -1,0 +1,259 @@
+"""Unusual arrays: whatever their memory looks like, they are read rightly and never written."""
+
+import numpy as np
+import oracle
+import pytest
+from expect import check, check_memory, small
+from frameworks import DTYPES, defined
+
+import crossreduce as cr
+
+OPS = {
+    "ReductionToOneDevice": cr.ReductionToOneDevice(),
+    "HierarchicalCopyAllReduce": cr.HierarchicalCopyAllReduce(),
+    "unpacked": cr.HierarchicalCopyAllReduce(0),
+    "ring": cr.AllReduceCrossDeviceOps("ring"),
+    "halving_doubling": cr.AllReduceCrossDeviceOps("halving_doubling", 2),
+    "direct": cr.AllReduceCrossDeviceOps("direct", 3),
+}
+ops_table = pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
+
+
+def names(*numbers):
+    return tuple(f"cpu:{k}" for k in numbers)
+
+
+def read_only(x):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def unaligned(x):
+    raw = np.zeros(x.nbytes + 1, np.uint8)
+    view = raw[1:].view(x.dtype).reshape(x.shape)
+    view[:] = x
+    return view
+
+
+def memory_mapped(x, tmp_path):
+    mapped = np.memmap(tmp_path / "x", x.dtype, "w+", shape=x.shape)
+    mapped[:] = x
+    mapped.flush()
+    return np.memmap(tmp_path / "x", x.dtype, "r", shape=x.shape)
+
+
+FORMS = {
+    "read-only": read_only,
+    "Fortran": np.asfortranarray,
+    "strided": lambda x: np.repeat(x, 2, axis=1)[:, ::2],
+    "reversed": lambda x: x[::-1, ::-1].copy()[::-1, ::-1],
+    "transposed": lambda x: x.T.copy().T,
+    "stride 0": lambda x: np.broadcast_to(x[:1], x.shape),
+    "unaligned": unaligned,
+    "big-endian": lambda x: x.astype(x.dtype.newbyteorder(">")),
+    "matrix": lambda x: x.view(np.matrix),
+    "subclass": lambda x: x.view(type("Mine", (np.ndarray,), {})),
+}
+
+
+@ops_table
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_forms_of_numpy_arrays(numpy_, ops, form):
+    """NumPy arrays in every form of memory reduce to plain native writable ones, and stay as they are."""
+    plain = small("float32", (3, 4), 3)
+    given = [form(x) for x in plain]
+    xs = [np.array(np.asarray(x), "float32") for x in given]
+    before = [(np.asarray(x).tobytes(), x.strides, x.flags.writeable) for x in given]
+    value = cr.PerReplica(given)
+    for op in ("sum", "mean", "max"):
+        result = ops.reduce(op, value, value)
+        check(numpy_, result, op, xs, names(0, 1, 2), given)
+        for y in result:
+            assert y.dtype.isnative
+            assert y.flags.writeable
+            assert y.flags.c_contiguous
+    for x, original in zip(given, xs, strict=True):
+        check(numpy_, ops.reduce("mean", x, "cpu:0"), "mean", [original], names(0), given)
+        check(numpy_, ops.broadcast(x, value), "sum", [original], names(0, 1, 2), given)
+    (result,) = [ops.gather(value, value, 1)]
+    check(numpy_, result, "sum", [np.concatenate(xs, 1)], names(0, 1, 2), given)
+    assert [(np.asarray(x).tobytes(), x.strides, x.flags.writeable) for x in given] == before
+    mixed = cr.PerReplica([given[0], plain[1]])
+    check(numpy_, ops.reduce("sum", mixed, mixed), "sum", [xs[0], plain[1]], names(0, 1), [given[0], plain[1]])
+
+
+@ops_table
+def test_memory_mapped_arrays(numpy_, ops, tmp_path):
+    """A memory-mapped array is read, not written, and results are ordinary arrays."""
+    (x,) = small("float32", (3, 4), 1)
+    mapped = memory_mapped(x, tmp_path)
+    value = cr.PerReplica([mapped, mapped])
+    check(numpy_, ops.reduce("sum", value, value), "sum", [x, x], names(0, 1), [mapped])
+    check(numpy_, ops.broadcast(mapped, value), "sum", [x], names(0, 1), [mapped])
+
+
+@ops_table
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_scalars(numpy_, ops, dtype):
+    """NumPy scalars, 0-d arrays and Python numbers are arrays of shape ()."""
+    xs = small(dtype, (), 3)
+    for given in (xs, [x[()] for x in xs]):
+        value = cr.PerReplica(given, names(0, 1, 2))
+        for op in ("sum", "mean", "min", "max", "product"):
+            if defined(op, dtype):
+                check(numpy_, ops.reduce(op, value, value), op, xs, names(0, 1, 2))
+
+
+def test_python_numbers(numpy_):
+    """Python numbers reduce as NumPy's default dtypes."""
+    for ops in OPS.values():
+        for numbers, dtype in (((1, 2), "int64"), ((1.5, 2.0), "float64"), ((1j, 2.0j), "complex128")):
+            value = cr.PerReplica(numbers, names(0, 1))
+            check(numpy_, ops.reduce("sum", value, value), "sum", [np.array(x, dtype) for x in numbers], names(0, 1))
+        value = cr.PerReplica((True, False), names(0, 1))
+        check(numpy_, ops.reduce("max", value, value), "max", [np.array(x) for x in (True, False)], names(0, 1))
+
+
+def test_unsigned_numpy_dtypes(numpy_):
+    """NumPy's wider unsigned integers reduce too."""
+    for ops in OPS.values():
+        for dtype in ("uint16", "uint32", "uint64"):
+            xs = [np.array([np.iinfo(dtype).max, 3, 0], dtype), np.array([2, 5, 1], dtype)]
+            value = cr.PerReplica(xs)
+            for op in ("sum", "mean", "min", "max", "product"):
+                check(numpy_, ops.reduce(op, value, value), op, xs, names(0, 1), xs)
+
+
+@ops_table
+def test_forms_of_torch_tensors(torch_, ops):
+    """Torch tensors of every layout of strides, with gradients or without, reduce like plain ones."""
+    torch = torch_.torch
+    plain = [torch.arange(12.0).reshape(3, 4) + k for k in range(3)]
+    forms = {
+        "transposed": [x.t().contiguous().t() for x in plain],
+        "expanded": [x[:1].expand(3, 4) for x in plain],
+        "sliced": [torch.stack([x, -x], 2)[..., 0] for x in plain],
+        "channels last": [x.reshape(1, 3, 2, 2).contiguous(memory_format=torch.channels_last) for x in plain],
+        "with gradients": [x.clone().requires_grad_() for x in plain],
+        "not a leaf": [x.clone().requires_grad_() * 2 for x in plain],
+        "parameters": [torch.nn.Parameter(x) for x in plain],
+        "shared memory": [x.clone().share_memory_() for x in plain],
+        "one storage": list(torch.stack(plain)),
+        "inference": [x.clone() for x in plain],
+    }
+    with torch.inference_mode():
+        forms["inference"] = [x.clone() for x in plain]
+    for form, given in forms.items():
+        xs = [x.detach().numpy().copy() for x in given]
+        value = cr.PerReplica(given)
+        for op in ("sum", "mean", "max"):
+            result = ops.reduce(op, value, value)
+            check(torch_, result, op, xs, names(0, 1, 2), [x.detach() for x in given])
+            assert not any(y.requires_grad or y.is_inference() for y in result), form
+        check(torch_, ops.broadcast(given[0], value), "sum", xs[:1], names(0, 1, 2), [x.detach() for x in given])
+        assert all(np.array_equal(x.detach().numpy(), original) for x, original in zip(given, xs, strict=True))
+
+
+@ops_table
+def test_lazy_conjugates_in_torch(torch_, ops):
+    """Torch's lazy conjugates and negatives are read as what they stand for."""
+    torch = torch_.torch
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    for given in ([x.conj(), x.conj()], [x, x.conj()], [x.conj().imag, x.conj().imag]):
+        xs = [y.resolve_conj().resolve_neg().numpy() for y in given]
+        value = cr.PerReplica(given)
+        check(torch_, ops.reduce("sum", value, value), "sum", xs, names(0, 1), given)
+        check(torch_, ops.broadcast(given[1], value), "sum", xs[1:], names(0, 1), given)
+        check(torch_, ops.gather(value, value, 0), "sum", [np.concatenate(xs)], names(0, 1), given)
+
+
+def test_jax_arrays_that_are_not_committed(jax_):
+    """A JAX array that is not committed to a device reduces, and its result is on the device asked for."""
+    jnp = jax_.jax.numpy
+    value = cr.PerReplica([jnp.arange(3), jnp.ones(3, int)], names(2, 1))
+    result = cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
+    check(jax_, result, "sum", [np.arange(3), np.ones(3, int)], names(2, 1))
+
+
+def test_results_outlive_deleted_and_donated_inputs(jax_):
+    """A JAX result stays alive when its input is deleted."""
+    for ops in OPS.values():
+        for n in (1, 2):
+            given = jax_.arrays([np.arange(3.0)] * n)
+            result = ops.reduce("sum", cr.PerReplica(given), "cpu:0")
+            copies = ops.broadcast(given[0], cr.PerReplica([0] * 2, names(0, 1)))
+            for x in given:
+                x.delete()
+            assert np.asarray(result[0]).tolist() == [0, n, 2 * n]
+            assert np.asarray(copies[0]).tolist() == [0, 1, 2]
+
+
+def test_a_jax_array_on_several_devices(jax_):
+    """A JAX array that is spread over devices is no component; the error names its shards."""
+    jax = jax_.jax
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("x",))
+    spread = jax.device_put(np.arange(4.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+    for call in (
+        lambda: cr.ReductionToOneDevice().reduce("sum", cr.PerReplica([spread, spread]), "cpu:0"),
+        lambda: cr.ReductionToOneDevice().reduce("sum", cr.PerReplica([spread, spread], names(0, 1)), "cpu:0"),
+        lambda: cr.ReductionToOneDevice().broadcast(spread, "cpu:0"),
+    ):
+        with pytest.raises(cr.DeviceError, match=r"spread over several(.|\n)*addressable_shards"):
+            call()
+    shards = [shard.data for shard in spread.addressable_shards]
+    result = cr.ReductionToOneDevice().reduce("sum", cr.PerReplica(shards), "cpu:0")
+    assert np.asarray(result[0]).tolist() == [2, 4]
+
+
+def test_aliased_inputs(numpy_):
+    """Replicas that are views of one array, or overlap, are read as they are; results do not overlap."""
+    base = np.arange(8.0)
+    given = [base[:5], base[3:], base[1:6]]
+    xs = [x.copy() for x in given]
+    value = cr.PerReplica(given)
+    for ops in OPS.values():
+        results = ops.batch_reduce("sum", [(value, value), (value, value)])
+        for result in results:
+            check(numpy_, result, "sum", xs, names(0, 1, 2), given)
+        check_memory(numpy_, [y for result in results for y in result], given)
+    assert base.tolist() == list(range(8))
+
+
+def test_results_can_be_written(numpy_, torch_):
+    """Writing into one result changes no other and no input, also for one replica and for broadcasts."""
+    for framework in (numpy_, torch_):
+        for ops in OPS.values():
+            for n in (1, 3):
+                xs = small("float32", (4,), n)
+                given = framework.arrays(xs)
+                value = cr.PerReplica(given)
+                for result in (
+                    ops.reduce("sum", value, value),
+                    ops.broadcast(given[0], cr.PerReplica([0] * 3, names(0, 1, 2))),
+                    ops.gather(value, value, 0),
+                ):
+                    kept = [framework.to_numpy(y).copy() for y in result]
+                    result[0][...] = 77
+                    assert all(
+                        np.array_equal(framework.to_numpy(y), k) for y, k in zip(result[1:], kept[1:], strict=True)
+                    )
+                    assert all(np.array_equal(framework.to_numpy(x), k) for x, k in zip(given, xs, strict=True))
+
+
+def test_oracle_is_independent(numpy_):
+    """The oracle sees a wrong result: one lost contribution, one wrong bit, a wrong dtype, a wrong shape."""
+    xs = small("float32", (3,), 3, 7)
+    right = np.sum(xs, axis=0)
+    for wrong in (right - xs[2], np.nextafter(right, np.inf) + 1e-3, right.astype("float64"), right[:2]):
+        with pytest.raises(AssertionError):
+            oracle.check(wrong, "sum", xs)
+        with pytest.raises(AssertionError):
+            check(numpy_, cr.Mirrored([wrong]), "sum", xs, names(0))
+    for devices in (names(1), names(0, 1)):
+        with pytest.raises(AssertionError):
+            check(numpy_, cr.Mirrored([right]), "sum", xs, devices)
+    with pytest.raises(AssertionError):
+        check(numpy_, cr.Mirrored([right, right]), "sum", xs, names(0, 1))  # one memory
+    with pytest.raises(AssertionError):
+        check(numpy_, cr.Mirrored([right]), "sum", xs, names(0), [right])

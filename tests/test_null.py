@@ -1,0 +1,134 @@
+"""The null backend counts what a schedule costs; the counts are those of the schedule's own steps and spans."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running import run_on
+from strategies import ALGORITHMS, FLOATS, INTEGERS, algorithms, names, ops, requests
+
+from crossreduce import (
+    AllReduceCrossDeviceOps,
+    IndexedSlices,
+    PerReplica,
+    ReductionToOneDevice,
+    UnsupportedError,
+)
+from crossreduce.backends.null import Counts, NullBackend
+from crossreduce.packing import itemsize
+from crossreduce.planning import PLANNERS
+
+WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "int64": 8}
+
+
+def by_steps(schedule, size, width, after, whole_after):
+    """Count a schedule's copies, additions and bytes from its steps and spans, step by step.
+
+    Elements have ``width`` bytes before they are first combined, ``after`` then, ``whole_after`` when the
+    sum is whole.
+    """
+    spans = [(start, stop) for start, stop in schedule.spans(size)]
+    if size == 0:  # an empty buffer takes the way of one chunk
+        spans = [(0, 0)] + [None] * (len(spans) - 1)
+    base = len(schedule.devices) + 1
+    held = {(c, s): (base**s, width) for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
+    copies, additions, nbytes = 0, 0, Counter()
+    for steps in schedule.rounds:
+        before = dict(held)
+        for chunk, dst, srcs in steps:
+            if spans[chunk] is None or (size and spans[chunk][0] == spans[chunk][1]):
+                continue
+            length = spans[chunk][1] - spans[chunk][0]
+            for src in srcs:
+                if src != dst:
+                    copies += 1
+                    nbytes[schedule.devices[src], schedule.devices[dst]] += length * before[chunk, src][1]
+            additions += (len(srcs) - 1) * length
+            total = sum(before[chunk, src][0] for src in srcs)
+            if len(srcs) == 1:
+                held[chunk, dst] = before[chunk, srcs[0]]
+            else:
+                due = sum(base**source for source in schedule.chunks[chunk].sources)
+                held[chunk, dst] = (total, whole_after if total == due else after)
+    return Counts(copies, additions, nbytes)
+
+
+@settings(max_examples=300)
+@given(algorithms, requests(most_packs=4), ops, st.sampled_from(sorted(WIDTH)), st.integers(0, 60))
+def test_counts_are_the_steps_own(algorithm, ask, op, dtype, size):
+    """Copies, additions and bytes by pair equal a count made from the steps, the spans and the dtypes' widths."""
+    schedule = PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
+    null = NullBackend()
+    flats = [null.zeros((size,), dtype, source) for source in ask.sources]
+    run_on(null, schedule, op, flats, size, dtype)
+    half, mean = dtype in ("float16", "bfloat16"), op == "mean"
+    after = 4 if half and op not in ("min", "max") else 8 if mean and dtype in INTEGERS else WIDTH[dtype]
+    final = 8 if mean and dtype in INTEGERS else WIDTH[dtype]
+    width = final if len(ask.sources) == 1 else WIDTH[dtype]
+    wanted = by_steps(schedule, size, width, after, final)
+    assert null.counts == wanted
+    assert null.counts.bytes_moved == sum(wanted.bytes.values())
+
+
+def test_counts_of_ops():
+    """The ops take null arrays like any others: ReductionToOneDevice of 4 moves 3 in and 3 out."""
+    null = NullBackend()
+    value = PerReplica([null.zeros((5, 2), "float64", f"cuda:{k}") for k in range(4)])
+    assert value.devices == tuple(f"cuda:{k}" for k in range(4))
+    result = ReductionToOneDevice().reduce("mean", value, value)
+    assert [(x.shape, x.dtype, x.device) for x in result] == [((5, 2), "float64", f"cuda:{k}") for k in range(4)]
+    assert null.counts == Counts(
+        6, 30, Counter({("cuda:0", f"cuda:{k}")[::way]: 80 for k in (1, 2, 3) for way in (1, -1)})
+    )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_results_have_shape_dtype_and_device(algorithm):
+    """Results have what real arrays would have: the mean of int32 is float64, on each destination's device."""
+    null = NullBackend()
+    value = PerReplica([null.zeros((2, 3), "int32", name) for name in names(5)])
+    for op, dtype in (("sum", "int32"), ("mean", "float64")):
+        result = AllReduceCrossDeviceOps(algorithm, num_packs=2).reduce(op, value, value)
+        assert [(x.shape, x.dtype, x.device) for x in result] == [((2, 3), dtype, name) for name in names(5)]
+
+
+@given(st.sampled_from([*FLOATS, *INTEGERS]), st.integers(0, 9))
+def test_a_copy_counts_its_bytes(dtype, size):
+    """A copy to another device counts once, with its bytes; to its own device not at all."""
+    null = NullBackend()
+    x = null.zeros((size, 2), dtype, "cpu:0")
+    assert null.copy(x, "cpu:0") is x
+    assert null.counts == Counts()
+    assert null.copy(x, "cpu:1").device == "cpu:1"
+    assert null.counts == Counts(1, 0, Counter({("cpu:0", "cpu:1"): 2 * size * itemsize(dtype)}))
+
+
+def test_backends_count_apart():
+    """Each NullBackend has counts of its own."""
+    one, other = NullBackend(), NullBackend()
+    one.copy(one.zeros((3,), "int8", "cpu:0"), "cpu:1")
+    assert one.counts.bytes_moved == 3
+    assert other.counts == Counts()
+
+
+def test_sparse_values_are_counted_too():
+    """Slices are concatenated on one device: the values' and the indices' bytes both move."""
+    null = NullBackend()
+    value = PerReplica(
+        [
+            IndexedSlices(null.zeros((k + 1, 4), "float32", f"cuda:{k}"), null.zeros((k + 1,), "int32", f"cuda:{k}"))
+            for k in range(3)
+        ]
+    )
+    (result,) = AllReduceCrossDeviceOps("ring").reduce("sum", value, "cuda:0")
+    assert result.values.shape == (6, 4)
+    assert result.indices.shape == (6,)
+    assert null.counts.bytes == {("cuda:1", "cuda:0"): 2 * (16 + 4), ("cuda:2", "cuda:0"): 3 * (16 + 4)}
+
+
+@pytest.mark.parametrize("wrong", [3.0, [1], None, "x"])
+def test_only_null_arrays(wrong):
+    """Anything else than its own arrays is refused with a hint."""
+    with pytest.raises(UnsupportedError, match=r"takes its own arrays only[\s\S]*null.zeros"):
+        NullBackend().array(wrong)

@@ -1,0 +1,257 @@
+"""Topologies: frozen values of devices and directed links."""
+
+import dataclasses
+import math
+import pickle
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import device_counts, names
+
+from crossreduce import ArgumentError, DeviceError, Link, Topology
+
+matrices = st.integers(1, 7).flatmap(
+    lambda n: st.lists(
+        st.lists(st.sampled_from([0, 0, 1, 10, 0.5]), min_size=n, max_size=n), min_size=n, max_size=n
+    ).map(lambda rows: [[0 if i == j else entry for j, entry in enumerate(row)] for i, row in enumerate(rows)])
+)
+
+
+def pairs(topology):
+    return {(link.src, link.dst): link.bandwidth for link in topology.links}
+
+
+@given(matrices)
+def test_from_matrix_has_a_link_for_each_entry(rows):
+    """Row src, column dst, GB/s: an entry above 0 is a link of exactly that bandwidth, 0 is none."""
+    topology = Topology.from_matrix(rows)
+    wanted = {
+        (f"cpu:{i}", f"cpu:{j}"): Fraction(entry) for i, row in enumerate(rows) for j, entry in enumerate(row) if entry
+    }
+    assert topology.devices == names(len(rows))
+    assert pairs(topology) == wanted
+    for i, row in enumerate(rows):
+        for j, entry in enumerate(row):
+            link = topology.link(f"cpu:{i}", f"cpu:{j}")
+            assert (None if link is None else link.bandwidth) == (entry or None)
+
+
+def test_from_matrix_takes_any_numbers():
+    """Ints, floats and fractions are kept exactly; names are put in canonical form."""
+    topology = Topology.from_matrix([[0, Fraction(1, 3)], [0.1, 0]], ["GPU:0", "/gpu:1"])
+    assert topology.link("cuda:0", "cuda:1") == Link("cuda:0", "cuda:1", Fraction(1, 3), Fraction(0))
+    assert topology.link("cuda:1", "cuda:0").bandwidth == Fraction(0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "int32", "uint8"])
+def test_from_matrix_takes_a_numpy_matrix(dtype):
+    """A matrix of bandwidths may be a NumPy array of any numbers, as measurements mostly are."""
+    topology = Topology.from_matrix(np.array([[0, 25], [25, 0]], dtype))
+    assert pairs(topology) == {("cpu:0", "cpu:1"): 25, ("cpu:1", "cpu:0"): 25}
+
+
+@given(device_counts)
+def test_ring(n):
+    """A ring links each device with the next and the one before, both ways, and nothing else."""
+    wanted = {(f"cpu:{i}", f"cpu:{j}") for i in range(n) for j in range(n) if i != j and (i - j) % n in (1, n - 1)}
+    topology = Topology.ring(n, 5)
+    assert set(pairs(topology)) == wanted
+    assert len(topology.links) == len(wanted)
+    assert set(pairs(topology).values()) <= {5}
+    assert topology == Topology.ring(names(n), Fraction(5))
+
+
+@given(device_counts)
+def test_full_mesh(n):
+    """A full mesh has a link for each ordered pair."""
+    topology = Topology.full_mesh(n, 2.5)
+    assert pairs(topology) == {(a, b): Fraction(5, 2) for a in names(n) for b in names(n) if a != b}
+    assert len(topology.links) == n * (n - 1)
+
+
+@given(matrices, st.data())
+def test_subset_keeps_links_among_the_chosen(rows, data):
+    """A subset has the devices asked for, in that order, and just the links that join two of them."""
+    topology = Topology.from_matrix(rows)
+    chosen = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True))
+    part = topology.subset(name.upper() for name in chosen)
+    assert part.devices == tuple(chosen)
+    assert pairs(part) == {pair: b for pair, b in pairs(topology).items() if set(pair) <= set(chosen)}
+
+
+@given(matrices, st.data())
+def test_without_link_removes_both_directions(rows, data):
+    """The links between two devices go, both ways; all others stay. The old topology does not change."""
+    topology = Topology.from_matrix(rows)
+    before = pairs(topology)
+    if not before:
+        return
+    a, b = data.draw(st.sampled_from(sorted(before)))
+    less = topology.without_link(b, a)
+    assert pairs(less) == {pair: width for pair, width in before.items() if set(pair) != {a, b}}
+    assert less.devices == topology.devices
+    assert pairs(topology) == before
+
+
+@given(matrices)
+def test_renamed_keeps_the_wiring(rows):
+    """The i-th device gets the i-th name, and the links go with it."""
+    topology = Topology.from_matrix(rows)
+    n = len(rows)
+    turned = tuple(f"cuda:{(k + 3) % n}" for k in range(n))
+    new = topology.renamed(turned)
+    assert new.devices == turned
+    to = dict(zip(topology.devices, turned, strict=True))
+    assert pairs(new) == {(to[a], to[b]): width for (a, b), width in pairs(topology).items()}
+    assert new.renamed(topology.devices) == topology
+
+
+def closure(n, joined):
+    """Return the groups that undirected pairs join, by repeated flooding."""
+    groups, left = [], list(range(n))
+    while left:
+        group = {left[0]}
+        while grown := {j for i, j in joined if i in group} | {i for i, j in joined if j in group}:
+            if grown <= group:
+                break
+            group |= grown
+        groups.append(tuple(f"cpu:{k}" for k in sorted(group)))
+        left = [k for k in left if k not in group]
+    return tuple(groups)
+
+
+@given(matrices)
+def test_islands_are_what_the_fastest_links_join(rows):
+    """Two devices are in one island if and only if a path of links of the greatest bandwidth joins them."""
+    fastest = max(max(row) for row in rows)
+    joined = [(i, j) for i, row in enumerate(rows) for j, entry in enumerate(row) if entry and entry == fastest]
+    assert Topology.from_matrix(rows).islands == closure(len(rows), joined)
+
+
+def test_islands_of_known_machines():
+    """Two quads with slower links between them are two islands; one kind of link makes one."""
+    quads = [[0 if i == j else 50 if i // 4 == j // 4 else 25 for j in range(8)] for i in range(8)]
+    assert Topology.from_matrix(quads).islands == (names(8)[:4], names(8)[4:])
+    assert Topology.ring(5).islands == (names(5),)
+    assert Topology.full_mesh(1).islands == (("cpu:0",),)
+    woven = [[0 if i == j else 9 if i % 2 == j % 2 else 1 for j in range(5)] for i in range(5)]
+    assert Topology.from_matrix(woven).islands == (("cpu:0", "cpu:2", "cpu:4"), ("cpu:1", "cpu:3"))
+
+
+A, B, C = names(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Topology((), ()), "at least one device"),
+        (lambda: Topology.ring(0), r"at least one device[\s\S]*given: 0 \(int\)"),
+        (lambda: Topology.full_mesh(-3), r"at least one device[\s\S]*given: -3 \(int\)"),
+        (lambda: Topology.from_matrix([]), "at least one device"),
+        (lambda: Topology.full_mesh([]), "at least one device"),
+        (lambda: Topology.ring(True), "devices must be a list of names"),
+        (lambda: Topology.ring(2.0), "devices must be a list of names"),
+        (lambda: Topology.ring("cpu:0"), "devices must be a list of names"),
+        (lambda: Topology.ring([A, "CPU:0"]), "each device may stand only once, and cpu:0"),
+        (lambda: Topology((A, B), (Link(A, A, 1),)), r"two different devices[\s\S]*cpu:0 -> cpu:0"),
+        (lambda: Topology((A, B), (Link(A, C, 1),)), r"devices of the topology[\s\S]*cpu:0 -> cpu:2"),
+        (lambda: Topology((A, B), (Link(A, B, 0),)), r"some bandwidth[\s\S]*cpu:0 -> cpu:1, 0 GB/s"),
+        (lambda: Topology((A, B), (Link(A, B, 1), Link("CPU:0", "CPU:1", 2))), r"once[\s\S]*add up the bandwidths"),
+        (lambda: Topology((A, B), (Link(A, B, -1),)), r"a number of GB/s[\s\S]*given: -1"),
+        (lambda: Topology.from_matrix([[0, 1], [1]]), r"must be square[\s\S]*2 rows of \[1, 2\] entries"),
+        (lambda: Topology.from_matrix([[0, 1, 2], [1, 0, 2]]), "must be square"),
+        (lambda: Topology.from_matrix([[7]]), "no link to itself"),
+        (lambda: Topology.from_matrix([[0, 1], [1, 0]], [A]), "2 rows, 1 devices"),
+        (lambda: Topology.from_matrix([[0, math.nan], [1, 0]]), r"a number of GB/s[\s\S]*given: nan"),
+        (lambda: Topology.from_matrix([[0, math.inf], [1, 0]]), r"a number of GB/s[\s\S]*given: inf"),
+        (lambda: Topology.from_matrix([[0, "1"], [1, 0]]), r"a number of GB/s[\s\S]*given: '1'"),
+        (lambda: Topology.from_matrix([[0, True], [1, 0]]), r"a number of GB/s[\s\S]*given: True"),
+        (lambda: Topology.from_matrix([[0, None], [1, 0]]), r"a number of GB/s[\s\S]*given: None"),
+        (lambda: Topology.full_mesh(2, -5), r"a number of GB/s[\s\S]*given: -5"),
+        (lambda: Topology.ring(3).subset([]), "at least one device"),
+        (
+            lambda: Topology.ring(3).subset(["cpu:7", A]),
+            r"no such device[\s\S]*given: cpu:7\n[\s\S]*one of cpu:0, cpu:1, cpu:2",
+        ),
+        (lambda: Topology.ring(3).subset(A), "devices must be a list of names"),
+        (lambda: Topology.ring(3).without_link(A, "cpu:9"), r"no such device[\s\S]*cpu:9"),
+        (
+            lambda: Topology.ring(4).without_link(A, C),
+            r"no such link[\s\S]*cpu:0 - cpu:2[\s\S]*out of cpu:0: cpu:1, cpu:3",
+        ),
+        (lambda: Topology.ring(4).without_link(A, A), r"no such link[\s\S]*cpu:0 - cpu:0"),
+        (lambda: Topology.ring(3).renamed([A, A, B]), "each device may stand only once"),
+    ],
+)
+def test_bad_topologies_are_refused(make, text):
+    """What is no topology raises ArgumentError, which says what was wrong and what was given."""
+    with pytest.raises(ArgumentError, match=text):
+        make()
+
+
+def test_unreadable_devices_are_device_errors():
+    """A name that cannot be read is a DeviceError that shows it."""
+    for make in (lambda: Topology.ring(["foo"]), lambda: Topology((A,), (Link(A, "bar", 1),))):
+        with pytest.raises(DeviceError, match=r"given: '(foo|bar)'"):
+            make()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_renamed_takes_one_name_a_device(count):
+    """Too few or too many names are an error of the library, which says how many there are."""
+    with pytest.raises(ArgumentError, match="3"):
+        Topology.ring(3).renamed(names(4)[:count])
+
+
+@pytest.mark.parametrize("latency", [-1, math.nan, math.inf, "x", None])
+def test_latency_is_a_number_of_seconds(latency):
+    """A latency that is no number of seconds from 0 on is refused with a message, like a bandwidth."""
+    with pytest.raises(ArgumentError, match="latency"):
+        Topology((A, B), (Link(A, B, 1, latency),))
+
+
+def test_link_reads_every_spelling():
+    """link() takes names in any spelling, like subset() and without_link()."""
+    assert Topology.ring(3).link("CPU:0", "/cpu:1") == Link(A, B, Fraction(1), Fraction(0))
+
+
+def test_equal_topologies_are_equal_and_hash_alike():
+    """Equality is by devices and links; the order in which links were listed does not matter."""
+    forward = Topology((A, B, C), (Link(A, B, 1), Link(B, C, 2.0), Link(C, A, Fraction(3))))
+    backward = Topology(["CPU:0", B, C], [Link(C, A, 3), Link("CPU:1", C, 2), Link(A, B, 1)])
+    assert forward == backward
+    assert hash(forward) == hash(backward)
+    assert forward.links == backward.links
+    assert len({forward, backward}) == 1
+    assert forward != Topology((A, C, B), forward.links)
+    assert forward != Topology((A, B, C), (*forward.links[:2], Link(C, A, 4)))
+    assert forward != Topology((A, B, C), (*forward.links[:2], Link(C, A, 3, Fraction(1, 10**6))))
+
+
+def test_latencies_are_kept():
+    """A link's latency in seconds is kept exactly, through subsets and new names."""
+    topology = Topology((A, B), (Link(A, B, 1, Fraction(1, 10**6)),))
+    assert topology.subset([B, A]).renamed(["cpu:5", "cpu:6"]).link("cpu:6", "cpu:5").latency_s == Fraction(1, 10**6)
+
+
+def test_topologies_are_frozen():
+    """Nothing of a topology can be assigned, its links included."""
+    topology = Topology.ring(3)
+    for name in ("devices", "links"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(topology, name, ())
+    with pytest.raises(AttributeError):
+        topology.links[0].src = B
+    assert isinstance(topology.links, tuple)
+    assert isinstance(topology.devices, tuple)
+
+
+def test_repr_and_pickle():
+    """A repr names the devices and counts the links; a topology survives pickling, cached islands or not."""
+    topology = Topology.full_mesh(3)
+    assert repr(topology) == "Topology(3 devices, 6 links: cpu:0, cpu:1, cpu:2)"
+    assert topology.islands
+    assert pickle.loads(pickle.dumps(topology)) == topology

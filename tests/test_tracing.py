@@ -1,0 +1,242 @@
+"""jax.jit and tf.function: a traced call gives what the eager one gives, for every algorithm."""
+
+import numpy as np
+import oracle
+import pytest
+from expect import digits, result_dtype, small
+
+import crossreduce as cr
+from crossreduce.options import ALGORITHMS
+
+OPS = {
+    "ReductionToOneDevice": cr.ReductionToOneDevice(),
+    "HierarchicalCopyAllReduce": cr.HierarchicalCopyAllReduce(),
+    "unpacked": cr.HierarchicalCopyAllReduce(0),
+    "3 packs": cr.HierarchicalCopyAllReduce(3),
+    "NcclAllReduce": cr.NcclAllReduce(),
+} | {name: cr.AllReduceCrossDeviceOps(name) for name in ALGORITHMS}
+ops_table = pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
+
+
+def names(*numbers):
+    return tuple(f"cpu:{k}" for k in numbers)
+
+
+def traced(framework, function, **options):
+    return framework.jax.jit(function) if framework.name == "jax" else framework.tf.function(function, **options)
+
+
+@pytest.fixture(scope="session", params=["jax", "tensorflow"])
+def tracing(request):
+    return request.getfixturevalue(f"{request.param}_")
+
+
+@ops_table
+def test_traced_equals_eager(tracing, ops):
+    """A traced reduction gives what the eager one gives, the same bits on all replicas and in every run.
+
+    With JAX also the eager call's bits; TensorFlow's graph optimizer re-associates additions on one device.
+    """
+    rng = np.random.default_rng(0)
+    xs = [rng.normal(size=(3, 2)).astype("float32") for _ in range(5)]
+    given = [tracing.array(x) for x in xs]
+    value = cr.PerReplica([tracing.array(x, k) for k, x in enumerate(xs)], names(*range(5)))
+
+    def both(*arrays):
+        replicas = cr.PerReplica(arrays)
+        return [list(ops.reduce(op, replicas, replicas)) for op in ("sum", "mean")]
+
+    function = traced(tracing, both)
+    for op, ys, again in zip(("sum", "mean"), function(*given), function(*given), strict=True):
+        assert len(ys) == 5
+        assert tracing.to_numpy(again[0]).tobytes() == tracing.to_numpy(ys[0]).tobytes()
+        eager = tracing.to_numpy(ops.reduce(op, value, value)[0])
+        for y in ys:
+            oracle.check(tracing.to_numpy(y), op, xs)
+            assert tracing.to_numpy(y).tobytes() == tracing.to_numpy(ys[0]).tobytes()
+        if tracing.name == "jax":
+            assert tracing.to_numpy(ys[0]).tobytes() == eager.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8", "int64", "complex64", "bool"])
+def test_traced_dtypes(tracing, dtype):
+    """Every kind of dtype keeps its rules under tracing: halves round once, the mean of integers is a float."""
+    xs = small(dtype, (4,), 3)
+    given = [tracing.array(x) for x in xs]
+    for op in ("max", "product") if dtype == "bool" else ("sum", "mean"):
+        for ops in (cr.ReductionToOneDevice(), cr.HierarchicalCopyAllReduce()):
+
+            def function(*arrays, ops=ops, op=op):
+                return list(ops.reduce(op, cr.PerReplica(arrays), cr.PerReplica(arrays)))
+
+            for y in traced(tracing, function)(*given):
+                oracle.check(tracing.to_numpy(y), op, xs, result=result_dtype(tracing, op, dtype))
+
+
+@ops_table
+def test_traced_batches_and_trees(tracing, ops):
+    """A mixed batch, a tree, a broadcast and a gather trace as well."""
+    xs, ns = digits(3, (4,)), small("float32", (), 3)
+    arrays, scalars = [tracing.array(x) for x in xs], [tracing.array(x) for x in ns]
+
+    def function(arrays, scalars):
+        a, s = cr.PerReplica(arrays), cr.PerReplica(scalars)
+        first, second, third = ops.batch_reduce("sum", [(a, a), (s, "cpu:0"), (a, "cpu:0")])
+        trees = cr.all_reduce([{"x": x, "y": [y]} for x, y in zip(arrays, scalars, strict=True)], cross_device_ops=ops)
+        copies = ops.broadcast(arrays[1], a)
+        joined = ops.gather(a, "cpu:0", 0)
+        return list(first), second[0], third[0], trees, list(copies), joined[0]
+
+    first, second, third, trees, copies, joined = traced(tracing, function)(arrays, scalars)
+    total = np.sum(xs, axis=0).tolist()
+    assert [tracing.to_numpy(y).tolist() for y in first] == [total] * 3
+    assert tracing.to_numpy(second) == np.sum(ns)
+    assert tracing.to_numpy(third).tolist() == total
+    assert [tracing.to_numpy(t["x"]).tolist() for t in trees] == [total] * 3
+    assert [tracing.to_numpy(t["y"][0]) for t in trees] == [np.sum(ns)] * 3
+    assert [tracing.to_numpy(y).tolist() for y in copies] == [xs[1].tolist()] * 3
+    assert tracing.to_numpy(joined).tolist() == np.concatenate(xs).tolist()
+
+
+def test_traced_destinations(tracing):
+    """Under tracing a result may go to other devices, in any number and order."""
+    xs = digits(3, (4,))
+    for ops in (cr.ReductionToOneDevice("cpu:1"), cr.HierarchicalCopyAllReduce(), cr.AllReduceCrossDeviceOps("ring")):
+        for to in ((0, 1, 2), (2, 0), (4,), (3, 1, 0, 2)):
+
+            def function(*arrays, ops=ops, to=to):
+                value = cr.PerReplica(arrays, names(0, 1, 2))
+                return list(ops.reduce("sum", value, cr.PerReplica([0] * len(to), names(*to))))
+
+            ys = traced(tracing, function)(*[tracing.array(x) for x in xs])
+            assert [tracing.to_numpy(y).tolist() for y in ys] == [np.sum(xs, axis=0).tolist()] * len(to)
+
+
+def test_tracing_again(tracing):
+    """A call with the same shapes traces once; another shape or dtype traces again and is right."""
+    traces = []
+
+    def function(*arrays):
+        traces.append(1)
+        value = cr.PerReplica(arrays)
+        return list(cr.HierarchicalCopyAllReduce(2).reduce("mean", value, value))
+
+    compiled = traced(tracing, function)
+    for turn, (dtype, shape) in enumerate(
+        [("float32", (3,))] * 3 + [("float32", (4,)), ("int32", (3,)), ("float32", (3,))]
+    ):
+        xs = small(dtype, shape, 3, turn)
+        for y in compiled(*[tracing.array(x) for x in xs]):
+            oracle.check(tracing.to_numpy(y), "mean", xs, result=result_dtype(tracing, "mean", dtype))
+    assert len(traces) == 3
+
+
+def test_errors_while_tracing(tracing):
+    """Shapes are checked while tracing, with the same words as eagerly."""
+
+    def function(*arrays):
+        value = cr.PerReplica(arrays)
+        return list(cr.HierarchicalCopyAllReduce().reduce("sum", value, value))
+
+    with pytest.raises(cr.MismatchError, match="differ in shape or dtype"):
+        traced(tracing, function)(tracing.array(np.zeros(2)), tracing.array(np.zeros(3)))
+
+
+@ops_table
+def test_sizes_that_tf_leaves_open(tensorflow_, ops):
+    """A tf.function whose signature leaves sizes open reduces whatever comes, at any size."""
+    tf = tensorflow_.tf
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32)] * 3)
+    def function(*arrays):
+        value = cr.PerReplica(arrays)
+        first, second = ops.batch_reduce("mean", [(value, value), (value, "cpu:0")])
+        return list(first), second[0]
+
+    for rows in (1, 4, 0):
+        xs = small("float32", (rows, 2), 3, rows)
+        first, second = function(*[tensorflow_.array(x) for x in xs])
+        for y in (*first, second):
+            oracle.check(tensorflow_.to_numpy(y), "mean", xs)
+    assert function.experimental_get_tracing_count() == 1
+
+
+@ops_table
+def test_arrays_on_devices_inside_a_tf_function(tensorflow_, ops):
+    """Inside a tf.function that names a device for each replica, every contribution counts on all of them."""
+    tf = tensorflow_.tf
+    xs = digits(5, (3,))
+
+    @tf.function
+    def function(*arrays):
+        value = cr.PerReplica(arrays, names(*range(5)))
+        return list(ops.reduce("sum", value, value))
+
+    ys = function(*tensorflow_.arrays(xs))
+    assert [tensorflow_.to_numpy(y).tolist() for y in ys] == [np.sum(xs, axis=0).tolist()] * 5
+
+
+def test_xla_compiles_tf(tensorflow_):
+    """A tf.function with jit_compile gives the same sums."""
+    xs = digits(3, (4,))
+
+    @tensorflow_.tf.function(jit_compile=True)
+    def function(*arrays):
+        value = cr.PerReplica(arrays)
+        return list(cr.HierarchicalCopyAllReduce().reduce("sum", value, value))
+
+    ys = function(*[tensorflow_.array(x) for x in xs])
+    assert [tensorflow_.to_numpy(y).tolist() for y in ys] == [np.sum(xs, axis=0).tolist()] * 3
+
+
+def test_sparse_under_tracing(tracing):
+    """IndexedSlices reduce under tracing: listed in replica order, and dense beside dense ones."""
+    rows = [np.array([[1.0, 2.0]], "float32"), np.array([[3.0, 4.0], [5.0, 6.0]], "float32")]
+    indices = [np.array([1]), np.array([1, 3])]
+
+    def function(values, indices, full):
+        parts = [cr.IndexedSlices(v, i, (5, 2)) for v, i in zip(values, indices, strict=True)]
+        y = cr.HierarchicalCopyAllReduce().reduce("mean", cr.PerReplica(parts), "cpu:0")[0]
+        z = cr.HierarchicalCopyAllReduce().reduce("sum", cr.PerReplica([parts[1], full]), "cpu:0")[0]
+        return y.values, y.indices, z
+
+    values, where, dense = traced(tracing, function)(
+        [tracing.array(x) for x in rows], [tracing.array(i) for i in indices], tracing.array(np.ones((5, 2), "float32"))
+    )
+    # TF's documented example: slices at 1 and at 1, 3; the mean divides the values.
+    assert tracing.to_numpy(values).tolist() == [[0.5, 1], [1.5, 2], [2.5, 3]]
+    assert tracing.to_numpy(where).tolist() == [1, 1, 3]
+    assert tracing.to_numpy(dense).tolist() == [[1, 1], [4, 5], [1, 1], [6, 7], [1, 1]]
+
+
+def test_grad_and_vmap_of_jax(jax_):
+    """jax.grad and jax.vmap go through a reduction: the gradient of a sum is one for every replica."""
+    jax, jnp = jax_.jax, jax_.jax.numpy
+
+    def total(*arrays):
+        value = cr.PerReplica(arrays)
+        return jnp.sum(cr.HierarchicalCopyAllReduce().reduce("mean", value, value)[1] * jnp.arange(3.0))
+
+    arrays = [jnp.arange(3.0) + k for k in range(4)]
+    for function in (jax.grad(total, argnums=(0, 1, 2, 3)), jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))):
+        for gradient in function(*arrays):
+            np.testing.assert_allclose(np.asarray(gradient), np.arange(3.0) / 4, rtol=1e-15)
+    stacked = [jnp.stack([x, 2 * x]) for x in arrays]
+    result = jax.vmap(lambda *xs: cr.HierarchicalCopyAllReduce().reduce("sum", cr.PerReplica(xs), "cpu:0")[0])(*stacked)
+    np.testing.assert_array_equal(np.asarray(result), np.asarray(sum(stacked)))
+
+
+def test_gradients_of_tf(tensorflow_):
+    """A GradientTape goes through a reduction, eagerly and in a tf.function."""
+    tf = tensorflow_.tf
+    variables = [tf.Variable([1.0, 2.0]) for _ in range(3)]
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            value = cr.PerReplica([v * 1.0 for v in variables])
+            loss = tf.reduce_sum(cr.HierarchicalCopyAllReduce().reduce("mean", value, "cpu:0")[0])
+        return tape.gradient(loss, variables)
+
+    for function in (gradients, tf.function(gradients)):
+        for gradient in function():
+            np.testing.assert_allclose(gradient.numpy(), [1 / 3, 1 / 3], rtol=1e-7)
