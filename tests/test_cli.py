@@ -321,7 +321,7 @@ def test_bench_prints_the_header_of_nccl_tests(crossreduce):
     )
     assert ranks == [("0", str(os.getpid()), "0", "cpu:0"), ("1", str(os.getpid()), "1", "cpu:1")]
     start = lines.index("# Using devices") + 6
-    # nccl-tests 2.19.6, src/util.cu, writeResultHeader; as in shared/reference/ecosystem.md.
+    # nccl-tests 2.19.6, src/util.cu, writeResultHeader.
     expected = """\
 #
 #                                                              out-of-place                       in-place

