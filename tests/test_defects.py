@@ -21,7 +21,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 import crossreduce as cr
-from crossreduce import cross_device_ops as module
+from crossreduce import pipeline as module
 from crossreduce.backends import get
 from crossreduce.options import ALGORITHMS
 
@@ -88,7 +88,7 @@ def test_d04_dtypes_mix_in_a_packed_batch(framework):
 
 def test_d05_nccl_that_is_not_there(framework, caplog):
     """D5: "nccl" on devices without NCCL plans another way, gives the right result, and says so once, at INFO."""
-    module._say_no_nccl.cache_clear()
+    module.say_once.cache_clear()
     xs = digits(3, (2,))
     given = value(framework, xs)
     with caplog.at_level(logging.DEBUG, "crossreduce"):

@@ -71,9 +71,7 @@ def place(destinations: Any) -> tuple[str, ...]:
         return (canonical(destinations),)
     if not isinstance(destinations, (list, tuple, dict, bytes, int, float, complex, type)) and destinations is not None:
         with contextlib.suppress(ArgumentError, UnsupportedError):
-            backend = backend_of(destinations)
-            found = backend.array(destinations)
-            require_dtype(backend.spec(found.values if isinstance(found, Sparse) else found).dtype)
+            check_array(destinations)
             return PerReplica([destinations]).devices
     raise ArgumentError(
         message(
@@ -82,6 +80,19 @@ def place(destinations: Any) -> tuple[str, ...]:
             'a name such as "cpu:0"; for several devices, the PerReplica itself or any other on those devices',
         )
     )
+
+
+def check_array(value: Any) -> Backend:
+    """Return the backend of one array, dense or sparse, whose dtype this library knows.
+
+    Raises:
+      ArgumentError: it is no array.
+      UnsupportedError: a kind of array or a dtype that cannot be used.
+    """
+    backend = backend_of(value)
+    x = backend.array(value)
+    require_dtype(backend.spec(x.values if isinstance(x, Sparse) else x).dtype)
+    return backend
 
 
 def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:

@@ -9,24 +9,20 @@ subclasses; what they get wrong is put right (see docs/contract.md).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
-from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 from .backends import Array, Sparse, backend_of
-from .checks import check_pairs, check_value, per_replica, place
+from .checks import check_array, check_pairs, check_value, per_replica, place
 from .devices import canonical
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
-from .ops import ReduceOp, read_op, require_dtype
+from .ops import ReduceOp, read_op
 from .options import CommunicationOptions, algorithm_name, count, read_options
 from .packing import Packing
-from .pipeline import Job, broadcast_array, reduce_batch, reduce_to_one
+from .pipeline import Job, broadcast_array, reduce_batch, reduce_to_one, say_once
 from .topology import Topology
 from .tracing import unconverted
 from .values import DistributedValues, Mirrored, PerReplica
-
-_LOG: Final = logging.getLogger("crossreduce")
 
 Pair = tuple[PerReplica, tuple[str, ...]]
 
@@ -158,10 +154,8 @@ class CrossDeviceOps:
             raise ArgumentError(
                 message("broadcast takes one array.", shown(tensor), "one of its components, such as value[0]")
             )
-        backend = backend_of(tensor)
+        backend = check_array(tensor)
         devices = place(destinations)
-        x = backend.array(tensor)
-        require_dtype(backend.spec(x.values if isinstance(x, Sparse) else x).dtype)
         backend.require(devices)
         return _delivered(self.broadcast_implementation(tensor, devices), devices, "broadcast_implementation")
 
@@ -399,7 +393,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
         """Return the algorithm to plan with; the options decide where the op leaves it open."""
         chosen = options.implementation if self._algorithm in ("auto", "nccl") else self._algorithm
         if chosen == "nccl" or (chosen == "auto" and self._algorithm == "nccl"):
-            _say_no_nccl()
+            say_once('"nccl" plans "auto": this release has no binding to NCCL')
             return "auto"
         return chosen
 
@@ -450,8 +444,3 @@ def _delivered(result: Any, destinations: tuple[str, ...], method: str) -> Mirro
             f"Mirrored([...], devices={list(destinations)})",
         )
     )
-
-
-@lru_cache(maxsize=1)
-def _say_no_nccl() -> None:
-    _LOG.info('"nccl" plans "auto": this release has no binding to NCCL')

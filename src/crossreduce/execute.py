@@ -45,9 +45,13 @@ class Held(NamedTuple):
 def prepare(schedule: Schedule) -> tuple[tuple[Move, ...], ...]:
     """Verify a schedule, once, and return each chunk's steps in an order in which they can run one by one.
 
-    Chunks have nothing to do with each other, so one goes through all its rounds before the next begins:
-    what is freed on the way is used again, and may still be in the cache.
+    All of its chunks must have the same sources and destinations. Beyond that they have nothing to do with
+    each other, so one goes through all its rounds before the next begins: what is freed on the way is used
+    again, and may still be in the cache.
     """
+    if any(chunk[1:] != schedule.chunks[0][1:] for chunk in schedule.chunks):
+        problem = "only schedules whose chunks all have the same sources and destinations can be executed."
+        raise ScheduleError(message(problem, _given(schedule), "all_reduce, reduce or broadcast"))
     flags = completing(schedule)
     moves = [
         Move(*step, whole, -1)
@@ -58,6 +62,10 @@ def prepare(schedule: Schedule) -> tuple[tuple[Move, ...], ...]:
     for move, spare in zip(moves, _spares(schedule, moves), strict=True):
         by_chunk[move.chunk].append(move._replace(spare=spare))
     return tuple(map(tuple, by_chunk))
+
+
+def _given(schedule: Schedule) -> str:
+    return f"{schedule.collective} by {schedule.algorithm}, {len(schedule.chunks)} chunks"
 
 
 def _spares(schedule: Schedule, moves: list[Move]) -> list[int]:
@@ -130,38 +138,39 @@ def execute(
     Raises:
       ScheduleError: ``verify`` refuses the schedule, or its chunks differ in sources or destinations.
     """
-    _, sources, destinations = schedule.chunks[0]
-    given = f"{schedule.collective} by {schedule.algorithm}, {len(schedule.chunks)} chunks"
-    if any(chunk[1:] != (sources, destinations) for chunk in schedule.chunks):
-        problem = "only schedules whose chunks all have the same sources and destinations can be executed."
-        raise ScheduleError(message(problem, given, "all_reduce, reduce or broadcast"))
-    if size is None and len(schedule.chunks) > 1:
-        raise ScheduleError(message("arrays of open size need a schedule of one chunk.", given, "one_device"))
     moves, devices = prepare(schedule), schedule.devices
+    _, sources, destinations = schedule.chunks[0]
+    if size is None and len(schedule.chunks) > 1:
+        problem = "arrays of open size need a schedule of one chunk."
+        raise ScheduleError(message(problem, _given(schedule), "one_device"))
     finish_first = len(sources) == 1 and (numbers.divisor != 1 or numbers.result != numbers.dtype)
-    results: list[Held] = [Held([], False) for _ in destinations]
+    parts: list[list[Array]] = [[] for _ in destinations]
+    made: set[int] = set()  # the devices whose cell the loop allocated
     active = ((0, 0, 0),) if size is None else ranges(schedule, size)
     for chunk, start, stop in active:
         cells: dict[int, Array] = {}  # by device
         for source, flat in zip(sources, flats, strict=True):
             x = flat if len(active) == 1 else backend.part(flat, start, stop)
             cells[source] = backend.finish(x, numbers) if finish_first else x
-        made: set[int] = set()  # the devices whose cell the loop allocated
+        made.clear()
         for _, dst, srcs, whole, spare in moves[chunk]:
             here = devices[dst]
             if len(srcs) == 1:
                 before = cells[srcs[0]]
                 cells[dst] = backend.copy(before, here)
-                (made.add if cells[dst] is not before or srcs[0] in made else made.discard)(dst)
+                if cells[dst] is not before or srcs[0] in made:
+                    made.add(dst)
+                else:
+                    made.discard(dst)
             else:
                 xs = [cells[src] if src == dst else backend.copy(cells[src], here) for src in srcs]
                 cells[dst] = backend.combine(op, xs, numbers, whole, spare)
                 made.add(dst)
-        taken: set[int] = set()
-        for place, dst in enumerate(destinations):
-            part = cells[dst]
-            parts, _ = results[place]
-            parts.append(part)
-            results[place] = Held(parts, len(parts) == 1 and dst in made and id(part) not in taken)
-            taken.add(id(part))
+        for own, dst in zip(parts, destinations, strict=True):
+            own.append(cells[dst])
+    results: list[Held] = []
+    taken: set[int] = set()
+    for own, dst in zip(parts, destinations, strict=True):
+        results.append(Held(own, len(own) == 1 and dst in made and id(own[0]) not in taken))
+        taken.add(id(own[0]))
     return results

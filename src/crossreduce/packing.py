@@ -24,8 +24,8 @@ from .errors import ArgumentError, message
 from .ops import INTEGERS
 from .values import TensorSpec
 
-# Each pack is a chunk with a tree of its own: more of them than this is a slip, such as
-# bytes_per_pack=1 for a model, and would cost gigabytes of plan.
+# Every few packs are one run of the loop: more of them than this is a slip, such as bytes_per_pack=1
+# for a model, and would take minutes.
 MOST_PACKS: Final = 10_000
 
 BITS: Final = {name: int("".join(filter(str.isdigit, name))) for name in INTEGERS} | {

@@ -122,7 +122,7 @@ def _plan(
         if topology is not None:
             backend.require(schedule.devices)  # a topology may lead through devices that no value is on
         if _LOG.isEnabledFor(logging.INFO):
-            _say(f"new plan: {schedule.head}; devices {', '.join(schedule.devices)}")
+            say_once(f"new plan: {schedule.head}; devices {', '.join(schedule.devices)}")
     return segments
 
 
@@ -210,6 +210,6 @@ def broadcast_array(tensor: Any, destinations: tuple[str, ...], algorithm: str, 
 
 
 @lru_cache(maxsize=4096)
-def _say(text: str) -> None:
-    """Log a text, once."""
+def say_once(text: str) -> None:
+    """Log a text at INFO, the first time it is to be said."""
     _LOG.info(text)

@@ -62,11 +62,9 @@ def all_reduce(
     op = read_op(op)
     ops = _DEFAULT if cross_device_ops is None else cross_device_ops
     if not isinstance(ops, CrossDeviceOps):
-        what = "an instance of CrossDeviceOps, not the class," if isinstance(ops, type) else "a CrossDeviceOps"
+        what = "an instance of CrossDeviceOps, not the class" if isinstance(ops, type) else "a CrossDeviceOps"
         raise UnsupportedError(
-            message(
-                f"cross_device_ops must be {what}.".replace(",.", "."), shown(ops), 'AllReduceCrossDeviceOps("ring")'
-            )
+            message(f"cross_device_ops must be {what}.", shown(ops), 'AllReduceCrossDeviceOps("ring")')
         )
     if (
         isinstance(trees, (str, bytes, dict, DistributedValues))
@@ -84,52 +82,68 @@ def all_reduce(
         raise ArgumentError(
             message("all_reduce needs one device a replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None")
         )
-    paths, leaves, structure = _flatten(given)
+    leaves, structure = _flatten(given)
     pairs = []
-    for path, components in zip(paths, leaves, strict=True):
+    for number, components in enumerate(leaves):
         try:
             value = PerReplica(components, names)
         except ReductionError as error:
-            error.prefix(f"leaf {path}")
+            error.prefix(f"leaf {_paths(structure)[number]}")
             raise
         pairs.append((value, value))
     try:
         reduced = ops.batch_reduce(op, pairs, options)
     except ReductionError as error:
         if error.pair is not None:  # the batch numbers its pairs; whoever passed a tree knows paths
-            error.prefix(f"leaf {paths[error.pair]}")
+            error.prefix(f"leaf {_paths(structure)[error.pair]}")
         raise
     return [_unflatten(structure, [result[replica] for result in reduced]) for replica in range(len(given))]
 
 
-def _flatten(trees: list[Any]) -> tuple[list[str], list[tuple[Any, ...]], Any]:
-    """Return the leaves' paths, each leaf's components over the replicas, and the common structure."""
-    import optree
-
+def _flatten(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
+    """Return each leaf's components over the replicas, and the common structure."""
     try:
-        for tree in trees:
-            _teach_dataclasses(tree)
+        flat = [_flatten_one(tree) for tree in trees]
     except RecursionError as error:
         raise ArgumentError(
             message("a tree is too deep, or contains itself.", f"{len(trees)} trees", "a flatter tree")
         ) from error
-    flat = [optree.tree_flatten(tree, is_leaf=_is_leaf, namespace=_NAMESPACE) for tree in trees]
     structures = [structure for _, structure in flat]
     if any(structure != structures[0] for structure in structures):
         each = "; ".join(f"replica {k}: {_outline(structures, k)}" for k in range(len(trees)))
         remedy = "the same keys, lengths and types on all replicas; zeros where one has None"
         raise MismatchError(message("the replicas' trees differ in structure.", each, remedy))
-    paths = [optree.PyTreeAccessor(accessor).codify("tree") for accessor in structures[0].accessors()]
-    return paths, list(zip(*(leaves for leaves, _ in flat), strict=True)), structures[0]
+    return list(zip(*(leaves for leaves, _ in flat), strict=True)), structures[0]
+
+
+def _flatten_one(tree: Any) -> tuple[list[Any], Any]:
+    """Flatten a tree; a dataclass that optree takes for a leaf is registered, and the tree flattened again."""
+    import optree
+
+    while True:
+        leaves, structure = optree.tree_flatten(tree, is_leaf=_is_leaf, namespace=_NAMESPACE)
+        # Arrays may be dataclasses too (a framework's own), but they have a shape.
+        unknown = {
+            type(leaf)
+            for leaf in leaves
+            if dataclasses.is_dataclass(type(leaf)) and not hasattr(leaf, "shape") and not _is_leaf(leaf)
+        }
+        if not unknown:
+            return leaves, structure
+        for kind in unknown:
+            _register(kind)
+
+
+def _paths(structure: Any) -> list[str]:
+    """Return where each leaf is, as one would write it: ``tree['w'][0]``."""
+    return [accessor.codify("tree") for accessor in structure.accessors()]
 
 
 def _outline(structures: list[Any], replica: int) -> str:
     """Say how a replica's tree differs from the first replica's: by its leaves, or else by its nodes."""
-    paths, others = (
-        [accessor.codify("tree") for accessor in structures[k].accessors()] for k in (replica, int(replica == 0))
-    )
-    own = [path for path in paths if path not in set(others)]
-    if not own and set(paths) == set(others):
+    paths, others = _paths(structures[replica]), set(_paths(structures[int(replica == 0)]))
+    own = [path for path in paths if path not in others]
+    if not own and set(paths) == others:
         return shown(structures[replica], 200)
     found = f"{len(paths)} leaves"
     return found + (f", of which only here {', '.join(own[:3])}{', ...' * (len(own) > 3)}" if own else "")
@@ -143,22 +157,6 @@ def _unflatten(structure: Any, leaves: list[Any]) -> Any:
 
 def _is_leaf(node: Any) -> bool:
     return isinstance(node, (IndexedSlices, DistributedValues))
-
-
-def _teach_dataclasses(tree: Any) -> None:
-    """Register the dataclasses in a tree that optree takes for leaves."""
-    import optree
-
-    taught = True
-    while taught:
-        taught = False
-        for leaf in optree.tree_leaves(tree, is_leaf=_is_leaf, namespace=_NAMESPACE):
-            kind = type(leaf)
-            # Arrays may be dataclasses too (a framework's own), but they have a shape.
-            if dataclasses.is_dataclass(kind) and not hasattr(leaf, "shape") and not _is_leaf(leaf):
-                _register(kind)
-                taught = True
-                break
 
 
 def _register(kind: type) -> None:

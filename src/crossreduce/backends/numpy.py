@@ -34,7 +34,8 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 
 @lru_cache(maxsize=256)
-def _dtype(name: str) -> np.dtype[Any]:
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the dtype of a name, NumPy's or bfloat16."""
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
@@ -103,7 +104,7 @@ class NumPy:
             elif numbers.accumulator == numbers.dtype:
                 out = ufunc(xs[0], xs[1])
             else:
-                out = ufunc(xs[0], xs[1], dtype=_dtype(numbers.accumulator))
+                out = ufunc(xs[0], xs[1], dtype=dtype_named(numbers.accumulator))
             out = np.asarray(out)  # of arrays without axes NumPy makes a scalar
             for x in xs[2:]:
                 ufunc(out, x, out=out)
@@ -111,15 +112,15 @@ class NumPy:
                 if numbers.divisor != 1:
                     _divide(out, numbers.divisor)
                 if numbers.result != numbers.accumulator:
-                    return out.astype(_dtype(numbers.result))
+                    return out.astype(dtype_named(numbers.result))
         return out
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
         with _quiet():
             if numbers.divisor != 1:
-                x = x.astype(_dtype(numbers.accumulator))
+                x = x.astype(dtype_named(numbers.accumulator))
                 _divide(x, numbers.divisor)
-            return x.astype(_dtype(numbers.result), copy=False)
+            return x.astype(dtype_named(numbers.result), copy=False)
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         if fresh and len(parts) == len(cuts) == 1:
@@ -149,7 +150,7 @@ class NumPy:
         indices = sparse.indices
         if indices.size and (indices.min() < 0 or indices.max() >= shape[0]):
             raise beyond(int(indices.min()), int(indices.max()), shape)
-        out = np.zeros(shape, _dtype(dtype))
+        out = np.zeros(shape, dtype_named(dtype))
         with _quiet():
             np.add.at(out, indices, sparse.values)
         return out
@@ -181,5 +182,5 @@ def beyond(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
     )
 
 
-assert set(DTYPES) == {_name(_dtype(name)) for name in DTYPES}
+assert set(DTYPES) == {_name(dtype_named(name)) for name in DTYPES}
 BACKEND = NumPy()

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
+
+from ..backends.numpy import dtype_named
 
 Numbers = np.ndarray[Any, Any]
 
@@ -25,11 +26,6 @@ _SPREAD: Final = 7
 _EXACT: Final = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**53}
 
 
-def np_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name, NumPy's or bfloat16."""
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
-
-
 def inputs(op: str, dtype: str, n: int) -> list[Numbers]:
     """Return one array of ``PERIOD`` elements for each of ``n`` devices.
 
@@ -39,7 +35,7 @@ def inputs(op: str, dtype: str, n: int) -> list[Numbers]:
       n: how many devices.
     """
     rng = np.random.default_rng([n, len(op)])
-    kind = np_dtype(dtype)
+    kind = dtype_named(dtype)
     if op == "mean":
         middle = rng.integers(_SPREAD + 1, 24, PERIOD)
         away = rng.integers(-_SPREAD, _SPREAD + 1, (n // 2, PERIOD))

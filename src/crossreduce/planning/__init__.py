@@ -118,18 +118,16 @@ def planned(
     Raises:
       PlanError: a step would need a link that the topology lacks, or a device it does not have.
     """
+    if algorithm not in PLANNERS:
+        raise PlanError(message("there is no such planner.", shown(algorithm), "one of " + ", ".join(PLANNERS)))
     members = dict.fromkeys([*sources, *destinations, *([] if root is None else [root])])
     devices = tuple(members)
     options: dict[str, object] = {} if root is None else {"root": root}
     wiring = None if topology is None else _matched(topology, devices)
-    if wiring is not None and algorithm in ("ring", "hierarchical_copy"):
-        # A ring may lead through devices that neither give nor take.
-        if algorithm == "hierarchical_copy" and len(wiring.islands) > 1:
-            options["groups"] = [[d for d in island if d in members] for island in wiring.islands]
-        if algorithm == "ring":
-            devices = wiring.devices
-    if algorithm not in PLANNERS:
-        raise PlanError(message("there is no such planner.", shown(algorithm), "one of " + ", ".join(PLANNERS)))
+    if wiring is not None and algorithm == "hierarchical_copy" and len(wiring.islands) > 1:
+        options["groups"] = [[d for d in island if d in members] for island in wiring.islands]
+    if wiring is not None and algorithm == "ring":
+        devices = wiring.devices  # a ring may lead through devices that neither give nor take
     schedule = PLANNERS[algorithm](devices, sources, destinations, packs=packs, first=first, **options)
     if wiring is not None:
         _require_links(schedule, wiring)

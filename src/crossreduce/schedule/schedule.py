@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
@@ -130,7 +130,8 @@ class Schedule:
         >>> direct(["cpu:0", "cpu:1", "cpu:2"]).spans(10)
         ((0, 3), (3, 6), (6, 10))
         """
-        return _spans(tuple(chunk.share for chunk in self.chunks), size)
+        ends = [int(end * size) for end in accumulate(chunk.share for chunk in self.chunks)]
+        return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
     @property
     def steps(self) -> int:
@@ -197,12 +198,6 @@ class Schedule:
     def __str__(self) -> str:
         lines = [f"  round {r}: {self.describe(step)}" for r, steps in enumerate(self.rounds) for step in steps]
         return "\n".join([self.head, *lines])
-
-
-@lru_cache(maxsize=4096)
-def _spans(shares: tuple[Fraction, ...], size: int) -> tuple[tuple[int, int], ...]:
-    ends = [int(end * size) for end in accumulate(shares)]
-    return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _positions(numbers: Iterable[int], n: int) -> bool:
