@@ -28,8 +28,8 @@ from .errors import (
 )
 from .ops import ReduceOp
 from .options import CollectiveHints, CommunicationOptions
-from .schedule import Chunk, Schedule, Step, verify
-from .topology import Link, Topology
+from .schedule import Chunk, Route, Schedule, Step, verify
+from .topology import Link, Switch, Topology
 from .trees import all_reduce
 from .values import IndexedSlices, Mirrored, PerReplica
 
@@ -55,9 +55,11 @@ __all__ = [
     "ReduceOp",
     "ReductionError",
     "ReductionToOneDevice",
+    "Route",
     "Schedule",
     "ScheduleError",
     "Step",
+    "Switch",
     "Topology",
     "UnsupportedError",
     "all_reduce",

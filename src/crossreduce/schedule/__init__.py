@@ -3,7 +3,7 @@
 ``schedule.py`` is the value, ``verify.py`` counts contributions.  Knows no arrays, frameworks or clocks.
 """
 
-from .schedule import Chunk, Schedule, Step
+from .schedule import Chunk, Route, Schedule, Step
 from .verify import completing, verify
 
-__all__ = ["Chunk", "Schedule", "Step", "completing", "verify"]
+__all__ = ["Chunk", "Route", "Schedule", "Step", "completing", "verify"]

@@ -45,6 +45,15 @@ class Step(NamedTuple):
     srcs: tuple[int, ...]
 
 
+class Route(NamedTuple):
+    """The switches (or devices that only forward) on the way from ``src`` to ``dst``, for one chunk."""
+
+    chunk: int
+    src: int
+    dst: int
+    through: tuple[str, ...]
+
+
 Round = tuple[Step, ...]
 
 
@@ -59,8 +68,11 @@ class Schedule:
       chunks: shares that add up to 1.
       rounds: steps that may run together, round after round.
       pieces: into how many pipelined pieces each chunk may be cut; results do not depend on it.
+      routes: where a chunk takes another way between two devices than ``Topology.route`` gives; results do
+        not depend on them.
     Raises:
-      ScheduleError: a number that is no position, a share below 0, shares that do not add up to 1.
+      ScheduleError: a number that is no position, a share below 0, shares that do not add up to 1, two
+        routes for the same chunk and devices.
 
     >>> pair = Chunk(Fraction(1), sources=(0, 1), destinations=(0, 1))
     >>> schedule = Schedule("all_reduce", "by hand", ("cpu:0", "cpu:1"), (pair,),
@@ -79,6 +91,7 @@ class Schedule:
     chunks: tuple[Chunk, ...]
     rounds: tuple[Round, ...]
     pieces: int = 1
+    routes: tuple[Route, ...] = ()
 
     def __post_init__(self) -> None:
         # Lists would let a schedule change after it was made.
@@ -86,6 +99,8 @@ class Schedule:
         object.__setattr__(self, "chunks", tuple(Chunk(share, tuple(s), tuple(d)) for share, s, d in self.chunks))
         steps_of = (tuple(Step(chunk, dst, tuple(srcs)) for chunk, dst, srcs in steps) for steps in self.rounds)
         object.__setattr__(self, "rounds", tuple(steps_of))
+        routes = tuple(Route(chunk, src, dst, tuple(through)) for chunk, src, dst, through in self.routes)
+        object.__setattr__(self, "routes", routes)
         n = len(self.devices)
         if len(set(self.devices)) != n:
             raise ScheduleError(message("a schedule has each device once.", ", ".join(self.devices)))
@@ -105,12 +120,17 @@ class Schedule:
                 if not in_range or not step.srcs or not all(0 <= src < n for src in step.srcs):
                     here = f"round {r}, step {s} is malformed: chunks go from 0 to {len(self.chunks) - 1}"
                     raise _malformed(here, step, n)
+        for route in self.routes:
+            if not (0 <= route.chunk < len(self.chunks) and _positions((route.src, route.dst), n) and route.through):
+                raise _malformed("a route is malformed", route, n)
+        if len({route[:3] for route in self.routes}) < len(self.routes):
+            raise ScheduleError(message("a chunk has one route between two devices.", shown(self.routes)))
         if self.pieces < 1:
             raise ScheduleError(message("a chunk is cut into at least one piece.", shown(self.pieces), "pieces=1"))
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.collective, self.algorithm, self.devices, self.chunks, self.rounds, self.pieces))
+        return hash(self._parts)
 
     def __hash__(self) -> int:
         # A schedule is a key in the caches of every call: its thousands of steps are hashed once.
@@ -118,7 +138,11 @@ class Schedule:
 
     def __reduce__(self) -> tuple[type[Schedule], tuple[Any, ...]]:
         # Without the cached hash, which is another one in another process.
-        return Schedule, (self.collective, self.algorithm, self.devices, self.chunks, self.rounds, self.pieces)
+        return Schedule, self._parts
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return self.collective, self.algorithm, self.devices, self.chunks, self.rounds, self.pieces, self.routes
 
     def spans(self, size: int) -> tuple[tuple[int, int], ...]:
         """Return each chunk's range of elements ``(start, stop)`` in a flat buffer of ``size`` elements.
@@ -140,18 +164,18 @@ class Schedule:
 
     def to_json(self) -> str:
         """Return the schedule as JSON text; equal schedules give the same bytes."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "collective": self.collective,
-                "algorithm": self.algorithm,
-                "devices": self.devices,
-                "chunks": [[str(chunk.share), chunk.sources, chunk.destinations] for chunk in self.chunks],
-                "rounds": self.rounds,
-                "pieces": self.pieces,
-            },
-            separators=(",", ":"),
-        )
+        content = {
+            "format": FORMAT,
+            "collective": self.collective,
+            "algorithm": self.algorithm,
+            "devices": self.devices,
+            "chunks": [[str(chunk.share), chunk.sources, chunk.destinations] for chunk in self.chunks],
+            "rounds": self.rounds,
+            "pieces": self.pieces,
+        }
+        if self.routes:
+            content["routes"] = self.routes
+        return json.dumps(content, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
@@ -174,6 +198,10 @@ class Schedule:
                     for steps in read["rounds"]
                 ),
                 _int(read["pieces"]),
+                tuple(
+                    Route(_int(chunk), _int(src), _int(dst), tuple(map(_text, _list(through))))
+                    for chunk, src, dst, through in read.get("routes", ())
+                ),
             )
         except ScheduleError:
             raise
