@@ -147,6 +147,7 @@ HARMLESS = {
     "fractions",
     "numbers",
     "functools",
+    "heapq",
     "itertools",
     "json",
     "math",

@@ -28,7 +28,7 @@ from .errors import (
 )
 from .ops import ReduceOp
 from .options import CollectiveHints, CommunicationOptions
-from .schedule import Chunk, Route, Schedule, Step, verify
+from .schedule import Chunk, Route, Schedule, Simulation, Step, simulate, verify
 from .topology import Link, Switch, Topology
 from .trees import all_reduce
 from .values import IndexedSlices, Mirrored, PerReplica
@@ -58,11 +58,13 @@ __all__ = [
     "Route",
     "Schedule",
     "ScheduleError",
+    "Simulation",
     "Step",
     "Switch",
     "Topology",
     "UnsupportedError",
     "all_reduce",
+    "simulate",
     "verify",
 ]
 

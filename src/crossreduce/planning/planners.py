@@ -111,8 +111,8 @@ def hierarchical_copy(
       round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
       round 0: chunk 0: cpu:2 <- cpu:2 + cpu:3
       round 1: chunk 0: cpu:0 <- cpu:0 + cpu:2
-      round 2: chunk 0: cpu:1 <- cpu:0
       round 2: chunk 0: cpu:2 <- cpu:0
+      round 3: chunk 0: cpu:1 <- cpu:0
       round 3: chunk 0: cpu:3 <- cpu:2
     """
     request = _request(devices, sources, destinations, packs, first)
@@ -145,7 +145,7 @@ def hierarchical_copy(
                 yield 2, Step(0, main, (root,))
             for dst in needy:
                 if dst != main:
-                    yield (2 if main == root else 3), Step(0, dst, (main,))
+                    yield 3, Step(0, dst, (main,))
 
     return _schedule("hierarchical_copy", request, 1, moves)
 
