@@ -393,6 +393,14 @@ class Topology:
         return self._by_src.get(node, ())
 
     @cached_property
+    def symmetric(self) -> bool:
+        """Whether every link has one of the same bandwidth the other way."""
+        return all(
+            (back := self._by_pair.get((dst, src))) is not None and back.bandwidth == bandwidth
+            for src, dst, bandwidth, _ in self.links
+        )
+
+    @cached_property
     def _routes(self) -> dict[str, dict[str, tuple[str, ...]]]:
         return {}
 

@@ -1,0 +1,281 @@
+"""What no schedule can beat: exact bounds on a collective's rate, each with a certificate that anyone can check.
+
+In: a topology, a collective, perhaps its roots.  Out: a ``Bound``. M is the full buffer's bytes, T the time, algbw = M / T;
+C are the devices, S a set of nodes that lacks a device, B+(S) the bandwidth of the links that leave S.
+
+- One buffer's parts start at several roots, w_r bytes at root r, and all devices need all of them (all-gather: every
+  device is a root of M / N; broadcast: one of M; several broadcasts at once: as many as there are roots):
+  algbw <= sum(w) B+(S) / w(S) for every S, since whoever lacks the device outside S must get w(S) over these links. The least over S is reached
+  by trees (Edmonds 1973). Reduce and reduce-scatter are the same on the reversed links.
+- All-reduce by trees: a reduction to some roots and a broadcast back share the links. The best rate is a linear program's; its dual
+  weighs the cuts, which is the certificate: if each root is in cuts of weight 1 in sum, every unit of rate uses links worth 1, so
+  the rate is at most what all links are worth. A switch that does not reduce passes on what it gets, so it may shift worth from links
+  that enter it to links that leave it.
+
+Source: Edmonds, Edge-disjoint branchings, in Combinatorial Algorithms, 1973; Zhao et al., ForestColl: Efficient collective
+communications on heterogeneous network fabrics, arXiv:2402.06787; the search is Newton's (Dinkelbach, Management Science 13(7), 1967).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from math import gcd, lcm
+from typing import Final, NamedTuple
+
+from ..devices import canonical
+from ..errors import ArgumentError, PlanError, message, shown
+from ..topology import Topology
+from .flows import Network
+from .joint import Joint, joint
+
+COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+Roots = str | Mapping[str, int | Fraction] | None
+
+
+class Cut(NamedTuple):
+    """A set of nodes that lacks a device, and what it counts for in a proof.
+
+    ``outward``: what the devices outside need from the roots inside must leave over its links;
+    else what they contribute must enter over them.
+    """
+
+    nodes: frozenset[str]
+    weight: Fraction
+    outward: bool
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The greatest rate that a collective can have on a topology, and the proof.
+
+    Args:
+      topology: of which it is true.
+      collective: its name.
+      roots: the bytes that start at (or end on) each root, for one buffer of ``sum(roots.values())`` bytes.
+      algbw: the rate in GB/s, exact; ``None``: nothing has to move, so there is no limit.
+      cuts: the certificate. One cut, but for an all-reduce.
+      potentials: for an all-reduce, what passing each switch shifts: (switch, in broadcasts, in reductions).
+    """
+
+    topology: Topology
+    collective: str
+    roots: tuple[tuple[str, Fraction], ...]
+    algbw: Fraction | None
+    cuts: tuple[Cut, ...]
+    potentials: tuple[tuple[str, Fraction, Fraction], ...] = ()
+
+    @property
+    def tight_cut(self) -> frozenset[str]:
+        """The nodes whose links make the bound: the heaviest cut of the certificate."""
+        return max(self.cuts, key=lambda cut: cut.weight).nodes if self.cuts else frozenset()
+
+    def check(self) -> None:
+        """Raise unless the certificate proves the bound; shares no code with the search.
+
+        Raises:
+          PlanError: it does not.
+        """
+        if self.algbw is None and len(self.topology.devices) > 1:
+            raise PlanError(message("this certificate proves nothing.", f"{self.collective}, no bound"))
+        if self.algbw is None:
+            return
+        everyone = set(self.topology.devices)
+        if any(cut.weight < 0 or everyone <= cut.nodes for cut in self.cuts):
+            raise PlanError(message("a cut of the certificate lacks no device.", shown(self.cuts)))
+        proved = self._proved_jointly() if self.collective == "all_reduce" else self._proved_by_one_cut()
+        if proved != self.algbw:
+            given = f"{self.collective}: {self.algbw} GB/s claimed, {proved} proved"
+            raise PlanError(message("the certificate does not prove the bound.", given))
+
+    def _proved_by_one_cut(self) -> Fraction:
+        ((nodes, _, outward),) = self.cuts
+        crossing = [link for link in self.topology.links if (link.src in nodes) > (link.dst in nodes)]
+        if not outward:
+            crossing = [link for link in self.topology.links if (link.dst in nodes) > (link.src in nodes)]
+        width = sum((link.bandwidth for link in crossing), Fraction(0))
+        inside = sum((weight for root, weight in self.roots if root in nodes), Fraction(0))
+        return sum((weight for _, weight in self.roots), Fraction(0)) * width / inside
+
+    def _proved_jointly(self) -> Fraction:
+        for root in self.topology.devices:  # every root's trees cross cuts of weight 1
+            if sum((cut.weight for cut in self.cuts if root in cut.nodes), Fraction(0)) < 1:
+                raise PlanError(message("a root is in cuts of too little weight.", root))
+        reducing = {switch.name for switch in self.topology.switches if switch.reduces}
+        shift = {switch: two for switch, *two in self.potentials if switch not in reducing}
+        if not shift.keys() <= {switch.name for switch in self.topology.switches}:
+            raise PlanError(message("only switches have potentials.", shown(self.potentials)))
+        worth = Fraction(0)
+        for src, dst, bandwidth, _ in self.topology.links:
+            prices = [Fraction(0), Fraction(0)]
+            for nodes, weight, outward in self.cuts:
+                crosses = (src in nodes) > (dst in nodes) if outward else (dst in nodes) > (src in nodes)
+                prices[not outward] += weight * crosses
+            for way in (0, 1):
+                prices[way] += (shift[dst][way] if dst in shift else 0) - (shift[src][way] if src in shift else 0)
+            worth += bandwidth * max(0, *prices)
+        return worth
+
+
+def bound(topology: Topology, collective: str, root: Roots = None) -> Bound:
+    """Return what no schedule of a collective can beat on a topology, with its proof.
+
+    Args:
+      topology: any connected one.
+      collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
+      root: for a broadcast or reduce, the root; a mapping gives the bytes of several that run together, whose sum is
+        the buffer that ``algbw`` counts; ``None``: the root for which the rate is greatest.
+    Raises:
+      ArgumentError: an unknown collective, a root that is no device or that the collective has not, weights below 0.
+      PlanError: some device cannot be reached; the cut is named.
+
+    >>> box = Topology.star([f"cuda:{k}" for k in range(8)], 450)
+    >>> [str(bound(box, collective).algbw) for collective in COLLECTIVES]
+    ['1800/7', '450', '450', '3600/7', '3600/7']
+    >>> bound(box.with_switches(reducing=True), "all_reduce").algbw
+    Fraction(450, 1)
+    """
+    if not isinstance(topology, Topology):
+        raise ArgumentError(message("a bound needs a Topology.", shown(topology), 'Topology.machine("dgx-1v")'))
+    if collective not in COLLECTIVES:
+        raise ArgumentError(
+            message("there is no such collective.", shown(collective), "one of " + ", ".join(COLLECTIVES))
+        )
+    return _bound(topology, collective, _roots(topology, collective, root))
+
+
+def _roots(topology: Topology, collective: str, root: Roots) -> tuple[tuple[str, Fraction], ...] | None:
+    if root is None:
+        return None
+    if collective not in ("broadcast", "reduce"):
+        raise ArgumentError(message(f"{collective} has no root.", f"root={shown(root)}", "broadcast or reduce"))
+    given = root if isinstance(root, Mapping) else {root: 1}
+    roots: dict[str, Fraction] = {}
+    for name, weight in given.items():
+        device = canonical(name)
+        if device not in topology.devices:
+            known = "one of " + ", ".join(topology.devices)
+            raise ArgumentError(message("the root must be a device of the topology.", shown(name), known))
+        if isinstance(weight, bool) or not isinstance(weight, (int, Fraction)) or weight < 0:
+            raise ArgumentError(message("a root has 0 bytes or more.", f"{name}: {shown(weight)}", "{root: nbytes}"))
+        roots[device] = roots.get(device, Fraction(0)) + weight
+    if not any(roots.values()):
+        raise ArgumentError(message("some root must have some bytes.", shown(root), '{"cuda:0": 1}'))
+    return tuple(sorted(roots.items(), key=lambda item: topology.devices.index(item[0])))
+
+
+@lru_cache(maxsize=4096)
+def _bound(topology: Topology, collective: str, roots: tuple[tuple[str, Fraction], ...] | None) -> Bound:
+    devices = topology.devices
+    everyone = tuple((device, Fraction(1)) for device in devices)
+    if len(devices) == 1:
+        return Bound(topology, collective, roots or everyone, None, ())
+    require_connected(topology, collective)
+    if collective == "all_reduce":
+        found = solved(topology)
+        return Bound(topology, collective, everyone, *_certificate(topology, found))
+    outward = collective in ("broadcast", "all_gather")
+    if roots is None and collective in ("broadcast", "reduce"):
+        # Where links are alike both ways, the least cut between any two devices is the limit of every root.
+        choices = devices[:1] if topology.symmetric else devices
+        bounds = [_bound(topology, collective, ((device, Fraction(1)),)) for device in choices]
+        return max(bounds, key=lambda best: best.algbw or 0)
+    parts = roots or everyone
+    nodes, ratio = densest(topology, dict(parts), outward=outward)
+    whole = sum((weight for _, weight in parts), Fraction(0))
+    return Bound(topology, collective, parts, whole / ratio, (Cut(nodes, Fraction(1), outward),))
+
+
+def densest(
+    topology: Topology, weights: Mapping[str, Fraction], *, outward: bool
+) -> tuple[frozenset[str], Fraction]:
+    """Return the set of nodes that needs longest to get its roots' bytes out (or in), and seconds per GB: w(S) / B(S).
+
+    Newton on cuts: start from the best set that lacks one device; a flow that does not reach a device at that
+    rate shows a set that needs longer; go on from it. Exact.
+    """
+    numbers = {node: number for number, node in enumerate(topology.nodes)}
+    scale = lcm(*(link.bandwidth.denominator for link in topology.links))
+    arcs = {
+        (numbers[src], numbers[dst]) if outward else (numbers[dst], numbers[src]): int(bandwidth * scale)
+        for src, dst, bandwidth, _ in topology.links
+    }
+    parts = lcm(*(weight.denominator for weight in weights.values()))
+    starts = {numbers[device]: int(weight * parts) for device, weight in weights.items() if weight}
+    whole = sum(starts.values())
+    source = len(numbers)
+    entering = [0] * source
+    for (_, dst), capacity in arcs.items():
+        entering[dst] += capacity
+
+    def without(sink: int) -> Fraction:
+        return Fraction(whole - starts.get(sink, 0), entering[sink])
+
+    # The tightest device first, then the others in order.
+    sinks = sorted(range(len(topology.devices)), key=lambda sink: -without(sink))
+    best, ratio = frozenset(range(source)) - {sinks[0]}, without(sinks[0])
+    network = _at_rate(arcs, starts, source, ratio)
+    for sink in sinks:
+        while network.flow(source, sink) < whole * ratio.denominator:
+            best = network.cut(source, sink) - {source}
+            leaving = sum(capacity for (src, dst), capacity in arcs.items() if src in best and dst not in best)
+            ratio = Fraction(sum(starts.get(node, 0) for node in best), leaving)
+            network = _at_rate(arcs, starts, source, ratio)
+    return frozenset(topology.nodes[node] for node in best), ratio * scale / parts
+
+
+def _at_rate(arcs: dict[tuple[int, int], int], starts: dict[int, int], source: int, ratio: Fraction) -> Network:
+    """Return the network in which every root sends at the rate 1 / ratio, all scaled by the ratio's numerator."""
+    capacities = {pair: capacity * ratio.numerator for pair, capacity in arcs.items()}
+    capacities.update({(source, start): weight * ratio.denominator for start, weight in starts.items()})
+    return Network(source + 1, capacities)
+
+
+def require_connected(topology: Topology, request: str) -> None:
+    """Raise unless data can get from every device to every other.
+
+    Raises:
+      PlanError: it names the devices that can be reached and those that cannot.
+    """
+    for outward in (True, False):
+        reached = _reached(topology, topology.devices[0], outward=outward)
+        beyond = [device for device in topology.devices if device not in reached]
+        if beyond:
+            inside = [device for device in topology.devices if device in reached]
+            way = (inside, beyond) if outward else (beyond, inside)
+            raise PlanError(
+                message(
+                    f"{request} needs a way between all devices, and no link leads from {{{', '.join(way[0])}}} "
+                    f"to {{{', '.join(way[1])}}}.",
+                    repr(topology),
+                    "topology.subset(devices) with devices that are joined, or a topology with the missing links",
+                )
+            )
+
+
+def _reached(topology: Topology, start: str, *, outward: bool) -> set[str]:
+    around: dict[str, list[str]] = {}
+    for src, dst, _, _ in topology.links:
+        around.setdefault(*((src, []) if outward else (dst, []))).append(dst if outward else src)
+    reached, left = {start}, [start]
+    while left:
+        for node in around.get(left.pop(), ()):
+            if node not in reached:
+                reached.add(node)
+                left.append(node)
+    return reached
+
+
+@lru_cache(maxsize=1024)
+def solved(topology: Topology) -> Joint:
+    """Return the all-reduce's linear program on a connected topology, solved."""
+    return joint(topology)
+
+
+def _certificate(
+    topology: Topology, found: Joint
+) -> tuple[Fraction, tuple[Cut, ...], tuple[tuple[str, Fraction, Fraction], ...]]:
+    cuts = tuple(Cut(nodes, weight, outward) for nodes, weight, outward in found.cuts)
+    return found.rate, cuts, found.potentials
