@@ -18,11 +18,11 @@ communications on heterogeneous network fabrics, arXiv:2402.06787; the search is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from math import gcd, lcm
+from math import lcm
 from typing import Final, NamedTuple
 
 from ..devices import canonical
@@ -188,9 +188,7 @@ def _bound(topology: Topology, collective: str, roots: tuple[tuple[str, Fraction
     return Bound(topology, collective, parts, whole / ratio, (Cut(nodes, Fraction(1), outward),))
 
 
-def densest(
-    topology: Topology, weights: Mapping[str, Fraction], *, outward: bool
-) -> tuple[frozenset[str], Fraction]:
+def densest(topology: Topology, weights: Mapping[str, Fraction], *, outward: bool) -> tuple[frozenset[str], Fraction]:
     """Return the set of nodes that needs longest to get its roots' bytes out (or in), and seconds per GB: w(S) / B(S).
 
     Newton on cuts: start from the best set that lacks one device; a flow that does not reach a device at that
@@ -211,7 +209,8 @@ def densest(
         entering[dst] += capacity
 
     def without(sink: int) -> Fraction:
-        return Fraction(whole - starts.get(sink, 0), entering[sink])
+        needed = whole - starts.get(sink, 0)  # 0 for the only root, into which no link need lead
+        return Fraction(needed, entering[sink]) if needed else Fraction(0)
 
     # The tightest device first, then the others in order.
     sinks = sorted(range(len(topology.devices)), key=lambda sink: -without(sink))

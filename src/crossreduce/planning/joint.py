@@ -175,9 +175,7 @@ class _Program:
         reached, values = best
         nodes = self.topology.nodes
         pairs = [(link.src, link.dst) for link in self.links]
-        named = [
-            (frozenset(nodes[k] for k in cut.nodes), weight, cut.outward) for cut, weight in weights if weight
-        ]
+        named = [(frozenset(nodes[k] for k in cut.nodes), weight, cut.outward) for cut, weight in weights if weight]
         return Joint(
             rate * self.largest,
             tuple(named),
@@ -224,9 +222,7 @@ class _Program:
 
     def feasible(self, values: list[Fraction]) -> Fraction:
         """Return the rate of an exact solution; -1 where it breaks a row or a cut."""
-        within = all(
-            values[d] + values[u] <= b for d, u, b in zip(self.down, self.up, self.width, strict=True)
-        )
+        within = all(values[d] + values[u] <= b for d, u, b in zip(self.down, self.up, self.width, strict=True))
         ways = ((self.down, True),) if self.twofold else ((self.down, True), (self.up, False))
         balanced = all(
             not sum(values[c] * ((d == switch) - (s == switch)) for c, (s, d) in zip(columns, self.arcs, strict=True))
