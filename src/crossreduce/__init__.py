@@ -28,6 +28,7 @@ from .errors import (
 )
 from .ops import ReduceOp
 from .options import CollectiveHints, CommunicationOptions
+from .planning import Bound, Plan, bound, plan
 from .schedule import Chunk, Route, Schedule, Simulation, Step, simulate, verify
 from .topology import Link, Switch, Topology
 from .trees import all_reduce
@@ -39,6 +40,7 @@ __all__ = [
     "AllReduceCrossDeviceOps",
     "ArgumentError",
     "BackendError",
+    "Bound",
     "Chunk",
     "CollectiveHints",
     "CommunicationOptions",
@@ -51,6 +53,7 @@ __all__ = [
     "MismatchError",
     "NcclAllReduce",
     "PerReplica",
+    "Plan",
     "PlanError",
     "ReduceOp",
     "ReductionError",
@@ -64,6 +67,8 @@ __all__ = [
     "Topology",
     "UnsupportedError",
     "all_reduce",
+    "bound",
+    "plan",
     "simulate",
     "verify",
 ]

@@ -9,7 +9,16 @@ from typing import Final
 
 from .errors import ArgumentError, message, shown
 
-ALGORITHMS: Final = ("one_device", "hierarchical_copy", "ring", "halving_doubling", "direct", "nccl", "auto")
+ALGORITHMS: Final = (
+    "one_device",
+    "hierarchical_copy",
+    "ring",
+    "halving_doubling",
+    "direct",
+    "forest",
+    "nccl",
+    "auto",
+)
 
 
 def count(name: str, value: object, remedy: str) -> int:

@@ -17,7 +17,7 @@ from .devices import locate
 from .execute import Held, execute, ranges
 from .ops import ReduceOp
 from .packing import Buffer, Packing, cuts, itemsize, layout
-from .planning import ROOTED, choose, planned
+from .planning import ROOTED, choose, planned, planned_for
 from .schedule import Schedule
 from .topology import Topology
 from .values import Mirrored, PerReplica
@@ -106,18 +106,23 @@ def _plan(
     """
     members = len({*sources, *destinations})
     first = buffer.first % members
-    if algorithm == "auto":
-        nbytes = (buffer.size or 0) * itemsize(buffer.dtype)
-        algorithm, first = choose(sources, destinations, nbytes, topology, min(buffer.packs, members), first)
+    size = buffer.size or 0
+    nbytes = size * itemsize(buffer.dtype)
+    if algorithm == "auto" and topology is None:
+        algorithm = choose(sources, destinations, nbytes)
     if buffer.size is None and algorithm not in ROOTED:
         algorithm = "one_device"  # a size that tracing leaves open cannot be cut into chunks
     period = members if algorithm in ROOTED else 1
     segments = []
     for pack in range(0, buffer.packs, period):
         packs = min(period, buffer.packs - pack)
-        schedule = planned(algorithm, sources, destinations, packs, first, topology, root)
-        size = buffer.size or 0
-        segments.append(Segment(schedule, pack * size // buffer.packs, (pack + packs) * size // buffer.packs))
+        start, stop = pack * size // buffer.packs, (pack + packs) * size // buffer.packs
+        if topology is None:
+            schedule = planned(algorithm, sources, destinations, packs, first, root)
+        else:
+            part = nbytes * packs // buffer.packs
+            schedule = planned_for(topology, algorithm, sources, destinations, part, packs, first, root)
+        segments.append(Segment(schedule, start, stop))
     for schedule in {segment.schedule for segment in (segments[0], segments[-1])}:
         if topology is not None:
             backend.require(schedule.devices)  # a topology may lead through devices that no value is on

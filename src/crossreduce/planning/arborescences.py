@@ -1,31 +1,22 @@
 """Spanning trees that share the links: switches are split away, then trees are packed.
 
-In: whole-number capacities between nodes, and how many unit trees start at each root.  Out: ``Tree``s, each with a
-weight, that together use no arc beyond its capacity. Edmonds' theorem says that they exist when every device can be
+In: whole-number capacities between nodes, and how many unit trees start at each root.  Out: trees with weights,
+that together use no arc beyond its capacity. Edmonds' theorem says that they exist when every device can be
 reached by all of them at once, which is kept true throughout.
 
-Source: Edmonds, Edge-disjoint branchings, 1973; Bérczi & Frank, Packing arborescences, EGRES TR-2009-04 (growing trees in
-batches of equal ones); Bang-Jensen, Frank & Jackson, SIAM J. Discrete Math. 8(2), 1995 (splitting a node away without
-loss); Zhao et al., ForestColl, arXiv:2402.06787 (both together, for collectives).
+Source: Edmonds, Edge-disjoint branchings, 1973; Bérczi & Frank, Packing arborescences, EGRES TR-2009-04 (growing
+trees in batches of equal ones); Bang-Jensen, Frank & Jackson, SIAM J. Discrete Math. 8(2), 1995 (splitting a node
+away without loss); Zhao et al., ForestColl, arXiv:2402.06787 (both together, for collectives).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from .flows import Network
+from .treewise import Through
 
 Arc = tuple[int, int]
-Through = tuple[int, ...]
-
-
-class Tree(NamedTuple):
-    """``weight`` equal trees out of a root: ``parents`` has (node, its parent, the switches between), nearest the root first."""
-
-    root: int
-    weight: int
-    parents: tuple[tuple[int, int, Through], ...]
 
 
 class Ways(dict[Arc, dict[Through, int]]):
@@ -191,9 +182,9 @@ def _split_off(
 def pack(capacities: dict[Arc, int], roots: dict[int, int], n: int) -> list[tuple[int, int, list[Arc]]]:
     """Pack trees out of all roots into the capacities; each reaches all of the nodes 0 to n - 1.
 
-    Trees grow one after another, as batches of equal ones. An arc is taken for as many of the batch as leaves enough for
-    all the others (a minimum cut tells); where no arc can carry the whole batch, it is parted. Arcs near the root
-    come first, so that trees stay low.
+    Trees grow one after another, as batches of equal ones. An arc is taken for as many of the batch as leaves enough
+    for all the others (a minimum cut tells); where no arc can carry the whole batch, it is parted. Arcs near the
+    root come first, so that trees stay low.
 
     Returns:
       (root, weight, arcs from the root on) of each batch.
@@ -233,7 +224,9 @@ def _greedy(capacities: dict[Arc, int], roots: dict[int, int], n: int) -> list[t
     into: list[list[int]] = [[] for _ in range(n)]
     for src, dst in left:
         into[dst].append(src)
-    trees = [(root, units, [], {root: 0}) for root, units in roots.items() if units]
+    trees: list[tuple[int, int, list[Arc], dict[int, int]]] = [
+        (root, units, [], {root: 0}) for root, units in roots.items() if units
+    ]
     for level in range(n):
         before = sum(len(depth) for *_, depth in trees)
         for root, units, arcs, depth in trees:

@@ -1,24 +1,25 @@
 """What no schedule can beat: exact bounds on a collective's rate, each with a certificate that anyone can check.
 
-In: a topology, a collective, perhaps its roots.  Out: a ``Bound``. M is the full buffer's bytes, T the time, algbw = M / T;
-C are the devices, S a set of nodes that lacks a device, B+(S) the bandwidth of the links that leave S.
+In: a topology, a collective, perhaps its roots.  Out: a ``Bound``. M is the full buffer's bytes, T the time, algbw
+is M / T; S is a set of nodes that lacks a device, B(S) the bandwidth of the links that leave S.
 
 - One buffer's parts start at several roots, w_r bytes at root r, and all devices need all of them (all-gather: every
-  device is a root of M / N; broadcast: one of M; several broadcasts at once: as many as there are roots):
-  algbw <= sum(w) B+(S) / w(S) for every S, since whoever lacks the device outside S must get w(S) over these links. The least over S is reached
-  by trees (Edmonds 1973). Reduce and reduce-scatter are the same on the reversed links.
-- All-reduce by trees: a reduction to some roots and a broadcast back share the links. The best rate is a linear program's; its dual
-  weighs the cuts, which is the certificate: if each root is in cuts of weight 1 in sum, every unit of rate uses links worth 1, so
-  the rate is at most what all links are worth. A switch that does not reduce passes on what it gets, so it may shift worth from links
-  that enter it to links that leave it.
+  device is a root of M / N; broadcast: one root of M; several broadcasts at once). Then algbw <= sum(w) B(S) / w(S)
+  for every S, since a device outside must get w(S) over these links. The least over S is reached by trees (Edmonds
+  1973). Reduce and reduce-scatter are the same on the reversed links.
+- All-reduce by trees: a reduction to some roots and a broadcast back share the links. The best rate is a linear
+  program's. Its dual weighs cuts, which is the certificate: if every root is in cuts of weight 1 in sum, every unit
+  of rate uses links worth 1, so the rate is at most what all links are worth. A switch that does not reduce
+  gives out as much as it takes in, so worth may be shifted from the links into it to those out of it.
 
-Source: Edmonds, Edge-disjoint branchings, in Combinatorial Algorithms, 1973; Zhao et al., ForestColl: Efficient collective
-communications on heterogeneous network fabrics, arXiv:2402.06787; the search is Newton's (Dinkelbach, Management Science 13(7), 1967).
+Source: Edmonds, Edge-disjoint branchings, in Combinatorial Algorithms, 1973; Zhao et al., ForestColl: Efficient
+collective communications on heterogeneous network fabrics, arXiv:2402.06787. The search is Newton's
+(Dinkelbach, On nonlinear fractional programming, Management Science 13(7), 1967).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -30,6 +31,7 @@ from ..errors import ArgumentError, PlanError, message, shown
 from ..topology import Topology
 from .flows import Network
 from .joint import Joint, joint
+from .views import require_ways, view
 
 COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 Roots = str | Mapping[str, int | Fraction] | None
@@ -54,6 +56,7 @@ class Bound:
     Args:
       topology: of which it is true.
       collective: its name.
+      devices: those that take part.
       roots: the bytes that start at (or end on) each root, for one buffer of ``sum(roots.values())`` bytes.
       algbw: the rate in GB/s, exact; ``None``: nothing has to move, so there is no limit.
       cuts: the certificate. One cut, but for an all-reduce.
@@ -62,6 +65,7 @@ class Bound:
 
     topology: Topology
     collective: str
+    devices: tuple[str, ...]
     roots: tuple[tuple[str, Fraction], ...]
     algbw: Fraction | None
     cuts: tuple[Cut, ...]
@@ -78,11 +82,11 @@ class Bound:
         Raises:
           PlanError: it does not.
         """
-        if self.algbw is None and len(self.topology.devices) > 1:
+        if self.algbw is None and len(self.devices) > 1:
             raise PlanError(message("this certificate proves nothing.", f"{self.collective}, no bound"))
         if self.algbw is None:
             return
-        everyone = set(self.topology.devices)
+        everyone = set(self.devices)
         if any(cut.weight < 0 or everyone <= cut.nodes for cut in self.cuts):
             raise PlanError(message("a cut of the certificate lacks no device.", shown(self.cuts)))
         proved = self._proved_jointly() if self.collective == "all_reduce" else self._proved_by_one_cut()
@@ -100,13 +104,12 @@ class Bound:
         return sum((weight for _, weight in self.roots), Fraction(0)) * width / inside
 
     def _proved_jointly(self) -> Fraction:
-        for root in self.topology.devices:  # every root's trees cross cuts of weight 1
+        for root in self.devices:  # every root's trees cross cuts of weight 1
             if sum((cut.weight for cut in self.cuts if root in cut.nodes), Fraction(0)) < 1:
                 raise PlanError(message("a root is in cuts of too little weight.", root))
-        reducing = {switch.name for switch in self.topology.switches if switch.reduces}
-        shift = {switch: two for switch, *two in self.potentials if switch not in reducing}
-        if not shift.keys() <= {switch.name for switch in self.topology.switches}:
-            raise PlanError(message("only switches have potentials.", shown(self.potentials)))
+        shift = {switch: two for switch, *two in self.potentials}
+        if not shift.keys() <= {switch.name for switch in self.topology.switches if not switch.reduces}:
+            raise PlanError(message("only switches that do not reduce have potentials.", shown(self.potentials)))
         worth = Fraction(0)
         for src, dst, bandwidth, _ in self.topology.links:
             prices = [Fraction(0), Fraction(0)]
@@ -115,18 +118,19 @@ class Bound:
                 prices[not outward] += weight * crosses
             for way in (0, 1):
                 prices[way] += (shift[dst][way] if dst in shift else 0) - (shift[src][way] if src in shift else 0)
-            worth += bandwidth * max(0, *prices)
+            worth += bandwidth * max(Fraction(0), *prices)
         return worth
 
 
-def bound(topology: Topology, collective: str, root: Roots = None) -> Bound:
+def bound(topology: Topology, collective: str, root: Roots = None, devices: Iterable[str] | None = None) -> Bound:
     """Return what no schedule of a collective can beat on a topology, with its proof.
 
     Args:
-      topology: any connected one.
+      topology: any in which data can get where it must.
       collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
       root: for a broadcast or reduce, the root; a mapping gives the bytes of several that run together, whose sum is
         the buffer that ``algbw`` counts; ``None``: the root for which the rate is greatest.
+      devices: those that take part; the others only pass on and combine. ``None``: all.
     Raises:
       ArgumentError: an unknown collective, a root that is no device or that the collective has not, weights below 0.
       PlanError: some device cannot be reached; the cut is named.
@@ -143,10 +147,11 @@ def bound(topology: Topology, collective: str, root: Roots = None) -> Bound:
         raise ArgumentError(
             message("there is no such collective.", shown(collective), "one of " + ", ".join(COLLECTIVES))
         )
-    return _bound(topology, collective, _roots(topology, collective, root))
+    members = topology.devices if devices is None else topology.members(devices)
+    return _bound(topology, collective, _roots(members, collective, root), members)
 
 
-def _roots(topology: Topology, collective: str, root: Roots) -> tuple[tuple[str, Fraction], ...] | None:
+def _roots(members: tuple[str, ...], collective: str, root: Roots) -> tuple[tuple[str, Fraction], ...] | None:
     if root is None:
         return None
     if collective not in ("broadcast", "reduce"):
@@ -155,37 +160,45 @@ def _roots(topology: Topology, collective: str, root: Roots) -> tuple[tuple[str,
     roots: dict[str, Fraction] = {}
     for name, weight in given.items():
         device = canonical(name)
-        if device not in topology.devices:
-            known = "one of " + ", ".join(topology.devices)
-            raise ArgumentError(message("the root must be a device of the topology.", shown(name), known))
+        if device not in members:
+            known = "one of " + ", ".join(members)
+            raise ArgumentError(message("the root must be a device that takes part.", shown(name), known))
         if isinstance(weight, bool) or not isinstance(weight, (int, Fraction)) or weight < 0:
             raise ArgumentError(message("a root has 0 bytes or more.", f"{name}: {shown(weight)}", "{root: nbytes}"))
         roots[device] = roots.get(device, Fraction(0)) + weight
     if not any(roots.values()):
         raise ArgumentError(message("some root must have some bytes.", shown(root), '{"cuda:0": 1}'))
-    return tuple(sorted(roots.items(), key=lambda item: topology.devices.index(item[0])))
+    return tuple(sorted(roots.items(), key=lambda item: members.index(item[0])))
 
 
 @lru_cache(maxsize=4096)
-def _bound(topology: Topology, collective: str, roots: tuple[tuple[str, Fraction], ...] | None) -> Bound:
-    devices = topology.devices
-    everyone = tuple((device, Fraction(1)) for device in devices)
-    if len(devices) == 1:
-        return Bound(topology, collective, roots or everyone, None, ())
-    require_connected(topology, collective)
-    if collective == "all_reduce":
-        found = solved(topology)
-        return Bound(topology, collective, everyone, *_certificate(topology, found))
-    outward = collective in ("broadcast", "all_gather")
+def _bound(
+    topology: Topology, collective: str, roots: tuple[tuple[str, Fraction], ...] | None, members: tuple[str, ...]
+) -> Bound:
+    everyone = tuple((device, Fraction(1)) for device in members)
+    if len(members) == 1:
+        return Bound(topology, collective, members, roots or everyone, None, ())
     if roots is None and collective in ("broadcast", "reduce"):
         # Where links are alike both ways, the least cut between any two devices is the limit of every root.
-        choices = devices[:1] if topology.symmetric else devices
-        bounds = [_bound(topology, collective, ((device, Fraction(1)),)) for device in choices]
+        choices = members[:1] if topology.symmetric else members
+        bounds = [_bound(topology, collective, ((device, Fraction(1)),), members) for device in choices]
         return max(bounds, key=lambda best: best.algbw or 0)
     parts = roots or everyone
-    nodes, ratio = densest(topology, dict(parts), outward=outward)
+    starts = [root for root, weight in parts if weight]
+    gives, takes = (members, starts) if collective == "reduce" else (starts, members)
+    require_ways(topology, gives, takes, collective)
+    wiring, names = view(topology, members)
+    if collective == "all_reduce":
+        found = solved(wiring)
+        cuts = tuple(Cut(frozenset(names[node] for node in nodes), weight, way) for nodes, weight, way in found.cuts)
+        potentials = tuple((names[switch], down, up) for switch, down, up in found.potentials)
+        return Bound(topology, collective, members, parts, found.rate, cuts, potentials)
+    alias = {node: name for name, node in names.items()}
+    outward = collective in ("broadcast", "all_gather")
+    inside, ratio = densest(wiring, {alias[root]: weight for root, weight in parts}, outward=outward)
     whole = sum((weight for _, weight in parts), Fraction(0))
-    return Bound(topology, collective, parts, whole / ratio, (Cut(nodes, Fraction(1), outward),))
+    cut = Cut(frozenset(names[node] for node in inside), Fraction(1), outward)
+    return Bound(topology, collective, members, parts, whole / ratio, (cut,))
 
 
 def densest(topology: Topology, weights: Mapping[str, Fraction], *, outward: bool) -> tuple[frozenset[str], Fraction]:
@@ -232,49 +245,7 @@ def _at_rate(arcs: dict[tuple[int, int], int], starts: dict[int, int], source: i
     return Network(source + 1, capacities)
 
 
-def require_connected(topology: Topology, request: str) -> None:
-    """Raise unless data can get from every device to every other.
-
-    Raises:
-      PlanError: it names the devices that can be reached and those that cannot.
-    """
-    for outward in (True, False):
-        reached = _reached(topology, topology.devices[0], outward=outward)
-        beyond = [device for device in topology.devices if device not in reached]
-        if beyond:
-            inside = [device for device in topology.devices if device in reached]
-            way = (inside, beyond) if outward else (beyond, inside)
-            raise PlanError(
-                message(
-                    f"{request} needs a way between all devices, and no link leads from {{{', '.join(way[0])}}} "
-                    f"to {{{', '.join(way[1])}}}.",
-                    repr(topology),
-                    "topology.subset(devices) with devices that are joined, or a topology with the missing links",
-                )
-            )
-
-
-def _reached(topology: Topology, start: str, *, outward: bool) -> set[str]:
-    around: dict[str, list[str]] = {}
-    for src, dst, _, _ in topology.links:
-        around.setdefault(*((src, []) if outward else (dst, []))).append(dst if outward else src)
-    reached, left = {start}, [start]
-    while left:
-        for node in around.get(left.pop(), ()):
-            if node not in reached:
-                reached.add(node)
-                left.append(node)
-    return reached
-
-
 @lru_cache(maxsize=1024)
 def solved(topology: Topology) -> Joint:
     """Return the all-reduce's linear program on a connected topology, solved."""
     return joint(topology)
-
-
-def _certificate(
-    topology: Topology, found: Joint
-) -> tuple[Fraction, tuple[Cut, ...], tuple[tuple[str, Fraction, Fraction], ...]]:
-    cuts = tuple(Cut(nodes, weight, outward) for nodes, weight, outward in found.cuts)
-    return found.rate, cuts, found.potentials

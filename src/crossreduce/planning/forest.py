@@ -16,10 +16,12 @@ from math import gcd, lcm
 from typing import Final, NamedTuple
 
 from ..errors import PlanError, message
-from ..schedule import Chunk, Route, Schedule, Step, fluid_rate
-from ..topology import Link, Switch, Topology
-from .arborescences import Arc, Through, Tree, Ways, pack, reaches, without_switches
-from .bounds import densest, require_connected, solved
+from ..schedule import Schedule, fluid_rate
+from ..topology import Link, Topology
+from .arborescences import Arc, Ways, pack, reaches, without_switches
+from .bounds import densest, solved
+from .treewise import Share, Through, Tree, depth, treewise, turned
+from .views import View, require_ways, view
 
 MOST_TREES: Final = 4
 """Trees a root, on average, up to which a plan keeps to the bound exactly; where that takes more, fewer trees are
@@ -47,13 +49,6 @@ class Forest(NamedTuple):
     depth: int
 
 
-class _View(NamedTuple):
-    """A topology as a planner sees it: the members are its devices, whatever else there is are its switches."""
-
-    topology: Topology
-    names: dict[str, str]  # of its nodes in the caller's topology
-
-
 @lru_cache(maxsize=512)
 def forest(
     topology: Topology,
@@ -79,82 +74,62 @@ def forest(
     """
     members = tuple(dict.fromkeys([*sources, *destinations]))
     best: Forest | None = None
-    for promoted in _promotions(topology):
-        view = _view(topology, members, promoted)
-        require_connected(view.topology, collective)
-        grown = _grown(view, collective, len(members), sources, destinations)
+    require_ways(topology, sources, destinations, collective)
+    for helpers in _helpers(topology, members) if collective == "all_reduce" else [()]:
+        grown = _grown(view(topology, members, helpers), collective, len(members), sources, destinations)
         if best is None or _rate(grown, topology) > _rate(best, topology):
             best = grown
     assert best is not None
     return best
 
 
-def _promotions(topology: Topology) -> list[tuple[str, ...]]:
-    """Return the sets of reducing switches to use as such: none, the widest ones, these and the next, and so on.
+def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return sets of nodes to reduce on beside the members: none, the widest ones, these and the next, and so on.
 
-    A switch that reduces takes part like a device that has nothing to give, so all trees span it. That pays for the
-    wide switch of a box and not for a thin one between boxes.
+    Such a node, a switch that reduces or a device that takes no part, then is in all trees. That pays for the wide
+    switch of a box and not for a thin one between boxes.
     """
     widths: defaultdict[Fraction, list[str]] = defaultdict(list)
-    for switch in topology.switches:
-        if switch.reduces:
-            widths[sum((link.bandwidth for link in topology.out_links(switch.name)), Fraction(0))].append(switch.name)
+    able = [switch.name for switch in topology.switches if switch.reduces]
+    for node in [*able, *(device for device in topology.devices if device not in members)]:
+        widths[sum((link.bandwidth for link in topology.out_links(node)), Fraction(0))].append(node)
     sets: list[tuple[str, ...]] = [()]
     for width in sorted(widths, reverse=True):
         sets.append((*sets[-1], *widths[width]))
     return sets
 
 
-def _view(topology: Topology, members: Sequence[str], promoted: Sequence[str]) -> _View:
-    """Make the members, and the switches that reduce, the devices of a topology, and the rest its switches."""
-    inside = [*members, *promoted]
-    outside = [node for node in topology.nodes if node not in set(inside)]
-    alias = {node: f"cpu:{k}" for k, node in enumerate(inside)} | {node: f"s{k}" for k, node in enumerate(outside)}
-    links = tuple(Link(alias[src], alias[dst], bandwidth) for src, dst, bandwidth, _ in topology.links)
-    devices = tuple(alias[node] for node in inside)
-    switches = tuple(Switch(alias[node]) for node in outside)
-    return _View(Topology(devices, links, switches), {name: node for node, name in alias.items()})
-
-
 def _rate(grown: Forest, topology: Topology) -> Fraction:
     return fluid_rate(grown.schedule, topology) or Fraction(0)
 
 
-class _Pair(NamedTuple):
-    """What reduces a share of the buffer to a root, and what takes it from there; both as trees out of the root."""
-
-    root: int
-    weight: Fraction
-    up: Tree | None
-    down: Tree | None
-
-
 def _grown(
-    view: _View, collective: str, members: int, sources: tuple[str, ...], destinations: tuple[str, ...]
+    seen: View, collective: str, members: int, sources: tuple[str, ...], destinations: tuple[str, ...]
 ) -> Forest:
-    wiring = view.topology
-    inside = {node: k for k, node in enumerate(view.names[name] for name in wiring.devices)}
+    wiring = seen.topology
+    inside = {node: k for k, node in enumerate(seen.names[name] for name in wiring.devices)}
     links = {(link.src, link.dst): link.bandwidth for link in wiring.links}
     back = {(dst, src): bandwidth for (src, dst), bandwidth in links.items()}
     each = {k: Fraction(1) for k in range(members)}
-    pairs: list[_Pair]
+    pairs: list[Share]
     if len(inside) == 1:
-        pairs, k = [_Pair(0, Fraction(1), None, None)], Fraction(1)
+        pairs, k = [Share(0, Fraction(1), None, None)], Fraction(1)
     elif collective in ("broadcast", "all_gather") or (collective == "all_reduce" and len(sources) == 1):
         trees, k = _trees(wiring, links, each if collective == "all_gather" else {inside[sources[0]]: Fraction(1)})
-        pairs = [_Pair(tree.root, Fraction(tree.weight), None, tree) for tree in trees]
+        pairs = [Share(tree.root, Fraction(tree.weight), None, tree) for tree in trees]
     elif collective in ("reduce", "reduce_scatter") or len(destinations) == 1:
         whole = each if collective == "reduce_scatter" else {inside[destinations[0]]: Fraction(1)}
         trees, k = _trees(wiring, back, whole)
-        pairs = [_Pair(tree.root, Fraction(tree.weight), _turned(tree), None) for tree in trees]
+        pairs = [Share(tree.root, Fraction(tree.weight), turned(tree), None) for tree in trees]
     else:
         pairs, k = _both(wiring, links)
-    schedule = _schedule(view, collective, sources, destinations, pairs)
-    deepest = max((_depth(tree) for pair in pairs for tree in (pair.up, pair.down) if tree), default=0)
+    places = [seen.names[name] for name in wiring.nodes]
+    schedule = treewise("forest", collective, places, len(inside), sources, destinations, pairs)
+    deepest = max((depth(tree) for pair in pairs for tree in (pair.up, pair.down) if tree), default=0)
     return Forest(schedule, k, len(pairs), deepest)
 
 
-def _both(wiring: Topology, links: dict[Pair, Fraction]) -> tuple[list[_Pair], Fraction]:
+def _both(wiring: Topology, links: dict[Pair, Fraction]) -> tuple[list[Share], Fraction]:
     """Plan an all-reduce: in and out of the same roots."""
     each = {k: Fraction(1) for k in range(len(wiring.devices))}
     found = solved(wiring)
@@ -165,14 +140,14 @@ def _both(wiring: Topology, links: dict[Pair, Fraction]) -> tuple[list[_Pair], F
             trees, k = _trees(wiring, links, each)
         else:
             trees, k = _trees(wiring, found.down, _numbered(wiring, found.roots))
-        return [_Pair(tree.root, Fraction(tree.weight), _turned(tree), tree) for tree in trees], k
+        return [Share(tree.root, Fraction(tree.weight), turned(tree), tree) for tree in trees], k
     roots = _numbered(wiring, found.roots)
     down, k = _trees(wiring, found.down, roots)
     up, other = _trees(wiring, {(dst, src): used for (src, dst), used in found.up.items()}, roots)
     pairs = []
     for root in roots:
         pairs += _overlaid(
-            root, [_turned(tree) for tree in up if tree.root == root], [t for t in down if t.root == root]
+            root, [turned(tree) for tree in up if tree.root == root], [t for t in down if t.root == root]
         )
     return pairs, max(k, other)
 
@@ -181,14 +156,14 @@ def _numbered(wiring: Topology, roots: Mapping[str, Fraction]) -> dict[int, Frac
     return {k: roots[device] for k, device in enumerate(wiring.devices) if roots[device]}
 
 
-def _overlaid(root: int, ups: list[Tree], downs: list[Tree]) -> list[_Pair]:
+def _overlaid(root: int, ups: list[Tree], downs: list[Tree]) -> list[Share]:
     """Lay a root's trees in and its trees out over each other, share by share."""
     whole_up, whole_down = sum(tree.weight for tree in ups), sum(tree.weight for tree in downs)
     pairs, i, j = [], 0, 0
     left_up, left_down = Fraction(ups[0].weight, whole_up), Fraction(downs[0].weight, whole_down)
     while i < len(ups):
         part = min(left_up, left_down)
-        pairs.append(_Pair(root, part * whole_down, ups[i], downs[j]))
+        pairs.append(Share(root, part * whole_down, ups[i], downs[j]))
         left_up, left_down = left_up - part, left_down - part
         if not left_up:
             i += 1
@@ -306,78 +281,3 @@ def _with_ways(batches: Sequence[tuple[int, int, list[Arc]]], ways: Ways) -> lis
             trees[key] = trees.get(key, 0) + part
             left -= part
     return [Tree(root, weight, parents) for (root, parents), weight in trees.items()]
-
-
-def _turned(tree: Tree) -> Tree:
-    """Return a tree whose ways between child and parent are listed as the child takes them."""
-    return tree._replace(parents=tuple((node, parent, through[::-1]) for node, parent, through in tree.parents))
-
-
-def _depth(tree: Tree) -> int:
-    depth = {tree.root: 0}
-    for node, parent, _ in tree.parents:
-        depth[node] = depth[parent] + 1
-    return max(depth.values())
-
-
-def _schedule(
-    view: _View,
-    collective: str,
-    sources: tuple[str, ...],
-    destinations: tuple[str, ...],
-    pairs: list[_Pair],
-) -> Schedule:
-    """Write trees down as rounds: a device combines as soon as all its children have, and copies on at once."""
-    names = view.names
-    devices = tuple(names[name] for name in view.topology.devices)
-    number = {device: k for k, device in enumerate(devices)}
-    givers, takers = [number[s] for s in sources], [number[d] for d in destinations]
-    nodes = [names[name] for name in view.topology.nodes]
-    whole = sum((pair.weight for pair in pairs), Fraction(0))
-    if collective in ("all_gather", "reduce_scatter"):  # each device's part stands at its place
-        pairs = sorted(pairs, key=lambda pair: pair.root)
-    rounds: defaultdict[int, list[Step]] = defaultdict(list)
-    chunks, routes = [], []
-    for c, pair in enumerate(pairs):
-        here = [pair.root]
-        gives = here if collective == "all_gather" else givers
-        takes = here if collective == "reduce_scatter" else takers
-        chunks.append(Chunk(pair.weight / whole, tuple(gives), tuple(takes)))
-        ready = dict.fromkeys(gives, 0)
-        if pair.up is not None:
-            children: defaultdict[int, list[int]] = defaultdict(list)
-            for node, parent, _ in reversed(pair.up.parents):  # leaves first
-                below = [child for child in children[node] if child in ready]
-                if below:
-                    own = [node] if node in ready else []
-                    start = max(ready[child] for child in below)
-                    rounds[start].append(Step(c, node, tuple(sorted(below + own))))
-                    ready[node] = start + 1
-                children[parent].append(node)
-            below = [child for child in children[pair.root] if child in ready]
-            if below:
-                own = here if pair.root in ready else []
-                start = max(ready[child] for child in below)
-                rounds[start].append(Step(c, pair.root, tuple(sorted(below + own))))
-                ready[pair.root] = start + 1
-            routes += [Route(c, node, parent, through) for node, parent, through in pair.up.parents if through]
-        if pair.down is not None:
-            wanted = set(takes)
-            for node, parent, _ in reversed(pair.down.parents):
-                if node in wanted:
-                    wanted.add(parent)
-            at = {pair.root: ready[pair.root]}
-            for node, parent, through in pair.down.parents:
-                if node in wanted:
-                    rounds[at[parent]].append(Step(c, node, (parent,)))
-                    at[node] = at[parent] + 1
-                    if through:
-                        routes.append(Route(c, parent, node, through))
-    return Schedule(
-        collective,
-        "forest",
-        devices,
-        tuple(chunks),
-        tuple(tuple(rounds[r]) for r in sorted(rounds)),
-        routes=tuple(Route(c, src, dst, tuple(nodes[k] for k in through)) for c, src, dst, through in routes),
-    )

@@ -2,16 +2,17 @@
 
 In: a topology.  Out: ``Joint``: the rate, how the roots and links are used, and the prices that prove it, all exact.
 
-Variables: x_r, the rate rooted at device r; cB_e and cR_e, what broadcasts and reductions use of link e. Maximise sum(x)
-subject to cB_e + cR_e <= b_e, what enters a switch that cannot reduce leaves it, and for every set S of nodes that lacks
-a device x(S) <= cB(S leaves), x(S) <= cR(S enters): by Edmonds' theorem that is when trees exist. There are
-exponentially many S; minimum cuts find those that a solution breaks, until none is. HiGHS solves each program in
-floating point; its solution and its dual are rounded to fractions and then proved exactly, each on its own, so that
-nothing rests on the rounding. Where links are alike both ways, a reduction may take each broadcast's way back, which halves the program.
+Variables: x_r, the rate rooted at device r; cB_e and cR_e, what broadcasts and reductions use of link e. Maximise
+sum(x) subject to cB_e + cR_e <= b_e, what enters a switch that cannot reduce leaves it, and for every set S of nodes
+that lacks a device x(S) <= cB(S leaves), x(S) <= cR(S enters): by Edmonds' theorem that is when trees exist.
+There are exponentially many S; minimum cuts find those that a solution breaks, until none is. HiGHS solves each
+program in floating point; its solution and its dual are rounded to fractions and then proved exactly, each on its own,
+so that nothing rests on the rounding. Where links are alike both ways, a reduction may take each broadcast's way back,
+which halves the program.
 
-Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, Preserving and increasing local edge-connectivity in
-mixed graphs, SIAM J. Discrete Math. 8(2), 1995 (switches); Huangfu & Hall, Parallelizing the dual revised simplex
-method, Math. Prog. Comp. 10, 2018 (HiGHS).
+Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, Preserving and increasing local
+edge-connectivity in mixed graphs, SIAM J. Discrete Math. 8(2), 1995 (switches); Huangfu & Hall, Parallelizing the dual
+revised simplex method, Math. Prog. Comp. 10, 2018 (HiGHS).
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class _Program:
             none = (Fraction(0), Fraction(0))
             for way in (0, 1):
                 price[way] += potentials.get(dst, none)[way] - potentials.get(src, none)[way]
-            worth += width * max(0, *price)
+            worth += width * max(Fraction(0), *price)
         return worth, weights, potentials
 
     def feasible(self, values: list[Fraction]) -> Fraction:

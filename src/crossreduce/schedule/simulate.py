@@ -103,32 +103,36 @@ def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
     return min(rates, default=None)
 
 
-def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> Schedule:
-    """Return the schedule with the number of pieces that takes the least time for ``nbytes`` bytes.
+def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Schedule, float]:
+    """Return the schedule in the number of pieces that takes the least time for ``nbytes`` bytes, and that time.
 
-    For p of at least as many pieces as rounds the time is a + b p + c / p, least at p = sqrt(c / b); fewer pieces are
-    tried by doubling. No piece of the average chunk is below ``LEAST_PIECE`` bytes.
+    For p pieces, at least as many as rounds, the time is a + b p + c / p, least at p = sqrt(c / b); fewer are tried by
+    doubling. No piece of the average chunk is below ``LEAST_PIECE`` bytes.
+
+    >>> from crossreduce.planning import one_device
+    >>> topology = Topology.star(4, gb_per_s=25, latency_s=1e-6)
+    >>> schedule, seconds = pipelined(one_device(topology.devices), topology, 1 << 20)
+    >>> schedule.pieces, seconds == simulate(schedule, topology, 1 << 20).seconds
+    (8, True)
     """
     sizes = [stop - start for start, stop in schedule.spans(_elements(nbytes, 1))]
-    most = max(1, nbytes // len(sizes) // LEAST_PIECE)
     traffic = _traffic(schedule, topology)
-    if most == 1 or len(traffic) < 2:  # one round has nothing to overlap with
-        return replace(schedule, pieces=1)
     speeds = {pair: _bytes_per_s(topology, pair) for moves in traffic for pair in moves.chunks}
     rounds = _rounds(traffic, sizes, speeds)
+    if not nbytes or not rounds:
+        return replace(schedule, pieces=1), 0.0
     deep = len(rounds)
-    tried = {1 << k for k in range(deep.bit_length()) if 1 << k <= deep} | {deep}
-    # Ramps: the windows of fewer rounds than all, at both ends. Their transfer times shrink with 1 / p.
-    up = _windows(rounds, deep)
-    full = up[deep - 1]
-    transfers = sum(transfer for _, transfer in up) - deep * full[1]
-    if full[0] > 0:
-        best = math.sqrt(max(transfers, 0) / full[0])
+    most = max(1, nbytes // len(sizes) // LEAST_PIECE)
+    tried = {1, deep, most} | {1 << k for k in range(deep.bit_length())}
+    windows = _windows(rounds, deep)
+    latency, transfer = windows[deep - 1]  # of a tick in which all rounds are on their way
+    if latency:
+        ramps = sum(seconds for _, seconds in windows) - deep * transfer
+        best = math.sqrt(max(ramps, 0.0) / latency)
         tried |= {math.floor(best), math.ceil(best)}
-    tried.add(most)
-    fitting = sorted({min(max(pieces, 1), most) for pieces in tried})
-    times = {pieces: math.fsum(_ticks(rounds, pieces)) for pieces in fitting if full[0] > 0 or pieces <= most}
-    return replace(schedule, pieces=min(fitting, key=lambda pieces: (times[pieces], pieces)))
+    times = {pieces: math.fsum(_ticks(rounds, pieces)) for pieces in sorted(tried) if 1 <= pieces <= most}
+    pieces = min(times, key=lambda pieces: (times[pieces], pieces))
+    return replace(schedule, pieces=pieces), times[pieces]
 
 
 class _Moves(NamedTuple):

@@ -316,6 +316,14 @@ class Topology:
         kept = {*names, *(switch.name for switch in self.switches)}
         return Topology(names, tuple(link for link in self.links if {link.src, link.dst} <= kept), self.switches)
 
+    def members(self, devices: Iterable[str]) -> tuple[str, ...]:
+        """Return devices of the topology by their one spelling, each once."""
+        names = read_devices(devices)
+        self._require(names)
+        if not names or not set(names) <= set(self.devices):
+            raise ArgumentError(message("at least one device, and no switch, must be named.", shown(devices)))
+        return names
+
     def without_link(self, a: str, b: str) -> Topology:
         """Return the topology without the links between ``a`` and ``b``, in both directions; either may be a switch."""
         pair = {self._node(a), self._node(b)}
@@ -391,6 +399,11 @@ class Topology:
     def out_links(self, node: str) -> tuple[Link, ...]:
         """Return the links that leave a device or switch."""
         return self._by_src.get(node, ())
+
+    def reversed(self) -> Topology:
+        """Return the topology with every link turned round."""
+        turned = (link._replace(src=link.dst, dst=link.src) for link in self.links)
+        return Topology(self.devices, tuple(turned), self.switches)
 
     @cached_property
     def symmetric(self) -> bool:
