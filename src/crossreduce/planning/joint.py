@@ -164,9 +164,13 @@ class _Program:
 
     def exact(self, solution: Any, cuts: list[_Cut]) -> Joint:
         """Make a solution exact, and prove it."""
-        rate, weights, potentials = min(
-            (self.proved(solution, cuts, limit) for limit in DENOMINATORS), key=lambda proof: proof[0]
-        )
+        near = -solution.fun * (1 + 1e-9)
+        proofs = []
+        for limit in DENOMINATORS:
+            proofs.append(self.proved(solution, cuts, limit))
+            if proofs[-1][0] <= near:
+                break
+        rate, weights, potentials = min(proofs, key=lambda proof: proof[0])
         best: tuple[Fraction, list[Fraction]] = Fraction(-1), []
         for limit in DENOMINATORS:
             values = [max(Fraction(0), Fraction(float(v)).limit_denominator(limit)) for v in solution.x]

@@ -21,6 +21,7 @@ from ..errors import ArgumentError, message, shown
 from ..values import read_devices
 
 FORMAT: Final = "crossreduce.topology/1"
+_SHOWN: Final = 16  # devices in a topology's repr
 _SWITCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#-]*")  # no colon: it cannot be taken for a device
 
 
@@ -476,7 +477,8 @@ class Topology:
     def __repr__(self) -> str:
         count = len(self.switches)
         switches = f"{count} switch{'es' if count > 1 else ''}, " if count else ""
-        return f"Topology({len(self.devices)} devices, {switches}{len(self.links)} links: {', '.join(self.devices)})"
+        names = ", ".join(self.devices[:_SHOWN]) + ", ..." * (len(self.devices) > _SHOWN)
+        return f"Topology({len(self.devices)} devices, {switches}{len(self.links)} links: {names})"
 
     def to_json(self) -> str:
         """Return the topology as JSON text; equal topologies give the same bytes.
