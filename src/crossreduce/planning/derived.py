@@ -50,13 +50,14 @@ def all_gather(scattered: Schedule) -> Schedule:
         rounds.append(now)
     everyone = tuple(range(len(scattered.devices)))
     chunks = [Chunk(chunk.share, chunk.destinations, everyone) for chunk in scattered.chunks]
-    routes = [Route(chunk, dst, src, through[::-1]) for chunk, src, dst, through in scattered.routes]
+    routes = [Route(chunk, dst, src, through[::-1]) for chunk, src, dst, through, _ in scattered.routes]
     return _made(scattered, "all_gather", chunks, [steps for steps in rounds if steps], routes)
 
 
 def _made(
     schedule: Schedule, collective: str, chunks: list[Chunk], rounds: list[list[Step]], routes: list[Route]
 ) -> Schedule:
+    assert all(route.round is None for route in routes), "the trees these are made from go back as they came"
     used = {(chunk, src, dst) for steps in rounds for chunk, dst, srcs in steps for src in srcs}
     return Schedule(
         collective,

@@ -20,6 +20,7 @@ from ..schedule import Schedule, fluid_rate
 from ..topology import Link, Topology
 from .arborescences import Arc, Ways, pack, reaches, without_switches
 from .bounds import densest, solved
+from .joint import balanced
 from .treewise import Share, Through, Tree, depth, treewise, turned
 from .views import View, require_ways, view
 
@@ -133,6 +134,9 @@ def _both(wiring: Topology, links: dict[Pair, Fraction]) -> tuple[list[Share], F
     """Plan an all-reduce: in and out of the same roots."""
     each = {k: Fraction(1) for k in range(len(wiring.devices))}
     found = solved(wiring)
+    if found.reached <= 0:  # no exact solution: half of every link for each way
+        half = {pair: bandwidth / 2 for pair, bandwidth in links.items()}
+        found = found._replace(roots=dict.fromkeys(wiring.devices, Fraction(1)), down=half, up=half)
     if wiring.symmetric:
         whole = Fraction(len(each))
         _, ratio = densest(wiring, {device: Fraction(1) for device in wiring.devices}, outward=True)
@@ -180,6 +184,10 @@ def _trees(
     """Return trees out of roots of the given weights, that together use no more of each link, and k."""
     number = {node: k for k, node in enumerate(wiring.nodes)}
     n, everyone = len(wiring.devices), range(len(wiring.devices))
+    for switch in wiring.switches:
+        if sum(b if s == switch.name else -b for (s, d), b in used.items() if switch.name in (s, d)):
+            used = balanced(_using(wiring, used), weights)  # wider on one side: what it cannot pass on is no use
+            break
     arcs = {(number[src], number[dst]): bandwidth for (src, dst), bandwidth in used.items() if bandwidth}
     groups = [0] * n
     for k, island in enumerate(wiring.islands):
@@ -214,18 +222,21 @@ def _trees(
             if few is not None and (trees is None or len(few) < len(trees)):
                 return few, Fraction(sum(roots.values()), len(roots))
     if trees is None:
-        raise PlanError(
-            message("no forest was found: a switch takes in another bandwidth than it gives out.", repr(wiring))
-        )
+        raise PlanError(message("no forest was found in whole numbers.", repr(wiring), 'algorithm="hierarchical_copy"'))
     return trees, Fraction(sum(exact.values()), len(exact))
 
 
 def _rate_of(wiring: Topology, used: Mapping[Pair, Fraction], weights: Mapping[int, Fraction]) -> Fraction:
     """Return the rate of all roots together that the used bandwidths allow."""
-    links = tuple(Link(src, dst, bandwidth) for (src, dst), bandwidth in used.items() if bandwidth)
     shares = {wiring.devices[k]: weight for k, weight in weights.items()}
-    _, ratio = densest(Topology(wiring.devices, links, wiring.switches), shares, outward=True)
+    _, ratio = densest(_using(wiring, used), shares, outward=True)
     return sum(weights.values(), Fraction(0)) / ratio
+
+
+def _using(wiring: Topology, used: Mapping[Pair, Fraction]) -> Topology:
+    """Return a topology with other bandwidths."""
+    links = tuple(Link(src, dst, bandwidth) for (src, dst), bandwidth in used.items() if bandwidth)
+    return Topology(wiring.devices, links, wiring.switches)
 
 
 def _common(values: Iterable[Fraction]) -> Fraction:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from ..schedule import Schedule
 from ..topology import Topology
 from .planners import hierarchical_copy, one_device
-from .treewise import Share, Tree, treewise, turned
+from .treewise import Share, Tree, treewise
 
 Way = tuple[str, ...]
 
@@ -58,7 +58,7 @@ def hierarchies(
     places = (*members, *(node for node in topology.nodes if node not in members))
     for kind in ("wide", "near", "mindful"):
         trees = {start: _tree(topology, members, places, ways, start, kind) for start in dict.fromkeys(chosen)}
-        shares = [Share(start, Fraction(1), turned(tree), tree) for start in chosen if (tree := trees[start])]
+        shares = [Share(start, Fraction(1), *both) for start in chosen if (both := trees[start])]
         if len(shares) == packs:
             n = len(members)
             found.append(treewise("hierarchical_copy", found[0].collective, places, n, sources, destinations, shares))
@@ -84,8 +84,8 @@ def _tree(
     ways: dict[str, dict[str, tuple[Way, Way]]],
     start: int,
     kind: str,
-) -> Tree | None:
-    """Grow a tree out of a root, the best edge first; ``None`` where it cannot reach all members."""
+) -> tuple[Tree, Tree] | None:
+    """Grow a tree into and out of a root, the best edge first; ``None`` where it cannot reach all members."""
     width = {(link.src, link.dst): link.bandwidth for link in topology.links}
     load: defaultdict[tuple[str, str], int] = defaultdict(int)
     number = {place: k for k, place in enumerate(places)}
@@ -105,7 +105,7 @@ def _tree(
                 heapq.heappush(queue, (key(a, b), number[a], number[b]))
 
     offer(members[start])
-    parents = []
+    ups, downs = [], []
     while queue:
         best, i, j = heapq.heappop(queue)
         a, b = members[i], members[j]
@@ -120,6 +120,7 @@ def _tree(
             for pair in pairwise(way):
                 load[pair] += 1
         depth[b] = depth[a] + 1
-        parents.append((j, i, tuple(number[node] for node in there[1:-1])))
+        downs.append((j, i, tuple(number[node] for node in there[1:-1])))
+        ups.append((j, i, tuple(number[node] for node in back[1:-1])))
         offer(b)
-    return Tree(start, 1, tuple(parents)) if len(depth) == len(members) else None
+    return (Tree(start, 1, tuple(ups)), Tree(start, 1, tuple(downs))) if len(depth) == len(members) else None

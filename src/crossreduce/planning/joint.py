@@ -17,7 +17,7 @@ revised simplex method, Math. Prog. Comp. 10, 2018 (HiGHS).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from math import lcm
 from typing import Any, Final, NamedTuple
@@ -41,7 +41,7 @@ class Joint(NamedTuple):
       rate: what no such all-reduce can beat, in GB/s.
       cuts: (nodes, weight, whether outward), the proof.
       potentials: (switch, in broadcasts, in reductions), its other part.
-      reached: what ``roots``, ``down`` and ``up`` reach; equals ``rate`` unless the rounding failed.
+      reached: what ``roots``, ``down`` and ``up`` reach; equals ``rate`` unless the rounding failed (-1: wholly).
       roots: the rate rooted at each device.
       down, up: what broadcasts and reductions use of each link, GB/s, by (src, dst).
     """
@@ -68,40 +68,77 @@ def joint(topology: Topology) -> Joint:
     (Fraction(4, 1), Fraction(4, 1))
     """
     program = _Program(topology)
-    cuts = program.first_cuts()
-    for _ in range(_MOST_ROUNDS):
-        solution = program.solve(cuts)
-        broken = [cut for cut in program.broken(solution) if cut not in cuts]
-        if not broken:
-            break
-        cuts.update(dict.fromkeys(broken))
-    return program.exact(solution, list(cuts))
+    solution, cuts = program.solved()
+    return program.exact(solution, cuts)
+
+
+def balanced(topology: Topology, weights: Mapping[int, Fraction]) -> dict[Pair, Fraction]:
+    """Return bandwidths that trees out of roots of these weights can use up, where switches are wider on one side.
+
+    What such a switch cannot pass on is taken away so that the trees lose the least; each switch then gives out what
+    it takes in.
+
+    >>> lopsided = Topology(["cpu:0", "cpu:1"], [("cpu:0", "s", 5), ("s", "cpu:1", 3), ("cpu:1", "cpu:0", 1)], ["s"])
+    >>> balanced(lopsided, {0: Fraction(1)})["cpu:0", "s"]
+    Fraction(3, 1)
+    """
+    program = _Program(topology, weights)
+    solution, _ = program.solved()
+    for limit in DENOMINATORS:
+        values = program.rounded(solution, limit)
+        if program.fits(values):
+            return {(link.src, link.dst): values[c] for link, c in zip(program.links, program.down, strict=True)}
+    return {}
 
 
 class _Program:
-    """The linear program: columns x, then cB, then (where links differ both ways) cR."""
+    """The linear program: columns x, then cB, then (where links differ both ways) cR.
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
+    With ``weights`` there are no reductions, and the roots' rates are in the proportion of the weights.
+    """
+
+    def __init__(self, topology: Topology, weights: Mapping[int, Fraction] | None = None) -> None:
+        self.topology, self.weights = topology, weights
         self.n, self.links = len(topology.devices), topology.links
         number = {node: k for k, node in enumerate(topology.nodes)}
         self.arcs = [(number[link.src], number[link.dst]) for link in self.links]
         self.plain = [number[switch.name] for switch in topology.switches if not switch.reduces]
-        self.largest = max(link.bandwidth for link in self.links)
-        self.width = [link.bandwidth / self.largest for link in self.links]
-        self.twofold = topology.symmetric  # reductions take the broadcasts' ways back
-        back = {arc: k for k, arc in enumerate(self.arcs)}
+        # Whole numbers, so that only what the program itself divides by is left to guess when it is made exact.
+        self.scale = lcm(*(link.bandwidth.denominator for link in self.links))
+        self.width = [int(link.bandwidth * self.scale) for link in self.links]
+        self.largest = max(self.width)
         m = len(self.arcs)
         self.down = [self.n + k for k in range(m)]
-        self.up = [self.n + back[dst, src] for src, dst in self.arcs] if self.twofold else [c + m for c in self.down]
-        self.columns = self.n + (m if self.twofold else 2 * m)
+        self.twofold = weights is None and topology.symmetric  # reductions take the broadcasts' ways back
+        if self.twofold:
+            back = {arc: k for k, arc in enumerate(self.arcs)}
+            self.up = [self.n + back[dst, src] for src, dst in self.arcs]
+        else:
+            self.up = [] if weights else [column + m for column in self.down]
+        self.ways = [(self.down, True)] if self.twofold or weights else [(self.down, True), (self.up, False)]
+        self.columns = self.n + m * len(self.ways)
+
+    def solved(self) -> tuple[Any, list[_Cut]]:
+        """Solve with ever more cuts, until the solution breaks none."""
+        cuts = self.first_cuts()
+        for _ in range(_MOST_ROUNDS):
+            solution = self.solve(cuts)
+            broken = [cut for cut in self.broken(solution) if cut not in cuts]
+            if not broken:
+                break
+            cuts.update(dict.fromkeys(broken))
+        return solution, list(cuts)
+
+    @property
+    def sharing(self) -> list[tuple[int, ...]]:
+        """The columns that share each link."""
+        return list(zip(self.down, self.up, strict=True)) if self.up else [(column,) for column in self.down]
 
     def first_cuts(self) -> dict[_Cut, None]:
         """What each device must get, and what each root must send, whatever the rest does."""
         everyone = frozenset(range(len(self.topology.nodes)))
-        ways = (True,) if self.twofold else (True, False)
         sets = [everyone - {v} for v in range(self.n)] + [frozenset({v}) for v in range(self.n)]
-        return {_Cut(nodes, outward): None for outward in ways for nodes in sets}
+        return {_Cut(nodes, outward): None for _, outward in self.ways for nodes in sets}
 
     def crossing(self, cut: _Cut) -> list[int]:
         """Return the columns of what crosses a cut."""
@@ -121,15 +158,16 @@ class _Program:
             across = self.crossing(cut)
             rows.append((roots + across, [1.0] * len(roots) + [-1.0] * len(across)))
         self.cut_rows = len(rows)
-        shared = dict.fromkeys(tuple(sorted(pair)) for pair in zip(self.down, self.up, strict=True))
-        width = {tuple(sorted((d, u))): float(b) for d, u, b in zip(self.down, self.up, self.width, strict=True)}
-        rows += [([*pair], [1.0, 1.0]) for pair in shared]
-        limits = [0.0] * self.cut_rows + [width[pair] for pair in shared]
-        balances = []
+        limits = {tuple(sorted(shared)): b / self.largest for shared, b in zip(self.sharing, self.width, strict=True)}
+        rows += [([*shared], [1.0] * len(shared)) for shared in limits]
+        equal: list[tuple[list[int], list[float]]] = []
         for switch in self.plain:
-            for columns in (self.down,) if self.twofold else (self.down, self.up):
+            for columns, _ in self.ways:
                 signs = [(c, (d == switch) - (s == switch)) for c, (s, d) in zip(columns, self.arcs, strict=True)]
-                balances.append(([c for c, sign in signs if sign], [float(sign) for _, sign in signs if sign]))
+                equal.append(([c for c, sign in signs if sign], [float(sign) for _, sign in signs if sign]))
+        if self.weights is not None:
+            parts = [float(self.weights.get(r, 0) / sum(self.weights.values())) for r in range(self.n)]
+            equal += [([*range(self.n)], [(k == r) - parts[r] for k in range(self.n)]) for r in range(self.n)]
 
         def matrix(entries: list[tuple[list[int], list[float]]]) -> Any:
             starts = np.cumsum([0, *(len(columns) for columns, _ in entries)])
@@ -139,8 +177,9 @@ class _Program:
 
         objective = np.zeros(self.columns)
         objective[: self.n] = -1.0
-        equal = {"A_eq": matrix(balances), "b_eq": np.zeros(len(balances))} if balances else {}
-        solution = linprog(objective, A_ub=matrix(rows), b_ub=limits, **equal, method="highs-ds")
+        bounds = [0.0] * self.cut_rows + list(limits.values())
+        fixed = {"A_eq": matrix(equal), "b_eq": np.zeros(len(equal))} if equal else {}
+        solution = linprog(objective, A_ub=matrix(rows), b_ub=bounds, **fixed, method="highs-ds")
         assert solution.status == 0, solution.message  # bounded by the links, and nothing at all is feasible
         return solution
 
@@ -149,11 +188,11 @@ class _Program:
         values = solution.x.tolist()
         needed = sum(values[: self.n])
         found: dict[_Cut, None] = {}
-        for outward in (True,) if self.twofold else (True, False):
+        for columns, outward in self.ways:
             roots = [round(value * _FINE) for value in values[: self.n]]
             used = {
                 (arc if outward else arc[::-1]): round(values[column] * _FINE)
-                for arc, column in zip(self.arcs, self.down if outward else self.up, strict=True)
+                for arc, column in zip(self.arcs, columns, strict=True)
             }
             source = len(self.topology.nodes)
             network = Network(source + 1, used | {(source, r): rate for r, rate in enumerate(roots)})
@@ -164,7 +203,7 @@ class _Program:
 
     def exact(self, solution: Any, cuts: list[_Cut]) -> Joint:
         """Make a solution exact, and prove it."""
-        near = -solution.fun * (1 + 1e-9)
+        near = -solution.fun * self.largest / self.scale * (1 + 1e-9)
         proofs = []
         for limit in DENOMINATORS:
             proofs.append(self.proved(solution, cuts, limit))
@@ -173,7 +212,7 @@ class _Program:
         rate, weights, potentials = min(proofs, key=lambda proof: proof[0])
         best: tuple[Fraction, list[Fraction]] = Fraction(-1), []
         for limit in DENOMINATORS:
-            values = [max(Fraction(0), Fraction(float(v)).limit_denominator(limit)) for v in solution.x]
+            values = self.rounded(solution, limit)
             best = max(best, (self.feasible(values), values), key=lambda found: found[0])
             if best[0] == rate:
                 break
@@ -182,14 +221,21 @@ class _Program:
         pairs = [(link.src, link.dst) for link in self.links]
         named = [(frozenset(nodes[k] for k in cut.nodes), weight, cut.outward) for cut, weight in weights if weight]
         return Joint(
-            rate * self.largest,
+            rate,
             tuple(named),
             tuple((nodes[switch], *two) for switch, two in potentials.items()),
-            reached * self.largest,
-            {device: values[k] * self.largest for k, device in enumerate(self.topology.devices)},
-            {pair: values[c] * self.largest for pair, c in zip(pairs, self.down, strict=True)},
-            {pair: values[c] * self.largest for pair, c in zip(pairs, self.up, strict=True)},
+            reached,
+            {device: values[k] for k, device in enumerate(self.topology.devices)},
+            {pair: values[c] for pair, c in zip(pairs, self.down, strict=True)},
+            {pair: values[c] for pair, c in zip(pairs, self.up, strict=True)},
         )
+
+    def rounded(self, solution: Any, limit: int) -> list[Fraction]:
+        """Return a solution in GB/s, of denominators up to ``limit`` where bandwidths are whole numbers."""
+        return [
+            max(Fraction(0), Fraction(float(value) * self.largest).limit_denominator(limit)) / self.scale
+            for value in solution.x
+        ]
 
     def proved(
         self, solution: Any, cuts: list[_Cut], limit: int
@@ -209,7 +255,7 @@ class _Program:
             potentials = {w: (shifts[2 * k], shifts[2 * k + 1]) for k, w in enumerate(self.plain)}
         least = min(sum((w for cut, w in weights if r in cut.nodes), Fraction(0)) for r in range(self.n))
         if not least:
-            return Fraction(10**9), [], {}
+            return Fraction(sum(self.width)), [], {}
         weights = [(cut, w / least) for cut, w in weights if w]
         potentials = {switch: (a / least, b / least) for switch, (a, b) in potentials.items()}
         worth = Fraction(0)
@@ -223,23 +269,28 @@ class _Program:
             for way in (0, 1):
                 price[way] += potentials.get(dst, none)[way] - potentials.get(src, none)[way]
             worth += width * max(Fraction(0), *price)
-        return worth, weights, potentials
+        return worth / self.scale, weights, potentials
+
+    def fits(self, values: list[Fraction]) -> bool:
+        """Return whether an exact solution keeps within the links, and every switch passes on what it gets."""
+        within = all(
+            sum(values[c] for c in shared) <= Fraction(b, self.scale)
+            for shared, b in zip(self.sharing, self.width, strict=True)
+        )
+        return within and all(
+            not sum(values[c] * ((d == switch) - (s == switch)) for c, (s, d) in zip(columns, self.arcs, strict=True))
+            for switch in self.plain
+            for columns, _ in self.ways
+        )
 
     def feasible(self, values: list[Fraction]) -> Fraction:
         """Return the rate of an exact solution; -1 where it breaks a row or a cut."""
-        within = all(values[d] + values[u] <= b for d, u, b in zip(self.down, self.up, self.width, strict=True))
-        ways = ((self.down, True),) if self.twofold else ((self.down, True), (self.up, False))
-        balanced = all(
-            not sum(values[c] * ((d == switch) - (s == switch)) for c, (s, d) in zip(columns, self.arcs, strict=True))
-            for switch in self.plain
-            for columns, _ in ways
-        )
-        if not within or not balanced:
+        if not self.fits(values):
             return Fraction(-1)
         rate = sum(values[: self.n], Fraction(0))
         scale = lcm(*(value.denominator for value in values))
         source = len(self.topology.nodes)
-        for columns, outward in ways:
+        for columns, outward in self.ways:
             used = {
                 (arc if outward else arc[::-1]): int(values[c] * scale)
                 for arc, c in zip(self.arcs, columns, strict=True)

@@ -72,7 +72,7 @@ def treewise(
         shares = sorted(shares, key=lambda share: share.root)
     rounds: defaultdict[int, list[Step]] = defaultdict(list)
     chunks: list[Chunk] = []
-    routes: dict[tuple[int, int, int], Through] = {}
+    routes: dict[tuple[int, int, int], dict[int, Through]] = {}  # by chunk, src, dst; then by round
     for c, share in enumerate(shares):
         here = [share.root]
         gives = here if collective == "all_gather" else givers
@@ -81,10 +81,8 @@ def treewise(
         ready = dict.fromkeys(gives, 0)  # from which round on a device has what is below it
         if share.up is not None:
             children: defaultdict[int, list[int]] = defaultdict(list)
-            for node, parent, through in share.up.parents:
+            for node, parent, _ in share.up.parents:
                 children[parent].append(node)
-                if through:
-                    routes[c, node, parent] = through
             for node in [*(node for node, _, _ in reversed(share.up.parents)), share.root]:  # leaves first
                 below = [child for child in children[node] if child in ready]
                 if below:
@@ -92,6 +90,9 @@ def treewise(
                     own = [node] if node in ready else []
                     rounds[start].append(Step(c, node, tuple(sorted(below + own))))
                     ready[node] = start + 1
+            for node, parent, through in share.up.parents:
+                if node in ready:
+                    routes.setdefault((c, node, parent), {})[ready[parent] - 1] = through
         if share.down is not None:
             wanted = set(takes)
             for node, parent, _ in reversed(share.down.parents):
@@ -102,13 +103,18 @@ def treewise(
                 if node in wanted:
                     rounds[has[parent]].append(Step(c, node, (parent,)))
                     has[node] = has[parent] + 1
-                    if through:
-                        routes[c, parent, node] = through
+                    routes.setdefault((c, parent, node), {})[has[parent]] = through
+    listed = []
+    for where, ways in routes.items():
+        alike = len(set(ways.values())) == 1
+        for r, way in list(ways.items())[: 1 if alike else None]:
+            if way:
+                listed.append(Route(*where, tuple(places[k] for k in way), None if alike else r))
     return Schedule(
         collective,
         algorithm,
         tuple(places[:members]),
         tuple(chunks),
         tuple(tuple(rounds[r]) for r in sorted(rounds)),
-        routes=tuple(Route(*where, tuple(places[k] for k in through)) for where, through in routes.items()),
+        routes=tuple(listed),
     )

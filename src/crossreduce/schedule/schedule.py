@@ -46,12 +46,16 @@ class Step(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The switches (or devices that only forward) on the way from ``src`` to ``dst``, for one chunk."""
+    """The switches (or devices that only forward) on the way from ``src`` to ``dst``, for one chunk.
+
+    ``round``: in which round; ``None``: in all rounds that no other route is for.
+    """
 
     chunk: int
     src: int
     dst: int
     through: tuple[str, ...]
+    round: int | None = None
 
 
 Round = tuple[Step, ...]
@@ -99,7 +103,7 @@ class Schedule:
         object.__setattr__(self, "chunks", tuple(Chunk(share, tuple(s), tuple(d)) for share, s, d in self.chunks))
         steps_of = (tuple(Step(chunk, dst, tuple(srcs)) for chunk, dst, srcs in steps) for steps in self.rounds)
         object.__setattr__(self, "rounds", tuple(steps_of))
-        routes = tuple(Route(chunk, src, dst, tuple(through)) for chunk, src, dst, through in self.routes)
+        routes = tuple(Route(chunk, src, dst, tuple(through), *when) for chunk, src, dst, through, *when in self.routes)
         object.__setattr__(self, "routes", routes)
         n = len(self.devices)
         if len(set(self.devices)) != n:
@@ -121,9 +125,11 @@ class Schedule:
                     here = f"round {r}, step {s} is malformed: chunks go from 0 to {len(self.chunks) - 1}"
                     raise _malformed(here, step, n)
         for route in self.routes:
-            if not (0 <= route.chunk < len(self.chunks) and _positions((route.src, route.dst), n) and route.through):
+            known = route.round is None or 0 <= route.round < len(self.rounds)
+            ends = (route.src, route.dst)
+            if not (0 <= route.chunk < len(self.chunks) and _positions(ends, n) and route.through and known):
                 raise _malformed("a route is malformed", route, n)
-        if len({route[:3] for route in self.routes}) < len(self.routes):
+        if len({(*route[:3], route.round) for route in self.routes}) < len(self.routes):
             raise ScheduleError(message("a chunk has one route between two devices.", shown(self.routes)))
         if self.pieces < 1:
             raise ScheduleError(message("a chunk is cut into at least one piece.", shown(self.pieces), "pieces=1"))
@@ -174,7 +180,7 @@ class Schedule:
             "pieces": self.pieces,
         }
         if self.routes:
-            content["routes"] = self.routes
+            content["routes"] = [route if route.round is not None else route[:4] for route in self.routes]
         return json.dumps(content, separators=(",", ":"))
 
     @classmethod
@@ -199,8 +205,8 @@ class Schedule:
                 ),
                 _int(read["pieces"]),
                 tuple(
-                    Route(_int(chunk), _int(src), _int(dst), tuple(map(_text, _list(through))))
-                    for chunk, src, dst, through in read.get("routes", ())
+                    Route(_int(chunk), _int(src), _int(dst), tuple(map(_text, _list(through))), *map(_int, when))
+                    for chunk, src, dst, through, *when in read.get("routes", ())
                 ),
             )
         except ScheduleError:
@@ -214,6 +220,14 @@ class Schedule:
         """Return a step in words: ``chunk 0: cpu:0 <- cpu:0 + cpu:1``."""
         srcs = " + ".join(self.devices[src] for src in step.srcs)
         return f"chunk {step.chunk}: {self.devices[step.dst]} <- {srcs}"
+
+    @cached_property
+    def _through(self) -> dict[tuple[int, int, int, int | None], tuple[str, ...]]:
+        return {(*route[:3], route.round): route.through for route in self.routes}
+
+    def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
+        """Return the nodes that a move passes in round ``r``; ``None``: as the topology routes it."""
+        return self._through.get((chunk, src, dst, r), self._through.get((chunk, src, dst, None)))
 
     @property
     def head(self) -> str:

@@ -40,7 +40,7 @@ class Simulation:
     Args:
       seconds: from the first move's start to the last one's end.
       busy: for each link that is used, by (src, dst), the seconds in which it carries bytes at its full bandwidth.
-      bytes: for each of these links, how many bytes it carries.
+      bytes: for each of these links, how many bytes it carries: whole elements, while times count exact shares.
       ticks: how long each tick takes, in seconds; tick t has piece j in round t - j.
     """
 
@@ -73,16 +73,19 @@ def simulate(schedule: Schedule, topology: Topology, nbytes: int, itemsize: int 
     if not isinstance(schedule, Schedule) or not isinstance(topology, Topology):
         given = f"{shown(schedule)}, {shown(topology)}"
         raise ArgumentError(message("simulate takes a Schedule and a Topology.", given, "plan.schedule, topology"))
-    sizes = [stop - start for start, stop in schedule.spans(_elements(nbytes, itemsize))]
+    spans = schedule.spans(_elements(nbytes, itemsize))
     traffic = _traffic(schedule, topology)
     carried: dict[Pair, int] = {}
     for moves in traffic:
         for pair, chunks in moves.chunks.items():
-            carried[pair] = carried.get(pair, 0) + itemsize * sum(sizes[chunk] for chunk in chunks)
-    speeds = {pair: _bytes_per_s(topology, pair) for pair in carried}
-    rounds = _rounds(traffic, [size * itemsize for size in sizes], speeds)
-    ticks = _ticks(rounds, schedule.pieces) if carried and any(carried.values()) else ()
-    busy = {pair: count / speeds[pair] for pair, count in carried.items()}
+            count = sum(spans[chunk][1] - spans[chunk][0] for chunk in chunks)
+            carried[pair] = carried.get(pair, 0) + itemsize * count
+    rounds = _rounds(schedule, topology, traffic, nbytes)
+    busy: dict[Pair, float] = {}
+    for moving in rounds:
+        for pair, seconds in moving.seconds.items():
+            busy[pair] = busy.get(pair, 0.0) + seconds
+    ticks = _ticks(rounds, schedule.pieces) if nbytes and rounds else []
     return Simulation(math.fsum(ticks), busy, carried, tuple(ticks))
 
 
@@ -115,14 +118,11 @@ def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Sche
     >>> schedule.pieces, seconds == simulate(schedule, topology, 1 << 20).seconds
     (8, True)
     """
-    sizes = [stop - start for start, stop in schedule.spans(_elements(nbytes, 1))]
-    traffic = _traffic(schedule, topology)
-    speeds = {pair: _bytes_per_s(topology, pair) for moves in traffic for pair in moves.chunks}
-    rounds = _rounds(traffic, sizes, speeds)
+    rounds = _rounds(schedule, topology, _traffic(schedule, topology), _elements(nbytes, 1))
     if not nbytes or not rounds:
         return replace(schedule, pieces=1), 0.0
     deep = len(rounds)
-    most = max(1, nbytes // len(sizes) // LEAST_PIECE)
+    most = max(1, nbytes // len(schedule.chunks) // LEAST_PIECE)
     tried = {1, deep, most} | {1 << k for k in range(deep.bit_length())}
     windows = _windows(rounds, deep)
     latency, transfer = windows[deep - 1]  # of a tick in which all rounds are on their way
@@ -151,16 +151,16 @@ class _Round(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _traffic(schedule: Schedule, topology: Topology) -> tuple[_Moves, ...]:
-    through = {route[:3]: route.through for route in schedule.routes}
     rounds = []
-    for steps in schedule.rounds:
+    for r, steps in enumerate(schedule.rounds):
         chunks: dict[Pair, list[int]] = {}
         latency = Fraction(0)
         for chunk, dst, srcs in steps:
             for src in srcs:
                 if src == dst:
                     continue
-                pairs = way(topology, schedule.devices[src], schedule.devices[dst], through.get((chunk, src, dst)))
+                through = schedule.through(r, chunk, src, dst)
+                pairs = way(topology, schedule.devices[src], schedule.devices[dst], through)
                 latency = max(latency, sum((topology.link(*pair).latency_s for pair in pairs), Fraction(0)))  # type: ignore[union-attr]
                 for pair in pairs:
                     chunks.setdefault(pair, []).append(chunk)
@@ -183,11 +183,16 @@ def way(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None 
     return pairs
 
 
-def _rounds(traffic: tuple[_Moves, ...], sizes: list[int], speeds: dict[Pair, float]) -> list[_Round]:
+def _rounds(schedule: Schedule, topology: Topology, traffic: tuple[_Moves, ...], nbytes: int) -> list[_Round]:
+    """Return each round's seconds, of exact shares: rounding to elements would make some schedules beat the bound."""
+    shares = [float(chunk.share) * nbytes for chunk in schedule.chunks]
+    speeds = {pair: float(_bandwidth(topology, pair)) * 1e9 for moves in traffic for pair in moves.chunks}
     return [
-        _Round({pair: sum(sizes[c] for c in chunks) / speeds[pair] for pair, chunks in moves.chunks.items()}, latency)
+        _Round(
+            {pair: math.fsum(shares[c] for c in chunks) / speeds[pair] for pair, chunks in moves.chunks.items()},
+            moves.latency_s,
+        )
         for moves in traffic
-        for latency in (moves.latency_s,)
     ]
 
 
@@ -232,7 +237,3 @@ def _bandwidth(topology: Topology, pair: Pair) -> Fraction:
     link = topology.link(*pair)
     assert link is not None
     return link.bandwidth
-
-
-def _bytes_per_s(topology: Topology, pair: Pair) -> float:
-    return float(_bandwidth(topology, pair)) * 1e9

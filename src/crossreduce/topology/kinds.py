@@ -1,0 +1,103 @@
+"""Kinds of links: what one NVLink, PCIe slot, socket link or network card carries.
+
+In: a kind's name: "nvlink4", "pcie3", "hdr".  Out: its speeds and latency, from data/links.json, which has the sources.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+from ..errors import ArgumentError, message, shown
+from .topology import Link
+
+SPEEDS: Final = ("raw", "effective")
+
+
+class Kind(NamedTuple):
+    """GB/s one way, as built and as NCCL or RCCL count on, of 16 lanes for PCIe; what one link adds to a latency."""
+
+    raw: Fraction
+    effective: Fraction
+    latency_s: Fraction
+
+    def both_ways(self, a: str, b: str, count: int | Fraction, speeds: str) -> tuple[Link, Link]:
+        """Return ``count`` links of this kind between two nodes, as one link each way."""
+        bandwidth = count * (self.raw if speeds == "raw" else self.effective)
+        return Link(a, b, bandwidth, self.latency_s), Link(b, a, bandwidth, self.latency_s)
+
+
+def kind(name: str) -> Kind:
+    """Return a kind of link.
+
+    >>> kind("nvlink4").effective
+    Fraction(103, 5)
+    """
+    return _kinds()[name]
+
+
+@lru_cache(maxsize=1)
+def _kinds() -> dict[str, Kind]:
+    return {
+        name: Kind(Fraction(entry["raw"]), Fraction(entry["effective"]), Fraction(entry["latency_us"]) / 10**6)
+        for name, entry in read_data()["links.json"]["kinds"].items()
+    }
+
+
+@lru_cache(maxsize=1)
+def read_data() -> dict[str, Any]:
+    """Return the content of each file in data/, by its name, in their order; fractions are exact."""
+    from importlib.resources import files
+
+    found = sorted(files(__package__).joinpath("data").iterdir(), key=lambda file: file.name)
+    return {file.name: json.loads(file.read_text("utf-8"), parse_float=Fraction) for file in found}
+
+
+def nvlink(sm: int) -> tuple[str, str]:
+    """Return the kinds of a GPU's NVLinks, to another GPU and to an NVSwitch, by its compute capability times ten.
+
+    >>> nvlink(80), nvlink(86)
+    (('nvlink3', 'nvswitch2'), ('nvlink3-ga10x', 'nvlink3-ga10x'))
+    """
+    if sm == 86:
+        return "nvlink3-ga10x", "nvlink3-ga10x"
+    return next(kinds for least, kinds in _NVLINK if sm >= least)
+
+
+_NVLINK: Final = (
+    (100, ("nvlink5", "nvswitch4")),
+    (90, ("nvlink4", "nvswitch3")),
+    (80, ("nvlink3", "nvswitch2")),
+    (70, ("nvlink2", "nvswitch1")),
+    (0, ("nvlink1", "nvlink1")),
+)
+
+
+def check_speeds(speeds: object) -> None:
+    """Raise ArgumentError unless ``speeds`` names one of the two."""
+    if not isinstance(speeds, str) or speeds not in SPEEDS:
+        remedy = '"raw" for bounds, "effective" for predictions'
+        raise ArgumentError(message("speeds are raw or effective.", shown(speeds), remedy))
+
+
+def joins(devices: Iterable[str], links: Iterable[Link]) -> bool:
+    """Say whether links, taken both ways, join all devices into one piece.
+
+    >>> a_b = Link("cpu:0", "cpu:1", Fraction(1))
+    >>> joins(["cpu:0", "cpu:1"], [a_b]), joins(["cpu:0", "cpu:1", "cpu:2"], [a_b])
+    (True, False)
+    """
+    names = list(devices)
+    neighbours: dict[str, set[str]] = {}
+    for link in links:
+        neighbours.setdefault(link.src, set()).add(link.dst)
+        neighbours.setdefault(link.dst, set()).add(link.src)
+    seen, front = set(names[:1]), names[:1]
+    while front:
+        new = neighbours.get(front.pop(), set()) - seen
+        seen |= new
+        front += new
+    return seen.issuperset(names)

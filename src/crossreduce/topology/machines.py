@@ -1,0 +1,189 @@
+"""Machines as data: the boxes that people train on, one or several of them, from the files in data/.
+
+In: a name, how many hosts.  Out: a ``Topology``.  A file says:
+
+- ``devices``: their kind and number.
+- ``links``: ``[a, b, number, kind]``: each node of ``a`` and each of ``b``, by so many links of a kind of
+  data/links.json, both ways. Nodes are devices (``"0-7"``, ``"0,2"``; every second: ``"0-7/2"``) or a switch.
+- ``matrix`` or ``torus``: a kind, and how many links join each two devices, or the grid's shape.
+- ``networks``: what joins several hosts, by name, the default first. A switch with ``@`` is one for all hosts,
+  others are one a host; ``*`` stands for the device's number.
+- ``reduces``, of the box or of a network: its switches can combine and multicast.
+- ``aliases``: other names, each with its network or null; ``sources``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+from ..devices import parse
+from ..errors import ArgumentError, message, shown
+from .kinds import check_speeds, kind, read_data
+from .topology import Link, Switch, Topology
+
+_RANGE: Final = re.compile(r"([0-9]+)(?:-([0-9]+)(?:/([0-9]+))?)?")
+
+
+class _Wire(NamedTuple):
+    a: int | str
+    b: int | str
+    number: int | Fraction
+    kind: str
+
+
+class _Entry(NamedTuple):
+    spelling: str
+    content: dict[str, Any]
+    network: str | None
+
+
+def machine(
+    name: str, hosts: int = 1, *, speeds: str = "raw", nics: str | None = None, in_network: bool = False
+) -> Topology:
+    """Return a machine of the library, or several of them and the network between.
+
+    Devices are called ``cuda:0``, or ``host0/cuda:0`` where there are several hosts; a host's switches ``nvswitch`` or
+    ``host0/nvswitch``, the network's ``ib`` or ``rail0``. A single host has no network. A network card that
+    one device has to itself is a link to the network; one that several share is a switch with one such link.
+
+    Args:
+      name: a name or alias: "dgx-1v", "p4d.24xlarge", "MI300X"; only letters and digits count.
+      hosts: how many boxes.
+      speeds: "raw" or "effective": as built, or as NCCL and RCCL count on.
+      nics: which of the machine's networks; ``None``: the one that the name stands for.
+      in_network: whether switches that can combine and multicast (NVSwitch since its third generation, InfiniBand) do.
+    Raises:
+      ArgumentError: no such machine, network, speeds or number of hosts, or several hosts and no network.
+
+    >>> machine("hgx-h100", hosts=2).route("host0/cuda:3", "host1/cuda:3")
+    ('host0/cuda:3', 'rail3', 'host1/cuda:3')
+    """
+    _, content, network = _find(name)
+    check_speeds(speeds)
+    if not isinstance(hosts, int) or isinstance(hosts, bool) or hosts < 1:
+        raise ArgumentError(message("hosts is a number of boxes, 1 or more.", shown(hosts), "hosts=1"))
+    return _built(content, _network(content, hosts, nics or network), hosts, speeds, in_network)
+
+
+def machine_names() -> tuple[tuple[str, str], ...]:
+    """Return the machines' names, each with one line that describes it.
+
+    >>> dict(machine_names())["dgx-1v"]
+    '8 V100 in a hybrid cube mesh of NVLink 2'
+    """
+    return tuple((content["name"], content["description"]) for content in _contents())
+
+
+def _contents() -> tuple[dict[str, Any], ...]:
+    return tuple(content for file, content in read_data().items() if file != "links.json")
+
+
+def _find(name: str) -> _Entry:
+    entries = _entries()
+    wanted = _key(name) if isinstance(name, str) else ""
+    if wanted in entries:
+        return entries[wanted]
+    from difflib import get_close_matches
+
+    near = get_close_matches(wanted, entries, cutoff=0.5)
+    choice = [entries[key].spelling for key in near] or [known for known, _ in machine_names()]
+    raise ArgumentError(message("there is no machine of this name.", shown(name), ", ".join(choice)))
+
+
+@lru_cache(maxsize=1)
+def _entries() -> dict[str, _Entry]:
+    return {
+        _key(spelling): _Entry(spelling, content, network)
+        for content in _contents()
+        for spelling, network in {content["name"]: None, **content.get("aliases", {})}.items()
+    }
+
+
+def _key(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
+def _network(content: dict[str, Any], hosts: int, nics: str | None) -> dict[str, Any]:
+    """Return what the file says of the network that joins the hosts; a single host has none."""
+    networks: dict[str, Any] = content.get("networks", {})
+    if nics is not None and (not isinstance(nics, str) or nics not in networks):
+        known = " or ".join(f'"{known}"' for known in networks) or "no nics: it has no network"
+        raise ArgumentError(message(f"{content['name']} has no such network.", shown(nics), known))
+    if hosts == 1:
+        return {}
+    if not networks:
+        problem = f"{content['name']} has no network that could join several of them."
+        raise ArgumentError(message(problem, f"hosts={hosts}", "hosts=1"))
+    network: dict[str, Any] = networks[nics or next(iter(networks))]
+    return network
+
+
+def _built(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds: str, in_network: bool) -> Topology:
+    device, number = content["devices"]
+
+    def place(node: int | str, host: int) -> str:
+        if isinstance(node, int):
+            node = f"{device}:{node}"
+        return node[1:] if node[0] == "@" else f"host{host}/{node}" if hosts > 1 else node
+
+    box, net = list(_box(content)), list(_wires(network.get("links", ())))
+    # Which switches there are, on each host and for all of them, and whether they can combine.
+    own = dict.fromkeys(_switches(box), content.get("reduces", False))
+    own |= {node: False for node in _switches(net) if node[0] != "@" and node not in own}
+    shared = {node: network.get("reduces", False) for node in _switches(net) if node[0] == "@"}
+
+    every = range(hosts)
+    switches = [Switch(place(node, host), able and in_network) for host in every for node, able in own.items()]
+    switches += [Switch(place(node, 0), able and in_network) for node, able in shared.items()]
+    devices = tuple(place(k, host) for host in every for k in range(number))
+    links: list[Link] = []
+    for host in every:
+        for wire in (*box, *net):
+            links += kind(wire.kind).both_ways(place(wire.a, host), place(wire.b, host), wire.number, speeds)
+    return Topology(devices, tuple(links), tuple(switches))
+
+
+def _box(content: dict[str, Any]) -> Iterator[_Wire]:
+    """Yield what joins the devices of one host."""
+    for of, rows in content.get("matrix", {}).items():
+        for i, row in enumerate(rows):
+            yield from (_Wire(i, j, int(count), of) for j, count in enumerate(row[:i]) if count != "0")
+    for of, shape in content.get("torus", {}).items():
+        for link in Topology.torus(*shape).links:
+            a, b = parse(link.src).index, parse(link.dst).index
+            if a < b:
+                yield _Wire(a, b, 1, of)
+    yield from _wires(content.get("links", ()))
+
+
+def _wires(lines: Iterable[list[Any]]) -> Iterator[_Wire]:
+    for a, b, count, of in lines:
+        for x in _nodes(a):
+            for y in _nodes(b):
+                if a != b or isinstance(x, str) or isinstance(y, str) or x < y:
+                    yield _Wire(x, y.replace("*", str(x)) if isinstance(y, str) else y, count, of)
+
+
+def _nodes(text: str) -> tuple[int | str, ...]:
+    """Return the devices that a text such as "0-7/2" or "0,2" stands for, or the switch that it names.
+
+    >>> _nodes("0-7/2"), _nodes("0,5-6"), _nodes("nvswitch")
+    ((0, 2, 4, 6), (0, 5, 6), ('nvswitch',))
+    """
+    parts = [_RANGE.fullmatch(part) for part in text.split(",")]
+    if not all(parts):
+        return (text,)
+    return tuple(
+        number
+        for part in parts
+        if part
+        for number in range(int(part[1]), int(part[2] or part[1]) + 1, int(part[3] or 1))
+    )
+
+
+def _switches(wires: Iterable[_Wire]) -> list[str]:
+    return [node for wire in wires for node in wire[:2] if isinstance(node, str)]

@@ -1,0 +1,403 @@
+"""The library's machines: what is wired to what, and the bounds that follow."""
+
+import itertools
+import math
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import maximum_flow
+
+from crossreduce import ArgumentError, Switch, Topology
+from crossreduce.topology.kinds import joins, read_data
+from crossreduce.topology.machines import machine, machine_names
+
+NAMES = [name for name, _ in machine_names()]
+FILES = {file: content for file, content in read_data().items() if file != "links.json"}
+KINDS = read_data()["links.json"]["kinds"]
+
+
+# Bounds, from their definitions: what all other devices need of the devices in a set S must leave S.
+
+
+def leaving(topology, inside):
+    """Return the bandwidth of the links that leave a set of nodes."""
+    return sum(link.bandwidth for link in topology.links if link.src in inside and link.dst not in inside)
+
+
+def scale(topology, *numbers):
+    """Return the least factor that makes all bandwidths and numbers whole."""
+    return math.lcm(
+        *(Fraction(number).denominator for number in (*numbers, *(link.bandwidth for link in topology.links)))
+    )
+
+
+def all_gather_by_every_set(topology):
+    """Return N / max |S & C| / B+(S) over all sets S of nodes that lack a device, by trying each."""
+    position = {node: bit for bit, node in enumerate(topology.nodes)}
+    unit, n = scale(topology), len(topology.devices)
+    sets = np.arange(1 << len(position), dtype=np.int64)
+    out = np.zeros_like(sets)
+    for link in topology.links:
+        leaves = (sets >> position[link.src]) & ~(sets >> position[link.dst]) & 1
+        out += leaves * int(link.bandwidth * unit)
+    inside = sum((sets >> k) & 1 for k in range(n))  # devices are the first nodes
+    useful = (inside > 0) & (inside < n)
+    best = min(
+        {(int(b), int(c)) for b, c in zip(out[useful], inside[useful], strict=True)}, key=lambda bc: Fraction(*bc)
+    )
+    return Fraction(n * best[0], best[1] * unit)
+
+
+def flow(topology, roots, sink, rate):
+    """Return the greatest flow in GB/s to a device from a source that feeds each root at a rate."""
+    index = {node: number for number, node in enumerate(topology.nodes)}
+    unit, source = scale(topology, rate), len(index)
+    arcs = [(index[link.src], index[link.dst], int(link.bandwidth * unit)) for link in topology.links]
+    arcs += [(source, index[root], int(rate * unit)) for root in roots]
+    src, dst, capacity = np.array(arcs, np.int32).T
+    graph = coo_array((capacity, (src, dst)), (source + 1, source + 1)).tocsr()
+    return Fraction(int(maximum_flow(graph, source, index[sink]).flow_value), unit)
+
+
+def all_but(topology, left_out):
+    """Return the nodes whose names do not start with any of the given texts."""
+    return {node for node in topology.nodes if not node.startswith(tuple(left_out.split()))}
+
+
+# Machine, hosts, speeds, network, the devices that a tightest set leaves out, all-gather and broadcast in GB/s.
+BOUNDS = [
+    ("dgx-1p", 1, "raw", None, "cuda:0", Fraction(640, 7), 80),
+    ("dgx-1v", 1, "raw", None, "cuda:0", Fraction(1200, 7), 150),
+    ("dgx-2", 1, "raw", None, "cuda:15", Fraction(160), 150),
+    ("dgx-a100", 1, "raw", None, "cuda:0", Fraction(2400, 7), 300),
+    ("hgx-h100", 1, "raw", None, "cuda:0", Fraction(3600, 7), 450),
+    ("hgx-h200", 1, "raw", None, "cuda:0", Fraction(3600, 7), 450),
+    ("hgx-b200", 1, "raw", None, "cuda:0", Fraction(7200, 7), 900),
+    ("gb200-nvl72", 1, "raw", None, "cuda:71", Fraction(64800, 71), 900),
+    ("mi250", 1, "raw", None, "cuda:4 cuda:5", Fraction(2400, 7), 300),
+    ("mi300x", 1, "raw", None, "cuda:0", Fraction(512), 448),
+    ("pcie-8", 1, "effective", None, "cuda:0", Fraction(96, 7), 10),
+    ("nvlink-pairs-4", 1, "effective", None, "cuda:0 cuda:1", Fraction(96), 48),
+    ("tpu-v4", 1, "raw", None, "tpu:63", Fraction(6400, 21), 300),
+    ("ndv2", 2, "raw", None, "host0", Fraction(25), Fraction(25, 2)),
+    ("dgx-a100", 2, "raw", None, "host0/cuda:0", Fraction(1040, 3), 200),
+    ("ndv4", 4, "raw", "hdr", "host0", Fraction(800, 3), 200),
+    ("hgx-h100", 2, "raw", None, "host0/cuda:0", Fraction(1600, 3), 400),
+    ("hgx-h100", 4, "raw", None, "host0/cuda:0", Fraction(16000, 31), 400),
+    ("hgx-h100", 16, "raw", None, "host0/", Fraction(1280, 3), 400),
+    ("hgx-h100", 32, "raw", None, "host0/", Fraction(12800, 31), 400),
+    ("hgx-h100", 128, "raw", None, "host0/", Fraction(51200, 127), 400),
+    ("mi250", 2, "raw", "16-per-gcd", "host0/cuda:4 host0/cuda:5", Fraction(5312, 15), 256),
+]
+IDS = [f"{row[0]}-{row[1]}" for row in BOUNDS]
+
+
+@pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "out", "gather", "_"), BOUNDS, ids=IDS)
+def test_all_gather_bounds(name, hosts, speeds, nics, out, gather, _):
+    """A set of nodes has the ratio that is claimed; and every device can be fed at that rate, so none has a worse."""
+    topology = machine(name, hosts, speeds=speeds, nics=nics)
+    n, inside = len(topology.devices), all_but(topology, out)
+    assert n * leaving(topology, inside) / len(inside.intersection(topology.devices)) == gather
+    sinks = topology.devices if hosts <= 4 else topology.devices[: n // hosts]  # the hosts are alike
+    for sink in sinks if hosts < 128 else sinks[:2]:
+        assert flow(topology, topology.devices, sink, gather / n) == gather
+
+
+SMALL = [row for row in BOUNDS if len(machine(*row[:2]).nodes) <= 20]
+
+
+@pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "_", "gather", "__"), SMALL, ids=[row[0] for row in SMALL])
+def test_all_gather_bounds_by_every_set(name, hosts, speeds, nics, _, gather, __):
+    """On small machines, trying every set of nodes gives the same."""
+    assert all_gather_by_every_set(machine(name, hosts, speeds=speeds, nics=nics)) == gather
+
+
+@pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "_", "__", "broadcast"), BOUNDS, ids=IDS)
+def test_broadcast_bounds(name, hosts, speeds, nics, _, __, broadcast):
+    """The least flow from a device to another is what a broadcast, or a reduction in the network, cannot beat."""
+    topology = machine(name, hosts, speeds=speeds, nics=nics)
+    root, devices = topology.devices[0], topology.devices
+    others = devices[1:] if len(devices) <= 72 else (devices[1], devices[-1])
+    assert min(flow(topology, [root], other, Fraction(10**4)) for other in others) == broadcast
+
+
+# The files.
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_says_what_it_must(file):
+    """A machine's file has its own name, one line about it, devices, links of known kinds, and sources."""
+    content = FILES[file]
+    allowed = {
+        "name",
+        "aliases",
+        "description",
+        "devices",
+        "reduces",
+        "links",
+        "matrix",
+        "torus",
+        "networks",
+        "sources",
+    }
+    assert {"name", "aliases", "description", "devices", "sources"} <= set(content) <= allowed
+    assert file == f"{content['name']}.json"
+    assert "\n" not in content["description"]
+    assert all(isinstance(source, str) and len(source) > 20 for source in content["sources"])
+    assert content["sources"]
+    assert {network for network in content["aliases"].values() if network} <= set(content.get("networks", {}))
+    for network in content.get("networks", {}).values():
+        assert set(network) <= {"reduces", "links"}
+    parts = [content, *content.get("networks", {}).values()]
+    for rows in content.get("matrix", {}).values():
+        assert [row[i] for i, row in enumerate(rows)] == ["0"] * content["devices"][1]
+        assert ["".join(column) for column in zip(*rows, strict=True)] == rows, "as many links there as back"
+    used = {line[3] for part in parts for line in part.get("links", ())}
+    assert used | set(content.get("matrix", ())) | set(content.get("torus", ())) <= set(KINDS)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_of_link_is_never_quicker_in_use_than_built(name):
+    """What NCCL and RCCL count on is at most what the link is built for; every figure has a source and a latency."""
+    entry = KINDS[name]
+    assert set(entry) == {"raw", "effective", "latency_us", "source"}
+    assert 0 < entry["effective"] <= entry["raw"]
+    assert 0 < entry["latency_us"] <= 10
+    assert "topo.h" in entry["source"] or "raw" in entry["source"] or "effective" in entry["source"]
+
+
+def test_joins():
+    """Links join devices where there is a path between each two, through switches too, whichever way links go."""
+    ring = Topology.ring(5)
+    assert joins(ring.devices, ring.links)
+    assert joins(ring.devices, ring.links[1:3] + ring.links[4:])
+    assert not joins(ring.devices, ring.without_link("cpu:0", "cpu:1").without_link("cpu:2", "cpu:3").links)
+    assert joins(Topology.star(3).devices, Topology.star(3).links)
+    assert not joins(["cpu:0", "cpu:1"], [])
+    assert joins(["cpu:0"], [])
+
+
+def test_names_are_unambiguous():
+    """No two machines have a name or alias that differs only in its dashes or capitals."""
+    spellings = [spelling for content in FILES.values() for spelling in (content["name"], *content["aliases"])]
+    plain = ["".join(letter for letter in spelling.lower() if letter.isalnum()) for spelling in spellings]
+    assert len(set(plain)) == len(plain)
+
+
+def test_all_the_machines_are_there():
+    """The machines that the literature on collectives measures are in the library."""
+    wanted = "dgx-1p dgx-1v p3.16xlarge ndv2 dgx-2 dgx-a100 ndv4 p4d p4de hgx-h100 ndv5 hgx-h200 hgx-b200 gb200-nvl72"
+    wanted += " mi250 mi300x mi100 pcie-8 nvlink-pairs-4 ncv4 epyc-numa-4 epyc-numa-8 tpu-v4"
+    assert all(machine(name).devices for name in wanted.split())
+    assert all(description for _, description in machine_names())
+
+
+@pytest.mark.parametrize("speeds", ["raw", "effective"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_machine_is_whole(name, speeds):
+    """Links go both ways alike, take some time, and join all devices; a single host has no network."""
+    topology = machine(name, speeds=speeds)
+    raw = machine(name)
+    kind, number = FILES[f"{name}.json"]["devices"]
+    assert topology.devices == tuple(f"{kind}:{k}" for k in range(number))
+    assert joins(topology.devices, topology.links)
+    assert not any(switch.reduces for switch in topology.switches)
+    for link in topology.links:
+        back = topology.link(link.dst, link.src)
+        assert (back.bandwidth, back.latency_s) == (link.bandwidth, link.latency_s)
+        assert link.latency_s > 0
+        assert link.bandwidth <= raw.link(link.src, link.dst).bandwidth
+
+
+NETWORKS = [(name, network) for name in NAMES for network in FILES[f"{name}.json"].get("networks", ())]
+
+
+@pytest.mark.parametrize(("name", "nics"), NETWORKS)
+def test_hosts_are_joined(name, nics):
+    """Every network joins all hosts; each host is wired as a single one is, and the hosts are alike."""
+    one, three = machine(name), machine(name, 3, nics=nics)
+    assert three.devices == tuple(f"host{h}/{device}" for h in range(3) for device in one.devices)
+    assert joins(three.devices, three.links)
+    for link in one.links:
+        for h in range(3):
+            same = three.link(f"host{h}/{link.src}", f"host{h}/{link.dst}")
+            assert same[2:] == link[2:]
+    of_host = [
+        {tuple(part.replace(f"host{h}/", "") for part in link[:2]) for link in three.links if f"host{h}/" in link.src}
+        for h in range(3)
+    ]
+    assert of_host[0] == of_host[1] == of_host[2]
+
+
+# What differs from machine to machine.
+
+# msccl-tools' bricks of a DGX-1V, and where its GPUs are in nvidia-smi's order.
+BRICKS = ["02112000", "20120100", "11020020", "12200001", "20000211", "01002012", "00201102", "00011220"]
+ORDER = [0, 3, 1, 2, 4, 7, 5, 6]
+
+
+def test_the_mesh_of_a_dgx_1_is_that_of_msccl_tools():
+    """DGX-1V has msccl-tools' links, of 25 GB/s a brick, in nvidia-smi's order; DGX-1P one of 20 where V has any."""
+    v, p = machine("dgx-1v"), machine("dgx-1p")
+    for i, j in itertools.product(range(8), repeat=2):
+        bricks = int(BRICKS[i][j])
+        pair = f"cuda:{ORDER[i]}", f"cuda:{ORDER[j]}"
+        if i != j:
+            assert (v.link(*pair).bandwidth if v.link(*pair) else 0) == 25 * bricks
+            assert (p.link(*pair).bandwidth if p.link(*pair) else 0) == (20 if bricks else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "speeds", "pair", "gb_per_s"),
+    [
+        ("dgx-1v", "effective", ("cuda:0", "cuda:3"), 40),
+        ("dgx-2", "effective", ("cuda:3", "nvswitch"), 120),
+        ("hgx-h100", "effective", ("cuda:3", "nvswitch"), Fraction("370.8")),
+        ("hgx-b200", "effective", ("cuda:3", "nvswitch"), Fraction("721.8")),
+        ("mi250", "effective", ("cuda:0", "cuda:1"), 144),
+        ("mi300x", "effective", ("cuda:0", "cuda:7"), 48),
+        ("nvlink-pairs-4", "raw", ("cuda:2", "cuda:3"), Fraction("56.25")),
+        ("ncv4", "raw", ("cuda:2", "cuda:3"), 300),
+        ("pcie-8", "raw", ("cuda:2", "plx1"), Fraction("15.75")),
+        ("pcie-8", "effective", ("cpu0", "cpu1"), 10),
+        ("mi100", "effective", ("cpu0", "cpu1"), 16),
+        ("epyc-numa-8", "effective", ("cpu:3", "cpu:7"), 16),
+    ],
+)
+def test_speeds(name, speeds, pair, gb_per_s):
+    """Raw is what the links are built for; effective is NCCL's or RCCL's constant times the links."""
+    assert machine(name, speeds=speeds).link(*pair).bandwidth == gb_per_s
+
+
+@pytest.mark.parametrize(
+    ("name", "nics", "card", "switch", "shared_by"),
+    [
+        ("dgx-1v", None, Fraction("12.5"), "ib", 2),
+        ("ndv2", None, Fraction("12.5"), "ib", 4),
+        ("p3.16xlarge", None, Fraction("3.125"), "net", 8),
+        ("p3.16xlarge", "edr", Fraction("12.5"), "ib", 2),
+        ("dgx-2", None, Fraction("12.5"), "ib", 2),
+        ("p4d", None, Fraction("12.5"), "net", 2),
+        ("mi250", "25-per-pair", 25, "ib", 2),
+    ],
+)
+def test_a_shared_card_is_a_switch(name, nics, card, switch, shared_by):
+    """A card that several devices share is a switch of their host, with one link of its speed to the network."""
+    topology = machine(name, 2, nics=nics)
+    assert topology.link("host1/nic0", switch).bandwidth == card
+    users = [link.dst for link in topology.out_links("host1/nic0") if link.dst in topology.devices]
+    assert len(users) == shared_by
+
+
+@pytest.mark.parametrize(
+    ("name", "nics", "k", "switch", "gb_per_s"),
+    [
+        ("dgx-a100", None, 4, "ib0", 25),
+        ("ndv4", None, 5, "ib1", 25),
+        ("p4d", "hdr", 5, "ib1", 25),
+        ("hgx-h100", None, 5, "rail5", 50),
+        ("p5.48xlarge", None, 5, "net", 50),
+        ("mi300x", None, 5, "rail5", 50),
+        ("gb200-nvl72", None, 70, "rail2", 50),
+        ("gb200-nvl72", "xdr", 71, "rail3", 100),
+        ("mi250", None, 15, "ib", 16),
+    ],
+)
+def test_a_card_of_ones_own_is_a_link(name, nics, k, switch, gb_per_s):
+    """A card that one device has to itself is a link to its network, or its rail, and to no other."""
+    topology = machine(name, 2, nics=nics)
+    links = [link for link in topology.out_links(f"host1/cuda:{k}") if "/" not in link.dst]
+    assert [(link.dst, link.bandwidth) for link in links] == [(switch, gb_per_s)]
+
+
+def test_in_network():
+    """Asked for, NVSwitches since H100 and InfiniBand combine; older NVSwitches, Ethernet, cards and CPUs do not."""
+
+    def able(name, hosts=1, **options):
+        return {switch.name for switch in machine(name, hosts, in_network=True, **options).switches if switch.reduces}
+
+    assert able("hgx-h100") == able("hgx-b200") == able("gb200-nvl72") == {"nvswitch"}
+    assert able("dgx-2") == able("dgx-a100") == able("pcie-8") == able("dgx-1v") == set()
+    assert able("dgx-1v", 2) == able("mi100", 2) == {"ib"}
+    assert able("dgx-a100", 2) == {"ib0", "ib1"}
+    assert able("p4d", 2) == able("p3.16xlarge", 2) == set()
+    assert able("p5.48xlarge", 2) == {"host0/nvswitch", "host1/nvswitch"}
+    assert able("hgx-h200", 2) == {"host0/nvswitch", "host1/nvswitch", *(f"rail{k}" for k in range(8))}
+
+
+def test_latencies_of_paths():
+    """A path through a switch costs both of its links: 0.7 us over NVLink or NVSwitch, 1.7 us over InfiniBand."""
+
+    def latency(topology, src, dst):
+        route = topology.route(src, dst)
+        return sum(topology.link(*pair).latency_s for pair in itertools.pairwise(route)) * 10**6
+
+    assert latency(machine("dgx-1v"), "cuda:0", "cuda:4") == Fraction("0.7")
+    assert latency(machine("dgx-2"), "cuda:0", "cuda:15") == Fraction("0.7")
+    assert latency(machine("hgx-h100"), "cuda:0", "cuda:1") == Fraction("1.8725")
+    assert latency(machine("dgx-a100", 2), "host0/cuda:1", "host1/cuda:3") == Fraction("1.7")
+    assert latency(machine("ndv2", 2), "host0/cuda:1", "host1/cuda:3") == Fraction("2.7")
+
+
+@pytest.mark.parametrize(
+    "spelling", ["dgx-1v", "DGX-1V", "dgx1v", "DGX_1V", " dgx 1v ", "dgx-1", "P3.16xLarge", "ndv2"]
+)
+def test_spellings(spelling):
+    """Only letters and digits of a name count; aliases of a machine differ in their network alone."""
+    assert machine(spelling) == machine("dgx-1v")
+
+
+def test_topology_machine_is_the_same():
+    """``Topology.machine`` passes everything on."""
+    asked = {"speeds": "effective", "nics": "hdr", "in_network": True}
+    assert Topology.machine("p4d", 2, **asked) == machine("p4d", 2, **asked)
+    assert Topology.machine("p4d", 2, **asked) != Topology.machine("p4d", 2)
+    assert Switch("ib1", True) in Topology.machine("p4d", 2, **asked).switches
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        (("dgx-1w",), {}, ["no machine of this name", "'dgx-1w'", "dgx-1v"]),
+        (("h100",), {}, ["no machine of this name", "hgx-h100"]),
+        (("",), {}, ["no machine of this name", "dgx-1p", "tpu-v4"]),
+        (("!?",), {}, ["no machine of this name", "dgx-1p"]),
+        ((None,), {}, ["no machine of this name", "None", "dgx-1p"]),
+        ((["dgx-1v"],), {}, ["no machine of this name", "list"]),
+        (("links",), {}, ["no machine of this name"]),
+        (("dgx-1v", 0), {}, ["hosts is a number of boxes", "0"]),
+        (("dgx-1v", -1), {}, ["hosts is a number of boxes", "-1"]),
+        (("dgx-1v", True), {}, ["hosts is a number of boxes", "True"]),
+        (("dgx-1v", 2.0), {}, ["hosts is a number of boxes", "2.0"]),
+        (("dgx-1v", "2"), {}, ["hosts is a number of boxes", "'2'"]),
+        (("dgx-1v", None), {}, ["hosts is a number of boxes", "None"]),
+        (("dgx-1v",), {"speeds": "measured"}, ["raw or effective", "'measured'"]),
+        (("dgx-1v",), {"speeds": None}, ["raw or effective", "None"]),
+        (("dgx-1v", 2), {"nics": "hdr"}, ["dgx-1v has no such network", "'hdr'", '"edr" or "edr-1" or "25gbe"']),
+        (("ndv2", 1), {"nics": "hdr"}, ["dgx-1v has no such network"]),
+        (("dgx-1v", 2), {"nics": 3}, ["dgx-1v has no such network", "3 (int)"]),
+        (("pcie-8", 1), {"nics": "ib"}, ["pcie-8 has no such network", "no nics"]),
+        (("pcie-8", 2), {}, ["pcie-8 has no network that could join", "hosts=2", "hosts=1"]),
+        (("tpu-v4", 2), {}, ["tpu-v4 has no network"]),
+    ],
+)
+def test_bad_arguments(arguments, options, words):
+    """Whatever cannot be built is refused, with what was given and what there is instead."""
+    with pytest.raises(ArgumentError) as caught:
+        machine(*arguments, **options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_thousand_gpus_take_no_time():
+    """1,024 GPUs on 128 hosts are wired in well under a second."""
+    best = math.inf
+    for _ in range(5):  # the machine may be busy
+        start = time.perf_counter()
+        topology = machine("hgx-h100", hosts=128)
+        best = min(best, time.perf_counter() - start)
+    assert len(topology.devices) == 1024
+    assert best < 0.5
