@@ -19,7 +19,8 @@ from ..errors import PlanError, message
 from ..schedule import Schedule, fluid_rate
 from ..topology import Link, Topology
 from .arborescences import Arc, Ways, pack, reaches, without_switches
-from .bounds import densest, solved
+from .bounds import solved
+from .cuts import densest
 from .joint import balanced
 from .treewise import Share, Through, Tree, depth, treewise, turned
 from .views import View, require_ways, view
@@ -132,20 +133,15 @@ def _grown(
 
 def _both(wiring: Topology, links: dict[Pair, Fraction]) -> tuple[list[Share], Fraction]:
     """Plan an all-reduce: in and out of the same roots."""
-    each = {k: Fraction(1) for k in range(len(wiring.devices))}
     found = solved(wiring)
     if found.reached <= 0:  # no exact solution: half of every link for each way
         half = {pair: bandwidth / 2 for pair, bandwidth in links.items()}
         found = found._replace(roots=dict.fromkeys(wiring.devices, Fraction(1)), down=half, up=half)
-    if wiring.symmetric:
-        whole = Fraction(len(each))
-        _, ratio = densest(wiring, {device: Fraction(1) for device in wiring.devices}, outward=True)
-        if whole / ratio / 2 == found.rate:  # a reduce-scatter, then an all-gather on the ways back: every root alike
-            trees, k = _trees(wiring, links, each)
-        else:
-            trees, k = _trees(wiring, found.down, _numbered(wiring, found.roots))
-        return [Share(tree.root, Fraction(tree.weight), turned(tree), tree) for tree in trees], k
     roots = _numbered(wiring, found.roots)
+    if wiring.symmetric:  # a reduction takes its broadcast's ways back
+        alike = all(used * 2 == links[pair] for pair, used in found.down.items())
+        trees, k = _trees(wiring, links if alike else found.down, roots)
+        return [Share(tree.root, Fraction(tree.weight), turned(tree), tree) for tree in trees], k
     down, k = _trees(wiring, found.down, roots)
     up, other = _trees(wiring, {(dst, src): used for (src, dst), used in found.up.items()}, roots)
     pairs = []

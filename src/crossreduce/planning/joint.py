@@ -23,6 +23,7 @@ from math import lcm
 from typing import Any, Final, NamedTuple
 
 from ..topology import Topology
+from .cuts import densest
 from .flows import Network
 
 # Denominators tried when a solution in floating point is made exact, the simplest first. Vertices of these programs
@@ -42,6 +43,7 @@ class Joint(NamedTuple):
       cuts: (nodes, weight, whether outward), the proof.
       potentials: (switch, in broadcasts, in reductions), its other part.
       reached: what ``roots``, ``down`` and ``up`` reach; equals ``rate`` unless the rounding failed (-1: wholly).
+        Where equal roots and half of every link for each way reach it, these are the ones.
       roots: the rate rooted at each device.
       down, up: what broadcasts and reductions use of each link, GB/s, by (src, dst).
     """
@@ -117,12 +119,19 @@ class _Program:
             self.up = [] if weights else [column + m for column in self.down]
         self.ways = [(self.down, True)] if self.twofold or weights else [(self.down, True), (self.up, False)]
         self.columns = self.n + m * len(self.ways)
+        # Half of every link for a reduce-scatter, half for an all-gather back: on most whole machines nothing beats it.
+        self.sure = Fraction(0)
+        if self.twofold:
+            _, ratio = densest(topology, dict.fromkeys(topology.devices, Fraction(1)), outward=True)
+            self.sure = self.n / ratio / 2
 
     def solved(self) -> tuple[Any, list[_Cut]]:
-        """Solve with ever more cuts, until the solution breaks none."""
+        """Solve with ever more cuts, until the solution breaks none, or is no better than what is surely reached."""
         cuts = self.first_cuts()
         for _ in range(_MOST_ROUNDS):
             solution = self.solve(cuts)
+            if self.sure and -solution.fun * self.largest <= self.sure * self.scale * (1 + 1e-9):
+                break
             broken = [cut for cut in self.broken(solution) if cut not in cuts]
             if not broken:
                 break
@@ -135,10 +144,25 @@ class _Program:
         return list(zip(self.down, self.up, strict=True)) if self.up else [(column,) for column in self.down]
 
     def first_cuts(self) -> dict[_Cut, None]:
-        """What each device must get, and what each root must send, whatever the rest does."""
+        """What each device, and each island of devices, must get and send, whatever the rest does."""
         everyone = frozenset(range(len(self.topology.nodes)))
-        sets = [everyone - {v} for v in range(self.n)] + [frozenset({v}) for v in range(self.n)]
+        sets = [frozenset({v}) for v in range(self.n)] + self.islands()
+        sets += [everyone - nodes for nodes in sets]
         return {_Cut(nodes, outward): None for _, outward in self.ways for nodes in sets}
+
+    def islands(self) -> list[frozenset[int]]:
+        """Return the topology's islands, each with the switches that lead nowhere else."""
+        number = {node: k for k, node in enumerate(self.topology.nodes)}
+        groups = [frozenset(number[device] for device in island) for island in self.topology.islands]
+        if len(groups) < 2:
+            return []
+        near: dict[int, set[int]] = {}
+        for src, dst in self.arcs:
+            near.setdefault(src, set()).add(dst)
+        return [
+            group | {switch for switch in range(self.n, len(number)) if near.get(switch, {-1}) <= group}
+            for group in groups
+        ]
 
     def crossing(self, cut: _Cut) -> list[int]:
         """Return the columns of what crosses a cut."""
@@ -210,8 +234,9 @@ class _Program:
             if proofs[-1][0] <= near:
                 break
         rate, weights, potentials = min(proofs, key=lambda proof: proof[0])
-        best: tuple[Fraction, list[Fraction]] = Fraction(-1), []
-        for limit in DENOMINATORS:
+        halves = [self.sure / self.n] * self.n + [link.bandwidth / 2 for link in self.links] * len(self.ways)
+        best = self.sure or Fraction(-1), halves
+        for limit in DENOMINATORS if best[0] < rate else ():
             values = self.rounded(solution, limit)
             best = max(best, (self.feasible(values), values), key=lambda found: found[0])
             if best[0] == rate:

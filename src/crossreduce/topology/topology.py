@@ -175,7 +175,7 @@ class Topology:
         """
         names = _names(devices)
         around = {frozenset((names[i - 1], names[i])) for i in range(len(names))} if len(names) > 1 else set()
-        return cls._both_ways(names, ((*sorted(pair), gb_per_s) for pair in around), latency_s)
+        return cls._both_ways(names, ((a, b, gb_per_s) for a, b in map(sorted, around)), latency_s)
 
     @classmethod
     def mesh(
@@ -279,7 +279,8 @@ class Topology:
           hosts: how many boxes, joined by their network cards.
           speeds: "raw": what the links are built for, for bounds; "effective": what NCCL and RCCL count
             on, for predictions.
-          nics: which of the machine's networks joins the hosts, where it has several; ``None``: the first.
+          nics: which of the machine's networks joins the hosts; ``None``: the one that the name stands for ("ndv2"
+            is a DGX-1V with another card).
           in_network: whether its switches combine and multicast in the network, where they can (NVLS, SHARP).
         Raises:
           ArgumentError: no such machine (the nearest names are shown), network or speeds.

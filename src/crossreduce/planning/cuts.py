@@ -1,0 +1,57 @@
+"""The cut that limits a rate: which set of nodes needs longest to get its bytes out.
+
+In: a topology, what starts where.  Out: the set, and how long it needs. Exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from math import lcm
+
+from ..topology import Topology
+from .flows import Network
+
+
+def densest(topology: Topology, weights: Mapping[str, Fraction], *, outward: bool) -> tuple[frozenset[str], Fraction]:
+    """Return the set of nodes that needs longest to get its roots' bytes out (or in), and seconds per GB: w(S) / B(S).
+
+    Newton on cuts: start from the best set that lacks one device; a flow that does not reach a device at that
+    rate shows a set that needs longer; go on from it. Exact.
+    """
+    numbers = {node: number for number, node in enumerate(topology.nodes)}
+    scale = lcm(*(link.bandwidth.denominator for link in topology.links))
+    arcs = {
+        (numbers[src], numbers[dst]) if outward else (numbers[dst], numbers[src]): int(bandwidth * scale)
+        for src, dst, bandwidth, _ in topology.links
+    }
+    parts = lcm(*(weight.denominator for weight in weights.values()))
+    starts = {numbers[device]: int(weight * parts) for device, weight in weights.items() if weight}
+    whole = sum(starts.values())
+    source = len(numbers)
+    entering = [0] * source
+    for (_, dst), capacity in arcs.items():
+        entering[dst] += capacity
+
+    def without(sink: int) -> Fraction:
+        needed = whole - starts.get(sink, 0)  # 0 for the only root, into which no link need lead
+        return Fraction(needed, entering[sink]) if needed else Fraction(0)
+
+    # The tightest device first, then the others in order.
+    sinks = sorted(range(len(topology.devices)), key=lambda sink: -without(sink))
+    best, ratio = frozenset(range(source)) - {sinks[0]}, without(sinks[0])
+    network = _at_rate(arcs, starts, source, ratio)
+    for sink in sinks:
+        while network.flow(source, sink) < whole * ratio.denominator:
+            best = network.cut(source, sink) - {source}
+            leaving = sum(capacity for (src, dst), capacity in arcs.items() if src in best and dst not in best)
+            ratio = Fraction(sum(starts.get(node, 0) for node in best), leaving)
+            network = _at_rate(arcs, starts, source, ratio)
+    return frozenset(topology.nodes[node] for node in best), ratio * scale / parts
+
+
+def _at_rate(arcs: dict[tuple[int, int], int], starts: dict[int, int], source: int, ratio: Fraction) -> Network:
+    """Return the network in which every root sends at the rate 1 / ratio, all scaled by the ratio's numerator."""
+    capacities = {pair: capacity * ratio.numerator for pair, capacity in arcs.items()}
+    capacities.update({(source, start): weight * ratio.denominator for start, weight in starts.items()})
+    return Network(source + 1, capacities)
