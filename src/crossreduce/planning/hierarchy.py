@@ -12,11 +12,15 @@ from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
+from typing import Final
 
 from ..schedule import Schedule
 from ..topology import Topology
 from .planners import hierarchical_copy, one_device
 from .treewise import Share, Tree, treewise
+
+MOST_DEVICES: Final = 128
+"""Devices up to which trees are grown edge by edge, which looks at every two of them; beyond, the islands must do."""
 
 Way = tuple[str, ...]
 
@@ -54,9 +58,9 @@ def hierarchies(
             found.append(hierarchical_copy(members, sources, destinations, packs=packs, first=first, groups=groups))
     roots = [s for s in sources if s in destinations] or list(sources)
     chosen = [members.index(root or roots[(first + pack) % len(roots)]) for pack in range(packs)]
-    ways = _ways(topology, members)
+    ways = _ways(topology, members) if len(members) <= MOST_DEVICES else {}
     places = (*members, *(node for node in topology.nodes if node not in members))
-    for kind in ("wide", "near", "mindful"):
+    for kind in ("wide", "near", "mindful") if ways else ():
         trees = {start: _tree(topology, members, places, ways, start, kind) for start in dict.fromkeys(chosen)}
         shares = [Share(start, Fraction(1), *both) for start in chosen if (both := trees[start])]
         if len(shares) == packs:

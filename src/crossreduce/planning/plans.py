@@ -27,8 +27,7 @@ from .rings import rings
 from .views import require_ways
 
 # Beyond these many devices "auto" leaves out what has n**2 steps (a schedule of a million) or takes minutes.
-MOST_SQUARE: Final = 128
-MOST_FOREST: Final = 128
+MOST_DEVICES: Final = 128
 
 NAMED: Final = tuple(name for name in ALGORITHMS if name not in ("auto", "nccl"))
 
@@ -240,11 +239,7 @@ def planned_on(
         return _quickest(topology, collective, sources, destinations, nbytes, algorithm, packs, first, root)
     n = len({*sources, *destinations})
     names = [
-        name
-        for name in NAMED
-        if (n <= MOST_SQUARE or name in ("one_device", "hierarchical_copy", "forest"))
-        and (n <= MOST_FOREST or name != "forest")
-        and (root is None or name in ("one_device", "hierarchical_copy"))
+        name for name in NAMED if name in ("one_device", "hierarchical_copy") or (n <= MOST_DEVICES and root is None)
     ]
     plans = []
     for name in names:

@@ -17,6 +17,7 @@ from .planners import ring
 # A search for one ring gives up after so many steps: finding a Hamiltonian cycle is NP-complete (Karp 1972).
 _MOST_STEPS = 5_000
 _MOST_RINGS = 16  # NCCL builds as many channels on its widest machines
+_MOST_CHUNKS = 512  # a ring of n devices has n chunks of 2(n - 1) steps each
 
 Pair = tuple[str, str]
 
@@ -45,7 +46,7 @@ def orders(topology: Topology, devices: tuple[str, ...]) -> tuple[tuple[str, ...
         True,
     ):  # rings that all start alike, or each elsewhere: it leaves a host over other links then
         left, rings = room.copy(), found.setdefault(turning, [])
-        while len(rings) < _MOST_RINGS:
+        while len(rings) < min(_MOST_RINGS, max(1, _MOST_CHUNKS // len(devices))):
             turn = len(rings) % len(devices) if turning else 0
             order = _ring((*devices[turn:], *devices[:turn]), ways, left, unit)
             if order is None:
