@@ -109,49 +109,58 @@ def limited_by(limit: Bound) -> str:
 
     >>> from crossreduce.planning import bound
     >>> from crossreduce import Topology
-    >>> limited_by(bound(Topology.star(4, 450), "broadcast", "cpu:1"))
-    'the link into cpu:0 (450 GB/s)'
+    >>> star = Topology.star(4, 450)
+    >>> limited_by(bound(star, "broadcast", "cpu:1")), limited_by(bound(star, "all_reduce"))
+    ('the link into cpu:0 (450 GB/s)', 'the links of every device: one, 450 GB/s, in and out')
     """
     heaviest = max((cut.weight for cut in limit.cuts), default=Fraction(0))
-    texts: dict[tuple[str, str], list[str]] = {}
+    sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # by devices: how many links of how many GB/s
     for cut in limit.cuts:
         if cut.weight == heaviest:
-            side, links = _described(limit, cut)
-            texts.setdefault((side, links), [])
-    alone = {side for side, _ in texts if side.removeprefix("into ").removeprefix("out of ") in limit.devices}
-    if len(alone) >= len(limit.devices) > 1:
-        return "the links of every device: " + "; ".join(sorted({links for _, links in texts}))
-    listed = [f"{links} {side}" if "(" not in links else links.replace(" (", f" {side} (", 1) for side, links in texts]
-    more = f", and {len(listed) - 2} more such cuts together" if len(listed) > 2 else ""
-    return " and ".join(listed[:2]) + more
+            here, way, links = _crossing(limit, cut)
+            sides.setdefault(here, {})[way] = links
+    if len(sides) == len(limit.devices) > 1 and all(len(here) == 1 for here in sides):
+        kinds = dict.fromkeys((links, len(ways)) for ways in sides.values() for links in ways.values())
+        words = [f"{'one' if n == 1 else n}, {_number(width)} GB/s, {_ways(ways)}" for (n, width), ways in kinds]
+        return f"the links of every device: {'; '.join(words)}"
+    texts = [_words(limit, here, ways) for here, ways in sides.items()]
+    more = len(texts) - 2
+    return " and ".join(texts[:2]) + (f", with {more} more such cut{'s' * (more > 1)}" if more > 0 else "")
 
 
-def _described(limit: Bound, cut: Cut) -> tuple[str, str]:
-    """Return a cut's smaller side, and how many links of how many GB/s cross it."""
-    inside = [device for device in limit.devices if device in cut.nodes]
-    outside = [device for device in limit.devices if device not in cut.nodes]
-    crossing = [
-        link
-        for link in limit.topology.links
-        if (
-            (link.src in cut.nodes) > (link.dst in cut.nodes)
-            if cut.outward
-            else (link.dst in cut.nodes) > (link.src in cut.nodes)
-        )
+def _crossing(limit: Bound, cut: Cut) -> tuple[tuple[str, ...], str, tuple[int, Fraction]]:
+    """Return the devices on a cut's smaller side, the way over it, and how many links of how many GB/s go that way."""
+    inside = tuple(device for device in limit.devices if device in cut.nodes)
+    outside = tuple(device for device in limit.devices if device not in cut.nodes)
+    widths = [
+        bandwidth
+        for src, dst, bandwidth, _ in limit.topology.links
+        if (src in cut.nodes) != (dst in cut.nodes) and (src in cut.nodes) == cut.outward
     ]
     here, into = (outside, cut.outward) if len(outside) <= len(inside) else (inside, not cut.outward)
-    width = sum((link.bandwidth for link in crossing), Fraction(0))
-    host = {parse(device).host for device in here}
-    everyone_there = [device for device in limit.devices if parse(device).host in host]
-    name = ", ".join(here[:_MOST_NAMES]) + (f" and {len(here) - _MOST_NAMES} more" if len(here) > _MOST_NAMES else "")
+    return here, "into" if into else "out of", (len(widths), sum(widths, Fraction(0)))
+
+
+def _words(limit: Bound, here: tuple[str, ...], ways: dict[str, tuple[int, Fraction]]) -> str:
+    hosts = {parse(device).host for device in here}
+    there = [device for device in limit.devices if parse(device).host in hosts]
+    name, noun = ", ".join(here[:_MOST_NAMES]), "link"
+    if len(here) > _MOST_NAMES:
+        name += f" and {len(here) - _MOST_NAMES} more"
     if len(here) > 1:
         name = f"{{{name}}}"
-    noun = "link"
-    if len(host) == 1 and "" not in host and len(everyone_there) == len(here) < len(limit.devices):
-        (name,) = host
-        noun = "NIC"
-    count = f"the {len(crossing)} {noun}s" if len(crossing) > 1 else f"the {noun}"
-    return f"{'into' if into else 'out of'} {name}", f"{count} ({_number(width)} GB/s)"
+    if len(hosts) == 1 and "" not in hosts and len(there) == len(here) < len(limit.devices):
+        (name,), noun = hosts, "NIC"  # all devices of one host: what leaves it is its network
+    if len(set(ways.values())) == 1:
+        ways = {" and ".join(ways): next(iter(ways.values()))}
+    return " and ".join(
+        f"the {f'{n} {noun}s' if n > 1 else noun} {way} {name} ({_number(width)} GB/s)"
+        for way, (n, width) in ways.items()
+    )
+
+
+def _ways(count: int) -> str:
+    return "in and out" if count > 1 else "one way"
 
 
 def _number(value: Fraction) -> str:
