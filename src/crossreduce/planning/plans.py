@@ -244,7 +244,7 @@ def planned_on(
     plans = []
     for name in names:
         try:
-            plans.append(planned_on(topology, collective, sources, destinations, nbytes, name, packs, first, root))
+            plans.append(_quickest(topology, collective, sources, destinations, nbytes, name, packs, first, root))
         except PlanError:
             continue
     return min(plans, key=lambda found: found.seconds)

@@ -103,9 +103,12 @@ class Schedule:
         object.__setattr__(self, "chunks", tuple(Chunk(share, tuple(s), tuple(d)) for share, s, d in self.chunks))
         steps_of = (tuple(Step(chunk, dst, tuple(srcs)) for chunk, dst, srcs in steps) for steps in self.rounds)
         object.__setattr__(self, "rounds", tuple(steps_of))
+        n = len(self.devices)
+        for route in self.routes:
+            if isinstance(route[3], str):  # tuple() would make switches of its letters
+                raise _malformed("a route is malformed", route, n)
         routes = tuple(Route(chunk, src, dst, tuple(through), *when) for chunk, src, dst, through, *when in self.routes)
         object.__setattr__(self, "routes", routes)
-        n = len(self.devices)
         if len(set(self.devices)) != n:
             raise ScheduleError(message("a schedule has each device once.", ", ".join(self.devices)))
         for number, chunk in enumerate(self.chunks):
@@ -127,7 +130,8 @@ class Schedule:
         for route in self.routes:
             known = route.round is None or 0 <= route.round < len(self.rounds)
             ends = (route.src, route.dst)
-            if not (0 <= route.chunk < len(self.chunks) and _positions(ends, n) and route.through and known):
+            named = route.through and all(isinstance(node, str) for node in route.through)
+            if not (0 <= route.chunk < len(self.chunks) and _positions(ends, n) and named and known):
                 raise _malformed("a route is malformed", route, n)
         if len({(*route[:3], route.round) for route in self.routes}) < len(self.routes):
             raise ScheduleError(message("a chunk has one route between two devices.", shown(self.routes)))
@@ -149,6 +153,15 @@ class Schedule:
     @property
     def _parts(self) -> tuple[Any, ...]:
         return self.collective, self.algorithm, self.devices, self.chunks, self.rounds, self.pieces, self.routes
+
+    def cut_into(self, pieces: int) -> Schedule:
+        """Return the same schedule with chunks cut into so many pieces; both share all of their steps."""
+        if pieces < 1:
+            raise ScheduleError(message("a chunk is cut into at least one piece.", shown(pieces), "pieces=1"))
+        other = object.__new__(Schedule)
+        parts = ("collective", "algorithm", "devices", "chunks", "rounds", "routes")
+        other.__dict__.update({name: getattr(self, name) for name in parts}, pieces=pieces)
+        return other
 
     def spans(self, size: int) -> tuple[tuple[int, int], ...]:
         """Return each chunk's range of elements ``(start, stop)`` in a flat buffer of ``size`` elements.
@@ -206,7 +219,7 @@ class Schedule:
                 _int(read["pieces"]),
                 tuple(
                     Route(_int(chunk), _int(src), _int(dst), tuple(map(_text, _list(through))), *map(_int, when))
-                    for chunk, src, dst, through, *when in read.get("routes", ())
+                    for chunk, src, dst, through, *when in map(_list, _list(read.get("routes", [])))
                 ),
             )
         except ScheduleError:
@@ -275,8 +288,8 @@ def _int(value: object) -> int:
     return value
 
 
-def _ints(values: Iterable[object]) -> tuple[int, ...]:
-    return tuple(_int(value) for value in values)
+def _ints(values: object) -> tuple[int, ...]:
+    return tuple(_int(value) for value in _list(values))
 
 
 def _many(count: int, noun: str) -> str:

@@ -16,7 +16,7 @@ Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel C
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -109,8 +109,8 @@ def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
 def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Schedule, float]:
     """Return the schedule in the number of pieces that takes the least time for ``nbytes`` bytes, and that time.
 
-    For p pieces, at least as many as rounds, the time is a + b p + c / p, least at p = sqrt(c / b); fewer are tried by
-    doubling. No piece of the average chunk is below ``LEAST_PIECE`` bytes.
+    For p pieces, at least as many as rounds, the time is a + b p + c / p, least at p = sqrt(c / b); fewer are tried one
+    by one up to 32, then by doubling. No piece of the average chunk is below ``LEAST_PIECE`` bytes.
 
     >>> from crossreduce.planning import one_device
     >>> topology = Topology.star(4, gb_per_s=25, latency_s=1e-6)
@@ -120,10 +120,10 @@ def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Sche
     """
     rounds = _rounds(schedule, topology, _traffic(schedule, topology), _elements(nbytes, 1))
     if not nbytes or not rounds:
-        return replace(schedule, pieces=1), 0.0
+        return schedule.cut_into(1), 0.0
     deep = len(rounds)
     most = max(1, nbytes // len(schedule.chunks) // LEAST_PIECE)
-    tried = {1, deep, most} | {1 << k for k in range(deep.bit_length())}
+    tried = {1, deep, most, *range(2, min(deep, 33)), *(1 << k for k in range(deep.bit_length()))}
     windows = _windows(rounds, deep)
     latency, transfer = windows[deep - 1]  # of a tick in which all rounds are on their way
     if latency:
@@ -132,7 +132,7 @@ def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Sche
         tried |= {math.floor(best), math.ceil(best)}
     times = {pieces: math.fsum(_ticks(rounds, pieces)) for pieces in sorted(tried) if 1 <= pieces <= most}
     pieces = min(times, key=lambda pieces: (times[pieces], pieces))
-    return replace(schedule, pieces=pieces), times[pieces]
+    return schedule.cut_into(pieces), times[pieces]
 
 
 class _Moves(NamedTuple):
@@ -174,6 +174,16 @@ def way(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None 
     Raises:
       PlanError: there is no way, or a link on it is missing.
     """
+    unknown = [node for node in (src, *(through or ()), dst) if node not in topology.nodes]
+    if unknown:
+        given = f"{', '.join(unknown)}; nodes {', '.join(topology.nodes)}"
+        raise PlanError(
+            message(
+                f"the topology has no way from {src} to {dst}: it lacks a node.",
+                given,
+                "the topology it was planned for",
+            )
+        )
     nodes = topology.route(src, dst) if through is None else (src, *through, dst)
     pairs = () if nodes is None else tuple(pairwise(nodes))
     if nodes is None or any(topology.link(*pair) is None for pair in pairs):

@@ -366,13 +366,14 @@ class Topology:
     def route(self, src: str, dst: str) -> tuple[str, ...] | None:
         """Return the nodes on the way data takes from ``src`` to ``dst`` where a schedule names none.
 
-        The way through the fewest devices, then over the fewest links, then of the greatest bandwidth, then
-        the first in the order of the nodes. ``None``: there is no way.
+        The way through the fewest devices, then over the fewest links, then of the greatest bandwidth; of several
+        such always the same. ``None``: there is no way.
 
         >>> Topology.ring(5).route("cpu:0", "cpu:2")
         ('cpu:0', 'cpu:1', 'cpu:2')
         """
         src, dst = self._node(src), self._node(dst)
+        self._require((src, dst))
         if (src, dst) in self._by_pair:
             return src, dst
         return self._routes_from(src).get(dst)
@@ -505,9 +506,14 @@ class Topology:
             read: dict[str, Any] = json.loads(text)
             if read["format"] != FORMAT:
                 raise KeyError(read["format"])  # noqa: TRY301 - one handler says what every fault means
-            switches = [Switch(_text(name), _flag(reduces)) for name, reduces in read.get("switches", ())]
-            links = [Link(_text(src), _text(dst), *map(_exact, numbers)) for src, dst, *numbers in read["links"]]
-            return cls(tuple(map(_text, read["devices"])), tuple(links), tuple(switches))
+            switches = [
+                Switch(_text(name), _flag(reduces)) for name, reduces in map(_list, _list(read.get("switches", [])))
+            ]
+            links = [
+                Link(_text(src), _text(dst), *map(_exact, numbers))
+                for src, dst, *numbers in map(_list, _list(read["links"]))
+            ]
+            return cls(tuple(map(_text, _list(read["devices"]))), tuple(links), tuple(switches))
         except ArgumentError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -537,6 +543,8 @@ def _number(what: str, value: object) -> Fraction:
 
 def _switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
     try:
+        if isinstance(given, str):
+            raise TypeError(given)  # noqa: TRY301 - its letters would be switches
         switches = tuple(Switch(entry) if isinstance(entry, str) else Switch(*entry) for entry in given)
     except TypeError as error:
         raise ArgumentError(message("switches are Switches or names.", shown(given), 'Switch("nvswitch")')) from error
@@ -561,6 +569,12 @@ def _is_device(name: str) -> bool:
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is no list")
     return value
 
 
