@@ -40,10 +40,10 @@ def test_from_matrix_has_a_link_for_each_entry(rows):
 
 
 def test_from_matrix_takes_any_numbers():
-    """Ints, floats and fractions are kept exactly; names are put in canonical form."""
+    """Ints and fractions are kept exactly, floats as they are written; names are put in canonical form."""
     topology = Topology.from_matrix([[0, Fraction(1, 3)], [0.1, 0]], ["GPU:0", "/gpu:1"])
     assert topology.link("cuda:0", "cuda:1") == Link("cuda:0", "cuda:1", Fraction(1, 3), Fraction(0))
-    assert topology.link("cuda:1", "cuda:0").bandwidth == Fraction(0.1)
+    assert topology.link("cuda:1", "cuda:0").bandwidth == Fraction(1, 10)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "int32", "uint8"])

@@ -337,15 +337,16 @@ class AllReduceCrossDeviceOps(_BatchReducing):
     """Reduces along a planned schedule, with tensors packed into few large buffers.
 
     Args:
-      all_reduce_alg: "one_device", "hierarchical_copy", "ring", "halving_doubling", "direct", "auto" or
-        "nccl" (plans "auto" where NCCL cannot be used, and says so once, at INFO).
+      all_reduce_alg: "one_device", "hierarchical_copy", "ring", "halving_doubling", "direct", "forest", "auto"
+        or "nccl" (plans "auto" where NCCL cannot be used, and says so once, at INFO).
       num_packs: into how many packs the tensors of each dtype are joined and cut; packs are reduced by
         trees with different roots. 0: no packing.
       agg_small_grads_max_bytes: without packs, neighbouring tensors of one dtype and at most so many
         bytes each are joined. 0: none are.
       agg_small_grads_max_group: the most tensors that are joined so.
-      topology: the links that dense values may take; ``None``: any. Its devices are those of the values,
-        or, where none of the names are, matched by position. Sparse values and gathers go straight.
+      topology: the links that dense values may take, on which ``crossreduce.plan`` plans for their size;
+        ``None``: any. Its devices are those of the values, or, where none of the names are, matched by
+        position. Sparse values and gathers go straight.
     Raises:
       ArgumentError: an unknown algorithm, a number that is negative or not whole, no ``Topology``.
 
@@ -401,8 +402,8 @@ class AllReduceCrossDeviceOps(_BatchReducing):
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """Reduces inside groups of devices, then between them, and copies back the same way.
 
-    Any number of devices, odd ones too. The groups are the topology's islands of fast links, or else
-    two halves; see ``crossreduce.planning.hierarchical_copy``.
+    Any number of devices, odd ones too. With a topology the hierarchy is read from its wiring, and never slower
+    in simulation than one device; without, it is two halves (``crossreduce.planning.hierarchical_copy``).
 
     Args:
       num_packs: how many trees, with different roots, share the load; 0: one a tensor, unpacked.

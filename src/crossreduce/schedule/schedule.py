@@ -105,7 +105,7 @@ class Schedule:
         object.__setattr__(self, "rounds", tuple(steps_of))
         n = len(self.devices)
         for route in self.routes:
-            if isinstance(route[3], str):  # tuple() would make switches of its letters
+            if len(route) not in (4, 5) or isinstance(route[3], str):  # tuple() would make switches of its letters
                 raise _malformed("a route is malformed", route, n)
         routes = tuple(Route(chunk, src, dst, tuple(through), *when) for chunk, src, dst, through, *when in self.routes)
         object.__setattr__(self, "routes", routes)

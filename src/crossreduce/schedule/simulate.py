@@ -30,6 +30,9 @@ LEAST_PIECE: Final = 1024
 """Bytes of a chunk below which it is not cut further: far below every link's latency x bandwidth (0.7 us x 25 GB/s
 is 17 KB), so that more pieces would not be faster anyway."""
 
+MOST_PIECES: Final = 1 << 16
+"""Pieces beyond which more change nothing that can be seen: R rounds cost (R - 1) / p more than the links' own time."""
+
 Pair = tuple[str, str]
 
 
@@ -86,7 +89,8 @@ def simulate(schedule: Schedule, topology: Topology, nbytes: int, itemsize: int 
         for pair, seconds in moving.seconds.items():
             busy[pair] = busy.get(pair, 0.0) + seconds
     ticks = _ticks(rounds, schedule.pieces) if nbytes and rounds else []
-    return Simulation(math.fsum(ticks), busy, carried, tuple(ticks))
+    seconds = _seconds(rounds, schedule.pieces) if ticks else 0.0
+    return Simulation(seconds, busy, carried, tuple(ticks))
 
 
 def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
@@ -122,7 +126,7 @@ def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Sche
     if not nbytes or not rounds:
         return schedule.cut_into(1), 0.0
     deep = len(rounds)
-    most = max(1, nbytes // len(schedule.chunks) // LEAST_PIECE)
+    most = max(1, min(nbytes // len(schedule.chunks) // LEAST_PIECE, MOST_PIECES))
     tried = {1, deep, most, *range(2, min(deep, 33)), *(1 << k for k in range(deep.bit_length()))}
     windows = _windows(rounds, deep)
     latency, transfer = windows[deep - 1]  # of a tick in which all rounds are on their way
@@ -130,7 +134,7 @@ def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Sche
         ramps = sum(seconds for _, seconds in windows) - deep * transfer
         best = math.sqrt(max(ramps, 0.0) / latency)
         tried |= {math.floor(best), math.ceil(best)}
-    times = {pieces: math.fsum(_ticks(rounds, pieces)) for pieces in sorted(tried) if 1 <= pieces <= most}
+    times = {pieces: _seconds(rounds, pieces) for pieces in sorted(tried) if 1 <= pieces <= most}
     pieces = min(times, key=lambda pieces: (times[pieces], pieces))
     return schedule.cut_into(pieces), times[pieces]
 
@@ -174,7 +178,7 @@ def way(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None 
     Raises:
       PlanError: there is no way, or a link on it is missing.
     """
-    unknown = [node for node in (src, *(through or ()), dst) if node not in topology.nodes]
+    unknown = [node for node in (src, *(through or ()), dst) if node not in topology]
     if unknown:
         given = f"{', '.join(unknown)}; nodes {', '.join(topology.nodes)}"
         raise PlanError(
@@ -216,6 +220,14 @@ def _ticks(rounds: list[_Round], pieces: int) -> list[float]:
     return ticks
 
 
+def _seconds(rounds: list[_Round], pieces: int) -> float:
+    """Return the sum of all ticks without listing them."""
+    windows = _windows(rounds, min(pieces, len(rounds)))
+    ticks = [latency + transfer / pieces for latency, transfer in windows]
+    more = max(0, pieces - len(rounds))
+    return math.fsum([*ticks, more * ticks[len(rounds) - 1]])
+
+
 def _windows(rounds: list[_Round], width: int) -> list[tuple[float, float]]:
     """Return (latency, busiest link's seconds) of each set of rounds that are on their way together.
 
@@ -231,7 +243,7 @@ def _windows(rounds: list[_Round], width: int) -> list[tuple[float, float]]:
             for pair, seconds in rounds[t - width].seconds.items():
                 load[pair] -= seconds
         within = rounds[max(0, t - width + 1) : t + 1]
-        windows.append((max(moves.latency_s for moves in within), max(load.values(), default=0.0)))
+        windows.append((max(moves.latency_s for moves in within), max(0.0, *load.values()) if load else 0.0))
     return windows
 
 

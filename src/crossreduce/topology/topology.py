@@ -21,6 +21,8 @@ from ..errors import ArgumentError, message, shown
 from ..values import read_devices
 
 FORMAT: Final = "crossreduce.topology/1"
+_MOST: Final = 10**12  # what a float can still count with, in GB/s or seconds
+_LEAST: Final = Fraction(1, _MOST)
 _SHOWN: Final = 16  # devices in a topology's repr
 _SWITCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#-]*")  # no colon: it cannot be taken for a device
 
@@ -244,7 +246,7 @@ class Topology:
 
     @classmethod
     def _grid(cls, shape: Sequence[int], gb_per_s: Any, latency_s: float | Fraction, *, wraps: bool) -> Topology:
-        if not shape or not all(isinstance(length, int) and length >= 1 for length in shape):
+        if not shape or not all(type(length) is int and length >= 1 for length in shape):
             raise ArgumentError(message("a grid has 1 or more devices along each dimension.", shown(shape), "4, 4"))
         speeds = list(gb_per_s) if isinstance(gb_per_s, (tuple, list)) else [gb_per_s] * len(shape)
         if len(speeds) != len(shape):
@@ -363,6 +365,10 @@ class Topology:
         """All devices, then all switches."""
         return (*self.devices, *(switch.name for switch in self.switches))
 
+    def __contains__(self, node: object) -> bool:
+        """Whether there is a device or switch of exactly this name."""
+        return node in self._order
+
     def route(self, src: str, dst: str) -> tuple[str, ...] | None:
         """Return the nodes on the way data takes from ``src`` to ``dst`` where a schedule names none.
 
@@ -392,7 +398,7 @@ class Topology:
                 continue
             ways[here] = tuple(self.nodes[number] for number in numbers)
             through += here != src and numbers[-1] < len(self.devices)
-            for link in self.out_links(here):
+            for link in self._by_src.get(here, ()):
                 if link.dst not in ways:
                     way = (*numbers, self._order[link.dst])
                     heapq.heappush(queue, (through, hops + 1, max(narrow, -link.bandwidth), way))
@@ -401,7 +407,7 @@ class Topology:
 
     def out_links(self, node: str) -> tuple[Link, ...]:
         """Return the links that leave a device or switch."""
-        return self._by_src.get(node, ())
+        return self._by_src.get(self._node(node), ())
 
     def reversed(self) -> Topology:
         """Return the topology with every link turned round."""
@@ -510,8 +516,8 @@ class Topology:
                 Switch(_text(name), _flag(reduces)) for name, reduces in map(_list, _list(read.get("switches", [])))
             ]
             links = [
-                Link(_text(src), _text(dst), *map(_exact, numbers))
-                for src, dst, *numbers in map(_list, _list(read["links"]))
+                Link(_text(src), _text(dst), _exact("bandwidth", bandwidth), *(_exact("latency", s) for s in latency))
+                for src, dst, bandwidth, *latency in map(_list, _list(read["links"]))
             ]
             return cls(tuple(map(_text, _list(read["devices"]))), tuple(links), tuple(switches))
         except ArgumentError:
@@ -531,14 +537,17 @@ def _names(devices: int | Iterable[str]) -> tuple[str, ...]:
 
 
 def _number(what: str, value: object) -> Fraction:
+    """Return a bandwidth or latency exactly; a float as it is written, so that 0.1 is 1/10."""
+    exact = Fraction(-1)
     if isinstance(value, Rational) and not isinstance(value, bool):
         exact = Fraction(int(value.numerator), int(value.denominator))
-        if exact >= 0:
-            return exact
-    if isinstance(value, Real) and not isinstance(value, Rational) and math.isfinite(value) and float(value) >= 0:
-        return Fraction(float(value))
+    elif isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
+        exact = Fraction(repr(float(value)))
+    if exact == 0 or _LEAST <= exact <= _MOST:
+        return exact
     units = {"bandwidth": "GB/s", "latency": "seconds"}
-    raise ArgumentError(message(f"a {what} is a number of {units[what]}, 0 or more.", shown(value), "25"))
+    problem = f"a {what} is a number of {units[what]}, 0 or more, up to {_MOST}."
+    raise ArgumentError(message(problem, shown(value), "25" if what == "bandwidth" else "1e-6"))
 
 
 def _switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
@@ -584,10 +593,10 @@ def _flag(value: object) -> bool:
     return value
 
 
-def _exact(value: object) -> Fraction:
+def _exact(what: str, value: object) -> Fraction:
     """Read a number of a file: text such as "64/3" or "12.5", or JSON's own."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return _number("bandwidth", value)
+        return _number(what, value)
     if not re.fullmatch(r"[0-9]{1,40}(/[0-9]{1,40}|\.[0-9]{1,40})?", _text(value)):  # "1e99999999" would take hours
         raise ValueError(f"{value!r} is no number of 0 or more")
     return Fraction(_text(value))

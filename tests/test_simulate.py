@@ -1,0 +1,521 @@
+"""simulate: closed forms, an exact oracle that steps through every tick, and the bytes that a run really moves."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running import run_on
+from strategies import ALGORITHMS, algorithms, names, requests
+
+import crossreduce as cr
+from crossreduce import ArgumentError, Chunk, Link, PlanError, Route, Schedule, Simulation, Step, Topology, simulate
+from crossreduce.backends.null import NullBackend
+from crossreduce.planning import PLANNERS, direct, halving_doubling, hierarchical_copy, one_device, ring
+from crossreduce.schedule import fluid_rate, pipelined
+from crossreduce.schedule.simulate import LEAST_PIECE
+
+GB = 10**9
+ONE = Fraction(1)
+MICRO = Fraction(1, 10**6)
+# NVLinks between the GPUs of a DGX-1V: nvidia-smi topo -m in NVIDIA's DGX-1 user guide.
+BRICKS = """
+    0 2 1 1 2 0 0 0
+    2 0 1 2 0 1 0 0
+    1 1 0 2 0 0 2 0
+    1 2 2 0 0 0 0 1
+    2 0 0 0 0 2 1 1
+    0 1 0 0 2 0 1 2
+    0 0 2 0 1 1 0 2
+    0 0 0 1 1 2 2 0
+"""
+NVLINKS = [[int(count) for count in row.split()] for row in BRICKS.split("\n")[1:-1]]
+DGX_1V = Topology.from_matrix([[25 * count for count in row] for row in NVLINKS])
+DGX_1P = Topology.from_matrix([[20 * min(count, 1) for count in row] for row in NVLINKS])
+
+
+def plan(algorithm, ask):
+    return PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
+
+
+def near(wanted, rel=1e-9):
+    return pytest.approx(float(wanted), rel=rel, abs=0)
+
+
+@st.composite
+def wired(draw, devices, most_switches=2):
+    """Draw a topology of these devices and some switches in which every node reaches every other."""
+    switches = [f"bus{k}" for k in range(draw(st.integers(0, most_switches)))]
+    nodes = [*devices, *switches]
+    pairs = set()
+    for k in range(1, len(nodes)):  # a tree, both ways
+        other = draw(st.integers(0, k - 1))
+        pairs |= {(nodes[k], nodes[other]), (nodes[other], nodes[k])}
+    if len(nodes) > 1:
+        pairs |= set(draw(st.lists(st.permutations(nodes).map(lambda order: tuple(order[:2])), max_size=8)))
+    speeds = st.sampled_from([1, 2, Fraction(5, 2), 25, Fraction(64, 3), 450])
+    latencies = st.sampled_from([Fraction(0), MICRO, Fraction(7, 10**7), Fraction(1, 3)])
+    return Topology(devices, [Link(a, b, draw(speeds), draw(latencies)) for a, b in sorted(pairs)], switches)
+
+
+def line(n, gb_per_s, latency_s):
+    """Return n devices in a line, linked one way."""
+    devices = names(n)
+    return Topology(devices, [Link(a, b, gb_per_s, latency_s) for a, b in pairwise(devices)])
+
+
+def chain(n, pieces=1):
+    """Return a broadcast from the first device to all, one after the other."""
+    rounds = tuple((Step(0, k + 1, (k,)),) for k in range(n - 1))
+    return Schedule("broadcast", "chain", names(n), (Chunk(ONE, (0,), tuple(range(n))),), rounds, pieces)
+
+
+# Closed forms.
+
+
+@pytest.mark.parametrize("n", range(2, 10))
+@pytest.mark.parametrize(("latency", "speed", "share"), [(0, 25, 1000), (MICRO, 450, 1), (Fraction(1, 3), 1, 10**6)])
+def test_a_ring_takes_its_closed_form(n, latency, speed, share):
+    """An all-reduce of M bytes on a ring takes 2 (n-1) (a + M / n / b), and each link carries 2 (n-1) / n of M."""
+    topology = Topology.ring(n, speed, latency)
+    done = simulate(ring(topology.devices), topology, n * share)
+    assert done.seconds == near(2 * (n - 1) * (latency + Fraction(share, speed * GB)))
+    assert done.bytes == {(f"cpu:{k}", f"cpu:{(k + 1) % n}"): 2 * (n - 1) * share for k in range(n)}
+    assert done.busy == {pair: near(Fraction(2 * (n - 1) * share, speed * GB)) for pair in done.bytes}
+    assert len(done.ticks) == 2 * (n - 1)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 7, 64, 1000])
+@pytest.mark.parametrize("hops", [1, 2, 5, 30])
+def test_a_pipelined_chain_takes_its_closed_form(hops, pieces):
+    """A broadcast of M bytes down a chain of d hops in p pieces takes (d + p - 1) (a + M / p / b)."""
+    topology = line(hops + 1, 25, MICRO)
+    done = simulate(chain(hops + 1, pieces), topology, 10**7)
+    tick = MICRO + Fraction(10**7, pieces) / (25 * GB)
+    assert done.seconds == near((hops + pieces - 1) * tick)
+    assert done.ticks == (near(tick),) * (hops + pieces - 1)
+    assert done.bytes == {(link.src, link.dst): 10**7 for link in topology.links}
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 50])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_pipelined_binary_tree_takes_its_closed_form(depth, pieces):
+    """A broadcast down a binary tree of depth d in p pieces takes (d + p - 1) (a + M / p / b), as a chain of d hops."""
+    n = 2 ** (depth + 1) - 1
+    devices = names(n)
+    links = [Link(devices[(k - 1) // 2], devices[k], 12, MICRO) for k in range(1, n)]
+    rounds = tuple(
+        tuple(Step(0, k, ((k - 1) // 2,)) for k in range(2**level - 1, 2 ** (level + 1) - 1))
+        for level in range(1, depth + 1)
+    )
+    tree = Schedule("broadcast", "tree", devices, (Chunk(ONE, (0,), tuple(range(n))),), rounds, pieces)
+    cr.verify(tree)
+    done = simulate(tree, Topology(devices, links), 999)
+    assert done.seconds == near((depth + pieces - 1) * (MICRO + Fraction(999, pieces * 12 * GB)))
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_a_star_takes_its_closed_form(n):
+    """Through a switch a move has two latencies, and all moves to one device share its link."""
+    topology = Topology.star(n, 50, MICRO)
+    everything, root = n * 10**5, topology.devices[0]
+    reduce = one_device(topology.devices, destinations=[root])
+    step = 2 * MICRO + Fraction((n - 1) * everything, 50 * GB)
+    done = simulate(reduce, topology, everything)
+    assert done.seconds == near(step)
+    assert done.bytes == {
+        **{(device, "switch"): everything for device in topology.devices[1:]},
+        ("switch", root): (n - 1) * everything,
+    }
+    assert simulate(one_device(topology.devices), topology, everything).seconds == near(2 * step)
+    spread = 2 * (2 * MICRO + Fraction((n - 1) * everything, n * 50 * GB))
+    assert simulate(direct(topology.devices), topology, everything).seconds == near(spread)
+
+
+@pytest.mark.parametrize("log", [1, 2, 3, 4])
+def test_full_meshes_take_their_closed_forms(log):
+    """On a full mesh direct takes 2 (a + M / n / b), and halving and doubling 2 log2(n) a + 2 (n-1) / n M / b."""
+    n, share = 2**log, 10**6
+    topology = Topology.full_mesh(n, 25, MICRO)
+    time = Fraction(share, 25 * GB)
+    assert simulate(direct(names(n)), topology, n * share).seconds == near(2 * (MICRO + time))
+    halving = simulate(halving_doubling(names(n)), topology, n * share)
+    assert halving.seconds == near(2 * log * MICRO + 2 * (n - 1) * time)
+
+
+@pytest.mark.parametrize(
+    ("topology", "overlapped", "staged", "one"),
+    [(DGX_1V, 50, Fraction(100, 3), Fraction(25, 4)), (DGX_1P, 40, Fraction(80, 3), 5)],
+    ids=["dgx-1v", "dgx-1p"],
+)
+def test_tensorflows_plan_on_the_dgx_1(topology, overlapped, staged, one):
+    """TensorFlow's trees on the machine they were written for, with roots that rotate over 8 packs: these GB/s
+    where all stages overlap, where the four stages follow each other, and with one pack."""
+    plan = hierarchical_copy(names(8), packs=8)
+    nbytes = 8 * 10**9
+    assert fluid_rate(plan, topology) == overlapped
+    assert nbytes / simulate(plan, topology, nbytes).seconds == near(staged * GB)
+    single = hierarchical_copy(names(8), packs=1, first=1)
+    assert nbytes / simulate(single, topology, nbytes).seconds == near(one * GB)
+
+
+# An oracle that shares nothing but the words.
+
+
+def slowly(schedule, topology, nbytes, itemsize=1):
+    """Step through every tick with exact numbers: piece j does round r in tick j + r. Times are those of exact
+    shares; bytes are those of whole elements."""
+    width = {(link.src, link.dst): link.bandwidth * GB for link in topology.links}
+    delay = {(link.src, link.dst): link.latency_s for link in topology.links}
+    whole = [(stop - start) * itemsize for start, stop in schedule.spans(nbytes // itemsize)]
+    carried, busy, ticks = Counter(), Counter(), []
+    for t in range(len(schedule.rounds) + schedule.pieces - 1 if nbytes and schedule.rounds else 0):
+        load, latency = Counter(), Fraction(0)
+        for r, steps in enumerate(schedule.rounds):
+            if not 0 <= t - r < schedule.pieces:
+                continue
+            for chunk, dst, srcs in steps:
+                for src in srcs:
+                    if src == dst:
+                        continue
+                    a, b = schedule.devices[src], schedule.devices[dst]
+                    named = [route for route in schedule.routes if route[:3] == (chunk, src, dst)]
+                    named = [route for route in named if route.round in (None, r)]
+                    named.sort(key=lambda route: route.round is None)  # one for this round goes before one for all
+                    nodes = (a, *named[0].through, b) if named else topology.route(a, b)
+                    latency = max(latency, sum(delay[pair] for pair in pairwise(nodes)))
+                    for pair in pairwise(nodes):
+                        load[pair] += schedule.chunks[chunk].share * nbytes / schedule.pieces / width[pair]
+                        carried[pair] += whole[chunk] * (t == r)  # once, for all pieces
+        ticks.append(latency + max(load.values(), default=0))
+        busy.update(load)
+    return ticks, carried, busy
+
+
+@settings(max_examples=150)
+@given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3), st.integers(1, 9))
+def test_any_schedule_agrees_with_an_exact_oracle(data, algorithm, ask, pieces):
+    """On any connected topology with switches the seconds, ticks, busy times and bytes are those of a step-by-step
+    simulation in exact fractions, for any pieces, sizes and widths of an element."""
+    topology = data.draw(wired(ask.devices))
+    schedule = replace(plan(algorithm, ask), pieces=pieces)
+    itemsize = data.draw(st.sampled_from([1, 2, 4, 8]))
+    nbytes = itemsize * data.draw(st.integers(0, 10) | st.integers(0, 10**9))
+    ticks, carried, busy = slowly(schedule, topology, nbytes, itemsize)
+    done = simulate(schedule, topology, nbytes, itemsize)
+    assert {pair: moved for pair, moved in done.bytes.items() if moved} == +carried
+    assert {pair: seconds for pair, seconds in done.busy.items() if seconds} == {
+        pair: near(seconds) for pair, seconds in busy.items() if seconds
+    }
+    assert done.bytes.keys() == done.busy.keys()
+    assert done.seconds == pytest.approx(float(sum(ticks)), rel=1e-9)
+    assert done.ticks == tuple(pytest.approx(float(tick), rel=1e-9, abs=done.seconds * 1e-12) for tick in ticks)
+    assert math.fsum(done.ticks) == pytest.approx(done.seconds, rel=1e-12)
+
+
+@settings(max_examples=60)
+@given(st.data(), algorithms, requests(st.integers(2, 6), most_packs=3))
+def test_routes_through_named_switches(data, algorithm, ask):
+    """A chunk with a route goes over that route's links, in the route's round or in all, and any other as the
+    topology routes it."""
+    base = data.draw(wired(ask.devices, most_switches=0))
+    spare = [Link(device, "spare", 3, MICRO) for device in ask.devices]
+    spare += [Link("spare", device, 3, MICRO) for device in ask.devices]
+    topology = Topology(ask.devices, [*base.links, *spare], ["spare"])
+    bare = plan(algorithm, ask)
+    moves = {
+        (c, src, dst, r) for r, steps in enumerate(bare.rounds) for c, dst, srcs in steps for src in srcs if src != dst
+    }
+    moves |= {(*move[:3], None) for move in moves}
+    chosen = data.draw(st.lists(st.sampled_from(sorted(moves, key=str)), unique=True)) if moves else []
+    routes = tuple(Route(c, src, dst, ("spare",), r) for c, src, dst, r in chosen)
+    schedule = replace(bare, routes=routes, pieces=2)
+    ticks, carried, _ = slowly(schedule, topology, 5000)
+    done = simulate(schedule, topology, 5000)
+    assert done.bytes == carried
+    assert done.seconds == pytest.approx(float(sum(ticks)), rel=1e-9)
+
+
+# What a run really moves.
+
+
+@settings(max_examples=200)
+@given(
+    st.data(),
+    algorithms,
+    requests(st.integers(1, 7), most_packs=3),
+    st.sampled_from([("int8", 1), ("int16", 2), ("float32", 4), ("complex64", 8)]),
+    st.integers(0, 100),
+)
+def test_bytes_are_those_that_the_null_backend_counts(data, algorithm, ask, kind, size):
+    """A link's bytes are those that a run moves between devices whose way leads over it."""
+    dtype, width = kind
+    topology = data.draw(wired(ask.devices))
+    schedule = plan(algorithm, ask)
+    null = NullBackend()
+    run_on(null, schedule, "sum", [null.zeros((size,), dtype, source) for source in ask.sources], size, dtype)
+    wanted = Counter()
+    for (src, dst), moved in null.counts.bytes.items():
+        for pair in pairwise(topology.route(src, dst)):
+            wanted[pair] += moved
+    pieces = data.draw(st.integers(1, 5))
+    done = simulate(replace(schedule, pieces=pieces), topology, size * width, width)
+    assert +Counter(done.bytes) == +wanted
+
+
+# Bounds and order.
+
+
+@settings(max_examples=100)
+@given(st.data(), algorithms, requests(st.integers(2, 6), most_packs=3), st.integers(1, 5), st.integers(1, 10**8))
+def test_no_schedule_beats_its_busiest_link_or_its_latencies(data, algorithm, ask, pieces, nbytes):
+    """The seconds are no fewer than any link is busy, nor than the latencies of the rounds one after the other."""
+    topology = data.draw(wired(ask.devices))
+    schedule = replace(plan(algorithm, ask), pieces=pieces)
+    done = simulate(schedule, topology, nbytes)
+    if not done.bytes:
+        assert done.seconds == 0
+        return
+    latencies = 0.0
+    for steps in schedule.rounds:
+        ways = [
+            topology.route(schedule.devices[src], schedule.devices[step.dst])
+            for step in steps
+            for src in step.srcs
+            if src != step.dst
+        ]
+        latencies += max((sum(topology.link(*pair).latency_s for pair in pairwise(way)) for way in ways), default=0)
+    assert done.seconds * (1 + 1e-12) >= max(done.busy.values())
+    assert done.seconds * (1 + 1e-12) >= latencies
+    rate = fluid_rate(schedule, topology)
+    assert nbytes / done.seconds <= float(rate) * GB * (1 + 1e-12)
+
+
+@settings(max_examples=100)
+@given(st.data(), algorithms, requests(st.integers(2, 5), most_packs=2), st.integers(1, 4), st.integers(0, 10**7))
+def test_a_better_link_is_never_slower(data, algorithm, ask, pieces, nbytes):
+    """More bandwidth on a link of a full mesh makes no schedule slower, and more latency on any link none quicker."""
+    speeds = st.sampled_from([1, 5, 25])
+    n = len(ask.devices)
+    matrix = [[0 if i == j else data.draw(speeds) for j in range(n)] for i in range(n)]
+    schedule = replace(plan(algorithm, ask), pieces=pieces)
+    before = simulate(schedule, Topology.from_matrix(matrix), nbytes).seconds
+    i, j = data.draw(st.permutations(range(n)))[:2]
+    matrix[i][j] *= data.draw(st.sampled_from([2, 100]))
+    assert simulate(schedule, Topology.from_matrix(matrix), nbytes).seconds <= before * (1 + 1e-12)
+    topology = data.draw(wired(ask.devices))
+    worse = data.draw(st.integers(0, len(topology.links) - 1))
+    links = [link._replace(latency_s=link.latency_s + (k == worse) * MICRO) for k, link in enumerate(topology.links)]
+    slower = simulate(schedule, Topology(topology.devices, links, topology.switches), nbytes).seconds
+    assert slower * (1 + 1e-12) >= simulate(schedule, topology, nbytes).seconds
+
+
+@settings(max_examples=60)
+@given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3))
+def test_the_fluid_rate_is_the_limit_of_many_pieces(data, algorithm, ask):
+    """Without latency p pieces of R rounds reach the fluid rate but for (R - 1) / p of it; it is exact."""
+    latent = data.draw(wired(ask.devices))
+    topology = Topology(latent.devices, [link._replace(latency_s=0) for link in latent.links], latent.switches)
+    schedule = replace(plan(algorithm, ask), pieces=1000)
+    rate = fluid_rate(schedule, topology)
+    nbytes = 840 * len(schedule.chunks)
+    done = simulate(schedule, topology, nbytes)
+    if not done.bytes:
+        assert rate is None
+        return
+    assert type(rate) is Fraction
+    assert rate == Fraction(nbytes) / max(
+        Fraction(moved) / topology.link(*pair).bandwidth for pair, moved in done.bytes.items()
+    )
+    reached = nbytes / done.seconds / GB
+    assert reached <= float(rate) * (1 + 1e-12)
+    assert reached * (1 + (len(schedule.rounds) - 1) / 1000) * (1 + 1e-12) >= float(rate)
+
+
+# Sharing, and nothing to do.
+
+
+def test_moves_that_share_a_link_share_its_bandwidth():
+    """Two moves over one link take as long as their bytes one after the other; apart they take the longer's time."""
+    devices = names(3)
+    chunks = (Chunk(Fraction(1, 4), (0,), (2,)), Chunk(Fraction(3, 4), (0,), (1,)))
+    together = Schedule("broadcast", "by hand", devices, chunks, ((Step(0, 2, (0,)), Step(1, 1, (0,))),))
+    topology = line(3, 1, MICRO)
+    done = simulate(together, topology, 4000)
+    assert done.bytes == {("cpu:0", "cpu:1"): 4000, ("cpu:1", "cpu:2"): 1000}
+    assert done.seconds == near(2 * MICRO + Fraction(4000, GB))
+    assert simulate(together, Topology.full_mesh(3, 1, MICRO), 4000).seconds == near(MICRO + Fraction(3000, GB))
+
+
+def test_steps_inside_a_device_cost_nothing():
+    """A step whose only source is its own device moves nothing and waits for nothing."""
+    chunk = Chunk(ONE, (0,), (0,))
+    schedule = Schedule("broadcast", "idle", names(1), (chunk,), ((Step(0, 0, (0,)),),))
+    done = simulate(schedule, Topology.ring(1), 100)
+    assert (done.seconds, done.busy, done.bytes) == (0.0, {}, {})
+
+
+@pytest.mark.parametrize("pieces", [1, 5])
+def test_no_rounds_take_no_time(pieces):
+    """A schedule of no rounds takes no time, uses no link and has no rate."""
+    schedule = Schedule("broadcast", "none", names(1), (Chunk(ONE, (0,), (0,)),), (), pieces)
+    topology = Topology.ring(4)
+    assert simulate(schedule, topology, 10**6) == Simulation(0.0, {}, {}, ())
+    assert fluid_rate(schedule, topology) is None
+    assert pipelined(schedule, topology, 10**6) == (replace(schedule, pieces=1), 0.0)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_bytes_take_no_time(algorithm):
+    """Nothing to move takes no time, not even a latency; the links are those of the schedule, with 0 bytes."""
+    topology = Topology.full_mesh(4, 25, MICRO)
+    schedule = PLANNERS[algorithm](names(4))
+    done = simulate(schedule, topology, 0)
+    assert done.seconds == 0
+    assert done.ticks == ()
+    assert done.bytes == dict.fromkeys(simulate(schedule, topology, 10**6).bytes, 0)
+    assert set(done.busy.values()) == {0.0}
+
+
+def test_elements_are_not_cut_but_time_is():
+    """Of 1 element in 4 chunks one chunk has it all; times are those of exact quarters, whatever an element is."""
+    whole = simulate(direct(names(4)), Topology.full_mesh(4), 8, itemsize=8)
+    assert sorted(whole.bytes.values()) == [0] * 6 + [8] * 6
+    single = simulate(direct(names(4)), Topology.full_mesh(4), 8)
+    assert sorted(single.bytes.values()) == [4] * 12
+    assert whole.seconds == single.seconds == near(Fraction(4, GB))
+    assert whole.busy == single.busy
+
+
+# How many pieces.
+
+
+def fastest(schedule, topology, nbytes, most=64):
+    """Return the least seconds of 1 to 64 pieces none of which is too small."""
+    allowed = max(1, nbytes // len(schedule.chunks) // LEAST_PIECE)
+    return min(
+        simulate(replace(schedule, pieces=p), topology, nbytes).seconds for p in range(1, min(most, allowed) + 1)
+    )
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 40), st.sampled_from([0, 1e-7, 1e-6, 1e-5]), st.sampled_from([1, 25, 450]), st.integers(0, 10**8))
+def test_a_chain_is_cut_into_the_best_number_of_pieces(n, latency, speed, nbytes):
+    """No number of pieces from 1 to 64 is quicker down a chain than the one that is chosen."""
+    topology = line(n, speed, Fraction(latency))
+    best, seconds = pipelined(chain(n), topology, nbytes)
+    assert replace(best, pieces=1) == chain(n)
+    assert seconds == simulate(best, topology, nbytes).seconds
+    assert seconds <= fastest(chain(n), topology, nbytes) * (1 + 1e-9)
+
+
+LATENT = Topology(DGX_1V.devices, [link._replace(latency_s=MICRO) for link in DGX_1V.links])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "packs", "topology", "nbytes"),
+    [
+        ("ring", 1, Topology.ring(8, 25, MICRO), 10**8),
+        ("ring", 1, Topology.ring(5, 25, MICRO), 10**4),
+        ("direct", 2, Topology.star(8, 450, MICRO), 10**7),
+        ("one_device", 8, DGX_1V, 10**9),
+        ("hierarchical_copy", 8, LATENT, 10**5),
+        ("hierarchical_copy", 8, LATENT, 10**9),
+        ("halving_doubling", 3, Topology.full_mesh(4, 450, Fraction(9, 10**6)), 46_274_461),
+        ("hierarchical_copy", 3, Topology.full_mesh(8, 1, Fraction(158, 10**8)), 39_739),
+    ],
+)
+def test_plans_are_cut_into_the_best_number_of_pieces(algorithm, packs, topology, nbytes):
+    """No number of pieces from 1 to 64 is quicker than the one that is chosen."""
+    schedule = PLANNERS[algorithm](topology.devices, packs=packs)
+    best, seconds = pipelined(schedule, topology, nbytes)
+    assert seconds == simulate(best, topology, nbytes).seconds
+    assert seconds <= fastest(schedule, topology, nbytes) * (1 + 1e-9)
+
+
+@given(algorithms, st.integers(1, 6), st.integers(0, 10**6), st.integers(1, 4))
+def test_no_piece_is_too_small(algorithm, n, nbytes, packs):
+    """No piece of an average chunk is below LEAST_PIECE bytes; how many there were before does not matter."""
+    schedule = PLANNERS[algorithm](names(n), packs=packs)
+    best, seconds = pipelined(replace(schedule, pieces=77), Topology.full_mesh(n), nbytes)
+    assert (best, seconds) == pipelined(schedule, Topology.full_mesh(n), nbytes)
+    assert best.pieces == 1 or nbytes / len(schedule.chunks) / best.pieces >= LEAST_PIECE
+
+
+# What is refused.
+
+PAIR = Schedule("broadcast", "by hand", names(2), (Chunk(ONE, (0,), (0, 1)),), ((Step(0, 1, (0,)),),))
+
+
+@pytest.mark.parametrize("nbytes", [-1, True, False, 1.0, 1e6, "8", None, [8], math.nan, Fraction(8)])
+def test_bytes_are_a_whole_number(nbytes):
+    """A number of bytes that is negative or no whole number is an ArgumentError that shows it."""
+    topology = Topology.ring(2)
+    with pytest.raises(ArgumentError, match=r"nbytes is a whole number of bytes[\s\S]*given: nbytes="):
+        simulate(PAIR, topology, nbytes)
+    with pytest.raises(ArgumentError, match="nbytes is a whole number"):
+        pipelined(PAIR, topology, nbytes)
+
+
+@pytest.mark.parametrize("itemsize", [0, -4, 3, 16, True, 4.0, None])
+def test_elements_are_whole(itemsize):
+    """The bytes of an element divide the buffer's; what does not is refused."""
+    with pytest.raises(ArgumentError, match=r"of whole elements[\s\S]*itemsize="):
+        simulate(PAIR, Topology.ring(2), 8, itemsize)
+
+
+@pytest.mark.parametrize("wrong", [None, "ring", 3, ring, []])
+def test_a_schedule_and_a_topology(wrong):
+    """What is no Schedule or no Topology is an ArgumentError that shows both."""
+    with pytest.raises(ArgumentError, match="takes a Schedule and a Topology"):
+        simulate(wrong, Topology.ring(2), 8)
+    with pytest.raises(ArgumentError, match="takes a Schedule and a Topology"):
+        simulate(PAIR, wrong, 8)
+
+
+def test_a_missing_way_is_named():
+    """A move for which the topology has no way is a PlanError with the devices, the route, and what is there."""
+    alone = Topology(names(3), [Link("cpu:0", "cpu:2", 1), Link("cpu:1", "cpu:0", 1)])
+    with pytest.raises(PlanError, match=r"no way from cpu:0 to cpu:1\.[\s\S]*links out of cpu:0: cpu:2"):
+        simulate(PAIR, alone, 8)
+    for use in (simulate, pipelined):
+        with pytest.raises(PlanError, match=r"no way[\s\S]*links out of cpu:0: none"):
+            use(PAIR, Topology(names(2), []), 8)
+    with pytest.raises(PlanError, match="no way from cpu:0 to cpu:1"):
+        fluid_rate(PAIR, Topology(names(2), []))
+    star = Topology(names(2), [Link("cpu:0", "bus", 1), Link("cpu:0", "cpu:1", 1)], ["bus", "lost"])
+    for through in ("bus", "lost"):
+        routed = replace(PAIR, routes=(Route(0, 0, 1, (through,)),))
+        with pytest.raises(PlanError, match=rf"no way from cpu:0 to cpu:1 through {through}"):
+            simulate(routed, star, 8)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "topology"),
+    [
+        (PAIR, Topology.ring(1)),
+        (PAIR, Topology.ring(["cpu:1", "cpu:2"])),
+        (replace(PAIR, routes=(Route(0, 0, 1, ("cpu:7",)),)), Topology.ring(2)),
+        (replace(PAIR, routes=(Route(0, 0, 1, ("bus",)),)), Topology.ring(2)),
+    ],
+)
+def test_nodes_that_the_topology_lacks(schedule, topology):
+    """A device or a route's switch that the topology does not have is a PlanError too."""
+    with pytest.raises(PlanError, match="no way from cpu:0 to cpu:1"):
+        simulate(schedule, topology, 8)
+
+
+def test_simulations_are_frozen():
+    """A simulation's parts cannot be assigned, and what is simulated does not change."""
+    schedule, topology = ring(names(3)), Topology.ring(3)
+    before = schedule.to_json(), topology.to_json()
+    done = simulate(schedule, topology, 300)
+    done.bytes.clear()  # a result of its own, not the cache's
+    assert simulate(schedule, topology, 300).bytes
+    assert (schedule.to_json(), topology.to_json()) == before
+    with pytest.raises(AttributeError):
+        done.seconds = 0.0

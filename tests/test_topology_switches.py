@@ -1,0 +1,543 @@
+"""Topologies with switches: names, the ways data takes, grids and stars, and JSON."""
+
+import dataclasses
+import json
+import math
+import pickle
+from fractions import Fraction
+from itertools import pairwise, permutations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import device_counts, names
+
+from crossreduce import ArgumentError, Link, Switch, Topology
+
+MICRO = Fraction(1, 10**6)
+A, B, C = names(3)
+
+numbers = st.sampled_from([1, 2, 25, 0.1, 12.5, Fraction(64, 3), Fraction(1, 7)])
+latencies = st.sampled_from([0, MICRO, Fraction(7, 10**7), 0.25])
+switch_names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._/#-]{0,8}", fullmatch=True).filter(
+    lambda name: name.lower() not in ("cpu", "gpu", "cuda", "tpu", "mps", "xpu") and "/" not in name and "#" not in name
+)
+
+
+@st.composite
+def topologies(draw, most_devices=4, most_switches=3, speeds=numbers):
+    """Draw devices, switches of any names and kinds, and links between any of these nodes."""
+    devices = draw(st.permutations(names(most_devices)).map(tuple))[: draw(st.integers(1, most_devices))]
+    switches = draw(st.lists(switch_names, max_size=most_switches, unique=True))
+    nodes = [*devices, *switches]
+    pairs = [pair for pair in permutations(nodes, 2) if draw(st.booleans())]
+    links = [Link(a, b, draw(speeds), draw(latencies)) for a, b in pairs]
+    return Topology(devices, links, [Switch(name, draw(st.booleans())) for name in switches])
+
+
+def pairs(topology):
+    return {(link.src, link.dst): link.bandwidth for link in topology.links}
+
+
+# Switches.
+
+
+def test_a_switch_is_a_node():
+    """Nodes are the devices, then the switches; a link may join any two of them, and links are in that order."""
+    topology = Topology([B, A], [("x", A, 1), ("x", "y", 2), (B, "x", 3), (A, B, 4)], ["y", Switch("x", True)])
+    assert topology.nodes == (B, A, "y", "x")
+    assert topology.devices == (B, A)
+    assert topology.switches == (Switch("y", False), Switch("x", True))
+    assert [(link.src, link.dst) for link in topology.links] == [(B, "x"), (A, B), ("x", A), ("x", "y")]
+    assert topology.link("x", "/cpu:0") == Link("x", A, Fraction(1))
+    assert topology.link("y", "x") is None
+    assert [link.dst for link in topology.out_links("x")] == [A, "y"]
+    assert topology.out_links("y") == ()
+    assert repr(topology) == "Topology(2 devices, 2 switches, 4 links: cpu:1, cpu:0)"
+
+
+@pytest.mark.parametrize("name", ["nvswitch", "host0/nic3", "0", "a.b_c-d#1", "plx/0/1", "cpu0", "cpu/1", "X"])
+def test_names_of_switches(name):
+    """A switch's name is any of letters, digits and . _ / # - that is no device's, and is kept as it is."""
+    topology = Topology([A], [(A, name, 1)], [name])
+    assert topology.switches == (Switch(name),)
+    assert topology.link(A, name).dst == name
+    assert Topology.from_json(topology.to_json()) == topology
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cpu",
+        "gpu",
+        "CUDA",
+        "cpu#3",
+        "host/cpu",
+        "tpu",
+        "cpu:0",
+        "host0/cuda:1",
+        "",
+        " ",
+        "a b",
+        "a:b",
+        "-a",
+        "é",
+        "/a",
+        "a\n",
+    ],
+)
+def test_a_switch_is_not_spelled_like_a_device(name):
+    """A name that could be read as a device's, or that has other characters, is refused and shown."""
+    with pytest.raises(ArgumentError, match=r"a switch has a name of its own[\s\S]*given: "):
+        Topology([A], [], [name])
+
+
+@pytest.mark.parametrize(
+    ("switches", "text"),
+    [
+        (["a", "a"], r"a name of its own[\s\S]*given: 'a'"),
+        ([Switch("a"), Switch("a", True)], "a name of its own"),
+        ([("a", 1)], r"reduces or does not[\s\S]*given: 1"),
+        ([("a", None)], "reduces or does not"),
+        ([("a", "yes")], "reduces or does not"),
+        ([(3, True)], r"a name of its own[\s\S]*given: 3"),
+        ([None], "switches are Switches or names"),
+        ([("a", True, 3)], "switches are Switches or names"),
+        ([()], "switches are Switches or names"),
+        (3, "switches are Switches or names"),
+        (None, "switches are Switches or names"),
+        ("bus", "switches are Switches or names"),
+    ],
+)
+def test_bad_switches_are_refused(switches, text):
+    """What is no list of switches, or has one twice, is an ArgumentError."""
+    with pytest.raises(ArgumentError, match=text):
+        Topology([A], [], switches)
+
+
+@pytest.mark.parametrize("link", [("x", "x", 1), ("x", "z", 1), (A, "z", 1), ("x", A, 0), ("x", B, 1)])
+def test_links_of_switches_are_checked_too(link):
+    """A link of a switch to itself, to an unknown node or of no bandwidth is refused like a device's."""
+    with pytest.raises(ArgumentError):
+        Topology([A], [link], ["x"])
+
+
+@given(topologies(), st.data())
+def test_subset_keeps_all_switches(topology, data):
+    """A subset has the devices asked for, every switch as it was, and the links among these nodes."""
+    chosen = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True))
+    part = topology.subset(chosen)
+    assert part.devices == tuple(chosen)
+    assert part.switches == topology.switches
+    kept = {*chosen, *(switch.name for switch in topology.switches)}
+    assert pairs(part) == {pair: speed for pair, speed in pairs(topology).items() if set(pair) <= kept}
+
+
+@given(topologies(), st.data())
+def test_without_link_takes_switches_too(topology, data):
+    """The links between two nodes go, both ways; all other links and all switches stay."""
+    if not topology.links:
+        return
+    gone = data.draw(st.sampled_from(topology.links))
+    less = topology.without_link(gone.dst, gone.src)
+    assert less.links == tuple(link for link in topology.links if {link.src, link.dst} != {gone.src, gone.dst})
+    assert (less.devices, less.switches) == (topology.devices, topology.switches)
+
+
+def test_without_link_names_what_is_there():
+    """A link that is not there, or a node, is an ArgumentError with what leaves the first node."""
+    star = Topology.star(3)
+    with pytest.raises(
+        ArgumentError, match=r"no such link[\s\S]*switch - switch[\s\S]*out of switch: cpu:0, cpu:1, cpu:2"
+    ):
+        star.without_link("switch", "switch")
+    with pytest.raises(ArgumentError, match=r"no such link[\s\S]*out of cpu:0: switch"):
+        star.without_link(A, B)
+    with pytest.raises(ArgumentError, match=r"no such device[\s\S]*one of cpu:0, cpu:1, cpu:2, switch"):
+        star.without_link("switch", "cpu:3")
+
+
+@given(topologies(), st.booleans())
+def test_with_switches_changes_only_what_they_do(topology, reducing):
+    """All switches reduce, or none does; names, links and devices stay."""
+    other = topology.with_switches(reducing=reducing)
+    assert [switch.name for switch in other.switches] == [switch.name for switch in topology.switches]
+    assert {switch.reduces for switch in other.switches} <= {reducing}
+    assert (other.devices, other.links) == (topology.devices, topology.links)
+
+
+@given(topologies())
+def test_renamed_leaves_switches(topology):
+    """Devices get other names; switches keep theirs and their links."""
+    n = len(topology.devices)
+    gpus = tuple(f"host/cuda:{k}" for k in range(n))
+    to = dict(zip(topology.devices, gpus, strict=True))
+    new = topology.renamed(gpus)
+    assert pairs(new) == {(to.get(a, a), to.get(b, b)): speed for (a, b), speed in pairs(topology).items()}
+    assert new.switches == topology.switches
+    assert new.renamed(topology.devices) == topology
+
+
+@given(topologies())
+def test_equal_topologies_hash_alike(topology):
+    """Equality is by devices, switches and links, whatever order the links were given in; so is the hash, and a
+    topology survives pickling."""
+    again = Topology(list(topology.devices), topology.links[::-1], [tuple(switch) for switch in topology.switches])
+    assert again == topology
+    assert hash(again) == hash(topology)
+    copy = pickle.loads(pickle.dumps(topology))
+    assert copy == topology
+    assert hash(copy) == hash(topology)
+    assert copy.links == topology.links
+    if topology.switches:
+        assert topology.with_switches(reducing=not topology.switches[0].reduces) != topology
+        turned = Topology(topology.devices, topology.links, topology.switches[::-1])
+        assert (turned == topology) is (len(topology.switches) == 1)
+
+
+def test_switches_are_frozen():
+    """A topology's switches cannot be assigned, nor a switch changed."""
+    star = Topology.star(2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        star.switches = ()
+    with pytest.raises(AttributeError):
+        star.switches[0].reduces = True
+
+
+# Ways.
+
+
+def ways(topology, src, dst):
+    """Yield every way without a loop from one node to another, by trying all."""
+
+    def onward(nodes):
+        if nodes[-1] == dst:
+            yield nodes
+            return
+        for other in topology.nodes:
+            if other not in nodes and topology.link(nodes[-1], other) is not None:
+                yield from onward((*nodes, other))
+
+    yield from onward((src,))
+
+
+def rank(topology, nodes):
+    """Rank a way as the docstring of route does: devices passed, links, bottleneck, order of the nodes."""
+    speeds = [topology.link(a, b).bandwidth for a, b in pairwise(nodes)]
+    passed = sum(node in topology.devices for node in nodes[1:-1])
+    return passed, len(nodes), -min(speeds, default=math.inf), [topology.nodes.index(node) for node in nodes]
+
+
+@settings(max_examples=150)
+@given(topologies(most_devices=3, most_switches=3))
+def test_route_is_the_best_of_all_ways(topology):
+    """Of all ways a route leads through the fewest devices, then over the fewest links, then of the greatest
+    bandwidth; ``None`` where there is none."""
+    for src, dst in product(topology.nodes, repeat=2):
+        route = topology.route(src, dst)
+        found = list(ways(topology, src, dst))
+        assert (route is None) is (not found)
+        if found:
+            assert rank(topology, route)[:3] == min(rank(topology, nodes)[:3] for nodes in found)
+            assert route in found
+
+
+@settings(max_examples=100)
+@given(topologies(most_devices=3, most_switches=3, speeds=st.just(25)))
+def test_of_equal_ways_the_first_in_order(topology):
+    """Where all links are alike the route is the first of the shortest ways in the order of the nodes."""
+    for src, dst in product(topology.nodes, repeat=2):
+        found = list(ways(topology, src, dst))
+        assert topology.route(src, dst) == min(found, key=lambda nodes: rank(topology, nodes), default=None)
+
+
+@settings(max_examples=50)
+@given(topologies(most_devices=3, most_switches=3), st.randoms())
+def test_the_same_topology_routes_alike(topology, random):
+    """The order in which links are listed makes no difference to a route, nor which routes were asked for before."""
+    links = list(topology.links)
+    random.shuffle(links)
+    again = Topology(topology.devices, links, topology.switches)
+    pairs = list(product(topology.nodes, repeat=2))
+    routes = {pair: topology.route(*pair) for pair in pairs}
+    random.shuffle(pairs)
+    assert {pair: again.route(*pair) for pair in pairs} == routes
+
+
+def test_routes_of_known_machines():
+    """A direct link wins, then a switch, then a wider switch; a device is passed only where no other way leads."""
+    star = Topology.star(8, 450)
+    assert star.route(A, "cpu:5") == (A, "switch", "cpu:5")
+    assert star.route("CPU:0", "switch") == (A, "switch")
+    assert star.route(A, A) == (A,)
+    both = Topology([A, B], [(A, B, 1), (A, "x", 100), ("x", B, 100)], ["x"])
+    assert both.route(A, B) == (A, B)
+    assert both.without_link(A, B).route(A, B) == (A, "x", B)
+    links = [(A, "slow", 1), ("slow", B, 9), (A, "fast", 5), ("fast", B, 5)]
+    assert Topology([A, B], links, ["slow", "fast"]).route(A, B) == (A, "fast", B)
+    far = [(A, C, 9), (C, B, 9), (A, "p", 1), ("p", "q", 1), ("q", "r", 1), ("r", B, 1)]
+    assert Topology([A, B, C], far, ["p", "q", "r"]).route(A, B) == (A, "p", "q", "r", B)
+    assert Topology([A, B, C], far[:-1], ["p", "q", "r"]).route(A, B) == (A, C, B)
+    assert Topology([A, B, C], far[1:-1], ["p", "q", "r"]).route(A, B) is None
+    assert Topology.ring(6).route(A, "cpu:3") == (A, B, C, "cpu:3")
+
+
+@pytest.mark.parametrize(("src", "dst"), [(A, "cpu:9"), ("cpu:9", A), ("cpu:9", "cpu:9"), ("switch", "cpu:9")])
+def test_no_route_for_unknown_devices(src, dst):
+    """A device that is not in the topology is an ArgumentError, wherever it stands."""
+    with pytest.raises(ArgumentError, match=r"no such device[\s\S]*given: cpu:9"):
+        Topology.star(3).route(src, dst)
+
+
+# Shapes.
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_mesh(rows, columns):
+    """A mesh links neighbours along rows and columns, both ways: 2 (r (c-1) + c (r-1)) links, row by row."""
+    topology = Topology.mesh(rows, columns, (50, 25), MICRO)
+    assert topology.devices == names(rows * columns)
+    wanted = {}
+    for (r, c), (s, d) in product(product(range(rows), range(columns)), repeat=2):
+        if abs(r - s) + abs(c - d) == 1:
+            wanted[f"cpu:{r * columns + c}", f"cpu:{s * columns + d}"] = 50 if r == s else 25
+    assert pairs(topology) == wanted
+    assert len(topology.links) == 2 * (rows * (columns - 1) + columns * (rows - 1))
+    assert {link.latency_s for link in topology.links} <= {MICRO}
+    assert pairs(Topology.mesh(rows, columns, 7)) == dict.fromkeys(wanted, 7)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_torus(shape):
+    """A torus links each device with the next and the one before along each dimension; along one of two devices
+    these are the same, and there is one link each way."""
+    speeds = tuple(10 + k for k in range(len(shape)))  # of the last dimension first
+    topology = Topology.torus(*shape, gb_per_s=speeds)
+    cells = list(product(*map(range, shape)))
+    wanted = {}
+    for a, b in permutations(range(len(cells)), 2):
+        apart = [k for k in range(len(shape)) if cells[a][k] != cells[b][k]]
+        if len(apart) == 1 and (cells[a][apart[0]] - cells[b][apart[0]]) % shape[apart[0]] in (1, shape[apart[0]] - 1):
+            wanted[f"cpu:{a}", f"cpu:{b}"] = speeds[len(shape) - 1 - apart[0]]
+    assert topology.devices == names(len(cells))
+    assert pairs(topology) == wanted
+    assert len(topology.links) == len(cells) * sum(min(length - 1, 2) for length in shape)
+
+
+@given(device_counts)
+def test_a_torus_of_one_dimension_is_a_ring(n):
+    """A torus of one dimension is a ring, and a mesh of one row is that without its end."""
+    assert Topology.torus(n, gb_per_s=5) == Topology.ring(n, 5)
+    if n > 2:
+        assert Topology.mesh(1, n) == Topology.ring(n).without_link("cpu:0", f"cpu:{n - 1}")
+
+
+@given(device_counts)
+def test_star(n):
+    """A star has one switch, which does not reduce, and a link each way between it and each device."""
+    topology = Topology.star(n, Fraction(64, 3), MICRO)
+    assert topology.switches == (Switch("switch", False),)
+    assert pairs(topology) == {
+        pair: Fraction(64, 3) for name in names(n) for pair in ((name, "switch"), ("switch", name))
+    }
+    assert {link.latency_s for link in topology.links} == {MICRO}
+    assert Topology.star(names(n), Fraction(64, 3), MICRO) == topology
+
+
+def test_makers_give_every_link_the_latency():
+    """full_mesh, ring and from_matrix give each link the latency that they are given, and none by default."""
+    for make in (
+        lambda *latency: Topology.full_mesh(4, 25, *latency),
+        lambda *latency: Topology.ring(4, 25, *latency),
+        lambda *latency: Topology.from_matrix([[0, 3], [4, 0]], None, *latency),
+        lambda *latency: Topology.torus(2, 2, latency_s=latency[0] if latency else 0),
+    ):
+        assert {link.latency_s for link in make(1e-6).links} == {MICRO}
+        assert {link.latency_s for link in make().links} == {0}
+        with pytest.raises(ArgumentError, match="a latency is a number of seconds"):
+            make(-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Topology.mesh(0, 3), r"1 or more devices along each dimension[\s\S]*\(0, 3\)"),
+        (lambda: Topology.mesh(-1, 3), "1 or more devices"),
+        (lambda: Topology.mesh(2.0, 3), "1 or more devices"),
+        (lambda: Topology.mesh("2", 3), "1 or more devices"),
+        (lambda: Topology.torus(), "1 or more devices"),
+        (lambda: Topology.torus(4, 0), "1 or more devices"),
+        (lambda: Topology.torus((4, 4)), "1 or more devices"),
+        (lambda: Topology.mesh(2, 2, (1, 2, 3)), r"one speed, or one a dimension[\s\S]*3 speeds, 2 dimensions"),
+        (lambda: Topology.torus(2, 2, gb_per_s=(1,)), "1 speeds, 2 dimensions"),
+        (lambda: Topology.mesh(2, 2, "fast"), "a bandwidth is a number of GB/s"),
+        (lambda: Topology.mesh(2, 2, 0), "some bandwidth"),
+        (lambda: Topology.star(0), "at least one device"),
+        (lambda: Topology.star(3, -1), "a bandwidth is a number of GB/s"),
+        (lambda: Topology.star([A, A]), "each device may stand only once"),
+    ],
+)
+def test_bad_shapes_are_refused(make, text):
+    """A grid without devices, or with the wrong number of speeds, is an ArgumentError that shows it."""
+    with pytest.raises(ArgumentError, match=text):
+        make()
+
+
+# JSON.
+
+
+@given(topologies())
+def test_json_goes_both_ways(topology):
+    """A topology that is written and read is equal, to the last digit, and is written alike."""
+    text = topology.to_json()
+    again = Topology.from_json(text)
+    assert again == topology
+    assert again.to_json() == text
+    assert hash(again) == hash(topology)
+    mixed = Topology(topology.devices, topology.links[::-1], topology.switches)
+    assert mixed.to_json() == text
+
+
+def test_json_is_this_text():
+    """The format is fixed: what is written today is read by every later version."""
+    topology = Topology([A, B], [Link(A, "x", Fraction(64, 3), MICRO), Link("x", B, 25)], [Switch("x", True)])
+    text = (
+        '{"format":"crossreduce.topology/1","devices":["cpu:0","cpu:1"],"switches":[["x",true]],'
+        '"links":[["cpu:0","x","64/3","1/1000000"],["x","cpu:1","25","0"]]}'
+    )
+    assert topology.to_json() == text
+    assert Topology.from_json(text) == topology
+
+
+def test_json_by_hand():
+    """Numbers may be JSON's own or decimals, a latency and the switches may be left out, names have any spelling."""
+    text = """{"format": "crossreduce.topology/1", "devices": ["GPU:0", "cuda:1"],
+               "links": [["cuda:0", "cuda:1", 25], ["cuda:1", "cuda:0", "12.5", 1e-6]], "made by": "hand"}"""
+    wanted = Topology(["cuda:0", "cuda:1"], [("cuda:0", "cuda:1", 25), ("cuda:1", "cuda:0", 12.5, 1e-6)])
+    assert Topology.from_json(text) == wanted
+
+
+@pytest.mark.parametrize("topology", [Topology.star(3, Fraction(64, 3), MICRO), Topology.ring(2), Topology([A], [])])
+def test_every_prefix_is_refused(topology):
+    """A text that is cut off anywhere is an ArgumentError, never another error and never a topology."""
+    text = topology.to_json()
+    for end in range(len(text)):
+        with pytest.raises(ArgumentError, match="no topology in JSON"):
+            Topology.from_json(text[:end])
+    with pytest.raises(ArgumentError, match="no topology in JSON"):
+        Topology.from_json(text * 2)
+
+
+GOOD = json.loads(Topology([A, B], [(A, "x", 1), ("x", B, 1)], ["x"]).to_json())
+
+
+def broken(**changes):
+    return json.dumps(GOOD | changes)
+
+
+def lacking(name):
+    return json.dumps({key: value for key, value in GOOD.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "3",
+        "[]",
+        "{}",
+        '"text"',
+        "nonsense",
+        None,
+        3,
+        ["x"],
+        b"\xff\xfe",
+        "[" * 100_000,
+        lacking("format"),
+        lacking("devices"),
+        lacking("links"),
+        lacking("switches"),  # the links name one
+        broken(format="crossreduce.topology/2"),
+        broken(format="crossreduce.schedule/1"),
+        broken(format=None),
+        broken(devices=[]),
+        broken(devices=3),
+        broken(devices=None),
+        broken(devices="cpu:0"),
+        broken(devices=[A, A]),
+        broken(devices=[A, 3]),
+        broken(devices=[A, "foo"]),
+        broken(devices=[[A], B]),
+        broken(switches=None),
+        broken(switches=3),
+        broken(switches=["x"]),
+        broken(switches=[["x"]]),
+        broken(switches=[["x", 1]]),
+        broken(switches=[["x", None]]),
+        broken(switches=[["x", "true"]]),
+        broken(switches=[[3, True]]),
+        broken(switches=[["x", True, 1]]),
+        broken(switches=[["x", True], ["x", False]]),
+        broken(switches=[["cpu:0", True]]),
+        broken(links=None),
+        broken(links=3),
+        broken(links=[3]),
+        broken(links=[[A, "x"]]),
+        broken(links=[[A]]),
+        broken(links=[[A, "x", "1", "0", "0"]]),
+        broken(links=[[A, "y", "1", "0"]]),
+        broken(links=[[A, A, "1", "0"]]),
+        broken(links=[[A, 3, "1", "0"]]),
+        broken(links=[[A, "x", "1", "0"], [A, "x", "2", "0"]]),
+        broken(links=[[A, "x", "0", "0"]]),
+        broken(links=[[A, "x", "-1", "0"]]),
+        broken(links=[[A, "x", -1, "0"]]),
+        broken(links=[[A, "x", "1", -1]]),
+        broken(links=[[A, "x", "1/0", "0"]]),
+        broken(links=[[A, "x", "1e9", "0"]]),
+        broken(links=[[A, "x", "inf", "0"]]),
+        broken(links=[[A, "x", "nan", "0"]]),
+        broken(links=[[A, "x", math.inf, "0"]]),
+        broken(links=[[A, "x", math.nan, "0"]]),
+        broken(links=[[A, "x", True, "0"]]),
+        broken(links=[[A, "x", None, "0"]]),
+        broken(links=[[A, "x", [1], "0"]]),
+        broken(links=[[A, "x", "9" * 5000, "0"]]),
+        broken(links=[[A, "x", "１", "0"]]),  # noqa: RUF001 - a digit of another script
+        broken().replace('"1"', "9" * 5000),
+        broken(devices={A: 1, B: 2}),
+        broken(links={}),
+        broken(switches=[["x", True], ["y", False]], links=["xy1"]),
+    ],
+)
+def test_malformed_json_is_refused(text):
+    """Text that is no topology, or lacks a part of one, is an ArgumentError, never Python's own error."""
+    with pytest.raises(ArgumentError):
+        Topology.from_json(text)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.sampled_from(["", "x", A, "1", "1/0", "1e9"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["format", "links"]), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_part_may_be_anything(data):
+    """Whatever stands in place of any part, the text is read as a topology or is an ArgumentError."""
+    content = json.loads(json.dumps(GOOD))
+    place, inside = data.draw(st.sampled_from([*GOOD])), content
+    while isinstance(inside[place], list) and inside[place] and data.draw(st.booleans()):
+        inside = inside[place]
+        place = data.draw(st.integers(0, len(inside) - 1))
+    inside[place] = data.draw(values)
+    try:
+        topology = Topology.from_json(json.dumps(content))
+    except ArgumentError:
+        return
+    assert Topology.from_json(topology.to_json()) == topology

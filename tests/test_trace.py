@@ -1,0 +1,288 @@
+"""to_chrome_trace: the events of a trace are the moves of a simulation, at its times."""
+
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from dataclasses import replace
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import algorithms, names, requests
+
+from crossreduce import ArgumentError, Chunk, PlanError, Route, Schedule, Step, Topology, simulate
+from crossreduce.planning import PLANNERS, direct, one_device, ring
+from crossreduce.schedule import trace
+from crossreduce.schedule.trace import to_chrome_trace
+
+MICRO = Fraction(1, 10**6)
+
+
+def read(*args):
+    """Return a trace's moves (with the link that each is on), ticks, and other data."""
+    content = json.loads(to_chrome_trace(*args))
+    events = content["traceEvents"]
+    process = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    thread = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    moves = [event for event in events if event.get("cat") == "move"]
+    for move in moves:
+        move["link"] = process[move["pid"]].removesuffix(" sends"), thread[move["tid"]].removeprefix("to ")
+        move["end"] = move["ts"] + move["dur"]
+    return moves, [event for event in events if event.get("cat") == "tick"], content["otherData"]
+
+
+@st.composite
+def runs(draw):
+    """Draw a planner's schedule in some pieces and a topology it runs on, with switches or without."""
+    ask = draw(requests(st.integers(1, 5), most_packs=2))
+    planner = PLANNERS[draw(algorithms)]
+    schedule = planner(ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
+    make = draw(st.sampled_from([Topology.full_mesh, Topology.ring, Topology.star]))
+    topology = make(ask.devices, draw(st.sampled_from([1, 25, 450])), draw(st.sampled_from([0, 1e-6, Fraction(1, 3)])))
+    return replace(schedule, pieces=draw(st.integers(1, 6))), topology
+
+
+@settings(max_examples=100)
+@given(runs(), st.integers(0, 10**9))
+def test_events_are_the_simulations(run, nbytes):
+    """Ticks are the simulation's; each link's moves last as long as it is busy, do not overlap, and stay inside
+    their tick, after its latency; the last one ends with the simulation."""
+    schedule, topology = run
+    done = simulate(schedule, topology, nbytes)
+    moves, ticks, other = read(schedule, topology, nbytes)
+    close = {"rel": 1e-9, "abs": 2e-6}  # microseconds, which are rounded to picoseconds
+    starts = [1e6 * start for start in accumulate(done.ticks, initial=0.0)]
+    assert [tick["ts"] for tick in ticks] == pytest.approx(starts[:-1], **close)
+    assert [tick["dur"] for tick in ticks] == pytest.approx([1e6 * tick for tick in done.ticks], **close)
+    busy, rows = Counter(), defaultdict(list)
+    for move in moves:
+        busy[move["link"]] += move["dur"]
+        rows[move["tid"]].append(move)
+        tick = ticks[move["args"]["piece"] + move["args"]["round"]]
+        slack = 1e-9 * tick["dur"] + 2e-6
+        assert move["ts"] >= tick["ts"] + tick["args"]["latency_us"] - slack
+        assert move["end"] <= tick["ts"] + tick["dur"] + slack
+    assert busy == pytest.approx(
+        {link: 1e6 * seconds for link, seconds in done.busy.items() if seconds}, rel=1e-9, abs=2e-6 * (len(moves) + 1)
+    )
+    for row in rows.values():
+        for before, after in pairwise(row):  # listed in the order of time
+            assert after["ts"] >= before["end"] - 1e-6
+    assert max((move["end"] for move in moves), default=0.0) == pytest.approx(1e6 * done.seconds, **close)
+    assert (other["seconds"], other["bytes"], other["pieces"]) == (done.seconds, nbytes, schedule.pieces)
+    assert other["pieces_left_out"] == 0
+
+
+@settings(max_examples=60)
+@given(runs())
+def test_every_move_is_there(run):
+    """Each piece of each chunk crosses each link of its way in each round: one event a crossing, with its bytes."""
+    schedule, topology = run
+    nbytes = 1000 * len(schedule.chunks)
+    wanted = Counter(
+        (link, f"chunk {chunk}", piece, r, schedule.devices[src], schedule.devices[dst])
+        for r, steps in enumerate(schedule.rounds)
+        for chunk, dst, srcs in steps
+        for src in srcs
+        if src != dst
+        for link in pairwise(topology.route(schedule.devices[src], schedule.devices[dst]))
+        for piece in range(schedule.pieces)
+    )
+    moves, _, _ = read(schedule, topology, nbytes)
+    found = Counter()
+    for move in moves:
+        what = move["args"]
+        found[move["link"], move["name"], what["piece"], what["round"], what["from"], what["to"]] += 1
+        assert what["bytes"] == pytest.approx(1000 / schedule.pieces)
+    assert found == wanted
+
+
+def test_a_pipeline_by_hand():
+    """Two pieces down a chain of two links: the second piece is on the first link while the first is on the second."""
+    devices = names(3)
+    chain = Schedule(
+        "broadcast",
+        "chain",
+        devices,
+        (Chunk(Fraction(1), (0,), (0, 1, 2)),),
+        ((Step(0, 1, (0,)),), (Step(0, 2, (1,)),)),
+        2,
+    )
+    topology = Topology(devices, [("cpu:0", "cpu:1", 1, MICRO), ("cpu:1", "cpu:2", 2, 2 * MICRO)])
+    moves, ticks, _ = read(chain, topology, 8000)
+    times = [(*move["link"], move["args"]["piece"], move["ts"], move["dur"]) for move in moves]
+    assert times == [
+        ("cpu:0", "cpu:1", 0, 1, 4),
+        ("cpu:1", "cpu:2", 0, 7, 2),
+        ("cpu:0", "cpu:1", 1, 7, 4),
+        ("cpu:1", "cpu:2", 1, 13, 2),
+    ]
+    assert [(tick["name"], tick["ts"], tick["dur"], tick["args"]) for tick in ticks] == [
+        ("tick 0", 0, 5, {"rounds": "0 to 0", "latency_us": 1}),
+        ("tick 1", 5, 6, {"rounds": "0 to 1", "latency_us": 2}),
+        ("tick 2", 11, 4, {"rounds": "1 to 1", "latency_us": 2}),
+    ]
+
+
+def test_moves_that_share_a_link_follow_each_other():
+    """Seven devices send to one through a switch: its link carries their moves one after the other."""
+    topology = Topology.star(8, 1)
+    moves, _, _ = read(one_device(topology.devices, destinations=["cpu:0"]), topology, 1000)
+    last = [(move["ts"], move["end"], move["args"]["from"]) for move in moves if move["link"] == ("switch", "cpu:0")]
+    assert last == [(k, k + 1, f"cpu:{k + 1}") for k in range(7)]
+
+
+def test_routes_are_followed():
+    """A chunk with a route through a named switch crosses that switch's links."""
+    schedule = direct(names(2))
+    topology = Topology(
+        names(2),
+        [("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:0", 1), ("cpu:0", "bus", 1), ("bus", "cpu:1", 1)],
+        ["bus"],
+    )
+    routed = replace(schedule, routes=(Route(1, 0, 1, ("bus",), 0),))
+    moves, _, _ = read(routed, topology, 100)
+    assert {move["link"] for move in moves if move["args"]["round"] == 0} == {
+        ("cpu:0", "bus"),
+        ("bus", "cpu:1"),
+        ("cpu:1", "cpu:0"),
+    }
+
+
+def test_it_is_the_trace_event_format():
+    """The text is one object with a list of events; each has what its phase needs; rows are numbered apart, and
+    named and sorted as the topology lists nodes."""
+    topology = Topology.star(3, 25, MICRO)
+    text = to_chrome_trace(replace(ring(topology.devices), pieces=2), topology, 3000)
+    content = json.loads(text)
+    assert list(content) == ["traceEvents", "displayTimeUnit", "otherData"]
+    assert content["displayTimeUnit"] in ("ms", "ns")
+    events = content["traceEvents"]
+    for event in events:
+        assert {"ph", "name", "pid", "tid", "args"} <= event.keys()
+        assert event["ph"] in ("M", "X")
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+    rows = {event["tid"]: event["pid"] for event in events}
+    assert len(rows) == 1 + 6
+    assert not set(rows) & (set(rows.values()) - {1})
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    order = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
+    assert [named[pid] for pid in sorted(named, key=order.get)] == [
+        "schedule",
+        "cpu:0 sends",
+        "cpu:1 sends",
+        "cpu:2 sends",
+        "switch sends",
+    ]
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {
+        "ticks",
+        "to switch",
+        "to cpu:0",
+        "to cpu:1",
+        "to cpu:2",
+    }
+
+
+def test_many_pieces_are_cut_off(monkeypatch):
+    """Of more pieces than fit the first are shown, whole, at the times they have among all; the rest is counted."""
+    topology = Topology.ring(4, 25, MICRO)
+    schedule = replace(ring(topology.devices), pieces=50)
+    every, ticks, other = read(schedule, topology, 10**6)
+    assert len(every) == 24 * 50
+    assert other["pieces_left_out"] == 0
+    monkeypatch.setattr(trace, "EVENTS", 24 * 7 + 23)
+    some, fewer, other = read(schedule, topology, 10**6)
+    assert some == [move for move in every if move["args"]["piece"] < 7]
+    assert fewer == ticks[: 6 + 7 - 1]
+    assert (other["pieces"], other["pieces_left_out"]) == (50, 43)
+    assert other["seconds"] == simulate(schedule, topology, 10**6).seconds
+    monkeypatch.setattr(trace, "EVENTS", 1)
+    least, _, other = read(schedule, topology, 10**6)
+    assert least == [move for move in every if move["args"]["piece"] == 0]
+    assert other["pieces_left_out"] == 49
+
+
+def test_a_trace_is_no_endless_file(monkeypatch):
+    """A schedule of very many pieces gives EVENTS moves at most, and a file of the size that EVENTS promises."""
+    topology = Topology.ring(2, 25, MICRO)
+    promised = trace.EVENTS / 45e6  # moves a byte
+    monkeypatch.setattr(trace, "EVENTS", 10_000)
+    text = to_chrome_trace(replace(ring(topology.devices), pieces=60_000), topology, 10**9)
+    assert text.count('"cat":"move"') == 10_000
+    assert 10_000 / len(text) > promised
+
+
+@pytest.mark.parametrize(
+    ("schedule", "topology", "nbytes"),
+    [
+        (ring(names(3)), Topology.ring(3), 0),
+        (ring(names(1)), Topology.ring(1), 100),
+        (Schedule("broadcast", "none", names(2), (Chunk(Fraction(1), (0,), (0,)),), ()), Topology.ring(2), 100),
+    ],
+)
+def test_nothing_to_show(schedule, topology, nbytes):
+    """Without bytes or rounds a trace has no moves, and is still one."""
+    moves, ticks, other = read(schedule, topology, nbytes)
+    assert moves == ticks == []
+    assert other["seconds"] == 0
+
+
+def test_shares_of_nothing_are_not_shown():
+    """A chunk whose share is 0 makes no events."""
+    chunks = (Chunk(Fraction(1), (0,), (1,)), Chunk(Fraction(0), (0,), (1,)))
+    schedule = Schedule("broadcast", "by hand", names(2), chunks, ((Step(0, 1, (0,)), Step(1, 1, (0,))),))
+    moves, _, _ = read(schedule, Topology.ring(2), 100)
+    assert [move["name"] for move in moves] == ["chunk 0"]
+
+
+def test_bad_input_is_refused_as_simulate_does():
+    """What simulate refuses is refused with the same errors."""
+    topology = Topology.ring(3)
+    for nbytes in (-1, 1.5, True, None):
+        with pytest.raises(ArgumentError, match="whole number of bytes"):
+            to_chrome_trace(ring(names(3)), topology, nbytes)
+    with pytest.raises(ArgumentError, match="takes a Schedule and a Topology"):
+        to_chrome_trace(topology, ring(names(3)), 8)
+    with pytest.raises(PlanError, match="no way from"):
+        to_chrome_trace(ring(names(3)), Topology(names(3), []), 8)
+
+
+PRINT = """
+from crossreduce import Topology
+from crossreduce.planning import direct
+from crossreduce.schedule.trace import to_chrome_trace
+topology = Topology.star(5, 25, 1e-6)
+print(to_chrome_trace(direct(topology.devices, packs=2), topology, 10**6))
+"""
+
+
+def test_the_same_bytes_under_every_hash_seed():
+    """The same arguments give the same text in processes with different hash seeds."""
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", PRINT], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("0", "1")
+    }
+    assert len(texts) == 1
+    assert len(texts.pop()) > 10_000
+
+
+def test_pieces_of_one_chunk_come_in_order():
+    """On a link, and in a round, the pieces of a chunk come one after the other."""
+    topology = Topology.star(4, 25, MICRO)
+    moves, _, _ = read(replace(direct(topology.devices), pieces=9), topology, 10**6)
+    for _, group in itertools.groupby(
+        sorted(
+            moves, key=lambda move: (move["tid"], move["args"]["round"], move["name"], move["args"]["to"], move["ts"])
+        ),
+        key=lambda move: (move["tid"], move["args"]["round"], move["name"], move["args"]["to"], move["args"]["from"]),
+    ):
+        pieces = [move["args"]["piece"] for move in group]
+        assert pieces == sorted(pieces)
