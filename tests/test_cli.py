@@ -175,7 +175,7 @@ def test_every_framework_trains_and_benchmarks_alike(crossreduce, tmp_path, fram
     assert report["replicas_identical"] is True
     assert np.abs(one - np.array(report["losses"])).max() < TOLERANCE
     rows = [match.groupdict() for match in ROW.finditer(ran.stdout)]
-    assert [row["redop"] for row in rows] == ["sum"] * 5 + ["prod", "avg"] + ["none"] * 3
+    assert [row["redop"] for row in rows] == ["sum"] * 6 + ["prod", "avg"] + ["none"] * 3
     assert {row["wrong"] for row in rows} == {"0"}
 
 
@@ -204,7 +204,7 @@ def test_every_framework_trains_and_benchmarks_alike(crossreduce, tmp_path, fram
         ("bench -n 0", "--iters must be 1 or more, not 0."),
         ("bench -o median", '--op must be one of sum, prod, min, max, avg, not "median".'),
         ("bench -d quarter", "--datatype must be one of half, float, double"),
-        ("bench -A ring,best", 'direct, nccl, auto, all, not "best".'),
+        ("bench -A ring,best", 'direct, forest, nccl, auto, all, not "best".'),
         ("bench --collective gather", '--collective must be one of all_reduce, reduce, broadcast, not "gather".'),
         ("bench --collective reduce -r 8", '--root must be a rank from 0 to 7, or all, not "8".'),
         ("bench -a 4", '--average must be one of 0, 1, 2, 3, not "4".'),
@@ -443,7 +443,7 @@ def test_bench_is_right_for_every_op_and_type(crossreduce, op, datatype):
             "bench", "-b", "600", "-e", "600", "-n", "1", "-w", "0", "-g", n, "-o", op, "-d", datatype, "-A", "all"
         )
         assert (code, error) == (0, "")
-        assert [match["wrong"] for match in ROW.finditer(out)] == ["0"] * 5
+        assert [match["wrong"] for match in ROW.finditer(out)] == ["0"] * 6
 
 
 @pytest.mark.parametrize("collective", ["reduce", "broadcast"])

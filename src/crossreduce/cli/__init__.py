@@ -1,10 +1,11 @@
-"""The command line: ``crossreduce train``, ``crossreduce bench``, ``crossreduce info``.
+"""The command line: ``crossreduce topology``, ``plan``, ``verify``, ``train``, ``bench`` and ``info``.
 
-In: the words of a command line.  Out: text, a JSON file where one is asked for, and an exit code:
+In: the words of a command line.  Out: text, the files that are asked for, and an exit code:
 
     0    done
-    1    it ran, and what it computed is wrong (a checked sum, replicas that drifted apart)
-    2    it did not run: a wrong argument, a framework or the [cli] extra that is not installed
+    1    it ran, and something is wrong (a checked sum, replicas that drifted apart, a file that verify refutes)
+    2    it did not run: a wrong argument, no way for the data, a file that cannot be read, a framework or
+         extra that is not installed
     130  interrupted with Ctrl-C, 143: terminated; no file is left half-written
 
 A user of the public face like any other. Importing it needs neither typer nor a framework.

@@ -9,7 +9,10 @@ import typer
 from .. import __version__
 from .bench import bench
 from .info import info
+from .plan import plan
+from .topology import topology
 from .train import train
+from .verify import verify
 
 app = typer.Typer(
     add_completion=False,
@@ -17,6 +20,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command()(topology)
+app.command()(plan)
+app.command()(verify)
 app.command()(train)
 app.command()(bench)
 app.command()(info)

@@ -5,14 +5,19 @@ In: the text or number of one option.  Out: a value, or an ``ArgumentError`` of 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
-from ..devices import host_devices, parse
+from .. import Topology
+from ..devices import canonical, host_devices, parse
 from ..errors import ArgumentError
 from ..options import ALGORITHMS
+from ..topology.kinds import SPEEDS
 from ..values import read_devices
+from .output import grouped
 
 # JAX and TensorFlow make every device up to the last one named, so a slip of the finger must not ask for 10**9.
 MOST_DEVICES: Final = 4096
@@ -61,7 +66,11 @@ def read_device_list(option: str, text: str) -> tuple[str, ...]:
 
 
 def read_algorithms(option: str, text: str) -> list[str]:
-    """Return the algorithms of a list; "all" is every planner (not auto and nccl, which choose one of them)."""
+    """Return the algorithms of a list; "all" is every planner (not auto and nccl, which choose one of them).
+
+    >>> read_algorithms("--algorithm", "ring, forest")
+    ['ring', 'forest']
+    """
     if text == "all":
         return [name for name in ALGORITHMS if name not in ("auto", "nccl")]
     return [one_of([*ALGORITHMS, "all"], option, name.strip()) for name in text.split(",")]
@@ -77,3 +86,89 @@ def read_nbytes(option: str, text: str) -> int:
     if match is None:
         raise ArgumentError(f'{option} takes bytes such as 8, 64K or 128M, not "{text}".')
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def read_machine(
+    text: str, hosts: int = 1, speeds: str = "raw", nics: str | None = None, in_network: bool = False
+) -> Topology:
+    """Return the topology of a machine of the library, of a file, or of ``this`` machine.
+
+    A machine's name is taken for a file's where it has a / or the suffix .json, .xml or .txt.
+
+    >>> read_machine("DGX-1")
+    Topology(8 devices, 32 links: cuda:0, cuda:1, cuda:2, cuda:3, cuda:4, cuda:5, cuda:6, cuda:7)
+    """
+    at_least(1, "--hosts", hosts)
+    one_of(SPEEDS, "--speeds", speeds)
+    if text != "this" and not _is_file(text):
+        return Topology.machine(text, hosts, speeds=speeds, nics=nics, in_network=in_network)
+    if (hosts, speeds, nics, in_network) != (1, "raw", None, False):
+        raise ArgumentError(
+            f"--hosts, --speeds, --nics and --in-network are for the library's machines, not for {text}."
+        )
+    try:
+        return Topology.discover() if text == "this" else Topology.load(text)
+    except OSError as error:
+        raise ArgumentError(f"{text} cannot be read: {error.strerror}.") from error
+
+
+def _is_file(text: str) -> bool:
+    path = Path(text)
+    if os.sep in text or path.suffix.lower() in (".json", ".xml", ".txt"):
+        return True
+    if not path.is_file():
+        return False
+    try:
+        Topology.machine(text)
+    except ArgumentError:
+        return True
+    return False
+
+
+def read_node(option: str, text: str, topology: Topology) -> str:
+    """Return a device or switch that is named, or numbered as ``crossreduce topology`` shows them.
+
+    >>> [read_node("--root", text, Topology.star(4)) for text in ("2", "CPU:3", "4", "switch")]
+    ['cpu:2', 'cpu:3', 'switch', 'switch']
+    """
+    name = text.strip()
+    if re.fullmatch("[0-9]{1,9}", name):
+        if int(name) < len(topology.nodes):
+            return topology.nodes[int(name)]
+    elif name in topology.nodes:
+        return name
+    else:
+        try:
+            if canonical(name) in topology.nodes:
+                return canonical(name)
+        except ArgumentError:
+            pass  # no device's name either
+    known = grouped(topology.nodes)
+    known = known if len(known) <= 120 else known[:117] + "..."
+    raise ArgumentError(f'{option}: there is no "{name}" among 0 to {len(topology.nodes) - 1}, {known}.')
+
+
+def read_members(option: str, text: str, topology: Topology) -> tuple[str, ...]:
+    """Return the devices of a list of positions and names, each once.
+
+    >>> read_members("--devices", "0,cpu:3", Topology.ring(4))
+    ('cpu:0', 'cpu:3')
+    """
+    names = [read_node(option, part, topology) for part in text.split(",")]
+    for name in names:
+        if names.count(name) > 1 or name not in topology.devices:
+            raise ArgumentError(f"{option} takes devices, each once, and {name} is a switch or stands twice.")
+    return tuple(names)
+
+
+def read_link(option: str, text: str, topology: Topology) -> tuple[str, str]:
+    """Return the two ends of a link, "0-3" by position or "cuda:0,nvswitch" by name.
+
+    >>> read_link("--without-link", "0-3", Topology.ring(4)), read_link("--without-link", "1,cpu:2", Topology.ring(4))
+    (('cpu:0', 'cpu:3'), ('cpu:1', 'cpu:2'))
+    """
+    ends = text.split("," if "," in text else "-")  # names may have a -
+    if len(ends) != 2 or ("," not in text and not re.fullmatch("[0-9 ]+-[0-9 ]+", text)):
+        raise ArgumentError(f'{option} takes two positions such as 0-3, or two names such as cuda:0,cuda:3: "{text}".')
+    a, b = (read_node(option, end, topology) for end in ends)
+    return a, b

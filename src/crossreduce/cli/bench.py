@@ -15,11 +15,11 @@ from typing import Annotated, Any, Final
 import numpy as np
 import typer
 
-from .. import AllReduceCrossDeviceOps, Mirrored, PerReplica
+from .. import AllReduceCrossDeviceOps, Mirrored, PerReplica, Topology
 from ..backends import FRAMEWORKS
 from ..errors import ArgumentError
 from . import exact, nccl_tests
-from .arguments import at_least, one_of, read_algorithms, read_device_list, read_nbytes
+from .arguments import at_least, one_of, read_algorithms, read_device_list, read_machine, read_nbytes
 from .frameworks import Framework, load
 from .output import json_file
 
@@ -38,8 +38,11 @@ def bench(
     iters: Annotated[int, typer.Option("-n", "--iters", help="Timed calls a size.")] = 20,
     warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", help="Untimed calls before, at each size.")] = 1,
     devices: Annotated[
-        str, typer.Option("-g", "--ngpus", "--devices", help="How many devices, or their names: cpu:0,cpu:1")
-    ] = "8",
+        str | None,
+        typer.Option(
+            "-g", "--ngpus", "--devices", help="How many, or their names: cpu:0,cpu:1; none: the topology's, or 8."
+        ),
+    ] = None,
     op: Annotated[str, typer.Option("-o", "--op", help=", ".join(OPS))] = "sum",
     datatype: Annotated[
         str, typer.Option("-d", "--datatype", help="half, float, double, bfloat16, int8, uint8, ...; or NumPy's names")
@@ -60,6 +63,10 @@ def bench(
     num_packs: Annotated[int, typer.Option(help="Into how many packs the array is cut; 0: none.")] = 1,
     collective: Annotated[str, typer.Option(help=", ".join(COLLECTIVES))] = "all_reduce",
     framework: Annotated[str, typer.Option(help=", ".join(FRAMEWORKS))] = "numpy",
+    topology: Annotated[
+        str | None,
+        typer.Option(metavar="MACHINE|FILE|this", help="Plan on this wiring, whose first devices stand for these."),
+    ] = None,
 ) -> None:
     """Time a collective; prints nccl-tests' table.
 
@@ -73,7 +80,11 @@ def bench(
     Exits with 1 if an element is wrong. Inputs are such that every order of
     reduction is exact.
     """
+    wiring = None if topology is None else read_machine(topology)
+    if devices is None:
+        devices = str(8 if wiring is None else len(wiring.devices))
     names = read_device_list("--devices", devices)
+    wiring = _on(wiring, names)
     low, high = read_nbytes("--minbytes", minbytes), read_nbytes("--maxbytes", maxbytes)
     if high < at_least(1, "--minbytes", low):
         raise ArgumentError(f"--maxbytes must be at least --minbytes, and {maxbytes} is less than {minbytes}.")
@@ -107,14 +118,18 @@ def bench(
             per_iter_timing=at_least(0, "--per_iter_report", per_iter_report) > 0,
         )
         _print(nccl_tests.header(config))
+        if topology is not None:
+            _print([f"# Planned on the topology: {topology}"])
         rows = []
         for name in chosen:
             _print(nccl_tests.table_header(config, name))
-            for row in _rows(here, config, name, "none" if collective == "broadcast" else op, nccl_type, roots):
+            for row in _rows(here, config, name, wiring, "none" if collective == "broadcast" else op, nccl_type, roots):
                 _print([nccl_tests.line(config, row)])
                 rows.append(row)
         _print(nccl_tests.footer(config, rows))
-        write(nccl_tests.report(config, rows, sys.argv, start_time))
+        report = nccl_tests.report(config, rows, sys.argv, start_time)
+        report["crossreduce"]["topology"] = topology
+        write(report)
     if any(row.nwrong for row in rows):
         raise typer.Exit(1)
 
@@ -127,11 +142,26 @@ def sizes(config: nccl_tests.Config) -> Iterator[int]:
         size = size * config.step_factor if config.step_factor > 1 else size + config.step_bytes
 
 
+def _on(topology: Topology | None, names: tuple[str, ...]) -> Topology | None:
+    """Return the topology of its first devices under the names of those that are measured."""
+    if topology is None or set(names) <= set(topology.devices):
+        return topology
+    if len(names) > len(topology.devices):
+        raise ArgumentError(f"--devices: the topology has {len(topology.devices)}, and not {len(names)}.")
+    return topology.subset(topology.devices[: len(names)]).renamed(names)
+
+
 def _rows(
-    framework: Framework, config: nccl_tests.Config, algorithm: str, op: str, nccl_type: str, roots: list[int]
+    framework: Framework,
+    config: nccl_tests.Config,
+    algorithm: str,
+    topology: Topology | None,
+    op: str,
+    nccl_type: str,
+    roots: list[int],
 ) -> Iterator[nccl_tests.Row]:
     """Measure one algorithm at every size and root."""
-    ops = AllReduceCrossDeviceOps(algorithm, config.num_packs)
+    ops = AllReduceCrossDeviceOps(algorithm, config.num_packs, topology=topology)
     n = len(config.devices)
     patterns = exact.inputs(OPS.get(op, "sum"), TYPES[nccl_type], n)
     whole = exact.result(OPS.get(op, "sum"), patterns)

@@ -1,4 +1,4 @@
-"""Where results go: JSON files that appear whole or not at all, and the terminal.
+"""Where results go: files that appear whole or not at all, and the terminal.
 
 Out: a file in one ``rename``, so that a reader, or an interruption, never sees half of it.
 """
@@ -7,56 +7,68 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..errors import ArgumentError
 
+_NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
+
 
 @contextmanager
-def json_file(option: str, path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Check now that a file can be written, and yield the function that writes it later.
+def whole_file(option: str, path: Path | None) -> Iterator[Path | None]:
+    """Check now that a file can be written, and yield an empty one beside it that takes its place in the end.
 
-    The function writes a temporary file beside the target and renames it. Leaving the block without a
-    call leaves the target as it was. With ``path`` ``None`` the function does nothing.
+    It has the suffix of ``path``. A block that fails, or writes nothing into it, leaves the target as it was. With
+    ``path`` ``None`` there is no file.
 
     Raises:
       ArgumentError: the path cannot be written, or is no regular file.
     """
     if path is None:
-        yield lambda _: None
+        yield None
         return
     target = Path(os.path.realpath(path))
     # A rename over /dev/null or a pipe would replace it.
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
         raise ArgumentError(f"{option} {path} cannot be written: it is no regular file, or write-protected.")
     try:
-        file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed below, and renamed before that
-            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", suffix=".tmp", delete=False
-        )
-        temporary = Path(file.name)
-        temporary.chmod(0o666 & ~_umask())
+        number, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=path.suffix)
+        os.close(number)
     except OSError as error:
         raise ArgumentError(f"{option} {path} cannot be written: {error.strerror}.") from error
-
-    def write(report: dict[str, Any]) -> None:
-        json.dump(report, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-        temporary.replace(target)
-
+    temporary = Path(name)
     try:
-        with file:
-            yield write
+        yield temporary
+        if temporary.stat().st_size:
+            temporary.chmod(0o666 & ~_umask())
+            with temporary.open("r+b") as file:
+                os.fsync(file.fileno())
+            temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def json_file(option: str, path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Check now that a file can be written, and yield the function that writes it: ``whole_file`` for JSON.
+
+    With ``path`` ``None`` the function does nothing.
+    """
+    with whole_file(option, path) as file:
+
+        def write(report: dict[str, Any]) -> None:
+            if file is not None:
+                file.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+
+        yield write
 
 
 def _umask() -> int:
@@ -73,3 +85,26 @@ def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def grouped(names: Iterable[str]) -> str:
+    """Return names with those that count up joined.
+
+    >>> grouped(["host0/cuda:0", "host0/cuda:1", "host0/cuda:2", "host0/cuda:5", "nvswitch"])
+    'host0/cuda:0-2,5 nvswitch'
+    """
+    groups: list[tuple[str, list[list[int]]]] = []  # what stands before the number, and runs of numbers
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is None:
+            groups.append((name, []))
+            continue
+        text, number = match[1], int(match[2])
+        if not groups or groups[-1][0] != text or not groups[-1][1]:
+            groups.append((text, []))
+        runs = groups[-1][1]
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return " ".join(text + ",".join("-".join(map(str, run)) for run in runs) for text, runs in groups)

@@ -16,6 +16,7 @@ from .bounds import Bound, Cut
 
 _MOST_LINES: Final = 16
 _MOST_NAMES: Final = 8
+_MOST_LETTERS: Final = 160
 
 
 class Shape(NamedTuple):
@@ -100,8 +101,12 @@ def tree_lines(found: Shape) -> list[str]:
     for share, root, parents in found.trees:
         text = nested(root, parents)
         drawn[text] = drawn.get(text, Fraction(0)) + share
-    lines = [f"{share!s:>8s} {text}" for text, share in list(drawn.items())[:_MOST_LINES]]
+    lines = [f"{share!s:>8s} {_short(text)}" for text, share in list(drawn.items())[:_MOST_LINES]]
     return lines + ([f"         and {len(drawn) - _MOST_LINES} more"] if len(drawn) > _MOST_LINES else [])
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 4] + " ..."
 
 
 def limited_by(limit: Bound) -> str:

@@ -23,7 +23,7 @@ from .bounds import solved
 from .cuts import densest
 from .joint import balanced
 from .treewise import Share, Through, Tree, depth, treewise, turned
-from .views import View, require_ways, view
+from .views import View, reached, require_ways, view
 
 MOST_TREES: Final = 4
 """Trees a root, on average, up to which a plan keeps to the bound exactly; where that takes more, fewer trees are
@@ -93,7 +93,10 @@ def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ..
     """
     widths: defaultdict[Fraction, list[str]] = defaultdict(list)
     able = [switch.name for switch in topology.switches if switch.reduces]
+    joined = reached(topology, members[0]) & reached(topology.reversed(), members[0])
     for node in [*able, *(device for device in topology.devices if device not in members)]:
+        if node not in joined:
+            continue
         widths[sum((link.bandwidth for link in topology.out_links(node)), Fraction(0))].append(node)
     sets: list[tuple[str, ...]] = [()]
     for width in sorted(widths, reverse=True):

@@ -47,19 +47,11 @@ def require_ways(topology: Topology, sources: Sequence[str], destinations: Seque
     Raises:
       PlanError: it names the devices that can be reached and those that cannot.
     """
-    around: dict[str, list[str]] = {}
-    for src, dst, _, _ in topology.links:
-        around.setdefault(src, []).append(dst)
     for source in sources:
-        reached, left = {source}, [source]
-        while left:
-            for node in around.get(left.pop(), ()):
-                if node not in reached:
-                    reached.add(node)
-                    left.append(node)
-        beyond = [device for device in destinations if device not in reached]
+        within = reached(topology, source)
+        beyond = [device for device in destinations if device not in within]
         if beyond:
-            inside = ", ".join(device for device in topology.devices if device in reached)
+            inside = ", ".join(node for node in topology.nodes if node in within)
             raise PlanError(
                 message(
                     f"{request} needs a way from {source} to {', '.join(beyond)}, and no link leads out of "
@@ -68,3 +60,14 @@ def require_ways(topology: Topology, sources: Sequence[str], destinations: Seque
                     "topology.subset(devices) with devices that are joined, or a topology with the missing links",
                 )
             )
+
+
+def reached(topology: Topology, start: str) -> set[str]:
+    """Return the nodes that data can get to from one."""
+    found, left = {start}, [start]
+    while left:
+        for link in topology.out_links(left.pop()):
+            if link.dst not in found:
+                found.add(link.dst)
+                left.append(link.dst)
+    return found

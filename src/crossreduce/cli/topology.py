@@ -1,0 +1,248 @@
+"""``crossreduce topology``: what is wired to what, and what no schedule can beat on it.
+
+In: a machine of the library, a file or ``this``, perhaps some of its devices and without some links.  Out: tables,
+JSON, a topology's file, a picture.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from collections import defaultdict
+from contextlib import ExitStack
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .. import Bound, Topology, __version__, bound
+from ..devices import parse
+from ..errors import ArgumentError, PlanError
+from ..planning.bounds import COLLECTIVES
+from ..planning.explain import limited_by
+from ..topology.machines import machine_names
+from .arguments import read_link, read_machine, read_members
+from .output import grouped, progress, whole_file
+
+MOST_LINES: Final = 200
+"""How many lines the list of links has; all links are in the JSON."""
+
+# Of every command that plans: which wiring. Positions are those of the whole machine.
+MACHINE: Final = "a machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m) or: this"
+Hosts = Annotated[int, typer.Option("--hosts", help="How many of the machine, and the network between them.")]
+Speeds = Annotated[str, typer.Option("--speeds", help="raw: as built; effective: as NCCL and RCCL count on.")]
+Nics = Annotated[str | None, typer.Option("--nics", help="Which of the machine's networks joins the hosts.")]
+InNetwork = Annotated[bool, typer.Option("--in-network", help="Switches that can combine and multicast do.")]
+Devices = Annotated[
+    str | None, typer.Option("--devices", help="Only these, by position or name: 0,1,4 or cuda:0,cuda:1.")
+]
+WithoutLink = Annotated[
+    list[str] | None, typer.Option("--without-link", help="Not this one: 0-3 or cuda:0,cuda:3. Repeatable.")
+]
+Picture = Annotated[Path | None, typer.Option("--picture", help="Draw it: a .svg or .png file.")]
+
+
+class Selection(NamedTuple):
+    """What the command line names, and what it selects of that."""
+
+    whole: Topology
+    topology: Topology
+
+
+def select(
+    machine: str,
+    hosts: int,
+    speeds: str,
+    nics: str | None,
+    in_network: bool,
+    devices: str | None,
+    without_link: list[str] | None,
+) -> Selection:
+    """Return a topology and the selected part of it."""
+    whole = read_machine(machine, hosts, speeds, nics, in_network)
+    topology = whole
+    for text in without_link or ():
+        topology = topology.without_link(*read_link("--without-link", text, whole))
+    if devices is not None:
+        topology = topology.subset(read_members("--devices", devices, whole))
+    return Selection(whole, topology)
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise unless a picture can have this name."""
+    if path is not None and path.suffix.lower() not in (".svg", ".png"):
+        raise ArgumentError(f"--picture takes a .svg or .png file, not {path}.")
+
+
+def exact(value: Fraction | None) -> dict[str, Any] | None:
+    """Return a rate for JSON: the exact number as text, and the nearest one that JSON has.
+
+    >>> exact(Fraction(64, 3))
+    {'exact': '64/3', 'gb_per_s': 21.333333333333332}
+    """
+    return None if value is None else {"exact": str(value), "gb_per_s": float(value)}
+
+
+def bounded(limit: Bound) -> dict[str, Any]:
+    """Return a bound for JSON."""
+    return {
+        "algbw": exact(limit.algbw),
+        "limited_by": "nothing has to move" if limit.algbw is None else limited_by(limit),
+        "tight_cut": [node for node in limit.topology.nodes if node in limit.tight_cut],
+    }
+
+
+def topology(
+    machine: Annotated[
+        str | None, typer.Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}. None: lists the machines.")
+    ] = None,
+    hosts: Hosts = 1,
+    speeds: Speeds = "raw",
+    nics: Nics = None,
+    in_network: InNetwork = False,
+    devices: Devices = None,
+    without_link: WithoutLink = None,
+    picture: Picture = None,
+    export: Annotated[Path | None, typer.Option(help="Write the topology to this .json file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what is wired to what, and the bounds of the five collectives.
+
+    Without an argument: the machines of the library. A bound is what no
+    schedule can beat, as bytes of the whole buffer by time.
+    """
+    if machine is None:
+        if devices or without_link or picture or export or nics or in_network or (hosts, speeds) != (1, "raw"):
+            raise ArgumentError("name a machine or a file, such as dgx-1v, for these options.")
+        _list(as_json=json)
+        return
+    check_picture(picture)
+    if export is not None and export.suffix.lower() != ".json":
+        raise ArgumentError(f"--export takes a .json file, not {export}.")
+    chosen = select(machine, hosts, speeds, nics, in_network, devices, without_link)
+    with ExitStack() as files:
+        drawing = files.enter_context(whole_file("--picture", picture))
+        exported = files.enter_context(whole_file("--export", export))
+        report = _report(machine, chosen.topology)
+        if drawing is not None:
+            from ..pictures import draw_topology
+
+            draw_topology(chosen.topology, drawing, title=_title(report))
+        if exported is not None:
+            exported.write_text(chosen.topology.to_json() + "\n", "utf-8")
+    if json:
+        print(json_module.dumps(report, indent=2))
+    else:
+        _show(report, chosen)
+
+
+def _list(*, as_json: bool) -> None:
+    machines = [
+        {"name": name, "devices": len(Topology.machine(name).devices), "description": description}
+        for name, description in machine_names()
+    ]
+    if as_json:
+        print(json_module.dumps({"crossreduce": __version__, "machines": machines}, indent=2))
+        return
+    table = Table("machine", "devices", "what it is")
+    for entry in machines:
+        table.add_row(*map(str, entry.values()))
+    Console(markup=False, emoji=False).print(table)
+
+
+def _report(machine: str, topology: Topology) -> dict[str, Any]:
+    hosts: defaultdict[str, list[str]] = defaultdict(list)
+    for device in topology.devices:
+        hosts[parse(device).host].append(device)
+    bounds = {}
+    with progress(COLLECTIVES[0], len(COLLECTIVES)) as tick:
+        for collective, following in zip(COLLECTIVES, (*COLLECTIVES[1:], ""), strict=True):
+            bounds[collective] = _bound(topology, collective)
+            tick(following)
+    return {
+        "crossreduce": __version__,
+        "machine": machine,
+        "description": dict(machine_names()).get(machine),
+        "hosts": hosts,
+        "islands": topology.islands,
+        "bounds": bounds,
+        "topology": json_module.loads(topology.to_json()),
+    }
+
+
+def _bound(topology: Topology, collective: str) -> dict[str, Any]:
+    """Return a bound for JSON; where there is no way for the data, why."""
+    try:
+        return {**bounded(bound(topology, collective)), "error": None}
+    except PlanError as error:
+        return {"algbw": None, "limited_by": None, "tight_cut": [], "error": str(error).partition("\n")[0]}
+
+
+def _title(report: dict[str, Any]) -> str:
+    about = f": {report['description']}" if report["description"] else ""
+    return f"{report['machine']}{about}"
+
+
+def _show(report: dict[str, Any], chosen: Selection) -> None:
+    topology, console = chosen.topology, Console(highlight=False, markup=False, emoji=False)
+    console.print(_title(report))
+    about = Table.grid(padding=(0, 2))
+    reducing = [switch.name for switch in topology.switches if switch.reduces]
+    named = [host for host in report["hosts"] if host]
+    about.add_row("devices", f"{len(topology.devices)}: {grouped(topology.devices)}")
+    if topology.switches:
+        about.add_row("switches", f"{len(topology.switches)}: {grouped(switch.name for switch in topology.switches)}")
+    if reducing:
+        about.add_row("combining", f"{len(reducing)}: {grouped(reducing)}")
+    about.add_row("links", str(len(topology.links)))
+    about.add_row("hosts", f"{len(report['hosts'])}{': ' if named else ''}{grouped(named)}")
+    islands = topology.islands
+    about.add_row("islands", "1" if len(islands) == 1 else f"{len(islands)}: {', '.join(map(grouped, islands))}")
+    console.print(about)
+    console.print()
+    places = {node: str(number) for number, node in enumerate(chosen.whole.nodes)}
+    matrix = _matrix(topology, places) if 2 * len(topology.nodes) < console.width else []
+    if matrix and len(matrix[0]) <= console.width:
+        console.print("GB/s of each link, from row to column")
+        console.print(*matrix, sep="\n", soft_wrap=True)
+    else:
+        console.print("GB/s of each link")
+        console.print(*_list_of_links(topology, places), sep="\n", soft_wrap=True)
+    console.print()
+    table = Table("no schedule beats", "GB/s", "exactly", "limited by")
+    for collective, entry in report["bounds"].items():
+        rate = entry["algbw"]
+        numbers = ("-", "-") if rate is None else (f"{rate['gb_per_s']:.2f}", rate["exact"])
+        table.add_row(collective, *numbers, entry["error"] or entry["limited_by"])
+    console.print(table)
+
+
+def _matrix(topology: Topology, places: dict[str, str]) -> list[str]:
+    """Return the links as a matrix, a line a node; positions stand over the columns."""
+    nodes = topology.nodes
+    cells = [[_gb_per_s(link.bandwidth) if (link := topology.link(a, b)) else "." for b in nodes] for a in nodes]
+    width = max(len(text) for row in [*cells, list(places.values())] for text in row)
+    names = [f"{places[node]:>{len(places[nodes[-1]])}} {node}" for node in nodes]
+    first = max(map(len, names))
+    rows = [("", [places[node] for node in nodes]), *zip(names, cells, strict=True)]
+    return [f"{name:{first}}  " + " ".join(f"{text:>{width}}" for text in row) for name, row in rows]
+
+
+def _list_of_links(topology: Topology, places: dict[str, str]) -> list[str]:
+    """Return the links as a line for each node, or for all that have links of the same speeds to the same nodes."""
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for node in topology.nodes:
+        speeds: defaultdict[Fraction, list[str]] = defaultdict(list)
+        for link in topology.out_links(node):
+            speeds[link.bandwidth].append(link.dst)
+        to = "; ".join(f"{_gb_per_s(speed)} to {grouped(speeds[speed])}" for speed in sorted(speeds, reverse=True))
+        alike[to or "nothing"].append(node)
+    lines = [f"{grouped(places[node] for node in nodes)} {grouped(nodes)}: {to}" for to, nodes in alike.items()]
+    more = len(lines) - MOST_LINES
+    return lines[:MOST_LINES] + ([f"and {more} more lines: --json has all"] if more > 0 else [])
+
+
+def _gb_per_s(bandwidth: Fraction) -> str:
+    return str(bandwidth) if bandwidth.denominator == 1 else f"{float(bandwidth):.4g}"

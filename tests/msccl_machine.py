@@ -1,0 +1,291 @@
+"""A machine that runs MSCCL XML on numbers, one event at a time, in whatever order it is told.
+
+An independent reading of the runtimes: it turns each threadblock into a list of transmissions with flags and
+dependencies, as their parsers do, keeps queues of single chunks, and shares no code with the library. A receive that
+combines reads its own data at any time after it has begun, as the LL protocols do.
+"""
+
+import random
+import xml.etree.ElementTree as ET
+from collections import defaultdict, deque
+
+SENDING = {"s", "rcs", "rrs", "rrcs"}
+RECEIVING = {"r", "rcs", "rrs", "rrc", "rrcs"}
+LOADING = {"s", "rrs", "rrc", "rrcs", "cpy", "re"}
+STORING = {"r", "rcs", "rrc", "rrcs", "cpy", "re"}
+
+
+class RunError(Exception):
+    """The file did something that it must not, or nothing that it can do is left."""
+
+
+class Transmission:
+    """What a threadblock does at a time."""
+
+    def __init__(self, step, waits, number):
+        self.step = number
+        self.type = step.get("type")
+        self.src = step.get("srcbuf"), int(step.get("srcoff"))
+        self.dst = step.get("dstbuf"), int(step.get("dstoff"))
+        self.count = int(step.get("cnt"))
+        self.waits = waits
+        self.adds = [self.src[1]]  # offsets of all that a chain of ``re`` adds
+        self.steps = [number]
+        self.flag = None
+
+
+def transmissions(block):
+    """Turn a threadblock's steps into transmissions, the way the runtimes' parsers do."""
+    made, waits, chain, reductions, counter = [], [], None, 0, 0
+    for number, step in enumerate(block):
+        if int(step.get("depid")) >= 0:
+            waits.append((int(step.get("depid")), int(step.get("deps"))))
+        if step.get("type") == "nop":
+            continue
+        joined = step.get("type") == "re" and int(step.get("depid")) < 0
+        joined = joined and chain == (step.get("dstbuf"), step.get("dstoff"), step.get("srcbuf"))
+        if joined:
+            last = made[-1]
+            last.adds.append(int(step.get("srcoff")))
+            last.steps.append(number)
+            last.count = int(step.get("cnt"))
+        else:
+            counter += len(waits) - 1 if waits else 0
+            made.append(Transmission(step, waits, number))
+            waits = []
+        signals = step.get("hasdep") == "1"
+        if signals:
+            made[-1].flag = counter
+        counter += 1
+        chain = None
+        if step.get("type") == "re":
+            reductions += 1
+            if not signals and reductions != 16:
+                chain = step.get("dstbuf"), step.get("dstoff"), step.get("srcbuf")
+    return made
+
+
+class Machine:
+    """One call of a file: its memory, queues and threadblocks.
+
+    Args:
+      text: the file.
+      inplace: input and output are the same memory.
+      root: of a reduce or broadcast.
+      slots: how many chunks a connection holds.
+      value: what a rank's chunk of input is, by rank and chunk of its input.
+      combine: how two chunks are combined.
+    """
+
+    def __init__(self, text, inplace, *, root=0, slots=10**9, value=None, combine=lambda a, b: a + b):
+        top = ET.fromstring(text)
+        self.coll, self.n = top.get("coll"), int(top.get("ngpus"))
+        self.chunks, self.inplace, self.root, self.slots = int(top.get("nchunksperloop")), inplace, root, slots
+        self.part = self.chunks // self.n
+        self.combine = combine
+        self.value = value or (lambda rank, chunk: hash((rank, chunk, self.chunks)))
+        self.limits, self.programs, self.owner = {}, {}, {}
+        ends = {"send": {}, "recv": {}}
+        for gpu in top:
+            g = int(gpu.get("id"))
+            self.limits[g] = {b: int(gpu.get(f"{b}_chunks")) for b in "ios"}
+            for block in gpu:
+                place = g, int(block.get("id"))
+                self.programs[place] = transmissions(block)
+                for way in ends:
+                    peer, channel = int(block.get(way)), int(block.get("chan"))
+                    if peer >= 0:
+                        key = (g, peer, channel) if way == "send" else (peer, g, channel)
+                        if key in ends[way] or channel >= int(top.get("nchannels")):
+                            raise RunError("a connection's end belongs to one threadblock")
+                        ends[way][key] = place
+                        self.owner[place, way] = key
+        if set(ends["send"]) != set(ends["recv"]):
+            raise RunError("a connection has one end")
+        for place, program in self.programs.items():
+            for way, types in (("send", SENDING), ("recv", RECEIVING)):
+                if (place, way) not in self.owner and any(now.type in types for now in program):
+                    raise RunError("a message to nobody")
+            if any(now.count < 1 for now in program):
+                raise RunError("nothing to move")
+        self.memory = {}
+        for rank in range(self.n):
+            for chunk in range(self.part if self.coll == "allgather" else self.chunks):
+                if self.coll != "broadcast" or rank == root:
+                    self.memory[self.address(rank, "i", chunk)] = self.value(rank, chunk)
+        self.queues = defaultdict(deque)
+        self.at = dict.fromkeys(self.programs, 0)
+        self.flags = dict.fromkeys(self.programs, -1)
+        self.passed = dict.fromkeys(self.programs, 0)
+        self.loaded = {}
+
+    def address(self, gpu, buffer, chunk):
+        if not self.inplace or buffer == "s":
+            return gpu, buffer, chunk
+        shift = gpu * self.part
+        if self.coll == "allgather":
+            return gpu, "io", chunk + shift if buffer == "i" else chunk
+        if self.coll == "reducescatter":
+            return gpu, "io", chunk + shift if buffer == "o" else chunk
+        return gpu, "io", chunk
+
+    def cells(self, place, span, offset=None):
+        """Return the addresses that the threadblock's transmission touches from a place of a buffer on."""
+        gpu, (buffer, start) = place[0], span
+        start = start if offset is None else offset
+        count = self.programs[place][self.at[place]].count
+        part = {"i": "allgather", "o": "reducescatter"}.get(buffer) == self.coll
+        size = self.limits[gpu][buffer]
+        size = size if buffer == "s" else min(size, self.part if part else self.chunks)
+        if self.coll == "reduce" and buffer == "o" and gpu != self.root and not self.inplace:
+            size = 0
+        if start < 0 or start + count > size:
+            raise RunError("out of bounds")
+        return [self.address(gpu, buffer, start + k) for k in range(count)]
+
+    def load(self, cell):
+        if cell not in self.memory:
+            raise RunError("nothing there")
+        return self.memory[cell]
+
+    def ready(self, place):
+        """Say whether a threadblock's transmission may begin."""
+        if self.at[place] == len(self.programs[place]):
+            return False
+        for block, step in self.programs[place][self.at[place]].waits:
+            target = place[0], block
+            if target not in self.flags:
+                raise RunError("waits for a threadblock that is not there")
+            if self.flags[target] < step:
+                return False
+        return True
+
+    def events(self, place):
+        """Return what a threadblock can do now: load its own data, go on with its message, or do a local step."""
+        if not self.ready(place):
+            return []
+        now = self.programs[place][self.at[place]]
+        kind = now.type
+        if kind in ("cpy", "re"):
+            return ["local"]
+        found = ["load"] if kind in LOADING and kind in RECEIVING and place not in self.loaded else []
+        able = kind not in RECEIVING or bool(self.queues[self.owner[place, "recv"]])
+        if kind in SENDING and able:
+            able = len(self.queues[self.owner[place, "send"]]) < self.slots
+        return [*found, "go"] if able else found
+
+    def do(self, place, event):
+        now = self.programs[place][self.at[place]]
+        if event == "load":
+            self.loaded[place] = [self.load(cell) for cell in self.cells(place, now.src)]
+            return
+        if event == "local":
+            targets = self.cells(place, now.dst)
+            for offset in now.adds:
+                sources = self.cells(place, now.src, offset)
+                if sources != targets and set(sources) & set(targets):
+                    raise RunError("source and destination overlap")
+                values = [self.load(cell) for cell in sources]
+                if now.type == "re":
+                    values = [self.combine(self.load(cell), value) for cell, value in zip(targets, values, strict=True)]
+                self.memory.update(zip(targets, values, strict=True))
+            self.finish(place, now)
+            return
+        k = self.passed[place]
+        if now.type in RECEIVING:
+            value, number, count = self.queues[self.owner[place, "recv"]].popleft()
+            if (number, count) != (k, now.count):
+                raise RunError("a message of another size")
+            if now.type in LOADING:
+                if place not in self.loaded:
+                    self.do(place, "load")
+                value = self.combine(value, self.loaded[place][k])
+        else:
+            value = self.load(self.cells(place, now.src)[k])
+        if now.type in STORING:
+            targets = self.cells(place, now.dst)
+            if now.type in LOADING:
+                sources = self.cells(place, now.src)
+                if sources != targets and set(sources) & set(targets):
+                    raise RunError("source and destination overlap")
+            self.memory[targets[k]] = value
+        if now.type in SENDING:
+            self.queues[self.owner[place, "send"]].append((value, k, now.count))
+        self.passed[place] += 1
+        if self.passed[place] == now.count:
+            self.finish(place, now)
+
+    def finish(self, place, now):
+        if now.flag is not None:
+            self.flags[place] = now.flag
+        self.at[place] += 1
+        self.passed[place] = 0
+        self.loaded.pop(place, None)
+
+    def run(self, rng, held=()):
+        """Do events until none is left, in an order that ``rng`` chooses; leave transmissions in ``held`` undone.
+
+        Half of the orders are by chance; in the others some threadblocks are always before others.
+        """
+        rank = {place: rng.random() for place in self.programs}
+        fair = rng.random() < 0.5
+        while True:
+            able = [
+                (place, event)
+                for place in self.programs
+                if (place, self.at[place]) not in held
+                for event in self.events(place)
+            ]
+            if not able:
+                return
+            chosen = rng.choice(able) if fair else max(able, key=lambda entry: (rank[entry[0]], rng.random()))
+            self.do(*chosen)
+
+    def check(self):
+        """Raise unless everything is done and every output is right."""
+        for place, program in self.programs.items():
+            if self.at[place] < len(program):
+                raise RunError("stuck")
+        if any(self.queues.values()):
+            raise RunError("messages are left")
+        for rank in range(self.n):
+            for chunk in range(self.part if self.coll == "reducescatter" else self.chunks):
+                due = self.due(rank, chunk)
+                if due is not None and self.memory.get(self.address(rank, "o", chunk)) != due:
+                    raise RunError(f"rank {rank}, chunk {chunk}")
+
+    def due(self, rank, chunk):
+        everyone = range(self.n)
+        if self.coll == "allreduce" or (self.coll == "reduce" and rank == self.root):
+            return sum(self.value(r, chunk) for r in everyone)
+        if self.coll == "reducescatter":
+            return sum(self.value(r, rank * self.part + chunk) for r in everyone)
+        if self.coll == "broadcast":
+            return self.value(self.root, chunk)
+        if self.coll == "allgather":
+            return self.value(chunk // self.part, chunk % self.part)
+        if self.coll == "alltoall":
+            return self.value(chunk // self.part, rank * self.part + chunk % self.part)
+        return None
+
+
+def modes(text):
+    """Return whether a file is for calls in place, out of place, or both."""
+    top = ET.fromstring(text)
+    inplace = top.get("inplace") == "1"
+    outofplace = top.get("outofplace", "01"[not inplace]) == "1"
+    return [True] * inplace + [False] * outofplace
+
+
+def fault(text, seed, tries, *, root=0, slots=10**9):
+    """Return how a file goes wrong in one of some executions, or ``None``."""
+    rng = random.Random(seed)
+    for _ in range(tries):
+        for inplace in modes(text):
+            try:
+                machine = Machine(text, inplace, root=root, slots=slots)
+                machine.run(rng)
+                machine.check()
+            except RunError as error:
+                return str(error)
+    return None

@@ -1,0 +1,218 @@
+"""Exports to NCCL graph files: rings are recognised, counted and timed; what is no ring is refused with the reason."""
+
+import xml.etree.ElementTree as ET
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossreduce import ArgumentError, Chunk, PlanError, Route, Schedule, ScheduleError, Step, Topology
+from crossreduce.planning import PLANNERS, direct, one_device, plan, ring
+from crossreduce.schedule.nccl_graph import rings, to_nccl_graph_xml
+
+
+def gpus(n):
+    return tuple(f"cuda:{k}" for k in range(n))
+
+
+def read(text):
+    """Read a graph file as ncclTopoGetGraphFromXmlSub does: its attributes, and the GPUs of each channel."""
+    top = ET.fromstring(text)
+    assert (top.tag, top.attrib) == ("graphs", {"version": "1"})
+    (graph,) = top
+    assert graph.tag == "graph"
+    for number in ("id", "pattern", "crossnic", "nchannels", "samechannels"):
+        int(graph.get(number))
+    for number in ("speedintra", "speedinter", "latencyinter"):
+        float(graph.get(number))
+    assert (graph.get("id"), graph.get("pattern"), graph.get("crossnic")) == ("0", "4", "0")
+    channels = []
+    for channel in graph:
+        assert channel.tag == "channel"
+        assert {gpu.tag for gpu in channel} == {"gpu"}
+        old, new = ([int(gpu.get("dev"), base) for gpu in channel] for base in (0, 16))
+        assert old == new, "older and newer versions of NCCL read a device's number in different bases"
+        channels.append(tuple(old))
+    assert int(graph.get("nchannels")) == len(channels)
+    return graph, channels
+
+
+def around(cycle, chunk):
+    """Return an all-reduce's steps for one chunk that goes round a ring, from its first device on."""
+    n = len(cycle)
+    steps = [Step(chunk, cycle[k], (cycle[k - 1], cycle[k])) for k in range(1, n)]
+    return steps + [Step(chunk, cycle[k], (cycle[k - 1],)) for k in range(n - 1)]
+
+
+def circling(n, cycles, shares=None):
+    """Return an all-reduce of a chunk for each ring."""
+    everyone = tuple(range(n))
+    shares = shares or [Fraction(1, len(cycles))] * len(cycles)
+    chunks = tuple(Chunk(Fraction(part), everyone, everyone) for part in shares)
+    rounds = tuple(zip(*(around(cycle, c) for c, cycle in enumerate(cycles)), strict=True))
+    return Schedule("all_reduce", "rings", gpus(n), chunks, rounds)
+
+
+def canonical(cycle):
+    zero = cycle.index(0)
+    return (*cycle[zero:], *cycle[:zero])
+
+
+@given(st.integers(2, 9), st.data())
+def test_rings_are_recognised(n, data):
+    """Chunks that go round rings, wherever each begins, are found to go round just these, with their shares."""
+    cycles = data.draw(st.lists(st.permutations(range(n)), min_size=1, max_size=4))
+    parts = data.draw(st.lists(st.integers(1, 5), min_size=len(cycles), max_size=len(cycles)))
+    shares = [Fraction(part, sum(parts)) for part in parts]
+    found = rings(circling(n, cycles, shares))
+    wanted = {}
+    for cycle, part in zip(cycles, shares, strict=True):
+        wanted[canonical(cycle)] = wanted.get(canonical(cycle), 0) + part
+    assert found == wanted
+
+
+@given(st.integers(2, 9), st.data())
+def test_channels_are_as_frequent_as_shares_are_large(n, data):
+    """Each channel is a ring of the plan, and a ring appears as often among them as its share of the buffer says."""
+    cycles = data.draw(st.lists(st.permutations(range(n)), min_size=1, max_size=3))
+    parts = data.draw(st.lists(st.integers(1, 3), min_size=len(cycles), max_size=len(cycles)))
+    schedule = circling(n, cycles, [Fraction(part, sum(parts)) for part in parts])
+    copies = data.draw(st.integers(1, 3))
+    graph, channels = read(to_nccl_graph_xml(schedule, gb_per_s=12.5, copies=copies))
+    for cycle, share in rings(schedule).items():
+        assert Fraction(channels.count(cycle), len(channels)) == share
+    assert len(channels) % copies == 0
+    assert graph.get("samechannels") == str(int(len(set(channels)) == 1))
+    assert graph.get("speedintra") == "12.5"
+
+
+@pytest.mark.parametrize("packs", [1, 3])
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_the_ring_planner_is_one_ring(n, packs):
+    """The planner's ring is one channel, in the order of the devices, for every collective that goes round."""
+    for schedule in (
+        ring(gpus(n), packs=packs),
+        ring(gpus(n), sources=["cuda:0"], packs=packs),
+        ring(gpus(n), destinations=["cuda:1"], packs=packs),
+    ):
+        _, channels = read(to_nccl_graph_xml(schedule, gb_per_s=20))
+        assert channels == [tuple(range(n))]
+
+
+def test_devices_by_their_numbers():
+    """NCCL gets the GPUs' own numbers, not the ranks'; numbers from ten on are read alike by all versions."""
+    schedule = ring(["cuda:3", "cuda:11", "cuda:10", "cuda:0"])
+    text = to_nccl_graph_xml(schedule, gb_per_s=20, path="SYS")
+    graph, channels = read(text)
+    assert channels == [(3, 11, 10, 0)]
+    assert graph.get("typeintra") == "SYS"
+
+
+def test_the_speed_is_what_a_link_has_for_each_channel():
+    """A channel is as fast as the busiest link on its way, shared by all channels on it."""
+    both = circling(4, [(0, 1, 2, 3), (3, 2, 1, 0)])
+    one_way = circling(4, [(0, 1, 2, 3), (1, 2, 3, 0)])
+    wiring = Topology.ring(gpus(4), gb_per_s=24)
+    assert read(to_nccl_graph_xml(both, wiring))[0].get("speedintra") == "24"
+    assert read(to_nccl_graph_xml(both, wiring, copies=3))[0].get("speedintra") == "8"
+    assert read(to_nccl_graph_xml(one_way, wiring))[0].get("nchannels") == "1"
+    star = Topology.star(gpus(4), gb_per_s=90)
+    assert read(to_nccl_graph_xml(both, star))[0].get("speedintra") == "45"
+    slow = Topology.from_matrix([[0, 20, 0], [0, 0, 10], [40, 0, 0]], gpus(3))
+    assert read(to_nccl_graph_xml(ring(gpus(3)), slow))[0].get("speedintra") == "10"
+
+
+def test_the_schedules_routes_are_followed():
+    """Where a schedule names the way between two devices, the speed is that way's."""
+    names = gpus(2)
+    links = [(a, s, 10 * k) for k, s in ((1, "slow"), (4, "fast")) for a in names]
+    topology = Topology(names, [*links, *((b, a, speed) for a, b, speed in links)], ["slow", "fast"])
+    schedule = ring(names)
+    assert read(to_nccl_graph_xml(schedule, topology))[0].get("speedintra") == "40"
+    ways = tuple(Route(c, src, 1 - src, ("slow",)) for c in (0, 1) for src in (0, 1))
+    detour = Schedule(*schedule._parts[:-1], ways)
+    assert read(to_nccl_graph_xml(detour, topology))[0].get("speedintra") == "10"
+
+
+def test_plans_of_rings_export():
+    """A plan by rings on a wiring of several rings is exported, with every link's bandwidth used once."""
+    wiring = Topology.torus(2, 3, gb_per_s=25).renamed(gpus(6))
+    schedule = plan(wiring, "all_reduce", algorithm="ring").schedule
+    graph, channels = read(to_nccl_graph_xml(schedule, wiring))
+    used = {}
+    for cycle in channels:
+        for src, dst in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
+            used[src, dst] = used.get((src, dst), 0) + float(graph.get("speedintra"))
+            assert wiring.link(f"cuda:{src}", f"cuda:{dst}")
+    assert max(used.values()) == 25
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (direct(gpus(3)), "has rings, but chunk 0 goes from cuda:0 to cuda:1 and cuda:2"),
+        (one_device(gpus(3), destinations=["cuda:2"]), "has rings, but chunk 0 comes to cuda:2 from cuda:0 and cuda:1"),
+        (PLANNERS["halving_doubling"](gpus(4)), "has rings, but chunk"),
+        (one_device(gpus(1)), "one device has nobody to send to"),
+        (ring(["cuda:0", "host1/cuda:1"]), "of the GPUs of one host"),
+        (ring(["cpu:0", "cpu:1"]), "of the GPUs of one host"),
+        (ring(["cuda:0", "cuda:0#1"]), "of the GPUs of one host"),
+        (ring(gpus(4), destinations=["cuda:1", "cuda:2"]), "as destinations, or both, for every chunk"),
+        (circling(2, [(0, 1), (1, 0)], ["1/40", "39/40"]), None),
+        (circling(3, [(0, 1, 2), (2, 1, 0)], ["1/40", "39/40"]), "NCCL has 32 channels, these rings need 40"),
+    ],
+)
+def test_what_is_no_ring_is_refused_with_the_reason(schedule, text):
+    """The chunk and devices that break the ring are named, or the limit."""
+    if text is None:
+        assert read(to_nccl_graph_xml(schedule, gb_per_s=1))[1] == [(0, 1)]
+        return
+    with pytest.raises(PlanError, match=text):
+        to_nccl_graph_xml(schedule, gb_per_s=20)
+
+
+def test_there_and_back_is_no_ring():
+    """A chunk that goes along a line and comes back the same way is on no ring."""
+    everyone = (0, 1, 2)
+    rounds = [(1, (0, 1)), (2, (1, 2)), (1, (2,)), (0, (1,))]
+    schedule = Schedule(
+        "all_reduce",
+        "by hand",
+        gpus(3),
+        (Chunk(Fraction(1), everyone, everyone),),
+        tuple((Step(0, dst, srcs),) for dst, srcs in rounds),
+    )
+    with pytest.raises(PlanError, match="has rings, but chunk 0 goes from cuda:1 to cuda:0 and cuda:2"):
+        to_nccl_graph_xml(schedule, gb_per_s=20)
+
+
+def test_a_wrong_schedule_is_not_exported():
+    """A schedule that loses a contribution is refused as verify refuses it."""
+    schedule = Schedule("all_reduce", "by hand", gpus(2), (Chunk(Fraction(1), (0, 1), (0, 1)),), ())
+    with pytest.raises(ScheduleError, match="lost"):
+        to_nccl_graph_xml(schedule, gb_per_s=20)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "from a topology or from gb_per_s"),
+        ({"gb_per_s": 1, "topology": Topology.ring(gpus(3))}, "from a topology or from gb_per_s"),
+        ({"gb_per_s": 0}, "some speed"),
+        ({"gb_per_s": float("nan")}, "some speed"),
+        ({"gb_per_s": 1, "path": "nvlink"}, "unknown path"),
+        ({"gb_per_s": 1, "copies": 0}, "at least once"),
+    ],
+)
+def test_bad_arguments(options, text):
+    """An argument that cannot be used is named."""
+    with pytest.raises(ArgumentError, match=text):
+        to_nccl_graph_xml(ring(gpus(3)), **options)
+
+
+def test_a_ring_that_the_topology_lacks():
+    """A topology without a way along the ring is refused."""
+    apart = Topology.from_matrix([[0, 1, 0], [0, 0, 0], [1, 0, 0]], gpus(3))
+    with pytest.raises(PlanError, match="no way along the ring"):
+        to_nccl_graph_xml(ring(gpus(3)), apart)
