@@ -1,19 +1,23 @@
-"""What hypothesis draws: devices, requests, shapes, dtypes, ops, algorithms and packings.
+"""What hypothesis draws: devices, topologies, requests, shapes, dtypes, ops, algorithms and packings.
 
 Names only; frameworks are not known here.
 """
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 import oracle
 from hypothesis import strategies as st
 
+from crossreduce import Link, Topology
 from crossreduce.packing import Packing
 
+# The planners of plain lists of devices, which share one signature; "forest" plans on a topology only.
 ALGORITHMS = ("one_device", "hierarchical_copy", "ring", "halving_doubling", "direct")
+NAMED = (*ALGORITHMS, "forest")
 OPS = ("sum", "mean", "min", "max", "product")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
@@ -24,6 +28,7 @@ device_counts = st.integers(1, 17)
 dtypes = st.sampled_from(DTYPES)
 ops = st.sampled_from(OPS)
 algorithms = st.sampled_from(ALGORITHMS)
+named = st.sampled_from(NAMED)
 # Scalars, empty arrays and sizes around the number of devices; at most 216 elements.
 shapes = st.one_of(
     st.sampled_from([(), (0,), (1,), (3, 0, 2), (2, 3)]),
@@ -49,6 +54,33 @@ def op_and_dtype(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = dtypes) -> tu
 def names(n: int) -> tuple[str, ...]:
     """Return ``cpu:0`` to ``cpu:n-1``."""
     return tuple(f"cpu:{k}" for k in range(n))
+
+
+@st.composite
+def wired(
+    draw: st.DrawFn, devices: tuple[str, ...], most_switches: int = 2, both_ways: bool = True, latency: bool = True
+) -> Topology:
+    """Draw a topology of some devices in which data gets from everywhere to everywhere.
+
+    ``both_ways``: every link has one of the same bandwidth the other way.
+    """
+    nodes = [*devices, *(f"bus{k}" for k in range(draw(st.integers(0, most_switches))))]
+    speeds = st.sampled_from([1, 2, Fraction(5, 2), 25, Fraction(64, 3), 450])
+    widths: dict[tuple[str, str], Any] = {}
+
+    def join(a: str, b: str, back: bool) -> None:
+        widths[a, b] = draw(speeds)
+        if back:
+            widths[b, a] = widths[a, b] if both_ways else draw(speeds)
+
+    for k in range(1, len(nodes)):
+        join(nodes[k], nodes[draw(st.integers(0, k - 1))], back=True)
+    pairs = st.permutations(nodes).map(lambda order: order[:2])
+    for a, b in draw(st.lists(pairs, max_size=8)) if len(nodes) > 1 else ():
+        join(a, b, back=both_ways)
+    delays = st.sampled_from([Fraction(0), Fraction(1, 10**6), Fraction(7, 10**7)]) if latency else st.just(Fraction(0))
+    switches = tuple(nodes[len(devices) :])
+    return Topology(devices, tuple(Link(*pair, width, draw(delays)) for pair, width in widths.items()), switches)
 
 
 class Ask(NamedTuple):

@@ -10,21 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import bounds, run, run_on
-from strategies import ALGORITHMS, algorithms, arrays, device_counts, names, op_and_dtype, requests
+from strategies import NAMED, arrays, device_counts, named, names, op_and_dtype, requests
 
 from crossreduce import Chunk, Schedule, ScheduleError, Step
 from crossreduce.backends.null import NullBackend
-from crossreduce.planning import PLANNERS
+from crossreduce.planning import PLANNERS, planned
 
 sizes = st.integers(0, 40)
 
 
 def plan(algorithm, ask):
+    if algorithm == "forest":
+        return planned(algorithm, ask.sources, ask.destinations)
     return PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
 
 
+def all_reduce(algorithm, n, packs=1):
+    return planned(algorithm, names(n), names(n), packs)
+
+
 @settings(max_examples=400)
-@given(algorithms, requests(most_packs=4), op_and_dtype(), sizes, st.data())
+@given(named, requests(most_packs=4), op_and_dtype(), sizes, st.data())
 def test_executed_results_are_the_oracles(algorithm, ask, pair, size, data):
     """For any plan, op, dtype and size, each destination holds the oracle's result; integers to the bit."""
     op, dtype = pair
@@ -45,7 +51,7 @@ def test_executed_results_are_the_oracles(algorithm, ask, pair, size, data):
 
 @settings(max_examples=200)
 @given(
-    algorithms,
+    named,
     requests(most_packs=3),
     st.sampled_from(["sum", "mean", "max"]),
     st.sampled_from(["float16", "float32", "int32"]),
@@ -100,26 +106,26 @@ def test_any_right_schedule_runs_right(dtype):
     assert done > 500
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", NAMED)
 @pytest.mark.parametrize("n", range(1, 16))
 def test_contributions_all_arrive_once(algorithm, n):
     """(n + 1) ** device sums exactly on every device: no contribution is lost, doubled or taken for another's."""
     xs = oracle.contributions(n, "int64", (11,))
-    for parts, _ in run(PLANNERS[algorithm](names(n), packs=2), "sum", xs, 11):
+    for parts, _ in run(all_reduce(algorithm, n, packs=2), "sum", xs, 11):
         assert np.concatenate(parts).tolist() == [sum((n + 1) ** k for k in range(n))] * 11
 
 
-@given(algorithms, device_counts, st.sampled_from(["float16", "bfloat16"]))
+@given(named, device_counts, st.sampled_from(["float16", "bfloat16"]))
 def test_halves_are_rounded_once(algorithm, n, dtype):
     """The mean of equal halves is that half, however large: sums are kept in float32 and rounded at the end."""
     largest = np.full(3, float(oracle.dtype_of(dtype).type(3e4 if dtype == "float16" else 1e37))).astype(
         oracle.dtype_of(dtype)
     )
-    for parts, _ in run(PLANNERS[algorithm](names(n)), "mean", [largest] * n, 3):
+    for parts, _ in run(all_reduce(algorithm, n), "mean", [largest] * n, 3):
         assert np.concatenate(parts).tobytes() == largest.tobytes()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", NAMED)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
 def test_nan_and_inf_propagate(algorithm, dtype, op):
@@ -132,12 +138,12 @@ def test_nan_and_inf_propagate(algorithm, dtype, op):
         xs[0][n] = np.inf
         xs[1][n] = -np.inf
         with np.errstate(invalid="ignore"):
-            results = run(PLANNERS[algorithm](names(n)), op, xs, n + 2)
+            results = run(all_reduce(algorithm, n), op, xs, n + 2)
         for parts, _ in results:
             oracle.check(np.concatenate(parts), op, xs)
 
 
-@given(algorithms, requests(most_packs=3))
+@given(named, requests(most_packs=3))
 def test_the_same_input_gives_the_same_bits(algorithm, ask):
     """With a fixed schedule, run after run gives the same bits."""
     rng = np.random.default_rng(0)
@@ -208,7 +214,7 @@ def test_all_chunks_are_verified_not_only_those_with_elements():
         run(schedule, "sum", [np.ones(1)] * 2, 1)
 
 
-@given(algorithms, requests(most_packs=6), sizes)
+@given(named, requests(most_packs=6), sizes)
 def test_bounds_cover_the_buffer(algorithm, ask, size):
     """A result's parts follow each other and cover the buffer; none is empty, unless all is."""
     found = bounds(plan(algorithm, ask), size)

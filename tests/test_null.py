@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import run_on
-from strategies import ALGORITHMS, FLOATS, INTEGERS, algorithms, names, ops, requests
+from strategies import FLOATS, INTEGERS, NAMED, named, names, ops, requests
 
 from crossreduce import (
     AllReduceCrossDeviceOps,
@@ -17,7 +17,7 @@ from crossreduce import (
 )
 from crossreduce.backends.null import Counts, NullBackend
 from crossreduce.packing import itemsize
-from crossreduce.planning import PLANNERS
+from crossreduce.planning import PLANNERS, planned
 
 WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "int64": 8}
 
@@ -55,10 +55,13 @@ def by_steps(schedule, size, width, after, whole_after):
 
 
 @settings(max_examples=300)
-@given(algorithms, requests(most_packs=4), ops, st.sampled_from(sorted(WIDTH)), st.integers(0, 60))
+@given(named, requests(most_packs=4), ops, st.sampled_from(sorted(WIDTH)), st.integers(0, 60))
 def test_counts_are_the_steps_own(algorithm, ask, op, dtype, size):
     """Copies, additions and bytes by pair equal a count made from the steps, the spans and the dtypes' widths."""
-    schedule = PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
+    if algorithm == "forest":
+        schedule = planned(algorithm, ask.sources, ask.destinations)
+    else:
+        schedule = PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
     null = NullBackend()
     flats = [null.zeros((size,), dtype, source) for source in ask.sources]
     run_on(null, schedule, op, flats, size, dtype)
@@ -83,7 +86,7 @@ def test_counts_of_ops():
     )
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", NAMED)
 def test_results_have_shape_dtype_and_device(algorithm):
     """Results have what real arrays would have: the mean of int32 is float64, on each destination's device."""
     null = NullBackend()

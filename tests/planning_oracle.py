@@ -1,0 +1,322 @@
+"""What planning must find, worked out the slow way: every cut, a whole flow program, a schedule's steps on lists.
+
+In: topologies and schedules, of which only the plain numbers are read.  Out: bounds, cuts, what devices hold; and
+wirings that hypothesis draws, to make topologies of. Nothing here imports crossreduce.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+# Bandwidths: whole numbers, fractions that need a common unit, decimals as callers measure them, binary fractions
+# that lie close to a sum of others, and numbers that no float holds beside each other.
+WHOLE = (1, 2, 3, 25)
+ODD = (1, 2, Fraction(1, 3), Fraction(5, 2), Fraction(64, 3), 450)
+DECIMAL = tuple(map(Fraction, ("0.125", "0.1", "0.3", "12.5", "46.7", "5000")))
+BINARY = tuple(map(Fraction, (0.1, 0.3, 12.5, 46.7)))
+WILD = (1, Fraction(1, 10**9), Fraction(1, 3), 2**31 - 1, 2**31, 10**10 + 19)
+
+
+def subsets(nodes: Sequence[Any]) -> Iterator[frozenset[Any]]:
+    """Yield every set of the nodes."""
+    for bits in range(1 << len(nodes)):
+        yield frozenset(node for k, node in enumerate(nodes) if bits >> k & 1)
+
+
+def width(topology: Any, inside: frozenset[str], outward: bool = True) -> Fraction:
+    """Return the bandwidth of the links that leave a set of nodes, or of those that enter it."""
+    ends = ((link.src, link.dst) if outward else (link.dst, link.src) for link in topology.links)
+    bandwidths = (link.bandwidth for link in topology.links)
+    crossing = (b for (tail, head), b in zip(ends, bandwidths, strict=True) if tail in inside and head not in inside)
+    return sum(crossing, Fraction(0))
+
+
+def cut_bound(
+    topology: Any, weights: Mapping[str, Fraction], outward: bool, members: Iterable[str] | None = None
+) -> Fraction:
+    """Return the least over all sets S that lack a member of sum(w) B(S) / w(S); 0 where a member is cut off."""
+    needed = set(topology.devices if members is None else members)
+    whole = sum(weights.values(), Fraction(0))
+    found = []
+    for inside in subsets(topology.nodes):
+        held = sum((weight for root, weight in weights.items() if root in inside), Fraction(0))
+        if held and not needed <= inside:
+            found.append(whole * width(topology, inside, outward) / held)
+    return min(found)
+
+
+class _Program:
+    """A linear program that is written row by row; solved by HiGHS in floating point."""
+
+    def __init__(self) -> None:
+        self.columns = 0
+        self.rows: dict[bool, list[dict[int, float]]] = {True: [], False: []}  # equalities, and at most
+        self.limits: dict[bool, list[float]] = {True: [], False: []}
+
+    def new(self, count: int) -> list[int]:
+        self.columns += count
+        return list(range(self.columns - count, self.columns))
+
+    def add(self, row: dict[int, float], limit: float = 0.0, *, equal: bool = False) -> None:
+        self.rows[equal].append(row)
+        self.limits[equal].append(limit)
+
+    def most(self, columns: Sequence[int]) -> float:
+        """Return the greatest sum of some columns."""
+        cost = np.zeros(self.columns)
+        cost[list(columns)] = -1.0
+        given: dict[str, Any] = {}
+        for equal, (matrix, limit) in ((True, ("A_eq", "b_eq")), (False, ("A_ub", "b_ub"))):
+            rows = self.rows[equal]
+            if rows:
+                entries = [(value, r, c) for r, row in enumerate(rows) for c, value in row.items()]
+                values, where, which = zip(*entries, strict=True)
+                given[matrix] = coo_array((values, (where, which)), shape=(len(rows), self.columns)).tocsr()
+                given[limit] = self.limits[equal]
+        solved = linprog(cost, **given, method="highs-ipm")
+        assert solved.status == 0, solved.message
+        return float(-solved.fun)
+
+
+def _flows(
+    program: _Program,
+    topology: Any,
+    sinks: Iterable[str],
+    roots: Mapping[str, dict[int, float]],
+    used: list[int],
+    outward: bool,
+    whole: dict[int, float],
+) -> None:
+    """Ask that to each sink there is a flow of ``whole`` from a source that feeds each root with what it has."""
+    ends = [(link.src, link.dst) if outward else (link.dst, link.src) for link in topology.links]
+    for sink in sinks:
+        along, fed = program.new(len(ends)), dict(zip(roots, program.new(len(roots)), strict=True))
+        for flow, most in zip(along, used, strict=True):
+            program.add({flow: 1.0, most: -1.0})
+        for root, column in fed.items():
+            program.add({column: 1.0} | {c: -value for c, value in roots[root].items()})
+        for node in topology.nodes:
+            row = {flow: 1.0 for flow, (_, head) in zip(along, ends, strict=True) if head == node}
+            row |= {flow: -1.0 for flow, (tail, _) in zip(along, ends, strict=True) if tail == node}
+            row |= {fed[node]: 1.0} if node in fed else {}
+            if node == sink:
+                program.add({c: -v for c, v in row.items()} | dict(whole))
+            else:
+                program.add(row, equal=True)
+
+
+def _balance(program: _Program, topology: Any, used: list[int]) -> None:
+    """Ask that what enters a switch that cannot reduce leaves it."""
+    for switch in topology.switches:
+        if not switch.reduces:
+            row = {c: 1.0 for c, link in zip(used, topology.links, strict=True) if link.dst == switch.name}
+            row |= {c: -1.0 for c, link in zip(used, topology.links, strict=True) if link.src == switch.name}
+            if row:
+                program.add(row, equal=True)
+
+
+def _scale(topology: Any) -> Fraction:
+    return max(link.bandwidth for link in topology.links)
+
+
+def all_reduce_bound(topology: Any) -> float:
+    """Return the rate of the best all-reduce by trees among all devices: the whole flow program, no cuts."""
+    program = _Program()
+    scale = _scale(topology)
+    roots = program.new(len(topology.devices))
+    down, up = program.new(len(topology.links)), program.new(len(topology.links))
+    for d, u, link in zip(down, up, topology.links, strict=True):
+        program.add({d: 1.0, u: 1.0}, float(link.bandwidth / scale))
+    rooted = {device: {column: 1.0} for device, column in zip(topology.devices, roots, strict=True)}
+    whole = dict.fromkeys(roots, 1.0)
+    for used, outward in ((down, True), (up, False)):
+        _balance(program, topology, used)
+        _flows(program, topology, topology.devices, rooted, used, outward, whole)
+    return program.most(roots) * float(scale)
+
+
+def trees_bound(
+    topology: Any, weights: Mapping[str, Fraction], outward: bool, members: Iterable[str] | None = None
+) -> float:
+    """Return the rate of the best trees out of (or into) weighted roots, switches that cannot reduce kept in balance.
+
+    It is ``cut_bound`` where each switch takes in as much as it gives out; it may be less where one does not.
+    """
+    program = _Program()
+    scale, sum_ = _scale(topology), sum(weights.values(), Fraction(0))
+    (rate,) = program.new(1)
+    used = program.new(len(topology.links))
+    for column, link in zip(used, topology.links, strict=True):
+        program.add({column: 1.0}, float(link.bandwidth / scale))
+    _balance(program, topology, used)
+    rooted = {root: {rate: float(weight / sum_)} for root, weight in weights.items() if weight}
+    sinks = topology.devices if members is None else members
+    _flows(program, topology, sinks, rooted, used, outward, {rate: 1.0})
+    return program.most([rate]) * float(scale)
+
+
+def least_cut(n: int, capacities: Mapping[tuple[int, int], int], src: int, dst: int) -> tuple[int, frozenset[int]]:
+    """Return the least capacity that leaves any set with ``src`` and without ``dst``, and the smallest such set."""
+    found = []
+    for inside in subsets(range(n)):
+        if src in inside and dst not in inside:
+            out = sum(c for (a, b), c in capacities.items() if a in inside and b not in inside)
+            found.append((out, len(inside), inside))
+    best = min(found, key=lambda cut: cut[:2])
+    return best[0], best[2]
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in what takes more processor time; for loops that would not end in any time to speak of."""
+
+    def late(*_: Any) -> None:
+        raise _LateError
+
+    before = signal.signal(signal.SIGVTALRM, late)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    except _LateError:  # its traceback may end between two lines, which pytest cannot show
+        error = TimeoutError(f"not done in {seconds} s")
+    else:
+        return
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    raise error from None
+
+
+class _LateError(Exception):
+    pass
+
+
+# Schedules, run on lists of Python's whole numbers.
+
+
+def spans(schedule: Any, size: int) -> list[range]:
+    """Return each chunk's elements of a buffer."""
+    ends = [int(end * size) for end in accumulate(chunk.share for chunk in schedule.chunks)]
+    return [range(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def run(schedule: Any, buffers: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[int]]:
+    """Run a schedule on a buffer a device; return what each device holds of each chunk at the end.
+
+    A device that is no source of a chunk holds none of it at first. All steps of a round read before any writes.
+    """
+    where = spans(schedule, len(buffers[0]))
+    held = {(c, s): [buffers[s][k] for k in where[c]] for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
+    for steps in schedule.rounds:
+        made = {
+            (chunk, dst): [sum(parts) for parts in zip(*(held[chunk, src] for src in srcs), strict=True)]
+            for chunk, dst, srcs in steps
+        }
+        assert len(made) == len(steps), "two steps of a round write one cell"
+        held |= made
+    return held
+
+
+def rate(schedule: Any, topology: Any) -> Fraction:
+    """Return what the busiest link allows, in GB/s; a move without a route takes the link between its devices."""
+    width = {(link.src, link.dst): link.bandwidth for link in topology.links}
+    routes = {(chunk, src, dst, r): through for chunk, src, dst, through, r in schedule.routes}
+    load = dict.fromkeys(width, Fraction(0))
+    for r, steps in enumerate(schedule.rounds):
+        for chunk, dst, srcs in steps:
+            for src in srcs:
+                through = routes.get((chunk, src, dst, r), routes.get((chunk, src, dst, None), ()))
+                nodes = (schedule.devices[src], *through, schedule.devices[dst])
+                for pair in pairwise(nodes) if src != dst else ():
+                    load[pair] += schedule.chunks[chunk].share
+    return min(width[pair] / share for pair, share in load.items() if share)
+
+
+def buffers(n: int, size: int) -> list[list[int]]:
+    """Return a buffer a device, such that each element of a sum tells its place and who is in it, and how often."""
+    base = (n + 1) ** n
+    return [[(k + 1) * base + (n + 1) ** device for k in range(size)] for device in range(n)]
+
+
+# Wirings: (devices, links, switches), to make a topology of.
+
+
+class Wiring(NamedTuple):
+    devices: tuple[str, ...]
+    links: tuple[tuple[str, str, Any], ...]
+    switches: tuple[tuple[str, bool], ...]
+
+
+def both_ways(text: str) -> Wiring:
+    """Return a wiring by its links, such as "0-1 1/8, 1-s 5000": digits are devices, letters switches that pass on."""
+    links: list[tuple[str, str, Fraction]] = []
+    for link in text.split(", "):
+        pair, width = link.split()
+        a, b = (f"cpu:{end}" if end.isdigit() else end for end in pair.split("-"))
+        links += [(a, b, Fraction(width)), (b, a, Fraction(width))]
+    nodes = sorted({src for src, _, _ in links})
+    switches = tuple((node, False) for node in nodes if ":" not in node)
+    return Wiring(tuple(node for node in nodes if ":" in node), tuple(links), switches)
+
+
+SYMMETRIC, DIRECTED, LOPSIDED, LOOSE = "symmetric", "directed", "lopsided", "loose"
+
+
+@st.composite
+def wirings(
+    draw: st.DrawFn,
+    kinds: Sequence[str] = (SYMMETRIC, DIRECTED),
+    speeds: Sequence[Any] = WHOLE + ODD,
+    most_devices: int = 5,
+    most_switches: int = 2,
+    reducing: Sequence[bool] = (False,),
+) -> Wiring:
+    """Draw 2 devices or more, and perhaps switches.
+
+    Args:
+      kinds: "symmetric": joined, every link alike both ways. "directed": joined, links differ both ways, but what can
+        enter a switch can leave it. "lopsided": that differs, too. "loose": anything, perhaps in parts.
+      speeds: the bandwidths, of which those on one link add up.
+      reducing: what a switch may be.
+    """
+    kind = draw(st.sampled_from(kinds))
+    devices = tuple(f"cpu:{k}" for k in range(draw(st.integers(2, most_devices))))
+    switches = tuple((f"s{k}", draw(st.sampled_from(reducing))) for k in range(draw(st.integers(0, most_switches))))
+    names = [name for name, _ in switches]
+    nodes = [*devices, *names]
+    width: dict[tuple[str, str], Fraction] = {}
+    speed = st.sampled_from(speeds)
+
+    def add(*ways: tuple[str, str]) -> None:
+        bandwidth = Fraction(draw(speed))
+        for way in ways:
+            width[way] = width.get(way, Fraction(0)) + bandwidth
+
+    if kind != LOOSE:
+        for k in range(1, len(nodes)):
+            a, b = nodes[k], nodes[draw(st.integers(0, min(k, len(devices)) - 1))]  # a switch never hangs on another
+            if kind == SYMMETRIC or (kind == DIRECTED and a in names):
+                add((a, b), (b, a))
+            else:
+                add((a, b))
+                add((b, a))
+    for a, b, c in draw(st.lists(st.permutations(nodes + ["s9"] * (len(nodes) < 3)).map(lambda o: o[:3]), max_size=8)):
+        if "s9" in (a, b):
+            continue
+        if kind == SYMMETRIC:
+            add((a, b), (b, a))
+        elif kind != DIRECTED or (a not in names and b not in names):
+            add((a, b))
+        elif b in names and c not in names and a not in names:
+            add((a, b), (b, c))  # through the switch
+    return Wiring(devices, tuple((src, dst, bandwidth) for (src, dst), bandwidth in width.items()), switches)

@@ -1,0 +1,341 @@
+"""What docs/planning.md says is so: its code prints what it shows and draws its pictures, its numbers are computed.
+
+The kept results of benchmarks/planning.py, which it quotes, are what the code gives today.
+"""
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from itertools import combinations, pairwise, permutations
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import crossreduce as cr
+from crossreduce.planning import forest, hierarchical_copy, plans
+from crossreduce.schedule import fluid_rate
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "planning.md").read_text()
+CODE = re.compile(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", re.DOTALL)
+KEPT = json.loads((ROOT / "benchmarks" / "results" / "planning.json").read_text())
+
+BOX = cr.Topology.machine("dgx-1v")
+PART = BOX.subset([f"cuda:{k}" for k in (0, 1, 2, 4, 6)])
+N = len(PART.devices)
+TIMES = {  # what the page tells of the times, and which lines of the kept results that is
+    "cut bound, up to 16 devices": r"(all_gather|reduce_scatter|broadcast|reduce) bound, up to 16 devices",
+    "cut bound, 256 devices": r".* bound, 256 devices",
+    "cut bound, 1,024 devices": r".* bound, 1,024 devices",
+    "all-reduce bound, up to 16 devices": r"all_reduce bound, .*",
+    "forest, up to 16 devices": r".* forest, up to 16 devices",
+    "forest, 32 devices": r".* forest, 32 devices",
+    "forest, 64 and 72 devices": r".* forest, 64 and 72 devices",
+    "a new forest after a lost link or device, 8 devices": r"re-plan by forest .*",
+    "a new plan by auto, likewise": r"re-plan by auto .*",
+    "a plan that is known": r"a plan that is known.*",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Run the page's code in turn: what each block printed, the names it left, the pictures it drew."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "pictures").mkdir()
+    names, printed = {}, []
+    for code, _ in CODE.findall(PAGE):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.chdir(folder):
+            exec(code, names)
+        printed.append(out.getvalue())
+    return SimpleNamespace(printed=printed, names=SimpleNamespace(**names), pictures=folder / "pictures")
+
+
+def texts(picture):
+    """Return what is written in a picture."""
+    return re.findall(r"<text[^>]*>(.*?)</text>", picture.read_text(), re.DOTALL)
+
+
+def test_page_code_prints_what_the_page_shows(run):
+    """Each Python block, run in turn, prints the block that follows it, and nothing where none does."""
+    shown = [output for _, output in CODE.findall(PAGE)]
+    assert len(shown) == PAGE.count("```python") > 8
+    assert run.printed == shown
+
+
+def test_page_pictures_are_those_that_its_code_draws(run):
+    """The page names every picture in docs/pictures; each says what the one says that the page's code draws now."""
+    named = re.findall(r"\]\(pictures/([\w-]+\.svg)\)", PAGE)
+    kept = sorted(file.name for file in (DOCS / "pictures").iterdir())
+    assert sorted(named) == kept == sorted(file.name for file in run.pictures.iterdir())
+    for name in kept:
+        assert texts(DOCS / "pictures" / name) == texts(run.pictures / name) != []
+
+
+def ratio(value):
+    """Write a fraction."""
+    return f"{value.numerator} / {value.denominator}"
+
+
+def decimal(value):
+    """Write a number whose decimals end."""
+    assert Fraction(f"{float(value):.10g}") == value
+    return f"{float(value):.10g}"
+
+
+def pairs(topology):
+    """Return the width of each pair of devices that a link joins, by their numbers."""
+    return {(link.src[-1], link.dst[-1]): link.bandwidth for link in topology.links if link.src < link.dst}
+
+
+def wiring():
+    """Yield what the page says of the wires."""
+    brick = min(link.bandwidth for link in BOX.links)
+    yield f"NVLink bricks of {brick} GB/s each way"
+    assert sum(link.bandwidth for link in BOX.links) / 2 / brick == 24  # "one brick of twenty-four"
+    assert len(pairs(PART)) == 6  # "six pairs"
+    sorts = {width: [f"{a}-{b}" for (a, b), now in pairs(PART).items() if now == width] for width in (25, 50)}
+    slow, fast = (", ".join(names[:-1]) + f" and {names[-1]}" for names in sorts.values())
+    yield f"{slow} of 25 GB/s, {fast.replace(', ', ' and ')} of 50 GB/s"
+    numbers = [device[-1] for device in PART.devices]
+    none = [f"{a}-{b}" for a, b in combinations(numbers, 2) if (a, b) not in pairs(PART)]
+    yield f"{', '.join(none[:-1])} and {none[-1]} have none"
+
+
+def tensorflow():
+    """Yield what the page says of TensorFlow's trees."""
+    for board in (BOX.devices[:4], BOX.devices[4:]):  # "each fully joined"
+        assert all(BOX.link(a, b) for a, b in permutations(board, 2))
+    numbers = [device[-1] for device in PART.devices]
+    yield f"are {', '.join(numbers[: N // 2])} and {', '.join(numbers[N // 2 :])}"
+    halves = hierarchical_copy(PART.devices, packs=N)
+    used = cr.simulate(halves, PART, nbytes=5000).bytes
+    share = Fraction(used["cuda:0", "cuda:1"], 5000)
+    width, rate = PART.link("cuda:0", "cuda:1").bandwidth, fluid_rate(halves, PART)
+    assert width / share == rate
+    yield f"So {ratio(share)} of the buffer cross the link from 0 to 1, which carries {width} GB/s"
+    yield f"{width} / ({ratio(share)}) = {ratio(rate)} GB/s, about {float(rate):.2f}"
+    assert ("cuda:1", "cuda:2") not in used
+    yield "the link from 1 to 2 idles"
+
+
+def limits():
+    """Yield what the page says of the bound."""
+    best = cr.bound(PART, "all_reduce").algbw
+    into = [link.bandwidth for link in PART.links if link.dst == "cuda:6"]
+    assert into == [25, 25]
+    assert sum(into) == best
+    yield f"Look at 6. It has two links, of {into[0]} GB/s each"
+    yield f"as {best} GB/s allow"
+    yield "6 on one side"
+    part, both = Fraction(N - 1, N), Fraction(2 * (N - 1), N)
+    twice = cr.bound(PART, "all_gather").algbw / 2
+    assert best / both == twice
+    yield f"{ratio(part)} of the buffer into each device twice, into 6 too"
+    yield f"{best} / ({ratio(both)}) = {decimal(twice)} GB/s"
+    there, _ = (order for order in permutations(PART.devices[1:]) if ring(order))  # one ring, there and back
+    stops = "-".join(device[-1] for device in (PART.devices[0], *there))
+    yield f"one ring, {stops}, with links of {ring(there)} GB/s"
+    assert cr.plan(PART, "all_reduce", 1 << 20, "ring").rate == 2 * ring(there) / both == twice
+    yield f"A ring puts {ratio(both)} of the buffer"
+    yield f"this is {2 * ring(there)} / ({ratio(both)}) GB/s again"
+
+
+def ring(order):
+    """Return the narrowest link of a ring that starts with the part's first device, or None where one is missing."""
+    stops = (PART.devices[0], *order, PART.devices[0])
+    found = [PART.link(a, b) for a, b in pairwise(stops)]
+    return min(link.bandwidth for link in found) if all(found) else None
+
+
+def trees():
+    """Yield what the page says of the plan, of its pieces, and of what a small buffer takes."""
+    plan = cr.plan(PART, "all_reduce", nbytes=256 << 20)
+    grown = forest.forest(PART, "all_reduce", PART.devices, PART.devices)
+    assert (grown.trees, [chunk.share for chunk in plan.schedule.chunks]) == (2, [Fraction(1, 2)] * 2)
+    found = plan.explain().splitlines()
+    assert all(" 1/2 cuda:0(" in line for line in found[6:8])
+    yield f"both rooted at 0, each with half of the buffer, so each runs at {plan.rate / 2} GB/s"
+    simulation = cr.simulate(plan.schedule, PART, 5 << 20)
+    assert {simulation.bytes[link[:2]] / link.bandwidth for link in PART.links} == {(5 << 20) / plan.rate}  # all full
+    yield "a link of 25 GB/s is in one tree, a link of 50 GB/s in both"
+    yield "6 gets half of the sum"
+    whole, sends = sum(link.bandwidth for link in PART.links), 2 * (N - 1)
+    yield f"takes at least {N - 1} sends of each byte, and another {N - 1} to give"
+    yield f"{sends} buffers over links of {whole} GB/s in all, {whole} / {sends} = {whole / sends} GB/s"
+    latency = max(link.latency_s for link in PART.links) * 10**6
+    rounds, pieces = len(plan.schedule.rounds), plan.schedule.pieces
+    ticks = rounds + pieces - 1
+    alone = float((256 << 20) / plan.rate / 1000)
+    yield f"bytes of 256 MiB alone take {alone:.2f} us at {plan.rate} GB/s"
+    yield f"In {rounds} rounds and {pieces} pieces there are {ticks} ticks of {float(latency)} us"
+    yield f"of latency, {float(ticks * latency):.2f} us"
+    assert plan.seconds * 1e6 > alone + float(ticks * latency)  # "the rest"
+
+
+def lost():
+    """Yield what the page says of the link that fails."""
+    yield "the link 0-1 fails"
+    left = PART.without_link("cuda:0", "cuda:1")
+    limit = cr.bound(left, "all_reduce")
+    yield f"No single cut says {ratio(limit.algbw)}"
+    widths = [
+        sum(link.bandwidth for link in left.links if (link.src in some) > (link.dst in some))
+        for size in range(1, N)
+        for some in combinations(left.devices, size)
+    ]
+    yield f"each leaves {min(widths)} GB/s or more"
+    assert min(widths) > limit.algbw
+    islands = [{"cuda:0", "cuda:4"}, {"cuda:1", "cuda:2"}, {"cuda:6"}]
+    yield "into 0 and 4, 1 and 2, and 6"
+    assert {frozenset(set(left.devices) - island) for island in islands} == {cut.nodes for cut in limit.cuts}
+    between = [link for link in left.links if not any({link.src, link.dst} <= island for island in islands)]
+    names = [f"{link.src[-1]}-{link.dst[-1]}" for link in between if link.src < link.dst]
+    (width,) = {link.bandwidth for link in between}
+    yield f"only {', '.join(names[:-1])} and {names[-1]}, of {width} GB/s each way, {width * len(between)} GB/s in all"
+    sends = 2 * (len(islands) - 1)
+    yield f"Three islands must send {sends // 2} buffers to sum and {sends // 2} to give"
+    assert width * len(between) / sends == limit.algbw
+    yield f"{sends} over {width * len(between)} GB/s: {decimal(limit.algbw)} GB/s"
+    yield f"stay at {decimal(cr.bound(left, 'all_gather').algbw / 2)} GB/s here"
+    (weight,) = {cut.weight for cut in limit.cuts}
+    inside = {device: sum(cut.weight for cut in limit.cuts if device in cut.nodes) for device in left.devices}
+    assert min(inside.values()) == 1
+    yield "inside cuts of weight 1 in all"
+    yield "pays\nat least 1."
+    yield "in cuts of weight 1 or more"
+    assert len(between) == 6
+    yield f"six directed links of {width} GB/s charge {ratio(weight)}"
+    yield f"6 x {width} / {1 / weight} = {decimal(limit.algbw)}"
+
+
+def others():
+    """Yield what the page says of switches, hosts and limits."""
+    h100 = cr.Topology.machine("hgx-h100")
+    (width,), n = {link.bandwidth for link in h100.links}, len(h100.devices)
+    rate = cr.bound(h100, "all_reduce").algbw
+    both = f"{2 * (n - 1)} / {n}"
+    assert rate == width / Fraction(2 * (n - 1), n)
+    yield f"Eight devices have {width} GB/s each way"
+    yield f"{both} of the buffer enter each device, {width} / ({both}) = {ratio(rate)} GB/s"
+    four = cr.Topology.machine("dgx-a100", hosts=4)
+    into = [link for link in four.links if link.dst.startswith("host0/") and "/" not in link.src]
+    width = sum(link.bandwidth for link in into)
+    rate = cr.bound(four, "all_gather").algbw
+    yield f"enter the fourth, host0, over its {len(into)} cards of {into[0].bandwidth} GB/s"
+    yield f"24 / {len(four.devices)} of the buffer over {width} GB/s: {ratio(rate)} GB/s"
+    assert rate == width / Fraction(24, len(four.devices))
+    yield f"more than {forest.MOST_TREES} trees a root"
+    yield f"within {int(forest.TOLERANCE * 100)} % of the bound. Beyond {plans.MOST_DEVICES} devices"
+
+
+def parts_table():
+    """Return the page's table of parts and failed links, from what the benchmark kept."""
+    lines = [
+        "| box | parts | at the bound | joint | TensorFlow | rings (none) | one device "
+        "| links | connected | at the bound | joint | TensorFlow |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in KEPT["subsets"].items():
+        broken = KEPT["failures"][name]
+        cells = [name, f"{found['connected']} of {found['cases']}", found["at_bound"]]
+        cells += [found["joint_beats_scatter_and_gather"], median(found, "tensorflow")]
+        cells += [f"{median(found, 'rings')} ({found['without_ring']})", median(found, "one_device"), broken["cases"]]
+        cells += [broken["connected"], broken["at_bound"], broken["joint_beats_scatter_and_gather"]]
+        lines.append("| " + " | ".join(map(str, [*cells, median(broken, "tensorflow")])) + " |")
+    return "\n".join(lines)
+
+
+def median(found, what):
+    """Write a median ratio in percent."""
+    middle = found[what]["median"]
+    return "-" if middle is None else f"{float(Fraction(middle) * 100):.0f}"
+
+
+def times_table():
+    """Return the page's table of times, from what the benchmark kept."""
+    lines = ["| what | took | of which CPU |", "|---|---|---|"]
+    for what, pattern in TIMES.items():
+        found = [line for line in KEPT["times"] if re.fullmatch(pattern, line["what"])]
+        slowest = max(found, key=lambda line: line["cpu_s"])
+        lines.append(f"| {what} | {seconds(slowest['wall_s'])} | {seconds(slowest['cpu_s'])} |")
+    return "\n".join(lines)
+
+
+def seconds(value):
+    """Write a time."""
+    for unit, scale in (("s", 1), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    raise AssertionError(value)
+
+
+def told():
+    """Return every statement of the page that has numbers."""
+    return [*wiring(), *tensorflow(), *limits(), *trees(), *lost(), *others(), parts_table(), times_table()]
+
+
+def test_page_numbers_are_computed_anew():
+    """Every number of the page's text is in a statement that is computed here."""
+    flat = " ".join(PAGE.split())
+    for statement in told():
+        assert " ".join(statement.split()) in flat, statement
+    text = " ".join(CODE.sub("", PAGE).split())
+    for statement in sorted(told(), key=len, reverse=True):
+        text = text.replace(" ".join(statement.split()), "")
+    text = re.sub(r"`[^`]*`|!?\[[^\]]*\]\([^)]*\)|DGX-1V?|V100", "", text)
+    assert re.findall(r".{20}\d.{20}", text) == []
+
+
+def exact(value):
+    """Return a result without its times, and without the shape of the trees, of which there are several as good."""
+    if isinstance(value, dict):
+        left_out = ("time", "slowest_plan", "k", "trees", "depth")
+        return {what: exact(entry) for what, entry in value.items() if what not in left_out}
+    return [exact(v) for v in value] if isinstance(value, list) else value
+
+
+def test_kept_results_are_what_the_benchmark_gives_now(tmp_path):
+    """A quick run of benchmarks/planning.py meets all expected values, and gives what the full run gave."""
+    path = tmp_path / "planning.json"
+    script = ROOT / "benchmarks" / "planning.py"
+    done = subprocess.run(
+        [sys.executable, script, "--quick", "--json", path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    quick = json.loads(path.read_text())
+    for found in (quick, KEPT):
+        assert [line for line in found["reference"] if line["equal"] is not True] == []
+    assert (quick["quick"], KEPT["quick"]) == (True, False)
+    for table in ("reference", "machines", "meshes", "hosts"):
+        for line in quick[table]:
+            assert exact(line) in exact(KEPT[table]), line
+    assert exact(quick["failures"]["dgx-1v"]) == exact(KEPT["failures"]["dgx-1v"])
+    assert quick["subsets"]["dgx-1v"]["cases"] == 9
+    for line in quick["subsets"]["dgx-1v"]["lines"]:
+        assert exact(line) in exact(KEPT["subsets"]["dgx-1v"]["lines"])
+
+
+def test_kept_results_cover_what_they_should():
+    """The kept run has all machines, all 247 parts of each box of eight, and no plan above its bound."""
+    machines = {name: cr.Topology.machine(name) for name, _ in cr.topology.machines.machine_names()}
+    eights = {name for name, topology in machines.items() if len(topology.devices) == 8}
+    assert {line["name"] for line in KEPT["machines"]} == machines.keys()
+    assert KEPT["subsets"].keys() == eights
+    assert {found["cases"] for found in KEPT["subsets"].values()} == {247}
+    assert KEPT["failures"].keys() == machines.keys()
+    lines = [line for table in ("machines", "meshes", "hosts") for line in KEPT[table]]
+    lines += [line for kind in ("subsets", "failures") for found in KEPT[kind].values() for line in found["lines"]]
+    for line in lines:
+        bound = Fraction(line["bound"])
+        for what in ("rate", "tensorflow", "tensorflow_in_stages", "rings", "one_device"):
+            assert Fraction(line.get(what) or 0) <= bound, line
+    for line in KEPT["auto"]:
+        assert min(ratio for ratio in line["relative"].values() if ratio is not None) == 1
+        assert line["over_bound"] >= 1

@@ -1,0 +1,284 @@
+"""hierarchical_copy on a topology: the hierarchy is that of the wiring, up and down the same tree, and never slow."""
+
+import itertools
+from dataclasses import replace
+from fractions import Fraction
+
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import names, wired
+
+import crossreduce as cr
+from crossreduce import Link, PlanError, Topology, simulate, verify
+from crossreduce.planning import hierarchical_copy, one_device
+from crossreduce.planning.hierarchy import hierarchies
+from crossreduce.schedule import fluid_rate, pipelined
+from crossreduce.topology.machines import machine_names
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SIZES = (KIB, MIB, GIB)
+DGX = Topology.machine("dgx-1v")
+H100S = Topology.machine("hgx-h100", hosts=2)
+
+
+def edges(schedule, c):
+    """Return who gives to whom on a chunk's way to its root, and from whom who gets it back: (child, parent) pairs."""
+    whole = set(schedule.chunks[c].sources)
+    held, up, down = {s: {s} for s in whole}, [], []
+    for steps in schedule.rounds:
+        mine = [step for step in steps if step.chunk == c]
+        for _, dst, srcs in mine:
+            for src in set(srcs) - {dst}:
+                copied = held[src] == whole and len(srcs) == 1 and len(whole) > 1
+                (down if copied else up).append((dst, src) if copied else (src, dst))
+        held |= {step.dst: set().union(*(held[src] for src in step.srcs)) for step in mine}
+    return up, down
+
+
+def root_of(schedule, c):
+    """Return the one device that others give to and that gives to none."""
+    up, _ = edges(schedule, c)
+    (root,) = {parent for _, parent in up} - {child for child, _ in up}
+    return root
+
+
+def named(schedule, pairs):
+    return {(schedule.devices[a], schedule.devices[b]) for a, b in pairs}
+
+
+def readings(topology, packs=1, first=0, root=None):
+    """Return the schedules of all readings of a topology's hierarchy for an all-reduce of all its devices."""
+    return hierarchies(topology, topology.devices, topology.devices, packs, first, root)
+
+
+# Trees.
+
+
+@settings(max_examples=80)
+@given(st.data(), st.integers(2, 7), st.integers(1, 4), st.integers(0, 9))
+def test_a_pack_is_one_tree_up_and_the_same_one_down(data, n, packs, first):
+    """In every reading each pack is a tree that spans the devices; the sum goes up along it to the pack's root, and
+    back along the same edges; the roots go round the devices."""
+    topology = data.draw(wired(names(n)))
+    for schedule in readings(topology, packs, first):
+        verify(schedule)
+        assert oracle.right(schedule, shuffles=1)
+        assert schedule.algorithm == "hierarchical_copy"
+        assert [chunk.share for chunk in schedule.chunks] == [Fraction(1, packs)] * packs
+        for pack in range(packs):
+            up, down = edges(schedule, pack)
+            assert len(up) == len(set(up)) == n - 1
+            assert {child for child, _ in up} == set(range(n)) - {(first + pack) % n}
+            assert sorted(up) == sorted(down)
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(2, 6), st.integers(1, 3), st.sampled_from([1, 3 * MIB]))
+def test_a_root_is_every_packs(data, n, packs, nbytes):
+    """Where a root is given every tree is rooted there; the plan is the quickest of the readings, of which the first is
+    one level."""
+    topology = data.draw(wired(names(n)))
+    root = data.draw(st.sampled_from([None, *topology.devices]))
+    found = readings(topology, packs, 0, root)
+    assert one_device(names(n), packs=packs, root=root).rounds == found[0].rounds
+    for schedule in found:
+        roots = [schedule.devices[root_of(schedule, pack)] for pack in range(packs)]
+        assert roots == [root or f"cpu:{pack % n}" for pack in range(packs)]
+    made = cr.plan(topology, nbytes=nbytes, algorithm="hierarchical_copy", root=root, packs=packs)
+    assert replace(made.schedule, pieces=1) in found
+    assert made.seconds == min(pipelined(schedule, topology, nbytes)[1] for schedule in found)
+
+
+@settings(max_examples=80)
+@given(st.data(), st.integers(1, 6), st.booleans())
+def test_some_give_and_others_take(data, n, both_ways):
+    """Any devices may give and any take, over links that may differ both ways; every reading is right."""
+    topology = data.draw(wired(names(n), both_ways=both_ways))
+    some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple)
+    sources, destinations = data.draw(some), data.draw(some)
+    for schedule in hierarchies(topology, sources, destinations, 2, 1, None):
+        verify(schedule)
+        assert oracle.right(schedule, shuffles=1)
+        assert simulate(schedule, topology, MIB).seconds >= 0  # every move has its way
+        for chunk in schedule.chunks:
+            assert tuple(schedule.devices[k] for k in chunk.sources) == sources
+            assert tuple(schedule.devices[k] for k in chunk.destinations) == destinations
+
+
+# The wiring's hierarchy.
+
+
+def widest(topology):
+    """Return the total bandwidth of a widest tree that spans the devices (Kruskal)."""
+    leader, total = {device: device for device in topology.devices}, Fraction(0)
+
+    def find(device):
+        return device if leader[device] == device else find(leader[device])
+
+    for link in sorted(topology.links, key=lambda link: -link.bandwidth):
+        if find(link.src) != find(link.dst):
+            leader[find(link.src)] = find(link.dst)
+            total += link.bandwidth
+    return total
+
+
+def hop_counts(topology, start):
+    found, front = {start: 0}, [start]
+    while front:
+        front = list(
+            dict.fromkeys(b for a in front for b in topology.devices if topology.link(a, b) and b not in found)
+        )
+        found |= dict.fromkeys(front, max(found.values()) + 1)
+    return found
+
+
+@settings(max_examples=80)
+@given(st.data(), st.integers(2, 7))
+def test_readings_are_widest_and_nearest_trees(data, n):
+    """Without switches one reading is a widest spanning tree, and in another every device is as few links from the
+    root as any way is."""
+    topology = data.draw(wired(names(n), most_switches=0))
+    root = data.draw(st.sampled_from(topology.devices))
+    found = [named(schedule, edges(schedule, 0)[0]) for schedule in readings(topology, 1, 0, root)]
+    on_links = [tree for tree in found if all(topology.link(*pair) for pair in tree)]
+    assert widest(topology) in [sum(topology.link(*pair).bandwidth for pair in tree) for tree in on_links]
+
+    def depths(tree):
+        parents = dict(tree)
+
+        def far(device):
+            return 1 + far(parents[device]) if device in parents else 0
+
+        return {device: far(device) for device in topology.devices}
+
+    assert hop_counts(topology, root) in [depths(tree) for tree in on_links]
+
+
+def crossings(topology, schedule, label):
+    """Return for each pack how many of its edges up join two groups."""
+    found = []
+    for pack in range(len(schedule.chunks)):
+        up, _ = edges(schedule, pack)
+        found.append(sum(label[schedule.devices[a]] != label[schedule.devices[b]] for a, b in up))
+    return found
+
+
+ISLANDS = {
+    "unequal": [[0, 1, 2], [3], [4, 5, 6, 7]],
+    "woven": [[0, 2, 4], [1, 3, 5]],
+    "pairs": [[0, 1], [2, 3], [4, 5], [6, 7]],
+}
+
+
+@pytest.mark.parametrize("name", ISLANDS)
+def test_slow_links_are_crossed_once_an_island(name):
+    """Where fast links join islands and a bus joins all, a large plan crosses between islands once for each island but
+    one, each way, whichever device is the root; one device's crosses once for each device outside the root's."""
+    groups = ISLANDS[name]
+    label = {f"cpu:{k}": number for number, group in enumerate(groups) for k in group}
+    n = len(label)
+    fast = [Link(f"cpu:{a}", f"cpu:{b}", 50, 1e-6) for group in groups for a, b in itertools.permutations(group, 2)]
+    slow = [Link(*pair, 5, 1e-6) for device in label for pair in ((device, "bus"), ("bus", device))]
+    topology = Topology(names(n), fast + slow, ["bus"])
+    for packs in (1, n):
+        made = cr.plan(topology, nbytes=GIB, algorithm="hierarchical_copy", packs=packs)
+        assert crossings(topology, made.schedule, label) == [len(groups) - 1] * packs
+        plain = cr.plan(topology, nbytes=GIB, algorithm="one_device", packs=packs)
+        assert crossings(topology, plain.schedule, label) != crossings(topology, made.schedule, label)
+        assert made.seconds < plain.seconds / 1.5
+        for pack in range(packs):
+            assert root_of(made.schedule, pack) == pack
+
+
+def test_two_hosts_exchange_each_pack_once():
+    """On two hosts of 8 GPUs with a card each, 16 packs cross the network once each way, over all 8 rails."""
+    label = {device: device.split("/")[0] for device in H100S.devices}
+    made = cr.plan(H100S, nbytes=GIB, algorithm="hierarchical_copy", packs=16)
+    assert crossings(H100S, made.schedule, label) == [1] * 16
+    done = simulate(made.schedule, H100S, GIB)
+    for k in range(8):
+        for host in (0, 1):
+            # Each rail carries 2 packs from each of the two hosts, up or down: a quarter of 16.
+            assert done.bytes[f"host{host}/cuda:{k}", f"rail{k}"] == GIB // 8
+    assert made.rate == Fraction(1800, 7)  # as fast as inside one box: the network is no limit
+    assert cr.plan(H100S, nbytes=GIB, algorithm="one_device", packs=16).rate == 50
+
+
+def test_tensorflows_trees_are_one_reading_of_a_dgx_1v():
+    """On the machine that TensorFlow's trees were made for they are among the readings, and another is better."""
+    found = readings(DGX, 8)
+    plain = hierarchical_copy(DGX.devices, packs=8)
+    assert plain in found
+    assert fluid_rate(plain, DGX) == 50
+    made = cr.plan(DGX, nbytes=GIB, algorithm="hierarchical_copy", packs=8)
+    assert made.rate == max(fluid_rate(schedule, DGX) for schedule in found) == Fraction(400, 7)
+    one = cr.plan(DGX, nbytes=GIB, algorithm="hierarchical_copy")
+    assert one.rate == 50  # a chain of double links; TensorFlow's one tree has 25
+    assert fluid_rate(hierarchical_copy(DGX.devices), DGX) == 25
+
+
+def test_islands_of_those_that_take_part():
+    """Groups are the islands' members that take part; an island without any is left out."""
+    label = [k // 3 for k in range(9)]
+    cells = [[0 if i == j else 50 if label[i] == label[j] else 1 for j in range(9)] for i in range(9)]
+    topology = Topology.from_matrix(cells)
+    some = tuple(f"cpu:{k}" for k in (0, 2, 3, 5))
+    found = hierarchies(topology, some, some, 1, 0, None)
+    assert hierarchical_copy(some, groups=[some[:2], some[2:]]) in found
+    alone = some[:2]  # one island only
+    assert {len(schedule.rounds) for schedule in hierarchies(topology, alone, alone, 1, 0, None)} == {2}
+
+
+# Never slow.
+
+
+@pytest.mark.parametrize("name", [name for name, _ in machine_names()])
+def test_never_slower_than_one_device_on_any_machine(name):
+    """On every machine, at every size, with one tree or one for each device, no plan is slower than one device's, nor
+    than TensorFlow's trees."""
+    topology = Topology.machine(name)
+    n = len(topology.devices)
+    for nbytes in SIZES:
+        for packs in (1, n) if n <= 16 else (1,):
+            made = cr.plan(topology, nbytes=nbytes, algorithm="hierarchical_copy", packs=packs)
+            assert made.seconds <= cr.plan(topology, nbytes=nbytes, algorithm="one_device", packs=packs).seconds
+            plain = hierarchical_copy(topology.devices, packs=packs)
+            assert made.seconds <= pipelined(plain, topology, nbytes)[1]
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_never_slower_than_one_device_on_any_part_of_a_dgx_1v(count):
+    """On every set of a DGX-1V's GPUs, whether data may pass the others or not, no plan is slower than one device's;
+    where a set's own links do not join it, PlanError says so."""
+    plain, apart = {"algorithm": "one_device"}, 0
+    for some in itertools.combinations(DGX.devices, count):
+        part = DGX.subset(some)
+        ways = {pair for pair in itertools.permutations(some, 2) if part.route(*pair) is None}
+        apart += bool(ways)
+        if ways:
+            with pytest.raises(PlanError, match=r"all_reduce needs a way from cuda:\d to cuda:\d"):
+                cr.plan(part, algorithm="hierarchical_copy")
+        for nbytes in SIZES:
+            for topology in (DGX,) if ways else (DGX, part):
+                given = {"nbytes": nbytes, "sources": some, "destinations": some}
+                made = cr.plan(topology, algorithm="hierarchical_copy", **given)
+                assert made.seconds <= cr.plan(topology, **plain, **given).seconds
+                if nbytes == GIB:
+                    assert oracle.right(made.schedule, shuffles=0)
+    assert apart == {2: 12, 3: 24, 4: 14}.get(count, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "packs", "least"),
+    [("dgx-1v", 1, 3.9), ("dgx-1v", 8, 1.6), ("mi250", 16, 5.0), ("mi100", 8, 3.9), ("epyc-numa-8", 8, 2.2)],
+)
+def test_much_faster_than_one_device_where_there_is_a_hierarchy(name, packs, least):
+    """At 1 GiB the hierarchy pays off by these factors, as the links and their numbers have it."""
+    topology = Topology.machine(name)
+    made, plain = (
+        cr.plan(topology, nbytes=GIB, algorithm=algorithm, packs=packs)
+        for algorithm in ("hierarchical_copy", "one_device")
+    )
+    assert plain.seconds / made.seconds >= least

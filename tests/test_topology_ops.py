@@ -1,0 +1,269 @@
+"""Ops on a topology: whatever the wiring, results are the oracle's, and what is run is the plan for that wiring."""
+
+import itertools
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import expect
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import NAMED, names, wired
+
+import crossreduce as cr
+from crossreduce import AllReduceCrossDeviceOps, HierarchicalCopyAllReduce, Link, PerReplica, Topology, simulate
+from crossreduce.backends.null import NullBackend
+from crossreduce.options import ALGORITHMS
+from crossreduce.topology.machines import machine_names
+
+DGX = Topology.machine("dgx-1v")
+ON_HOST = DGX.renamed(names(8))
+MACHINES = [name for name, _ in machine_names() if name not in ("tpu-v4", "gb200-nvl72")]
+each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+def check_sum(ops, n, size=37):
+    """Reduce, reduce to one, and broadcast ``n`` NumPy arrays, in whose sum each contribution and position shows."""
+    xs = expect.digits(n, (size,))
+    value = PerReplica([x.copy() for x in xs])
+    due = sum(xs)
+    for destinations in (value, f"cpu:{n - 1}"):
+        result = ops.reduce("sum", value, destinations)
+        assert all(np.array_equal(part, due) for part in result)
+    assert result.devices == (f"cpu:{n - 1}",)
+    assert all(np.array_equal(x, part) for x, part in zip(xs, value, strict=True))  # no input was written
+    assert all(np.array_equal(part, xs[0]) for part in ops.broadcast(xs[0], value))
+
+
+@each_algorithm
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("packs", [1, 3])
+def test_any_number_of_gpus_of_a_dgx_1v(algorithm, n, packs):
+    """1 to 8 replicas on the first GPUs of a DGX-1V, under their own names, get the sum by every algorithm; data may
+    pass the other GPUs."""
+    check_sum(AllReduceCrossDeviceOps(algorithm, packs, topology=ON_HOST), n)
+
+
+@each_algorithm
+def test_partial_machines(algorithm):
+    """Any connected part of a DGX-1V, and one without some links, serve too."""
+    for some in ((0, 1, 2), (5, 6, 7, 4, 0), (0, 2, 3, 5, 6, 7), (7, 3)):
+        part = ON_HOST.subset([f"cpu:{k}" for k in some])
+        check_sum(AllReduceCrossDeviceOps(algorithm, topology=part.renamed(names(len(some)))), len(some))
+    broken = ON_HOST
+    for a, b in ((0, 1), (0, 4), (2, 3), (6, 7)):
+        broken = broken.without_link(f"cpu:{a}", f"cpu:{b}")
+    check_sum(AllReduceCrossDeviceOps(algorithm, 2, topology=broken), 8)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "ring", "forest", "auto"])
+def test_machines_are_matched_by_position(machine, algorithm):
+    """A machine's devices have other names than arrays in host memory: the i-th stands for the i-th replica."""
+    topology = Topology.machine(machine)
+    check_sum(AllReduceCrossDeviceOps(algorithm, topology=topology), len(topology.devices))
+
+
+@each_algorithm
+@pytest.mark.parametrize("machine", ["dgx-1v", "dgx-a100", "mi100", "pcie-8"])
+def test_machines_with_more_devices_than_replicas(machine, algorithm, request):
+    """Fewer replicas than devices stand on the first ones. The others pass data on, and none of it is put there."""
+    if (machine, algorithm) == ("dgx-a100", "forest"):
+        reason = "forest reduces on a device that stands for no replica, under the topology's name for it"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    for n in (1, 2, 3, 5, 7):
+        check_sum(AllReduceCrossDeviceOps(algorithm, topology=Topology.machine(machine)), n)
+
+
+@each_algorithm
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_switches_that_reduce_are_planned_as_plain(algorithm, n):
+    """Nothing that runs here can reduce on a switch, so a switch that could only passes data on."""
+    star = Topology.star(6, 450, 1e-6)
+    reducing = star.with_switches(reducing=True)
+    check_sum(AllReduceCrossDeviceOps(algorithm, topology=reducing), n)
+    for wiring in (star, reducing):
+        assert cr.planning.planned_for(wiring, algorithm, names(n), names(n), 300).devices[:n] == names(n)
+        assert set(cr.planning.planned_for(wiring, algorithm, names(n), names(n), 300).devices) <= set(star.devices)
+
+
+@settings(max_examples=60)
+@given(
+    st.data(),
+    st.integers(1, 7),
+    st.sampled_from(ALGORITHMS),
+    st.integers(0, 5),
+    st.sampled_from(["sum", "mean", "max"]),
+    st.booleans(),
+)
+def test_results_are_the_oracles_on_any_topology(data, n, algorithm, packs, op, both_ways):
+    """On any topology that joins the replicas, in whatever order it lists them, results are the oracle's: integers to
+    the bit, floats within the rounding of any order."""
+    topology = data.draw(wired(names(n), both_ways=both_ways))
+    topology = topology.renamed(data.draw(st.permutations(names(n))))
+    dtype = data.draw(st.sampled_from(["int64", "float32"]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    xs = [rng.integers(-9, 9, (4, 5)).astype(dtype) for _ in range(n)]
+    ops = AllReduceCrossDeviceOps(algorithm, packs, topology=topology)
+    takes = data.draw(st.lists(st.sampled_from(names(n)), min_size=1, unique=True))
+    result = ops.reduce(op, PerReplica(xs), PerReplica([0] * len(takes), takes))
+    assert result.devices == tuple(takes)
+    for part in result:
+        oracle.check(part, op, xs)
+
+
+@each_algorithm
+def test_batches_of_all_kinds(algorithm):
+    """A batch of several shapes and dtypes, packed or not, dense and sparse, goes over a topology as one value does."""
+    rng = np.random.default_rng(0)
+    kinds = [((3, 4), "float32"), ((), "int32"), ((0,), "float32"), ((50,), "float16"), ((7,), "float32")]
+    dense = [[rng.integers(-9, 9, shape).astype(dtype) for _ in range(8)] for shape, dtype in kinds]
+    rows = [cr.IndexedSlices(np.full((1, 2), 2.0**k), np.array([k % 3]), (3, 2)) for k in range(8)]
+    for packs in (0, 1, 4):
+        ops = AllReduceCrossDeviceOps(algorithm, packs, 100, 2, topology=DGX)
+        pairs = [(value, value) for value in map(PerReplica, dense)] + [(PerReplica(rows), "cpu:3")]
+        *results, sparse = ops.batch_reduce("sum", pairs)
+        for xs, result in zip(dense, results, strict=True):
+            assert len(result) == 8
+            for part in result:
+                oracle.check(part, "sum", xs)
+        whole = np.zeros((3, 2))
+        np.add.at(whole, np.asarray(sparse[0].indices), np.asarray(sparse[0].values))
+        assert whole.tolist() == [[sum(2.0**k for k in range(8) if k % 3 == row)] * 2 for row in range(3)]
+
+
+def test_all_reduce_of_trees():
+    """all_reduce takes ops with a topology: trees of arrays come back whole."""
+    trees = [{"w": np.full((2, 3), 9**k), "b": [np.int64(9**k), None]} for k in range(8)]
+    due = sum(9**k for k in range(8))
+    for ops in (HierarchicalCopyAllReduce(2, topology=DGX), AllReduceCrossDeviceOps("forest", topology=DGX)):
+        for tree in cr.all_reduce(trees, "sum", cross_device_ops=ops):
+            assert (tree["w"].tolist(), tree["b"]) == ([[due] * 3] * 2, [due, None])
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "forest", "auto", "ring"])
+def test_each_framework(algorithm, framework):
+    """Arrays of every framework are reduced over a topology, on all devices and on some."""
+    for n in (8, 5):
+        xs = expect.small("float32", (6, 5), n)
+        arrays = framework.arrays(xs)
+        value = PerReplica(arrays)
+        ops = AllReduceCrossDeviceOps(algorithm, 2, topology=ON_HOST)
+        result = ops.reduce("mean", value, value)
+        expect.check(framework, result, "mean", xs, value.devices, arrays)
+        assert expect.unchanged(framework, arrays, xs)
+    (one,) = ops.reduce("sum", value, "cpu:2")
+    assert framework.to_numpy(one).tolist() == sum(xs).tolist()
+    for part in ops.broadcast(arrays[0], value):
+        assert framework.to_numpy(part).tolist() == xs[0].tolist()
+
+
+# What is run is what was planned.
+
+
+@pytest.mark.parametrize("algorithm", [*NAMED, "auto"])
+@pytest.mark.parametrize("size", [10, 48 * 1024])
+def test_bytes_are_those_of_the_plan(algorithm, size):
+    """What an op moves between devices is what cr.plan's schedule for so many bytes moves over the links."""
+    null = NullBackend()
+    value = PerReplica([null.zeros((size,), "float32", device) for device in DGX.devices])
+    result = AllReduceCrossDeviceOps(algorithm, topology=DGX).reduce("sum", value, value)
+    assert [(x.shape, x.device) for x in result] == [((size,), device) for device in DGX.devices]
+    made = cr.plan(DGX, nbytes=4 * size, algorithm=algorithm)
+    over = Counter()
+    for (src, dst), nbytes in null.counts.bytes.items():
+        over.update(dict.fromkeys(itertools.pairwise(DGX.route(src, dst)), 0))
+        for pair in itertools.pairwise(DGX.route(src, dst)):
+            over[pair] += nbytes
+    assert +over == +Counter(simulate(made.schedule, DGX, 4 * size, itemsize=4).bytes)
+
+
+def test_the_plan_follows_the_size():
+    """ "auto" on a topology takes few rounds when small and fills the links when large, as cr.plan does."""
+    moved = {}
+    for size in (2, 1 << 22):
+        null = NullBackend()
+        value = PerReplica([null.zeros((size,), "float32", device) for device in DGX.devices])
+        AllReduceCrossDeviceOps("auto", topology=DGX).reduce("sum", value, value)
+        moved[size] = null.counts
+    small, large = cr.plan(DGX, nbytes=8), cr.plan(DGX, nbytes=1 << 24)
+    assert len(small.schedule.rounds) < len(large.schedule.rounds)
+    loads = {pair: count / DGX.link(*pair).bandwidth for pair, count in moved[1 << 22].bytes.items()}
+    assert set(loads) == {(link.src, link.dst) for link in DGX.links}
+    assert max(loads.values()) / min(loads.values()) < 1.01  # every link is busy all the time
+    assert set(moved[2].bytes) != set(loads)
+
+
+@pytest.mark.parametrize("packs", [1, 2, 8, 20])
+def test_packs_of_hierarchical_copy_have_different_roots(packs):
+    """num_packs packs go along trees with different roots, so that no device's links carry more than they must."""
+    null = NullBackend()
+    value = PerReplica([null.zeros((40 * 1024,), "float32", device) for device in DGX.devices])
+    HierarchicalCopyAllReduce(packs, topology=DGX).reduce("sum", value, value)
+    trees = min(packs, 8)
+    made = cr.plan(DGX, nbytes=4 * 40 * 1024 * trees // packs, algorithm="hierarchical_copy", packs=trees)
+    assert len(made.schedule.chunks) == trees
+    combined = {step.dst for steps in made.schedule.rounds for step in steps if len(step.srcs) > 1}
+    assert len(combined) >= min(trees, 2)
+    assert null.counts.copies == 2 * 7 * packs
+    assert null.counts.additions == 7 * 40 * 1024
+
+
+@each_algorithm
+def test_what_is_not_joined_moves_nothing(algorithm):
+    """Where the topology does not join the replicas, PlanError names the cut before anything moves."""
+    links = [Link(*pair, 1) for k in (0, 2) for pair in itertools.permutations(names(4)[k : k + 2])]
+    null = NullBackend()
+    value = PerReplica([null.zeros((5,), "float32", device) for device in names(4)])
+    ops = AllReduceCrossDeviceOps(algorithm, topology=Topology(names(4), links))
+    for call in (lambda: ops.reduce("sum", value, value), lambda: ops.batch_reduce("sum", [(value, value)])):
+        with pytest.raises(
+            cr.PlanError, match=r"needs a way from cpu:0 to cpu:2, cpu:3, and no link leads out of \{cpu:0"
+        ):
+            call()
+    assert null.counts == NullBackend().counts
+    part = PerReplica(list(value)[:2], names(2))
+    assert len(ops.reduce("sum", part, part)) == 2
+
+
+def test_devices_that_the_topology_lacks():
+    """Replicas on devices of which the topology lacks some, or on more than it has, are a PlanError."""
+    null = NullBackend()
+    some = [null.zeros((5,), "float32", device) for device in ("cuda:0", "cpu:1")]
+    with pytest.raises(cr.PlanError, match=r"the topology lacks a device[\s\S]*request for cuda:0, cpu:1"):
+        AllReduceCrossDeviceOps("auto", topology=DGX).reduce("sum", PerReplica(some), "cuda:0")
+    many = PerReplica([np.ones(3)] * 9)
+    with pytest.raises(cr.PlanError, match="the topology lacks a device"):
+        AllReduceCrossDeviceOps("ring", topology=DGX).reduce("sum", many, many)
+
+
+def test_a_forest_without_a_topology():
+    """ "forest" needs no topology: host memory is a full mesh, on which it does as "direct" does."""
+    for n in (1, 2, 3, 7, 8):
+        for packs in (0, 1, 3):
+            check_sum(AllReduceCrossDeviceOps("forest", packs), n)
+    null = NullBackend()
+    value = PerReplica([null.zeros((840,), "float32", device) for device in names(5)])
+    AllReduceCrossDeviceOps("forest").reduce("sum", value, value)
+    assert null.counts.bytes == dict.fromkeys(itertools.permutations(names(5), 2), 2 * 840 * 4 // 5)
+
+
+def test_threads_reduce_over_one_topology():
+    """Threads that reduce over the same fresh topology at the same time all get their own sums."""
+    topology = Topology.torus(2, 4, gb_per_s=(17, 34), latency_s=1e-6)
+    start = threading.Barrier(8)
+
+    def work(number):
+        start.wait()
+        for algorithm in NAMED[number % 6 :] + NAMED[: number % 6]:
+            xs = [x * (number + 1) for x in expect.digits(8, (20 + number,))]
+            value = PerReplica(xs)
+            result = AllReduceCrossDeviceOps(algorithm, 1 + number % 3, topology=topology).reduce("sum", value, value)
+            assert all(np.array_equal(part, sum(xs)) for part in result)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
