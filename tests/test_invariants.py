@@ -151,6 +151,7 @@ def test_values_imports_numpy_inside_a_function_only(path):
 HARMLESS = {
     "__future__",
     "collections",
+    "contextlib",
     "dataclasses",
     "enum",
     "fractions",

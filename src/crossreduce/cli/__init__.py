@@ -32,6 +32,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an orderly exit, which removes temporary files
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
+            signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
     try:
         from .app import app
 

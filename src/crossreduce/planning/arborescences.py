@@ -86,9 +86,12 @@ def without_switches(
             tried = Ways({arc: dict(here) for arc, here in ways.items()})
             for (u, t), amount in _fair(entering, leaving, allowed).items():
                 _split(tried, u, switch, t, amount)
-            for arc in [arc for arc in tried if switch in arc]:
+            rest = [arc for arc in tried if switch in arc]
+            for arc in rest:
                 del tried[arc]
-            if reaches(tried.capacities(), roots, devices, n):
+            # What is left over is lost; at another switch that would upset what enters against what leaves.
+            upset = any(node != switch and node >= len(groups) for arc in rest for node in arc)
+            if not upset and reaches(tried.capacities(), roots, devices, n):
                 ways = tried
                 break
         else:
@@ -121,7 +124,7 @@ def _fair(entering: dict[int, int], leaving: dict[int, int], allowed: Callable[[
             for k, u in enumerate(ends):
                 t = ends[(k + offset) % len(ends)]
                 if left_in.get(u) and left_out.get(t) and allowed(u, t):
-                    give(u, t, 1)
+                    give(u, t, max(1, min(left_in[u], left_out[t]) // len(ends)))
     return shares
 
 
@@ -179,15 +182,19 @@ def _split_off(
     return ways
 
 
-def pack(capacities: dict[Arc, int], roots: dict[int, int], n: int) -> list[tuple[int, int, list[Arc]]]:
+def pack(
+    capacities: dict[Arc, int], roots: dict[int, int], n: int, most: int | None = None
+) -> list[tuple[int, int, list[Arc]]] | None:
     """Pack trees out of all roots into the capacities; each reaches all of the nodes 0 to n - 1.
 
     Trees grow one after another, as batches of equal ones. An arc is taken for as many of the batch as leaves enough
     for all the others (a minimum cut tells); where no arc can carry the whole batch, it is parted. Arcs near the
     root come first, so that trees stay low.
 
+    Args:
+      most: how many batches are of use; ``None``: any number.
     Returns:
-      (root, weight, arcs from the root on) of each batch.
+      (root, weight, arcs from the root on) of each batch; ``None``: there would be more than ``most``.
     """
     easy = _greedy(capacities, roots, n)
     if easy is not None:
@@ -197,17 +204,19 @@ def pack(capacities: dict[Arc, int], roots: dict[int, int], n: int) -> list[tupl
     waiting.reverse()
     done: list[tuple[int, int, list[Arc]]] = []
     while waiting:
+        if most is not None and len(done) + len(waiting) > most:
+            return None
         root, units, arcs = waiting.pop()
         depth = {root: 0}
         for src, dst in arcs:
             depth[dst] = depth[src] + 1
         rest = _Rest(left, waiting, n)
         while len(depth) < n:
-            arc, most = rest.choose(depth, units)
-            if most < units:  # the others of the batch go on from here on their own
-                waiting.append((root, units - most, list(arcs)))
+            arc, room = rest.choose(depth, units)
+            if room < units:  # the others of the batch go on from here on their own
+                waiting.append((root, units - room, list(arcs)))
                 rest.also(waiting[-1])
-                units = most
+                units = room
             arcs.append(arc)
             depth[arc[1]] = depth[arc[0]] + 1
             rest.use(arc, units)

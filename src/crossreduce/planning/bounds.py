@@ -81,6 +81,17 @@ class Bound:
         Raises:
           PlanError: it does not.
         """
+        known = set(self.topology.devices)
+        numbers = [self.algbw or 0, *(weight for _, weight in self.roots), *(cut.weight for cut in self.cuts)]
+        numbers += [shift for _, *two in self.potentials for shift in two]
+        if self.collective not in COLLECTIVES or not self.devices or not known.issuperset(self.devices):
+            raise PlanError(message("a bound is one of a collective between devices.", shown(self)))
+        if not all(isinstance(number, (int, Fraction)) for number in numbers) or len(set(self.devices)) < len(
+            self.devices
+        ):
+            raise PlanError(message("a proof is in exact numbers, of each device once.", shown(self)))
+        if self.collective not in ("broadcast", "reduce") and dict(self.roots) != dict.fromkeys(self.devices, 1):
+            raise PlanError(message(f"in a {self.collective} every device is a root alike.", shown(self.roots)))
         if self.algbw is None and len(self.devices) > 1:
             raise PlanError(message("this certificate proves nothing.", f"{self.collective}, no bound"))
         if self.algbw is None:
@@ -94,12 +105,19 @@ class Bound:
             raise PlanError(message("the certificate does not prove the bound.", given))
 
     def _proved_by_one_cut(self) -> Fraction:
+        way = self.collective in ("broadcast", "all_gather")
+        if len(self.cuts) != 1 or self.cuts[0].outward != way:
+            raise PlanError(
+                message(f"a {self.collective} is limited by one cut its bytes must cross.", shown(self.cuts))
+            )
         ((nodes, _, outward),) = self.cuts
         crossing = [link for link in self.topology.links if (link.src in nodes) > (link.dst in nodes)]
         if not outward:
             crossing = [link for link in self.topology.links if (link.dst in nodes) > (link.src in nodes)]
         width = sum((link.bandwidth for link in crossing), Fraction(0))
         inside = sum((weight for root, weight in self.roots if root in nodes), Fraction(0))
+        if inside <= 0 or any(weight < 0 or root not in self.devices for root, weight in self.roots):
+            raise PlanError(message("a cut must have a root's bytes inside.", shown(self.roots)))
         return sum((weight for _, weight in self.roots), Fraction(0)) * width / inside
 
     def _proved_jointly(self) -> Fraction:
@@ -142,7 +160,7 @@ def bound(topology: Topology, collective: str, root: Roots = None, devices: Iter
     """
     if not isinstance(topology, Topology):
         raise ArgumentError(message("a bound needs a Topology.", shown(topology), 'Topology.machine("dgx-1v")'))
-    if collective not in COLLECTIVES:
+    if not isinstance(collective, str) or collective not in COLLECTIVES:
         raise ArgumentError(
             message("there is no such collective.", shown(collective), "one of " + ", ".join(COLLECTIVES))
         )
@@ -155,6 +173,8 @@ def _roots(members: tuple[str, ...], collective: str, root: Roots) -> tuple[tupl
         return None
     if collective not in ("broadcast", "reduce"):
         raise ArgumentError(message(f"{collective} has no root.", f"root={shown(root)}", "broadcast or reduce"))
+    if not isinstance(root, (str, Mapping)):
+        raise ArgumentError(message("a root is a device, or several with their bytes.", shown(root), '"cuda:0"'))
     given = root if isinstance(root, Mapping) else {root: 1}
     roots: dict[str, Fraction] = {}
     for name, weight in given.items():
@@ -180,7 +200,14 @@ def _bound(
     if roots is None and collective in ("broadcast", "reduce"):
         # Where links are alike both ways, the least cut between any two devices is the limit of every root.
         choices = members[:1] if topology.symmetric else members
-        bounds = [_bound(topology, collective, ((device, Fraction(1)),), members) for device in choices]
+        bounds: list[Bound] = []
+        for device in choices:
+            try:
+                bounds.append(_bound(topology, collective, ((device, Fraction(1)),), members))
+            except PlanError as error:  # from here not all can be reached; from another they may
+                lost = error
+        if not bounds:
+            raise lost
         return max(bounds, key=lambda best: best.algbw or 0)
     parts = roots or everyone
     starts = [root for root, weight in parts if weight]

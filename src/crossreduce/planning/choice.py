@@ -16,6 +16,7 @@ from ..topology import Topology
 from .forest import forest
 from .planners import direct, halving_doubling, hierarchical_copy, one_device, ring
 from .plans import planned_on
+from .views import reached
 
 PLANNERS: Final[dict[str, Callable[..., Schedule]]] = {
     "one_device": one_device,
@@ -109,11 +110,13 @@ def planned_for(
 def _matched(topology: Topology, devices: tuple[str, ...]) -> Topology:
     topology = topology.with_switches(reducing=False)
     missing = [device for device in devices if device not in topology.devices]
-    if not missing:
-        return topology
     if len(missing) == len(devices) and len(devices) <= len(topology.devices):
-        extra = topology.devices[len(devices) :]
-        return topology.renamed([*devices, *extra])
+        topology = topology.renamed([*devices, *topology.devices[len(devices) :]])
+        missing = []
+    if not missing:
+        part = topology.subset(devices)
+        joined = reached(part, devices[0]) & reached(part.reversed(), devices[0])
+        return part if joined.issuperset(devices) else topology  # others help only where it cannot be done without
     raise PlanError(
         message(
             "the topology lacks a device of this request.",

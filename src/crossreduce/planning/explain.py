@@ -116,7 +116,7 @@ def limited_by(limit: Bound) -> str:
     >>> from crossreduce import Topology
     >>> star = Topology.star(4, 450)
     >>> limited_by(bound(star, "broadcast", "cpu:1")), limited_by(bound(star, "all_reduce"))
-    ('the link into cpu:0 (450 GB/s)', 'the links of every device: one, 450 GB/s, in and out')
+    ('the link into cpu:0 (450 GB/s)', "every device's own links: 450 GB/s by 1 link in and out")
     """
     heaviest = max((cut.weight for cut in limit.cuts), default=Fraction(0))
     sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # by devices: how many links of how many GB/s
@@ -126,8 +126,8 @@ def limited_by(limit: Bound) -> str:
             sides.setdefault(here, {})[way] = links
     if len(sides) == len(limit.devices) > 1 and all(len(here) == 1 for here in sides):
         kinds = dict.fromkeys((links, len(ways)) for ways in sides.values() for links in ways.values())
-        words = [f"{'one' if n == 1 else n}, {_number(width)} GB/s, {_ways(ways)}" for (n, width), ways in kinds]
-        return f"the links of every device: {'; '.join(words)}"
+        words = [f"{_number(width)} GB/s by {many(n, 'link')} {_ways(ways)}" for (n, width), ways in kinds]
+        return f"every device's own links: {'; '.join(words)}"
     texts = [_words(limit, here, ways) for here, ways in sides.items()]
     more = len(texts) - 2
     return " and ".join(texts[:2]) + (f", with {more} more such cut{'s' * (more > 1)}" if more > 0 else "")
@@ -182,6 +182,15 @@ def size(nbytes: int) -> str:
         if nbytes and nbytes % (1 << power) == 0:
             return f"{nbytes >> power} {unit}"
     return f"{nbytes} bytes"
+
+
+def many(count: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> many(1, "root"), many(2, "root")
+    ('1 root', '2 roots')
+    """
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def duration(seconds: float) -> str:

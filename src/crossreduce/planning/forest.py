@@ -19,7 +19,7 @@ from ..errors import PlanError, message
 from ..schedule import Schedule, fluid_rate
 from ..topology import Link, Topology
 from .arborescences import Arc, Ways, pack, reaches, without_switches
-from .bounds import solved
+from .bounds import bound, solved
 from .cuts import densest
 from .joint import balanced
 from .treewise import Share, Through, Tree, depth, treewise, turned
@@ -31,6 +31,8 @@ tried, within ``TOLERANCE`` of the bound."""
 
 TOLERANCE: Final = Fraction(2, 100)
 """What a plan of few trees may lose. NCCL's own search accepts more: its equal-speed lists step by 5 to 25 %."""
+
+_MOST_KINDS: Final = 3  # widths of helpers that are tried; each takes a plan of its own
 
 Pair = tuple[str, str]
 
@@ -77,10 +79,16 @@ def forest(
     members = tuple(dict.fromkeys([*sources, *destinations]))
     best: Forest | None = None
     require_ways(topology, sources, destinations, collective)
+    if len(sources) > 1 and len(destinations) > 1:  # trees lead in and out of any of them
+        require_ways(topology, members, members, f"{collective} by trees")
     for helpers in _helpers(topology, members) if collective == "all_reduce" else [()]:
         grown = _grown(view(topology, members, helpers), collective, len(members), sources, destinations)
         if best is None or _rate(grown, topology) > _rate(best, topology):
             best = grown
+        if collective == "all_reduce" and set(sources) == set(destinations):
+            limit = bound(topology, collective, devices=members).algbw
+            if limit is not None and _rate(best, topology) >= limit:
+                break
     assert best is not None
     return best
 
@@ -99,7 +107,7 @@ def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ..
             continue
         widths[sum((link.bandwidth for link in topology.out_links(node)), Fraction(0))].append(node)
     sets: list[tuple[str, ...]] = [()]
-    for width in sorted(widths, reverse=True):
+    for width in sorted(widths, reverse=True)[:_MOST_KINDS]:
         sets.append((*sets[-1], *widths[width]))
     return sets
 
@@ -194,21 +202,22 @@ def _trees(
             groups[number[device]] = k
     switches = range(n, len(number))
 
-    def grown(unit: Fraction, roots: dict[int, int]) -> list[Tree] | None:
+    def grown(unit: Fraction, roots: dict[int, int], most: int | None) -> list[Tree] | None:
         ways = Ways()
         for arc, bandwidth in arcs.items():
             ways.add(arc, (), int(bandwidth / unit))
         ways = without_switches(ways, switches, roots, everyone, groups, len(number))
         if not reaches(ways.capacities(), roots, everyone, n):
             return None
-        return _with_ways(pack(ways.capacities(), roots, n), ways)
+        packed = pack(ways.capacities(), roots, n, most)
+        return None if packed is None else _with_ways(packed, ways)
 
     whole = sum(weights.values(), Fraction(0))
     rate = _rate_of(wiring, used, weights) / whole  # of a root of weight 1
     unit = _common([*(rate * weight for weight in weights.values()), *arcs.values()])
     exact = {root: int(rate * weight / unit) for root, weight in weights.items()}
-    trees = grown(unit, exact)
-    if trees is not None and len(trees) <= MOST_TREES * max(len(weights), 1):
+    trees = grown(unit, exact, MOST_TREES * len(exact))
+    if trees is not None and len(trees) <= MOST_TREES * len(exact):
         return trees, Fraction(sum(exact.values()), len(exact))
     least = min(weights.values())
     for k in range(1, MOST_TREES + 1):
@@ -217,9 +226,10 @@ def _trees(
             break
         coarse = _largest_unit(arcs, roots, rate * whole, everyone, len(number))
         if coarse * sum(roots.values()) >= (1 - TOLERANCE) * rate * whole:
-            few = grown(coarse, roots)
-            if few is not None and (trees is None or len(few) < len(trees)):
+            few = grown(coarse, roots, None)
+            if few is not None:
                 return few, Fraction(sum(roots.values()), len(roots))
+    trees = trees or grown(unit, exact, None)
     if trees is None:
         raise PlanError(message("no forest was found in whole numbers.", repr(wiring), 'algorithm="hierarchical_copy"'))
     return trees, Fraction(sum(exact.values()), len(exact))
@@ -270,6 +280,17 @@ def _largest_unit(
     return tried[low] if low < len(tried) else Fraction(0)
 
 
+def _straight(src: int, through: Through, dst: int) -> Through:
+    """Return a way without its loops, which splitting nodes away one after another can make."""
+    nodes = [src]
+    for node in (*through, dst):
+        if node in nodes:
+            del nodes[nodes.index(node) + 1 :]
+        else:
+            nodes.append(node)
+    return tuple(nodes[1:-1])
+
+
 def _with_ways(batches: Sequence[tuple[int, int, list[Arc]]], ways: Ways) -> list[Tree]:
     """Give each tree its way through the switches; a batch that needs two ways between two nodes is parted."""
     trees: dict[tuple[int, tuple[tuple[int, int, Through], ...]], int] = {}
@@ -287,7 +308,7 @@ def _with_ways(batches: Sequence[tuple[int, int, list[Arc]]], ways: Ways) -> lis
                 ways[src, dst][through] -= part
                 if not ways[src, dst][through]:
                     del ways[src, dst][through]
-            key = (root, tuple(parents))
+            key = (root, tuple((dst, src, _straight(src, through, dst)) for dst, src, through in parents))
             trees[key] = trees.get(key, 0) + part
             left -= part
     return [Tree(root, weight, parents) for (root, parents), weight in trees.items()]

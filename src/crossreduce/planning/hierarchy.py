@@ -22,6 +22,9 @@ from .treewise import Share, Tree, treewise
 MOST_DEVICES: Final = 128
 """Devices up to which trees are grown edge by edge, which looks at every two of them; beyond, the islands must do."""
 
+MOST_EDGES: Final = 1024
+"""Devices times packs up to which that is done."""
+
 Way = tuple[str, ...]
 
 
@@ -46,9 +49,9 @@ def hierarchies(
 
     Args:
       first: where the packs' roots start to rotate over the devices that give and take.
-      root: of all packs; ``None``: they rotate.
+      root: of all packs; ``None``: they rotate. One that neither gives nor takes leaves but one level.
     """
-    members = tuple(dict.fromkeys([*sources, *destinations]))
+    members = tuple(dict.fromkeys([*sources, *destinations, *([] if root is None else [root])]))
     found = [one_device(members, sources, destinations, packs=packs, first=first, root=root)]
     if root is None:
         found.append(hierarchical_copy(members, sources, destinations, packs=packs, first=first))
@@ -56,9 +59,11 @@ def hierarchies(
         groups = [group for group in groups if group]
         if len(groups) > 1:
             found.append(hierarchical_copy(members, sources, destinations, packs=packs, first=first, groups=groups))
+    if root is not None and root not in sources and root not in destinations:
+        return [replace(schedule, algorithm="hierarchical_copy") for schedule in found]
     roots = [s for s in sources if s in destinations] or list(sources)
     chosen = [members.index(root or roots[(first + pack) % len(roots)]) for pack in range(packs)]
-    ways = _ways(topology, members) if len(members) <= MOST_DEVICES else {}
+    ways = _ways(topology, members) if len(members) <= MOST_DEVICES and len(members) * packs <= MOST_EDGES else {}
     places = (*members, *(node for node in topology.nodes if node not in members))
     for kind in ("wide", "near", "mindful") if ways else ():
         trees = {start: _tree(topology, members, places, ways, start, kind) for start in dict.fromkeys(chosen)}
@@ -67,6 +72,18 @@ def hierarchies(
             n = len(members)
             found.append(treewise("hierarchical_copy", found[0].collective, places, n, sources, destinations, shares))
     return [replace(schedule, algorithm="hierarchical_copy") for schedule in found]
+
+
+def centre(topology: Topology, sources: tuple[str, ...], destinations: tuple[str, ...]) -> str | None:
+    """Return the first of the devices that give and take whose furthest others are nearest, in links."""
+    members = set(sources) | set(destinations)
+    best: tuple[int, int, str] | None = None
+    for k, device in enumerate(s for s in sources if s in destinations and len(members) <= MOST_DEVICES):
+        ways = [(topology.route(device, other), topology.route(other, device)) for other in members]
+        if all(there and back for there, back in ways):
+            far = max(len(there) + len(back) for there, back in ways if there and back)
+            best = min(best or (far, k, device), (far, k, device))
+    return best and best[2]
 
 
 def _ways(topology: Topology, members: tuple[str, ...]) -> dict[str, dict[str, tuple[Way, Way]]]:

@@ -31,6 +31,7 @@ from .flows import Network
 DENOMINATORS: Final = (12, 60, 420, 5040, 100_000, 10_000_000)
 _FINE: Final = 1 << 20  # the largest capacity, when a solution in floating point is looked through for broken cuts
 _MOST_ROUNDS: Final = 500
+_COARSE: Final = 1 << 10  # what a plan may lose to rounding, at most one part in so many
 
 Pair = tuple[str, str]
 
@@ -70,8 +71,26 @@ def joint(topology: Topology) -> Joint:
     (Fraction(4, 1), Fraction(4, 1))
     """
     program = _Program(topology)
-    solution, cuts = program.solved()
-    return program.exact(solution, cuts)
+    found = program.exact(*program.solved())
+    if found.reached * (_COARSE + 1) < found.rate * _COARSE:  # bandwidths of many digits
+        program = _Program(_rounded_down(topology))
+        coarse = program.exact(*program.solved())
+        if coarse.reached > found.reached:
+            found = coarse._replace(rate=found.rate, cuts=found.cuts, potentials=found.potentials)
+    return found
+
+
+def _rounded_down(topology: Topology) -> Topology:
+    """Return the topology with bandwidths of few digits, none of which loses more than 1 / ``_COARSE``."""
+    links = []
+    for link in topology.links:
+        step = Fraction(1)
+        while link.bandwidth < step * _COARSE:
+            step /= 2
+        while link.bandwidth >= 2 * step * _COARSE:
+            step *= 2
+        links.append(link._replace(bandwidth=link.bandwidth // step * step))
+    return Topology(topology.devices, tuple(links), topology.switches)
 
 
 def balanced(topology: Topology, weights: Mapping[int, Fraction]) -> dict[Pair, Fraction]:

@@ -7,6 +7,7 @@ for its size and simulated; "auto" is the quickest of all algorithms in simulati
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -15,19 +16,21 @@ from typing import Final
 from ..devices import canonical
 from ..errors import ArgumentError, PlanError, message, shown
 from ..options import ALGORITHMS
-from ..schedule import Schedule, fluid_rate, pipelined, simulate, verify
+from ..packing import MOST_PACKS
+from ..schedule import MOST_BYTES, Schedule, fluid_rate, pipelined, simulate, verify
 from ..topology import Topology
 from .bounds import COLLECTIVES, Bound, bound
 from .derived import all_gather, reduce_scatter
-from .explain import duration, limited_by, percent, shape, size, tree_lines
+from .explain import duration, limited_by, many, percent, shape, size, tree_lines
 from .forest import forest
-from .hierarchy import hierarchies
+from .hierarchy import centre, hierarchies
 from .planners import direct, halving_doubling, hierarchical_copy, one_device
 from .rings import rings
 from .views import require_ways
 
 # Beyond these many devices "auto" leaves out what has n**2 steps (a schedule of a million) or takes minutes.
 MOST_DEVICES: Final = 128
+MOST_TREES: Final = 256  # up to these it still tries forests, and a tree for each device
 
 NAMED: Final = tuple(name for name in ALGORITHMS if name not in ("auto", "nccl"))
 
@@ -63,14 +66,23 @@ class Plan:
     @cached_property
     def bound(self) -> Bound:
         """What no schedule of this request can beat, with its proof."""
-        chunk = self.schedule.chunks[0]
-        names = self.schedule.devices
-        if self.collective in ("all_gather", "reduce_scatter"):
-            members = [names[k] for k in (*chunk.sources, *chunk.destinations)]
-            return bound(self.topology, self.collective, devices=dict.fromkeys(members))
-        return request_bound(
-            self.topology, tuple(names[k] for k in chunk.sources), tuple(names[k] for k in chunk.destinations)
-        )
+        sources, destinations = self._ends
+        members = tuple(dict.fromkeys([*sources, *destinations]))
+        if self.collective == "all_reduce":
+            return request_bound(self.topology, sources, destinations)
+        root = {"broadcast": sources[0], "reduce": destinations[0]}.get(self.collective)
+        return bound(self.topology, self.collective, root, members)
+
+    @property
+    def _ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Who contributes, and who needs the result."""
+        chunk, names = self.schedule.chunks[0], self.schedule.devices
+        sources, destinations = (tuple(names[k] for k in part) for part in (chunk.sources, chunk.destinations))
+        if self.collective == "all_gather":
+            sources = destinations
+        elif self.collective == "reduce_scatter":
+            destinations = sources
+        return sources, destinations
 
     @property
     def algbw(self) -> float:
@@ -85,18 +97,21 @@ class Plan:
     def explain(self) -> str:
         """Say in words what the plan does, how fast it is, what limits it, and how others compare."""
         limit, found, pieces = self.bound, shape(self.schedule), self.schedule.pieces
-        head = f"{self.collective} of {size(self.nbytes)} by {self.algorithm} on {len(limit.devices)} devices"
-        if self.rate is None or limit.algbw is None:
+        count = len({*self._ends[0], *self._ends[1]})
+        head = f"{self.collective} of {size(self.nbytes)} by {self.algorithm} on {many(count, 'device')}"
+        if self.rate is None or limit.algbw is None or not self.nbytes:
             return f"{head}: nothing has to move."
         loss = f" (a loss of {percent(1 - self.ratio)})" if self.ratio < 1 else ""
         lines = [
             head,
-            f"  plan      {len(found.trees)} chunks, k = {float(found.k):.4g} unit trees a root on {len(found.roots)} "
-            f"roots, depth {found.depth}, {len(self.schedule.rounds)} rounds, {pieces} pieces a chunk",
+            f"  plan      {many(len(found.trees), 'chunk')}, k = {float(found.k):.4g} unit trees a root on "
+            f"{many(len(found.roots), 'root')}, depth {found.depth}, {many(len(self.schedule.rounds), 'round')}, "
+            f"{many(pieces, 'piece')} a chunk",
             f"  predicted {duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
             f"  bound     {float(limit.algbw):.2f} GB/s ({limit.algbw}), {percent(self.ratio)} of it reached{loss}",
             f"  limited by {limited_by(limit)}",
-            "  shares of the buffer, and the tree of each: a device(those that send to it)",
+            "  shares of the buffer, and the tree of each: a device(those "
+            + ("it sends to)" if self.collective in ("broadcast", "all_gather") else "that send to it)"),
             *tree_lines(found),
             "  others, for the same request",
         ]
@@ -111,19 +126,18 @@ class Plan:
 
         TensorFlow's trees, a root for each device, in its four stages; rings; and one device.
         """
-        chunk, names = self.schedule.chunks[0], self.schedule.devices
-        sources, destinations = (tuple(names[k] for k in part) for part in (chunk.sources, chunk.destinations))
-        if self.collective in ("all_gather", "reduce_scatter"):
-            sources = destinations = self.bound.devices
-        found = {}
+        sources, destinations = self._ends
+        found: dict[str, tuple[float, Fraction | None]] = {}
         if self.collective == "all_reduce":
-            members = self.bound.devices
+            members = tuple(dict.fromkeys([*sources, *destinations]))
             halves = hierarchical_copy(members, sources, destinations, packs=len(members))
-            rate = fluid_rate(halves, self.topology)
-            found["TensorFlow's trees"] = (simulate(halves, self.topology, self.nbytes).seconds, rate)
+            with suppress(PlanError):
+                rate = fluid_rate(halves, self.topology)
+                found["TensorFlow's trees"] = (simulate(halves, self.topology, self.nbytes).seconds, rate)
         for algorithm in ("ring", "one_device"):
-            other = planned_on(self.topology, self.collective, sources, destinations, self.nbytes, algorithm)
-            found[algorithm] = (other.seconds, other.rate)
+            with suppress(PlanError):
+                other = planned_on(self.topology, self.collective, sources, destinations, self.nbytes, algorithm)
+                found[algorithm] = (other.seconds, other.rate)
         return found
 
     def __str__(self) -> str:
@@ -165,17 +179,18 @@ def plan(
     >>> best = plan(square, "all_reduce", nbytes=1 << 30)
     >>> best.ratio, str(best.bound.algbw)
     (Fraction(1, 1), '100/3')
-    >>> len(best.schedule.rounds), len(plan(square, "all_reduce", nbytes=8).schedule.rounds)
-    (6, 2)
+    >>> best.algorithm, round(plan(square, "all_reduce", nbytes=8).seconds * 1e6)  # four hops of 1 us
+    ('ring', 4)
     """
     if not isinstance(topology, Topology):
         raise ArgumentError(message("a plan needs a Topology.", shown(topology), 'Topology.machine("dgx-1v")'))
     for what, value, known in (("collective", collective, COLLECTIVES), ("algorithm", algorithm, ALGORITHMS)):
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise ArgumentError(message(f"there is no such {what}.", shown(value), "one of " + ", ".join(known)))
-    for what, number, least in (("nbytes", nbytes, 0), ("packs", packs, 1)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise ArgumentError(message(f"{what} is a whole number, {least} or more.", shown(number), "1 << 20"))
+    for what, number, least, most in (("nbytes", nbytes, 0, MOST_BYTES), ("packs", packs, 1, MOST_PACKS)):
+        if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
+            problem = f"{what} is a whole number from {least} to {most}."
+            raise ArgumentError(message(problem, shown(number), f"{what}={max(least, 1)}"))
     gives, takes, main = _request(topology, collective, sources, destinations, root)
     return planned_on(topology, collective, gives, takes, nbytes, algorithm, packs, 0, main)
 
@@ -239,14 +254,23 @@ def planned_on(
         return _quickest(topology, collective, sources, destinations, nbytes, algorithm, packs, first, root)
     n = len({*sources, *destinations})
     names = [
-        name for name in NAMED if name in ("one_device", "hierarchical_copy") or (n <= MOST_DEVICES and root is None)
+        name
+        for name in NAMED
+        if name in ("one_device", "hierarchical_copy")
+        or (root is None and n <= (MOST_TREES if name == "forest" else MOST_DEVICES))
     ]
+    tried = [(name, packs, root) for name in names]
+    if packs == 1 and root is None and min(len(sources), len(destinations)) > 1 and n <= MOST_TREES:
+        # A tree for each device, as TensorFlow rotates its roots; one tree with its root in the middle.
+        tried += [("hierarchical_copy", n, None), ("hierarchical_copy", 1, centre(topology, sources, destinations))]
     plans = []
-    for name in names:
+    for name, trees, main in tried:
         try:
-            plans.append(_quickest(topology, collective, sources, destinations, nbytes, name, packs, first, root))
-        except PlanError:
-            continue
+            plans.append(_quickest(topology, collective, sources, destinations, nbytes, name, trees, first, main))
+        except PlanError as error:
+            refused = error
+    if not plans:
+        raise refused
     return min(plans, key=lambda found: found.seconds)
 
 

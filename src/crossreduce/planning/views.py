@@ -47,6 +47,9 @@ def require_ways(topology: Topology, sources: Sequence[str], destinations: Seque
     Raises:
       PlanError: it names the devices that can be reached and those that cannot.
     """
+    back = topology.reversed()
+    if sources and reached(topology, sources[0]) >= {*sources, *destinations} <= reached(back, sources[0]):
+        return
     for source in sources:
         within = reached(topology, source)
         beyond = [device for device in destinations if device not in within]
@@ -64,10 +67,13 @@ def require_ways(topology: Topology, sources: Sequence[str], destinations: Seque
 
 def reached(topology: Topology, start: str) -> set[str]:
     """Return the nodes that data can get to from one."""
+    around: dict[str, list[str]] = {}
+    for src, dst, _, _ in topology.links:
+        around.setdefault(src, []).append(dst)
     found, left = {start}, [start]
     while left:
-        for link in topology.out_links(left.pop()):
-            if link.dst not in found:
-                found.add(link.dst)
-                left.append(link.dst)
+        for node in around.get(left.pop(), ()):
+            if node not in found:
+                found.add(node)
+                left.append(node)
     return found

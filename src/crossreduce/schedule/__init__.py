@@ -5,10 +5,11 @@ arrays, frameworks or clocks.
 """
 
 from .schedule import Chunk, Route, Schedule, Step
-from .simulate import Simulation, fluid_rate, pipelined, simulate
+from .simulate import MOST_BYTES, Simulation, fluid_rate, pipelined, simulate
 from .verify import completing, verify
 
 __all__ = [
+    "MOST_BYTES",
     "Chunk",
     "Route",
     "Schedule",

@@ -33,6 +33,9 @@ is 17 KB), so that more pieces would not be faster anyway."""
 MOST_PIECES: Final = 1 << 16
 """Pieces beyond which more change nothing that can be seen: R rounds cost (R - 1) / p more than the links' own time."""
 
+MOST_BYTES: Final = 1 << 60
+"""The largest buffer that is simulated, an exbibyte: beyond it floats no longer tell a piece from the whole."""
+
 Pair = tuple[str, str]
 
 
@@ -249,8 +252,8 @@ def _windows(rounds: list[_Round], width: int) -> list[tuple[float, float]]:
 
 def _elements(nbytes: int, itemsize: int) -> int:
     whole = [isinstance(number, int) and not isinstance(number, bool) for number in (nbytes, itemsize)]
-    if not all(whole) or nbytes < 0 or itemsize < 1 or nbytes % itemsize:
-        problem = "nbytes is a whole number of bytes, 0 or more, of whole elements."
+    if not all(whole) or not 0 <= nbytes <= MOST_BYTES or itemsize < 1 or nbytes % itemsize:
+        problem = f"nbytes is a whole number of bytes from 0 to {MOST_BYTES}, of whole elements."
         raise ArgumentError(message(problem, f"nbytes={shown(nbytes)}, itemsize={shown(itemsize)}", "1 << 20"))
     return nbytes // itemsize
 

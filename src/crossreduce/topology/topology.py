@@ -9,6 +9,7 @@ import heapq
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -136,7 +137,7 @@ class Topology:
                     "one row and one column a device",
                 )
             )
-        if any(row[i] for i, row in enumerate(rows)):
+        if any(_number("bandwidth", row[i]) for i, row in enumerate(rows)):
             raise ArgumentError(
                 message("a device needs no link to itself.", "a number on the matrix's diagonal", "0 on the diagonal")
             )
@@ -347,6 +348,7 @@ class Topology:
 
     def renamed(self, devices: Sequence[str]) -> Topology:
         """Return the same wiring with other names: the i-th device is called ``devices[i]``."""
+        devices = read_devices(devices)
         if len(devices) != len(self.devices):
             raise ArgumentError(
                 message("each device needs a name.", f"{len(devices)} names, {len(self.devices)} devices", repr(self))
@@ -557,9 +559,9 @@ def _switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
         switches = tuple(Switch(entry) if isinstance(entry, str) else Switch(*entry) for entry in given)
     except TypeError as error:
         raise ArgumentError(message("switches are Switches or names.", shown(given), 'Switch("nvswitch")')) from error
-    names = [switch.name for switch in switches]
+    count = Counter(switch.name for switch in switches if isinstance(switch.name, str))
     for name, reduces in switches:
-        if not isinstance(name, str) or not _SWITCH.fullmatch(name) or _is_device(name) or names.count(name) > 1:
+        if not isinstance(name, str) or not _SWITCH.fullmatch(name) or _is_device(name) or count[name] > 1:
             problem = "a switch has a name of its own, of letters, digits, . _ / # -, that is no device's."
             raise ArgumentError(message(problem, shown(name), '"nvswitch", "host0/nic3"'))
         if not isinstance(reduces, bool):
