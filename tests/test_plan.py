@@ -134,7 +134,7 @@ def whole(topology, collective, root):
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_every_collective_by_every_algorithm(name, collective):
-    """On every topology every algorithm plans every collective, and "auto" is the quickest of them at each size."""
+    """On every topology every algorithm plans every collective, and none is quicker than "auto" at any size."""
     topology = TOPOLOGIES[name]
     root = topology.devices[-1] if collective in ("reduce", "broadcast") else None
     for nbytes in (0, 7, 3 * MIB):
@@ -145,15 +145,10 @@ def test_every_collective_by_every_algorithm(name, collective):
             assert algorithm in ("auto", "nccl", made.algorithm)
             assert made.bound.algbw == cr.bound(topology, collective, root).algbw
             seconds[algorithm] = made.seconds
-        assert seconds["auto"] == seconds["nccl"] == min(seconds.values())
+        assert seconds["auto"] == seconds["nccl"] <= min(seconds.values())
 
 
-OTHERS = pytest.mark.xfail(strict=True, reason="a broadcast's bound is that of a reduction between two of its devices")
-
-
-@pytest.mark.parametrize(
-    "collective", [pytest.param(name, marks=[OTHERS] if name == "broadcast" else []) for name in COLLECTIVES]
-)
+@pytest.mark.parametrize("collective", COLLECTIVES)
 def test_the_bound_is_that_of_the_request(collective):
     """A plan's certificate is that of its collective, its root and all its devices, for whole topologies and parts."""
     for topology in (TOPOLOGIES["grid"], TOPOLOGIES["star"], DGX):
@@ -168,6 +163,20 @@ def test_the_bound_is_that_of_the_request(collective):
         assert cr.plan(topology, collective, MIB, root=topology.devices[0] if root else None).bound == cr.bound(
             topology, collective, topology.devices[0] if root else None
         )
+
+
+def test_the_bound_where_others_give_than_take():
+    """What few devices can take in, or give out, limits all: the least of it is the bound."""
+    lopsided, narrow = TOPOLOGIES["lopsided"], Fraction(3)  # cpu:3 takes in 7 and gives out 3
+    for sources, destinations, due in (
+        (["cpu:0", "cpu:1"], ["cpu:0", "cpu:3"], 7),
+        (["cpu:0", "cpu:3"], ["cpu:0", "cpu:1"], narrow),
+        (["cpu:0", "cpu:1"], ["cpu:1"], 25),
+        (["cpu:0"], ["cpu:0", "cpu:1", "cpu:2"], 10),
+    ):
+        made = cr.plan(lopsided, "all_reduce", MIB, sources=sources, destinations=destinations)
+        assert made.bound.algbw == due
+        made.bound.check()
 
 
 @st.composite
@@ -218,23 +227,24 @@ def test_links_that_differ_both_ways(ask, nbytes):
 @pytest.mark.parametrize("packs", [1, 2, 5])
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy"])
 def test_packs_have_different_roots(algorithm, packs):
-    """num_packs are that many trees of equal shares, whose roots go round the devices from the first on; a root that
-    is given is every tree's, also where it neither gives nor takes."""
+    """num_packs are that many trees of equal shares, whose roots go round the devices from the first on, but that a
+    single tree of hierarchical_copy may be rooted in the middle; a root that is given is every tree's."""
     for topology in (DGX, TOPOLOGIES["grid"], TOPOLOGIES["two hosts"]):
         some = topology.devices[:4]
         for root, members in ((None, topology.devices), (topology.devices[2], topology.devices)):
             made = cr.plan(topology, "all_reduce", MIB, algorithm, root=root, packs=packs)
             check(made, topology, "all_reduce", MIB, members, members)
             assert [chunk.share for chunk in made.schedule.chunks] == [Fraction(1, packs)] * packs
-            assert roots(made.schedule) == [root or topology.devices[pack] for pack in range(packs)]
+            due = [root or topology.devices[pack] for pack in range(packs)]
+            if packs == 1 and root is None and algorithm == "hierarchical_copy":
+                assert roots(made.schedule)[0] in (due[0], *middle(topology))
+            else:
+                assert roots(made.schedule) == due
         made = cr.plan(topology, "all_reduce", MIB, algorithm, some, some[:2], packs=packs)
         assert roots(made.schedule) == [some[pack % 2] for pack in range(packs)]
 
 
-ELSEWHERE = pytest.mark.xfail(strict=True, reason="hierarchical_copy takes no root but one that gives or takes")
-
-
-@pytest.mark.parametrize("algorithm", ["one_device", pytest.param("hierarchical_copy", marks=ELSEWHERE), "auto"])
+@pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy", "auto"])
 def test_a_root_that_neither_gives_nor_takes(algorithm):
     """An all-reduce may be rooted at a device that is no source and no destination."""
     some, root = DGX.devices[:3], DGX.devices[6]
@@ -242,6 +252,13 @@ def test_a_root_that_neither_gives_nor_takes(algorithm):
     assert ends(made, "all_reduce") == (some, some)
     verify(made.schedule)
     assert roots(made.schedule) == [root]
+
+
+def middle(topology):
+    """Return the devices from which the furthest device is the fewest links away."""
+    alike = Topology(topology.devices, [link._replace(latency_s=1) for link in topology.links], topology.switches)
+    far = {device: max(distances(alike, device)[other] for other in topology.devices) for device in topology.devices}
+    return [device for device, hops in far.items() if hops == min(far.values())]
 
 
 def roots(schedule):
@@ -272,7 +289,27 @@ def test_the_root_of_a_reduce_or_broadcast_is_the_best():
         assert ends(cr.plan(star, "broadcast", 8, root=root), "broadcast") == ((root,), star.devices)
 
 
-@pytest.mark.xfail(strict=True, reason="bound(root=None) stops at the first root that does not reach all")
+BY_WAY = pytest.mark.xfail(strict=True, reason="one_device broadcasts by way of the first destination, and back")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(name, marks=[BY_WAY] if name == "one_device" else []) for name in NAMED if name != "direct"],
+)
+def test_a_broadcast_sends_nothing_back(algorithm):
+    """Nothing goes back to the root of a broadcast, whichever device it is, and each other device gets all of it once;
+    but for direct, which shares it out first."""
+    for topology in (DGX, TOPOLOGIES["star"], TOPOLOGIES["grid"]):
+        root, n = topology.devices[-1], len(topology.devices)
+        schedule = cr.plan(topology, "broadcast", MIB, algorithm, root=root).schedule
+        got = dict.fromkeys(schedule.devices, 0)
+        for _, dst, _ in itertools.chain(*schedule.rounds):
+            got[schedule.devices[dst]] += 1
+        assert got.pop(root) == 0
+        assert set(got.values()) == {len(schedule.chunks)}
+        assert len(got) == n - 1
+
+
 def test_a_root_that_reaches_all_is_found_where_links_lead_one_way():
     """Of two devices with a link from the first to the second, a broadcast starts at the first and a reduce ends at the
     second, also where no root is named."""
@@ -305,7 +342,7 @@ def test_auto_is_the_quickest_on_every_machine(name):
     topology = Topology.machine(name)
     for nbytes in (KIB, 32 * KIB, MIB, 32 * MIB, GIB) if len(topology.devices) <= 16 else (KIB, MIB, GIB):
         seconds = {algorithm: cr.plan(topology, nbytes=nbytes, algorithm=algorithm).seconds for algorithm in NAMED}
-        assert cr.plan(topology, nbytes=nbytes).seconds == min(seconds.values())
+        assert cr.plan(topology, nbytes=nbytes).seconds <= min(seconds.values())
     furthest = max(
         max(far for node, far in distances(topology, device).items() if node in topology.devices)
         for device in topology.devices
@@ -483,13 +520,15 @@ def test_every_process_plans_alike():
 
 SQUARE = Topology.ring(4, 25, MICRO)
 BAD = [
-    ({"nbytes": -1}, r"nbytes is a whole number, 0 or more[\s\S]*-1 \(int\)"),
+    ({"nbytes": -1}, r"nbytes is a whole number from 0 to[\s\S]*-1 \(int\)"),
     ({"nbytes": True}, r"nbytes is a whole number[\s\S]*True \(bool\)"),
     ({"nbytes": 8.0}, r"nbytes is a whole number[\s\S]*8\.0 \(float\)"),
     ({"nbytes": "8"}, r"nbytes is a whole number[\s\S]*'8' \(str\)"),
     ({"nbytes": None}, r"nbytes is a whole number[\s\S]*None"),
-    ({"packs": 0}, r"packs is a whole number, 1 or more[\s\S]*0 \(int\)"),
-    ({"packs": -3}, r"packs is a whole number, 1 or more[\s\S]*-3"),
+    ({"nbytes": 1 << 61}, r"nbytes is a whole number from 0 to 1152921504606846976[\s\S]*2305843009213693952"),
+    ({"packs": 0}, r"packs is a whole number from 1 to 10000[\s\S]*0 \(int\)[\s\S]*packs=1"),
+    ({"packs": -3}, r"packs is a whole number from 1[\s\S]*-3"),
+    ({"packs": 10_001}, r"packs is a whole number from 1 to 10000[\s\S]*10001"),
     ({"packs": True}, r"packs is a whole number[\s\S]*True \(bool\)"),
     ({"packs": 2.0}, r"packs is a whole number[\s\S]*2\.0"),
     ({"collective": "gather"}, r"no such collective[\s\S]*'gather'[\s\S]*one of all_reduce, reduce, broadcast"),
