@@ -1,0 +1,62 @@
+"""Builds the compiled kernels. Where that fails, the package installs without them and computes in NumPy."""
+
+import platform
+import sys
+import sysconfig
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+NATIVE = "src/crossreduce/kernels/native"
+# Contraction would round a * b + c once, and results would depend on the compiler.
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+SETS = {
+    "baseline": [],
+    "avx2": ["-mavx2", "-mf16c"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mf16c"],
+}
+
+
+class Build(build_ext):
+    """Compiles the tiles once for each instruction set."""
+
+    def build_extension(self, ext):
+        for name, flags in SETS.items():
+            x86 = platform.machine().lower() in ("x86_64", "amd64") and sys.platform != "darwin"
+            options = {
+                "output_dir": self.build_temp,
+                "include_dirs": [NATIVE],
+                "depends": ext.depends,
+            }
+            source = [f"{NATIVE}/tiles_{name}.cpp"]
+            try:
+                made = self.compiler.compile(source, extra_postargs=FLAGS + (flags if x86 else []), **options)
+            except CompileError:
+                if not flags:
+                    raise
+                # A compiler that does not know the set: its file then compiles to nothing.
+                made = self.compiler.compile(source, extra_postargs=FLAGS, **options)
+            ext.extra_objects += made
+        super().build_extension(ext)
+
+
+free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # the stable ABI has no such builds yet
+setup(
+    cmdclass={"build_ext": Build},
+    ext_modules=[]
+    if free_threaded
+    else [
+        Extension(
+            "crossreduce.kernels._native",
+            [f"{NATIVE}/{name}.cpp" for name in ("module", "engine", "pool", "memory")],
+            depends=[f"{NATIVE}/{name}" for name in ("tiles.hpp", "tiles.inc", "engine.hpp", "pool.hpp", "memory.hpp")],
+            extra_compile_args=FLAGS,
+            extra_link_args=[] if sys.platform == "win32" else ["-pthread"],
+            language="c++",
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

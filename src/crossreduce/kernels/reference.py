@@ -1,0 +1,206 @@
+"""The kernels in NumPy: what runs where none were compiled, and what the compiled ones must equal bit for bit.
+
+In and out as in ``crossreduce.kernels``. One tile after another goes through the whole program, on one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+# The elements in a tile: intermediate values stay in the second-level cache, and a call's cost is spread out.
+_TILE: Final = 1 << 15
+_HALVES: Final = ("float16", "bfloat16")
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the dtype of a name, NumPy's or bfloat16."""
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def _least(a: Any, b: Any) -> Any:
+    return np.where((a <= b) | (a != a), a, b)
+
+
+def _greatest(a: Any, b: Any) -> Any:
+    return np.where((a >= b) | (a != a), a, b)
+
+
+def _first_nan(ufunc: np.ufunc, a: Any, b: Any) -> Any:
+    """Return ``ufunc(a, b)``; where both are NaN the first one's payload, which NumPy's last few elements may not keep."""
+    out = ufunc(a, b)
+    if out.dtype.kind == "f" and (out != out).any():
+        out = np.where(a != a, a + a.dtype.type(0), out)  # the addition makes it quiet
+    return out
+
+
+def _sum(a: Any, b: Any) -> Any:
+    if a.dtype.kind == "c":
+        return _first_nan(np.add, a.view(a.real.dtype), b.view(b.real.dtype)).view(a.dtype)
+    return _first_nan(np.add, a, b)
+
+
+def _product(a: Any, b: Any) -> Any:
+    """Multiply; complex numbers by four real products, each rounded."""
+    if a.dtype.kind != "c":
+        return _first_nan(np.multiply, a, b)
+    out = np.empty(a.shape, a.dtype)
+    real = _first_nan(np.multiply, a.real, b.real), _first_nan(np.multiply, a.imag, b.imag)
+    imag = _first_nan(np.multiply, a.imag, b.real), _first_nan(np.multiply, a.real, b.imag)
+    out.real = _first_nan(np.subtract, *real)
+    out.imag = _first_nan(np.add, *imag)
+    return out
+
+
+_OPS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "sum": _sum,
+    "min": _least,
+    "max": _greatest,
+    "product": _product,
+}
+
+
+def _divided(x: Any, divisor: int) -> Any:
+    if x.dtype.kind == "c":
+        return (x.view(x.real.dtype) / x.real.dtype.type(divisor)).view(x.dtype)
+    return x / x.dtype.type(divisor)
+
+
+def _rounded(x: Any, dtype: np.dtype[Any]) -> Any:
+    """Return ``x`` in another dtype, rounded once, also where NumPy would go from float64 by way of float32."""
+    if x.dtype == np.float64 and dtype.name in _HALVES:
+        single = x.astype(np.float32)
+        wide = single.astype(np.float64)
+        even = (single.view(np.uint32) & 1) == 0
+        # Rounded to odd, the float32 tells the second rounding that something was cut off.
+        towards = np.where(wide > x, np.float32(-np.inf), np.float32(np.inf))
+        single = np.where((wide != x) & (x == x) & even, np.nextafter(single, towards), single)
+        x = single
+    return x.astype(dtype)
+
+
+def _array(operand: Any, dtype: np.dtype[Any], size: int) -> Any:
+    """Return what an operand stands for as a NumPy array."""
+    if isinstance(operand, int):
+        operand = (operand, (size,), (dtype.itemsize,))
+    if isinstance(operand, tuple):
+        address, shape, strides = operand
+        if size == 0:
+            return np.empty(shape, dtype)
+        low = sum(min(0, (n - 1) * stride) for n, stride in zip(shape, strides, strict=True))
+        high = sum(max(0, (n - 1) * stride) for n, stride in zip(shape, strides, strict=True))
+        memory = (ctypes.c_char * (high - low + dtype.itemsize)).from_address(address + low)
+        return np.ndarray(shape, dtype, memory, -low, strides)
+    if isinstance(operand, np.ndarray):
+        return operand.view(dtype)
+    view = memoryview(operand)
+    if not view.contiguous:
+        return np.asarray(view).view(dtype)
+    return np.frombuffer(view.cast("B") if view.nbytes else b"", dtype)
+
+
+class Plan:
+    """See ``crossreduce.kernels.plan``."""
+
+    def __init__(
+        self,
+        op: str,
+        dtype: str,
+        accumulator: str,
+        result: str,
+        divisor: int,
+        sources: int,
+        results: int,
+        sizes: Sequence[int],
+        programs: Sequence[tuple[int, Sequence[Sequence[int]], Sequence[int]]],
+        segments: Sequence[tuple[int, int, int, int]],
+    ) -> None:
+        self._combine = _OPS[op]
+        self._dtypes = dtype_named(dtype), dtype_named(accumulator), dtype_named(result)
+        self._divisor = divisor
+        self._counts = sources, results
+        self._sizes, self._programs, self._segments = tuple(sizes), tuple(programs), tuple(segments)
+
+    def run(
+        self,
+        sources: Sequence[Sequence[Any]],
+        results: Sequence[Sequence[Any]],
+        threads: int,
+        past_cache: bool,
+        apart: bool,
+    ) -> tuple[int, int] | None:
+        """See ``crossreduce.kernels.Plan``."""
+        dtype, _, result = self._dtypes
+        ins = [self._views(given, dtype, size) for given, size in zip(sources, self._sizes, strict=True)]
+        outs = [
+            [x.reshape(-1) for x in self._views(given, result, size)]
+            for given, size in zip(results, self._sizes, strict=True)
+        ]
+        if apart and (found := _overlap(ins, outs)) is not None:
+            return found
+        with np.errstate(all="ignore"):
+            for tensor, start, stop, number in self._segments:
+                for begin in range(start, stop, _TILE):
+                    self._tile(ins[tensor], outs[tensor], begin, min(stop, begin + _TILE), self._programs[number])
+        return None
+
+    def _views(self, operands: Sequence[Any], dtype: np.dtype[Any], size: int) -> list[Any]:
+        arrays = [_array(operand, dtype, size) for operand in operands]
+        assert all(array.size == size for array in arrays)
+        return arrays
+
+    def _tile(self, ins: list[Any], outs: list[Any], start: int, stop: int, program: Any) -> None:
+        dtype, accumulator, result = self._dtypes
+        _, folds, wanted = program
+        copies = not folds and self._divisor == 1 and dtype == result
+        values: dict[int, Any] = {}
+
+        def read(operand: int) -> Any:
+            if operand < 0:
+                return values[operand]
+            x = ins[operand]
+            tile = x.reshape(-1)[start:stop] if x.flags.c_contiguous else x.flat[start:stop]
+            return tile if copies else np.ascontiguousarray(tile.astype(accumulator, copy=False))
+
+        for slot, first, *more in folds:
+            value = read(first)
+            for operand in more:
+                value = self._combine(value, read(operand))
+            values[~slot] = value
+        finished: dict[int, Any] = {}
+        for operand in set(wanted):
+            value = read(operand)
+            if self._divisor != 1:
+                value = _divided(value, self._divisor)
+            finished[operand] = value if value.dtype == result else _rounded(value, result)
+        for out, operand in zip(outs, wanted, strict=True):
+            out[start:stop] = finished[operand]
+
+
+def _overlap(ins: list[list[Any]], outs: list[list[Any]]) -> tuple[int, int] | None:
+    """Return the first result that shares memory with another one, or with a source other than by being it."""
+    earlier: list[Any] = []
+    for tensor, (sources, results) in enumerate(zip(ins, outs, strict=True)):
+        for number, out in enumerate(results):
+            others = [x for k, given in enumerate(ins) for x in given if k != tensor or not _same(x, out)]
+            if any(np.shares_memory(out, x) for x in [*others, *earlier]):
+                return tensor, number
+            earlier.append(out)
+        del sources
+    return None
+
+
+def _same(source: Any, out: Any) -> bool:
+    address = source.__array_interface__["data"][0] == out.__array_interface__["data"][0]
+    return address and source.flags.c_contiguous and source.nbytes == out.nbytes
+
+
+def memory(nbytes: int) -> Any:
+    """Return new memory, aligned to 64 bytes."""
+    whole = np.empty(nbytes + 64, np.uint8)
+    start = -whole.__array_interface__["data"][0] % 64
+    return whole[start : start + nbytes]
