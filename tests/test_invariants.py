@@ -37,6 +37,7 @@ FLOORS = (
     ("schedule",),
     ("planning",),
     ("execute", "processes", "pictures"),
+    ("host",),
     ("checks",),
     ("pipeline",),
     ("cross_device_ops",),

@@ -23,15 +23,18 @@ class Checked(PerReplica):
 
     ``arrays`` are the components as the backend takes them: all of them sparse (``sparse``), or all dense. A
     value that is sparse on some replicas only has been made dense. ``spec`` is that of a component (of
-    its slices, where it is sparse).
+    its slices, where it is sparse). ``mixed``: sparse components were made dense, perhaps in a wider dtype. ``out`` are
+    the arrays that the result is to be written into, where the caller gave some.
     """
 
-    __slots__ = ("arrays", "axis", "backend", "numbers", "op", "sparse", "spec")
+    __slots__ = ("arrays", "axis", "backend", "mixed", "numbers", "op", "out", "sparse", "spec")
     arrays: list[Array | Sparse]
     axis: int
     backend: Backend
+    mixed: bool
     numbers: Numbers
     op: ReduceOp | None
+    out: tuple[Array, ...] | None
     sparse: bool
     spec: TensorSpec
 
@@ -134,17 +137,24 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
         return value
     values = value.values
     backend = backend_of(values[0])
+    backend.require(value.devices)
+    checked = Checked.on(values, value.devices)
+    checked.op, checked.backend, checked.axis, checked.out = op, backend, 0, None
+    spec = None if op is None else backend.uniform(values)
+    if op is not None and spec is not None:
+        checked.arrays, checked.spec, checked.sparse, checked.mixed = list(values), spec, False, False
+        checked.numbers = backend.numbers(op, spec.dtype, len(values))
+        return checked
     kind = type(values[0])
     for component in values:
         # IndexedSlices are of one type, whatever is in them.
         if (type(component) is not kind or kind is IndexedSlices) and backend_of(component) is not backend:
             raise _mismatch(value, "are of different frameworks", [backend_of(v).name for v in values])
-    backend.require(value.devices)
     arrays: list[Any] = [backend.array(component) for component in values]
-    checked = Checked.on(values, value.devices)
-    checked.op, checked.backend, checked.arrays, checked.axis = op, backend, arrays, 0
+    checked.arrays = arrays
     kinds = [type(x) is Sparse for x in arrays]
     checked.sparse = all(kinds) and op is not None
+    checked.mixed = any(kinds) and not checked.sparse
     if op is None:
         _check_gather(checked, axis)
         return checked
@@ -168,6 +178,38 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
     if any(kinds) and not checked.sparse:
         checked.arrays = [_dense(backend, x, checked.spec, checked.numbers.accumulator) for x in arrays]
     return checked
+
+
+def check_out(out: Any, backend: Backend, spec: TensorSpec, destinations: tuple[str, ...]) -> tuple[Any, ...] | None:
+    """Return the arrays that a result is to be written into, one a destination; ``None`` for none.
+
+    Args:
+      out: what the caller gave.
+      backend: that of the result.
+      spec: the result's shape and dtype.
+      destinations: where the result is to be.
+    Raises:
+      ArgumentError: ``out`` is no distributed value, or on other devices.
+      MismatchError: its components differ from the result in framework, shape or dtype.
+      UnsupportedError: they cannot be written into.
+    """
+    if out is None:
+        return None
+    if not isinstance(out, DistributedValues) or out.devices != destinations:
+        raise ArgumentError(
+            message(
+                "out must have one array for each destination, in the destinations' order.",
+                shown(out) if not isinstance(out, DistributedValues) else f"out on {', '.join(out.devices)}",
+                f"PerReplica([array, ...], devices={list(destinations)})",
+            )
+        )
+    if backend.uniform(out.values) != spec:
+        found = [(of.name, of.spec(of.target(x))) for of, x in ((backend_of(x), x) for x in out.values)]
+        if any(each != (backend.name, spec) for each in found):
+            each = "; ".join(f"{name} {spec}" for name, spec in found)
+            remedy = f"arrays that are {backend.name} {spec}"
+            raise MismatchError(message("the arrays of out must be like the result.", each, remedy))
+    return out.values
 
 
 def _common(specs: list[TensorSpec]) -> TensorSpec | None:

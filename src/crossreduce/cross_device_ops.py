@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .backends import Array, Sparse, backend_of
-from .checks import check_array, check_pairs, check_value, per_replica, place
+from .checks import Checked, check_array, check_out, check_pairs, check_value, per_replica, place
 from .devices import canonical
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
 from .ops import ReduceOp, read_op
@@ -22,7 +22,7 @@ from .packing import Packing
 from .pipeline import Job, broadcast_array, reduce_batch, reduce_to_one, say_once
 from .topology import Topology
 from .tracing import unconverted
-from .values import DistributedValues, Mirrored, PerReplica
+from .values import DistributedValues, Mirrored, PerReplica, TensorSpec, describe
 
 Pair = tuple[PerReplica, tuple[str, ...]]
 
@@ -54,6 +54,8 @@ class CrossDeviceOps:
         per_replica_value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
+        *,
+        out: DistributedValues | None = None,
     ) -> Mirrored:
         """Reduce one value and put the result on all destinations.
 
@@ -63,28 +65,37 @@ class CrossDeviceOps:
           destinations: distributed values (their devices), a device's name, or an array, variable or
             parameter (its device). It is never written.
           options: hints for this call.
+          out: arrays to write the result into, one a destination, in their order: NumPy arrays or torch
+            tensors like the result, writable, in C order. They may be the value's own components (in place), and
+            share memory with nothing else here.
         Returns:
-          The result, one component a destination, in the destinations' order. The shape is that of the
+          The result, one component a destination, in the destinations' order: the very arrays of ``out``,
+          where it is given. The shape is that of the
           components; the dtype too, except that the mean of integers is a float. A sparse value gives
           sparse components.
         Raises:
           ArgumentError: an op, value, destination or option that is none.
           DeviceError: a device that cannot be read, or is not here.
           MismatchError: replicas that differ in shape, dtype, framework or sparseness' kind.
-          UnsupportedError: the op is not defined for the dtype.
+          UnsupportedError: the op is not defined for the dtype; arrays of ``out`` that cannot be written into.
           PlanError: the topology has no way for the data.
 
         >>> import numpy as np
         >>> value = PerReplica([np.array([1.0, 2.0]), np.array([3.0, 4.0])])
         >>> ReductionToOneDevice().reduce("mean", value, "cpu:0")[0]
         array([2., 3.])
+        >>> _ = ReductionToOneDevice().reduce("sum", value, value, out=value)
+        >>> value[1]
+        array([4., 6.])
         """
         op = read_op(reduce_op)
         hints = read_options(options)
         value = check_value(op, per_replica(per_replica_value))
         devices = place(destinations)
         value.backend.require(devices)
-        return _delivered(self.reduce_implementation(op, value, devices, hints), devices, "reduce_implementation")
+        value.out = _out(out, value, devices)
+        result = self.reduce_implementation(op, value, devices, hints)
+        return _delivered(result, devices, "reduce_implementation", value)
 
     @unconverted
     def batch_reduce(
@@ -92,6 +103,8 @@ class CrossDeviceOps:
         reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
+        *,
+        out: Iterable[DistributedValues] | None = None,
     ) -> list[Mirrored]:
         """Reduce several values, each to its own destinations; tensors may share packs.
 
@@ -99,10 +112,12 @@ class CrossDeviceOps:
           reduce_op: a ``ReduceOp`` or its name.
           value_destination_pairs: pairs of what ``reduce`` takes.
           options: hints for this call.
+          out: for each pair what ``reduce`` takes.
         Returns:
           One result a pair, in the order of the pairs; all of them, or an error and none.
         Raises:
-          As ``reduce``; and ArgumentError for an element that is no pair, naming its place.
+          As ``reduce``; and ArgumentError for an element that is no pair, naming its place, or an ``out``
+          of another length.
 
         >>> import numpy as np
         >>> value = PerReplica([np.array([1.0, 2.0]), np.array([3.0, 4.0])])
@@ -111,16 +126,19 @@ class CrossDeviceOps:
         """
         op = read_op(reduce_op)
         hints = read_options(options)
-        pairs: list[Pair] = []
-        for number, (value, destinations) in enumerate(check_pairs(value_destination_pairs)):
+        pairs: list[tuple[Checked, tuple[str, ...]]] = []
+        given = check_pairs(value_destination_pairs)
+        outs = _outs(out, len(given))
+        for number, (value, destinations) in enumerate(given):
             try:
                 checked, devices = check_value(op, per_replica(value)), place(destinations)
                 checked.backend.require(devices)
+                checked.out = None if out is None else _out(outs[number], checked, devices)
             except ReductionError as error:
                 error.prefix(f"pair {number}", number)
                 raise
             pairs.append((checked, devices))
-        results = self.batch_reduce_implementation(op, pairs, hints)
+        results = self.batch_reduce_implementation(op, list(pairs), hints)
         if not isinstance(results, list) or len(results) != len(pairs):
             raise UnsupportedError(
                 message(
@@ -129,8 +147,8 @@ class CrossDeviceOps:
                 )
             )
         return [
-            _delivered(result, devices, "batch_reduce_implementation")
-            for result, (_, devices) in zip(results, pairs, strict=True)
+            _delivered(result, devices, "batch_reduce_implementation", value)
+            for result, (value, devices) in zip(results, pairs, strict=True)
         ]
 
     @unconverted
@@ -330,7 +348,7 @@ class ReductionToOneDevice(_BatchReducing):
         numbers = backend.numbers(op, dtype, len(value))
         result = value.numbers.result if dtype in (value.spec.dtype, value.numbers.accumulator) else numbers.result
         whole = backend.finish(total, numbers._replace(result=result))
-        return broadcast_array(whole, job.destinations, "one_device", None)
+        return broadcast_array(whole, job.destinations, "one_device", None, value.out)
 
 
 class AllReduceCrossDeviceOps(_BatchReducing):
@@ -434,10 +452,39 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         super().__init__("nccl", num_packs)
 
 
-def _delivered(result: Any, destinations: tuple[str, ...], method: str) -> Mirrored:
-    """Return a subclass's result if it is what the contract asks for."""
+def _outs(out: Any, size: int) -> list[Any]:
+    """Return what each pair of a batch is to be written into."""
+    if out is None:
+        return [None] * size
+    if isinstance(out, Iterable) and not isinstance(out, (DistributedValues, str, bytes, dict)):
+        outs = list(out)
+        if len(outs) == size and all(isinstance(x, DistributedValues) for x in outs):
+            return outs
+    raise ArgumentError(
+        message(
+            "out must have one PerReplica or Mirrored for each pair.", f"{shown(out)} for {size} pairs", "[value, ...]"
+        )
+    )
+
+
+def _out(out: Any, value: Checked, devices: tuple[str, ...]) -> tuple[Any, ...] | None:
+    if out is not None and value.sparse:
+        raise UnsupportedError(
+            message("sparse results have sizes of their own.", f"out for {describe(value[0])}", "leave out= out")
+        )
+    return check_out(out, value.backend, TensorSpec(value.spec.shape, value.numbers.result), devices)
+
+
+def _delivered(result: Any, destinations: tuple[str, ...], method: str, value: Checked | None = None) -> Mirrored:
+    """Return a subclass's result if it is what the contract asks for, written into the value's ``out``."""
     if isinstance(result, Mirrored) and result.devices == destinations:
-        return result
+        out = None if value is None else value.out
+        if value is None or out is None or all(x is target for x, target in zip(result, out, strict=True)):
+            return result
+        backend = value.backend
+        for x, target in zip(result, out, strict=True):
+            backend.write(backend.target(target), backend.array(x))
+        return Mirrored.on(out, destinations)
     raise UnsupportedError(
         message(
             f"{method} must return a Mirrored on the destinations.",

@@ -7,6 +7,7 @@ receive is read where it is, and a chain of steps is one pass.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -29,6 +30,13 @@ class Part(NamedTuple):
     stop: int
 
 
+class Piece(NamedTuple):
+    """A buffer and the parts that tile it."""
+
+    parts: tuple[Part, ...]
+    buffer: Buffer
+
+
 class HostPlan(NamedTuple):
     """The kernels' plan of one buffer, and what it costs."""
 
@@ -37,13 +45,11 @@ class HostPlan(NamedTuple):
     past_cache: bool
 
 
-@lru_cache(maxsize=1024)
-def host_plan(parts: tuple[Part, ...], buffer: Buffer, op: ReduceOp, numbers: Numbers) -> HostPlan:
-    """Return the kernels' plan for a buffer whose parts are reduced by verified schedules.
+def host_plan(pieces: tuple[Piece, ...], op: ReduceOp, numbers: Numbers) -> HostPlan:
+    """Return the kernels' plan for tensors of one dtype, sources and destinations.
 
     Args:
-      parts: they tile the buffer's elements; all of the same sources and destinations.
-      buffer: of a known size.
+      pieces: buffers of known sizes; their tensors are numbered on from one to the next.
       op: what combines the components.
       numbers: in which dtypes.
     Raises:
@@ -51,30 +57,31 @@ def host_plan(parts: tuple[Part, ...], buffer: Buffer, op: ReduceOp, numbers: Nu
     """
     programs: dict[Program, int] = {}
     segments: list[kernels.Segment] = []
-    spans = [span for span in buffer.spans if span.size]
-    first = 0  # the first span that reaches beyond where we are
-    for schedule, base, end in parts:
-        by_chunk = [program(schedule, chunk) for chunk in range(len(schedule.chunks))]
-        for chunk, start, stop in ranges(schedule, end - base):
-            number = programs.setdefault(by_chunk[chunk], len(programs))
-            low, high = base + start, base + stop
-            while first < len(spans) and spans[first].start + spans[first].size <= low:
-                first += 1
-            at = first
-            while at < len(spans) and spans[at].start < high:
-                span = spans[at]
-                tensor = buffer.spans.index(span) if len(spans) < len(buffer.spans) else at
-                own = max(low, span.start) - span.start, min(high, span.start + span.size) - span.start
-                last = segments[-1] if segments else None
-                if last is not None and (last.tensor, last.stop, last.program) == (tensor, own[0], number):
-                    segments[-1] = last._replace(stop=own[1])
-                else:
-                    segments.append(kernels.Segment(tensor, *own, number))
-                at += 1
-    _, sources, destinations = parts[0].schedule.chunks[0]
+    sizes: list[int] = []
+    for parts, buffer in pieces:
+        spans = [
+            (len(sizes) + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans) if span.size
+        ]
+        sizes.extend(span.size for span in buffer.spans)
+        first = 0  # of the spans that reach beyond where we are
+        for schedule, base, end in parts:
+            for chunk, low, high in ranges(schedule, end - base):
+                low, high = base + low, base + high
+                number = programs.setdefault(program(schedule, chunk), len(programs))
+                while first < len(spans) and spans[first][2] <= low:
+                    first += 1
+                for tensor, start, stop in itertools.islice(spans, first, None):
+                    if start >= high:
+                        break
+                    segment = kernels.Segment(tensor, max(low, start) - start, min(high, stop) - start, number)
+                    last = segments[-1] if segments else None
+                    if last is not None and (*last[:1], *last[2:]) == (tensor, segment.start, number):
+                        segments[-1] = last._replace(stop=segment.stop)
+                    else:
+                        segments.append(segment)
+    _, sources, destinations = pieces[0].parts[0].schedule.chunks[0]
     name = "sum" if op is ReduceOp.MEAN else op.value
-    sizes = tuple(span.size for span in buffer.spans)
-    plan = kernels.plan(name, numbers, len(sources), len(destinations), sizes, tuple(programs), tuple(segments))
+    plan = kernels.plan(name, numbers, len(sources), len(destinations), tuple(sizes), tuple(programs), tuple(segments))
     written = sum(sizes) * len(destinations) * itemsize(numbers.result)
     read = sum(sizes) * len(sources) * itemsize(numbers.dtype)
     return HostPlan(plan, written + read >= kernels.THREADED_BYTES, written >= kernels.PAST_CACHE_BYTES)
@@ -141,7 +148,7 @@ def _with_slots(folds: dict[int, list[int]], results: list[int]) -> Program:
     return Program(slots, tuple(written), tuple(~slot_of[x] if x in folds else x for x in results))
 
 
-def run(
+def run_on_host(
     made: HostPlan,
     sources: Sequence[Sequence[Any]],
     results: Sequence[Sequence[Any]],

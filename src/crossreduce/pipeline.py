@@ -6,21 +6,24 @@ the line of ARCHITECTURE.md as functions; the ops above it only choose its argum
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from .backends import Array, Backend, Numbers, Sparse, backend_of
 from .checks import Checked
-from .devices import locate
+from .devices import locate, parse
+from .errors import ArgumentError, message
 from .execute import Held, execute, ranges
+from .host import HostPlan, Part, Piece, host_plan, run_on_host
 from .ops import ReduceOp
 from .packing import Buffer, Packing, cuts, itemsize, layout
 from .planning import ROOTED, choose, planned, planned_for
-from .schedule import Schedule
 from .topology import Topology
-from .values import Mirrored, PerReplica
+from .values import Mirrored, PerReplica, TensorSpec
 
 _LOG: Final = logging.getLogger("crossreduce")
 
@@ -61,18 +64,19 @@ def reduce_batch(
     for number, (value, destinations) in enumerate(jobs):
         if not value.sparse:
             ways.setdefault((value.backend, value.devices, destinations), []).append(number)
-    runs: list[tuple[list[Segment], Buffer, list[int]]] = []
+    runs: list[tuple[Group, list[int]]] = []
     for (backend, sources, destinations), members in ways.items():
-        for buffer in layout(tuple(jobs[number].value.spec for number in members), packing):
-            segments = _plan(backend, algorithm, sources, destinations, buffer, topology, root)
-            runs.append((segments, buffer, [members[span.tensor] for span in buffer.spans]))
+        specs = tuple(jobs[number].value.spec for number in members)
+        planned_groups = groups(backend, algorithm, sources, destinations, specs, packing, topology, root)
+        runs.extend((group, [members[tensor] for tensor in group.tensors]) for group in planned_groups)
+    if len(runs) > 1 and jobs[0].value.out is not None:
+        _check_apart(jobs)  # one run looks for itself
     results: list[Any] = [
         _reduce_sparse(value, destinations, root) if value.sparse else None for value, destinations in jobs
     ]
-    for segments, buffer, numbers in runs:
+    for group, numbers in runs:
         values = [jobs[number].value for number in numbers]
-        tensors = _run(segments, values[0].backend, op, [value.arrays for value in values], buffer, values[0].numbers)
-        for number, components in zip(numbers, tensors, strict=True):
+        for number, components in zip(numbers, _run(group, op, values), strict=True):
             results[number] = Mirrored.on(components, jobs[number].destinations)
     return results
 
@@ -82,12 +86,56 @@ def reduce_to_one(op: ReduceOp, jobs: Sequence[Job], root: str | None) -> list[M
     return [reduce_batch(op, [job], Packing(), "one_device", None, root or job.destinations[0])[0] for job in jobs]
 
 
-class Segment(NamedTuple):
-    """A range of a buffer's elements and the schedule that reduces it."""
+@dataclass(frozen=True, eq=False)  # `groups` is cached, so a group is equal to itself only: a cheap key
+class Group:
+    """Tensors of one dtype that go the same way.
 
-    schedule: Schedule
-    start: int
-    stop: int
+    ``tensors`` are their places in the batch, in the order in which the pieces' buffers hold them. ``on_host``: all
+    devices are this host's memory, and every size is known.
+    """
+
+    tensors: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    sources: tuple[str, ...]
+    destinations: tuple[str, ...]
+    on_host: bool
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The tensors' shapes."""
+        return [span.shape for piece in self.pieces for span in piece.buffer.spans]
+
+
+@lru_cache(maxsize=1024)
+def groups(
+    backend: Backend,
+    algorithm: str,
+    sources: tuple[str, ...],
+    destinations: tuple[str, ...],
+    specs: tuple[TensorSpec, ...],
+    packing: Packing,
+    topology: Topology | None,
+    root: str | None,
+) -> tuple[Group, ...]:
+    """Lay out and plan a batch whose tensors have the same sources and destinations; see ``reduce_batch``."""
+    by_dtype: dict[object, list[Piece]] = {}
+    for buffer in layout(specs, packing):
+        parts = _plan(backend, algorithm, sources, destinations, buffer, topology, root)
+        alike = buffer.dtype if buffer.size is not None else len(by_dtype)
+        by_dtype.setdefault(alike, []).append(Piece(parts, buffer))
+    found = []
+    for pieces in by_dtype.values():
+        devices = {device for parts, _ in pieces for part in parts for device in part.schedule.devices}
+        on_host = pieces[0].buffer.size is not None and all(_is_on_host(device) for device in devices)
+        tensors = tuple(span.tensor for piece in pieces for span in piece.buffer.spans)
+        found.append(Group(tensors, tuple(pieces), sources, destinations, on_host))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _is_on_host(device: str) -> bool:
+    place = parse(device)
+    return place.kind == "cpu" and not place.host
 
 
 def _plan(
@@ -98,7 +146,7 @@ def _plan(
     buffer: Buffer,
     topology: Topology | None,
     root: str | None,
-) -> list[Segment]:
+) -> tuple[Part, ...]:
     """Plan one buffer: its packs' trees, with roots that rotate from ``buffer.first`` on.
 
     The trees repeat after as many packs as there are devices (at once, where they have no root), so
@@ -113,26 +161,101 @@ def _plan(
     if buffer.size is None and algorithm not in ROOTED:
         algorithm = "one_device"  # a size that tracing leaves open cannot be cut into chunks
     period = members if algorithm in ROOTED else 1
-    segments = []
+    parts = []
     for pack in range(0, buffer.packs, period):
         packs = min(period, buffer.packs - pack)
         start, stop = pack * size // buffer.packs, (pack + packs) * size // buffer.packs
         if topology is None:
             schedule = planned(algorithm, sources, destinations, packs, first, root)
         else:
-            part = nbytes * packs // buffer.packs
-            schedule = planned_for(topology, algorithm, sources, destinations, part, packs, first, root)
-        segments.append(Segment(schedule, start, stop))
-    for schedule in {segment.schedule for segment in (segments[0], segments[-1])}:
+            share = nbytes * packs // buffer.packs
+            schedule = planned_for(topology, algorithm, sources, destinations, share, packs, first, root)
+        parts.append(Part(schedule, start, stop))
+    for schedule in {part.schedule for part in (parts[0], parts[-1])}:
         if topology is not None:
             backend.require(schedule.devices)  # a topology may lead through devices that no value is on
         if _LOG.isEnabledFor(logging.INFO):
             say_once(f"new plan: {schedule.head}; devices {', '.join(schedule.devices)}")
-    return segments
+    return tuple(parts)
 
 
-def _run(
-    segments: list[Segment],
+def _run(group: Group, op: ReduceOp, values: Sequence[Checked]) -> list[tuple[Array, ...]]:
+    """Reduce one group: by the kernels where it is in host memory, else by the loop.
+
+    Returns:
+      For each value the result's components, in the order of the destinations; they are ``out``'s where there is one.
+    Raises:
+      ArgumentError: components of ``out`` share memory where they must not.
+    """
+    backend, numbers, outs = values[0].backend, values[0].numbers, [value.out for value in values]
+    if group.on_host and not any(value.mixed for value in values):
+        sources = backend.readable([value.arrays for value in values])
+        if sources is not None:
+            plan, shapes = _host_plan(group, op, numbers)
+            if outs[0] is None:
+                blanks = backend.blank(shapes, numbers.result, len(group.destinations))
+                run_on_host(plan, sources, backend.writable(blanks), backend.threads())
+                return backend.adopt(blanks, shapes, numbers.result, group.destinations)
+            given = [out or () for out in outs]
+            try:
+                clash = run_on_host(plan, sources, backend.writable(given), backend.threads(), apart=True)
+            except (BufferError, ValueError):
+                for x in itertools.chain(*given):
+                    backend.target(x)  # says which one cannot be written into, and why
+                raise
+            if clash is not None:
+                raise _shared(clash[1])
+            return given
+    results: list[tuple[Array, ...]] = []
+    at = 0
+    for parts, buffer in group.pieces:
+        arrays = [value.arrays for value in values[at : at + len(buffer.spans)]]
+        results.extend(_run_loop(parts, backend, op, arrays, buffer, numbers))
+        at += len(buffer.spans)
+    if outs[0] is None:
+        return results
+    for out, components in zip(outs, results, strict=True):
+        for target, x in zip(out or (), components, strict=True):
+            backend.write(backend.target(target), x)
+    return [out or () for out in outs]
+
+
+@lru_cache(maxsize=1024)
+def _host_plan(group: Group, op: ReduceOp, numbers: Numbers) -> tuple[HostPlan, list[tuple[int, ...]]]:
+    return host_plan(group.pieces, op, numbers), group.shapes
+
+
+def _check_apart(jobs: Sequence[Job]) -> None:
+    """Raise where a result would be written over another, or over an input other than exactly its own value's."""
+    extents: list[tuple[int, int, int]] = []  # start, stop, and which result, or -1
+    for value, _ in jobs:
+        backend, out = value.backend, value.out or ()
+        own = [backend.extent(backend.target(x)) for x in out]
+        extents.extend((*extent, k) for k, extent in enumerate(own))
+        inputs = [backend.extent(x) for x in value.arrays]
+        extents.extend((*extent, -1) for extent in inputs if extent not in own)
+    reached = reached_by_result = (0, -1)  # how far what begins earlier reaches, and which result it is
+    for start, stop, number in sorted(extent for extent in extents if extent[1] > extent[0]):
+        other = reached if number >= 0 else reached_by_result
+        if other[0] > start:
+            raise _shared(max(number, other[1]))
+        reached = max(reached, (stop, number))
+        if number >= 0:
+            reached_by_result = max(reached_by_result, (stop, number))
+
+
+def _shared(number: int) -> ArgumentError:
+    return ArgumentError(
+        message(
+            "results cannot be written into arrays that share memory.",
+            f"component {number} of out shares memory with another one, or with an input other than by being it",
+            "arrays of their own, or exactly the value's own",
+        )
+    )
+
+
+def _run_loop(
+    parts: Sequence[Part],
     backend: Backend,
     op: ReduceOp,
     arrays: list[list[Array]],
@@ -142,41 +265,41 @@ def _run(
     """Pack, execute and unpack one buffer.
 
     Args:
-      segments: from ``_plan``.
+      parts: from ``_plan``.
       arrays: for each of the buffer's spans the components, in the order of the schedule's sources.
     Returns:
       For each span the result's components, in the order of the schedule's destinations.
     """
-    schedule = segments[0].schedule
+    schedule = parts[0].schedule
     names = [schedule.devices[source] for source in schedule.chunks[0].sources]
     if buffer.size is None:
         flats = [backend.copy(x, name) for x, name in zip(arrays[0], names, strict=True)]
         held = execute(schedule, backend, op, flats, None, numbers)
-        return [tuple(parts[0] if fresh else backend.own(parts[0]) for parts, fresh in held)]
+        return [tuple(own[0] if fresh else backend.own(own[0]) for own, fresh in held)]
     flats = [
         backend.pack([backend.copy(components[replica], name) for components in arrays])
         for replica, name in enumerate(names)
     ]
-    if len(segments) == 1:
+    if len(parts) == 1:
         held = execute(schedule, backend, op, flats, buffer.size, numbers)
     else:
         held = [Held([], False) for _ in schedule.chunks[0].destinations]
-        for schedule, start, stop in segments:
-            parts_of = execute(
+        for schedule, start, stop in parts:
+            made = execute(
                 schedule, backend, op, [backend.part(flat, start, stop) for flat in flats], stop - start, numbers
             )
-            for whole, part in zip(held, parts_of, strict=True):
+            for whole, part in zip(held, made, strict=True):
                 whole.parts.extend(part.parts)
     del flats
     where = cuts(
         buffer.spans,
         tuple(
             (base + start, base + stop)
-            for schedule, base, end in segments
+            for schedule, base, end in parts
             for _, start, stop in ranges(schedule, end - base)
         ),
     )
-    unpacked = [backend.unpack(parts, where, fresh) for parts, fresh in held]
+    unpacked = [backend.unpack(own, where, fresh) for own, fresh in held]
     return list(zip(*unpacked, strict=True))
 
 
@@ -197,7 +320,13 @@ def _sparse_copy(backend: Backend, x: Sparse, device: str) -> Any:
     return backend.sparse(x._replace(values=values, indices=indices))
 
 
-def broadcast_array(tensor: Any, destinations: tuple[str, ...], algorithm: str, topology: Topology | None) -> Mirrored:
+def broadcast_array(
+    tensor: Any,
+    destinations: tuple[str, ...],
+    algorithm: str,
+    topology: Topology | None,
+    out: tuple[Array, ...] | None = None,
+) -> Mirrored:
     """Copy one array to all destinations along a schedule whose only source is the array's device."""
     backend = backend_of(tensor)
     x = backend.array(tensor)
@@ -206,11 +335,12 @@ def broadcast_array(tensor: Any, destinations: tuple[str, ...], algorithm: str, 
     source = PerReplica([tensor]).devices
     if locate(tensor) in (None, "cpu") and destinations[0].startswith("cpu:"):
         source = destinations[:1]  # host memory is every cpu:k at once, so the array is there already
-    spec = backend.spec(x)
-    (buffer,) = layout((spec,), Packing())
-    segments = _plan(backend, algorithm, source, destinations, buffer, topology, None)
-    numbers = Numbers(spec.dtype, spec.dtype, spec.dtype, 1)
-    (components,) = _run(segments, backend, ReduceOp.SUM, [[x]], buffer, numbers)
+    value = Checked.on((tensor,), source)
+    value.backend, value.arrays, value.spec, value.sparse, value.mixed = backend, [x], backend.spec(x), False, False
+    value.numbers = Numbers(value.spec.dtype, value.spec.dtype, value.spec.dtype, 1)
+    value.out = out
+    (group,) = groups(backend, algorithm, source, destinations, (value.spec,), Packing(), topology, None)
+    (components,) = _run(group, ReduceOp.SUM, [value])
     return Mirrored.on(components, destinations)
 
 

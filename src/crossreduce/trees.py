@@ -32,6 +32,7 @@ def all_reduce(
     devices: Sequence[str] | None = None,
     cross_device_ops: CrossDeviceOps | None = None,
     options: CommunicationOptions | None = None,
+    out: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Reduce n pytrees, one a replica, leaf by leaf, and give every replica the result.
 
@@ -44,9 +45,12 @@ def all_reduce(
       devices: a device for each replica; ``None``: each leaf stays where it is.
       cross_device_ops: how to reduce; ``None``: ``AllReduceCrossDeviceOps("auto")``.
       options: hints for this call.
+      out: n trees of the same structure whose leaves the results are written into (see
+        ``CrossDeviceOps.reduce``); the inputs themselves reduce in place.
     Returns:
-      n trees of the same structure. Leaf k of tree i is the reduction of all trees' leaf k, on the
-      device of tree i's; all n have the same bits, and none shares memory with another or with an input.
+      n trees of the same structure, with ``out``'s leaves where it is given. Leaf k of tree i is the reduction
+      of all trees' leaf k, on the device of tree i's; all n have the same bits, and none shares memory with
+      another or with an input.
       Numbers come back as NumPy arrays of no axes.
     Raises:
       MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework;
@@ -58,6 +62,11 @@ def all_reduce(
     >>> grads = [{"w": np.full((2, 2), float(k)), "b": np.float32(k)} for k in range(3)]
     >>> all_reduce(grads, "mean")[2]["w"].tolist()
     [[1.0, 1.0], [1.0, 1.0]]
+    >>> buffers = [np.empty(3) for _ in range(2)]  # once; no step of the loop allocates results
+    >>> for step in range(3):
+    ...     _ = all_reduce([np.full(3, step + 0.0), np.full(3, 1.0)], out=buffers)
+    >>> buffers[1]
+    array([3., 3., 3.])
     """
     op = read_op(op)
     ops = _DEFAULT if cross_device_ops is None else cross_device_ops
@@ -91,13 +100,30 @@ def all_reduce(
             error.prefix(f"leaf {_paths(structure)[number]}")
             raise
         pairs.append((value, value))
+    targets = None if out is None else _targets(out, structure, pairs)
     try:
-        reduced = ops.batch_reduce(op, pairs, options)
+        reduced = ops.batch_reduce(op, pairs, options, out=targets)
     except ReductionError as error:
         if error.pair is not None:  # the batch numbers its pairs; whoever passed a tree knows paths
             error.prefix(f"leaf {_paths(structure)[error.pair]}")
         raise
     return [_unflatten(structure, [result[replica] for result in reduced]) for replica in range(len(given))]
+
+
+def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]]) -> list[PerReplica]:
+    """Return for each leaf the arrays that its results are written into."""
+    given = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
+    replicas = len(pairs[0][0]) if pairs else len(given)
+    if hasattr(out, "shape") or len(given) != replicas:
+        raise ArgumentError(
+            message("out takes one tree a replica, as the trees themselves.", shown(out), f"a list of {replicas} trees")
+        )
+    leaves, found = _flatten(given)
+    if found != structure:
+        raise MismatchError(
+            message("the trees of out differ in structure from the replicas'.", _outline([structure, found], 1))
+        )
+    return [PerReplica(targets, value.devices) for targets, (value, _) in zip(leaves, pairs, strict=True)]
 
 
 def _flatten(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:

@@ -44,6 +44,9 @@ class Backend(Protocol):
 
     name: str
 
+    def __hash__(self) -> int:
+        """Backends are keys of caches."""
+
     def array(self, value: Any) -> Array | Sparse:
         """Take what a user calls an array: detach parameters, read variables, take sparse ones apart.
 
@@ -53,6 +56,12 @@ class Backend(Protocol):
 
     def spec(self, x: Array) -> TensorSpec:
         """Return shape and dtype; ``None`` for a size that tracing leaves open."""
+
+    def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
+        """Return the spec of values that ``array`` would take as they are and that all have the same; or ``None``.
+
+        A short cut for what most calls give: ``None`` is always right.
+        """
 
     def require(self, devices: tuple[str, ...]) -> None:
         """Raise ``DeviceError`` where one of these devices (canonical names) is not here."""
@@ -116,3 +125,39 @@ class Backend(Protocol):
 
     def sparse(self, sparse: Sparse) -> Any:
         """Put a sparse array together again, in the class that ``sparse.kind`` names."""
+
+    # What follows lets the kernels work on arrays in host memory (see ``host.py``). Nested sequences have a row
+    # for each tensor of a batch, in it an array for each replica or destination.
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        """Return what the kernels read in place of the arrays: buffers, addresses or strided addresses.
+
+        ``None``, and the loop takes the arrays: some are traced, or on an accelerator, or watched by a gradient tape.
+        """
+
+    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        """Return memory for ``count`` results of each shape: new arrays, or ``kernels.memory`` where arrays are final."""
+
+    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        """Return what the kernels write into in place of blanks, or of the user's own arrays (see ``target``)."""
+
+    def adopt(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        """Return the arrays, one a device, that filled blanks have become."""
+
+    def threads(self) -> int | None:
+        """Return how many threads the framework wants to be used on the host; ``None``: it does not say."""
+
+    def target(self, value: Any) -> Array:
+        """Take a user's array that is to be written into.
+
+        Raises:
+          UnsupportedError: it cannot be written into, or is not one run of memory in C order.
+        """
+
+    def extent(self, x: Array) -> tuple[int, int]:
+        """Return where an array of the host begins and ends in memory."""
+
+    def write(self, target: Array, x: Array) -> None:
+        """Copy an array of the same shape, dtype and device into a target."""

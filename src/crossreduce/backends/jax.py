@@ -9,6 +9,7 @@ with them. So what is handed out here has memory of its own all the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -18,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from .. import kernels
 from ..devices import parse
 from ..errors import DeviceError, UnsupportedError, message, shown
+from ..kernels.reference import dtype_named
 from ..ops import COMPLEX, INTEGERS, ReduceOp, accumulator
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
@@ -219,6 +222,9 @@ class Jax:
         # Under jax.export a size may be a symbol.
         return TensorSpec(tuple(n if type(n) is int else None for n in x.shape), _name(x.dtype))
 
+    def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
+        return None
+
     def require(self, devices: tuple[str, ...]) -> None:
         _require(devices)
 
@@ -291,6 +297,56 @@ class Jax:
         from jax.experimental.sparse import BCOO
 
         return BCOO((sparse.values, sparse.indices), shape=sparse.shape)
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        if not all(_on_host(x) for row in arrays for x in row):
+            return None
+        views = [[np.asarray(x) for x in row] for row in arrays]  # copies nothing, and waits until it is computed
+        if views and views[0][0].dtype.kind == "V":
+            return [[x.view(np.uint16) for x in row] for row in views]  # no buffer can name bfloat16
+        return views
+
+    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        itemsize = dtype_named(dtype).itemsize
+        return [[kernels.memory(math.prod(shape) * itemsize) for _ in range(count)] for shape in shapes]
+
+    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        return blanks
+
+    def adopt(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        # Memory aligned to 64 bytes becomes an array as it is.
+        kind = dtype_named(dtype)
+        given = [
+            np.frombuffer(memory, kind).reshape(shape)
+            for row, shape in zip(blanks, shapes, strict=True)
+            for memory in row
+        ]
+        made = jax.device_put(given, [_place(device)[1] for device in devices] * len(shapes))
+        return [tuple(made[k : k + len(devices)]) for k in range(0, len(made), len(devices))]
+
+    def threads(self) -> int | None:
+        return None
+
+    def target(self, value: Any) -> Array:
+        raise UnsupportedError(
+            message(
+                "JAX arrays cannot be written into.",
+                shown(value),
+                "leave out= out: the memory of results that are no longer held is used again",
+            )
+        )
+
+    def extent(self, x: Array) -> tuple[int, int]:
+        raise AssertionError("nothing is written into JAX arrays")
+
+    def write(self, target: Array, x: Array) -> None:
+        raise AssertionError("nothing is written into JAX arrays")
+
+
+def _on_host(x: Array) -> bool:
+    return not isinstance(x, jax.core.Tracer) and x.device.platform == "cpu"
 
 
 BACKEND = Jax()

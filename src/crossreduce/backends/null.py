@@ -83,6 +83,9 @@ class NullBackend:
     def spec(self, x: Array) -> TensorSpec:
         return TensorSpec(x.shape, x.dtype)
 
+    def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
+        return None
+
     def require(self, devices: tuple[str, ...]) -> None:
         pass  # every device exists where nothing does
 
@@ -129,3 +132,29 @@ class NullBackend:
 
     def sparse(self, sparse: Sparse) -> Any:
         return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        return None  # there is nothing to read, and the loop is what it counts
+
+    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        raise AssertionError("the kernels read no null arrays")
+
+    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        raise AssertionError("the kernels read no null arrays")
+
+    def adopt(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        raise AssertionError("the kernels read no null arrays")
+
+    def threads(self) -> int | None:
+        return None
+
+    def target(self, value: Any) -> Array:
+        return self.array(value)
+
+    def extent(self, x: Array) -> tuple[int, int]:
+        return 0, 0
+
+    def write(self, target: Array, x: Array) -> None:
+        pass

@@ -5,20 +5,24 @@ A copy between devices moves nothing; results get memory of their own when they 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 
+from .. import kernels
 from ..devices import parse
 from ..errors import ArgumentError, DeviceError, UnsupportedError, message, shown
+from ..kernels.reference import dtype_named
 from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .contract import Array, Numbers, Sparse
 
+# Results up to this many bytes are rows of one array: an array of its own takes NumPy three times as long.
+_ROW: Final = 4096
 _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
@@ -31,12 +35,6 @@ _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
 @lru_cache(maxsize=256)
 def _name(dtype: np.dtype[Any]) -> str:
     return dtype.name
-
-
-@lru_cache(maxsize=256)
-def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name, NumPy's or bfloat16."""
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 @lru_cache(maxsize=1024)
@@ -63,7 +61,7 @@ class NumPy:
     name = "numpy"
 
     def array(self, value: Any) -> Array | Sparse:
-        if type(value) is np.ndarray:
+        if type(value) is np.ndarray and value.dtype.isnative:
             return value
         if isinstance(value, IndexedSlices):
             return Sparse("IndexedSlices", self._plain(value.values), self._plain(value.indices), value.dense_shape)
@@ -74,10 +72,23 @@ class NumPy:
             raise UnsupportedError(
                 message("masked arrays cannot be reduced.", shown(value), "fill the masked elements: value.filled(0)")
             )
-        return np.asarray(value)
+        array = np.asarray(value)
+        return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
     def spec(self, x: Array) -> TensorSpec:
         return TensorSpec(x.shape, _name(x.dtype))
+
+    def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
+        first = values[0]
+        if type(first) is not np.ndarray:
+            return None
+        dtype, shape = first.dtype, first.shape
+        if not dtype.isnative:
+            return None
+        for x in values:
+            if type(x) is not np.ndarray or x.dtype is not dtype or x.shape != shape:
+                return None
+        return TensorSpec(shape, _name(dtype))
 
     def require(self, devices: tuple[str, ...]) -> None:
         require_host(devices, "NumPy")
@@ -157,6 +168,62 @@ class NumPy:
 
     def sparse(self, sparse: Sparse) -> Any:
         return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        if arrays and arrays[0][0].dtype.kind == "V":
+            return [[x.view(np.uint16) for x in row] for row in arrays]  # no buffer can name bfloat16
+        return arrays
+
+    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        return [_blank(shape, dtype_named(dtype), count) for shape in shapes]
+
+    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        found = self.readable(blanks)
+        assert found is not None
+        return found
+
+    def adopt(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        return list(map(tuple, blanks))
+
+    def threads(self) -> int | None:
+        return None
+
+    def target(self, value: Any) -> Array:
+        if type(value) is np.ndarray and value.flags.writeable and value.flags.c_contiguous and value.dtype.isnative:
+            return value
+        given = f"{type(value).__name__}" if not isinstance(value, np.ndarray) else _kind(value)
+        raise UnsupportedError(
+            message("results are written into writable NumPy arrays in C order.", given, "numpy.empty(shape, dtype)")
+        )
+
+    def extent(self, x: Array) -> tuple[int, int]:
+        start = int(x.__array_interface__["data"][0])
+        if x.flags.c_contiguous:
+            return start, start + x.nbytes
+        low, high = np.lib.array_utils.byte_bounds(x)
+        return int(low), int(high)
+
+    def write(self, target: Array, x: Array) -> None:
+        target[...] = x
+
+
+def _blank(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes <= _ROW and shape:
+        return list(np.empty((count, *shape), dtype))
+    if nbytes < kernels.KEPT_BYTES:
+        return [np.empty(shape, dtype) for _ in range(count)]
+    return [np.frombuffer(kernels.memory(nbytes), dtype).reshape(shape) for _ in range(count)]
+
+
+def _kind(x: Array) -> str:
+    """Say of an array what could keep it from being written into."""
+    flags = [] if x.flags.writeable else ["read-only"]
+    flags += [] if x.flags.c_contiguous else ["not in C order"]
+    flags += [] if x.dtype.isnative else ["of foreign byte order"]
+    return f"{type(x).__name__} {TensorSpec(x.shape, x.dtype.name)}, {', '.join(flags) or 'a subclass'}"
 
 
 def _quiet() -> np.errstate:

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
+from .. import kernels
 from ..devices import canonical, parse
 from ..errors import DeviceError, UnsupportedError, message, shown
 from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
@@ -141,6 +142,9 @@ class TensorFlow:
     def spec(self, x: Array) -> TensorSpec:
         return TensorSpec(tuple(x.shape.as_list()), _NAMES[x.dtype])
 
+    def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
+        return None
+
     def require(self, devices: tuple[str, ...]) -> None:
         _require(devices)
 
@@ -251,6 +255,70 @@ class TensorFlow:
         with _at(sparse.values):
             shape = None if sparse.shape is None else tf.constant(sparse.shape, tf.int64)
         return tf.IndexedSlices(sparse.values, sparse.indices, shape)
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        if not tf.executing_eagerly() or _is_recording():  # a tape sees operations only
+            return None
+        if not all(_is_cpu(x.device) for row in arrays for x in row):
+            return None
+        if arrays and arrays[0][0].dtype == tf.bfloat16:
+            return [[_RAW.Bitcast(input=x, type=tf.uint16) for x in row] for row in arrays]  # no buffer can name it
+        return arrays
+
+    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        size = itemsize(dtype)
+        return [[kernels.memory(math.prod(shape) * size) for _ in range(count)] for shape in shapes]
+
+    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        return blanks
+
+    def adopt(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        return [
+            tuple(
+                self.copy(_adopted(memory, shape, dtype), device) for memory, device in zip(row, devices, strict=True)
+            )
+            for row, shape in zip(blanks, shapes, strict=True)
+        ]
+
+    def threads(self) -> int | None:
+        return None
+
+    def target(self, value: Any) -> Array:
+        raise UnsupportedError(
+            message(
+                "TensorFlow's tensors cannot be written into.",
+                shown(value),
+                "leave out= out: the memory of results that are no longer held is used again; variable.assign(result)",
+            )
+        )
+
+    def extent(self, x: Array) -> tuple[int, int]:
+        raise AssertionError("nothing is written into TensorFlow's tensors")
+
+    def write(self, target: Array, x: Array) -> None:
+        raise AssertionError("nothing is written into TensorFlow's tensors")
+
+
+@lru_cache(maxsize=4096)
+def _is_cpu(device: str) -> bool:
+    return parse(canonical(device)).kind == "cpu"
+
+
+def _is_recording() -> bool:
+    """Return whether a gradient tape or a forward accumulator may be watching."""
+    from tensorflow.python.eager import record  # no public way to ask
+
+    return bool(record.could_possibly_record())
+
+
+def _adopted(memory: Any, shape: tuple[int, ...], dtype: str) -> Array:
+    """Return a tensor on cpu:0 that takes over aligned memory as it is."""
+    bits = dtype == "bfloat16"  # which NumPy cannot hand over
+    array = np.frombuffer(memory, np.uint16 if bits else dtype).reshape(shape)
+    x = tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    return _RAW.Bitcast(input=x, type=tf.bfloat16) if bits else x
 
 
 def _divided(x: Array, divisor: int) -> Array:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch.nn.parameter import is_lazy
 
+from .. import kernels
 from ..devices import parse
 from ..errors import DeviceError, UnsupportedError, message, shown
 from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
@@ -105,6 +106,9 @@ class Torch:
     def spec(self, x: Array) -> TensorSpec:
         return TensorSpec(tuple(x.shape), _NAMES[x.dtype])
 
+    def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
+        return None
+
     def require(self, devices: tuple[str, ...]) -> None:
         _require(devices)
 
@@ -195,6 +199,72 @@ class Torch:
         if sparse.kind == "IndexedSlices":
             return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
         return torch.sparse_coo_tensor(sparse.indices.t(), sparse.values, sparse.shape, check_invariants=False)
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        if _is_transformed() or not all(x.is_cpu for row in arrays for x in row):
+            return None
+        return [[x.data_ptr() if x.is_contiguous() else _strided(x) for x in row] for row in arrays]
+
+    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        return [_blank(shape, _DTYPES[dtype], count) for shape in shapes]
+
+    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        return [[_address(x) for x in row] for row in blanks]
+
+    def adopt(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        return list(map(tuple, blanks))
+
+    def threads(self) -> int | None:
+        return int(torch.get_num_threads())
+
+    def target(self, value: Any) -> Array:
+        x = self._plain(value)
+        if x.data_ptr() != value.data_ptr() or not x.is_contiguous():
+            raise UnsupportedError(
+                message(
+                    "results are written into contiguous tensors.",
+                    f"{TensorSpec(tuple(value.shape), _NAMES[value.dtype])}, strides {tuple(value.stride())}",
+                    "torch.empty(shape, dtype=...), or tensor.contiguous()",
+                )
+            )
+        return x
+
+    def extent(self, x: Array) -> tuple[int, int]:
+        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+        return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
+
+    def write(self, target: Array, x: Array) -> None:
+        target.copy_(x)
+
+
+def _is_transformed() -> bool:
+    """Return whether tensors may stand for others: under torch.func, torch.compile or a dispatch mode."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.compiler.is_compiling()
+    )
+
+
+def _address(x: Array) -> int:
+    if not x.is_contiguous():
+        raise BufferError
+    torch.autograd.graph.increment_version(x)  # whoever saved it for a backward pass must hear of it
+    return int(x.data_ptr())
+
+
+def _strided(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    size = x.element_size()
+    return x.data_ptr(), tuple(x.shape), tuple(step * size for step in x.stride())
+
+
+def _blank(shape: tuple[int, ...], dtype: Any, count: int) -> list[Any]:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < kernels.KEPT_BYTES:
+        return [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(count)]
+    return [torch.frombuffer(kernels.memory(nbytes), dtype=dtype).view(shape) for _ in range(count)]
 
 
 def _divide_in_place(x: Array, divisor: int) -> None:

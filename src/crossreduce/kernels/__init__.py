@@ -24,6 +24,9 @@ _LOG: Final = logging.getLogger("crossreduce")
 
 # A result of at least so many bytes, of all replicas together, goes past the cache: it would not stay in it anyway.
 PAST_CACHE_BYTES: Final = 1 << 22
+# Results of at least so many bytes are in memory that is kept for the next results (see ``memory``). Smaller ones come
+# from the framework's own allocator, which keeps what is below the C library's threshold for mapping, 128 KiB at first.
+KEPT_BYTES: Final = 1 << 17
 # Below so many bytes read and written, waking another thread costs more than it helps.
 THREADED_BYTES: Final = 1 << 20
 
@@ -98,7 +101,9 @@ def instruction_set() -> str:
     wanted = os.environ.get("CROSSREDUCE_KERNELS") or here[0]
     if wanted not in here:
         raise BackendError(
-            message("CROSSREDUCE_KERNELS names kernels that cannot run here.", shown(wanted), "one of " + ", ".join(here))
+            message(
+                "CROSSREDUCE_KERNELS names kernels that cannot run here.", shown(wanted), "one of " + ", ".join(here)
+            )
         )
     return wanted
 
@@ -156,7 +161,7 @@ def memory(nbytes: int) -> Any:
 
 
 def usage() -> dict[str, int]:
-    """Return the bytes of ``memory`` in use (``live``), kept for reuse (``kept``), and the most in use so far (``peak``).
+    """Return the bytes of ``memory`` in use (``live``), kept for reuse (``kept``), and the most ever in use (``peak``).
 
     ``live`` and ``kept`` together never exceed ``peak``.
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import ml_dtypes
@@ -17,6 +18,7 @@ _TILE: Final = 1 << 15
 _HALVES: Final = ("float16", "bfloat16")
 
 
+@lru_cache(maxsize=256)
 def dtype_named(name: str) -> np.dtype[Any]:
     """Return the dtype of a name, NumPy's or bfloat16."""
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
@@ -31,7 +33,7 @@ def _greatest(a: Any, b: Any) -> Any:
 
 
 def _first_nan(ufunc: np.ufunc, a: Any, b: Any) -> Any:
-    """Return ``ufunc(a, b)``; where both are NaN the first one's payload, which NumPy's last few elements may not keep."""
+    """Return ``ufunc(a, b)``; of two NaNs the first one's payload, which NumPy's last few elements may not keep."""
     out = ufunc(a, b)
     if out.dtype.kind == "f" and (out != out).any():
         out = np.where(a != a, a + a.dtype.type(0), out)  # the addition makes it quiet
@@ -196,7 +198,7 @@ def _overlap(ins: list[list[Any]], outs: list[list[Any]]) -> tuple[int, int] | N
 
 def _same(source: Any, out: Any) -> bool:
     address = source.__array_interface__["data"][0] == out.__array_interface__["data"][0]
-    return address and source.flags.c_contiguous and source.nbytes == out.nbytes
+    return bool(address and source.flags.c_contiguous and source.nbytes == out.nbytes)
 
 
 def memory(nbytes: int) -> Any:

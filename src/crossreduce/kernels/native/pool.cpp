@@ -3,6 +3,11 @@
 #include <cstdlib>
 #include <pthread.h>
 #include <signal.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#else
+#include <cfenv>
+#endif
 
 namespace {
 
@@ -44,7 +49,25 @@ void set_up() {
     pthread_atfork(before_fork, after_fork, in_child);
 }
 
+// Floating point as IEEE 754 has it by default, whatever the calling thread was set to (frameworks flush subnormals in
+// some threads): results must not depend on which thread works.
+struct DefaultNumbers {
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+    DefaultNumbers() { _mm_setcsr(0x1f80); }
+    ~DefaultNumbers() { _mm_setcsr(before); }
+#else
+    std::fenv_t before;
+    DefaultNumbers() {
+        std::fegetenv(&before);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultNumbers() { std::fesetenv(&before); }
+#endif
+};
+
 void take_units(Job &job, char *memory) {
+    DefaultNumbers numbers;
     for (long unit; (unit = job.next.fetch_add(1, std::memory_order_relaxed)) < job.units;)
         job.work(job.given, unit, memory);
 }
