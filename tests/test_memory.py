@@ -1,5 +1,8 @@
-"""How much memory a reduction takes, counted by NumPy's own allocations (tracemalloc)."""
+"""How much memory a reduction takes: what NumPy allocates (tracemalloc) and what the kernels hand out for results."""
 
+import gc
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 import strategies
 
 import crossreduce as cr
+from crossreduce import kernels
 
 REPLICAS, NBYTES = 8, 1 << 20
 
@@ -14,6 +18,8 @@ REPLICAS, NBYTES = 8, 1 << 20
 def peak(run):
     """Return the most bytes that a run held beyond what was there before, its results included."""
     run()  # plans and layouts are made once
+    gc.collect()
+    before = kernels.usage()["live"]
     tracemalloc.start()
     try:
         results = run()
@@ -21,18 +27,77 @@ def peak(run):
     finally:
         tracemalloc.stop()
     assert results
-    return most
+    return most + kernels.usage()["live"] - before
 
 
 @pytest.mark.parametrize("algorithm", strategies.ALGORITHMS)
 @pytest.mark.parametrize("packs", [0, 1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("tensors", [1, 20])
-def test_a_batch_takes_its_results_and_at_most_one_further_copy(algorithm, packs, dtype, tensors):
-    """A batch's peak is its results and one further copy of the batch, whatever the packing."""
+def test_a_batch_takes_its_results_and_nothing_else(algorithm, packs, dtype, tensors):
+    """A batch's peak is its results, whatever the packing: tensors are read where they lie, and nothing is packed."""
     size = NBYTES // tensors // np.dtype(dtype).itemsize
     values = [cr.PerReplica([np.ones(size, dtype) for _ in range(REPLICAS)]) for _ in range(tensors)]
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=packs)
     most = peak(lambda: ops.batch_reduce("sum", [(value, value) for value in values]))
-    batch = REPLICAS * NBYTES
-    assert batch <= most <= 2 * batch + 200_000
+    results = REPLICAS * tensors * size * np.dtype(dtype).itemsize
+    assert results <= most <= results + 200_000
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+def test_a_loop_with_out_allocates_nothing_after_its_first_step(op):
+    """Results that are written into given arrays, or in place, take no memory of their size."""
+    size = NBYTES // 4
+    values = [cr.PerReplica([np.ones(size, "float32") for _ in range(REPLICAS)]) for _ in range(5)]
+    outs = [cr.PerReplica([np.empty(size, "float32") for _ in range(REPLICAS)]) for _ in range(5)]
+    ops = cr.AllReduceCrossDeviceOps("auto")
+    pairs = [(value, value) for value in values]
+    assert peak(lambda: ops.batch_reduce(op, pairs, out=outs)) < 200_000
+    assert peak(lambda: ops.batch_reduce(op, pairs, out=values)) < 200_000
+    trees = [[value[replica] for value in values] for replica in range(REPLICAS)]
+    assert peak(lambda: cr.all_reduce(trees, op, out=trees)) < 200_000
+
+
+def test_the_memory_of_freed_results_serves_the_next():
+    """A loop that drops its results before the next step takes their memory once, and no more than that is ever kept."""
+    value = cr.PerReplica([np.ones(NBYTES // 4, "float32") for _ in range(REPLICAS)])
+    ops = cr.AllReduceCrossDeviceOps("auto")
+    gc.collect()
+    kernels.empty_cache()
+    before = kernels.usage()["live"]
+    addresses = set()
+    for _ in range(4):
+        result = ops.reduce("sum", value, value)
+        addresses.add(frozenset(x.__array_interface__["data"][0] for x in result))
+        assert kernels.usage()["live"] - before == REPLICAS * NBYTES
+        del result
+        usage = kernels.usage()
+        assert usage["kept"] >= REPLICAS * NBYTES
+        assert usage["live"] + usage["kept"] <= usage["peak"]
+    assert len(addresses) == 1
+    kernels.empty_cache()
+    assert kernels.usage()["kept"] == 0
+
+
+PEAK = """
+import resource, sys
+import numpy as np
+import crossreduce as cr
+value = cr.PerReplica([np.ones(1 << 22, "float32") for _ in range(8)])  # 16 MiB each
+small = cr.PerReplica([np.ones(1 << 19, "float32") for _ in range(8)])
+ops = cr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=int(sys.argv[1]))
+ops.batch_reduce("sum", [(small, small)])  # threads are started, plans made
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+results = ops.batch_reduce("sum", [(value, value)] * 2)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss counts KiB on Linux only")
+@pytest.mark.parametrize("packs", [0, 1, 5])
+def test_the_process_grows_by_the_results_and_a_mebibyte_a_thread(packs):
+    """What the system counts agrees: the results, and at most 1 MiB for each thread that works."""
+    ran = subprocess.run([sys.executable, "-c", PEAK, str(packs)], capture_output=True, text=True, check=True)
+    results = 2 * REPLICAS * (16 << 10)  # KiB
+    # The peak before may be above what was in use then, by the small batch's results (16 MiB) at most.
+    assert results - (16 << 10) <= int(ran.stdout) <= results + 1024 * kernels.threads() + 2048

@@ -36,6 +36,7 @@ _FUNCTIONS: Final = {
     ReduceOp.MAX: jnp.maximum,
     ReduceOp.PRODUCT: jnp.multiply,
 }
+_X64: Final = frozenset({"float64", "complex128", "int64", "uint64"})
 _LARGEST_INT32: Final = 2**31 - 1
 
 
@@ -323,7 +324,12 @@ class Jax:
             for row, shape in zip(blanks, shapes, strict=True)
             for memory in row
         ]
-        made = jax.device_put(given, [_place(device)[1] for device in devices] * len(shapes))
+        shardings = [_place(device)[1] for device in devices] * len(shapes)
+        if kind.name in _X64 and not jax.config.jax_enable_x64:  # of arrays from when it was enabled
+            with jax.enable_x64(True):
+                made = jax.device_put(given, shardings)
+        else:
+            made = jax.device_put(given, shardings)
         return [tuple(made[k : k + len(devices)]) for k in range(0, len(made), len(devices))]
 
     def threads(self) -> int | None:
