@@ -670,7 +670,7 @@ WRONG = {
     "least complex": {"op": "min", "dtype": "complex64", "accumulator": "complex64", "result": "complex64"},
     "sum in halves": {"dtype": "float16", "accumulator": "float16", "result": "float16"},
     "narrower accumulator": {"dtype": "float64", "accumulator": "int8", "result": "float64"},
-    "result of another kind": {"dtype": "int8", "accumulator": "int8", "result": "float64"},
+    "result of another kind": {"dtype": "int8", "accumulator": "int8", "result": "complex64"},
     "divided integers": {"dtype": "int32", "accumulator": "int32", "result": "int32", "divisor": 2},
     "no number": {"divisor": "2"},
     "no sources": {"sources": 0},

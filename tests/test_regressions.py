@@ -54,7 +54,7 @@ def test_mixed_dense_and_sparse_halves_share_a_pack(framework):
     assert str(framework.to_numpy(results[0][0]).dtype) == "float16"
 
 
-def test_open_sizes_that_differ_are_found_when_they_run():
+def test_open_sizes_that_differ_are_found_when_they_run(tensorflow_):
     """Where tf.function leaves sizes open, components of different shapes raise and are never added up."""
     import tensorflow as tf
 
@@ -185,7 +185,7 @@ def test_numpys_error_state_does_not_matter():
     assert half[1] == 65504
 
 
-def test_tensorflow_values_are_readable():
+def test_tensorflow_values_are_readable(tensorflow_):
     """The repr of TensorFlow's arrays says dtype and shape like everybody's."""
     import tensorflow as tf
 

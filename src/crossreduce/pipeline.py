@@ -198,7 +198,7 @@ def _run(group: Group, op: ReduceOp, values: Sequence[Checked]) -> list[tuple[Ar
                 return backend.adopt(blanks, shapes, numbers.result, group.destinations)
             given = [out or () for out in outs]
             try:
-                clash = run_on_host(plan, sources, backend.writable(given), backend.threads(), apart=True)
+                clash = run_on_host(plan, sources, backend.overwritable(given), backend.threads(), apart=True)
             except (BufferError, ValueError):
                 for x in itertools.chain(*given):
                     backend.target(x)  # says which one cannot be written into, and why

@@ -139,7 +139,14 @@ class Backend(Protocol):
         """Return memory for ``count`` results of each shape: new arrays, or ``kernels.memory`` where arrays are final."""
 
     def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        """Return what the kernels write into in place of blanks, or of the user's own arrays (see ``target``)."""
+        """Return what the kernels write into in place of blanks."""
+
+    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+        """Return what the kernels write into in place of users' arrays.
+
+        Raises:
+          BufferError, ValueError: one that ``target`` would refuse (or the kernels find out).
+        """
 
     def adopt(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]

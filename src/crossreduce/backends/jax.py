@@ -314,6 +314,9 @@ class Jax:
     def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         return blanks
 
+    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+        raise BufferError
+
     def adopt(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:

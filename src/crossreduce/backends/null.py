@@ -142,6 +142,9 @@ class NullBackend:
     def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         raise AssertionError("the kernels read no null arrays")
 
+    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+        raise BufferError
+
     def adopt(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:

@@ -182,6 +182,9 @@ class NumPy:
         assert found is not None
         return found
 
+    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+        return self.writable(outs)
+
     def adopt(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:

@@ -107,7 +107,16 @@ class Torch:
         return TensorSpec(tuple(x.shape), _NAMES[x.dtype])
 
     def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
-        return None
+        first = values[0]
+        if type(first) is not torch.Tensor or first.dtype not in _NAMES or first.is_nested:
+            return None
+        dtype, shape = first.dtype, first.shape
+        for x in values:
+            if type(x) is not torch.Tensor or x.dtype is not dtype or x.is_nested or x.shape != shape:
+                return None
+            if not x.is_cpu or x.requires_grad or x.is_conj() or x.is_neg() or x.layout is not torch.strided:
+                return None
+        return TensorSpec(tuple(shape), _NAMES[dtype])
 
     def require(self, devices: tuple[str, ...]) -> None:
         _require(devices)
@@ -209,7 +218,10 @@ class Torch:
         return [_blank(shape, _DTYPES[dtype], count) for shape in shapes]
 
     def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        return [[_address(x) for x in row] for row in blanks]
+        return [[x.data_ptr() for x in row] for row in blanks]
+
+    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+        return [[_address(x) for x in row] for row in outs]
 
     def adopt(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
