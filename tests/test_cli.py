@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import crossreduce as cr
-from crossreduce.backends.numpy import NumPy
+from crossreduce import pipeline
 from crossreduce.cli import exact, main
 from crossreduce.cli.train import batches
 from crossreduce.options import ALGORITHMS
@@ -25,7 +25,8 @@ PARAMETERS = 64 * 64 + 64 + 64 * 10 + 10
 # What scripts that read nccl-tests' output look for: a row of numbers, no "#" before it.
 ROW = re.compile(
     r"^ *(?P<size>\d+) +(?P<count>\d+) +(?P<type>\w+) +(?P<redop>\w+) +(?P<root>-?\d+)"
-    r" +(?P<time>[\d.e+]+) +(?P<algbw>[\d.]+) +(?P<busbw>[\d.]+) +(?P<wrong>\d+|N/A) +N/A +N/A +N/A +N/A$",
+    r" +(?P<time>[\d.e+]+) +(?P<algbw>[\d.]+) +(?P<busbw>[\d.]+) +(?P<wrong>\d+|N/A)"
+    r" +(?P<time_in>[\d.e+]+|N/A) +(?P<algbw_in>[\d.]+|N/A) +(?P<busbw_in>[\d.]+|N/A) +(?P<wrong_in>\d+|N/A)$",
     re.MULTILINE,
 )
 
@@ -346,10 +347,27 @@ def test_bench_rows_parse_and_their_numbers_agree(crossreduce):
     for row in rows:
         assert (row["type"], row["redop"], row["root"], row["wrong"]) == ("double", "sum", "-1", "0")
         assert int(row["count"]) * 8 == int(row["size"])
-        algbw = int(row["size"]) / float(row["time"]) / 1e3
-        assert float(row["algbw"]) == pytest.approx(algbw, abs=0.006)
-        assert float(row["busbw"]) == pytest.approx(1.5 * algbw, abs=0.006)
+        assert row["wrong_in"] == "0"
+        for place in ("", "_in"):
+            algbw = int(row["size"]) / float(row["time" + place]) / 1e3
+            # Time is printed to a hundredth or a tenth of a microsecond.
+            assert float(row["algbw" + place]) == pytest.approx(algbw, abs=0.006, rel=0.002)
+            assert float(row["busbw" + place]) == pytest.approx(1.5 * algbw, abs=0.006, rel=0.002)
     assert not [line for line in out.splitlines() if not line.startswith("#") and not ROW.match(line)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--framework", "jax"), ("--framework", "tensorflow"), ("--collective", "broadcast"), ("-o", "avg", "-d", "int")],
+    ids=" ".join,
+)
+def test_bench_says_where_there_is_no_in_place_form(crossreduce, tmp_path, options, jax_, tensorflow_):
+    """In place is N/A, and null in JSON, for arrays that cannot be written, broadcasts, and results of another dtype."""
+    path = tmp_path / "bench.json"
+    code, out, _ = crossreduce("bench", "-b", "64", "-e", "64", "-n", "1", "-g", "2", "-J", path, *options)
+    assert code == 0
+    assert [m["time_in"] for m in ROW.finditer(out)] == ["N/A"]
+    assert [row["in_place"] for row in json.loads(path.read_text())["results"]] == [None]
 
 
 def test_bench_steps_like_nccl_tests(crossreduce):
@@ -368,9 +386,9 @@ def test_bench_per_iteration_columns(crossreduce):
     measured = ["time", "algbw", "busbw", "#wrong", "i_min", "i_max", "i_p99", "i_cv%"]
     assert names == ["#", "size", "count", "type", "redop", "root", *measured, *measured]
     cells = next(line.split() for line in out.splitlines() if not line.startswith("#"))
-    assert cells[13:] == ["N/A"] * 8
-    mean, lowest, highest, p99 = (float(cells[k]) for k in (5, 9, 10, 11))
-    assert lowest <= mean <= highest == p99
+    for place in (0, 8):
+        mean, lowest, highest, p99 = (float(cells[k + place]) for k in (5, 9, 10, 11))
+        assert lowest <= mean <= highest == p99
 
 
 def test_bench_json_has_the_keys_of_nccl_tests_and_no_environment(crossreduce, tmp_path, monkeypatch):
@@ -400,7 +418,9 @@ def test_bench_json_has_the_keys_of_nccl_tests_and_no_environment(crossreduce, t
         itertools.product(["ring", "direct"], [8, 64])
     )
     for row in report["results"]:
-        assert row["in_place"] is None
+        assert row["in_place"].keys() == row["out_of_place"].keys()
+        assert row["in_place"]["nwrong"] == 0
+        assert len(row["in_place_per_iter"]["times_us"]) == 4
         assert row["out_of_place"].keys() == {"time", "alg_bw", "bus_bw", "nwrong"}
         assert row["out_of_place"]["nwrong"] == 0
         assert (row["count"], row["type"], row["redop"], row["root"]) == (row["size"] // 4, "float", "sum", "-1")
@@ -410,30 +430,32 @@ def test_bench_json_has_the_keys_of_nccl_tests_and_no_environment(crossreduce, t
         assert stats["min_us"] <= stats["p50_us"] <= stats["p95_us"] <= stats["p99_us"] == stats["max_us"]
         assert row["out_of_place"]["time"] == pytest.approx(np.mean(stats["times_us"]))
     assert report["out_of_bounds"] == {"count": 0, "okay": "true"}
-    mean = np.mean([row["out_of_place"]["bus_bw"] for row in report["results"]])
+    places = ("out_of_place", "in_place")
+    mean = np.mean([row[place]["bus_bw"] for row in report["results"] for place in places])
     assert report["average_bus_bandwidth"]["bandwidth"] == pytest.approx(mean)
 
 
 def test_bench_finds_a_wrong_element(crossreduce, tmp_path, monkeypatch):
-    """One wrong element is counted on every destination, the footer says FAILED, and the exit code is 1."""
-    right = NumPy.combine
+    """One wrong element is counted on every destination, in place too; the footer says FAILED, the exit code is 1."""
+    right = pipeline.run_on_host
 
-    def off(*args):
-        out = right(*args)
-        out[5] += 1
-        return out
+    def off(plan, sources, results, *args, **more):
+        found = right(plan, sources, results, *args, **more)
+        for x in results[0]:
+            x[5] += 1
+        return found
 
-    monkeypatch.setattr(NumPy, "combine", off)
+    monkeypatch.setattr(pipeline, "run_on_host", off)
     path = tmp_path / "bench.json"
     code, out, _ = crossreduce(
         "bench", "-b", "64", "-e", "128", "-f", "2", "-n", "1", "-g", "4", "-A", "one_device", "-J", path
     )
     report = json.loads(path.read_text())
     assert code == 1
-    assert [match["wrong"] for match in ROW.finditer(out)] == ["4", "4"]
-    assert "# Out of bounds values : 2 FAILED" in out
-    assert report["out_of_bounds"] == {"count": 2, "okay": "false"}
-    assert [row["out_of_place"]["nwrong"] for row in report["results"]] == [4, 4]
+    assert [(match["wrong"], match["wrong_in"]) for match in ROW.finditer(out)] == [("4", "4")] * 2
+    assert "# Out of bounds values : 4 FAILED" in out
+    assert report["out_of_bounds"] == {"count": 4, "okay": "false"}
+    assert [row[place]["nwrong"] for row in report["results"] for place in ("out_of_place", "in_place")] == [4] * 4
 
 
 @pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])

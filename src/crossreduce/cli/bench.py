@@ -71,8 +71,9 @@ def bench(
     """Time a collective; prints nccl-tests' table.
 
     Time is the mean over the calls, each until its results are ready; the
-    JSON has median and p99 too. The in-place columns are N/A (null in JSON):
-    this library has no in-place form yet.
+    JSON has median and p99 too. In place the results are written over the
+    inputs (out=); N/A (null in JSON) for broadcasts, and in JAX and
+    TensorFlow, whose arrays cannot be written.
 
     Devices in host memory emulate: they compare algorithms, and say nothing
     about GPUs.
@@ -130,7 +131,7 @@ def bench(
         report = nccl_tests.report(config, rows, sys.argv, start_time)
         report["crossreduce"]["topology"] = topology
         write(report)
-    if any(row.nwrong for row in rows):
+    if any(timing.nwrong for row in rows for timing in row.timings):
         raise typer.Exit(1)
 
 
@@ -162,28 +163,17 @@ def _rows(
 ) -> Iterator[nccl_tests.Row]:
     """Measure one algorithm at every size and root."""
     ops = AllReduceCrossDeviceOps(algorithm, config.num_packs, topology=topology)
-    n = len(config.devices)
-    patterns = exact.inputs(OPS.get(op, "sum"), TYPES[nccl_type], n)
+    patterns = exact.inputs(OPS.get(op, "sum"), TYPES[nccl_type], len(config.devices))
     whole = exact.result(OPS.get(op, "sum"), patterns)
     itemsize = patterns[0].itemsize
     for size in sizes(config):
         count = size // itemsize
-        values = [framework.put(np.resize(x, count), d) for x, d in zip(patterns, config.devices, strict=True)]
+        values = [np.resize(x, count) for x in patterns]
         for root in roots:
-            call = _call(ops, config, op, values, root)
-            times: list[float] = []
-            for k in range(config.warmup_iters + config.iterations):
-                result = None  # frees the last one's memory outside of the timed region
-                framework.wait(values)
-                before = time.perf_counter()
-                result = call()
-                framework.wait(result)
-                if k >= config.warmup_iters:
-                    times.append(time.perf_counter() - before)
-            nwrong = None
-            if config.validation:
-                expected = patterns[root] if config.collective == "broadcast" else whole
-                nwrong = sum(exact.wrong(framework.get(x), expected, count) for x in result or ())
+            expected = patterns[root] if config.collective == "broadcast" else whole
+            # The mean of integers is a float, which no input can hold.
+            fits = op != "avg" or patterns[0].dtype.kind not in "iu"
+            writable = fits and config.framework in ("numpy", "torch") and config.collective != "broadcast"
             yield nccl_tests.Row(
                 algorithm=algorithm,
                 size=count * itemsize,
@@ -191,23 +181,68 @@ def _rows(
                 type=nccl_type,
                 redop=op,
                 root=root,
-                times_s=tuple(times),
-                nwrong=nwrong,
-                # nccl-tests' doc/PERFORMANCE.md
-                busbw_factor=2 * (n - 1) / n if config.collective == "all_reduce" else 1.0,
+                out_of_place=_timing(framework, config, ops, op, values, root, expected, False),
+                in_place=_timing(framework, config, ops, op, values, root, expected, True) if writable else None,
             )
 
 
+def _timing(
+    framework: Framework,
+    config: nccl_tests.Config,
+    ops: AllReduceCrossDeviceOps,
+    op: str,
+    values: list[Any],
+    root: int,
+    expected: Any,
+    in_place: bool,
+) -> nccl_tests.Timing:
+    """Measure one size, and check the last result."""
+
+    def put() -> list[Any]:
+        return [framework.put(x, device) for x, device in zip(values, config.devices, strict=True)]
+
+    given, size = put(), values[0].size
+    times, result = _timed(framework, config, _call(ops, config, op, given, root, in_place), given)
+    nwrong = None
+    if config.validation:
+        if in_place:  # every call reduced what the one before had left
+            result = _call(ops, config, op, put(), root, True)()
+        nwrong = sum(exact.wrong(framework.get(x), expected, size) for x in result)
+    n = len(config.devices)
+    # nccl-tests' doc/PERFORMANCE.md
+    factor = 2 * (n - 1) / n if config.collective == "all_reduce" else 1.0
+    return nccl_tests.Timing(values[0].nbytes, tuple(times), nwrong, factor)
+
+
+def _timed(
+    framework: Framework, config: nccl_tests.Config, call: Callable[[], Mirrored], values: list[Any]
+) -> tuple[list[float], Mirrored]:
+    """Return the seconds of each call after those that warm up, and the last result."""
+    times: list[float] = []
+    result: Any = None
+    for k in range(config.warmup_iters + config.iterations):
+        result = None  # frees the last one's memory outside of the timed region
+        framework.wait(values)
+        before = time.perf_counter()
+        result = call()
+        framework.wait(result)
+        if k >= config.warmup_iters:
+            times.append(time.perf_counter() - before)
+    return times, result
+
+
 def _call(
-    ops: AllReduceCrossDeviceOps, config: nccl_tests.Config, op: str, values: list[Any], root: int
+    ops: AllReduceCrossDeviceOps, config: nccl_tests.Config, op: str, values: list[Any], root: int, in_place: bool
 ) -> Callable[[], Mirrored]:
     """Return the call that is timed."""
     value = PerReplica(values, config.devices)
     if config.collective == "broadcast":
         return lambda: ops.broadcast(values[root], value)
     if config.collective == "reduce":
-        return lambda: ops.reduce(OPS[op], value, config.devices[root])
-    return lambda: ops.reduce(OPS[op], value, value)
+        device = config.devices[root]
+        out = PerReplica([values[root]], [device]) if in_place else None
+        return lambda: ops.reduce(OPS[op], value, device, out=out)
+    return lambda: ops.reduce(OPS[op], value, value, out=value if in_place else None)
 
 
 def _nccl_type(name: str) -> str:

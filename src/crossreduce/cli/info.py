@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .. import __version__
+from .. import __version__, kernels
 from ..backends import FRAMEWORKS
 from ..options import ALGORITHMS
 
@@ -32,7 +32,6 @@ DISTRIBUTIONS: Final = {
     "jax": ("jax",),
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel", "tf-nightly"),
 }
-ENGINE: Final = "NumPy"
 TIMEOUT_S: Final = 120
 
 
@@ -44,7 +43,8 @@ def info(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fal
         "crossreduce": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "engine": ENGINE,
+        "kernels": kernels.instruction_set(),
+        "threads": kernels.threads(),
         "frameworks": frameworks,
         "algorithms": list(ALGORITHMS),
     }
@@ -91,7 +91,9 @@ def show(report: dict[str, Any]) -> None:
     about.add_row("crossreduce", report["crossreduce"])
     about.add_row("Python", report["python"])
     about.add_row("platform", report["platform"])
-    about.add_row("engine", f"{report['engine']} (no compiled kernels in this release)")
+    compiled = "NumPy: no compiled kernels were built, or CROSSREDUCE_KERNELS says so"
+    about.add_row("kernels", compiled if report["kernels"] == "numpy" else f"compiled, {report['kernels']}")
+    about.add_row("threads", str(report["threads"]))
     about.add_row("algorithms", ", ".join(report["algorithms"]))
     console.print(about)
     table = Table("framework", "version", "devices")

@@ -2,7 +2,7 @@
 
 In: a ``Config`` and ``Row``s.  Out: lines and dicts. Columns and keys are those of nccl-tests 2.19.6
 (src/util.cu). What differs: the first line names this library; the in-place columns are N/A (null in
-JSON), since this library has no in-place form; ``env`` is empty, where nccl-tests writes the whole
+JSON) where arrays cannot be written (JAX, TensorFlow) and for broadcasts; ``env`` is empty, where nccl-tests writes the whole
 environment, secrets included; keys of our own are added.
 """
 
@@ -52,15 +52,10 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measured size. ``nwrong`` is ``None`` where it was not checked."""
+class Timing:
+    """The calls of one size, out of place or in place. ``nwrong`` is ``None`` where it was not checked."""
 
-    algorithm: str
     size: int
-    count: int
-    type: str
-    redop: str
-    root: int
     times_s: tuple[float, ...]
     nwrong: int | None
     busbw_factor: float
@@ -93,6 +88,25 @@ class Row:
             "cv_pct": float(100 * times.std() / times.mean()),
             "times_us": [1e6 * t for t in self.times_s],
         }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured size."""
+
+    algorithm: str
+    size: int
+    count: int
+    type: str
+    redop: str
+    root: int
+    out_of_place: Timing
+    in_place: Timing | None
+
+    @property
+    def timings(self) -> list[Timing]:
+        """Both, or the one there is."""
+        return [self.out_of_place] if self.in_place is None else [self.out_of_place, self.in_place]
 
 
 def header(config: Config) -> list[str]:
@@ -157,18 +171,24 @@ def table_header(config: Config, algorithm: str) -> list[str]:
 
 def line(config: Config, row: Row) -> str:
     """Return a row of the table."""
-    wrong = "N/A" if row.nwrong is None else f"{row.nwrong:g}"
-    cells = [_fit(row.time_us, 7), _fit(row.algbw, 6), _fit(row.busbw, 6), wrong]
-    if config.per_iter_timing:
-        stats = row.per_iter()
-        cells += [_fit(stats[key], 7) for key in ("min_us", "max_us", "p99_us", "cv_pct")]
-    cells += ["N/A"] * len(cells)
+    cells = [cell for timing in (row.out_of_place, row.in_place) for cell in _cells(config, timing)]
     text = "  ".join(f"{x:>{w}}" for x, w in zip(cells, _widths(config) * 2, strict=True))
     return f"{row.size:12}  {row.count:12}  {row.type:>8}  {row.redop:>6}  {row.root:6}  {text}"
 
 
+def _cells(config: Config, timing: Timing | None) -> list[str]:
+    if timing is None:
+        return ["N/A"] * len(_widths(config))
+    wrong = "N/A" if timing.nwrong is None else f"{timing.nwrong:g}"
+    cells = [_fit(timing.time_us, 7), _fit(timing.algbw, 6), _fit(timing.busbw, 6), wrong]
+    if config.per_iter_timing:
+        stats = timing.per_iter()
+        cells += [_fit(stats[key], 7) for key in ("min_us", "max_us", "p99_us", "cv_pct")]
+    return cells
+
+
 def footer(config: Config, rows: list[Row]) -> list[str]:
-    """Return the lines after the tables; as in nccl-tests, what is out of bounds is counted in rows."""
+    """Return the lines after the tables; as in nccl-tests, what is out of bounds is counted in timings."""
     bad = _bad(rows)
     return [
         f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}",
@@ -233,21 +253,27 @@ def _result(config: Config, row: Row) -> dict[str, Any]:
         "type": row.type,
         "redop": row.redop,
         "root": str(row.root),
-        "out_of_place": {"time": row.time_us, "alg_bw": row.algbw, "bus_bw": row.busbw, "nwrong": row.nwrong},
-        "out_of_place_per_iter": row.per_iter(),
-        "in_place": None,
-        "actual_iterations": len(row.times_s),
+        "out_of_place": _timing(row.out_of_place),
+        "out_of_place_per_iter": row.out_of_place.per_iter(),
+        "in_place": None if row.in_place is None else _timing(row.in_place),
+        **({} if row.in_place is None else {"in_place_per_iter": row.in_place.per_iter()}),
+        "actual_iterations": len(row.out_of_place.times_s),
         "experiment_name": config.program,
         "algorithm": row.algorithm,
     }
 
 
+def _timing(timing: Timing) -> dict[str, Any]:
+    return {"time": timing.time_us, "alg_bw": timing.algbw, "bus_bw": timing.busbw, "nwrong": timing.nwrong}
+
+
 def _bad(rows: list[Row]) -> int:
-    return sum(1 for row in rows if row.nwrong)
+    return sum(1 for row in rows for timing in row.timings if timing.nwrong)
 
 
 def _average(rows: list[Row]) -> float:
-    return math.fsum(row.busbw for row in rows) / len(rows)
+    found = [timing.busbw for row in rows for timing in row.timings]
+    return math.fsum(found) / len(found)
 
 
 def _widths(config: Config) -> list[int]:

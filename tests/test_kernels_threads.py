@@ -1,0 +1,328 @@
+"""The kernels' threads: many callers at once, forks, signals, and what is left when a thread ends."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from crossreduce import kernels
+
+NATIVE = kernels.native()
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+
+# What the programs below begin with: a plan that several threads share, and a check of what it leaves.
+BEGIN = """
+import os, signal, sys, threading, time, warnings
+import numpy as np
+from crossreduce.kernels import native
+
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of every fork beside threads
+
+SIZE, N = 1 << 18, 4
+PLAN = native().Plan(native().supported()[0], "sum", "int32", "int32", "int32", 1, N, 1, (SIZE,),
+                     ((1, ((0, *range(N)),), (~0,)),), ((0, 0, SIZE, 0),))
+XS = [np.arange(SIZE, dtype="int32") * 10**k for k in range(N)]
+SUM = sum(XS)
+
+def reduce(threads):
+    out = np.zeros(SIZE, "int32")
+    assert PLAN.run([XS], [[out]], threads, False, False) is None
+    assert (out == SUM).all()
+
+def forked(threads):
+    # A child that hangs is killed, and its end is not 0.
+    child = os.fork()
+    if child == 0:
+        try:
+            for _ in range(3):
+                reduce(threads)
+            os._exit(0)
+        except BaseException as error:
+            print("in the child:", repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+    for _ in range(3000):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "hung"
+"""
+
+
+def run(code):
+    """Run a program after ``BEGIN`` in a fresh process; it must end well and say nothing on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout.split()
+
+
+def summing(size, n, dtype="float32", slots=1):
+    """Return a plan that adds up ``n`` sources of one tensor."""
+    name = NATIVE.supported()[0]
+    program = (slots, ((0, *range(n)),), (~0,))
+    return NATIVE.Plan(name, "sum", dtype, dtype, dtype, 1, n, 1, (size,), (program,), ((0, 0, size, 0),))
+
+
+def test_eight_threads_reduce_at_once():
+    """Callers share the pool, each with a count of threads of its own, and none sees another's data."""
+    callers, size, n = 8, 150_001, 4
+    plan = summing(size, n, "int64")
+    together = threading.Barrier(callers)
+
+    def work(number):
+        xs = [np.arange(size) * (number * n + k + 1) for k in range(n)]
+        right = sum(xs)
+        outs = [np.zeros(size, "int64") for _ in range(4)]
+        together.wait()
+        for turn in range(12):
+            out = outs[turn % 4]
+            out[:] = 0
+            assert plan.run([xs], [[out]], 1 + (number + turn) % 5, turn % 2 == 0, True) is None
+            assert (out == right).all(), f"caller {number}, turn {turn}"
+
+    with ThreadPoolExecutor(callers) as pool:
+        for done in [pool.submit(work, number) for number in range(callers)]:
+            done.result(timeout=100)
+
+
+def test_a_long_run_lets_other_threads_on():
+    """While a big batch is reduced, the interpreter's lock is free: another thread goes on."""
+    n, side = 6, 1200
+    plan = summing(side * side, n, "int8")
+    xs = [np.ones((side, side), "int8").T for _ in range(n)]  # columns are read one by one, which takes long
+    out = np.zeros(side * side, "int8")
+    ticks, over = [], threading.Event()
+
+    def tick():
+        while not over.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.0005)
+
+    other = threading.Thread(target=tick)
+    other.start()
+    try:
+        for _ in range(5):
+            began = time.perf_counter()
+            plan.run([xs], [[out]], 1, False, False)
+            ended = time.perf_counter()
+            inside = sum(began < at < ended for at in ticks)
+            if inside >= 3:
+                break
+    finally:
+        over.set()
+        other.join()
+    assert (out == n).all()
+    assert inside >= 3, f"{inside} ticks in {ended - began:.3f} s"
+
+
+def test_the_pool_starts_no_more_threads_than_are_asked_for():
+    """One thread is the caller; helpers are started when they are first needed, and used by all callers."""
+    code = """
+counts = [native().helpers()]
+for threads in (1, 2, 3, 2, 1):
+    reduce(threads)
+    counts.append(native().helpers())
+callers = [threading.Thread(target=reduce, args=(3,)) for _ in range(6)]
+for caller in callers:
+    caller.start()
+for caller in callers:
+    caller.join()
+print(*counts, native().helpers())
+"""
+    assert run(code) == ["0", "0", "1", "2", "2", "2", "2"]
+
+
+def test_the_pool_starts_no_more_threads_than_there_is_work_for():
+    """A machine of many CPUs does not start a thread for each where a batch has few shares, or is small."""
+    code = """
+size = 20_000
+few = native().Plan("baseline", "sum", "int32", "int32", "int32", 1, 2, 1, (size,), ((1, ((0, 0, 1),), (~0,)),),
+                    ((0, 0, size, 0),))
+out = np.zeros(size, "int32")
+few.run([[XS[0][:size]] * 2], [[out]], 500, False, False)
+assert (out == 2 * XS[0][:size]).all()
+small = native().Plan("baseline", "sum", "int32", "int32", "int32", 1, 2, 1, (9,), ((1, ((0, 0, 1),), (~0,)),),
+                      ((0, 0, 9, 0),))
+first = native().helpers()
+small.run([[XS[0][:9]] * 2], [[out[:9]]], 600, False, False)
+print(first <= 8, native().helpers() == first)
+"""
+    assert run(code) == ["True", "True"]
+
+
+@forks
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forked_child_reduces(when):
+    """A child has none of its parent's helpers and makes its own, whether or not the parent had any."""
+    code = f"""
+if {when!r} == "after":
+    reduce(3)
+print(forked(1), forked(3))
+reduce(3)
+print(forked(3), native().helpers())
+"""
+    assert run(code) == ["0", "0", "0", "2"]
+
+
+@forks
+def test_a_child_forked_during_a_run_reduces():
+    """A fork may come while other threads are in the middle of runs; parent and child both go on."""
+    code = """
+over = threading.Event()
+failed = []
+
+def busy(threads):
+    try:
+        while not over.is_set():
+            reduce(threads)
+    except BaseException as error:
+        failed.append(error)
+
+callers = [threading.Thread(target=busy, args=(threads,)) for threads in (2, 3)]
+for caller in callers:
+    caller.start()
+ends = set()
+for turn in range(15):
+    ends.add(forked(1 + turn % 3))
+over.set()
+for caller in callers:
+    caller.join()
+reduce(3)
+print(*ends, len(failed))
+"""
+    assert run(code) == ["0", "0"]
+
+
+@forks
+def test_multiprocessing_by_fork_reduces():
+    """Worker processes of multiprocessing, started in the middle of a program that reduces, reduce."""
+    code = """
+import multiprocessing
+
+def work(number):
+    reduce(1 + number % 3)
+    return number
+
+reduce(3)
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(*pool.map_async(work, range(6)).get(timeout=60))
+"""
+    assert run(code) == ["0", "1", "2", "3", "4", "5"]
+
+
+@linux
+def test_signals_do_not_reach_the_pool():
+    """Helpers block every signal, so Ctrl-C arrives in the program's own threads; their own masks stay as they were."""
+    code = """
+def masks():
+    found = {}
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/status") as lines:
+            found[task] = next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk"))
+    return found
+
+before = masks()
+reduce(3)
+after = masks()
+helpers = [mask for task, mask in after.items() if task not in before]
+due = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1]
+print(len(helpers), all(mask >> (number - 1) & 1 for mask in helpers for number in due))
+print({task: after[task] for task in before} == before)
+"""
+    assert run(code) == ["2", "True", "True"]
+
+
+def test_an_interrupt_during_a_run_is_handled():
+    """Signals that arrive in the middle of runs run their handlers in the main thread, and the results are right."""
+    code = """
+heard = []
+signal.signal(signal.SIGALRM, lambda number, frame: heard.append(threading.current_thread() is threading.main_thread()))
+signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+until = time.monotonic() + 20
+while len(heard) < 20 and time.monotonic() < until:
+    reduce(3)
+signal.setitimer(signal.ITIMER_REAL, 0)
+try:
+    while True:
+        reduce(3)
+        os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print(len(heard) >= 20, all(heard))
+reduce(3)
+"""
+    assert run(code) == ["True", "True"]
+
+
+def test_an_interrupted_program_ends():
+    """Ctrl-C while threads and helpers are at work ends the process as it does without them."""
+    code = """
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+until = time.monotonic() + 20
+try:
+    while time.monotonic() < until:
+        reduce(3)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    assert run(code) == ["interrupted"]
+
+
+def test_daemon_threads_in_a_run_do_not_keep_the_process():
+    """The process ends while threads are in the middle of runs, and in good order."""
+    code = """
+def busy():
+    while True:
+        PLAN.run([XS], [[np.empty(SIZE, "int32")]], 3, False, False)
+
+for _ in range(2):
+    threading.Thread(target=busy, daemon=True).start()
+time.sleep(0.1)
+print("over")
+"""
+    assert run(code) == ["over"]
+
+
+@linux
+def test_threads_that_end_leave_no_memory():
+    """A thread's working memory goes when it ends: 400 threads one after another hold no more than a few."""
+    code = """
+size, n = 20_000, 40
+xs = [np.ones(size, "float32")[::-1] for _ in range(n)]
+# As many slots as working memory allows, and all of them used.
+slots = 40
+folds = tuple((slot, slot % n, (slot + 1) % n) for slot in range(slots))
+plan = native().Plan("baseline", "sum", "float32", "float32", "float32", 1, n, 1, (size,),
+                     ((slots, (*folds, (0, *(~slot for slot in range(slots)))), (~0,)),), ((0, 0, size, 0),))
+
+def work():
+    out = np.zeros(size, "float32")
+    plan.run([xs], [[out]], 1, False, False)
+    assert (out == 2 * slots).all()
+
+def resident():
+    with open("/proc/self/statm") as numbers:
+        return int(numbers.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+def threads(count):
+    for _ in range(count):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+threads(50)
+before = resident()
+threads(400)
+print((resident() - before) // 1000)
+"""
+    (grown,) = run(code)
+    assert int(grown) < 8000, f"400 threads left {grown} kB"
