@@ -171,7 +171,7 @@ def test_sparse_values_can_only_be_added(ops, op, framework):
             ops.reduce(op, cr.PerReplica(xs), "cpu:0")
 
 
-def test_frameworks_own_odd_arrays():
+def test_frameworks_own_odd_arrays(tensorflow_):
     """Quantized, ragged, nested and key arrays are refused with an error of ours."""
     odd = []
     if "torch" in NAMES:

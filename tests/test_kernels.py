@@ -419,6 +419,29 @@ def test_every_op_on_every_dtype(isa, numbers):
 
 
 @every_set
+@pytest.mark.parametrize("past_cache", [False, True])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        ("product", *["complex128"] * 3),
+        ("product", *["complex64"] * 3),
+        ("mean", *["float64"] * 3),
+        ("sum", "bfloat16", "float32", "bfloat16"),
+        ("mean", "int8", "float64", "float16"),
+        ("max", *["uint8"] * 3),
+    ],
+    ids="-".join,
+)
+def test_every_alignment(isa, numbers, past_cache):
+    """Wherever results begin, lines past the cache begin with a whole element, and sources lie anywhere beside them."""
+    size = 17_000 // oracle.dtype_of(numbers[1]).itemsize  # enough that the wish to go past the cache is heard
+    case = simple(*numbers, 2, size, results=2)._replace(segments=(Segment(0, 1, size, 0),))
+    for offset in range(65):
+        offsets = offset * 7 % 65, offset * 11 % 65, offset, offset if offset % 3 else offset + 16
+        check(case, PLAIN._replace(seed=offset, offsets=offsets, past_cache=past_cache), case.native(isa))
+
+
+@every_set
 @pytest.mark.parametrize(
     "numbers",
     [

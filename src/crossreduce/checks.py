@@ -11,8 +11,8 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from .backends import Array, Backend, Numbers, Sparse, backend_of
-from .devices import canonical
+from .backends import Array, Backend, Numbers, Sparse, backend_of, known_backend
+from .devices import canonical, host_devices
 from .errors import ArgumentError, MismatchError, UnsupportedError, message, shown
 from .ops import HALVES, ReduceOp, require_dtype
 from .values import DistributedValues, IndexedSlices, PerReplica, TensorSpec, describe
@@ -121,6 +121,24 @@ def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+def uniform_value(op: ReduceOp, values: tuple[Any, ...], devices: tuple[str, ...] | None) -> Checked | None:
+    """Return values that need no further look as a checked one; ``None``: see ``check_value``.
+
+    A short cut for what most calls give: plain arrays in host memory, all alike. ``devices``: ``None`` for those that
+    ``PerReplica`` would name.
+    """
+    backend = known_backend(values[0])
+    spec = None if backend is None else backend.uniform(values)
+    if backend is None or spec is None:
+        return None
+    checked = Checked.on(values, host_devices(len(values)) if devices is None else devices)
+    backend.require(checked.devices)
+    checked.op, checked.backend, checked.axis, checked.out = op, backend, 0, None
+    checked.arrays, checked.spec, checked.sparse, checked.mixed = list(values), spec, False, False
+    checked.numbers = backend.numbers(op, spec.dtype, len(values))
+    return checked
+
+
 def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None) -> Checked:
     """Check that the components fit together and that ``op`` is defined for them.
 
@@ -136,22 +154,18 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
     if type(value) is Checked and value.op is op and (op is not None or value.axis == axis):
         return value
     values = value.values
+    if op is not None and (quick := uniform_value(op, values, value.devices)) is not None:
+        return quick
     backend = backend_of(values[0])
-    backend.require(value.devices)
-    checked = Checked.on(values, value.devices)
-    checked.op, checked.backend, checked.axis, checked.out = op, backend, 0, None
-    spec = None if op is None else backend.uniform(values)
-    if op is not None and spec is not None:
-        checked.arrays, checked.spec, checked.sparse, checked.mixed = list(values), spec, False, False
-        checked.numbers = backend.numbers(op, spec.dtype, len(values))
-        return checked
     kind = type(values[0])
     for component in values:
         # IndexedSlices are of one type, whatever is in them.
         if (type(component) is not kind or kind is IndexedSlices) and backend_of(component) is not backend:
             raise _mismatch(value, "are of different frameworks", [backend_of(v).name for v in values])
+    backend.require(value.devices)
     arrays: list[Any] = [backend.array(component) for component in values]
-    checked.arrays = arrays
+    checked = Checked.on(values, value.devices)
+    checked.op, checked.backend, checked.arrays, checked.axis, checked.out = op, backend, arrays, 0, None
     kinds = [type(x) is Sparse for x in arrays]
     checked.sparse = all(kinds) and op is not None
     checked.mixed = any(kinds) and not checked.sparse

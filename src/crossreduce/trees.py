@@ -11,12 +11,13 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .checks import uniform_value
 from .cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
 from .ops import ReduceOp, read_op
 from .options import CommunicationOptions
 from .tracing import unconverted
-from .values import DistributedValues, IndexedSlices, PerReplica, read_devices
+from .values import DistributedValues, PerReplica, read_devices
 
 _NAMESPACE = "crossreduce"
 _DEFAULT = AllReduceCrossDeviceOps("auto")
@@ -92,10 +93,10 @@ def all_reduce(
             message("all_reduce needs one device a replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None")
         )
     leaves, structure = _flatten(given)
-    pairs = []
+    pairs: list[tuple[PerReplica, PerReplica]] = []
     for number, components in enumerate(leaves):
         try:
-            value = PerReplica(components, names)
+            value = uniform_value(op, components, names) or PerReplica(components, names)
         except ReductionError as error:
             error.prefix(f"leaf {_paths(structure)[number]}")
             raise
@@ -107,7 +108,9 @@ def all_reduce(
         if error.pair is not None:  # the batch numbers its pairs; whoever passed a tree knows paths
             error.prefix(f"leaf {_paths(structure)[error.pair]}")
         raise
-    return [_unflatten(structure, [result[replica] for result in reduced]) for replica in range(len(given))]
+    if not reduced:
+        return [_unflatten(structure, []) for _ in given]
+    return [_unflatten(structure, components) for components in zip(*reduced, strict=True)]
 
 
 def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]]) -> list[PerReplica]:
@@ -147,13 +150,10 @@ def _flatten_one(tree: Any) -> tuple[list[Any], Any]:
     import optree
 
     while True:
-        leaves, structure = optree.tree_flatten(tree, is_leaf=_is_leaf, namespace=_NAMESPACE)
+        leaves, structure = optree.tree_flatten(tree, namespace=_NAMESPACE)
+        kinds = {kind for kind in set(map(type, leaves)) if dataclasses.is_dataclass(kind)}
         # Arrays may be dataclasses too (a framework's own), but they have a shape.
-        unknown = {
-            type(leaf)
-            for leaf in leaves
-            if dataclasses.is_dataclass(type(leaf)) and not hasattr(leaf, "shape") and not _is_leaf(leaf)
-        }
+        unknown = {type(leaf) for leaf in leaves if type(leaf) in kinds and not hasattr(leaf, "shape")}
         if not unknown:
             return leaves, structure
         for kind in unknown:
@@ -175,14 +175,10 @@ def _outline(structures: list[Any], replica: int) -> str:
     return found + (f", of which only here {', '.join(own[:3])}{', ...' * (len(own) > 3)}" if own else "")
 
 
-def _unflatten(structure: Any, leaves: list[Any]) -> Any:
+def _unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
     import optree
 
     return optree.tree_unflatten(structure, leaves)
-
-
-def _is_leaf(node: Any) -> bool:
-    return isinstance(node, (IndexedSlices, DistributedValues))
 
 
 def _register(kind: type) -> None:

@@ -356,7 +356,7 @@ bool drawn_case(Random &random, const Tiles *tiles, long &payloads) {
 std::vector<const Tiles *> here() {
     std::vector<const Tiles *> found = {&tiles_baseline};
 #if defined(__x86_64__)
-    if (tiles_avx2 != nullptr && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
+    if (tiles_avx2 != nullptr && __builtin_cpu_supports("avx2")) // with which F16C came
         found.push_back(tiles_avx2);
     if (tiles_avx512 != nullptr && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl"))

@@ -14,7 +14,7 @@ from ..errors import ArgumentError, BackendError, message, shown
 from ..values import IndexedSlices
 from .contract import Array, Backend, Numbers, Sparse
 
-__all__ = ["FRAMEWORKS", "Array", "Backend", "Numbers", "Sparse", "backend_of", "get"]
+__all__ = ["FRAMEWORKS", "Array", "Backend", "Numbers", "Sparse", "backend_of", "get", "known_backend"]
 
 FRAMEWORKS: Final = ("numpy", "torch", "jax", "tensorflow")
 _ROOTS: Final = {name: name for name in FRAMEWORKS} | {"jaxlib": "jax"}
@@ -74,6 +74,11 @@ def backend_of(value: Any) -> Backend:
             "a NumPy, PyTorch, JAX or TensorFlow array, a sparse one, or a number",
         )
     )
+
+
+def known_backend(value: Any) -> Backend | None:
+    """Return the backend of an array whose type was met before; else ``None``."""
+    return _KNOWN.get(type(value))
 
 
 def _of_type(kind: type) -> Backend | None:

@@ -58,7 +58,7 @@ class Backend(Protocol):
         """Return shape and dtype; ``None`` for a size that tracing leaves open."""
 
     def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
-        """Return the spec of values that ``array`` would take as they are and that all have the same; or ``None``.
+        """Return the spec of values in host memory that ``array`` would take as they are, if all have the same one.
 
         A short cut for what most calls give: ``None`` is always right.
         """
@@ -136,7 +136,7 @@ class Backend(Protocol):
         """
 
     def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        """Return memory for ``count`` results of each shape: new arrays, or ``kernels.memory`` where arrays are final."""
+        """Return memory for ``count`` results of each shape: new arrays, or ``kernels.memory`` to adopt."""
 
     def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """Return what the kernels write into in place of blanks."""

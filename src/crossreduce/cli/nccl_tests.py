@@ -2,8 +2,8 @@
 
 In: a ``Config`` and ``Row``s.  Out: lines and dicts. Columns and keys are those of nccl-tests 2.19.6
 (src/util.cu). What differs: the first line names this library; the in-place columns are N/A (null in
-JSON) where arrays cannot be written (JAX, TensorFlow) and for broadcasts; ``env`` is empty, where nccl-tests writes the whole
-environment, secrets included; keys of our own are added.
+JSON) where arrays cannot be written (JAX, TensorFlow) and for broadcasts; ``env`` is empty, where
+nccl-tests writes the whole environment, secrets included; keys of our own are added.
 """
 
 from __future__ import annotations
