@@ -362,7 +362,7 @@ def test_bench_rows_parse_and_their_numbers_agree(crossreduce):
     ids=" ".join,
 )
 def test_bench_says_where_there_is_no_in_place_form(crossreduce, tmp_path, options, jax_, tensorflow_):
-    """In place is N/A, and null in JSON, for arrays that cannot be written, broadcasts, and results of another dtype."""
+    """In place is N/A, and null in JSON, for arrays that cannot be written, broadcasts, results of another dtype."""
     path = tmp_path / "bench.json"
     code, out, _ = crossreduce("bench", "-b", "64", "-e", "64", "-n", "1", "-g", "2", "-J", path, *options)
     assert code == 0

@@ -59,7 +59,7 @@ def test_a_loop_with_out_allocates_nothing_after_its_first_step(op):
 
 
 def test_the_memory_of_freed_results_serves_the_next():
-    """A loop that drops its results before the next step takes their memory once, and no more than that is ever kept."""
+    """A loop that drops its results before the next step takes their memory once; no more is ever kept."""
     value = cr.PerReplica([np.ones(NBYTES // 4, "float32") for _ in range(REPLICAS)])
     ops = cr.AllReduceCrossDeviceOps("auto")
     gc.collect()
