@@ -5,14 +5,18 @@ import io
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_readme_code_prints_what_readme_shows():
-    """Each Python block of the README, run in turn, prints the block that follows it."""
-    blocks = re.findall(r"```python\n(.*?)```\s*```\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == README.count("```python") == 3
+@pytest.mark.parametrize(("document", "count"), [("README.md", 3), ("docs/host.md", 1)])
+def test_code_prints_what_the_document_shows(document, count):
+    """Each Python block of a document, run in turn, prints the block that follows it."""
+    text = (ROOT / document).read_text()
+    blocks = re.findall(r"```python\n(.*?)```\s*```\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == text.count("```python") == count
     names = {}
     for code, shown in blocks:
         printed = io.StringIO()

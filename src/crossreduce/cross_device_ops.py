@@ -126,18 +126,21 @@ class CrossDeviceOps:
         """
         op = read_op(reduce_op)
         hints = read_options(options)
-        pairs: list[tuple[Checked, tuple[str, ...]]] = []
+        pairs: list[Job] = []
         given = check_pairs(value_destination_pairs)
         outs = _outs(out, len(given))
         for number, (value, destinations) in enumerate(given):
             try:
-                checked, devices = check_value(op, per_replica(value)), place(destinations)
-                checked.backend.require(devices)
-                checked.out = None if out is None else _out(outs[number], checked, devices)
+                checked = check_value(op, per_replica(value))
+                devices = checked.devices if destinations is value else place(destinations)
+                if devices is not checked.devices:
+                    checked.backend.require(devices)
+                if out is not None:
+                    checked.out = _out(outs[number], checked, devices)
             except ReductionError as error:
                 error.prefix(f"pair {number}", number)
                 raise
-            pairs.append((checked, devices))
+            pairs.append(Job(checked, devices))
         results = self.batch_reduce_implementation(op, list(pairs), hints)
         if not isinstance(results, list) or len(results) != len(pairs):
             raise UnsupportedError(
@@ -147,7 +150,9 @@ class CrossDeviceOps:
                 )
             )
         return [
-            _delivered(result, devices, "batch_reduce_implementation", value)
+            result
+            if value.out is None and type(result) is Mirrored and result.devices == devices
+            else _delivered(result, devices, "batch_reduce_implementation", value)
             for result, (value, devices) in zip(results, pairs, strict=True)
         ]
 
@@ -302,7 +307,7 @@ class ReductionToOneDevice(_BatchReducing):
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: list[Pair], options: CommunicationOptions
     ) -> list[Mirrored]:
-        jobs = [Job(check_value(reduce_op, value), devices) for value, devices in value_destination_pairs]
+        jobs = _jobs(reduce_op, value_destination_pairs)
         if self._root is not None:
             for job in jobs:
                 job.value.backend.require((self._root,))
@@ -401,7 +406,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: list[Pair], options: CommunicationOptions
     ) -> list[Mirrored]:
-        jobs = [Job(check_value(reduce_op, value), devices) for value, devices in value_destination_pairs]
+        jobs = _jobs(reduce_op, value_destination_pairs)
         packing = self._packing._replace(bytes_per_pack=options.bytes_per_pack)
         return reduce_batch(reduce_op, jobs, packing, self._planner(options), self._topology, None)
 
@@ -450,6 +455,13 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__("nccl", num_packs)
+
+
+def _jobs(op: ReduceOp, pairs: list[Pair]) -> list[Job]:
+    """Return the pairs with checked values; those that come by way of ``batch_reduce`` are already."""
+    return [
+        pair if type(pair) is Job and pair.value.op is op else Job(check_value(op, pair[0]), pair[1]) for pair in pairs
+    ]
 
 
 def _outs(out: Any, size: int) -> list[Any]:

@@ -61,9 +61,13 @@ def reduce_batch(
       PlanError: the topology has no way for some of the data.
     """
     ways: dict[tuple[Backend, tuple[str, ...], tuple[str, ...]], list[int]] = {}
+    last: Any = None
     for number, (value, destinations) in enumerate(jobs):
         if not value.sparse:
-            ways.setdefault((value.backend, value.devices, destinations), []).append(number)
+            way = value.backend, value.devices, destinations
+            if way != last:  # neighbours mostly go the same way
+                last, members = way, ways.setdefault(way, [])
+            members.append(number)
     runs: list[tuple[Group, list[int]]] = []
     for (backend, sources, destinations), members in ways.items():
         specs = tuple(jobs[number].value.spec for number in members)
@@ -77,7 +81,7 @@ def reduce_batch(
     for group, numbers in runs:
         values = [jobs[number].value for number in numbers]
         for number, components in zip(numbers, _run(group, op, values), strict=True):
-            results[number] = Mirrored.on(components, jobs[number].destinations)
+            results[number] = Mirrored.on(components, jobs[number][1])
     return results
 
 

@@ -42,7 +42,12 @@ const Tiles *tiles_named(const char *name) {
 }
 
 // A new reference to a sequence's element, or null with an error set.
-PyObject *item(PyObject *sequence, Py_ssize_t k) { return PySequence_GetItem(sequence, k); }
+PyObject *item(PyObject *sequence, Py_ssize_t k) {
+    if (!PyType_HasFeature(Py_TYPE(sequence), Py_TPFLAGS_LIST_SUBCLASS)) return PySequence_GetItem(sequence, k);
+    PyObject *found = PyList_GetItem(sequence, k);
+    Py_XINCREF(found);
+    return found;
+}
 
 struct Ref { // owns one reference
     PyObject *object;
