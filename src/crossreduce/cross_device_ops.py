@@ -140,7 +140,7 @@ class CrossDeviceOps:
             except ReductionError as error:
                 error.prefix(f"pair {number}", number)
                 raise
-            pairs.append(Job(checked, devices))
+            pairs.append((checked, devices))
         results = self.batch_reduce_implementation(op, list(pairs), hints)
         if not isinstance(results, list) or len(results) != len(pairs):
             raise UnsupportedError(
@@ -307,10 +307,10 @@ class ReductionToOneDevice(_BatchReducing):
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: list[Pair], options: CommunicationOptions
     ) -> list[Mirrored]:
-        jobs = _jobs(reduce_op, value_destination_pairs)
+        jobs = [(check_value(reduce_op, value), devices) for value, devices in value_destination_pairs]
         if self._root is not None:
             for job in jobs:
-                job.value.backend.require((self._root,))
+                job[0].backend.require((self._root,))
         if self._accumulate is None:
             return reduce_to_one(reduce_op, jobs, self._root)
         if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -322,15 +322,15 @@ class ReductionToOneDevice(_BatchReducing):
                 )
             )
         return [
-            reduce_to_one(reduce_op, [job], self._root)[0] if job.value.sparse else self._accumulated(reduce_op, job)
+            reduce_to_one(reduce_op, [job], self._root)[0] if job[0].sparse else self._accumulated(reduce_op, job)
             for job in jobs
         ]
 
     def _accumulated(self, op: ReduceOp, job: Job) -> Mirrored:
         """Reduce one value by the caller's own function."""
         assert self._accumulate is not None
-        value, backend = job.value, job.value.backend
-        root = self._root or job.destinations[0]
+        value, destinations = job
+        backend, root = value.backend, self._root or destinations[0]
         total = self._accumulate([backend.own(backend.copy(x, root)) for x in value.arrays])
         if backend_of(total) is not backend:
             raise MismatchError(
@@ -353,7 +353,7 @@ class ReductionToOneDevice(_BatchReducing):
         numbers = backend.numbers(op, dtype, len(value))
         result = value.numbers.result if dtype in (value.spec.dtype, value.numbers.accumulator) else numbers.result
         whole = backend.finish(total, numbers._replace(result=result))
-        return broadcast_array(whole, job.destinations, "one_device", None, value.out)
+        return broadcast_array(whole, destinations, "one_device", None, value.out)
 
 
 class AllReduceCrossDeviceOps(_BatchReducing):
@@ -406,7 +406,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: list[Pair], options: CommunicationOptions
     ) -> list[Mirrored]:
-        jobs = _jobs(reduce_op, value_destination_pairs)
+        jobs = [(check_value(reduce_op, value), devices) for value, devices in value_destination_pairs]
         packing = self._packing._replace(bytes_per_pack=options.bytes_per_pack)
         return reduce_batch(reduce_op, jobs, packing, self._planner(options), self._topology, None)
 
@@ -455,13 +455,6 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
 
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__("nccl", num_packs)
-
-
-def _jobs(op: ReduceOp, pairs: list[Pair]) -> list[Job]:
-    """Return the pairs with checked values; those that come by way of ``batch_reduce`` are already."""
-    return [
-        pair if type(pair) is Job and pair.value.op is op else Job(check_value(op, pair[0]), pair[1]) for pair in pairs
-    ]
 
 
 def _outs(out: Any, size: int) -> list[Any]:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from .backends import Array, Backend, Numbers, Sparse, backend_of
 from .checks import Checked
@@ -28,11 +28,7 @@ from .values import Mirrored, PerReplica, TensorSpec
 _LOG: Final = logging.getLogger("crossreduce")
 
 
-class Job(NamedTuple):
-    """A checked value and where its result goes."""
-
-    value: Checked
-    destinations: tuple[str, ...]
+Job = tuple[Checked, tuple[str, ...]]  # a checked value and the devices where its result goes
 
 
 def reduce_batch(
@@ -70,16 +66,16 @@ def reduce_batch(
             members.append(number)
     runs: list[tuple[Group, list[int]]] = []
     for (backend, sources, destinations), members in ways.items():
-        specs = tuple(jobs[number].value.spec for number in members)
+        specs = tuple(jobs[number][0].spec for number in members)
         planned_groups = groups(backend, algorithm, sources, destinations, specs, packing, topology, root)
         runs.extend((group, [members[tensor] for tensor in group.tensors]) for group in planned_groups)
-    if len(runs) > 1 and jobs[0].value.out is not None:
+    if len(runs) > 1 and jobs[0][0].out is not None:
         _check_apart(jobs)  # one run looks for itself
     results: list[Any] = [
         _reduce_sparse(value, destinations, root) if value.sparse else None for value, destinations in jobs
     ]
     for group, numbers in runs:
-        values = [jobs[number].value for number in numbers]
+        values = [jobs[number][0] for number in numbers]
         for number, components in zip(numbers, _run(group, op, values), strict=True):
             results[number] = Mirrored.on(components, jobs[number][1])
     return results
@@ -87,7 +83,7 @@ def reduce_batch(
 
 def reduce_to_one(op: ReduceOp, jobs: Sequence[Job], root: str | None) -> list[Mirrored]:
     """Reduce each value on the root, or else on its first destination."""
-    return [reduce_batch(op, [job], Packing(), "one_device", None, root or job.destinations[0])[0] for job in jobs]
+    return [reduce_batch(op, [job], Packing(), "one_device", None, root or job[1][0])[0] for job in jobs]
 
 
 @dataclass(frozen=True, eq=False)  # `groups` is cached, so a group is equal to itself only: a cheap key
