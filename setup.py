@@ -4,10 +4,12 @@ import platform
 import sys
 import sysconfig
 
+import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
+X86 = platform.machine().lower() in ("x86_64", "amd64") and sys.platform != "darwin"
 NATIVE = "src/crossreduce/kernels/native"
 # Contraction would round a * b + c once, and results would depend on the compiler.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
@@ -19,44 +21,51 @@ SETS = {
 
 
 class Build(build_ext):
-    """Compiles the tiles once for each instruction set."""
+    """Compiles the kernels' tiles once for each instruction set."""
 
     def build_extension(self, ext):
-        for name, flags in SETS.items():
-            x86 = platform.machine().lower() in ("x86_64", "amd64") and sys.platform != "darwin"
-            options = {
-                "output_dir": self.build_temp,
-                "include_dirs": [NATIVE],
-                "depends": ext.depends,
-            }
-            source = [f"{NATIVE}/tiles_{name}.cpp"]
-            try:
-                made = self.compiler.compile(source, extra_postargs=FLAGS + (flags if x86 else []), **options)
-            except CompileError:
-                if not flags:
-                    raise
-                # A compiler that does not know the set: its file then compiles to nothing.
-                made = self.compiler.compile(source, extra_postargs=FLAGS, **options)
-            ext.extra_objects += made
+        if ext.name.endswith("kernels._native"):
+            for name, flags in SETS.items():
+                ext.extra_objects += self.tiles(f"{NATIVE}/tiles_{name}.cpp", flags if X86 else [], ext.depends)
         super().build_extension(ext)
 
+    def tiles(self, source, flags, depends):
+        options = {"output_dir": self.build_temp, "include_dirs": [NATIVE], "depends": depends}
+        try:
+            return self.compiler.compile([source], extra_postargs=FLAGS + flags, **options)
+        except CompileError:
+            if not flags:
+                raise
+            # A compiler that does not know the set: its file then compiles to nothing.
+            return self.compiler.compile([source], extra_postargs=FLAGS, **options)
 
+
+def extension(name, sources, **options):
+    return Extension(
+        f"crossreduce.{name}",
+        sources,
+        extra_compile_args=FLAGS,
+        extra_link_args=[] if sys.platform == "win32" else ["-pthread"],
+        language="c++",
+        py_limited_api=True,
+        optional=True,
+        **options,
+    )
+
+
+kernels = extension(
+    "kernels._native",
+    [f"{NATIVE}/{name}.cpp" for name in ("module", "engine", "pool", "memory")],
+    depends=[f"{NATIVE}/{name}" for name in ("tiles.hpp", "tiles.inc", "engine.hpp", "pool.hpp", "memory.hpp")],
+)
+arrays = extension(
+    "backends._numpy_arrays",
+    ["src/crossreduce/backends/native/numpy_arrays.cpp"],
+    include_dirs=[numpy.get_include()],
+)
 free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # the stable ABI has no such builds yet
 setup(
     cmdclass={"build_ext": Build},
-    ext_modules=[]
-    if free_threaded
-    else [
-        Extension(
-            "crossreduce.kernels._native",
-            [f"{NATIVE}/{name}.cpp" for name in ("module", "engine", "pool", "memory")],
-            depends=[f"{NATIVE}/{name}" for name in ("tiles.hpp", "tiles.inc", "engine.hpp", "pool.hpp", "memory.hpp")],
-            extra_compile_args=FLAGS,
-            extra_link_args=[] if sys.platform == "win32" else ["-pthread"],
-            language="c++",
-            py_limited_api=True,
-            optional=True,
-        )
-    ],
+    ext_modules=[] if free_threaded else [kernels, arrays],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -57,7 +57,7 @@ class Backend(Protocol):
     def spec(self, x: Array) -> TensorSpec:
         """Return shape and dtype; ``None`` for a size that tracing leaves open."""
 
-    def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
+    def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
         """Return the spec of values in host memory that ``array`` would take as they are, if all have the same one.
 
         A short cut for what most calls give: ``None`` is always right.

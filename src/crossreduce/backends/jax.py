@@ -223,7 +223,7 @@ class Jax:
         # Under jax.export a size may be a symbol.
         return TensorSpec(tuple(n if type(n) is int else None for n in x.shape), _name(x.dtype))
 
-    def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
+    def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
         return None
 
     def require(self, devices: tuple[str, ...]) -> None:

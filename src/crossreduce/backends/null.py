@@ -83,7 +83,7 @@ class NullBackend:
     def spec(self, x: Array) -> TensorSpec:
         return TensorSpec(x.shape, x.dtype)
 
-    def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
+    def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
         return None
 
     def require(self, devices: tuple[str, ...]) -> None:

@@ -21,8 +21,6 @@ from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .contract import Array, Numbers, Sparse
 
-# Results up to this many bytes are rows of one array: an array of its own takes NumPy three times as long.
-_ROW: Final = 4096
 _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
@@ -55,6 +53,27 @@ def require_host(devices: tuple[str, ...], framework: str) -> None:
             )
 
 
+def _uniform_in_python(values: tuple[Any, ...]) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
+    first = values[0]
+    if type(first) is not np.ndarray or not first.dtype.isnative:
+        return None
+    dtype, shape = first.dtype, first.shape
+    alike = all(type(x) is np.ndarray and x.dtype is dtype and x.shape == shape for x in values)
+    return (shape, dtype) if alike else None
+
+
+def _empty_in_python(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
+    return [np.empty(shape, dtype) for _ in range(count)]
+
+
+try:  # the same, several times as fast
+    from . import _numpy_arrays
+
+    _uniform, _empty = _numpy_arrays.uniform, _numpy_arrays.empty
+except ImportError:
+    _uniform, _empty = _uniform_in_python, _empty_in_python
+
+
 class NumPy:
     """The ``Backend`` of NumPy arrays and Python numbers."""
 
@@ -78,17 +97,9 @@ class NumPy:
     def spec(self, x: Array) -> TensorSpec:
         return TensorSpec(x.shape, _name(x.dtype))
 
-    def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
-        first = values[0]
-        if type(first) is not np.ndarray:
-            return None
-        dtype, shape = first.dtype, first.shape
-        if not dtype.isnative:
-            return None
-        for x in values:
-            if type(x) is not np.ndarray or x.dtype is not dtype or x.shape != shape:
-                return None
-        return TensorSpec(shape, _name(dtype))
+    def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
+        found = _uniform(values)
+        return None if found is None else TensorSpec(found[0], _name(found[1]))
 
     def require(self, devices: tuple[str, ...]) -> None:
         require_host(devices, "NumPy")
@@ -214,10 +225,8 @@ class NumPy:
 
 def _blank(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes <= _ROW and shape:
-        return list(np.empty((count, *shape), dtype))
     if nbytes < kernels.KEPT_BYTES:
-        return [np.empty(shape, dtype) for _ in range(count)]
+        return _empty(shape, dtype, count)
     return [np.frombuffer(kernels.memory(nbytes), dtype).reshape(shape) for _ in range(count)]
 
 

@@ -142,7 +142,7 @@ class TensorFlow:
     def spec(self, x: Array) -> TensorSpec:
         return TensorSpec(tuple(x.shape.as_list()), _NAMES[x.dtype])
 
-    def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
+    def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
         return None
 
     def require(self, devices: tuple[str, ...]) -> None:

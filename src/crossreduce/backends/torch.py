@@ -106,7 +106,7 @@ class Torch:
     def spec(self, x: Array) -> TensorSpec:
         return TensorSpec(tuple(x.shape), _NAMES[x.dtype])
 
-    def uniform(self, values: Sequence[Any]) -> TensorSpec | None:
+    def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
         first = values[0]
         if type(first) is not torch.Tensor or first.dtype not in _NAMES or first.is_nested:
             return None

@@ -1,0 +1,6 @@
+from typing import Any
+
+import numpy as np
+
+def uniform(values: tuple[Any, ...], /) -> tuple[tuple[int, ...], np.dtype[Any]] | None: ...
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], count: int, /) -> list[np.ndarray[Any, Any]]: ...
