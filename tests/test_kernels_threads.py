@@ -40,8 +40,10 @@ def forked(threads):
     child = os.fork()
     if child == 0:
         try:
+            assert native().helpers() == 0, "the parent's helpers are not here"
             for _ in range(3):
                 reduce(threads)
+            assert native().helpers() == threads - 1
             os._exit(0)
         except BaseException as error:
             print("in the child:", repr(error), file=sys.stderr, flush=True)

@@ -22,9 +22,10 @@ def test_the_compiled_functions_are_in_use():
 
 
 ARRAYS = [
-    np.zeros(3), np.ones((3,)), np.zeros((3, 1)), np.zeros((1, 3)), np.zeros(()), np.zeros((0, 4)), np.zeros(3, "float32"),
-    np.zeros(3, ">f8"), np.zeros(3, ml_dtypes.bfloat16), np.zeros(6)[::2], np.zeros((2, 3)).T, np.zeros(3).view(Subclass),
-    np.ma.zeros(3), np.float64(1), 1.5, None, "text", [1.0], np.zeros(3, "S3"), np.zeros(3, object), np.zeros(3, "M8[s]"),
+    np.zeros(3), np.ones((3,)), np.zeros((3, 1)), np.zeros((1, 3)), np.zeros(()), np.zeros((0, 4)),
+    np.zeros(3, "float32"), np.zeros(3, ">f8"), np.zeros(3, ml_dtypes.bfloat16), np.zeros(6)[::2],
+    np.zeros((2, 3)).T, np.zeros(3).view(Subclass), np.ma.zeros(3), np.float64(1), 1.5, None, "text", [1.0],
+    np.zeros(3, "S3"), np.zeros(3, object), np.zeros(3, "M8[s]"),
     np.zeros(3, np.dtype("float64", metadata={"unit": "m"})),
 ]  # fmt: skip
 

@@ -12,6 +12,8 @@ constexpr size_t LINE = 64;
 
 // So many sources are read side by side, a line of each; what has more is added up tile by tile, so many at a time.
 constexpr size_t SIDE_BY_SIDE = 16;
+// From so many lines on it pays to begin where a line of the first result does.
+constexpr size_t MANY_LINES = 16;
 // The bytes of accumulator in a tile.
 constexpr size_t TILE = 4096;
 // The bytes of a replica that a thread takes at a time: many, since where a share begins memory must be found anew
@@ -136,11 +138,12 @@ void walk_part(const Walk &walk, const Numbers &n, size_t start, size_t count, A
 void walk_all(const Walk &walk, const Numbers &n, size_t count, bool past_cache, Target *targets, size_t results,
               Arena arena) {
     size_t head = 0;
-    if (past_cache && results > 0) {
+    if (results > 0 && count >= MANY_LINES * n.line) {
         const size_t off = (LINE - (reinterpret_cast<uintptr_t>(targets[0].data) & (LINE - 1))) & (LINE - 1);
-        if (off % n.out == 0) head = std::min(count, off / n.out);
+        if (off % n.out == 0) head = off / n.out;
         for (size_t r = 0; r < results; r++)
-            targets[r].past = (reinterpret_cast<uintptr_t>(targets[r].data + head * n.out) & (LINE - 1)) == 0;
+            targets[r].past =
+                past_cache && (reinterpret_cast<uintptr_t>(targets[r].data + head * n.out) & (LINE - 1)) == 0;
     }
     if (head > 0) walk_part(walk, n, 0, head, arena);
     const size_t whole = head + (count - head) / n.line * n.line;
@@ -165,6 +168,17 @@ size_t route(const Plan &plan, const Program &program, char *const *results, siz
         values[count++] = {from(value, last), last, to, static_cast<size_t>(targets + placed - to)};
     }
     return count;
+}
+
+// Whether a result of the tensor lies where a source does. Its lines are in the cache then, and best written there.
+bool in_place(const Run &run, int64_t tensor) {
+    const Plan &plan = run.plan;
+    const Operand *sources = &run.sources[static_cast<size_t>(tensor * plan.sources)];
+    char *const *results = &run.results[static_cast<size_t>(tensor * plan.results)];
+    for (int r = 0; r < plan.results; r++)
+        for (int s = 0; s < plan.sources; s++)
+            if (sources[s].data == results[r]) return true;
+    return false;
 }
 
 // Line by line through the whole program: intermediate values are a line each and never leave the first-level cache.
@@ -193,7 +207,7 @@ void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t st
     const size_t count = route(plan, program, results, offset * n.out, values, targets,
                                [&](int value, bool) { return place(value); });
     walk_all({folds, program.folds.size(), values, count, plan.divisor}, n, static_cast<size_t>(stop - start) * n.units,
-             run.past_cache, targets, static_cast<size_t>(plan.results), arena);
+             run.past_cache && !in_place(run, segment.tensor), targets, static_cast<size_t>(plan.results), arena);
 }
 
 // Tile by tile: sources that are many, strided or to be converted; intermediate values are a tile each.
