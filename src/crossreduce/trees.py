@@ -110,7 +110,8 @@ def all_reduce(
         raise
     if not reduced:
         return [_unflatten(structure, []) for _ in given]
-    return [_unflatten(structure, components) for components in zip(*reduced, strict=True)]
+    columns = zip(*(result.values for result in reduced), strict=True)
+    return [_unflatten(structure, components) for components in columns]
 
 
 def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]]) -> list[PerReplica]:
@@ -126,7 +127,7 @@ def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]
         raise MismatchError(
             message("the trees of out differ in structure from the replicas'.", _outline([structure, found], 1))
         )
-    return [PerReplica(targets, value.devices) for targets, (value, _) in zip(leaves, pairs, strict=True)]
+    return [PerReplica.on(targets, value.devices) for targets, (value, _) in zip(leaves, pairs, strict=True)]
 
 
 def _flatten(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -227,7 +227,18 @@ def _blank(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < kernels.KEPT_BYTES:
         return _empty(shape, dtype, count)
-    return [np.frombuffer(kernels.memory(nbytes), dtype).reshape(shape) for _ in range(count)]
+    offset = _offset()
+    return [np.frombuffer(kernels.memory(nbytes + offset), dtype, offset=offset).reshape(shape) for _ in range(count)]
+
+
+@cache
+def _offset() -> int:
+    """Return by how much NumPy's own large arrays miss a cache line.
+
+    Results miss it by as much (16 bytes, as a rule), since a line of results is then made of one line of each source;
+    of two each, it takes half as long again (benchmarks/host_reduction.py).
+    """
+    return int(np.empty(1 << 20, np.uint8).__array_interface__["data"][0] % 64)
 
 
 def _kind(x: Array) -> str:

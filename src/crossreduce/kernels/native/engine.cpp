@@ -368,9 +368,10 @@ int64_t traffic(const Plan &plan) {
 
 bool run(const Plan &plan, const std::vector<Operand> &sources, const std::vector<char *> &results, int threads,
          bool past_cache) {
-    const Numbers n = numbers_of(plan);
+    Numbers n = numbers_of(plan);
     bool by_line = !n.before && !n.after && plan.side_by_side <= SIDE_BY_SIDE;
     for (const Operand &source : sources) by_line = by_line && source.strided == nullptr;
+    if (by_line && plan.dtype == BF16 && plan.accumulator == F32) n.walker = plan.tiles->pairs[plan.op];
     Run run{plan, sources, results, past_cache, by_line, n, 0, 0, {}};
     const size_t widest = std::max({SIZES[plan.dtype], SIZES[plan.accumulator], SIZES[plan.result]});
     run.tile = static_cast<int64_t>(plan.tile_bytes / widest);

@@ -52,6 +52,7 @@ struct Tiles {
     const char *name;
     Walker same[OPS][TYPES];       // sources, accumulator and results of one type; null: the op is not defined
     Walker half[OPS][2];           // sources and results F16 or BF16, accumulator F32; sums and products
+    Walker pairs[OPS];             // the same for BF16, quicker, where no value on the way is longer than a line
     Convert convert[TYPES][TYPES]; // [from][to], any size; null: never needed
 };
 
