@@ -14,7 +14,7 @@ import numpy as np
 import oracle
 import pytest
 import strategies
-from expect import result_dtype, small
+from expect import result_dtype
 from frameworks import DTYPES, np_dtype
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
@@ -91,13 +91,17 @@ def by_the_kernels(name):
 
 
 def equal(a, b, op):
-    """Say whether results are the same: bits, but for the sign of a zero that is least or greatest.
+    """Say whether results are the same: bits, with two exceptions.
 
-    0 and -0 are equal, so either is right: NumPy's minimum returns the one or the other by how many elements there
-    are, since its vector instructions differ from what computes the last few. The kernels always keep the first.
+    0 and -0 are equal, so either is the least of both: the kernels keep the first, and NumPy keeps it for halves and
+    returns the second of wider floats, as the processor's own minimum does. And where NumPy multiplies complex numbers
+    it fuses a product and a sum into one rounding; the kernels round each product, as frameworks without do.
     """
-    same = a.tobytes() == b.tobytes()
-    return a.dtype == b.dtype and (same or (op in ("min", "max") and a.shape == b.shape and (a == b).all()))
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if op == "product" and a.dtype.kind == "c":
+        return True  # `check_law` asks the oracle
+    return a.tobytes() == b.tobytes() or (op in ("min", "max") and (a == b).all())
 
 
 @st.composite
@@ -132,11 +136,12 @@ def check_law(op, batch, ops, options):
     assert {*taken} == {"host"}
     with by_the_kernels("numpy"):
         reference = ops.batch_reduce(op, pairs, options)
-    for result, other, third in zip(found, looped, reference, strict=True):
+    for (xs, _), result, other, third in zip(batch, found, looped, reference, strict=True):
         for y, loop, numpy in zip(result, other, third, strict=True):
-            assert y.shape == loop.shape
             assert equal(y, loop, op)
             assert y.tobytes() == numpy.tobytes()
+            if op == "product" and y.dtype.kind == "c":
+                oracle.check(y, op, xs)
 
 
 @settings(max_examples=120)
@@ -321,6 +326,35 @@ def wasteful(draw):
     return schedule
 
 
+@st.composite
+def sharing(draw):
+    """Draw a schedule of one chunk that verifies, whose destinations are made of some of the same values."""
+    n, scratch, ends = draw(st.integers(2, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    held = {s: frozenset([s]) for s in range(n)}  # None: some source twice
+    steps = []
+
+    def step(dst, srcs):
+        parts = [held[src] for src in srcs]
+        whole = None if None in parts else frozenset().union(*parts)
+        held[dst] = whole if whole and len(whole) == sum(map(len, parts)) else None
+        steps.append(Step(0, dst, tuple(srcs)))
+
+    for _ in range(draw(st.integers(0, 10))):
+        known = st.sampled_from(sorted(held))
+        srcs = draw(st.lists(known, min_size=1, max_size=3, unique=True))
+        step(draw(st.integers(n, n + scratch - 1)), srcs)
+    for end in range(n + scratch, n + scratch + ends):
+        srcs, missing = [], set(range(n))
+        for device in (*draw(st.permutations([d for d in held if d >= n])), *range(n)):
+            if held[device] and held[device] <= missing:
+                srcs.append(device)
+                missing -= held[device]
+        step(end, draw(st.permutations(srcs)))
+    devices = strategies.names(n + scratch + ends)
+    chunk = Chunk(1, tuple(range(n)), tuple(range(n + scratch, n + scratch + ends)))
+    return Schedule("reduce", "drawn", devices, (chunk,), tuple((one,) for one in steps))
+
+
 def check_schedule(schedule, op, dtype):
     """Kernels and loop agree on a schedule of one chunk, destination by destination."""
     check_program(schedule, 0)
@@ -336,11 +370,12 @@ def check_schedule(schedule, op, dtype):
     assert [out.tobytes() for out in outs] == [own.parts[0].tobytes() for own in held]
 
 
+ANY_SCHEDULE = st.one_of(wasteful(), sharing())
 SOME_OPS, SOME_DTYPES = st.sampled_from(["sum", "mean", "product"]), st.sampled_from(["float32", "float16"])
 
 
-@settings(max_examples=100)
-@given(schedule=wasteful(), op=SOME_OPS, dtype=SOME_DTYPES)
+@settings(max_examples=200)
+@given(schedule=ANY_SCHEDULE, op=SOME_OPS, dtype=SOME_DTYPES)
 def test_any_schedule_that_verifies(schedule, op, dtype):
     """Steps that serve nothing leave nothing behind, and destinations whose values were combined in another order
     keep each its own bits; so the reference has it."""
@@ -350,24 +385,17 @@ def test_any_schedule_that_verifies(schedule, op, dtype):
 
 @faulty("the compiled kernels read a second value from where the first one was converted or divided")
 @settings(max_examples=100, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(schedule=wasteful(), op=SOME_OPS, dtype=SOME_DTYPES)
+@given(schedule=ANY_SCHEDULE, op=SOME_OPS, dtype=SOME_DTYPES)
 def test_any_schedule_that_verifies_compiled(schedule, op, dtype):
     """So the compiled kernels have it, too."""
     check_schedule(schedule, op, dtype)
 
 
 def test_destinations_may_differ():
-    """Two devices that each add for themselves, in their own order, make two results."""
-    chunk = Chunk(1, (0, 1, 2), (0, 1, 2))
-    steps = Step(0, 0, (0, 1, 2)), Step(0, 1, (2, 1, 0)), Step(0, 2, (0,))
-    schedule = Schedule("all_reduce", "by hand", strategies.names(3), (chunk,), ((steps[1],), (steps[0],), (steps[2],)))
-    with pytest.raises(ScheduleError):  # device 1 holds the sum when device 0 reads it
-        cr.verify(schedule)
-    mine, yours, third = strategies.names(6)[3:], Step(0, 3, (0, 1, 2)), Step(0, 4, (2, 1, 0))
+    """Two devices that each add for themselves, in their own order, make two results; a copy is no third one."""
+    mine, yours, copied = Step(0, 3, (0, 1, 2)), Step(0, 4, (2, 1, 0)), Step(0, 5, (4,))
     chunk = Chunk(1, (0, 1, 2), (3, 4, 5))
-    schedule = Schedule(
-        "reduce", "by hand", strategies.names(3) + mine, (chunk,), ((yours, third), (Step(0, 5, (4,)),))
-    )
+    schedule = Schedule("reduce", "by hand", strategies.names(6), (chunk,), ((mine, yours), (copied,)))
     assert program(schedule, 0) == kernels.Program(2, ((0, 0, 1, 2), (1, 2, 1, 0)), (-1, -2, -2))
 
 
@@ -497,75 +525,81 @@ def pointed(item):
 
 @contextlib.contextmanager
 def blocks():
-    """Note the addresses of the memory that the kernels hand out for results."""
+    """Note the addresses of the memory that the kernels hand out for results, from the first byte to the last."""
     taken, memory = [], kernels.memory
 
     def noted(nbytes):
         block = memory(nbytes)
-        taken.append(np.frombuffer(block, np.uint8).ctypes.data if nbytes else 0)
+        start = np.frombuffer(block, np.uint8).ctypes.data if nbytes else 0
+        taken.append(range(start, start + nbytes))
         return block
 
     with mock.patch.object(kernels, "memory", noted):
         yield taken
 
 
+def live(framework):
+    """Return the bytes of results in use. JAX lets go of what it adopted when it is called next."""
+    framework.array(np.zeros(1))
+    return kernels.usage()["live"]
+
+
 def put(framework, xs):
     return PerReplica(framework.arrays(xs), strategies.names(len(xs)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_inputs_are_read_where_they_lie(framework, dtype):
+def test_inputs_are_read_where_they_lie(framework):
     """What the kernels are given points to the arrays' own elements: nothing is copied on the way in."""
-    xs = [np.ones(shape, np_dtype(dtype)) for shape in ((5,), (2, 3), (), (1000,))]
-    arrays = [framework.array(x, k % 2) for k, x in enumerate(xs)]
-    backend = backend_of(arrays[0])
-    given = backend.readable([[backend.array(x)] for x in arrays])
-    assert [pointed(item) for (item,) in given] == [address(framework, x) for x in arrays]
+    for dtype in DTYPES:
+        xs = [np.ones(shape, np_dtype(dtype)) for shape in ((5,), (2, 3), (), (1000,))]
+        arrays = [framework.array(x, k % 2) for k, x in enumerate(xs)]
+        backend = backend_of(arrays[0])
+        given = backend.readable([[backend.array(x)] for x in arrays])
+        assert [pointed(item) for (item,) in given] == [address(framework, x) for x in arrays], dtype
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_results_adopt_the_kernels_memory(framework, dtype):
+def test_results_adopt_the_kernels_memory(framework):
     """A large result is the memory that the kernels wrote, on every device, and gives it back when it is dropped."""
-    size = LARGE // np_dtype(dtype).itemsize
-    op = "max" if dtype == "bool" else "product"
-    value = put(framework, [np.ones((size, 1), np_dtype(dtype)) for _ in range(3)])
     gc.collect()
-    before = kernels.usage()["live"]
-    with blocks() as taken:
-        result = OPS.reduce(op, value, value)
-    assert [address(framework, y) for y in result] == taken
-    assert kernels.usage()["live"] - before == 3 * LARGE
-    (last,) = result.values[2:]
-    del result
-    gc.collect()
-    assert kernels.usage()["live"] - before == LARGE
-    del last
-    gc.collect()
-    assert kernels.usage()["live"] == before
+    before = live(framework)
+    for dtype in DTYPES:
+        size = LARGE // np_dtype(dtype).itemsize
+        op = "max" if dtype == "bool" else "product"
+        value = put(framework, [np.ones((size, 1), np_dtype(dtype)) for _ in range(3)])
+        with blocks() as taken:
+            result = OPS.reduce(op, value, value)
+        places = [address(framework, y) for y in result]
+        assert all(at in block and at + LARGE - 1 in block for at, block in zip(places, taken, strict=True)), dtype
+        assert LARGE <= len(taken[0]) < LARGE + 64
+        assert live(framework) - before == 3 * len(taken[0])
+        last = result[2]
+        del result
+        assert live(framework) - before == len(taken[0])
+        del last
+        assert live(framework) == before
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (65, 5), (LARGE + 3,)], ids=str)
-def test_results_outlive_everything_else(framework, dtype, shape):
+def test_results_outlive_everything_else(framework):
     """A result keeps its memory while it lives, whatever else was dropped and reduced since."""
-    op, due = ("max", 1) if dtype == "bool" else ("sum", 6)
     gc.collect()
-    before = kernels.usage()["live"]
-    value = put(framework, [np.full(shape, k, np_dtype(dtype)) for k in (1, 2, 3)])
-    held = OPS.reduce(op, value, value).values[1]
+    before = live(framework)
+    held = {}
+    for dtype, shape in itertools.product(DTYPES, [(), (0,), (3, 0), (1,), (65, 5), (LARGE + 3,)]):
+        op, due = ("max", 1) if dtype == "bool" else ("sum", 6)
+        value = put(framework, [np.full(shape, k, np_dtype(dtype)) for k in (1, 2, 3)])
+        held[dtype, shape] = OPS.reduce(op, value, value)[1], due
+        value = put(framework, [np.full(shape, 0, np_dtype(dtype))] * 3)
+        OPS.reduce("product", value, value)  # into the memory that was freed
     del value
     gc.collect()
-    for _ in range(2):  # into the memory that was freed
-        value = put(framework, [np.full(shape, 0, np_dtype(dtype))] * 3)
-        OPS.reduce("product", value, value)
-        del value
-    found = framework.to_numpy(held)
-    assert found.shape == shape
-    assert found.dtype == np_dtype(dtype)
-    assert (found == due).all()
-    del held, found
-    gc.collect()
-    assert kernels.usage()["live"] == before
+    for (dtype, shape), (y, due) in held.items():
+        found = framework.to_numpy(y)
+        assert found.shape == shape
+        assert found.dtype == np_dtype(dtype)
+        assert (found == due).all(), (dtype, shape)
+    del y, found
+    held.clear()
+    assert live(framework) == before
 
 
 def test_small_results_are_the_frameworks_own(framework):

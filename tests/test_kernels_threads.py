@@ -99,7 +99,7 @@ def test_eight_threads_reduce_at_once():
 
 def test_a_long_run_lets_other_threads_on():
     """While a big batch is reduced, the interpreter's lock is free: another thread goes on."""
-    n, side = 6, 1200
+    n, side = 6, 2000
     plan = summing(side * side, n, "int8")
     xs = [np.ones((side, side), "int8").T for _ in range(n)]  # columns are read one by one, which takes long
     out = np.zeros(side * side, "int8")

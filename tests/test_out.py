@@ -340,7 +340,7 @@ FORGETS = faulty("reduce of a value that another op checked sets its out to None
         pytest.param(Adding(), id="adding"),
         pytest.param(Handing(), id="handing"),
         pytest.param(Asking(), id="asking", marks=FORGETS),
-        pytest.param(AskingForBatches(), id="asking for batches", marks=FORGETS),
+        pytest.param(AskingForBatches(), id="asking for batches"),
     ],
 )
 @pytest.mark.parametrize("in_place", [False, True])
@@ -458,6 +458,8 @@ def test_wrong_trees(arrays):
     for wrong, error, words in [
         (arrays.blank((5,), "float64"), MismatchError, LIKE),
         (1.0, UnsupportedError, "results are written into"),
+        ("b", ArgumentError, "this is no array"),
+        (type, ArgumentError, "this is no array"),
     ]:
         out = [{"a": a, "b": wrong}, {"a": b, "b": wrong}]
         refused(arrays, error, r"^leaf tree\['b'\]: .*" + words, cr.all_reduce, trees, out=out)
@@ -618,8 +620,8 @@ REFUSED = {
 UNGUARDED = ("loop", "one device", "function", "subclass")
 
 
-def _cases():
-    for make, way in itertools.product(REFUSED, WAYS):
+def _cases(kinds):
+    for make, way in itertools.product(kinds, WAYS):
         late = "one pair is written before the next is looked at, and nothing looks for shared memory"
         other = "an input is taken for out itself where it only begins and ends there"
         found = [faulty(late)] if way in UNGUARDED else []
@@ -627,25 +629,35 @@ def _cases():
         yield pytest.param(make, way, id=f"{make.__name__}-{way}", marks=found)
 
 
-@pytest.mark.parametrize(("make", "way"), list(_cases()))
-def test_nothing_is_written_where_out_cannot_be(arrays, make, way):
-    """Whatever reduces a batch: arrays that cannot be written into, or share memory, are found before anything is."""
-    if make is read_only and arrays.framework.name == "torch":
-        pytest.skip("torch has no read-only tensors")
+def check_refused(arrays, make, way):
+    """A batch raises its error, and so does its one value where it is one, before anything is written."""
     rows = make(arrays)
-    others = arrays.value(two()), arrays.value([np.int32([1, 2]), np.int32([3, 4])])
     if way == "several dtypes":
-        rows = [(others[1], others[1]), *rows]  # the first that would be written
+        integers = arrays.value([np.int32([1, 2]), np.int32([3, 4])])
+        rows = [(integers, integers), *rows]  # the first that would be written
     elif way == "loop":
         rows = [(partly_sparse(arrays, value), out) for value, out in rows]
-    else:
-        rows = [(others[0], others[0]), *rows]
-    pairs = [(value, out.devices) for value, out in rows]
-    pairs = [(value, PerReplica([0] * len(devices), devices)) for value, devices in pairs]
+    pairs = [(value, PerReplica([0] * len(out), out.devices)) for value, out in rows]
     error, words = REFUSED[make]
-    refused(arrays, error, words, WAYS[way].batch_reduce, "sum", pairs, out=[out for _, out in rows])
-    if len(rows) == 1:
+    if len(pairs) == 1:
         refused(arrays, error, words, WAYS[way].reduce, "sum", *pairs[0], out=rows[0][1])
+    outs = [out for _, out in rows]
+    if way != "several dtypes":
+        good = arrays.value(two())
+        pairs, outs = [(good, good), *pairs], [good, *outs]
+    refused(arrays, error, words, WAYS[way].batch_reduce, "sum", pairs, out=outs)
+
+
+@pytest.mark.parametrize(("make", "way"), list(_cases([make for make in REFUSED if make is not read_only])))
+def test_nothing_is_written_where_out_cannot_be(arrays, make, way):
+    """Whatever reduces a batch: arrays that cannot be written into, or share memory, are found before anything is."""
+    check_refused(arrays, make, way)
+
+
+@pytest.mark.parametrize(("make", "way"), list(_cases([read_only])))
+def test_read_only_arrays(numpy_, make, way):
+    """NumPy's read-only arrays are refused as well; torch has none."""
+    check_refused(Arrays(numpy_), make, way)
 
 
 @faulty("what is found only when a batch runs names no pair")
