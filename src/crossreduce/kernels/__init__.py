@@ -192,6 +192,6 @@ def threads() -> int:
 
 
 def _count(name: str, text: str) -> int:
-    if not text.strip().isdecimal() or not 0 < int(text) <= 4096:
+    if not text.strip().isdecimal() or len(text.strip()) > 8 or not 0 < int(text) <= 4096:
         raise ArgumentError(message(f"{name} must be a whole number from 1 to 4096.", shown(text), f"{name}=4"))
     return int(text)

@@ -82,7 +82,11 @@ def _rounded(x: Any, dtype: np.dtype[Any]) -> Any:
         towards = np.where(wide > x, np.float32(-np.inf), np.float32(np.inf))
         single = np.where((wide != x) & (x == x) & even, np.nextafter(single, towards), single)
         x = single
-    return x.astype(dtype)
+    out = x.astype(dtype)
+    if dtype == np.float16:
+        bits = out.view(np.uint16)
+        bits[(bits & 0x7FFF) > 0x7C00] |= 0x200  # quiet, which NumPy leaves a NaN that nothing was done to
+    return out
 
 
 def _array(operand: Any, dtype: np.dtype[Any], size: int) -> Any:
@@ -125,6 +129,8 @@ class Plan:
         self._dtypes = dtype_named(dtype), dtype_named(accumulator), dtype_named(result)
         self._divisor = divisor
         self._counts = sources, results
+        # Bytes that nothing is done to are copied as they are, NaNs and all.
+        self._copies = divisor == 1 and dtype == result and not any(folds for _, folds, _ in programs)
         self._sizes, self._programs, self._segments = tuple(sizes), tuple(programs), tuple(segments)
 
     def run(
@@ -156,9 +162,8 @@ class Plan:
         return arrays
 
     def _tile(self, ins: list[Any], outs: list[Any], start: int, stop: int, program: Any) -> None:
-        dtype, accumulator, result = self._dtypes
+        _, accumulator, result = self._dtypes
         _, folds, wanted = program
-        copies = not folds and self._divisor == 1 and dtype == result
         values: dict[int, Any] = {}
 
         def read(operand: int) -> Any:
@@ -166,7 +171,7 @@ class Plan:
                 return values[operand]
             x = ins[operand]
             tile = x.reshape(-1)[start:stop] if x.flags.c_contiguous else x.flat[start:stop]
-            return tile if copies else np.ascontiguousarray(tile.astype(accumulator, copy=False))
+            return tile if self._copies else np.ascontiguousarray(tile.astype(accumulator, copy=False))
 
         for slot, first, *more in folds:
             value = read(first)
@@ -179,6 +184,8 @@ class Plan:
             if self._divisor != 1:
                 value = _divided(value, self._divisor)
             finished[operand] = value if value.dtype == result else _rounded(value, result)
+            if len(set(wanted)) > 1:
+                finished[operand] = finished[operand].copy()  # it may be a source's own memory, and another result's
         for out, operand in zip(outs, wanted, strict=True):
             out[start:stop] = finished[operand]
 

@@ -140,7 +140,7 @@ void walk_all(const Walk &walk, const Numbers &n, size_t count, bool past_cache,
     size_t head = 0;
     if (results > 0 && count >= MANY_LINES * n.line) {
         const size_t off = (LINE - (reinterpret_cast<uintptr_t>(targets[0].data) & (LINE - 1))) & (LINE - 1);
-        if (off % n.out == 0) head = off / n.out;
+        if (off % (n.out * n.units) == 0) head = off / n.out; // whole elements
         for (size_t r = 0; r < results; r++)
             targets[r].past =
                 past_cache && (reinterpret_cast<uintptr_t>(targets[r].data + head * n.out) & (LINE - 1)) == 0;
@@ -149,6 +149,12 @@ void walk_all(const Walk &walk, const Numbers &n, size_t count, bool past_cache,
     const size_t whole = head + (count - head) / n.line * n.line;
     if (whole > head) n.walker(walk, head, whole);
     if (count > whole) walk_part(walk, n, whole, count - whole, arena);
+}
+
+// Whether all results are one value, which then may go to them from the registers.
+bool one_value(const Program &program) {
+    const auto &results = program.results;
+    return std::equal(results.begin() + 1, results.end(), results.begin());
 }
 
 // Fill `values` and `targets` with what goes where: each value once, with all results that are it.
@@ -160,7 +166,7 @@ size_t route(const Plan &plan, const Program &program, char *const *results, siz
         const int value = program.results[static_cast<size_t>(r)];
         const auto begin = program.results.begin();
         if (std::find(begin, begin + r, value) != begin + r) continue; // went with the first result that is it
-        const bool last = !program.folds.empty() && value == ~program.folds.back().out;
+        const bool last = one_value(program) && !program.folds.empty() && value == ~program.folds.back().out;
         Target *to = targets + placed;
         for (int other = r; other < plan.results; other++)
             if (program.results[static_cast<size_t>(other)] == value)
@@ -194,13 +200,14 @@ void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t st
         if (operand >= 0) return Place{sources[operand].data + offset * n.in, n.in, false};
         return Place{slots + static_cast<size_t>(~operand) * n.line * n.acc, 0, true};
     };
+    const bool one = one_value(program);
     Fold *folds = arena.take<Fold>(program.folds.size());
     for (size_t f = 0; f < program.folds.size(); f++) {
-        const Combination &one = program.folds[f];
-        Place *operands = arena.take<Place>(one.operands.size());
-        for (size_t k = 0; k < one.operands.size(); k++) operands[k] = place(one.operands[k]);
-        const bool last = f + 1 == program.folds.size(); // goes from the registers to the results
-        folds[f] = {operands, one.operands.size(), last ? nullptr : const_cast<char *>(place(~one.out).base), 0};
+        const Combination &fold = program.folds[f];
+        Place *operands = arena.take<Place>(fold.operands.size());
+        for (size_t k = 0; k < fold.operands.size(); k++) operands[k] = place(fold.operands[k]);
+        const bool last = one && f + 1 == program.folds.size(); // goes from the registers to the results
+        folds[f] = {operands, fold.operands.size(), last ? nullptr : const_cast<char *>(place(~fold.out).base), 0};
     }
     Value *values = arena.take<Value>(static_cast<size_t>(plan.results));
     Target *targets = arena.take<Target>(static_cast<size_t>(plan.results));
@@ -292,12 +299,25 @@ void run_share(void *given, long number, char *scratch) {
     }
 }
 
+constexpr int64_t MOST_ELEMENTS = int64_t{1} << 48; // numbers of bytes made of it stay within 64 bits
+
 bool in_range(int operand, int sources, int slots) { return operand < sources && operand >= -slots; }
 
 // The type whose sum is defined for elements of the same size, to copy them with.
 Type copied_as(Type type) {
     const size_t size = SIZES[type];
     return size == 1 ? U8 : size == 2 ? U16 : size == 4 ? U32 : size == 8 ? U64 : C128;
+}
+
+// Where results are several values, read the sources among them before any is written: in place, one may lie in another.
+void keep_sources(Program &program) {
+    if (one_value(program)) return;
+    const std::vector<int> results = program.results;
+    for (size_t r = 0; r < results.size(); r++) {
+        if (program.results[r] < 0) continue;
+        program.folds.push_back({program.slots, {results[r]}});
+        std::replace(program.results.begin(), program.results.end(), results[r], ~program.slots++);
+    }
 }
 
 // The working memory of a thread: what describes a walk and its padded copy, slots, and tiles that are read.
@@ -317,24 +337,32 @@ const char *check(Plan &plan) {
     plan.side_by_side = 0;
     bool folds = false;
     if (plan.sources < 1 || plan.results < 1) return "there must be sources and results";
-    for (const Program &program : plan.programs) {
+    for (int64_t size : plan.sizes)
+        if (size < 0 || size > MOST_ELEMENTS) return "a tensor has a size that no memory has";
+    for (Program &program : plan.programs) {
         size_t operands = 0;
         if (program.slots < 0 || program.slots > 10000) return "a program has too many slots";
-        plan.slots = std::max(plan.slots, program.slots);
         folds = folds || !program.folds.empty();
+        std::vector<bool> written(static_cast<size_t>(program.slots));
         for (const Combination &fold : program.folds) {
             if (fold.out < 0 || fold.out >= program.slots || fold.operands.empty()) return "a fold is malformed";
-            operands += fold.operands.size();
             for (size_t k = 0; k < fold.operands.size(); k++) {
                 const int operand = fold.operands[k];
+                if (operand < 0 && in_range(operand, 0, program.slots) && !written[static_cast<size_t>(~operand)])
+                    return "a slot is read before anything is in it";
                 if (!in_range(operand, plan.sources, program.slots)) return "an operand is out of range";
                 if (k > 0 && operand == ~fold.out) return "a fold overwrites an operand it still has to read";
             }
+            written[static_cast<size_t>(fold.out)] = true;
         }
-        plan.side_by_side = std::max(plan.side_by_side, operands);
         if (program.results.size() != static_cast<size_t>(plan.results)) return "a program has too few results";
         for (int value : program.results)
             if (!in_range(value, plan.sources, program.slots)) return "a result is out of range";
+            else if (value < 0 && !written[static_cast<size_t>(~value)]) return "a result is a slot that nothing is in";
+        keep_sources(program);
+        for (const Combination &fold : program.folds) operands += fold.operands.size();
+        plan.slots = std::max(plan.slots, program.slots);
+        plan.side_by_side = std::max(plan.side_by_side, operands);
     }
     for (const Segment &segment : plan.segments) {
         const bool known = segment.tensor >= 0 && segment.tensor < static_cast<int64_t>(plan.sizes.size()) &&

@@ -2,10 +2,14 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <cstring>
-#include <new>
+#include <limits>
+#include <stdexcept>
 #include <string>
 
 #include "engine.hpp"
@@ -28,14 +32,20 @@ int named(const char *name, const char *const *names, int count) {
     return -1;
 }
 
+#if defined(__x86_64__) && defined(__GNUC__)
+bool has_f16c() { // Clang's __builtin_cpu_supports does not know it before version 19
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 const Tiles *tiles_named(const char *name) {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
     if (std::strcmp(name, "avx512") == 0 && tiles_avx512 != nullptr && __builtin_cpu_supports("avx512f") &&
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         return tiles_avx512;
-    if (std::strcmp(name, "avx2") == 0 && tiles_avx2 != nullptr && __builtin_cpu_supports("avx2") &&
-        __builtin_cpu_supports("f16c"))
+    if (std::strcmp(name, "avx2") == 0 && tiles_avx2 != nullptr && __builtin_cpu_supports("avx2") && has_f16c())
         return tiles_avx2;
 #endif
     return std::strcmp(name, "baseline") == 0 ? &tiles_baseline : nullptr;
@@ -67,6 +77,10 @@ template <class Int> bool read_ints(PyObject *sequence, std::vector<Int> &to) {
         if (!one) return false;
         long long value = PyLong_AsLongLong(one.object);
         if (value == -1 && PyErr_Occurred()) return false;
+        if (value < std::numeric_limits<Int>::min() || value > std::numeric_limits<Int>::max()) {
+            PyErr_SetString(PyExc_ValueError, "a number is out of range");
+            return false;
+        }
         to.push_back(static_cast<Int>(value));
     }
     return true;
@@ -80,10 +94,17 @@ struct PlanObject {
 };
 
 bool read_program(PyObject *given, Program &program) {
+    Py_ssize_t parts = PySequence_Size(given);
+    if (parts < 0) return false;
+    if (parts != 3) {
+        PyErr_SetString(PyExc_ValueError, "a program is (slots, folds, results)");
+        return false;
+    }
     Ref slots(item(given, 0)), folds(item(given, 1)), results(item(given, 2));
     if (!slots || !folds || !results) return false;
-    program.slots = static_cast<int>(PyLong_AsLong(slots.object));
-    if (program.slots == -1 && PyErr_Occurred()) return false;
+    long most = PyLong_AsLong(slots.object);
+    if (most == -1 && PyErr_Occurred()) return false;
+    program.slots = static_cast<int>(std::clamp<long>(most, -1, std::numeric_limits<int>::max())); // check refuses both
     Py_ssize_t count = PySequence_Size(folds.object);
     if (count < 0) return false;
     for (Py_ssize_t k = 0; k < count; k++) {
@@ -135,7 +156,8 @@ bool read_plan(Plan &plan, PyObject *args) {
             PyErr_SetString(PyExc_ValueError, "a segment is (tensor, start, stop, program)");
             return false;
         }
-        plan.segments.push_back({four[0], four[1], four[2], static_cast<int>(four[3])});
+        const auto program = static_cast<int>(std::clamp<int64_t>(four[3], -1, std::numeric_limits<int>::max()));
+        plan.segments.push_back({four[0], four[1], four[2], program});
     }
     const char *problem = check(plan);
     if (problem != nullptr) PyErr_SetString(PyExc_ValueError, problem);
@@ -151,7 +173,7 @@ PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *) {
     try {
         self->plan = new Plan();
         if (read_plan(*self->plan, args)) return made;
-    } catch (const std::bad_alloc &) {
+    } catch (const std::exception &) { // bad_alloc, or length_error for what is longer than any memory
         PyErr_NoMemory();
     }
     Py_DECREF(made);
@@ -180,17 +202,27 @@ bool is_address(PyObject *object) { return PyType_HasFeature(Py_TYPE(object), Py
 bool is_tuple(PyObject *object) { return PyType_HasFeature(Py_TYPE(object), Py_TPFLAGS_TUPLE_SUBCLASS); }
 
 // An array's address, shape and strides in bytes, as a tuple.
-bool read_strided(PyObject *object, int64_t size, Given &given) {
+bool read_strided(PyObject *object, int64_t size, size_t itemsize, Given &given) {
     PyObject *address, *shape, *strides;
     std::vector<int64_t> sizes, steps;
     if (!PyArg_ParseTuple(object, "OOO", &address, &shape, &strides)) return false;
     void *data = PyLong_AsVoidPtr(address);
     if (PyErr_Occurred() || !read_ints(shape, sizes) || !read_ints(strides, steps)) return false;
-    int64_t count = 1;
-    for (int64_t along : sizes) count *= along;
-    if (sizes.empty() || sizes.size() != steps.size() || sizes.size() > MOST_AXES || count != size) {
+    int64_t count = 1, along = static_cast<int64_t>(itemsize);
+    bool fits = !sizes.empty() && sizes.size() == steps.size() && sizes.size() <= MOST_AXES;
+    for (int64_t one : sizes) {
+        fits = fits && one >= 0 && (count == 0 || one <= std::numeric_limits<int64_t>::max() / count);
+        if (fits) count *= one;
+    }
+    if (!fits || count != size) {
         PyErr_SetString(PyExc_ValueError, "a strided source does not fit the plan");
         return false;
+    }
+    bool dense = true; // one run of memory in C order after all
+    for (size_t axis = sizes.size(); axis-- > 0; along *= sizes[axis]) dense = dense && (sizes[axis] == 1 || steps[axis] == along);
+    if (dense || size == 0) {
+        given.sources.push_back({static_cast<char *>(data), nullptr});
+        return true;
     }
     given.strided.push_back({static_cast<int>(sizes.size()), {}, {}});
     std::copy(sizes.begin(), sizes.end(), given.strided.back().shape);
@@ -204,7 +236,7 @@ bool read_source(PyObject *object, int64_t size, size_t itemsize, Given &given) 
         given.sources.push_back({static_cast<char *>(PyLong_AsVoidPtr(object)), nullptr});
         return !PyErr_Occurred();
     }
-    if (is_tuple(object)) return read_strided(object, size, given);
+    if (is_tuple(object)) return read_strided(object, size, itemsize, given);
     Py_buffer view;
     if (PyObject_GetBuffer(object, &view, PyBUF_STRIDES) < 0) return false;
     given.buffers.push_back(view);
@@ -297,6 +329,10 @@ bool read_given(const Plan &plan, PyObject *sources, PyObject *results, Given &g
     const auto tensors = static_cast<Py_ssize_t>(plan.sizes.size());
     const size_t in = plan.sizes.size() * static_cast<size_t>(plan.sources);
     const size_t out = plan.sizes.size() * static_cast<size_t>(plan.results);
+    if (PySequence_Size(sources) != tensors || PySequence_Size(results) != tensors) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "there are more or fewer tensors than in the plan");
+        return false;
+    }
     given.buffers.reserve(in + out);
     given.sources.reserve(in);
     given.results.reserve(out);
@@ -304,7 +340,7 @@ bool read_given(const Plan &plan, PyObject *sources, PyObject *results, Given &g
         Ref of_tensor(item(sources, t)), to_tensor(item(results, t));
         if (!of_tensor || !to_tensor) return false;
         if (PySequence_Size(of_tensor.object) != plan.sources || PySequence_Size(to_tensor.object) != plan.results) {
-            PyErr_SetString(PyExc_ValueError, "a tensor has too many or too few sources or results");
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a tensor has too many or too few sources or results");
             return false;
         }
     }
@@ -331,6 +367,10 @@ PyObject *plan_run(PyObject *object, PyObject *args) {
     PyObject *sources, *results;
     int threads, past_cache, apart;
     if (!PyArg_ParseTuple(args, "OOipp", &sources, &results, &threads, &past_cache, &apart)) return nullptr;
+    if (threads < 1) {
+        PyErr_SetString(PyExc_ValueError, "there must be one thread at least");
+        return nullptr;
+    }
     try {
         Given given;
         if (!read_given(plan, sources, results, given)) return nullptr;
@@ -351,7 +391,7 @@ PyObject *plan_run(PyObject *object, PyObject *args) {
             PyEval_RestoreThread(state);
         }
         if (!done) return PyErr_NoMemory();
-    } catch (const std::bad_alloc &) {
+    } catch (const std::exception &) {
         return PyErr_NoMemory();
     }
     Py_RETURN_NONE;

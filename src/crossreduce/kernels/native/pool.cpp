@@ -1,5 +1,6 @@
 #include "pool.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 #include <pthread.h>
 #include <signal.h>
@@ -117,17 +118,18 @@ bool run_job(Job &job) {
     pthread_once(&once, set_up);
     char *memory = own_scratch(job.scratch);
     if (memory == nullptr) return false;
-    if (job.helpers > 0 && job.units > 1) {
+    job.helpers = static_cast<int>(std::min<long>(job.helpers, job.units - 1)); // more would find nothing to do
+    if (job.helpers > 0) {
         pthread_mutex_lock(&lock);
         if (started < job.helpers) start_helpers(job.helpers);
         Job **end = &jobs;
         while (*end != nullptr) end = &(*end)->following;
         *end = &job;
-        for (int k = 0; k < job.helpers && k < job.units - 1; k++) pthread_cond_signal(&arrived);
+        for (int k = 0; k < job.helpers; k++) pthread_cond_signal(&arrived);
         pthread_mutex_unlock(&lock);
     }
     take_units(job, memory);
-    if (job.helpers > 0 && job.units > 1) {
+    if (job.helpers > 0) {
         pthread_mutex_lock(&lock);
         unlist(job);
         while (job.active > 0) pthread_cond_wait(&left, &lock);
