@@ -43,11 +43,6 @@ OPS = cr.AllReduceCrossDeviceOps()
 LARGE = kernels.KEPT_BYTES  # from here on every framework's results lie in the kernels' memory
 
 
-def faulty(reason):
-    """Mark what does not hold yet."""
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 def destinations(names):
     return PerReplica([0] * len(names), names)
 
@@ -877,7 +872,6 @@ else:
 """
 
 
-@faulty("the kernels read from address 0")
 @pytest.mark.parametrize(("kind", "wanted"), [("zero", [[1.0] * 3] * 2), ("fake", [(3,)] * 2)])
 def test_tensors_without_memory(kind, wanted):
     """A tensor of zeros that were never written, or one that stands for others, is reduced by the loop."""

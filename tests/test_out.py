@@ -22,11 +22,6 @@ POISON = 0xA5
 OPS = cr.AllReduceCrossDeviceOps()
 
 
-def faulty(reason):
-    """Mark what does not hold yet."""
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 @pytest.fixture(params=["numpy", "torch"])
 def writable(request):
     """Each framework whose arrays can be written into."""
@@ -331,15 +326,12 @@ class AskingForBatches(cr.CrossDeviceOps):
         return cr.HierarchicalCopyAllReduce().batch_reduce(reduce_op, [(per_replica_value, to)], options)[0]
 
 
-FORGETS = faulty("reduce of a value that another op checked sets its out to None")
-
-
 @pytest.mark.parametrize(
     "ops",
     [
         pytest.param(Adding(), id="adding"),
         pytest.param(Handing(), id="handing"),
-        pytest.param(Asking(), id="asking", marks=FORGETS),
+        pytest.param(Asking(), id="asking"),
         pytest.param(AskingForBatches(), id="asking for batches"),
     ],
 )
@@ -368,7 +360,6 @@ def test_the_results_of_a_function_of_the_callers(arrays, op, in_place):
     assert [y.tolist() for y in out] == [[3.0 if op == "sum" else 1.5] * 6] * 2
 
 
-@faulty("what it returns is written as it is, beyond the end of out's memory")
 def test_a_function_that_returns_another_dtype(arrays):
     """Where accumulation_fn's dtype is not that of out, nothing is written, and nothing beyond it."""
     wide = (lambda x: x.astype("float64")) if arrays.framework.name == "numpy" else (lambda x: x.double())
@@ -465,7 +456,6 @@ def test_wrong_trees(arrays):
         refused(arrays, error, r"^leaf tree\['b'\]: .*" + words, cr.all_reduce, trees, out=out)
 
 
-@faulty("the words give a number of leaves, and no remedy")
 def test_trees_of_another_structure(arrays):
     """out's trees are of the replicas' structure; the message names what is too much or missing."""
     trees = [{"a": x, "b": x} for x in arrays.value(two())]
@@ -617,16 +607,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-UNGUARDED = ("loop", "one device", "function", "subclass")
-
-
 def _cases(kinds):
     for make, way in itertools.product(kinds, WAYS):
-        late = "one pair is written before the next is looked at, and nothing looks for shared memory"
-        other = "an input is taken for out itself where it only begins and ends there"
-        found = [faulty(late)] if way in UNGUARDED else []
-        found += [faulty(other)] if (make, way) == (transposed, "several dtypes") else []
-        yield pytest.param(make, way, id=f"{make.__name__}-{way}", marks=found)
+        yield pytest.param(make, way, id=f"{make.__name__}-{way}")
 
 
 def check_refused(arrays, make, way):
@@ -660,7 +643,6 @@ def test_read_only_arrays(numpy_, make, way):
     check_refused(Arrays(numpy_), make, way)
 
 
-@faulty("what is found only when a batch runs names no pair")
 def test_the_pair_or_leaf_is_named(arrays):
     """Of arrays that cannot be written into, or share memory, an error says which pair's or leaf's they are."""
     value, good = arrays.value(two()), arrays.value(two())
@@ -708,7 +690,6 @@ def test_autograd_hears_of_it(torch_, ops, size):
         loss.backward()
 
 
-@faulty("versions rise before anything is looked at")
 def test_a_version_stays_where_nothing_is_written(torch_):
     """A call that is refused leaves what autograd saved as good as it was."""
     torch = torch_.torch
@@ -757,7 +738,6 @@ except cr.ReductionError as error:
 """
 
 
-@faulty("the kernels write at address 0")
 @pytest.mark.parametrize("kind", ["zero", "fake"])
 def test_tensors_without_memory_are_no_out(kind):
     """Tensors that have a shape and no memory cannot be written into; the process lives on."""

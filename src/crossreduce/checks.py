@@ -7,13 +7,14 @@ was given and what to do.
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .backends import Array, Backend, Numbers, Sparse, backend_of, known_backend
 from .devices import canonical, host_devices
-from .errors import ArgumentError, MismatchError, UnsupportedError, message, shown
+from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
 from .ops import HALVES, ReduceOp, require_dtype
 from .values import DistributedValues, IndexedSlices, PerReplica, TensorSpec, describe
 
@@ -34,12 +35,20 @@ class Checked(PerReplica):
     mixed: bool
     numbers: Numbers
     op: ReduceOp | None
-    out: tuple[Array, ...] | None
+    out: DistributedValues | None
     sparse: bool
     spec: TensorSpec
 
     def __repr__(self) -> str:
         return repr(PerReplica.on(self.values, self.devices))
+
+    def without_out(self) -> Checked:
+        """Return the same value, with its result to be new arrays."""
+        if self.out is None:
+            return self
+        other = copy.copy(self)
+        other.out = None
+        return other
 
 
 def per_replica(value: Any) -> PerReplica:
@@ -194,21 +203,18 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
     return checked
 
 
-def check_out(out: Any, backend: Backend, spec: TensorSpec, destinations: tuple[str, ...]) -> tuple[Any, ...] | None:
-    """Return the arrays that a result is to be written into, one a destination; ``None`` for none.
+def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> DistributedValues:
+    """Return the arrays that a value's result is to be written into, one a destination.
 
-    Args:
-      out: what the caller gave.
-      backend: that of the result.
-      spec: the result's shape and dtype.
-      destinations: where the result is to be.
     Raises:
       ArgumentError: ``out`` is no distributed value, or on other devices.
       MismatchError: its components differ from the result in framework, shape or dtype.
-      UnsupportedError: they cannot be written into.
+      UnsupportedError: they cannot be written into, or the result is sparse.
     """
-    if out is None:
-        return None
+    if value.sparse:
+        raise UnsupportedError(
+            message("sparse results have sizes of their own.", f"out for {describe(value[0])}", "leave out= out")
+        )
     if not isinstance(out, DistributedValues) or out.devices != destinations:
         raise ArgumentError(
             message(
@@ -217,13 +223,66 @@ def check_out(out: Any, backend: Backend, spec: TensorSpec, destinations: tuple[
                 f"PerReplica([array, ...], devices={list(destinations)})",
             )
         )
+    backend, spec = value.backend, TensorSpec(value.spec.shape, value.numbers.result)
     if backend.uniform(out.values) != spec:
-        found = [(of.name, of.spec(of.target(x))) for of, x in ((backend_of(x), x) for x in out.values)]
-        if any(each != (backend.name, spec) for each in found):
-            each = "; ".join(f"{name} {spec}" for name, spec in found)
+        found = [(backend_of(x), x, device) for x, device in zip(out.values, destinations, strict=True)]
+        specs = [(of.name, of.spec(of.target(x, device))) for of, x, device in found]
+        if any(each != (backend.name, spec) for each in specs):
+            each = "; ".join(f"{name} {spec}" for name, spec in specs)
             remedy = f"arrays that are {backend.name} {spec}"
             raise MismatchError(message("the arrays of out must be like the result.", each, remedy))
-    return out.values
+    return out
+
+
+def check_apart(jobs: Sequence[tuple[Checked, tuple[str, ...]]]) -> None:
+    """Raise where an array of ``out`` cannot be written, or shares memory where it must not.
+
+    That is with another one, or with an input, unless it is exactly one of its own value.
+    """
+    extents: list[tuple[int, int, int, int]] = []  # start, stop, the pair, and which result, or -1
+    for pair, (value, destinations) in enumerate(jobs):
+        if value.out is None:
+            continue
+        backend = value.backend
+        try:
+            targets = [backend.target(x, device) for x, device in zip(value.out, destinations, strict=True)]
+        except ReductionError as error:
+            raise in_pair(error, pair, len(jobs)) from None
+        own = [backend.extent(x) for x in targets]
+        extents.extend((start, stop, pair, k) for k, (start, stop, _) in enumerate(own))
+        arrays = list(value.arrays)
+        if value.mixed:  # what was sparse is looked at as it came
+            given = [backend.array(x) for x in value.values]
+            arrays += [part for x in given if isinstance(x, Sparse) for part in (x.values, x.indices)]
+        inputs = [backend.extent(x) for x in arrays]
+        extents.extend((start, stop, pair, -1) for start, stop, dense in inputs if (start, stop, dense) not in own)
+    reached = reached_by_result = (0, 0, -1)  # how far what begins earlier reaches, and which result it is
+    for start, stop, pair, number in sorted(extent for extent in extents if extent[1] > extent[0]):
+        other = reached if number >= 0 else reached_by_result
+        if other[0] > start:
+            clash = (pair, number) if number >= 0 else other[1:]
+            raise in_pair(shared(clash[1]), clash[0], len(jobs))
+        reached = max(reached, (stop, pair, number))
+        if number >= 0:
+            reached_by_result = max(reached_by_result, (stop, pair, number))
+
+
+def shared(number: int) -> ArgumentError:
+    """Return the error for a component of ``out`` that shares memory where it must not."""
+    return ArgumentError(
+        message(
+            "results cannot be written into arrays that share memory.",
+            f"component {number} of out shares memory with another one, or with an input other than by being it",
+            "arrays of their own, or exactly the value's own",
+        )
+    )
+
+
+def in_pair(error: ReductionError, pair: int, pairs: int) -> ReductionError:
+    """Return an error that says which pair of a batch it is about; a single value has no number."""
+    if pairs > 1:
+        error.prefix(f"pair {pair}", pair)
+    return error
 
 
 def _common(specs: list[TensorSpec]) -> TensorSpec | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .backends import Array, Sparse, backend_of
-from .checks import Checked, check_array, check_out, check_pairs, check_value, per_replica, place
+from .checks import check_apart, check_array, check_out, check_pairs, check_value, in_pair, per_replica, place
 from .devices import canonical
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
 from .ops import ReduceOp, read_op
@@ -22,7 +22,7 @@ from .packing import Packing
 from .pipeline import Job, broadcast_array, reduce_batch, reduce_to_one, say_once
 from .topology import Topology
 from .tracing import unconverted
-from .values import DistributedValues, Mirrored, PerReplica, TensorSpec, describe
+from .values import DistributedValues, Mirrored, PerReplica, describe
 
 Pair = tuple[PerReplica, tuple[str, ...]]
 
@@ -90,12 +90,14 @@ class CrossDeviceOps:
         """
         op = read_op(reduce_op)
         hints = read_options(options)
-        value = check_value(op, per_replica(per_replica_value))
+        value = check_value(op, per_replica(per_replica_value)).without_out()
         devices = place(destinations)
         value.backend.require(devices)
-        value.out = _out(out, value, devices)
-        result = self.reduce_implementation(op, value, devices, hints)
-        return _delivered(result, devices, "reduce_implementation", value)
+        if out is not None:
+            value.out = check_out(out, value, devices)
+            self._guard([(value, devices)])
+        result = _delivered(self.reduce_implementation(op, value, devices, hints), devices, "reduce_implementation")
+        return result if out is None else _written([result], [(value, devices)])[0]
 
     @unconverted
     def batch_reduce(
@@ -131,16 +133,18 @@ class CrossDeviceOps:
         outs = _outs(out, len(given))
         for number, (value, destinations) in enumerate(given):
             try:
-                checked = check_value(op, per_replica(value))
+                checked = check_value(op, per_replica(value)).without_out()
                 devices = checked.devices if destinations is value else place(destinations)
                 if devices is not checked.devices:
                     checked.backend.require(devices)
                 if out is not None:
-                    checked.out = _out(outs[number], checked, devices)
+                    checked.out = check_out(outs[number], checked, devices)
             except ReductionError as error:
                 error.prefix(f"pair {number}", number)
                 raise
             pairs.append((checked, devices))
+        if out is not None:
+            self._guard(pairs)
         results = self.batch_reduce_implementation(op, list(pairs), hints)
         if not isinstance(results, list) or len(results) != len(pairs):
             raise UnsupportedError(
@@ -149,12 +153,13 @@ class CrossDeviceOps:
                     f"{shown(results)} for {len(pairs)} pairs",
                 )
             )
-        return [
+        delivered = [
             result
-            if value.out is None and type(result) is Mirrored and result.devices == devices
-            else _delivered(result, devices, "batch_reduce_implementation", value)
-            for result, (value, devices) in zip(results, pairs, strict=True)
+            if type(result) is Mirrored and result.devices == devices
+            else _delivered(result, devices, "batch_reduce_implementation")
+            for result, (_, devices) in zip(results, pairs, strict=True)
         ]
+        return delivered if out is None else _written(delivered, pairs)
 
     @unconverted
     def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
@@ -215,6 +220,16 @@ class CrossDeviceOps:
         value.backend.require(devices)
         result = self.gather_implementation(value, devices, value.axis, hints)
         return _delivered(result, devices, "gather_implementation")
+
+    def _guard(self, pairs: list[Job]) -> None:
+        """Raise where ``out`` cannot be written, unless the implementation is known to look for itself."""
+        kind = type(self)
+        if (
+            getattr(kind, "batch_reduce_implementation", None)
+            is not AllReduceCrossDeviceOps.batch_reduce_implementation
+            or kind.reduce_implementation is not _BatchReducing.reduce_implementation
+        ):
+            check_apart(pairs)
 
     def reduce_implementation(
         self,
@@ -353,7 +368,7 @@ class ReductionToOneDevice(_BatchReducing):
         numbers = backend.numbers(op, dtype, len(value))
         result = value.numbers.result if dtype in (value.spec.dtype, value.numbers.accumulator) else numbers.result
         whole = backend.finish(total, numbers._replace(result=result))
-        return broadcast_array(whole, destinations, "one_device", None, value.out)
+        return broadcast_array(whole, destinations, "one_device", None)
 
 
 class AllReduceCrossDeviceOps(_BatchReducing):
@@ -472,24 +487,10 @@ def _outs(out: Any, size: int) -> list[Any]:
     )
 
 
-def _out(out: Any, value: Checked, devices: tuple[str, ...]) -> tuple[Any, ...] | None:
-    if out is not None and value.sparse:
-        raise UnsupportedError(
-            message("sparse results have sizes of their own.", f"out for {describe(value[0])}", "leave out= out")
-        )
-    return check_out(out, value.backend, TensorSpec(value.spec.shape, value.numbers.result), devices)
-
-
-def _delivered(result: Any, destinations: tuple[str, ...], method: str, value: Checked | None = None) -> Mirrored:
-    """Return a subclass's result if it is what the contract asks for, written into the value's ``out``."""
+def _delivered(result: Any, destinations: tuple[str, ...], method: str) -> Mirrored:
+    """Return a subclass's result if it is what the contract asks for."""
     if isinstance(result, Mirrored) and result.devices == destinations:
-        out = None if value is None else value.out
-        if value is None or out is None or all(x is target for x, target in zip(result, out, strict=True)):
-            return result
-        backend = value.backend
-        for x, target in zip(result, out, strict=True):
-            backend.write(backend.target(target), backend.array(x))
-        return Mirrored.on(out, destinations)
+        return result
     raise UnsupportedError(
         message(
             f"{method} must return a Mirrored on the destinations.",
@@ -497,3 +498,25 @@ def _delivered(result: Any, destinations: tuple[str, ...], method: str, value: C
             f"Mirrored([...], devices={list(destinations)})",
         )
     )
+
+
+def _written(results: list[Mirrored], pairs: list[Job]) -> list[Mirrored]:
+    """Return results in the arrays of ``out``; those that an implementation has not put there itself are copied."""
+    copies = []
+    for pair, (result, (value, devices)) in enumerate(zip(results, pairs, strict=True)):
+        out = value.out
+        assert out is not None
+        if all(x is target for x, target in zip(result, out, strict=True)):
+            continue
+        for x, target, device in zip(result, out, devices, strict=True):
+            taken = value.backend.target(target, device)
+            given = value.backend.array(x) if backend_of(x) is value.backend else None
+            spec = None if given is None or isinstance(given, Sparse) else value.backend.spec(given)
+            if spec != value.backend.spec(taken):
+                wanted = f"an array like out's, {value.backend.name} {value.backend.spec(taken)}"
+                error = MismatchError(message("a result does not fit into out.", describe(x), wanted))
+                raise in_pair(error, pair, len(pairs))
+            copies.append((value.backend, taken, given))
+    for backend, taken, given in copies:
+        backend.write(taken, given)
+    return [Mirrored.on(value.out.values, devices) for value, devices in pairs if value.out is not None]

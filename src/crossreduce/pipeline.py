@@ -6,7 +6,6 @@ the line of ARCHITECTURE.md as functions; the ops above it only choose its argum
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +13,8 @@ from functools import lru_cache
 from typing import Any, Final
 
 from .backends import Array, Backend, Numbers, Sparse, backend_of
-from .checks import Checked
+from .checks import Checked, check_apart, in_pair, shared
 from .devices import locate, parse
-from .errors import ArgumentError, message
 from .execute import Held, execute, ranges
 from .host import HostPlan, Part, Piece, host_plan, run_on_host
 from .ops import ReduceOp
@@ -69,14 +67,16 @@ def reduce_batch(
         specs = tuple(jobs[number][0].spec for number in members)
         planned_groups = groups(backend, algorithm, sources, destinations, specs, packing, topology, root)
         runs.extend((group, [members[tensor] for tensor in group.tensors]) for group in planned_groups)
-    if len(runs) > 1 and jobs[0][0].out is not None:
-        _check_apart(jobs)  # one run looks for itself
+    into = bool(jobs) and all(value.out is not None and value.out.devices == where for value, where in jobs)
+    if into and not (len(runs) == 1 and runs[0][0].on_host):
+        check_apart(jobs)  # one run of the kernels looks for itself
     results: list[Any] = [
         _reduce_sparse(value, destinations, root) if value.sparse else None for value, destinations in jobs
     ]
     for group, numbers in runs:
-        values = [jobs[number][0] for number in numbers]
-        for number, components in zip(numbers, _run(group, op, values), strict=True):
+        for number, components in zip(
+            numbers, _run(group, op, [jobs[number] for number in numbers], into), strict=True
+        ):
             results[number] = Mirrored.on(components, jobs[number][1])
     return results
 
@@ -179,79 +179,57 @@ def _plan(
     return tuple(parts)
 
 
-def _run(group: Group, op: ReduceOp, values: Sequence[Checked]) -> list[tuple[Array, ...]]:
+def _run(group: Group, op: ReduceOp, jobs: Sequence[Job], into: bool) -> list[tuple[Array, ...]]:
     """Reduce one group: by the kernels where it is in host memory, else by the loop.
 
+    Args:
+      jobs: those of the group, in the order of its tensors.
+      into: whether results are written into the values' ``out``.
     Returns:
-      For each value the result's components, in the order of the destinations; they are ``out``'s where there is one.
+      For each value the result's components, in the order of the destinations; they are ``out``'s where it is used.
     Raises:
       ArgumentError: components of ``out`` share memory where they must not.
     """
-    backend, numbers, outs = values[0].backend, values[0].numbers, [value.out for value in values]
+    values = [value for value, _ in jobs]
+    backend, numbers = values[0].backend, values[0].numbers
+    outs = [value.out.values for value in values if value.out is not None] if into else []
+    sources = None
     if group.on_host and not any(value.mixed for value in values):
         sources = backend.readable([value.arrays for value in values])
-        if sources is not None:
-            plan, shapes = _host_plan(group, op, numbers)
-            if outs[0] is None:
-                blanks = backend.blank(shapes, numbers.result, len(group.destinations))
-                run_on_host(plan, sources, backend.writable(blanks), backend.threads())
-                return backend.adopt(blanks, shapes, numbers.result, group.destinations)
-            given = [out or () for out in outs]
-            try:
-                clash = run_on_host(plan, sources, backend.overwritable(given), backend.threads(), apart=True)
-            except (BufferError, ValueError):
-                for x in itertools.chain(*given):
-                    backend.target(x)  # says which one cannot be written into, and why
-                raise
-            if clash is not None:
-                raise _shared(clash[1])
-            return given
+    if sources is not None:
+        plan, shapes = _host_plan(group, op, numbers)
+        if not into:
+            blanks = backend.blank(shapes, numbers.result, len(group.destinations))
+            run_on_host(plan, sources, backend.writable(blanks), backend.threads())
+            return backend.adopt(blanks, shapes, numbers.result, group.destinations)
+        try:
+            clash = run_on_host(plan, sources, backend.overwritable(outs), backend.threads(), apart=True)
+        except (BufferError, ValueError):
+            check_apart(jobs)  # says which one cannot be written into, and why
+            raise
+        if clash is not None:
+            raise in_pair(shared(clash[1]), group.tensors[clash[0]], len(jobs))
+        backend.overwritten(outs)
+        return outs
+    if into:
+        check_apart(jobs)
     results: list[tuple[Array, ...]] = []
     at = 0
     for parts, buffer in group.pieces:
         arrays = [value.arrays for value in values[at : at + len(buffer.spans)]]
         results.extend(_run_loop(parts, backend, op, arrays, buffer, numbers))
         at += len(buffer.spans)
-    if outs[0] is None:
+    if not into:
         return results
     for out, components in zip(outs, results, strict=True):
-        for target, x in zip(out or (), components, strict=True):
-            backend.write(backend.target(target), x)
-    return [out or () for out in outs]
+        for target, x, device in zip(out, components, group.destinations, strict=True):
+            backend.write(backend.target(target, device), x)
+    return outs
 
 
 @lru_cache(maxsize=1024)
 def _host_plan(group: Group, op: ReduceOp, numbers: Numbers) -> tuple[HostPlan, list[tuple[int, ...]]]:
     return host_plan(group.pieces, op, numbers), group.shapes
-
-
-def _check_apart(jobs: Sequence[Job]) -> None:
-    """Raise where a result would be written over another, or over an input other than exactly its own value's."""
-    extents: list[tuple[int, int, int]] = []  # start, stop, and which result, or -1
-    for value, _ in jobs:
-        backend, out = value.backend, value.out or ()
-        own = [backend.extent(backend.target(x)) for x in out]
-        extents.extend((*extent, k) for k, extent in enumerate(own))
-        inputs = [backend.extent(x) for x in value.arrays]
-        extents.extend((*extent, -1) for extent in inputs if extent not in own)
-    reached = reached_by_result = (0, -1)  # how far what begins earlier reaches, and which result it is
-    for start, stop, number in sorted(extent for extent in extents if extent[1] > extent[0]):
-        other = reached if number >= 0 else reached_by_result
-        if other[0] > start:
-            raise _shared(max(number, other[1]))
-        reached = max(reached, (stop, number))
-        if number >= 0:
-            reached_by_result = max(reached_by_result, (stop, number))
-
-
-def _shared(number: int) -> ArgumentError:
-    return ArgumentError(
-        message(
-            "results cannot be written into arrays that share memory.",
-            f"component {number} of out shares memory with another one, or with an input other than by being it",
-            "arrays of their own, or exactly the value's own",
-        )
-    )
 
 
 def _run_loop(
@@ -325,7 +303,6 @@ def broadcast_array(
     destinations: tuple[str, ...],
     algorithm: str,
     topology: Topology | None,
-    out: tuple[Array, ...] | None = None,
 ) -> Mirrored:
     """Copy one array to all destinations along a schedule whose only source is the array's device."""
     backend = backend_of(tensor)
@@ -338,9 +315,9 @@ def broadcast_array(
     value = Checked.on((tensor,), source)
     value.backend, value.arrays, value.spec, value.sparse, value.mixed = backend, [x], backend.spec(x), False, False
     value.numbers = Numbers(value.spec.dtype, value.spec.dtype, value.spec.dtype, 1)
-    value.out = out
+    value.out = None
     (group,) = groups(backend, algorithm, source, destinations, (value.spec,), Packing(), topology, None)
-    (components,) = _run(group, ReduceOp.SUM, [value])
+    (components,) = _run(group, ReduceOp.SUM, [(value, destinations)], False)
     return Mirrored.on(components, destinations)
 
 

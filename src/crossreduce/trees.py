@@ -124,9 +124,9 @@ def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]
         )
     leaves, found = _flatten(given)
     if found != structure:
-        raise MismatchError(
-            message("the trees of out differ in structure from the replicas'.", _outline([structure, found], 1))
-        )
+        each = f"replicas: {_outline([found, structure], 1)}; out: {_outline([structure, found], 1)}"
+        remedy = "trees of the same keys, lengths and types"
+        raise MismatchError(message("the trees of out differ in structure from the replicas'.", each, remedy))
     return [PerReplica.on(targets, value.devices) for targets, (value, _) in zip(leaves, pairs, strict=True)]
 
 

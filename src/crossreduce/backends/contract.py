@@ -156,15 +156,18 @@ class Backend(Protocol):
     def threads(self) -> int | None:
         """Return how many threads the framework wants to be used on the host; ``None``: it does not say."""
 
-    def target(self, value: Any) -> Array:
+    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
+        """Hear that users' arrays were written into."""
+
+    def target(self, value: Any, device: str) -> Array:
         """Take a user's array that is to be written into.
 
         Raises:
-          UnsupportedError: it cannot be written into, or is not one run of memory in C order.
+          UnsupportedError: it cannot be written into, is not one run of memory in C order, or not on the device.
         """
 
-    def extent(self, x: Array) -> tuple[int, int]:
-        """Return where an array of the host begins and ends in memory."""
+    def extent(self, x: Array) -> tuple[int, int, bool]:
+        """Return where an array begins and ends in memory, and whether it is one run of memory in C order."""
 
     def write(self, target: Array, x: Array) -> None:
         """Copy an array of the same shape, dtype and device into a target."""

@@ -338,7 +338,10 @@ class Jax:
     def threads(self) -> int | None:
         return None
 
-    def target(self, value: Any) -> Array:
+    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
+        pass
+
+    def target(self, value: Any, device: str) -> Array:
         raise UnsupportedError(
             message(
                 "JAX arrays cannot be written into.",
@@ -347,7 +350,7 @@ class Jax:
             )
         )
 
-    def extent(self, x: Array) -> tuple[int, int]:
+    def extent(self, x: Array) -> tuple[int, int, bool]:
         raise AssertionError("nothing is written into JAX arrays")
 
     def write(self, target: Array, x: Array) -> None:

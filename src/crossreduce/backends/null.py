@@ -153,11 +153,14 @@ class NullBackend:
     def threads(self) -> int | None:
         return None
 
-    def target(self, value: Any) -> Array:
+    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
+        pass
+
+    def target(self, value: Any, device: str) -> Array:
         return self.array(value)
 
-    def extent(self, x: Array) -> tuple[int, int]:
-        return 0, 0
+    def extent(self, x: Array) -> tuple[int, int, bool]:
+        return 0, 0, True
 
     def write(self, target: Array, x: Array) -> None:
         pass

@@ -204,7 +204,10 @@ class NumPy:
     def threads(self) -> int | None:
         return None
 
-    def target(self, value: Any) -> Array:
+    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
+        pass
+
+    def target(self, value: Any, device: str) -> Array:
         if type(value) is np.ndarray and value.flags.writeable and value.flags.c_contiguous and value.dtype.isnative:
             return value
         given = f"{type(value).__name__}" if not isinstance(value, np.ndarray) else _kind(value)
@@ -212,12 +215,12 @@ class NumPy:
             message("results are written into writable NumPy arrays in C order.", given, "numpy.empty(shape, dtype)")
         )
 
-    def extent(self, x: Array) -> tuple[int, int]:
+    def extent(self, x: Array) -> tuple[int, int, bool]:
         start = int(x.__array_interface__["data"][0])
         if x.flags.c_contiguous:
-            return start, start + x.nbytes
+            return start, start + x.nbytes, True
         low, high = np.lib.array_utils.byte_bounds(x)
-        return int(low), int(high)
+        return int(low), int(high), False
 
     def write(self, target: Array, x: Array) -> None:
         target[...] = x

@@ -288,7 +288,10 @@ class TensorFlow:
     def threads(self) -> int | None:
         return None
 
-    def target(self, value: Any) -> Array:
+    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
+        pass
+
+    def target(self, value: Any, device: str) -> Array:
         raise UnsupportedError(
             message(
                 "TensorFlow's tensors cannot be written into.",
@@ -297,7 +300,7 @@ class TensorFlow:
             )
         )
 
-    def extent(self, x: Array) -> tuple[int, int]:
+    def extent(self, x: Array) -> tuple[int, int, bool]:
         raise AssertionError("nothing is written into TensorFlow's tensors")
 
     def write(self, target: Array, x: Array) -> None:

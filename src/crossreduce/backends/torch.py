@@ -212,7 +212,10 @@ class Torch:
     def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
         if _is_transformed() or not all(x.is_cpu for row in arrays for x in row):
             return None
-        return [[x.data_ptr() if x.is_contiguous() else _strided(x) for x in row] for row in arrays]
+        found = [[x.data_ptr() if x.is_contiguous() else _strided(x) for x in row] for row in arrays]
+        if any(0 in row and any(_has_no_memory(x) for x in xs) for row, xs in zip(found, arrays, strict=True)):
+            return None
+        return found
 
     def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
         return [_blank(shape, _DTYPES[dtype], count) for shape in shapes]
@@ -221,7 +224,14 @@ class Torch:
         return [[x.data_ptr() for x in row] for row in blanks]
 
     def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        return [[_address(x) for x in row] for row in outs]
+        if not all(x.is_cpu and x.is_contiguous() for row in outs for x in row):
+            raise BufferError
+        return [[x.data_ptr() for x in row] for row in outs]
+
+    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
+        for row in outs:
+            for x in row:
+                torch.autograd.graph.increment_version(x)  # whoever saved it for a backward pass must hear of it
 
     def adopt(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
@@ -231,8 +241,16 @@ class Torch:
     def threads(self) -> int | None:
         return int(torch.get_num_threads())
 
-    def target(self, value: Any) -> Array:
+    def target(self, value: Any, device: str) -> Array:
         x = self._plain(value)
+        if x.device != _place(device) or _is_transformed() or _has_no_memory(x):
+            raise UnsupportedError(
+                message(
+                    "results are written into plain tensors on their destination.",
+                    f"{type(value).__name__} on {value.device}, for {device}",
+                    "torch.empty(shape, dtype=..., device=...), outside of torch.func and of dispatch modes",
+                )
+            )
         if x.data_ptr() != value.data_ptr() or not x.is_contiguous():
             raise UnsupportedError(
                 message(
@@ -243,9 +261,9 @@ class Torch:
             )
         return x
 
-    def extent(self, x: Array) -> tuple[int, int]:
+    def extent(self, x: Array) -> tuple[int, int, bool]:
         reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
-        return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
+        return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size(), bool(x.is_contiguous())
 
     def write(self, target: Array, x: Array) -> None:
         target.copy_(x)
@@ -260,11 +278,9 @@ def _is_transformed() -> bool:
     )
 
 
-def _address(x: Array) -> int:
-    if not x.is_contiguous():
-        raise BufferError
-    torch.autograd.graph.increment_version(x)  # whoever saved it for a backward pass must hear of it
-    return int(x.data_ptr())
+def _has_no_memory(x: Array) -> bool:
+    """Return whether a tensor only stands for one: a fake one, or one of zeros that nobody wrote down."""
+    return bool(x.numel()) and x.data_ptr() == 0
 
 
 def _strided(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

@@ -201,12 +201,18 @@ struct Given {
 bool is_address(PyObject *object) { return PyType_HasFeature(Py_TYPE(object), Py_TPFLAGS_LONG_SUBCLASS); }
 bool is_tuple(PyObject *object) { return PyType_HasFeature(Py_TYPE(object), Py_TPFLAGS_TUPLE_SUBCLASS); }
 
+char *read_address(PyObject *object, int64_t size) {
+    void *data = PyLong_AsVoidPtr(object);
+    if (data == nullptr && size > 0 && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "nothing lies at address 0");
+    return static_cast<char *>(data);
+}
+
 // An array's address, shape and strides in bytes, as a tuple.
 bool read_strided(PyObject *object, int64_t size, size_t itemsize, Given &given) {
     PyObject *address, *shape, *strides;
     std::vector<int64_t> sizes, steps;
     if (!PyArg_ParseTuple(object, "OOO", &address, &shape, &strides)) return false;
-    void *data = PyLong_AsVoidPtr(address);
+    char *data = read_address(address, size);
     if (PyErr_Occurred() || !read_ints(shape, sizes) || !read_ints(strides, steps)) return false;
     int64_t count = 1, along = static_cast<int64_t>(itemsize);
     bool fits = !sizes.empty() && sizes.size() == steps.size() && sizes.size() <= MOST_AXES;
@@ -221,19 +227,19 @@ bool read_strided(PyObject *object, int64_t size, size_t itemsize, Given &given)
     bool dense = true; // one run of memory in C order after all
     for (size_t axis = sizes.size(); axis-- > 0; along *= sizes[axis]) dense = dense && (sizes[axis] == 1 || steps[axis] == along);
     if (dense || size == 0) {
-        given.sources.push_back({static_cast<char *>(data), nullptr});
+        given.sources.push_back({data, nullptr});
         return true;
     }
     given.strided.push_back({static_cast<int>(sizes.size()), {}, {}});
     std::copy(sizes.begin(), sizes.end(), given.strided.back().shape);
     std::copy(steps.begin(), steps.end(), given.strided.back().strides);
-    given.sources.push_back({static_cast<char *>(data), &given.strided.back()});
+    given.sources.push_back({data, &given.strided.back()});
     return true;
 }
 
 bool read_source(PyObject *object, int64_t size, size_t itemsize, Given &given) {
     if (is_address(object)) {
-        given.sources.push_back({static_cast<char *>(PyLong_AsVoidPtr(object)), nullptr});
+        given.sources.push_back({read_address(object, size), nullptr});
         return !PyErr_Occurred();
     }
     if (is_tuple(object)) return read_strided(object, size, itemsize, given);
@@ -257,7 +263,7 @@ bool read_source(PyObject *object, int64_t size, size_t itemsize, Given &given) 
 
 bool read_result(PyObject *object, int64_t size, size_t itemsize, Given &given) {
     if (is_address(object)) {
-        given.results.push_back(static_cast<char *>(PyLong_AsVoidPtr(object)));
+        given.results.push_back(read_address(object, size));
         return !PyErr_Occurred();
     }
     Py_buffer view;
