@@ -69,7 +69,7 @@ def test_the_memory_of_freed_results_serves_the_next():
     for _ in range(4):
         result = ops.reduce("sum", value, value)
         addresses.add(frozenset(x.__array_interface__["data"][0] for x in result))
-        assert kernels.usage()["live"] - before == REPLICAS * NBYTES
+        assert 0 <= kernels.usage()["live"] - before - REPLICAS * NBYTES <= REPLICAS * 64  # to begin where NumPy would
         del result
         usage = kernels.usage()
         assert usage["kept"] >= REPLICAS * NBYTES

@@ -8,10 +8,11 @@
 
 namespace {
 
-constexpr size_t LINE = 64;
 
-// So many sources are read side by side, a line of each; what has more is added up tile by tile, so many at a time.
-constexpr size_t SIDE_BY_SIDE = 16;
+// So many sources are read side by side; what has more is added up tile by tile, so many at a time.
+constexpr size_t SIDE_BY_SIDE = 8;
+// Programs of more operands than this, slots included, go tile by tile too.
+constexpr size_t MOST_OPERANDS = 32;
 // From so many lines on it pays to begin where a line of the first result does.
 constexpr size_t MANY_LINES = 16;
 // The bytes of accumulator in a tile.
@@ -151,10 +152,14 @@ void walk_all(const Walk &walk, const Numbers &n, size_t count, bool past_cache,
     if (count > whole) walk_part(walk, n, whole, count - whole, arena);
 }
 
-// Whether all results are one value, which then may go to them from the registers.
 bool one_value(const Program &program) {
     const auto &results = program.results;
     return std::equal(results.begin() + 1, results.end(), results.begin());
+}
+
+// Whether all results are the last fold's value, which then goes to them from the registers.
+bool straight(const Program &program) {
+    return one_value(program) && !program.folds.empty() && program.results[0] == ~program.folds.back().out;
 }
 
 // Fill `values` and `targets` with what goes where: each value once, with all results that are it.
@@ -166,7 +171,7 @@ size_t route(const Plan &plan, const Program &program, char *const *results, siz
         const int value = program.results[static_cast<size_t>(r)];
         const auto begin = program.results.begin();
         if (std::find(begin, begin + r, value) != begin + r) continue; // went with the first result that is it
-        const bool last = one_value(program) && !program.folds.empty() && value == ~program.folds.back().out;
+        const bool last = straight(program);
         Target *to = targets + placed;
         for (int other = r; other < plan.results; other++)
             if (program.results[static_cast<size_t>(other)] == value)
@@ -195,18 +200,18 @@ void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t st
     const Operand *sources = &run.sources[static_cast<size_t>(segment.tensor * plan.sources)];
     char *const *results = &run.results[static_cast<size_t>(segment.tensor * plan.results)];
     const size_t offset = static_cast<size_t>(start) * n.units;
-    char *slots = arena.take<char>(static_cast<size_t>(program.slots) * n.line * n.acc);
+    const size_t step = MOST_LINES * n.line * n.acc;
+    char *slots = arena.take<char>(static_cast<size_t>(program.slots) * step);
     auto place = [&](int operand) {
         if (operand >= 0) return Place{sources[operand].data + offset * n.in, n.in, false};
-        return Place{slots + static_cast<size_t>(~operand) * n.line * n.acc, 0, true};
+        return Place{slots + static_cast<size_t>(~operand) * step, 0, true};
     };
-    const bool one = one_value(program);
     Fold *folds = arena.take<Fold>(program.folds.size());
     for (size_t f = 0; f < program.folds.size(); f++) {
         const Combination &fold = program.folds[f];
         Place *operands = arena.take<Place>(fold.operands.size());
         for (size_t k = 0; k < fold.operands.size(); k++) operands[k] = place(fold.operands[k]);
-        const bool last = one && f + 1 == program.folds.size(); // goes from the registers to the results
+        const bool last = straight(program) && f + 1 == program.folds.size();
         folds[f] = {operands, fold.operands.size(), last ? nullptr : const_cast<char *>(place(~fold.out).base), 0};
     }
     Value *values = arena.take<Value>(static_cast<size_t>(plan.results));
@@ -246,14 +251,25 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
         }
         return Place{data, n.in, false};
     };
+    const bool past_cache = run.past_cache && !in_place(run, segment.tensor);
     Place operands[SIDE_BY_SIDE + 1];
-    for (const Combination &one : program.folds) {
+    for (size_t f = 0; f < program.folds.size(); f++) {
+        const Combination &one = program.folds[f];
         size_t k = 0;
         while (k < one.operands.size()) {
             size_t taken = 0;
             if (k > 0) operands[taken++] = Place{slot(~one.out), n.acc, true};
             for (size_t j = 0; j < SIDE_BY_SIDE && k < one.operands.size(); j++, k++)
                 operands[taken++] = place(one.operands[k], j);
+            if (!n.after && straight(program) && f + 1 == program.folds.size() && k == one.operands.size()) {
+                Target *targets = arena.take<Target>(static_cast<size_t>(plan.results));
+                for (int r = 0; r < plan.results; r++)
+                    targets[r] = {results[r] + static_cast<size_t>(start) * SIZES[plan.result], false};
+                const Fold fold = {operands, taken, nullptr, 0};
+                const Value value = {{nullptr, 0, false}, true, targets, static_cast<size_t>(plan.results)};
+                walk_all({&fold, 1, &value, 1, plan.divisor}, n, count, past_cache, targets, value.count, arena);
+                return;
+            }
             const Fold fold = {operands, taken, slot(~one.out), n.acc};
             walk_all({&fold, 1, nullptr, 0, 1}, n, count, false, nullptr, 0, arena);
         }
@@ -267,7 +283,7 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
         values[v].last = false;
         Target *to = const_cast<Target *>(values[v].to);
         if (!n.after) {
-            walk_all({nullptr, 0, &values[v], 1, plan.divisor}, n, count, run.past_cache, to, values[v].count, arena);
+            walk_all({nullptr, 0, &values[v], 1, plan.divisor}, n, count, past_cache, to, values[v].count, arena);
             continue;
         }
         Target whole = {finished, false};
@@ -277,7 +293,7 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
         tiles.convert[plan.accumulator][plan.result](converted, finished, size);
         const Value bytes = {{converted, 1, false}, false, to, values[v].count};
         const Numbers raw = {tiles.same[SUM][U8], LINE, 1, 1, 1, 1, false, false};
-        walk_all({nullptr, 0, &bytes, 1, 1}, raw, size * out, run.past_cache, to, values[v].count, arena);
+        walk_all({nullptr, 0, &bytes, 1, 1}, raw, size * out, past_cache, to, values[v].count, arena);
     }
 }
 
@@ -325,7 +341,7 @@ size_t scratch_of(const Plan &plan, size_t tile) {
     const size_t results = static_cast<size_t>(plan.results), slots = static_cast<size_t>(plan.slots);
     const size_t described = 2 * results * (sizeof(Value) + sizeof(Target) + 4 * LINE) + (4 * SIDE_BY_SIDE + 16) * 4 * LINE;
     const size_t widened = 2 * tile; // float32 to 16 bits, say: a tile of sources is never larger than this
-    return described + slots * std::max(tile, 2 * LINE) + (SIDE_BY_SIDE + 2) * widened + 64 * LINE;
+    return described + slots * std::max(tile, 2 * MOST_LINES * LINE) + (SIDE_BY_SIDE + 2) * widened + 64 * LINE;
 }
 
 } // namespace
@@ -334,7 +350,7 @@ const char *check(Plan &plan) {
     const Numbers n = numbers_of(plan);
     const Tiles &tiles = *plan.tiles;
     plan.slots = 0;
-    plan.side_by_side = 0;
+    plan.by_line = true;
     bool folds = false;
     if (plan.sources < 1 || plan.results < 1) return "there must be sources and results";
     for (int64_t size : plan.sizes)
@@ -360,9 +376,14 @@ const char *check(Plan &plan) {
             if (!in_range(value, plan.sources, program.slots)) return "a result is out of range";
             else if (value < 0 && !written[static_cast<size_t>(~value)]) return "a result is a slot that nothing is in";
         keep_sources(program);
-        for (const Combination &fold : program.folds) operands += fold.operands.size();
+        size_t raw = 0;
+        for (const Combination &fold : program.folds)
+            for (int operand : fold.operands) {
+                operands++;
+                raw += operand >= 0;
+            }
         plan.slots = std::max(plan.slots, program.slots);
-        plan.side_by_side = std::max(plan.side_by_side, operands);
+        plan.by_line = plan.by_line && raw <= SIDE_BY_SIDE && operands <= MOST_OPERANDS;
     }
     for (const Segment &segment : plan.segments) {
         const bool known = segment.tensor >= 0 && segment.tensor < static_cast<int64_t>(plan.sizes.size()) &&
@@ -397,7 +418,7 @@ int64_t traffic(const Plan &plan) {
 bool run(const Plan &plan, const std::vector<Operand> &sources, const std::vector<char *> &results, int threads,
          bool past_cache) {
     Numbers n = numbers_of(plan);
-    bool by_line = !n.before && !n.after && plan.side_by_side <= SIDE_BY_SIDE;
+    bool by_line = !n.before && !n.after && plan.by_line;
     for (const Operand &source : sources) by_line = by_line && source.strided == nullptr;
     if (by_line && plan.dtype == BF16 && plan.accumulator == F32) n.walker = plan.tiles->pairs[plan.op];
     Run run{plan, sources, results, past_cache, by_line, n, 0, 0, {}};

@@ -36,7 +36,7 @@ struct Plan {
     const Tiles *tiles;
     // Set by check:
     int slots;           // the most of any program
-    size_t side_by_side; // the most operands of any program
+    bool by_line;        // whether programs are so small that they are walked line by line
     size_t tile_bytes;   // of accumulator in a tile
     size_t scratch;      // bytes of working memory a thread
 };

@@ -1,6 +1,6 @@
-// What an instruction set gives the engine: a walk through a program, one cache line of results at a time.
+// What an instruction set gives the engine: a walk through a program, a few cache lines of results at a time.
 //
-// For each line all sources are read, combined in registers and written to all results, so that reading and writing
+// For each step all sources are read, combined in registers and written to all results, so that reading and writing
 // overlap; whole lines may go past the cache, and then what they overwrite is not read first. Values are combined in
 // the listed order, left to right. Where several terms of a sum are NaN the first one's payload is kept; the least or
 // greatest of equal numbers (0 and -0) is the first.
@@ -44,7 +44,10 @@ struct Walk {
     double divisor; // of the results; 1: nothing is divided
 };
 
-// Walk the units start..stop, whole lines of results.
+constexpr size_t LINE = 64;      // bytes of a cache line; what is written is written in whole lines
+constexpr size_t MOST_LINES = 4; // of results that are walked at a time
+
+// Walk the units start..stop, whole lines of results. A place that does not advance holds MOST_LINES of them.
 using Walker = void (*)(const Walk &walk, size_t start, size_t stop);
 using Convert = void (*)(void *dst, const void *src, size_t size);
 
