@@ -83,7 +83,15 @@ def reduce_batch(
 
 def reduce_to_one(op: ReduceOp, jobs: Sequence[Job], root: str | None) -> list[Mirrored]:
     """Reduce each value on the root, or else on its first destination."""
-    return [reduce_batch(op, [job], Packing(), "one_device", None, root or job[1][0])[0] for job in jobs]
+    by_root: dict[str, list[int]] = {}
+    for number, (_, destinations) in enumerate(jobs):
+        by_root.setdefault(root or destinations[0], []).append(number)
+    results: list[Any] = [None] * len(jobs)
+    for device, numbers in by_root.items():
+        reduced = reduce_batch(op, [jobs[number] for number in numbers], Packing(), "one_device", None, device)
+        for number, result in zip(numbers, reduced, strict=True):
+            results[number] = result
+    return results
 
 
 @dataclass(frozen=True, eq=False)  # `groups` is cached, so a group is equal to itself only: a cheap key
