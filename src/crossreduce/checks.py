@@ -218,8 +218,10 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
     if not isinstance(out, DistributedValues) or out.devices != destinations:
         raise ArgumentError(
             message(
-                "out must have one array for each destination, in the destinations' order.",
-                shown(out) if not isinstance(out, DistributedValues) else f"out on {', '.join(out.devices)}",
+                "out must be a PerReplica or Mirrored on the destinations, in their order.",
+                f"a {type(out).__name__}"
+                if not isinstance(out, DistributedValues)
+                else f"out on {', '.join(out.devices)}",
                 f"PerReplica([array, ...], devices={list(destinations)})",
             )
         )
@@ -230,6 +232,8 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
         if any(each != (backend.name, spec) for each in specs):
             each = "; ".join(f"{name} {spec}" for name, spec in specs)
             remedy = f"arrays that are {backend.name} {spec}"
+            if spec.dtype != value.spec.dtype:
+                remedy += f", as the {value.op.value if value.op else 'result'} of {value.spec.dtype} is"
             raise MismatchError(message("the arrays of out must be like the result.", each, remedy))
     return out
 

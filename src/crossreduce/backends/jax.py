@@ -358,7 +358,12 @@ class Jax:
 
 
 def _on_host(x: Array) -> bool:
-    return not isinstance(x, jax.core.Tracer) and x.device.platform == "cpu"
+    return not isinstance(x, jax.core.Tracer) and _is_cpu(x.sharding)  # much quicker than x.device
+
+
+@lru_cache(maxsize=1024)
+def _is_cpu(sharding: Any) -> bool:
+    return all(device.platform == "cpu" for device in sharding.device_set)
 
 
 BACKEND = Jax()

@@ -210,10 +210,13 @@ class NumPy:
     def target(self, value: Any, device: str) -> Array:
         if type(value) is np.ndarray and value.flags.writeable and value.flags.c_contiguous and value.dtype.isnative:
             return value
-        given = f"{type(value).__name__}" if not isinstance(value, np.ndarray) else _kind(value)
-        raise UnsupportedError(
-            message("results are written into writable NumPy arrays in C order.", given, "numpy.empty(shape, dtype)")
-        )
+        if not isinstance(value, np.ndarray):
+            given, remedy = f"a number ({type(value).__name__})", "numpy.array(x), an array of no axes, in its place"
+        else:
+            given = _kind(value)
+            plain = type(value) is not np.ndarray and not isinstance(value, np.ma.MaskedArray)
+            remedy = "numpy.asarray(x), the same memory" if plain else "numpy.empty(shape, dtype)"
+        raise UnsupportedError(message("results are written into writable NumPy arrays in C order.", given, remedy))
 
     def extent(self, x: Array) -> tuple[int, int, bool]:
         start = int(x.__array_interface__["data"][0])

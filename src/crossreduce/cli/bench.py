@@ -72,8 +72,8 @@ def bench(
 
     Time is the mean over the calls, each until its results are ready; the
     JSON has median and p99 too. In place the results are written over the
-    inputs (out=); N/A (null in JSON) for broadcasts, and in JAX and
-    TensorFlow, whose arrays cannot be written.
+    inputs (out=); N/A (null in JSON) for broadcasts, for means of integers,
+    and in JAX and TensorFlow, whose arrays cannot be written.
 
     Devices in host memory emulate: they compare algorithms, and say nothing
     about GPUs.

@@ -91,8 +91,8 @@ def show(report: dict[str, Any]) -> None:
     about.add_row("crossreduce", report["crossreduce"])
     about.add_row("Python", report["python"])
     about.add_row("platform", report["platform"])
-    compiled = "NumPy: no compiled kernels were built, or CROSSREDUCE_KERNELS says so"
-    about.add_row("kernels", compiled if report["kernels"] == "numpy" else f"compiled, {report['kernels']}")
+    why = "none were compiled" if kernels.native() is None else "CROSSREDUCE_KERNELS says so"
+    about.add_row("kernels", f"NumPy: {why}" if report["kernels"] == "numpy" else f"compiled, {report['kernels']}")
     about.add_row("threads", str(report["threads"]))
     about.add_row("algorithms", ", ".join(report["algorithms"]))
     console.print(about)
