@@ -383,7 +383,7 @@ def refused(arrays, error, words, function, *args, **kwargs):
 
 
 LIKE = "the arrays of out must be like the result"
-EACH = "out must have one array for each destination, in the destinations' order"
+EACH = "out must be a PerReplica or Mirrored on the destinations, in their order"
 PAIRS = "out must have one PerReplica or Mirrored for each pair"
 TREES = "out takes one tree a replica, as the trees themselves"
 NUMPY = "results are written into writable NumPy arrays in C order"
