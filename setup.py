@@ -67,5 +67,5 @@ free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # the stable 
 setup(
     cmdclass={"build_ext": Build},
     ext_modules=[] if free_threaded else [kernels, arrays],
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    options={} if free_threaded else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -19,6 +19,7 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork her
 # What the programs below begin with: a plan that several threads share, and a check of what it leaves.
 BEGIN = """
 import os, signal, sys, threading, time, warnings
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job starts without
 import numpy as np
 from crossreduce.kernels import native
 

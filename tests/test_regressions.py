@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -225,3 +226,89 @@ def test_a_terminated_run_leaves_no_file(tmp_path):
         error = process.communicate(timeout=60)[1]
     assert process.returncode == 143, error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("op", ["min", "max", "product"])
+def test_bools_of_other_bytes(op):
+    """A bool whose byte is neither 0 nor 1 is true, and the result's bytes are 0 and 1."""
+    a, b = np.uint8([2, 1, 0, 2] * 20).view(bool), np.uint8([1, 2, 2, 0] * 20).view(bool)
+    wanted = [True, True, op == "max", op == "max"] * 20
+    for result in cr.all_reduce([a, b], op):
+        assert result.view(np.uint8).tolist() == [int(x) for x in wanted]
+
+
+class Twice(cr.AllReduceCrossDeviceOps):
+    """An op that reduces everything twice, as a retry or a probe would."""
+
+    def batch_reduce_implementation(self, reduce_op, pairs, options):
+        super().batch_reduce_implementation(reduce_op, pairs, options)
+        return super().batch_reduce_implementation(reduce_op, pairs, options)
+
+
+class Probing(cr.AllReduceCrossDeviceOps):
+    """An op that reduces into a buffer of its own first."""
+
+    def __init__(self, scratch):
+        super().__init__("auto")
+        self.scratch = scratch
+
+    def batch_reduce_implementation(self, reduce_op, pairs, options):
+        for value, devices in pairs:
+            cr.AllReduceCrossDeviceOps().reduce(reduce_op, value, cr.PerReplica([0, 0], devices), out=self.scratch)
+        return super().batch_reduce_implementation(reduce_op, pairs, options)
+
+
+def test_a_subclass_may_reduce_a_value_twice():
+    """An implementation of the user's hears nothing of out: inputs stay what they were until it has returned."""
+    value = cr.PerReplica([np.array([1.0, 2.0]), np.array([3.0, 5.0])])
+    assert Twice().reduce("sum", value, value, out=value)[1] is value[1]
+    assert value[0].tolist() == value[1].tolist() == [4, 7]
+    scratch = cr.PerReplica([np.zeros(2), np.zeros(2)])
+    result = Probing(scratch).reduce("sum", value, value)
+    assert scratch[0].tolist() == result[0].tolist() == [8, 14]
+    assert not any(np.shares_memory(x, y) for x in result for y in scratch)
+
+
+def test_a_traced_torch_function_reduces(torch_):
+    """torch.jit.trace sees a reduction of numbers as operations, and not as memory that something filled."""
+    import torch
+
+    def total(a, b):
+        value = cr.PerReplica([a, b])
+        return cr.AllReduceCrossDeviceOps().reduce("sum", value, value)[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(total, (torch.tensor(1.0), torch.tensor(2.0)))
+    assert traced(torch.tensor(10.0), torch.tensor(10.0)).item() == 20
+
+
+def test_a_wrong_environment_stops_a_batch_before_its_first_write(monkeypatch):
+    """Several runs of the kernels: what is wrong with a variable is said before the first."""
+    small = cr.PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+    large = cr.PerReplica([np.ones(1 << 17), np.ones(1 << 17)])
+    monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "many")
+    with pytest.raises(cr.ArgumentError, match="CROSSREDUCE_NUM_THREADS"):
+        cr.AllReduceCrossDeviceOps().batch_reduce("sum", [(small, small), (large, large)], out=[small, large])
+    assert small[0].tolist() == [1, 2]
+    assert large[0].max() == 1
+
+
+def test_frozen_tensors_are_no_out(torch_):
+    """A tensor of torch's inference mode is refused as out once that is over, before anything is written."""
+    import torch
+
+    with torch.inference_mode():
+        frozen = torch.zeros(2)
+    value = cr.PerReplica([torch.ones(2), torch.ones(2)])
+    out = cr.PerReplica([torch.zeros(2), frozen])
+    with pytest.raises(cr.UnsupportedError, match="inference"):
+        cr.AllReduceCrossDeviceOps().reduce("sum", value, value, out=out)
+    assert out[0].tolist() == [0, 0]
+
+
+def test_weak_types_stay_weak(jax_):
+    """The sum of JAX's weakly typed numbers is weakly typed, as under jit."""
+    import jax.numpy as jnp
+
+    assert cr.all_reduce([jnp.asarray(1.0), jnp.asarray(2.0)])[0].weak_type

@@ -42,12 +42,12 @@ class Checked(PerReplica):
     def __repr__(self) -> str:
         return repr(PerReplica.on(self.values, self.devices))
 
-    def without_out(self) -> Checked:
-        """Return the same value, with its result to be new arrays."""
-        if self.out is None:
+    def with_out(self, out: DistributedValues | None) -> Checked:
+        """Return the same value whose result goes into ``out``; whoever else holds this one does not hear of it."""
+        if self.out is out:
             return self
         other = copy.copy(self)
-        other.out = None
+        other.out = out
         return other
 
 

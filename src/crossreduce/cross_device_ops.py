@@ -90,14 +90,16 @@ class CrossDeviceOps:
         """
         op = read_op(reduce_op)
         hints = read_options(options)
-        value = check_value(op, per_replica(per_replica_value)).without_out()
+        value = check_value(op, per_replica(per_replica_value)).with_out(None)
         devices = place(destinations)
         value.backend.require(devices)
-        if out is not None:
-            value.out = check_out(out, value, devices)
-            self._guard([(value, devices)])
-        result = _delivered(self.reduce_implementation(op, value, devices, hints), devices, "reduce_implementation")
-        return result if out is None else _written([result], [(value, devices)])[0]
+        if out is None:
+            result = self.reduce_implementation(op, value, devices, hints)
+            return _delivered(result, devices, "reduce_implementation")
+        into = [(value.with_out(check_out(out, value, devices)), devices)]
+        given = into[0][0] if self._ready(into) else value
+        result = self.reduce_implementation(op, given, devices, hints)
+        return _written([_delivered(result, devices, "reduce_implementation")], into)[0]
 
     @unconverted
     def batch_reduce(
@@ -129,23 +131,23 @@ class CrossDeviceOps:
         op = read_op(reduce_op)
         hints = read_options(options)
         pairs: list[Job] = []
-        given = check_pairs(value_destination_pairs)
-        outs = _outs(out, len(given))
-        for number, (value, destinations) in enumerate(given):
+        into: list[Job] = []
+        unchecked = check_pairs(value_destination_pairs)
+        outs = _outs(out, len(unchecked))
+        for number, (value, destinations) in enumerate(unchecked):
             try:
-                checked = check_value(op, per_replica(value)).without_out()
+                checked = check_value(op, per_replica(value)).with_out(None)
                 devices = checked.devices if destinations is value else place(destinations)
                 if devices is not checked.devices:
                     checked.backend.require(devices)
                 if out is not None:
-                    checked.out = check_out(outs[number], checked, devices)
+                    into.append((checked.with_out(check_out(outs[number], checked, devices)), devices))
             except ReductionError as error:
                 error.prefix(f"pair {number}", number)
                 raise
             pairs.append((checked, devices))
-        if out is not None:
-            self._guard(pairs)
-        results = self.batch_reduce_implementation(op, list(pairs), hints)
+        given: list[Any] = into if out is not None and self._ready(into) else pairs
+        results = self.batch_reduce_implementation(op, list(given), hints)
         if not isinstance(results, list) or len(results) != len(pairs):
             raise UnsupportedError(
                 message(
@@ -159,7 +161,7 @@ class CrossDeviceOps:
             else _delivered(result, devices, "batch_reduce_implementation")
             for result, (_, devices) in zip(results, pairs, strict=True)
         ]
-        return delivered if out is None else _written(delivered, pairs)
+        return delivered if out is None else _written(delivered, into)
 
     @unconverted
     def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
@@ -221,15 +223,19 @@ class CrossDeviceOps:
         result = self.gather_implementation(value, devices, value.axis, hints)
         return _delivered(result, devices, "gather_implementation")
 
-    def _guard(self, pairs: list[Job]) -> None:
-        """Raise where ``out`` cannot be written, unless the implementation is known to look for itself."""
+    def _ready(self, pairs: list[Job]) -> bool:
+        """Return whether the implementation writes into ``out`` itself; where it does not, results are copied there.
+
+        A user's own does not hear of ``out``: it may reduce a value twice. What is wrong with ``out`` is found before
+        anything is written; ``reduce_batch`` looks for itself.
+        """
         kind = type(self)
-        if (
-            getattr(kind, "batch_reduce_implementation", None)
-            is not AllReduceCrossDeviceOps.batch_reduce_implementation
-            or kind.reduce_implementation is not _BatchReducing.reduce_implementation
-        ):
-            check_apart(pairs)
+        batch = getattr(kind, "batch_reduce_implementation", None)
+        own = kind.reduce_implementation is _BatchReducing.reduce_implementation
+        if own and batch is AllReduceCrossDeviceOps.batch_reduce_implementation:
+            return True
+        check_apart(pairs)
+        return own and batch is ReductionToOneDevice.batch_reduce_implementation
 
     def reduce_implementation(
         self,

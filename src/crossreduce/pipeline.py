@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
+from . import kernels
 from .backends import Array, Backend, Numbers, Sparse, backend_of
 from .checks import Checked, check_apart, in_pair, shared
 from .devices import locate, parse
@@ -70,6 +71,8 @@ def reduce_batch(
     into = bool(jobs) and all(value.out is not None and value.out.devices == where for value, where in jobs)
     if into and not (len(runs) == 1 and runs[0][0].on_host):
         check_apart(jobs)  # one run of the kernels looks for itself
+    if len(runs) > 1:
+        kernels.threads()  # raises where the environment is wrong, before the first run
     results: list[Any] = [
         _reduce_sparse(value, destinations, root) if value.sparse else None for value, destinations in jobs
     ]

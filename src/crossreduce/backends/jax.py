@@ -302,6 +302,8 @@ class Jax:
     def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
         if not all(_on_host(x) for row in arrays for x in row):
             return None
+        if any(all(x.weak_type for x in row) for row in arrays):  # scalars mostly; their sum is weak as well
+            return None
         views = [[np.asarray(x) for x in row] for row in arrays]  # copies nothing, and waits until it is computed
         if views and views[0][0].dtype.kind == "V":
             return [[x.view(np.uint16) for x in row] for row in views]  # no buffer can name bfloat16

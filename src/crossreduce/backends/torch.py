@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -30,6 +31,7 @@ _BINARY: Final[dict[ReduceOp, Any]] = {
     ReduceOp.MAX: torch.maximum,
     ReduceOp.PRODUCT: torch.mul,
 }
+_MOST_AXES: Final = 64  # of the kernels' strided sources
 _KINDS: Final = ("cuda", "xpu", "mps")
 _NAMES: Final[dict[Any, str]] = {getattr(torch, name): name for name in DTYPES}
 _DTYPES: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
@@ -212,6 +214,8 @@ class Torch:
     def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
         if _is_transformed() or not all(x.is_cpu for row in arrays for x in row):
             return None
+        if any(x.dim() > _MOST_AXES for row in arrays for x in row):
+            return None
         found = [[x.data_ptr() if x.is_contiguous() else _strided(x) for x in row] for row in arrays]
         if any(0 in row and any(_has_no_memory(x) for x in xs) for row, xs in zip(found, arrays, strict=True)):
             return None
@@ -224,7 +228,7 @@ class Torch:
         return [[x.data_ptr() for x in row] for row in blanks]
 
     def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        if not all(x.is_cpu and x.is_contiguous() for row in outs for x in row):
+        if not all(x.is_cpu and x.is_contiguous() for row in outs for x in row) or any(map(_is_frozen, chain(*outs))):
             raise BufferError
         return [[x.data_ptr() for x in row] for row in outs]
 
@@ -243,12 +247,12 @@ class Torch:
 
     def target(self, value: Any, device: str) -> Array:
         x = self._plain(value)
-        if x.device != _place(device) or _is_transformed() or _has_no_memory(x):
+        if x.device != _place(device) or _is_transformed() or _has_no_memory(x) or _is_frozen(value):
             raise UnsupportedError(
                 message(
                     "results are written into plain tensors on their destination.",
                     f"{type(value).__name__} on {value.device}, for {device}",
-                    "torch.empty(shape, dtype=..., device=...), outside of torch.func and of dispatch modes",
+                    "torch.empty(shape, dtype=..., device=...), outside of torch.func, dispatch and inference modes",
                 )
             )
         if x.data_ptr() != value.data_ptr() or not x.is_contiguous():
@@ -275,7 +279,14 @@ def _is_transformed() -> bool:
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch.autograd.forward_ad._current_level >= 0
     )
+
+
+def _is_frozen(x: Array) -> bool:
+    """Return whether a tensor was made in inference mode and that is over: torch lets nobody write it."""
+    return bool(x.is_inference()) and not torch.is_inference_mode_enabled()
 
 
 def _has_no_memory(x: Array) -> bool:

@@ -178,20 +178,25 @@ def empty_cache() -> None:
 def threads() -> int:
     """Return how many threads may work on one reduction.
 
-    ``CROSSREDUCE_NUM_THREADS``; else as many as the process may use CPUs, but no more than ``OMP_NUM_THREADS``.
+    ``CROSSREDUCE_NUM_THREADS``; else as many as the process may use CPUs, but no more than ``OMP_NUM_THREADS`` (of a
+    list the first; what OpenMP would not read counts as not set).
 
     Raises:
-      ArgumentError: one of the two, where it is read, is no positive number (OpenMP's may be a list; its first counts).
+      ArgumentError: ``CROSSREDUCE_NUM_THREADS`` is no number from 1 to 4096.
     """
     own = os.environ.get("CROSSREDUCE_NUM_THREADS")
     if own:
-        return _count("CROSSREDUCE_NUM_THREADS", own)
+        found = _count(own)
+        if found is None:
+            problem = "CROSSREDUCE_NUM_THREADS must be a whole number from 1 to 4096."
+            raise ArgumentError(message(problem, shown(own), "CROSSREDUCE_NUM_THREADS=4"))
+        return found
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    openmp = os.environ.get("OMP_NUM_THREADS")
-    return min(cpus, _count("OMP_NUM_THREADS", openmp.split(",")[0])) if openmp else cpus
+    return min(cpus, _count(os.environ.get("OMP_NUM_THREADS", "").split(",")[0]) or cpus)
 
 
-def _count(name: str, text: str) -> int:
-    if not text.strip().isdecimal() or len(text.strip()) > 8 or not 0 < int(text) <= 4096:
-        raise ArgumentError(message(f"{name} must be a whole number from 1 to 4096.", shown(text), f"{name}=4"))
-    return int(text)
+def _count(text: str) -> int | None:
+    """Return the number of threads that a text names, if it does."""
+    text = text.strip()
+    sane = text.isascii() and text.isdecimal() and len(text) <= 8
+    return int(text) if sane and 0 < int(text) <= 4096 else None

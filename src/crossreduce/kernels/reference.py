@@ -191,21 +191,25 @@ class Plan:
 
 
 def _overlap(ins: list[list[Any]], outs: list[list[Any]]) -> tuple[int, int] | None:
-    """Return the first result that shares memory with another one, or with a source other than by being it."""
-    earlier: list[Any] = []
+    """Return the first result that shares memory with another one, or with a source other than by being it.
+
+    As in the compiled kernels, an array takes all the memory from its first byte to its last.
+    """
+    extents: list[tuple[int, int, int, int]] = []  # start, stop, tensor, and which result, or -1
     for tensor, (sources, results) in enumerate(zip(ins, outs, strict=True)):
-        for number, out in enumerate(results):
-            others = [x for k, given in enumerate(ins) for x in given if k != tensor or not _same(x, out)]
-            if any(np.shares_memory(out, x) for x in [*others, *earlier]):
-                return tensor, number
-            earlier.append(out)
-        del sources
+        own = [np.lib.array_utils.byte_bounds(x) for x in results]
+        extents.extend((*bounds, tensor, number) for number, bounds in enumerate(own))
+        bounds = [(x, np.lib.array_utils.byte_bounds(x)) for x in sources]
+        extents.extend((*at, tensor, -1) for x, at in bounds if at not in own or not x.flags.c_contiguous)
+    furthest = furthest_result = (0, 0, -1)
+    for start, stop, tensor, number in sorted(extent for extent in extents if extent[1] > extent[0]):
+        other = furthest if number >= 0 else furthest_result
+        if other[0] > start:
+            return (tensor, number) if number >= 0 else other[1:]
+        furthest = max(furthest, (stop, tensor, number))
+        if number >= 0:
+            furthest_result = max(furthest_result, (stop, tensor, number))
     return None
-
-
-def _same(source: Any, out: Any) -> bool:
-    address = source.__array_interface__["data"][0] == out.__array_interface__["data"][0]
-    return bool(address and source.flags.c_contiguous and source.nbytes == out.nbytes)
 
 
 def memory(nbytes: int) -> Any:
