@@ -904,7 +904,7 @@ def test_threads_are_as_many_as_the_environment_says(monkeypatch, own, openmp, w
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " ", "4097", "9" * 30, "9" * 5000, "²", "٣"])
 def test_a_wrong_count_of_threads_is_an_error(monkeypatch, text):
-    """The message names the variable, what it holds and what it could hold; OpenMP's own variable is not ours to judge."""
+    """The message names the variable, what it holds and what it could hold; OpenMP's own is not ours to judge."""
     name = "CROSSREDUCE_NUM_THREADS"
     monkeypatch.setenv(name, text)
     with pytest.raises(ArgumentError, match=rf"{name} must be a whole number from 1 to 4096[\s\S]*try:   {name}=4"):

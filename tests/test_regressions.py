@@ -253,8 +253,8 @@ class Probing(cr.AllReduceCrossDeviceOps):
         self.scratch = scratch
 
     def batch_reduce_implementation(self, reduce_op, pairs, options):
-        for value, devices in pairs:
-            cr.AllReduceCrossDeviceOps().reduce(reduce_op, value, cr.PerReplica([0, 0], devices), out=self.scratch)
+        for value, names in pairs:
+            cr.AllReduceCrossDeviceOps().reduce(reduce_op, value, cr.PerReplica([0, 0], names), out=self.scratch)
         return super().batch_reduce_implementation(reduce_op, pairs, options)
 
 
