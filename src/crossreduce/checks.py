@@ -7,7 +7,6 @@ was given and what to do.
 from __future__ import annotations
 
 import contextlib
-import copy
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -42,13 +41,17 @@ class Checked(PerReplica):
     def __repr__(self) -> str:
         return repr(PerReplica.on(self.values, self.devices))
 
-    def with_out(self, out: DistributedValues | None) -> Checked:
-        """Return the same value whose result goes into ``out``; whoever else holds this one does not hear of it."""
+    def with_out(self, out: DistributedValues | None, fresh: bool = False) -> Checked:
+        """Return the same value whose result goes into ``out``: this one, if it is ``fresh``: held by nobody else."""
         if self.out is out:
             return self
-        other = copy.copy(self)
-        other.out = out
-        return other
+        if not fresh:
+            other = Checked.on(self.values, self.devices)
+            for name in Checked.__slots__:
+                setattr(other, name, getattr(self, name))
+            return other.with_out(out, fresh=True)
+        self.out = out
+        return self
 
 
 def per_replica(value: Any) -> PerReplica:

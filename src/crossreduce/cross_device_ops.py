@@ -96,8 +96,9 @@ class CrossDeviceOps:
         if out is None:
             result = self.reduce_implementation(op, value, devices, hints)
             return _delivered(result, devices, "reduce_implementation")
-        into = [(value.with_out(check_out(out, value, devices)), devices)]
-        given = into[0][0] if self._ready(into) else value
+        found = check_out(out, value, devices)
+        into = [(value.with_out(found, fresh=value is not per_replica_value), devices)]
+        given = into[0][0] if self._ready(into) else into[0][0].with_out(None)
         result = self.reduce_implementation(op, given, devices, hints)
         return _written([_delivered(result, devices, "reduce_implementation")], into)[0]
 
@@ -131,7 +132,6 @@ class CrossDeviceOps:
         op = read_op(reduce_op)
         hints = read_options(options)
         pairs: list[Job] = []
-        into: list[Job] = []
         unchecked = check_pairs(value_destination_pairs)
         outs = _outs(out, len(unchecked))
         for number, (value, destinations) in enumerate(unchecked):
@@ -141,13 +141,16 @@ class CrossDeviceOps:
                 if devices is not checked.devices:
                     checked.backend.require(devices)
                 if out is not None:
-                    into.append((checked.with_out(check_out(outs[number], checked, devices)), devices))
+                    found = check_out(outs[number], checked, devices)
+                    checked = checked.with_out(found, fresh=checked is not value)
             except ReductionError as error:
                 error.prefix(f"pair {number}", number)
                 raise
             pairs.append((checked, devices))
-        given: list[Any] = into if out is not None and self._ready(into) else pairs
-        results = self.batch_reduce_implementation(op, list(given), hints)
+        given: list[Any] = list(pairs)
+        if out is not None and not self._ready(pairs):
+            given = [(checked.with_out(None), devices) for checked, devices in pairs]
+        results = self.batch_reduce_implementation(op, given, hints)
         if not isinstance(results, list) or len(results) != len(pairs):
             raise UnsupportedError(
                 message(
@@ -161,7 +164,7 @@ class CrossDeviceOps:
             else _delivered(result, devices, "batch_reduce_implementation")
             for result, (_, devices) in zip(results, pairs, strict=True)
         ]
-        return delivered if out is None else _written(delivered, into)
+        return delivered if out is None else _written(delivered, pairs)
 
     @unconverted
     def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
