@@ -70,9 +70,9 @@ def test_page_code_prints_what_the_page_shows(run):
 
 
 def test_page_pictures_are_those_that_its_code_draws(run):
-    """The page names every picture in docs/pictures; each says what the one says that the page's code draws now."""
+    """The page names every drawing in docs/pictures; each says what the one says that the page's code draws now."""
     named = re.findall(r"\]\(pictures/([\w-]+\.svg)\)", PAGE)
-    kept = sorted(file.name for file in (DOCS / "pictures").iterdir())
+    kept = sorted(file.name for file in (DOCS / "pictures").glob("*.svg"))
     assert sorted(named) == kept == sorted(file.name for file in run.pictures.iterdir())
     for name in kept:
         assert texts(DOCS / "pictures" / name) == texts(run.pictures / name) != []
