@@ -282,7 +282,6 @@ def test_ctrl_c_during_imports_stops_quietly():
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for one process")
 # What a shell started in the background ignores Ctrl-C, and so does whatever that starts; at a terminal nothing does.
 INTERRUPTIBLE = """
 import runpy, signal
@@ -291,6 +290,7 @@ runpy.run_module("crossreduce", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for one process")
 def test_ctrl_c_stops_quietly(tmp_path):
     """Ctrl-C while training exits with 130, without a traceback and without a file."""
     line = ["train", "--epochs", "100000", "--json", str(tmp_path / "run.json")]
