@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from . import kernels
 from .backends import Array, Backend, Numbers, Sparse, backend_of, known_backend
 from .devices import canonical, host_devices
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
@@ -263,15 +264,9 @@ def check_apart(jobs: Sequence[tuple[Checked, tuple[str, ...]]]) -> None:
             arrays += [part for x in given if isinstance(x, Sparse) for part in (x.values, x.indices)]
         inputs = [backend.extent(x) for x in arrays]
         extents.extend((start, stop, pair, -1) for start, stop, dense in inputs if (start, stop, dense) not in own)
-    reached = reached_by_result = (0, 0, -1)  # how far what begins earlier reaches, and which result it is
-    for start, stop, pair, number in sorted(extent for extent in extents if extent[1] > extent[0]):
-        other = reached if number >= 0 else reached_by_result
-        if other[0] > start:
-            clash = (pair, number) if number >= 0 else other[1:]
-            raise in_pair(shared(clash[1]), clash[0], len(jobs))
-        reached = max(reached, (stop, pair, number))
-        if number >= 0:
-            reached_by_result = max(reached_by_result, (stop, pair, number))
+    found = kernels.clash(extents)
+    if found is not None:
+        raise in_pair(shared(found[1]), found[0], len(jobs))
 
 
 def shared(number: int) -> ArgumentError:

@@ -107,7 +107,6 @@ class Group:
 
     tensors: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    sources: tuple[str, ...]
     destinations: tuple[str, ...]
     on_host: bool
 
@@ -139,7 +138,7 @@ def groups(
         devices = {device for parts, _ in pieces for part in parts for device in part.schedule.devices}
         on_host = pieces[0].buffer.size is not None and all(_is_on_host(device) for device in devices)
         tensors = tuple(span.tensor for piece in pieces for span in piece.buffer.spans)
-        found.append(Group(tensors, tuple(pieces), sources, destinations, on_host))
+        found.append(Group(tensors, tuple(pieces), destinations, on_host))
     return tuple(found)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from ..errors import UnsupportedError, message, shown
 from ..ops import ReduceOp
 from ..packing import Cut
 from ..values import TensorSpec
@@ -37,6 +38,35 @@ class Numbers(NamedTuple):
     accumulator: str
     result: str
     divisor: int
+
+
+class Unwritable:
+    """What backends have in common whose arrays nobody can write: results are memory, adopted when it is filled."""
+
+    unwritable: str
+    """Says so, and what to do instead, in two sentences of an error."""
+    remedy: str
+
+    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        return blanks
+
+    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+        raise BufferError
+
+    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
+        raise AssertionError(self.unwritable)
+
+    def target(self, value: Any, device: str) -> Array:
+        raise UnsupportedError(message(self.unwritable, shown(value), self.remedy))
+
+    def extent(self, x: Array) -> tuple[int, int, bool]:
+        raise AssertionError(self.unwritable)
+
+    def write(self, target: Array, x: Array) -> None:
+        raise AssertionError(self.unwritable)
+
+    def threads(self) -> int | None:
+        return None
 
 
 class Backend(Protocol):

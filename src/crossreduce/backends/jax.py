@@ -26,7 +26,7 @@ from ..kernels.reference import dtype_named
 from ..ops import COMPLEX, INTEGERS, ReduceOp, accumulator
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
-from .contract import Array, Numbers, Sparse
+from .contract import Array, Numbers, Sparse, Unwritable
 from .numpy import beyond
 
 _FUNCTIONS: Final = {
@@ -175,10 +175,12 @@ _CONCAT: Final = jax.jit(_concat_traced, static_argnums=0)
 _DENSE: Final = jax.jit(_dense_traced, static_argnums=(0, 1))
 
 
-class Jax:
+class Jax(Unwritable):
     """The ``Backend`` of JAX arrays and tracers."""
 
     name = "jax"
+    unwritable = "JAX arrays cannot be written into."
+    remedy = "leave out= out: the memory of results that are no longer held is used again"
 
     def array(self, value: Any) -> Array | Sparse:
         if isinstance(value, jax.Array):  # a tracer is one too
@@ -313,12 +315,6 @@ class Jax:
         itemsize = dtype_named(dtype).itemsize
         return [[kernels.memory(math.prod(shape) * itemsize) for _ in range(count)] for shape in shapes]
 
-    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        return blanks
-
-    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        raise BufferError
-
     def adopt(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:
@@ -336,27 +332,6 @@ class Jax:
         else:
             made = jax.device_put(given, shardings)
         return [tuple(made[k : k + len(devices)]) for k in range(0, len(made), len(devices))]
-
-    def threads(self) -> int | None:
-        return None
-
-    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
-        pass
-
-    def target(self, value: Any, device: str) -> Array:
-        raise UnsupportedError(
-            message(
-                "JAX arrays cannot be written into.",
-                shown(value),
-                "leave out= out: the memory of results that are no longer held is used again",
-            )
-        )
-
-    def extent(self, x: Array) -> tuple[int, int, bool]:
-        raise AssertionError("nothing is written into JAX arrays")
-
-    def write(self, target: Array, x: Array) -> None:
-        raise AssertionError("nothing is written into JAX arrays")
 
 
 def _on_host(x: Array) -> bool:

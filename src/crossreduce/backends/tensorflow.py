@@ -25,7 +25,7 @@ from ..errors import DeviceError, UnsupportedError, message, shown
 from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
-from .contract import Array, Numbers, Sparse
+from .contract import Array, Numbers, Sparse, Unwritable
 from .numpy import beyond
 
 _RAW: Final = tf.raw_ops
@@ -112,10 +112,12 @@ def _cast(x: Array, dtype: Any) -> Array:
     return x if x.dtype == dtype else _RAW.Cast(x=x, DstT=dtype)
 
 
-class TensorFlow:
+class TensorFlow(Unwritable):
     """The ``Backend`` of TensorFlow's tensors, variables and ``tf.IndexedSlices``."""
 
     name = "tensorflow"
+    unwritable = "TensorFlow's tensors cannot be written into."
+    remedy = "leave out= out: the memory of results that are no longer held is used again; variable.assign(result)"
 
     def array(self, value: Any) -> Array | Sparse:
         if isinstance(value, IndexedSlices):
@@ -269,12 +271,6 @@ class TensorFlow:
         size = itemsize(dtype)
         return [[kernels.memory(math.prod(shape) * size) for _ in range(count)] for shape in shapes]
 
-    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        return blanks
-
-    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        raise BufferError
-
     def adopt(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:
@@ -284,27 +280,6 @@ class TensorFlow:
             )
             for row, shape in zip(blanks, shapes, strict=True)
         ]
-
-    def threads(self) -> int | None:
-        return None
-
-    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
-        pass
-
-    def target(self, value: Any, device: str) -> Array:
-        raise UnsupportedError(
-            message(
-                "TensorFlow's tensors cannot be written into.",
-                shown(value),
-                "leave out= out: the memory of results that are no longer held is used again; variable.assign(result)",
-            )
-        )
-
-    def extent(self, x: Array) -> tuple[int, int, bool]:
-        raise AssertionError("nothing is written into TensorFlow's tensors")
-
-    def write(self, target: Array, x: Array) -> None:
-        raise AssertionError("nothing is written into TensorFlow's tensors")
 
 
 @lru_cache(maxsize=4096)

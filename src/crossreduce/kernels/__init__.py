@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -146,6 +146,29 @@ def plan(
         chosen, op, dtype, accumulator, result, divisor, sources, results, sizes, programs, segments
     )
     return made
+
+
+def clash(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int] | None:
+    """Return the first result that shares memory with another result or with a source.
+
+    Args:
+      extents: ``(start, stop, tensor, result)``, the addresses of an array's first byte and of the one after its last;
+        ``result`` is -1 for a source. A source that is a result itself is left out.
+    Returns:
+      The ``(tensor, result)``, or ``None``. Empty arrays share nothing.
+
+    >>> clash([(0, 8, 0, 0), (8, 16, 0, 1), (0, 4, 1, -1)])
+    (0, 0)
+    """
+    reached = reached_by_result = (0, 0, -1)  # how far what begins earlier reaches, and which result it is
+    for start, stop, tensor, result in sorted(extent for extent in extents if extent[1] > extent[0]):
+        other = reached if result >= 0 else reached_by_result
+        if other[0] > start:
+            return (tensor, result) if result >= 0 else other[1:]
+        reached = max(reached, (stop, tensor, result))
+        if result >= 0:
+            reached_by_result = max(reached_by_result, (stop, tensor, result))
+    return None
 
 
 def memory(nbytes: int) -> Any:

@@ -13,6 +13,8 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
+from . import clash
+
 # The elements in a tile: intermediate values stay in the second-level cache, and a call's cost is spread out.
 _TILE: Final = 1 << 15
 _HALVES: Final = ("float16", "bfloat16")
@@ -128,7 +130,6 @@ class Plan:
         self._combine = _OPS[op]
         self._dtypes = dtype_named(dtype), dtype_named(accumulator), dtype_named(result)
         self._divisor = divisor
-        self._counts = sources, results
         # Bytes that nothing is done to are copied as they are, NaNs and all.
         self._copies = divisor == 1 and dtype == result and not any(folds for _, folds, _ in programs)
         self._sizes, self._programs, self._segments = tuple(sizes), tuple(programs), tuple(segments)
@@ -201,15 +202,7 @@ def _overlap(ins: list[list[Any]], outs: list[list[Any]]) -> tuple[int, int] | N
         extents.extend((*bounds, tensor, number) for number, bounds in enumerate(own))
         bounds = [(x, np.lib.array_utils.byte_bounds(x)) for x in sources]
         extents.extend((*at, tensor, -1) for x, at in bounds if at not in own or not x.flags.c_contiguous)
-    furthest = furthest_result = (0, 0, -1)
-    for start, stop, tensor, number in sorted(extent for extent in extents if extent[1] > extent[0]):
-        other = furthest if number >= 0 else furthest_result
-        if other[0] > start:
-            return (tensor, number) if number >= 0 else other[1:]
-        furthest = max(furthest, (stop, tensor, number))
-        if number >= 0:
-            furthest_result = max(furthest_result, (stop, tensor, number))
-    return None
+    return clash(extents)
 
 
 def memory(nbytes: int) -> Any:

@@ -8,7 +8,6 @@
 
 namespace {
 
-
 // So many sources are read side by side; what has more is added up tile by tile, so many at a time.
 constexpr size_t SIDE_BY_SIDE = 8;
 // Programs of more operands than this, slots included, go tile by tile too.
@@ -22,8 +21,6 @@ constexpr size_t TILE = 4096;
 constexpr int64_t MOST_SHARE = 1 << 20, LEAST_SHARE = 1 << 14, SHARES_PER_THREAD = 8;
 // Tiles get smaller, where there are many slots, to keep a thread's working memory below this.
 constexpr size_t MOST_SCRATCH = 512 * 1024;
-
-
 
 bool is_complex(Type type) { return type == C64 || type == C128; }
 bool is_half(Type type) { return type == F16 || type == BF16; }
@@ -152,6 +149,7 @@ void walk_all(const Walk &walk, const Numbers &n, size_t count, bool past_cache,
     if (count > whole) walk_part(walk, n, whole, count - whole, arena);
 }
 
+// Whether all results are one and the same value.
 bool one_value(const Program &program) {
     const auto &results = program.results;
     return std::equal(results.begin() + 1, results.end(), results.begin());
@@ -166,17 +164,17 @@ bool straight(const Program &program) {
 template <class From>
 size_t route(const Plan &plan, const Program &program, char *const *results, size_t offset, Value *values,
              Target *targets, From &&from) {
+    const bool last = straight(program);
     size_t count = 0, placed = 0;
     for (int r = 0; r < plan.results; r++) {
         const int value = program.results[static_cast<size_t>(r)];
         const auto begin = program.results.begin();
         if (std::find(begin, begin + r, value) != begin + r) continue; // went with the first result that is it
-        const bool last = straight(program);
         Target *to = targets + placed;
         for (int other = r; other < plan.results; other++)
             if (program.results[static_cast<size_t>(other)] == value)
                 targets[placed++] = {results[other] + offset, false};
-        values[count++] = {from(value, last), last, to, static_cast<size_t>(targets + placed - to)};
+        values[count++] = {from(value), last, to, static_cast<size_t>(targets + placed - to)};
     }
     return count;
 }
@@ -217,7 +215,7 @@ void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t st
     Value *values = arena.take<Value>(static_cast<size_t>(plan.results));
     Target *targets = arena.take<Target>(static_cast<size_t>(plan.results));
     const size_t count = route(plan, program, results, offset * n.out, values, targets,
-                               [&](int value, bool) { return place(value); });
+                               [&](int value) { return place(value); });
     walk_all({folds, program.folds.size(), values, count, plan.divisor}, n, static_cast<size_t>(stop - start) * n.units,
              run.past_cache && !in_place(run, segment.tensor), targets, static_cast<size_t>(plan.results), arena);
 }
@@ -278,7 +276,7 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
     Target *targets = arena.take<Target>(static_cast<size_t>(plan.results));
     const size_t out = SIZES[plan.result];
     const size_t found = route(plan, program, results, static_cast<size_t>(start) * out, values, targets,
-                               [&](int value, bool) { return place(value, 0); });
+                               [&](int value) { return place(value, 0); });
     for (size_t v = 0; v < found; v++) {
         values[v].last = false;
         Target *to = const_cast<Target *>(values[v].to);
@@ -385,12 +383,14 @@ const char *check(Plan &plan) {
         plan.slots = std::max(plan.slots, program.slots);
         plan.by_line = plan.by_line && raw <= SIDE_BY_SIDE && operands <= MOST_OPERANDS;
     }
+    plan.elements = 0;
     for (const Segment &segment : plan.segments) {
         const bool known = segment.tensor >= 0 && segment.tensor < static_cast<int64_t>(plan.sizes.size()) &&
                            segment.program >= 0 && segment.program < static_cast<int>(plan.programs.size());
         if (!known || segment.start < 0 || segment.stop < segment.start ||
             segment.stop > plan.sizes[static_cast<size_t>(segment.tensor)])
             return "a segment is out of range";
+        plan.elements += segment.stop - segment.start;
     }
     plan.tile_bytes = TILE;
     while (plan.tile_bytes > 8 * LINE && scratch_of(plan, plan.tile_bytes) > MOST_SCRATCH) plan.tile_bytes /= 2;
@@ -409,9 +409,7 @@ const char *check(Plan &plan) {
 }
 
 int64_t traffic(const Plan &plan) {
-    int64_t elements = 0;
-    for (const Segment &segment : plan.segments) elements += segment.stop - segment.start;
-    return elements * (plan.sources * static_cast<int64_t>(SIZES[plan.dtype]) +
+    return plan.elements * (plan.sources * static_cast<int64_t>(SIZES[plan.dtype]) +
                        plan.results * static_cast<int64_t>(SIZES[plan.result]));
 }
 
@@ -424,10 +422,8 @@ bool run(const Plan &plan, const std::vector<Operand> &sources, const std::vecto
     Run run{plan, sources, results, past_cache, by_line, n, 0, 0, {}};
     const size_t widest = std::max({SIZES[plan.dtype], SIZES[plan.accumulator], SIZES[plan.result]});
     run.tile = static_cast<int64_t>(plan.tile_bytes / widest);
-    int64_t elements = 0;
-    for (const Segment &segment : plan.segments) elements += segment.stop - segment.start;
     const auto size = static_cast<int64_t>(SIZES[plan.dtype]);
-    const int64_t bytes = std::clamp(elements * size / (threads * SHARES_PER_THREAD), LEAST_SHARE, MOST_SHARE);
+    const int64_t bytes = std::clamp(plan.elements * size / (threads * SHARES_PER_THREAD), LEAST_SHARE, MOST_SHARE);
     run.share = std::max<int64_t>(bytes / size / run.tile, 1) * run.tile;
     run.first.reserve(plan.segments.size() + 1);
     long shares = 0;

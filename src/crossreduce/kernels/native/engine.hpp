@@ -36,6 +36,7 @@ struct Plan {
     const Tiles *tiles;
     // Set by check:
     int slots;           // the most of any program
+    int64_t elements;    // in all segments
     bool by_line;        // whether programs are so small that they are walked line by line
     size_t tile_bytes;   // of accumulator in a tile
     size_t scratch;      // bytes of working memory a thread

@@ -24,8 +24,6 @@ const char *const OP_NAMES[OPS] = {"sum", "min", "max", "product"};
 // A run that moves less keeps the interpreter's lock: to give it up and get it back could take longer.
 constexpr int64_t QUICK = 1 << 15;
 
-
-
 int named(const char *name, const char *const *names, int count) {
     for (int k = 0; k < count; k++)
         if (std::strcmp(name, names[k]) == 0) return k;
@@ -342,7 +340,7 @@ bool read_given(const Plan &plan, PyObject *sources, PyObject *results, Given &g
     given.buffers.reserve(in + out);
     given.sources.reserve(in);
     given.results.reserve(out);
-        for (Py_ssize_t t = 0; t < tensors; t++) {
+    for (Py_ssize_t t = 0; t < tensors; t++) {
         Ref of_tensor(item(sources, t)), to_tensor(item(results, t));
         if (!of_tensor || !to_tensor) return false;
         if (PySequence_Size(of_tensor.object) != plan.sources || PySequence_Size(to_tensor.object) != plan.results) {
