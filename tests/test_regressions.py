@@ -223,7 +223,10 @@ def test_a_terminated_run_leaves_no_file(tmp_path):
             time.sleep(0.05)
         assert len(list(tmp_path.iterdir())) == 1  # the temporary file: it is in the middle
         process.terminate()
-        error = process.communicate(timeout=60)[1]
+        try:
+            error = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
     assert process.returncode == 143, error
     assert list(tmp_path.iterdir()) == []
 
