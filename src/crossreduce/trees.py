@@ -92,13 +92,13 @@ def all_reduce(
         raise ArgumentError(
             message("all_reduce needs one device a replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None")
         )
-    leaves, structure = _flatten(given)
+    leaves, structure = flatten_trees(given)
     pairs: list[tuple[PerReplica, PerReplica]] = []
     for number, components in enumerate(leaves):
         try:
             value = uniform_value(op, components, names) or PerReplica(components, names)
         except ReductionError as error:
-            error.prefix(f"leaf {_paths(structure)[number]}")
+            error.prefix(f"leaf {leaf_paths(structure)[number]}")
             raise
         pairs.append((value, value))
     targets = None if out is None else _targets(out, structure, pairs)
@@ -106,12 +106,12 @@ def all_reduce(
         reduced = ops.batch_reduce(op, pairs, options, out=targets)
     except ReductionError as error:
         if error.pair is not None:  # the batch numbers its pairs; whoever passed a tree knows paths
-            error.prefix(f"leaf {_paths(structure)[error.pair]}")
+            error.prefix(f"leaf {leaf_paths(structure)[error.pair]}")
         raise
     if not reduced:
-        return [_unflatten(structure, []) for _ in given]
+        return [unflatten_tree(structure, []) for _ in given]
     columns = zip(*(result.values for result in reduced), strict=True)
-    return [_unflatten(structure, components) for components in columns]
+    return [unflatten_tree(structure, components) for components in columns]
 
 
 def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]]) -> list[PerReplica]:
@@ -122,7 +122,7 @@ def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]
         raise ArgumentError(
             message("out takes one tree a replica, as the trees themselves.", shown(out), f"a list of {replicas} trees")
         )
-    leaves, found = _flatten(given)
+    leaves, found = flatten_trees(given)
     if found != structure:
         each = f"replicas: {_outline([found, structure], 1)}; out: {_outline([structure, found], 1)}"
         remedy = "trees of the same keys, lengths and types"
@@ -130,10 +130,10 @@ def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]
     return [PerReplica.on(targets, value.devices) for targets, (value, _) in zip(leaves, pairs, strict=True)]
 
 
-def _flatten(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
+def flatten_trees(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
     """Return each leaf's components over the replicas, and the common structure."""
     try:
-        flat = [_flatten_one(tree) for tree in trees]
+        flat = [flatten_tree(tree) for tree in trees]
     except RecursionError as error:
         raise ArgumentError(
             message("a tree is too deep, or contains itself.", f"{len(trees)} trees", "a flatter tree")
@@ -146,7 +146,7 @@ def _flatten(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
     return list(zip(*(leaves for leaves, _ in flat), strict=True)), structures[0]
 
 
-def _flatten_one(tree: Any) -> tuple[list[Any], Any]:
+def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
     """Flatten a tree; a dataclass that optree takes for a leaf is registered, and the tree flattened again."""
     import optree
 
@@ -161,14 +161,14 @@ def _flatten_one(tree: Any) -> tuple[list[Any], Any]:
             _register(kind)
 
 
-def _paths(structure: Any) -> list[str]:
+def leaf_paths(structure: Any) -> list[str]:
     """Return where each leaf is, as one would write it: ``tree['w'][0]``."""
     return [accessor.codify("tree") for accessor in structure.accessors()]
 
 
 def _outline(structures: list[Any], replica: int) -> str:
     """Say how a replica's tree differs from the first replica's: by its leaves, or else by its nodes."""
-    paths, others = _paths(structures[replica]), set(_paths(structures[int(replica == 0)]))
+    paths, others = leaf_paths(structures[replica]), set(leaf_paths(structures[int(replica == 0)]))
     own = [path for path in paths if path not in others]
     if not own and set(paths) == others:
         return shown(structures[replica], 200)
@@ -176,7 +176,8 @@ def _outline(structures: list[Any], replica: int) -> str:
     return found + (f", of which only here {', '.join(own[:3])}{', ...' * (len(own) > 3)}" if own else "")
 
 
-def _unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
+def unflatten_tree(structure: Any, leaves: Iterable[Any]) -> Any:
+    """Put a tree together again."""
     import optree
 
     return optree.tree_unflatten(structure, leaves)

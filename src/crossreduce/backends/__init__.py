@@ -12,9 +12,21 @@ from typing import Any, Final
 
 from ..errors import ArgumentError, BackendError, message, shown
 from ..values import IndexedSlices
-from .contract import Array, Backend, Numbers, Sparse
+from .contract import Array, Backend, Modes, Numbers, ReplicaBackend, Sparse, Unwritable
 
-__all__ = ["FRAMEWORKS", "Array", "Backend", "Numbers", "Sparse", "backend_of", "get", "known_backend"]
+__all__ = [
+    "FRAMEWORKS",
+    "Array",
+    "Backend",
+    "Modes",
+    "Numbers",
+    "ReplicaBackend",
+    "Sparse",
+    "Unwritable",
+    "backend_of",
+    "get",
+    "known_backend",
+]
 
 FRAMEWORKS: Final = ("numpy", "torch", "jax", "tensorflow")
 _ROOTS: Final = {name: name for name in FRAMEWORKS} | {"jaxlib": "jax"}

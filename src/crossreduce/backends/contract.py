@@ -7,8 +7,9 @@ so the loop traces under ``jax.jit`` and ``tf.function``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..errors import UnsupportedError, message, shown
 from ..ops import ReduceOp
@@ -201,3 +202,36 @@ class Backend(Protocol):
 
     def write(self, target: Array, x: Array) -> None:
         """Copy an array of the same shape, dtype and device into a target."""
+
+
+Modes = Callable[[str], AbstractContextManager[object]]
+"""Takes a device's name; inside of what it returns, a thread computes in the modes that another one was in."""
+
+
+@runtime_checkable
+class ReplicaBackend(Protocol):
+    """What else a framework says that can have its replicas in threads of one process (see ``strategy/``).
+
+    TensorFlow does not: it has a ``tf.distribute.MirroredStrategy`` of its own.
+    """
+
+    def accelerators(self) -> tuple[str, ...]:
+        """Return the names of the devices here that are not the host."""
+
+    def modes(self) -> Modes:
+        """Note what the framework keeps for the calling thread alone: whether gradients are recorded, precisions."""
+
+    def recorded(self, x: Any) -> bool:
+        """Return whether the calling thread records what is done with an array, for a gradient.
+
+        Raises:
+          UnsupportedError: it is traced, or sparse and recorded; such an array cannot meet those of other threads.
+        """
+
+    def differentiable(
+        self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
+    ) -> list[Array]:
+        """Return ``results`` as a function of recorded ``xs`` whose gradients ``gradient`` makes of the results'."""
+
+    def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
+        """Return an array combined along one of its axes, in ``numbers.accumulator``."""

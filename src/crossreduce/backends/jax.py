@@ -10,7 +10,8 @@ with them. So what is handed out here has memory of its own all the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ from ..kernels.reference import dtype_named
 from ..ops import COMPLEX, INTEGERS, ReduceOp, accumulator
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
-from .contract import Array, Numbers, Sparse, Unwritable
+from .contract import Array, Modes, Numbers, Sparse, Unwritable
 from .numpy import beyond
 
 _FUNCTIONS: Final = {
@@ -35,6 +36,25 @@ _FUNCTIONS: Final = {
     ReduceOp.MIN: jnp.minimum,
     ReduceOp.MAX: jnp.maximum,
     ReduceOp.PRODUCT: jnp.multiply,
+}
+_FOLDS: Final[dict[ReduceOp, Any]] = {
+    ReduceOp.SUM: jnp.sum,
+    ReduceOp.MEAN: jnp.sum,
+    ReduceOp.MIN: jnp.min,
+    ReduceOp.MAX: jnp.max,
+    ReduceOp.PRODUCT: jnp.prod,
+}
+# Of each setting that JAX keeps for a thread: the context manager that sets it.
+_MODES: Final[dict[str, Any]] = {
+    "jax_default_device": jax.default_device,
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_default_prng_impl": jax.default_prng_impl,
+    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
+    "jax_numpy_rank_promotion": jax.numpy_rank_promotion,
+    "jax_debug_nans": jax.debug_nans,
+    "jax_debug_infs": jax.debug_infs,
+    "jax_disable_jit": jax.disable_jit,
 }
 _X64: Final = frozenset({"float64", "complex128", "int64", "uint64"})
 _LARGEST_INT32: Final = 2**31 - 1
@@ -332,6 +352,48 @@ class Jax(Unwritable):
         else:
             made = jax.device_put(given, shardings)
         return [tuple(made[k : k + len(devices)]) for k in range(0, len(made), len(devices))]
+
+    def accelerators(self) -> tuple[str, ...]:
+        devices = jax.local_devices()
+        return tuple(_spelled(device) for device in devices if device.platform != "cpu")
+
+    def modes(self) -> Modes:
+        noted = {name: getattr(jax.config, name) for name in _MODES}
+
+        @contextmanager
+        def within(_: str) -> Iterator[None]:
+            with ExitStack() as stack:
+                for name, value in noted.items():
+                    if getattr(jax.config, name) is not value:
+                        stack.enter_context(_MODES[name](value))
+                yield
+
+        return within
+
+    def recorded(self, x: Any) -> bool:
+        parts = (x.values, x.indices) if isinstance(x, IndexedSlices) else (x, getattr(x, "data", None))
+        if any(isinstance(part, jax.core.Tracer) for part in parts):
+            raise UnsupportedError(
+                message(
+                    "a value that JAX traces cannot meet those of other replicas' threads.",
+                    shown(x),
+                    "reduce outside of jit, grad and vmap: the gradients, not the loss; under jax.shard_map, "
+                    "crossreduce.jax.all_reduce",
+                )
+            )
+        return False
+
+    def differentiable(
+        self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
+    ) -> list[Array]:
+        raise AssertionError("JAX records nothing that is not traced")
+
+    def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
+        return _FOLDS[op](x.astype(numbers.accumulator), axis)
+
+
+def _spelled(device: Any) -> str:
+    return f"{'cuda' if device.platform == 'gpu' else device.platform}:{device.id}"
 
 
 def _on_host(x: Array) -> bool:

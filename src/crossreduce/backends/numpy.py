@@ -6,7 +6,8 @@ A copy between devices moves nothing; results get memory of their own when they 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from ..kernels.reference import dtype_named
 from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
-from .contract import Array, Numbers, Sparse
+from .contract import Array, Modes, Numbers, Sparse
 
 _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
     ReduceOp.SUM: np.add,
@@ -227,6 +228,24 @@ class NumPy:
 
     def write(self, target: Array, x: Array) -> None:
         target[...] = x
+
+    def accelerators(self) -> tuple[str, ...]:
+        return ()
+
+    def modes(self) -> Modes:
+        return nullcontext  # NumPy's errstate is a context variable, which threads get otherwise
+
+    def recorded(self, x: Any) -> bool:
+        return False
+
+    def differentiable(
+        self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
+    ) -> list[Array]:
+        raise AssertionError("NumPy records nothing")
+
+    def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
+        dtype = dtype_named(numbers.accumulator)
+        return np.asarray(_UFUNCS[op].reduce(x.astype(dtype, copy=False), axis=axis, dtype=dtype))
 
 
 def _blank(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:

@@ -7,7 +7,8 @@ device's current stream, as torch's own do.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from itertools import chain
 from typing import Any, Final
@@ -21,7 +22,7 @@ from ..errors import DeviceError, UnsupportedError, message, shown
 from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
-from .contract import Array, Numbers, Sparse
+from .contract import Array, Modes, Numbers, Sparse
 from .numpy import beyond
 
 _BINARY: Final[dict[ReduceOp, Any]] = {
@@ -271,6 +272,80 @@ class Torch:
 
     def write(self, target: Array, x: Array) -> None:
         target.copy_(x)
+
+    def accelerators(self) -> tuple[str, ...]:
+        return tuple(f"{kind}:{index}" for kind in _KINDS for index in range(_count(kind)))
+
+    def modes(self) -> Modes:
+        inference, grad, default = (
+            torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(),
+            torch.get_default_device(),
+        )
+        casts = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in ("cpu", *_KINDS)
+            if torch.is_autocast_enabled(kind)
+        ]
+
+        @contextmanager
+        def within(device: str) -> Iterator[None]:
+            place = _place(device)
+            with ExitStack() as stack:
+                if place.type == "cuda":
+                    stack.enter_context(torch.cuda.device(place))
+                if default.type != "cpu":  # torch.device is a context, too: new tensors go there
+                    stack.enter_context(place if default.type == place.type else default)
+                stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
+                for kind, dtype, cached in casts:
+                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
+                yield
+
+        return within
+
+    def recorded(self, x: Any) -> bool:
+        if _is_transformed():
+            raise UnsupportedError(
+                message(
+                    "what torch.func, torch.compile or a dispatch mode transforms cannot meet other threads' tensors.",
+                    f"a {type(x).__name__} inside of such a transformation",
+                    "reduce outside of it: what torch.func.grad returns, not what it differentiates",
+                )
+            )
+        if not torch.is_grad_enabled():
+            return False
+        if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+            return bool(x.requires_grad)
+        parts = (x.values, x.indices) if isinstance(x, IndexedSlices) else (x,)
+        if any(isinstance(part, torch.Tensor) and part.requires_grad for part in parts):
+            raise UnsupportedError(
+                message("an all-reduce of sparse values has no gradient.", shown(x), "value.detach(), or dense values")
+            )
+        return False
+
+    def differentiable(
+        self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
+    ) -> list[Array]:
+        return list(_Across.apply(gradient, list(results), *xs))
+
+    def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
+        dtype = _DTYPES[numbers.accumulator]
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            return (torch.amin if op is ReduceOp.MIN else torch.amax)(x, axis).to(dtype)
+        return (torch.prod if op is ReduceOp.PRODUCT else torch.sum)(x, axis, dtype=dtype)
+
+
+class _Across(torch.autograd.Function):  # type: ignore[misc]
+    """Results that other replicas had a part in, as a function of this one's own tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Any, results: list[Array], *_: Array) -> tuple[Array, ...]:
+        ctx.of = gradient
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Array) -> tuple[Any, ...]:
+        return None, None, *ctx.of(grads)
 
 
 def _is_transformed() -> bool:
