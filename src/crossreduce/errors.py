@@ -2,11 +2,14 @@
 
     ReductionError
     ├── ArgumentError      (ValueError)   an argument is wrong: a value, a name, a count, a destination
+    │   ├── AxisError      (NameError)    a JAX program has no axis of this name
     │   ├── DeviceError                   a device's name cannot be read, or there is no such device here
     │   └── MismatchError                 the replicas of one value do not fit together
     ├── UnsupportedError   (TypeError)    a kind of thing that cannot be used so: a dtype under an op, a class
     ├── PlanError          (ValueError)   no schedule can be made for this request
     ├── ScheduleError      (ValueError)   a schedule does not compute what it claims
+    ├── ContextError       (RuntimeError) a call stands where it cannot: in a replica, or outside of one
+    ├── StalledError       (TimeoutError) replicas waited too long for others
     └── BackendError       (ImportError)  a framework was asked for that is not installed
 
 Each message says what was wrong, what was given, and what to do.
@@ -37,6 +40,10 @@ class ArgumentError(ReductionError, ValueError):
     """An argument has a value that cannot be used."""
 
 
+class AxisError(ArgumentError, NameError):
+    """A JAX program has no axis of the name that was given."""
+
+
 class DeviceError(ArgumentError):
     """A device's name cannot be read, or names a device that is not here."""
 
@@ -55,6 +62,14 @@ class PlanError(ReductionError, ValueError):
 
 class ScheduleError(ReductionError, ValueError):
     """A schedule loses, doubles or misplaces a contribution, or is malformed."""
+
+
+class ContextError(ReductionError, RuntimeError):
+    """A call that belongs to another context: to a replica's, or to that of all replicas."""
+
+
+class StalledError(ReductionError, TimeoutError):
+    """Replicas waited for others for longer than the timeout."""
 
 
 class BackendError(ReductionError, ImportError):

@@ -30,7 +30,7 @@ from ..values import IndexedSlices, TensorSpec
 from .contract import Array, Modes, Numbers, Sparse, Unwritable
 from .numpy import beyond
 
-_FUNCTIONS: Final = {
+FUNCTIONS: Final = {
     ReduceOp.SUM: jnp.add,
     ReduceOp.MEAN: jnp.add,
     ReduceOp.MIN: jnp.minimum,
@@ -141,18 +141,18 @@ def _divided(x: Array, divisor: int) -> Array:
     return jax.lax.div(x, jax.lax.select(x == x, jax.lax.full_like(x, divisor), jax.lax.full_like(x, 1)))
 
 
-def _finish_traced(numbers: Numbers, x: Array) -> Array:
+def finish(numbers: Numbers, x: Array) -> Array:
     if numbers.divisor != 1:
         x = _divided(_cast(x, numbers.accumulator), numbers.divisor)
     return _cast(x, numbers.result)
 
 
 def _combine_traced(op: ReduceOp, numbers: Numbers, whole: bool, *xs: Array) -> Array:
-    function = _FUNCTIONS[op]
+    function = FUNCTIONS[op]
     total = _cast(xs[0], numbers.accumulator)
     for x in xs[1:]:
         total = function(total, _cast(x, numbers.accumulator))
-    return _finish_traced(numbers, total) if whole else total
+    return finish(numbers, total) if whole else total
 
 
 def _pack_traced(*xs: Array) -> Array:
@@ -184,7 +184,7 @@ def _dense_traced(shape: tuple[int, ...], dtype: str, values: Array, indices: Ar
     return jnp.zeros(shape, dtype).at[indices].add(values.astype(dtype))
 
 
-_FINISH: Final = jax.jit(_finish_traced, static_argnums=0)
+_FINISH: Final = jax.jit(finish, static_argnums=0)
 _COMBINE: Final = jax.jit(_combine_traced, static_argnums=(0, 1, 2))
 _PACK: Final = jax.jit(_pack_traced)
 _PART: Final = jax.jit(_part_traced, static_argnums=2)
