@@ -46,8 +46,8 @@ class CommunicationOptions:
     Args:
       bytes_per_pack: the most bytes (of one replica) that are reduced as one piece; tensors are cut
         and joined to fit. 0 leaves it to the op's own ``num_packs``.
-      timeout_seconds: how long a reduction over several processes may wait for a peer. Inside one
-        process nothing waits, so there it is only checked.
+      timeout_seconds: how long replicas may wait for each other: those of a ``MirroredStrategy`` (``None``: 600 s)
+        or of several processes. Reductions of values that are all there wait for nothing.
       implementation: an algorithm's name, for ops that leave the choice open ("auto" and "nccl").
     Raises:
       ArgumentError: a negative or non-integer number of bytes, a timeout that is not a positive

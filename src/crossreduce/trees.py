@@ -93,10 +93,26 @@ def all_reduce(
             message("all_reduce needs one device a replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None")
         )
     leaves, structure = flatten_trees(given)
+    columns = reduce_leaves(leaves, structure, op, names, ops, options, out)
+    if not columns:
+        return [unflatten_tree(structure, []) for _ in given]
+    return [unflatten_tree(structure, components) for components in zip(*columns, strict=True)]
+
+
+def reduce_leaves(
+    leaves: list[tuple[Any, ...]],
+    structure: Any,
+    op: ReduceOp,
+    devices: tuple[str, ...] | None,
+    ops: CrossDeviceOps,
+    options: CommunicationOptions | None,
+    out: Sequence[Any] | None = None,
+) -> list[tuple[Any, ...]]:
+    """Reduce trees that were taken apart by ``flatten_trees``; return each leaf's results. Errors name the leaf."""
     pairs: list[tuple[PerReplica, PerReplica]] = []
     for number, components in enumerate(leaves):
         try:
-            value = uniform_value(op, components, names) or PerReplica(components, names)
+            value = uniform_value(op, components, devices) or PerReplica(components, devices)
         except ReductionError as error:
             error.prefix(f"leaf {leaf_paths(structure)[number]}")
             raise
@@ -108,10 +124,7 @@ def all_reduce(
         if error.pair is not None:  # the batch numbers its pairs; whoever passed a tree knows paths
             error.prefix(f"leaf {leaf_paths(structure)[error.pair]}")
         raise
-    if not reduced:
-        return [unflatten_tree(structure, []) for _ in given]
-    columns = zip(*(result.values for result in reduced), strict=True)
-    return [unflatten_tree(structure, components) for components in columns]
+    return [result.values for result in reduced]
 
 
 def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]]) -> list[PerReplica]:

@@ -167,7 +167,10 @@ class Backend(Protocol):
         """
 
     def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        """Return memory for ``count`` results of each shape: new arrays, or ``kernels.memory`` to adopt."""
+        """Return memory for ``count`` results of each shape: new arrays, or ``kernels.memory`` to adopt.
+
+        One for all of them suffices where nobody can write into results: ``adopt`` shares it.
+        """
 
     def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """Return what the kernels write into in place of blanks."""
@@ -209,7 +212,7 @@ Modes = Callable[[str], AbstractContextManager[object]]
 
 
 @runtime_checkable
-class ReplicaBackend(Protocol):
+class ReplicaBackend(Backend, Protocol):
     """What else a framework says that can have its replicas in threads of one process (see ``strategy/``).
 
     TensorFlow does not: it has a ``tf.distribute.MirroredStrategy`` of its own.

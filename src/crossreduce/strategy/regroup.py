@@ -1,0 +1,123 @@
+"""n trees, one a replica, into one tree of per-replica values, and back.
+
+In and out: pytrees. Arrays are looked at only for where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..devices import default_devices, locate, parse
+from ..errors import ArgumentError, ReductionError, message, shown
+from ..trees import flatten_tree, flatten_trees, leaf_paths, unflatten_tree
+from ..values import DistributedValues, PerReplica
+
+
+class Whole(DistributedValues):
+    """Distributed values that replicas get whole: variables."""
+
+    __slots__ = ()
+
+
+def placed(components: Sequence[Any], devices: tuple[str, ...]) -> PerReplica:
+    """Return one component a replica, on the replicas' devices, or where their framework says that they are.
+
+    What lies in host memory, or nowhere (a module), is on the replica's device, where that can be.
+    """
+    places = {locate(x) for x in components}
+    if places == {None} or (places == {"cpu"} and all(parse(name).kind == "cpu" for name in devices)):
+        return PerReplica.on(tuple(components), devices)
+    return PerReplica.on(tuple(components), default_devices([locate(x) for x in components]))
+
+
+def regroup(trees: list[Any], devices: tuple[str, ...]) -> Any:
+    """Return one tree in the place of n: of each leaf a ``PerReplica``, whatever n is.
+
+    What is no value of a replica stays as it is where all replicas agree on it: None, strings, and
+    distributed values, variables among them. (TensorFlow unwraps whatever is the same object, so that
+    one replica gives other types than two.)
+
+    Raises:
+      MismatchError: the trees differ in structure.
+      ArgumentError: distributed values that differ.
+    """
+    leaves, structure = flatten_trees(trees)
+    return unflatten_tree(structure, [_regrouped(components, devices) for components in leaves])
+
+
+def _regrouped(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
+    first = components[0]
+    if isinstance(first, (str, bytes)) and all(type(x) is type(first) and x == first for x in components):
+        return first
+    if any(isinstance(x, DistributedValues) for x in components):
+        if all(x is first for x in components):
+            return first
+        raise ArgumentError(
+            message(
+                "a replica's result cannot hold values of all replicas, unless it is the same on all.",
+                shown(first),
+                "return the replica's own component",
+            )
+        )
+    return placed(components, devices)
+
+
+def localized(tree: Any, replica: int, n: int, *, whole: bool = True) -> Any:
+    """Return a tree in which a replica's component stands for each distributed value.
+
+    A tree without any comes back as the same object.
+
+    Args:
+      tree: the tree.
+      replica: whose components.
+      n: how many replicas there are.
+      whole: variables stay as they are: they know themselves which replica asks.
+    Raises:
+      ArgumentError: a distributed value with another number of components.
+    """
+    return mapped(tree, lambda leaf: _component(leaf, replica, n, whole))
+
+
+def _component(leaf: Any, replica: int, n: int, whole: bool) -> Any:
+    if not isinstance(leaf, DistributedValues) or (whole and isinstance(leaf, Whole)):
+        return leaf
+    if len(leaf) != n:
+        raise ArgumentError(
+            message(
+                "a distributed value needs one component for each replica.",
+                f"{len(leaf)} components on {', '.join(leaf.devices)}, for {n} replicas",
+                "a value of this strategy, or one of its components, which all replicas then get",
+            )
+        )
+    return leaf[replica]
+
+
+def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a tree with each leaf replaced; the very tree, where no leaf is. Errors name the leaf.
+
+    Raises:
+      ArgumentError: the tree contains itself.
+    """
+    try:
+        leaves, structure = flatten_tree(tree)
+    except RecursionError as error:
+        raise ArgumentError(message("a tree is too deep, or contains itself.", "", "a flatter tree")) from error
+    made = each(leaves, structure, function)
+    if all(new is old for new, old in zip(made, leaves, strict=True)):
+        return tree
+    return unflatten_tree(structure, made)
+
+
+def each(leaves: Iterable[Any], structure: Any, function: Callable[[Any], Any]) -> list[Any]:
+    """Call a function for each leaf of a tree; its errors say which leaf."""
+    made = []
+    for number, leaf in enumerate(leaves):
+        try:
+            made.append(function(leaf))
+        except ReductionError as error:
+            path = leaf_paths(structure)[number]
+            if path != "tree":
+                error.prefix(f"leaf {path}")
+            raise
+    return made
