@@ -45,13 +45,15 @@ class HostPlan(NamedTuple):
     past_cache: bool
 
 
-def host_plan(pieces: tuple[Piece, ...], op: ReduceOp, numbers: Numbers) -> HostPlan:
+def host_plan(pieces: tuple[Piece, ...], op: ReduceOp, numbers: Numbers, results: int | None = None) -> HostPlan:
     """Return the kernels' plan for tensors of one dtype, sources and destinations.
 
     Args:
       pieces: buffers of known sizes; their tensors are numbered on from one to the next.
       op: what combines the components.
       numbers: in which dtypes.
+      results: how many of the destinations' results are written, as the others would be the same bit by bit;
+        ``None``: all.
     Raises:
       ScheduleError: ``verify`` refuses a schedule.
     """
@@ -67,7 +69,7 @@ def host_plan(pieces: tuple[Piece, ...], op: ReduceOp, numbers: Numbers) -> Host
         for schedule, base, end in parts:
             for chunk, low, high in ranges(schedule, end - base):
                 low, high = base + low, base + high
-                number = programs.setdefault(program(schedule, chunk), len(programs))
+                number = programs.setdefault(program(schedule, chunk, results), len(programs))
                 while first < len(spans) and spans[first][2] <= low:
                     first += 1
                 for tensor, start, stop in itertools.islice(spans, first, None):
@@ -80,16 +82,17 @@ def host_plan(pieces: tuple[Piece, ...], op: ReduceOp, numbers: Numbers) -> Host
                     else:
                         segments.append(segment)
     _, sources, destinations = pieces[0].parts[0].schedule.chunks[0]
+    results = len(destinations) if results is None else results
     name = "sum" if op is ReduceOp.MEAN else op.value
-    plan = kernels.plan(name, numbers, len(sources), len(destinations), tuple(sizes), tuple(programs), tuple(segments))
-    written = sum(sizes) * len(destinations) * itemsize(numbers.result)
+    plan = kernels.plan(name, numbers, len(sources), results, tuple(sizes), tuple(programs), tuple(segments))
+    written = sum(sizes) * results * itemsize(numbers.result)
     read = sum(sizes) * len(sources) * itemsize(numbers.dtype)
     return HostPlan(plan, written + read >= kernels.THREADED_BYTES, written >= kernels.PAST_CACHE_BYTES)
 
 
 @lru_cache(maxsize=4096)
-def program(schedule: Schedule, chunk: int) -> Program:
-    """Return what the steps of one chunk compute, with all copies gone.
+def program(schedule: Schedule, chunk: int, results: int | None = None) -> Program:
+    """Return what the steps of one chunk compute, with all copies gone, for the first ``results`` destinations or all.
 
     Chains are one fold: where a value is the first operand of another and nothing else reads it, its operands
     take its place. The order of combination stays what it was, so results stay the same to the bit.
@@ -110,19 +113,19 @@ def program(schedule: Schedule, chunk: int) -> Program:
             value = len(sources) + len(folds)
             folds[value] = [cells[src] for src in move.srcs]
             cells[move.dst] = value
-    results = [cells[dst] for dst in destinations]
-    needed = set(results)
+    wanted = [cells[dst] for dst in destinations[:results]]
+    needed = set(wanted)
     for value in reversed(folds):
         if value in needed:
             needed.update(folds[value])
     folds = {value: operands for value, operands in folds.items() if value in needed}
-    reads = Counter([*results, *(operand for operands in folds.values() for operand in operands)])
+    reads = Counter([*wanted, *(operand for operands in folds.values() for operand in operands)])
     joined = set()
     for operands in folds.values():
         if operands[0] in folds and reads[operands[0]] == 1:
             joined.add(operands[0])
             operands[:1] = folds[operands[0]]
-    return _with_slots({value: operands for value, operands in folds.items() if value not in joined}, results)
+    return _with_slots({value: operands for value, operands in folds.items() if value not in joined}, wanted)
 
 
 def _with_slots(folds: dict[int, list[int]], results: list[int]) -> Program:

@@ -207,11 +207,13 @@ def _run(group: Group, op: ReduceOp, jobs: Sequence[Job], into: bool) -> list[tu
     if group.on_host and not any(value.mixed for value in values):
         sources = backend.readable([value.arrays for value in values])
     if sources is not None:
-        plan, shapes = _host_plan(group, op, numbers)
         if not into:
+            shapes = _shapes(group)
             blanks = backend.blank(shapes, numbers.result, len(group.destinations))
+            plan = _host_plan(group, op, numbers, len(blanks[0]))
             run_on_host(plan, sources, backend.writable(blanks), backend.threads())
             return backend.adopt(blanks, shapes, numbers.result, group.destinations)
+        plan = _host_plan(group, op, numbers, len(group.destinations))
         try:
             clash = run_on_host(plan, sources, backend.overwritable(outs), backend.threads(), apart=True)
         except (BufferError, ValueError):
@@ -238,8 +240,13 @@ def _run(group: Group, op: ReduceOp, jobs: Sequence[Job], into: bool) -> list[tu
 
 
 @lru_cache(maxsize=1024)
-def _host_plan(group: Group, op: ReduceOp, numbers: Numbers) -> tuple[HostPlan, list[tuple[int, ...]]]:
-    return host_plan(group.pieces, op, numbers), group.shapes
+def _host_plan(group: Group, op: ReduceOp, numbers: Numbers, results: int) -> HostPlan:
+    return host_plan(group.pieces, op, numbers, results)
+
+
+@lru_cache(maxsize=1024)
+def _shapes(group: Group) -> list[tuple[int, ...]]:
+    return group.shapes
 
 
 def _run_loop(

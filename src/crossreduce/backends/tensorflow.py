@@ -85,12 +85,25 @@ def _physical(device: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _scope(physical: str) -> str:
-    return _logical_devices()[physical]
+    """Return the name of a device in full, as tensors have it."""
+    spec = tf.DeviceSpec.from_string(_logical_devices()[physical])
+    if spec.job is None:  # local ones are listed without
+        spec = spec.replace(job="localhost", replica=0, task=0)
+    return str(spec.to_string())
 
 
 def _at(x: Array) -> Any:
     """Return the scope of an array's device; of none, where it does not say (the placer decides)."""
     return tf.device(x.device or None)
+
+
+def _beside(x: Array) -> Any:
+    """Return the scope of an array's device; where it does not say, of the device where the placer will put it.
+
+    What joins many arrays belongs there: else each of them would travel by itself. (What combines arrays of several
+    devices is better left to the placer, as the graph optimizer merges additions that nothing holds in place.)
+    """
+    return tf.device(x.device) if x.device else tf.compat.v1.colocate_with(x)
 
 
 @lru_cache(maxsize=4096)
@@ -161,7 +174,7 @@ class TensorFlow(Unwritable):
             return _RAW.Identity(input=x)
 
     def pack(self, xs: Sequence[Array]) -> Array:
-        with _at(xs[0]):
+        with _beside(xs[0]):
             if len({x.dtype for x in xs}) > 1:  # some were sparse, and were made dense in a wider dtype
                 wide = max((x.dtype for x in xs), key=lambda dtype: dtype.size)
                 xs = [_cast(x, wide) for x in xs]
@@ -269,17 +282,14 @@ class TensorFlow(Unwritable):
 
     def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
         size = itemsize(dtype)
-        return [[kernels.memory(math.prod(shape) * size) for _ in range(count)] for shape in shapes]
+        return [[kernels.memory(math.prod(shape) * size)] for shape in shapes]
 
     def adopt(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:
-        return [
-            tuple(
-                self.copy(_adopted(memory, shape, dtype), device) for memory, device in zip(row, devices, strict=True)
-            )
-            for row, shape in zip(blanks, shapes, strict=True)
-        ]
+        # A copy to another logical device of the host shares memory.
+        made = [_adopted(memory, shape, dtype) for (memory,), shape in zip(blanks, shapes, strict=True)]
+        return [tuple(self.copy(x, device) for device in devices) for x in made]
 
 
 @lru_cache(maxsize=4096)
