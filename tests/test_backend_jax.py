@@ -71,7 +71,7 @@ def test_logical_devices_are_on_their_physical_one(jax, jax_):
 )
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_results_live_and_die_alone(devices, jax, jax_):
-    """One result can be deleted, and another donated to a program that would write into it; the third keeps its bits."""
+    """One result can be deleted, another donated to a program that would write into it; the third keeps its bits."""
     first, second, third = cr.all_reduce(
         jax_.arrays([np.full(100_000, 2.0**k, "float32") for k in range(3)]), devices=devices
     )

@@ -12,12 +12,11 @@ import math
 import sys
 from collections.abc import Hashable, Sequence
 from functools import lru_cache, reduce
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -26,14 +25,15 @@ from ..backends.contract import Numbers
 from ..backends.jax import BACKEND, FUNCTIONS, finish
 from ..devices import host_devices
 from ..errors import ArgumentError, AxisError, ReductionError, UnsupportedError, message, shown
-from ..ops import FLOATS, ReduceOp, read_op, require_dtype
+from ..ops import FLOATS, ReduceOp, accumulator, read_op
 from ..options import algorithm_name, count
+from ..packing import itemsize
 from ..pipeline import say_once
 from ..planning import hierarchical_copy, planned, planned_for
 from ..schedule import Schedule
 from ..topology import Topology
 from ..values import IndexedSlices
-from .permutes import Permute, Program, Table, Update, program
+from .permutes import Permute, Program, Table, Update, program, ranges
 
 __all__ = ["all_reduce"]
 
@@ -159,15 +159,18 @@ def _way(axis_name: Any, topology: Any, algorithm: str, packs: int) -> Way:
 
 def _dense(leaf: Any, op: ReduceOp, way: Way) -> Array:
     """Check a leaf and return it as an array that varies over the axes."""
-    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
-        raise UnsupportedError(message("this is no array.", shown(leaf), "arrays and numbers; None for nothing"))
+    try:
+        jax.typeof(leaf)
+    except TypeError as error:
+        raise UnsupportedError(
+            message("this is no array for JAX.", shown(leaf), "arrays and numbers; None for nothing")
+        ) from error
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise UnsupportedError(
             message("arrays of PRNG keys cannot be reduced.", shown(leaf), "jax.random.key_data(value)")
         )
-    require_dtype(np.result_type(leaf).name if isinstance(leaf, np.ndarray) else jnp.result_type(leaf).name)
     array = jnp.asarray(leaf)
-    BACKEND.numbers(op, array.dtype.name, way.devices)  # raises where the op is not defined
+    accumulator(op, array.dtype.name)  # raises where the op is not defined
     return _vary(array, way) if way.checked else array
 
 
@@ -215,7 +218,7 @@ def _named(axes: Axes) -> str:
 
 def _reduced(xs: list[Array], op: ReduceOp, numbers: Numbers, way: Way) -> list[Array]:
     """Reduce arrays of one dtype: all of them joined along a schedule, small ones joined for XLA's collective."""
-    schedule = _schedule(way, op, sum(x.size for x in xs) * np.dtype(numbers.accumulator).itemsize)
+    schedule = _schedule(way, op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
     joined: list[int] = []
     alone: list[list[int]] = []
     for k, x in enumerate(xs):
@@ -256,7 +259,8 @@ def _schedule(way: Way, op: ReduceOp, nbytes: int) -> Schedule | None:
         names = way.topology.devices
         schedule = planned_for(way.topology, algorithm, names, names, nbytes, way.packs)
     elif algorithm == "hierarchical_copy" and len(way.axes) > 1:
-        schedule = hierarchical_copy(names, packs=way.packs, groups=np.reshape(names, (-1, way.sizes[-1])).tolist())
+        groups = [names[k : k + way.sizes[-1]] for k in range(0, len(names), way.sizes[-1])]
+        schedule = hierarchical_copy(names, packs=way.packs, groups=groups)
     else:
         schedule = planned(algorithm, names, names, way.packs)
     _say(way, f"{schedule.head}, {program(schedule).permutes} permutations; devices {', '.join(schedule.devices)}")
@@ -323,7 +327,7 @@ def _pick(x: Array, op: ReduceOp, schedule: Schedule | None, way: Way) -> Array:
 _differentiable_pick = jax.custom_jvp(_pick, nondiff_argnums=(1, 2, 3))
 
 
-@_differentiable_pick.defjvp
+@_differentiable_pick.defjvp  # type: ignore[untyped-decorator]
 def _pick_jvp(op: ReduceOp, schedule: Any, way: Way, primals: tuple[Array], tangents: tuple[Array]) -> Any:
     """Differentiate: an extreme shares among the devices that have it, as ``jnp.max`` does."""
     (x,), (t,) = primals, tangents
@@ -394,60 +398,42 @@ def _permuted(state: list[Array], permute: Permute, axes: Axes, me: Array) -> li
     came = lax.ppermute(flat, axes[0] if len(axes) == 1 else axes, permute.pairs)
     if len(loads) == 1:
         return [came]
-    ends = np.cumsum([load.size for load in loads])
+    ends = list(accumulate(load.size for load in loads))
     return [part.reshape(load.shape) for part, load in zip(jnp.split(came, ends[:-1]), loads, strict=True)]
 
 
 def _take(pools: list[Array], table: Table, me: Array) -> Array:
     """Return the rows that the table names for this device."""
-    if all(places == table[0] for places in table):
-        runs = [[k for _, k in run] for run in _runs(table[0])]
-        froms = [pools[run[0][0]] for run in _runs(table[0])]
-        cuts = [
-            pool if len(run) == len(pool) else pool[run[0] : run[-1] + 1] for pool, run in zip(froms, runs, strict=True)
-        ]
-        return cuts[0] if len(cuts) == 1 else jnp.concatenate(cuts or [pools[0][:0]])
     used = sorted({pool for places in table for pool, _ in places})
-    base = dict(zip(used, np.cumsum([0, *(len(pools[pool]) for pool in used)]), strict=False))
+    if not used:
+        return pools[0][:0]
+    base = dict(zip(used, accumulate((len(pools[pool]) for pool in used), initial=0), strict=False))
     rows = pools[used[0]] if len(used) == 1 else jnp.concatenate([pools[pool] for pool in used])
-    numbers = np.array([[base[pool] + row for pool, row in places] for places in table], np.int32)
-    return jnp.concatenate([lax.dynamic_slice_in_dim(rows, start, size) for start, size in _starts(numbers, me)])
+    wanted = ranges([[base[pool] + row for pool, row in places] for places in table])
+    parts = [
+        rows if size == len(rows) else lax.dynamic_slice_in_dim(rows, _mine(starts, me), size)
+        for starts, size in wanted
+    ]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _put(stack: Array, update: Update, new: Array, me: Array) -> Array:
     """Write new rows where the table says, on the devices that have any."""
     if not all(update.active):
-        new = jnp.where(_mine(np.array(update.active), me), new, _take([stack], update.rows, me))
-    numbers = np.array([[row for _, row in places] for places in update.rows], np.int32)
-    if new.shape == stack.shape and (numbers == np.arange(len(stack))).all():
-        return new
+        new = jnp.where(_mine(update.active, me), new, _take([stack], update.rows, me))
     at = 0
-    for start, size in _starts(numbers, me):
-        stack = lax.dynamic_update_slice_in_dim(stack, new[at : at + size], start, 0)
+    for starts, size in ranges([[row for _, row in places] for places in update.rows]):
+        if size == len(stack):
+            return new
+        stack = lax.dynamic_update_slice_in_dim(stack, new[at : at + size], _mine(starts, me), 0)
         at += size
     return stack
 
 
-def _starts(numbers: np.ndarray[Any, Any], me: Array) -> list[tuple[Array, int]]:
-    """Split rows, a line a device, into ranges that are as long on all devices: this device's starts, and lengths."""
-    cuts = [0, *(1 + np.flatnonzero((np.diff(numbers, axis=1) != 1).any(0))), numbers.shape[1]]
-    return [
-        (int(numbers[0, a]) if (numbers[:, a] == numbers[0, a]).all() else _mine(numbers[:, a], me), int(b - a))
-        for a, b in pairwise(cuts)
-    ]
-
-
-def _runs(places: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    runs: list[list[tuple[int, int]]] = []
-    for pool, row in places:
-        if runs and runs[-1][-1] == (pool, row - 1):
-            runs[-1].append((pool, row))
-        else:
-            runs.append([(pool, row)])
-    return runs
-
-
-def _mine(numbers: np.ndarray[Any, Any], me: Array) -> Array:
+def _mine(numbers: Sequence[Any], me: Array) -> Any:
+    """Return this device's number; without looking who it is, where all have the same."""
+    if len(set(numbers)) == 1:
+        return numbers[0]
     return lax.dynamic_index_in_dim(jnp.asarray(numbers), me, keepdims=False)
 
 

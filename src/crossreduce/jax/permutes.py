@@ -37,8 +37,8 @@ class Permute(NamedTuple):
 class Update(NamedTuple):
     """Some devices fold rows into rows of one stack of the state.
 
-    ``active``: which devices do. ``rows``: the rows that each of them writes. ``operands``: what is folded, in order; all
-    is read as it was before the round. A single operand is a copy.
+    ``active``: which devices do. ``rows``: the rows that each of them writes. ``operands``: what is folded, in order;
+    all is read as it was before the round. A single operand is a copy.
     """
 
     stack: int
@@ -88,6 +88,22 @@ def program(schedule: Schedule) -> Program:
     return Program(len(everyone), stacks, rounds)
 
 
+def ranges(rows: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:
+    """Split rows, a line a device, into ranges that are as long on all devices: each device's start, and the length.
+
+    >>> ranges([[0, 1, 4], [2, 3, 4]])
+    [((0, 2), 2), ((4, 4), 1)]
+    """
+    found: list[tuple[tuple[int, ...], int]] = []
+    for column in zip(*rows, strict=True):
+        starts, size = found[-1] if found else ((), 0)
+        if found and all(row == start + size for row, start in zip(column, starts, strict=True)):
+            found[-1] = starts, size + 1
+        else:
+            found.append((column, 1))
+    return found
+
+
 def _round(
     steps: Sequence[Step], where: dict[int, Place], stacks: int, n: int
 ) -> tuple[tuple[Permute, ...], tuple[Update, ...]]:
@@ -126,8 +142,8 @@ def _round(
             _table({dst: places(dst, srcs[k], rows) for dst, (srcs, rows) in by_device.items()}, n)
             for k in range(count)
         )
-        rows = _table({dst: [(0, row) for row in rows] for dst, (_, rows) in by_device.items()}, n)
-        updates.append(Update(stack, tuple(d in by_device for d in range(n)), rows, operands))
+        written = _table({dst: [(0, row) for row in rows] for dst, (_, rows) in by_device.items()}, n)
+        updates.append(Update(stack, tuple(d in by_device for d in range(n)), written, operands))
     return tuple(permutes), tuple(updates)
 
 
