@@ -547,7 +547,10 @@ def test_inputs_are_read_where_they_lie(framework):
 
 
 def test_results_adopt_the_kernels_memory(framework):
-    """A large result is the memory that the kernels wrote, on every device, and gives it back when it is dropped."""
+    """A large result is the memory that the kernels wrote, and gives it back when it is dropped.
+
+    Where nobody can write into results, all devices' are one.
+    """
     gc.collect()
     before = live(framework)
     for dtype in DTYPES:
@@ -556,10 +559,11 @@ def test_results_adopt_the_kernels_memory(framework):
         value = put(framework, [np.ones((size, 1), np_dtype(dtype)) for _ in range(3)])
         with blocks() as taken:
             result = OPS.reduce(op, value, value)
+        assert len(taken) == (3 if framework.mutable else 1)
         places = [address(framework, y) for y in result]
-        assert all(at in block and at + LARGE - 1 in block for at, block in zip(places, taken, strict=True)), dtype
+        assert all(at in block and at + LARGE - 1 in block for at, block in zip(places, itertools.cycle(taken))), dtype
         assert LARGE <= len(taken[0]) < LARGE + 64
-        assert live(framework) - before == 3 * len(taken[0])
+        assert live(framework) - before == len(taken) * len(taken[0])
         last = result[2]
         del result
         assert live(framework) - before == len(taken[0])
@@ -595,7 +599,7 @@ def test_small_results_are_the_frameworks_own(framework):
     value = put(framework, [np.ones(LARGE // 4 - 1, "float32")] * 2)
     with blocks() as taken:
         OPS.reduce("sum", value, value)
-    assert len(taken) == (0 if framework.mutable else 2)
+    assert len(taken) == (0 if framework.mutable else 1)
 
 
 # ---- Arrays that lie otherwise ------------------------------------------------------------------------------------
@@ -980,9 +984,9 @@ def test_many_threads_at_once(framework):
 
 
 def test_what_is_given_back_is_mirrored(framework):
-    """Results are plain arrays of the framework in a Mirrored, of every destination's own."""
+    """Results are plain arrays of the framework in a Mirrored, of every destination's own unless nobody can write them."""
     value = put(framework, [np.ones(3, "float32"), np.ones(3, "float32")])
     result = OPS.reduce("sum", value, destinations(strategies.names(4)))
     assert type(result) is Mirrored
-    assert len({address(framework, y) for y in result}) == 4
+    assert len({address(framework, y) for y in result}) == (4 if framework.mutable else 1)
     assert [framework.to_numpy(y).tolist() for y in result] == [[2.0] * 3] * 4
