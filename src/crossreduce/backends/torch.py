@@ -284,7 +284,7 @@ class Torch:
         )
         casts = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in ("cpu", *_KINDS)
+            for kind in ("cpu", "cuda", "xpu")  # all that torch 2.4 can be asked about
             if torch.is_autocast_enabled(kind)
         ]
 

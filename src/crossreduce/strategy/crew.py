@@ -164,6 +164,7 @@ class Crew:
                 self._release()
             if self._stopping or all(self._ended) or any(call is not None for call in self._calls):
                 self._bell.put(None)
+        failure = None  # its traceback holds this frame
 
     def _serve(self) -> None:
         """Do what replicas ask for, in the caller's thread, until all have returned or one has failed."""

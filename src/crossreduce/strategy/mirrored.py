@@ -13,22 +13,21 @@ from functools import cache, partial
 from typing import Any, Final
 
 from ..backends import Array, Modes, Numbers, ReplicaBackend, Sparse, backend_of, get
-from ..checks import check_array, check_pairs
+from ..checks import check_array
 from ..cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
 from ..devices import host_devices, parse
 from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, message, shown
 from ..ops import ReduceOp, read_op
 from ..options import CommunicationOptions, count, read_options
 from ..trees import flatten_tree, unflatten_tree
-from ..values import DistributedValues, Mirrored, PerReplica, describe, read_devices
+from ..values import DistributedValues, PerReplica, describe, read_devices
 from .contexts import Current, ReplicaContext, current, entered, replica_backend, require_cross_replica
 from .crew import TIMEOUT_S, Crew
-from .regroup import Whole, each, localized, mapped, regroup
+from .extended import IN_A_REPLICA, Extended
+from .regroup import Whole, arguments, each, mapped, regroup
 from .splitting import DistributedDataset, ValueContext, split_tree
-from .variables import Component, Variable
 
 _FRAMEWORKS: Final = ("torch", "jax")  # those whose modes are a thread's own
-_IN_A_REPLICA: Final = "get_replica_context().all_reduce, or merge_call(lambda strategy, x: ..., args=(x,))"
 
 
 class MirroredStrategy:
@@ -159,7 +158,7 @@ class MirroredStrategy:
         n = self.num_replicas_in_sync
         crew = Crew(self._devices, hints.timeout_seconds or TIMEOUT_S)
         modes = [backend.modes() for backend in _loaded()]
-        own = [localized([list(args), dict(kwargs or {})], k, n) for k in range(n)]
+        own = [arguments(args, kwargs, k, n) for k in range(n)]
         bodies = [
             partial(_live, ReplicaContext(self, k, crew), modes, fn, positional, named)
             for k, (positional, named) in enumerate(own)
@@ -184,7 +183,7 @@ class MirroredStrategy:
           ArgumentError, MismatchError, UnsupportedError: as ``CrossDeviceOps.reduce``; no such axis; the mean, minimum
             or maximum of no elements.
         """
-        require_cross_replica("reduce", _IN_A_REPLICA)
+        require_cross_replica("reduce", IN_A_REPLICA)
         op = read_op(reduce_op)
         leaves, structure = flatten_tree(value)
         with self.scope():
@@ -332,103 +331,6 @@ class MirroredStrategy:
         total = self._ops.reduce(across, folded, value.devices[0])[0]
         wide = Numbers(numbers.accumulator, numbers.accumulator, numbers.result, numbers.divisor)
         return backend.finish(backend.array(total), wide)
-
-
-class Extended:
-    """What libraries and optimizers call: ``strategy.extended``, as in ``tf.distribute``."""
-
-    def __init__(self, strategy: MirroredStrategy) -> None:
-        self._strategy = strategy
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The replicas' devices."""
-        return self._strategy.devices
-
-    def variable_created_in_scope(self, variable: Variable) -> bool:
-        """Return whether a variable belongs to this strategy."""
-        return isinstance(variable, Variable) and variable._strategy is self._strategy
-
-    def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
-    ) -> Mirrored:
-        """Reduce one value and put the result on destinations; see ``CrossDeviceOps.reduce``.
-
-        Args:
-          destinations: as there; ``None``: all replicas' devices.
-        """
-        require_cross_replica("reduce_to", _IN_A_REPLICA)
-        with self._strategy.scope():
-            return self._strategy.cross_device_ops.reduce(reduce_op, value, self._places(destinations), options)
-
-    def batch_reduce_to(
-        self,
-        reduce_op: ReduceOp | str,
-        value_destination_pairs: Iterable[tuple[Any, Any]],
-        options: CommunicationOptions | None = None,
-    ) -> list[Mirrored]:
-        """Reduce several values, each to its own destinations; see ``CrossDeviceOps.batch_reduce``."""
-        require_cross_replica("batch_reduce_to", _IN_A_REPLICA)
-        pairs = [(value, self._places(places)) for value, places in check_pairs(value_destination_pairs)]
-        with self._strategy.scope():
-            return self._strategy.cross_device_ops.batch_reduce(reduce_op, pairs, options)
-
-    def broadcast_to(self, tensor: Any, destinations: Any = None) -> Mirrored:
-        """Copy one array to destinations; see ``CrossDeviceOps.broadcast`` and ``reduce_to``."""
-        require_cross_replica("broadcast_to", "every replica has the array already")
-        with self._strategy.scope():
-            return self._strategy.cross_device_ops.broadcast(tensor, self._places(destinations))
-
-    def update(
-        self,
-        var: DistributedValues,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call a function for each component of a variable, one after another, in the cross-replica context.
-
-        Args:
-          var: a variable, whose components come as ``Component``s, to read and to assign to; or any distributed
-            value, whose components come as they are.
-          fn: gets the component, then the arguments.
-          args: trees; of distributed values in them, the component of the same replica.
-          kwargs: likewise.
-        Returns:
-          What the calls returned, as ``run`` returns it.
-        Raises:
-          ContextError: inside of a replica.
-          ArgumentError: no distributed value, or one with another number of components.
-
-        >>> import numpy as np
-        >>> strategy = MirroredStrategy(2)
-        >>> with strategy.scope():
-        ...     weights = Variable(np.array([1.0, 2.0]))
-        >>> gradient = PerReplica([np.array([1.0, 1.0])] * 2)
-        >>> strategy.extended.update(weights, lambda w, g: w.assign_sub(0.5 * g), args=(gradient,))
-        >>> weights.value()
-        array([0.5, 1.5])
-        """
-        require_cross_replica("update", "merge_call(lambda strategy, g: strategy.extended.update(...), args=(g,))")
-        n = self._strategy.num_replicas_in_sync
-        if not isinstance(var, DistributedValues) or len(var) != n:
-            raise ArgumentError(
-                message(
-                    "update takes a variable or another value of this strategy.", shown(var), "Variable(...) in scope()"
-                )
-            )
-        made = []
-        with self._strategy.scope():
-            for k in range(n):
-                component = Component(var, k) if isinstance(var, Variable) else var[k]
-                positional, named = localized([list(args), dict(kwargs or {})], k, n, whole=False)
-                result = fn(component, *positional, **named)
-                made.append(None if isinstance(result, Component) else result)
-        return regroup(made, self._strategy.devices)
-
-    def _places(self, destinations: Any) -> Any:
-        devices = self._strategy.devices
-        return Mirrored.on(devices, devices) if destinations is None else destinations
 
 
 def get_strategy() -> MirroredStrategy:

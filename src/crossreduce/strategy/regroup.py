@@ -5,7 +5,7 @@ In and out: pytrees. Arrays are looked at only for where they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..devices import default_devices, locate, parse
@@ -77,6 +77,22 @@ def localized(tree: Any, replica: int, n: int, *, whole: bool = True) -> Any:
       ArgumentError: a distributed value with another number of components.
     """
     return mapped(tree, lambda leaf: _component(leaf, replica, n, whole))
+
+
+def arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None, replica: int, n: int, *, whole: bool = True
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return a call's arguments for a replica, each ``localized`` by itself. Errors name the argument."""
+
+    def own(where: str, value: Any) -> Any:
+        try:
+            return localized(value, replica, n, whole=whole)
+        except ReductionError as error:
+            error.prefix(where)
+            raise
+
+    positional = [own(f"argument {k}", value) for k, value in enumerate(args)]
+    return positional, {name: own(f"argument {name}", value) for name, value in (kwargs or {}).items()}
 
 
 def _component(leaf: Any, replica: int, n: int, whole: bool) -> Any:

@@ -16,7 +16,7 @@ from ..cross_device_ops import AllReduceCrossDeviceOps
 from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, message, shown
 from ..ops import INTEGERS, ReduceOp
 from ..values import DistributedValues, Mirrored, PerReplica, describe
-from .contexts import Current, current
+from .contexts import Current, current, replica_backend
 from .crew import Call
 from .regroup import Whole, placed
 
@@ -125,7 +125,7 @@ class Variable(Whole):
         if here is not None:
             self._devices = here.strategy.devices
         self._components = list(ops.broadcast(value, Mirrored.on(self._devices, self._devices)))
-        self._backend: Backend = backend_of(self._components[0])
+        self._backend: Backend = replica_backend(self._components[0])
         first = self._backend.array(self._components[0])
         if isinstance(first, Sparse):
             raise UnsupportedError(message("a variable is dense.", shown(value), "value.todense() or the like"))

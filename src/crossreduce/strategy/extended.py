@@ -1,0 +1,117 @@
+"""``strategy.extended``: what libraries and optimizers call, in the cross-replica context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ..checks import check_pairs
+from ..errors import ArgumentError, message, shown
+from ..ops import ReduceOp
+from ..options import CommunicationOptions
+from ..values import DistributedValues, Mirrored
+from .contexts import require_cross_replica
+from .regroup import arguments, regroup
+from .variables import Component, Variable
+
+if TYPE_CHECKING:
+    from .mirrored import MirroredStrategy
+
+IN_A_REPLICA: Final = "get_replica_context().all_reduce, or merge_call(lambda strategy, x: ..., args=(x,))"
+
+
+class Extended:
+    """What libraries and optimizers call: ``strategy.extended``, as in ``tf.distribute``."""
+
+    def __init__(self, strategy: MirroredStrategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The replicas' devices."""
+        return self._strategy.devices
+
+    def variable_created_in_scope(self, variable: Variable) -> bool:
+        """Return whether a variable belongs to this strategy."""
+        return isinstance(variable, Variable) and variable._strategy is self._strategy
+
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
+    ) -> Mirrored:
+        """Reduce one value and put the result on destinations; see ``CrossDeviceOps.reduce``.
+
+        Args:
+          destinations: as there; ``None``: all replicas' devices.
+        """
+        require_cross_replica("reduce_to", IN_A_REPLICA)
+        with self._strategy.scope():
+            return self._strategy.cross_device_ops.reduce(reduce_op, value, self._places(destinations), options)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Mirrored]:
+        """Reduce several values, each to its own destinations; see ``CrossDeviceOps.batch_reduce``."""
+        require_cross_replica("batch_reduce_to", IN_A_REPLICA)
+        pairs = [(value, self._places(places)) for value, places in check_pairs(value_destination_pairs)]
+        with self._strategy.scope():
+            return self._strategy.cross_device_ops.batch_reduce(reduce_op, pairs, options)
+
+    def broadcast_to(self, tensor: Any, destinations: Any = None) -> Mirrored:
+        """Copy one array to destinations; see ``CrossDeviceOps.broadcast`` and ``reduce_to``."""
+        require_cross_replica("broadcast_to", "every replica has the array already")
+        with self._strategy.scope():
+            return self._strategy.cross_device_ops.broadcast(tensor, self._places(destinations))
+
+    def update(
+        self,
+        var: DistributedValues,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function for each component of a variable, one after another, in the cross-replica context.
+
+        Args:
+          var: a variable, whose components come as ``Component``s, to read and to assign to; or any distributed
+            value, whose components come as they are.
+          fn: gets the component, then the arguments.
+          args: trees; of distributed values in them, the component of the same replica.
+          kwargs: likewise.
+        Returns:
+          What the calls returned, as ``run`` returns it.
+        Raises:
+          ContextError: inside of a replica.
+          ArgumentError: no distributed value, or one with another number of components.
+
+        >>> import numpy as np
+        >>> strategy = MirroredStrategy(2)
+        >>> with strategy.scope():
+        ...     weights = Variable(np.array([1.0, 2.0]))
+        >>> gradient = PerReplica([np.array([1.0, 1.0])] * 2)
+        >>> strategy.extended.update(weights, lambda w, g: w.assign_sub(0.5 * g), args=(gradient,))
+        >>> weights.value()
+        array([0.5, 1.5])
+        """
+        require_cross_replica("update", "merge_call(lambda strategy, g: strategy.extended.update(...), args=(g,))")
+        n = self._strategy.num_replicas_in_sync
+        if not isinstance(var, DistributedValues) or len(var) != n:
+            raise ArgumentError(
+                message(
+                    "update takes a variable or another value of this strategy.", shown(var), "Variable(...) in scope()"
+                )
+            )
+        made = []
+        with self._strategy.scope():
+            for k in range(n):
+                component = Component(var, k) if isinstance(var, Variable) else var[k]
+                positional, named = arguments(args, kwargs, k, n, whole=False)
+                result = fn(component, *positional, **named)
+                made.append(None if isinstance(result, Component) else result)
+        return regroup(made, self._strategy.devices)
+
+    def _places(self, destinations: Any) -> Any:
+        devices = self._strategy.devices
+        return Mirrored.on(devices, devices) if destinations is None else destinations
