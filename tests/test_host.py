@@ -984,7 +984,7 @@ def test_many_threads_at_once(framework):
 
 
 def test_what_is_given_back_is_mirrored(framework):
-    """Results are plain arrays of the framework in a Mirrored, of every destination's own unless nobody can write them."""
+    """Results are plain arrays in a Mirrored, of each destination's own unless nobody can write them."""
     value = put(framework, [np.ones(3, "float32"), np.ones(3, "float32")])
     result = OPS.reduce("sum", value, destinations(strategies.names(4)))
     assert type(result) is Mirrored

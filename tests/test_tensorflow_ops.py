@@ -269,7 +269,7 @@ def test_d3_shapes_must_agree(mode):
 def test_d4_d6_dtypes_mix_in_a_batch(mode):
     """D4, D6: a batch may hold several dtypes, integers too, whatever the packing."""
     given = [np.array([1.5, 2.5]), np.array([1, 2, 3], "int32"), np.array(2.0, "float16"), np.array([1 + 2j])]
-    values = [per_replica([x, x * 2, x * 4]) for x in given]
+    values = [per_replica([x, (x * 2).astype(x.dtype), (x * 4).astype(x.dtype)]) for x in given]
     for packs in (0, 1, 3):
         made = outcomes(mode, lambda packs=packs: crt.HierarchicalCopyAllReduce(packs).batch_reduce(
             SUM, [(value, value) for value in values]
