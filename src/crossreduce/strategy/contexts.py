@@ -14,7 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..backends import Array, Backend, ReplicaBackend, backend_of
-from ..devices import host_devices, locate
+from ..devices import host_devices, locate, parse
 from ..errors import ArgumentError, ContextError, UnsupportedError, message, shown
 from ..ops import ReduceOp, read_op
 from ..options import CommunicationOptions, read_options
@@ -175,6 +175,8 @@ class ReplicaContext:
                 )
             )
         strategy = self._strategy
+        if backward:
+            _require_backward(strategy.devices)
 
         def wants() -> str:
             what = describe(leaves[0]) if len(leaves) == 1 else f"{len(leaves)} arrays"
@@ -315,6 +317,20 @@ class ReplicaContext:
 def _recorded(leaves: list[Any], structure: Any) -> tuple[bool, ...]:
     """Return for each leaf of a tree whether a gradient is to be made of it."""
     return tuple(each(leaves, structure, lambda leaf: replica_backend(leaf).recorded(leaf)))
+
+
+def _require_backward(devices: tuple[str, ...]) -> None:
+    """Raise where replicas share an accelerator: torch has one thread for each, and it cannot wait for itself."""
+    places = [parse(name) for name in devices]
+    shared = [str(place) for place in places if place.logical and place.kind != "cpu"]
+    if shared:
+        raise UnsupportedError(
+            message(
+                "gradients pass through an all-reduce only where each replica has an accelerator of its own.",
+                f"replicas on {', '.join(devices)}",
+                "reduce the gradients after backward(), and detach what is reduced before",
+            )
+        )
 
 
 def _hinted(hints: CommunicationOptions) -> str:

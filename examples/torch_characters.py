@@ -1,0 +1,119 @@
+"""A character language model in PyTorch, trained by n replicas in one process, and by one: the same loss curve.
+
+    python examples/torch_characters.py [--replicas 4] [--steps 120]
+
+The text is the language reference that pydoc ships with every Python; the model is an MLP that guesses a character from
+the twelve before it. A step is what a user of torch would write, and one call more: ``all_reduce`` of the gradients.
+
+How far apart may the curves be? They are equal but for the order in which gradients are added, so but for rounding. Rounding
+errors are amplified by training, by how much nobody knows beforehand; but to first order by the same factor in every
+precision. So everything is trained in float64 as well, where rounding is 2**29 times finer: float32's curves may be 2**29
+times as far apart as float64's, and 8 times that, since single errors are random. Exit code 1 where they are not.
+
+Source of the model: Bengio et al., A neural probabilistic language model, JMLR 3, 2003.
+"""
+
+import argparse
+import sys
+import time
+from pydoc_data.topics import topics
+
+import torch
+
+import crossreduce as cr
+
+BEFORE = 12  # characters that a guess is made from
+BATCH = 250  # samples: over 4 replicas 63, 63, 62 and 62
+SAMPLES = 4_600  # an epoch's last batch has 100
+FINER = 2**29  # float32 keeps 24 bits of a number, float64 53
+MARGIN = 8
+
+
+def samples():
+    """Return the characters before each sample, shape (SAMPLES, BEFORE), and the one to guess, as numbers; how many there are."""
+    text = "".join(topics[name] for name in sorted(topics))[: SAMPLES + BEFORE]
+    alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
+    codes = torch.tensor([alphabet[character] for character in text])
+    return codes.unfold(0, BEFORE + 1, 1)[:, :-1].contiguous(), codes[BEFORE:].clone(), len(alphabet)
+
+
+def batches(steps, x, y):
+    """Yield as many batches as steps, in a fixed random order, epoch after epoch."""
+    random = torch.Generator().manual_seed(0)
+    while steps > 0:
+        for chosen in torch.randperm(len(x), generator=random).split(BATCH)[:steps]:
+            yield x[chosen], y[chosen]
+            steps -= 1
+
+
+def step(model, optimizer, batch, size):
+    """What each replica does with its share of a batch of ``size`` samples; return its part of the mean loss."""
+    x, y = batch
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(x), y, reduction="sum") / size
+    loss.backward()
+    parameters = list(model.parameters())
+    summed = cr.get_replica_context().all_reduce("sum", [p.grad for p in parameters])
+    for p, gradient in zip(parameters, summed, strict=True):
+        p.grad = gradient
+    optimizer.step()
+    return loss.detach()
+
+
+def train(replicas, steps, dtype):
+    """Train on so many replicas; return each step's loss, and whether all copies of the model are equal to the bit."""
+    x, y, characters = samples()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(characters, 16),
+        torch.nn.Flatten(),
+        torch.nn.Linear(16 * BEFORE, 96),
+        torch.nn.Tanh(),
+        torch.nn.Linear(96, characters),
+    ).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
+
+    strategy = cr.MirroredStrategy(replicas)
+    models, optimizers = strategy.replicate((model, optimizer))
+    losses = []
+    for batch in batches(steps, x, y):
+        parts = strategy.run(step, args=(models, optimizers, strategy.split(batch), len(batch[0])))
+        losses.append(float(strategy.reduce("sum", parts)))
+    alike = all(
+        torch.equal(a, b) for other in models for a, b in zip(models[0].parameters(), other.parameters(), strict=True)
+    )
+    return losses, alike
+
+
+def main(replicas, steps):
+    """Train four times, show the curves, and return whether they are equal but for rounding."""
+    torch.set_num_threads(1)  # replicas are threads enough
+    runs = {}
+    for dtype in (torch.float64, torch.float32):
+        for n in (1, replicas):
+            began = time.perf_counter()
+            runs[dtype, n], alike = train(n, steps, dtype)
+            print(f"{n} replica{'s' * (n > 1)}, {dtype}: {steps} steps in {time.perf_counter() - began:.1f} s")
+            if not alike:
+                print("the replicas' models differ, and must not")
+                return False
+    apart = {
+        dtype: max(abs(a - b) for a, b in zip(runs[dtype, 1], runs[dtype, replicas], strict=True))
+        for dtype in (torch.float64, torch.float32)
+    }
+    print(f"\n step   1 replica   {replicas} replicas")
+    for at in sorted({*range(0, steps, max(1, steps // 10)), steps - 1}):
+        print(f"{at:5}   {runs[torch.float32, 1][at]:.7f}   {runs[torch.float32, replicas][at]:.7f}")
+    # A loss of 4 is itself rounded, to 2**-22 in float32, in either run.
+    allowed = MARGIN * (apart[torch.float64] * FINER) + 2**-21
+    print(f"\nlargest difference {apart[torch.float32]:.1e}, of which rounding explains {allowed:.1e}")
+    learned = runs[torch.float32, replicas][-1] < 0.8 * runs[torch.float32, replicas][0]
+    return apart[torch.float32] <= allowed < 0.01 and learned
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train a character model on n replicas and on one, and compare.")
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=120)
+    arguments = parser.parse_args()
+    sys.exit(0 if main(arguments.replicas, arguments.steps) else 1)

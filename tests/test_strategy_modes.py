@@ -1,0 +1,267 @@
+"""What frameworks keep for each thread: gradients through all_reduce, torch's and JAX's modes, modules, tracing."""
+
+import copy
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from expect import digits
+
+import crossreduce as cr
+
+COUNTS = (1, 2, 3, 8)
+context = cr.get_replica_context
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays():
+    """After every test there are as many threads as before."""
+    before = set(threading.enumerate())
+    yield
+    assert not [t for t in threading.enumerate() if t not in before and t.name.startswith("crossreduce")]
+
+
+def leaves(n, shape=(3,)):
+    return [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in digits(n, shape)]
+
+
+@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_the_gradient_of_an_all_reduce_is_that_of_the_same_function_in_one_thread(torch_, n, op):
+    """backward through all_reduce gives each replica the gradient that autograd gives of all losses' sum."""
+    scale = [torch.tensor([k + 1.0, 2.0, -k]) for k in range(n)]
+    xs, ys = leaves(n), leaves(n, ())
+
+    def step(x, y, w):
+        reduced = context().all_reduce(op, {"x": x * x, "y": y, "count": 1})
+        assert reduced["x"].requires_grad
+        assert not reduced["count"].requires_grad if isinstance(reduced["count"], torch.Tensor) else True
+        loss = (reduced["x"] * w).sum() * reduced["y"]
+        loss.backward()
+        return x.grad, y.grad
+
+    got = cr.MirroredStrategy(n).run(step, args=tuple(map(cr.PerReplica, (xs, ys, scale))))
+    xs1, ys1 = leaves(n), leaves(n, ())
+    total, t = sum(x * x for x in xs1), sum(ys1)
+    if op == "mean":
+        total, t = total / n, t / n
+    sum((total * w).sum() * t for w in scale).backward()
+    for k in range(n):
+        torch.testing.assert_close(got[0][k], xs1[k].grad, rtol=1e-13, atol=0)
+        torch.testing.assert_close(got[1][k], ys1[k].grad, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("n", COUNTS)
+def test_the_gradient_of_an_all_gather_is_its_own_part_of_the_sum(torch_, n):
+    """backward through all_gather gives each replica the sum of the replicas' gradients for its own rows."""
+    xs = [torch.arange(2.0 * (k + 1), dtype=torch.float64).reshape(k + 1, 2).requires_grad_() for k in range(n)]
+
+    def step(x):
+        whole = context().all_gather({"x": x, "n": torch.ones(1)}, 0)["x"]
+        (whole * whole * (context().replica_id_in_sync_group + 1.0)).sum().backward()
+        return x.grad
+
+    got = cr.MirroredStrategy(n).run(step, args=(cr.PerReplica(xs),))
+    factor = sum(k + 1 for k in range(n))
+    for x, grad in zip(xs, got, strict=True):
+        assert grad.tolist() == (2 * factor * x).tolist()
+
+
+def test_second_gradients(torch_):
+    """The gradient of an all_reduce can be differentiated again."""
+
+    def step(x):
+        y = context().all_reduce("sum", x**3).sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        return first.detach(), second
+
+    xs = leaves(3)
+    first, second = cr.MirroredStrategy(3).run(step, args=(cr.PerReplica(xs),))
+    for x, a, b in zip(xs, first, second, strict=True):
+        assert a.tolist() == (3 * 3 * x**2).tolist()  # the sum over three replicas' losses, each y
+        assert b.tolist() == (3 * 3 * 2 * x).tolist()
+
+
+def test_gradients_are_never_lost_in_silence(torch_):
+    """What has no gradient says so: other ops, sparse values, replicas that disagree, a backward pass after the run."""
+    strategy = cr.MirroredStrategy(2)
+    xs = cr.PerReplica(leaves(2))
+    with pytest.raises(cr.UnsupportedError, match="an all-reduce by max has no gradient"):
+        strategy.run(lambda x: context().all_reduce("max", x), args=(xs,))
+    assert strategy.run(lambda x: context().all_reduce("max", x.detach()), args=(xs,))[0].tolist() == [3, 6, 9]
+    sparse = cr.PerReplica([torch.eye(2).to_sparse().requires_grad_() for _ in range(2)])
+    with pytest.raises(cr.UnsupportedError, match="sparse values has no gradient"):
+        strategy.run(lambda x: context().all_reduce("sum", x), args=(sparse,))
+    slices = cr.IndexedSlices(torch.ones(1, 2, requires_grad=True), torch.tensor([0]), (2, 2))
+    with pytest.raises(cr.UnsupportedError, match="sparse values has no gradient"):
+        strategy.run(lambda: context().all_reduce("sum", slices))
+    half = cr.PerReplica([xs[0], xs[1].detach()])
+    with pytest.raises(cr.MismatchError, match=r"(?s)replica 0.*with gradients; replica 1.*float64\[3\]\n"):
+        strategy.run(lambda x: context().all_reduce("sum", x), args=(half,))
+    late = strategy.run(lambda x: context().all_reduce("sum", x), args=(xs,))
+    with pytest.raises(cr.ContextError, match=r"(?s)has returned and can meet the others no more.*backward"):
+        late[0].sum().backward()
+
+    def one_alone(x):
+        y = context().all_reduce("sum", x).sum()
+        if context().replica_id_in_sync_group:
+            y.backward()
+
+    with pytest.raises(
+        cr.MismatchError, match="replica 0 on cpu:0 has returned; replica 1 on cpu:1 waits in all_reduce"
+    ):
+        strategy.run(one_alone, args=(xs,))
+    functional = torch.func.grad(lambda x: context().all_reduce("sum", x).sum())
+    with pytest.raises(cr.UnsupportedError, match=r"torch\.func"):
+        strategy.run(functional, args=(xs,))
+
+
+def test_replicas_inherit_torchs_modes(torch_):
+    """Grad mode, inference mode, autocast and the default device of the caller are those of its replicas."""
+
+    def modes():
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu") and str(torch.get_autocast_dtype("cpu")),
+            str(torch.get_default_device()),
+            context().all_reduce("sum", torch.ones(1, requires_grad=True)).requires_grad,
+        )
+
+    def check():
+        here = modes()
+        assert all(cr.MirroredStrategy(2).run(modes)[k].values == (here[k],) * 2 for k in (0, 1, 2, 4))
+        assert cr.MirroredStrategy(2).run(modes)[3] == here[3]
+        return here
+
+    assert check() == (True, False, False, "cpu", True)
+    with torch.no_grad():
+        assert check()[0::4] == (False, False)
+    with torch.inference_mode():
+        assert check()[:2] == (False, True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = cr.MirroredStrategy(2).run(modes)
+        assert found[2] == "torch.bfloat16"
+    with torch.device("meta"):
+        assert cr.MirroredStrategy(2).run(lambda: str(torch.get_default_device())) == "meta"
+    assert check() == (True, False, False, "cpu", True)
+
+
+def test_replicas_inherit_jaxs_settings(jax_):
+    """JAX's settings of the calling thread are those of its replicas."""
+    import jax
+    import jax.numpy as jnp
+
+    def seen():
+        x = jnp.zeros(1)
+        return x.dtype.name, next(iter(x.devices())).id, str(jax.config.jax_default_matmul_precision)
+
+    strategy = cr.MirroredStrategy(2)
+    assert strategy.run(seen)[0] == "float64"
+    with jax.enable_x64(False), jax.default_device(jax.devices()[3]), jax.default_matmul_precision("highest"):
+        name, device, precision = strategy.run(seen)
+    assert (name, device.values, precision) == ("float32", (3, 3), "highest")
+    assert strategy.run(seen)[1].values == (0, 0)
+
+
+def test_jaxs_traced_values_are_refused(jax_):
+    """Inside jit and grad all_reduce says that replicas' threads cannot meet there; outside it reduces gradients."""
+    import jax
+
+    strategy = cr.MirroredStrategy(2)
+    xs = cr.PerReplica(jax_.arrays([np.full(2, 1.0), np.full(2, 3.0)]))
+    for transform in (jax.jit, jax.grad):
+        function = transform(lambda x: context().all_reduce("sum", x).sum())
+        with pytest.raises(cr.UnsupportedError, match=r"(?s)a value that JAX traces.*crossreduce\.jax\.all_reduce"):
+            strategy.run(function, args=(xs,))
+    gradient = jax.jit(jax.grad(lambda x: (x**2).sum()))
+    result = strategy.run(lambda x: context().all_reduce("mean", gradient(x)), args=(xs,))
+    assert [jax_.to_numpy(x).tolist() for x in result] == [[4, 4]] * 2
+    assert [jax_.device_of(x) for x in result] == ["cpu:0", "cpu:1"]
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_replicated_modules_train_as_one(torch_, n):
+    """n copies of a module with optimizers of their own, on shares of each batch, stay equal to the bit, and to one."""
+    rng = np.random.default_rng(1)
+    x = torch.tensor(rng.standard_normal((22, 5)))
+    y = torch.tensor(rng.standard_normal((22, 2)))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+    first = copy.deepcopy(model.state_dict())
+    strategy = cr.MirroredStrategy(n)
+    models, optimizers = strategy.replicate((model, torch.optim.Adam(model.parameters(), lr=0.01)))
+
+    def step(model, optimizer, batch, size):
+        x, y = batch
+        optimizer.zero_grad()
+        loss = ((model(x) - y) ** 2).sum() / size
+        loss.backward()
+        for p, g in zip(
+            model.parameters(), context().all_reduce("sum", [p.grad for p in model.parameters()]), strict=True
+        ):
+            p.grad = g
+        optimizer.step()
+        return loss.detach()
+
+    batches = [(x[k : k + 8], y[k : k + 8]) for k in range(0, 22, 8)] * 5  # the last of three has six samples
+    losses = [
+        float(
+            strategy.reduce("sum", strategy.run(step, args=(models, optimizers, strategy.split(batch), len(batch[0]))))
+        )
+        for batch in batches
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(first.values(), model.state_dict().values(), strict=True))
+    for other in models:
+        for a, b in zip(models[0].parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    wanted = []
+    for xb, yb in batches:
+        optimizer.zero_grad()
+        loss = ((model(xb) - yb) ** 2).sum() / len(xb)
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    np.testing.assert_allclose(losses, wanted, rtol=1e-9)  # 15 steps in float64
+    assert losses[-1] < losses[0]
+
+
+def test_importing_and_numpy_replicas_load_no_framework():
+    """Replicas of NumPy arrays import neither torch nor JAX."""
+    code = """
+import sys
+import numpy as np
+import crossreduce as cr
+cr.MirroredStrategy(2).run(lambda: cr.get_replica_context().all_reduce("sum", np.ones(2)))
+cr.MirroredStrategy()
+print(sorted({"torch", "jax", "tensorflow"} & set(sys.modules)))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+@pytest.mark.gpu
+def test_replicas_on_one_gpu(torch_):
+    """Logical devices of one GPU are replicas; gradients and results stay there, and None means every GPU."""
+    assert cr.MirroredStrategy().devices == tuple(f"cuda:{k}" for k in range(torch.cuda.device_count()))
+    strategy = cr.MirroredStrategy(["cuda:0", "cuda:0#1", "cuda:0#2"])
+    model = strategy.replicate(torch.nn.Linear(3, 1))
+    batch = strategy.split(torch.arange(12.0).reshape(4, 3))
+
+    def step(model, x):
+        assert x.device == torch.device("cuda:0")
+        model(x).sum().backward()
+        grads = context().all_reduce("sum", {"w": model.weight.grad, "n": float(len(x))})
+        assert grads["w"].device == torch.device("cuda:0")
+        return grads["w"], grads["n"]
+
+    with pytest.raises(cr.UnsupportedError, match="an accelerator of its own"):
+        strategy.run(lambda model: context().all_reduce("sum", model.weight), args=(model,))
+    weights, count = strategy.run(step, args=(model, batch))
+    assert [w.tolist() for w in weights] == [[[18, 22, 26]]] * 3
+    assert count.values == (4.0,) * 3

@@ -1,0 +1,289 @@
+"""Variables: mirrored and sync-on-read, read and assigned in both contexts."""
+
+import numpy as np
+import oracle
+import pytest
+from expect import digits
+
+import crossreduce as cr
+
+COUNTS = (1, 2, 3, 8)
+context = cr.get_replica_context
+HOW = {"assign": lambda old, x: x, "assign_add": lambda old, x: old + x, "assign_sub": lambda old, x: old - x}
+
+
+@pytest.fixture(scope="module", params=["numpy", "torch", "jax"])
+def library(request):
+    """Each framework that has replicas here."""
+    return request.getfixturevalue(f"{request.param}_")
+
+
+def variable(strategy, value, **how):
+    with strategy.scope():
+        return cr.Variable(value, **how)
+
+
+def held(library, var):
+    return [library.to_numpy(x).tolist() for x in var.values]
+
+
+@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+def test_mirrored_variables_stay_alike(library, n, how, aggregation):
+    """Replicas' assignments to a mirrored variable are joined, and every component gets the result, to the bit."""
+    strategy = cr.MirroredStrategy(n)
+    start, xs = np.arange(4.0), [x.astype(float) for x in digits(n, (4,))]
+    var = variable(strategy, library.array(start), aggregation=aggregation)
+    joined = xs[0] if aggregation == "only_first_replica" else oracle.reduce(aggregation, xs, "float64")
+
+    def step(x):
+        assert getattr(var, how)(x) is var
+        return var.value()
+
+    seen = strategy.run(step, args=(cr.PerReplica(library.arrays(xs)),))
+    wanted = HOW[how](start, joined).tolist()
+    assert held(library, var) == [wanted] * n
+    assert [library.to_numpy(x).tolist() for x in seen] == [wanted] * n
+    assert [library.device_of(x) in ("cpu", f"cpu:{k}") for k, x in enumerate(var)] == [True] * n
+    assert library.to_numpy(var.value()).tolist() == wanted
+    assert not any(library.shares(a, b) for k, a in enumerate(var.values) for b in var.values[:k])
+
+
+@pytest.mark.parametrize("n", COUNTS)
+def test_mirrored_variables_are_assigned_to_all_in_the_cross_replica_context(library, n):
+    """In the cross-replica context an array goes to all components; a PerReplica is joined first."""
+    strategy = cr.MirroredStrategy(n)
+    xs = digits(n, (2,))
+    start = library.array(np.zeros(2, np.int64))
+    var = variable(strategy, start, aggregation="sum")
+    var.assign(library.array(xs[0]))
+    assert held(library, var) == [xs[0].tolist()] * n
+    with strategy.scope():
+        var.assign_add(1)
+    var.assign_sub(cr.PerReplica(library.arrays(xs)))
+    assert held(library, var) == [(xs[0] + 1 - sum(xs)).tolist()] * n
+    var.assign(cr.Mirrored(library.arrays([xs[0]] * n)))
+    var.assign_add(variable(strategy, library.array(xs[0])))
+    assert held(library, var) == [(2 * xs[0]).tolist()] * n
+    assert library.to_numpy(start).tolist() == [0, 0]
+    plain = variable(strategy, start)
+    if n > 1:
+        with pytest.raises(cr.ArgumentError, match="cannot assign to a mirrored variable that has no aggregation"):
+            plain.assign(cr.PerReplica(library.arrays(xs)))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_mirrored_variable_without_aggregation_cannot_be_assigned_in_a_replica(n):
+    """Without aggregation a replica's assignment is an error, for one replica, too: the copies would drift apart."""
+    strategy = cr.MirroredStrategy(n)
+    var = variable(strategy, np.zeros(2), name="w")
+    with pytest.raises(
+        ValueError, match=r"(?s)has no aggregation.*assign_add of Variable\(w: float64\[2\].*aggregation="
+    ):
+        strategy.run(lambda: var.assign_add(1.0))
+    assert [x.tolist() for x in var] == [[0, 0]] * n
+
+
+@pytest.mark.parametrize("n", COUNTS)
+def test_sync_on_read_variables_are_each_replicas_own(library, n):
+    """A replica reads and writes its own component of a sync-on-read variable; elsewhere they are read as one."""
+    strategy = cr.MirroredStrategy(n)
+    xs = [x.astype(float) for x in digits(n, (2,))]
+    made = {
+        how: variable(strategy, library.array(np.ones(2)), synchronization="ON_READ", aggregation=how)
+        for how in ("sum", "mean", "only_first_replica", "none")
+    }
+
+    def step(x):
+        for var in made.values():
+            var.assign_add(x)
+            if context().replica_id_in_sync_group == 0:  # nobody waits
+                var.assign_sub(1.0)
+        return made["none"].value()
+
+    seen = strategy.run(step, args=(cr.PerReplica(library.arrays(xs)),))
+    own = [x + (k > 0) for k, x in enumerate(xs)]
+    assert [library.to_numpy(x).tolist() for x in seen] == [x.tolist() for x in own]
+    oracle.check(library.to_numpy(made["sum"].value()), "sum", own)
+    oracle.check(library.to_numpy(made["mean"].value()), "mean", own)
+    with strategy.scope():
+        assert library.to_numpy(made["only_first_replica"].value()).tolist() == own[0].tolist()
+    if n > 1:
+        with pytest.raises(cr.ArgumentError, match="has a value in each replica only"):
+            made["none"].value()
+    assert strategy.local_results(made["none"]) == made["none"].values
+    assert library.to_numpy(strategy.reduce("max", made["none"])).tolist() == np.max(own, 0).tolist()
+
+
+@pytest.mark.parametrize("n", COUNTS)
+def test_sync_on_read_variables_in_the_cross_replica_context(library, n):
+    """What is assigned is what is read, a sum exactly; nothing is added to a sum as a whole, as in TensorFlow."""
+    strategy = cr.MirroredStrategy(n)
+    seven = library.array(np.full(2, 7))
+    total = variable(strategy, library.array(np.ones(2, np.int64)), synchronization="on_read", aggregation="sum")
+    total.assign(seven)
+    assert library.to_numpy(total.value()).tolist() == [7, 7]
+    mean = variable(strategy, library.array(np.ones(2)), synchronization="on_read", aggregation="mean")
+    mean.assign_add(2.0)
+    assert library.to_numpy(mean.value()).tolist() == [3, 3]
+    if n > 1:
+        with pytest.raises(cr.ContextError, match="a sync-on-read sum has no one component to add to"):
+            total.assign_add(seven)
+    total.assign(cr.PerReplica(library.arrays([np.full(2, 10**k) for k in range(n)])))
+    assert library.to_numpy(total.value()).tolist() == [sum(10**k for k in range(n))] * 2
+
+
+def test_memory_is_kept_where_it_can_be_written(library):
+    """Assignments write into NumPy's and torch's components, and replace JAX's; the initial value is never written."""
+    strategy = cr.MirroredStrategy(2)
+    start = library.array(np.zeros(3))
+    var = variable(strategy, start, aggregation="mean")
+    before = var.values
+    strategy.run(lambda: var.assign(library.array(np.ones(3))))
+    assert library.to_numpy(start).tolist() == [0, 0, 0]
+    assert all(a is b for a, b in zip(before, var.values, strict=True)) == library.mutable
+    assert held(library, var) == [[1, 1, 1]] * 2
+    given = library.array(np.full(3, 5.0))
+    var.assign(given)
+    assert not any(library.shares(given, x) for x in var)
+
+
+def test_update_runs_for_each_component(library):
+    """extended.update calls the function once a component, with that replica's part of the arguments, and in order."""
+    strategy = cr.MirroredStrategy(3)
+    var = variable(strategy, library.array(np.ones(2)))
+    grads = cr.PerReplica(library.arrays([np.full(2, float(k)) for k in range(3)]))
+    order = []
+
+    def fn(w, g, rate, *, name):
+        assert cr.in_cross_replica_context()
+        order.append((w.device, rate, name))
+        w.assign_sub(rate * g)
+        w.assign(w.assign_add(1.0).value())
+        return library.to_numpy(w.value()).tolist()
+
+    result = strategy.extended.update(var, fn, args=(grads, 2.0), kwargs={"name": "sgd"})
+    assert order == [(f"cpu:{k}", 2.0, "sgd") for k in range(3)]
+    assert held(library, var) == [[2.0 - 2 * k] * 2 for k in range(3)]
+    assert [list(x) for x in zip(*result, strict=True)] == [[2.0 - 2 * k] * 2 for k in range(3)]
+    assert strategy.extended.variable_created_in_scope(var)
+    assert not cr.MirroredStrategy(3).extended.variable_created_in_scope(var)
+    assert strategy.extended.update(var, lambda w: w.assign_add(1.0)) is None
+
+
+def test_numbers_shapes_and_dtypes(library):
+    """A variable keeps its framework, shape and dtype; numbers are added to any, and assigned to those without axes."""
+    strategy = cr.MirroredStrategy(2)
+    scalar = variable(strategy, library.array(np.float32(1)), aggregation="mean")
+    assert held(library, scalar.assign(4)) == [4, 4]
+    strategy.run(lambda: scalar.assign_add(float(context().replica_id_in_sync_group)))
+    assert held(library, scalar) == [4.5, 4.5]
+    assert library.to_numpy(scalar.value()).dtype == np.float32
+    vector = variable(strategy, library.array(np.ones(2, np.float32)), name="v")
+    for wrong in (1.0, library.array(np.ones(3, np.float32)), library.array(np.ones(2, np.int32)), np.complex64(1)):
+        with pytest.raises(
+            cr.MismatchError, match=r"(?s)keeps its framework, shape and dtype.*Variable\(v: float32\[2\]"
+        ):
+            vector.assign(wrong)
+    integer = variable(strategy, library.array(np.int32(1)), aggregation="sum")
+    with pytest.raises(cr.MismatchError, match="keeps its framework"):
+        integer.assign_add(0.5)
+    assert held(library, integer) == [1, 1]
+    with pytest.raises(cr.MismatchError, match="a component for each"):
+        vector.assign(cr.PerReplica(library.arrays([np.ones(2, np.float32)] * 3)))
+
+
+def test_a_variable_reads_as_a_numpy_array(library):
+    """np.asarray of a variable is its value in this context."""
+    strategy = cr.MirroredStrategy(2)
+    var = variable(strategy, library.array(np.arange(3.0)))
+    assert np.asarray(var).tolist() == [0, 1, 2]
+    assert np.array(var, dtype=np.float32).dtype == np.float32
+    copied = np.array(var)
+    copied += 1
+    assert np.asarray(var).tolist() == [0, 1, 2]
+    own = variable(strategy, library.array(np.zeros(())), synchronization="on_read", aggregation="sum")
+    numbers = strategy.run(
+        lambda: (own.assign_add(1.0 + context().replica_id_in_sync_group), float(np.asarray(own)))[1]
+    )
+    assert numbers.values == (1.0, 2.0)
+    assert float(np.asarray(own)) == 3.0
+
+
+def test_names_are_read_in_any_case_and_wrong_ones_listed():
+    """Synchronization and aggregation are members or their names in any case; AUTO means ON_WRITE."""
+    var = cr.Variable(1.0, "x", cr.VariableSynchronization.AUTO, "Only_First_Replica")
+    assert var.synchronization is cr.VariableSynchronization.ON_WRITE
+    assert var.aggregation is cr.VariableAggregation.ONLY_FIRST_REPLICA
+    assert (var.name, len(var)) == ("x", 1)
+    for wrong in ("avg", None, 3):
+        with pytest.raises(cr.ArgumentError, match=r'(?s)no such VariableAggregation.*"none", "sum", "mean"'):
+            cr.Variable(1.0, aggregation=wrong)
+        with pytest.raises(cr.ArgumentError, match=r'(?s)no such VariableSynchronization.*"on_read"'):
+            cr.Variable(1.0, synchronization=wrong if wrong else "")
+    with pytest.raises(cr.ArgumentError, match="the mean of integers is a float"):
+        cr.Variable(1, aggregation="mean")
+    with pytest.raises(cr.ArgumentError):
+        cr.Variable("text")
+    with pytest.raises(cr.UnsupportedError, match="a variable is dense"):
+        cr.Variable(cr.IndexedSlices(np.ones((1, 2)), np.array([0]), (3, 2)))
+    assert cr.Variable(lambda: np.ones(2)).value().tolist() == [1, 1]
+
+
+def test_variables_belong_to_a_strategy():
+    """A variable is made outside of replicas, and used with no other strategy; without one it has one component."""
+    first, second = cr.MirroredStrategy(2), cr.MirroredStrategy(2)
+    var = variable(first, 1.0, aggregation="sum")
+    with pytest.raises(cr.ContextError, match="inside of another strategy"):
+        second.run(lambda: var.value())
+    with pytest.raises(cr.ContextError, match="inside of another strategy"), second.scope():
+        var.assign(2.0)
+    with pytest.raises(cr.ContextError, match="variables are made in the cross-replica context"):
+        first.run(lambda: cr.Variable(1.0))
+    alone = cr.Variable(np.ones(2), aggregation="sum")
+    assert alone.devices == ("cpu:0",)
+    assert all(first.run(lambda: alone.value()[0] == 1))
+    with pytest.raises(cr.ContextError, match="has one component for all replicas"):
+        first.run(lambda: alone.assign_add(1.0))
+    assert alone.assign_add(1.0).value().tolist() == [2, 2]
+
+
+def test_replicas_that_assign_to_different_variables_are_named():
+    """Replicas whose assignments meet must mean the same variable and the same assignment."""
+    strategy = cr.MirroredStrategy(2)
+    a, b = (variable(strategy, 1.0, name=name, aggregation="sum") for name in "ab")
+    with pytest.raises(
+        cr.MismatchError, match=r"(?s)replica 0.*assign of Variable\(a.*replica 1.*assign of Variable\(b"
+    ):
+        strategy.run(lambda: (b if context().replica_id_in_sync_group else a).assign(2.0))
+    with pytest.raises(cr.MismatchError, match=r"(?s)assign_add of Variable\(a"):
+        strategy.run(lambda: a.assign(2.0) if context().replica_id_in_sync_group else a.assign_add(2.0))
+    assert list(a) == list(b) == [1.0, 1.0]
+
+
+def test_a_training_loop_is_the_same_for_every_framework(library):
+    """n replicas with mirrored weights and an uneven batch learn what one replica learns on the whole."""
+    rng = np.random.default_rng(0)
+    x, true = rng.integers(-3, 4, (14, 3)).astype(np.float64), np.array([1.0, -2.0, 3.0])
+    y = x @ true
+    results = []
+    for n in (1, 4):
+        strategy = cr.MirroredStrategy(n)
+        weights = variable(strategy, library.array(np.zeros(3)), aggregation="sum")
+
+        def step(x, y, weights=weights):
+            error = x @ weights.value() - y
+            weights.assign_sub((error @ x) * (0.125 / 14))
+            return (error * error).sum()
+
+        losses = [
+            float(strategy.reduce("sum", strategy.run(step, args=batch)))
+            for batch in strategy.distribute_dataset([(library.array(x), library.array(y))] * 20)
+        ]
+        results.append((losses, held(library, weights)))
+    assert results[1][1] == results[1][1][:1] * 4
+    # 20 steps of sums of at most 14 products, of numbers below 60: far below what 1e-9 allows
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-9)
+    np.testing.assert_allclose(results[0][1][0], results[1][1][0], rtol=1e-9)
+    assert results[0][0][-1] < 0.01 * results[0][0][0]
