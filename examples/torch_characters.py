@@ -5,10 +5,10 @@
 The text is the language reference that pydoc ships with every Python; the model is an MLP that guesses a character from
 the twelve before it. A step is what a user of torch would write, and one call more: ``all_reduce`` of the gradients.
 
-How far apart may the curves be? They are equal but for the order in which gradients are added, so but for rounding. Rounding
-errors are amplified by training, by how much nobody knows beforehand; but to first order by the same factor in every
-precision. So everything is trained in float64 as well, where rounding is 2**29 times finer: float32's curves may be 2**29
-times as far apart as float64's, and 8 times that, since single errors are random. Exit code 1 where they are not.
+How far apart may the curves be? They are equal but for the order in which gradients are added, so but for rounding.
+Training amplifies rounding errors, by how much nobody knows beforehand; but to first order by the same factor in every
+precision. So everything is trained in float64 as well, where rounding is 2**29 times finer: float32's curves may be
+2**29 times as far apart as float64's, and 8 times that, since single errors are random. Exit code 1 where they are not.
 
 Source of the model: Bengio et al., A neural probabilistic language model, JMLR 3, 2003.
 """
@@ -30,7 +30,7 @@ MARGIN = 8
 
 
 def samples():
-    """Return the characters before each sample, shape (SAMPLES, BEFORE), and the one to guess, as numbers; how many there are."""
+    """Return the characters before each sample, (SAMPLES, BEFORE), those to guess, and how many kinds there are."""
     text = "".join(topics[name] for name in sorted(topics))[: SAMPLES + BEFORE]
     alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
     codes = torch.tensor([alphabet[character] for character in text])
