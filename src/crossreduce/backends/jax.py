@@ -143,6 +143,7 @@ def _divided(x: Array, divisor: int) -> Array:
 
 
 def finish(numbers: Numbers, x: Array) -> Array:
+    """Turn a whole, accumulated result into what is given back: divided, where it is a mean, and rounded."""
     if numbers.divisor != 1:
         x = _divided(_cast(x, numbers.accumulator), numbers.divisor)
     return _cast(x, numbers.result)

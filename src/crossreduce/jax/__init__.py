@@ -49,11 +49,15 @@ much as it takes to copy 64 KiB to and fro on each; of 16 KiB to 1 MiB this was 
 
 
 class Way(NamedTuple):
-    """How a call reduces. ``checked``: shard_map tracks what varies over which axes (``check_vma=True``)."""
+    """How a call reduces.
+
+    ``checked``: shard_map tracks what varies over which axes (``check_vma=True``). ``mapped``: the axis is ``vmap``'s.
+    """
 
     axes: Axes
     sizes: tuple[int, ...]
     checked: bool
+    mapped: bool
     algorithm: str
     topology: Topology | None
     packs: int
@@ -154,7 +158,8 @@ def _way(axis_name: Any, topology: Any, algorithm: str, packs: int) -> Way:
                 "topology.subset(...), or other axes",
             )
         )
-    return Way(axes, sizes, checked, "auto" if algorithm == "nccl" else algorithm, topology, packs)
+    mapped = not set(axes) <= set(jax.sharding.get_abstract_mesh().axis_names)
+    return Way(axes, sizes, checked, mapped, "auto" if algorithm == "nccl" else algorithm, topology, packs)
 
 
 def _dense(leaf: Any, op: ReduceOp, way: Way) -> Array:
@@ -194,7 +199,11 @@ def _sparse(leaf: Any, op: ReduceOp, way: Way) -> Any:
 def _gathered(x: Array, way: Way) -> Array:
     if not way.checked:
         return lax.all_gather(x, way.axes, tiled=True)
-    return lax.all_gather(_vary(x, way), way.axes, tiled=True, to="invarying")
+    # A gather's result counts as varying; a sum of what each device has in its own place does not.
+    x = _vary(x, way)
+    room = _vary(jnp.zeros((way.devices, *x.shape), x.dtype), way)
+    placed = lax.dynamic_update_index_in_dim(room, x, lax.axis_index(way.axes), 0)
+    return lax.psum(placed, way.axes).reshape(-1, *x.shape[1:])
 
 
 def _varying(x: Array) -> frozenset[Hashable]:
@@ -255,6 +264,13 @@ def _schedule(way: Way, op: ReduceOp, nbytes: int) -> Schedule | None:
             _say(way, "XLA's own all-reduce")
             return None
         algorithm = "halving_doubling"  # XLA has no product
+    if way.mapped and len(way.axes) > 1:
+        # lax.ppermute over a tuple with an axis of vmap silently leaves that axis out (JAX 0.10.2).
+        problem = "over several axes of which one is vmap's, no schedule can run, only XLA's own all-reduce."
+        given = f"{_named(way.axes)}, op {op.value}, algorithm {way.algorithm}"
+        raise UnsupportedError(
+            message(problem, given, 'one axis after the other, or algorithm="auto" without topology')
+        )
     if way.topology is not None:
         names = way.topology.devices
         schedule = planned_for(way.topology, algorithm, names, names, nbytes, way.packs)
@@ -356,7 +372,7 @@ def _run(x: Array, *, op: ReduceOp, schedule: Schedule, way: Way) -> Array:
     flat, me = x.reshape(-1), lax.axis_index(way.axes)
     state = [_stacked(flat, [spans[chunk] for chunk in chunks]) for chunks in made.stacks]
     for permutes, updates in made.rounds:
-        pools = [state, *(_permuted(state, permute, way.axes, me) for permute in permutes)]
+        pools = [state, *(_permuted(state, permute, way, me) for permute in permutes)]
         folded = []
         for update in updates:
             rows = [pool[update.stack] for pool in pools]
@@ -391,11 +407,15 @@ def _is_even(spans: list[tuple[int, int]]) -> bool:
     return len(lengths) == 1 and all(a[1] == b[0] for a, b in pairwise(spans))
 
 
-def _permuted(state: list[Array], permute: Permute, axes: Axes, me: Array) -> list[Array]:
+def _permuted(state: list[Array], permute: Permute, way: Way, me: Array) -> list[Array]:
     """Send rows of all stacks in one message each, and return what came, stack by stack."""
     loads = [_take([stack], table, me) for stack, table in zip(state, permute.loads, strict=True)]
     flat = loads[0] if len(loads) == 1 else jnp.concatenate([load.reshape(-1) for load in loads])
-    came = lax.ppermute(flat, axes[0] if len(axes) == 1 else axes, permute.pairs)
+    pairs = permute.pairs
+    if way.mapped:  # vmap moves nothing, but wants every position to send and to take
+        idle = [sorted({*range(way.devices)} - {pair[side] for pair in pairs}) for side in (0, 1)]
+        pairs += tuple(zip(*idle, strict=True))
+    came = lax.ppermute(flat, way.axes[0] if len(way.axes) == 1 else way.axes, pairs)
     if len(loads) == 1:
         return [came]
     ends = list(accumulate(load.size for load in loads))
@@ -445,7 +465,7 @@ _MIRRORED: Final = Primitive("crossreduce_all_reduce")
 
 def _mirrored_type(x: Any, *, way: Way, **_: Any) -> Any:
     (kind,) = jax.make_jaxpr(lambda value: lax.psum(value, way.axes))(x).out_avals
-    return kind
+    return kind.update(dtype=x.dtype)  # the sum of bools is none
 
 
 def _mirrored_transpose(ct: Array, _: Any, *, way: Way, **__: Any) -> list[Array]:
