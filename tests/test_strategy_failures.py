@@ -1,5 +1,7 @@
 """What goes wrong in replicas: it reaches the caller, names who, ends the others, and never hangs."""
 
+import contextvars
+import functools
 import gc
 import random
 import re
@@ -157,6 +159,10 @@ DISAGREE = {
     ),
     "options": ([reduce_(), reduce_(bytes_per_pack=8)], ["all_reduce sum", "bytes_per_pack=8"]),
     "merges": ([MERGE, lambda: context().merge_call(print)], ["merge_call of <lambda>", "merge_call of print"]),
+    "builtins": (
+        [lambda: context().merge_call(id), lambda: context().merge_call(print)],
+        ["merge_call of id", "merge_call of print"],
+    ),
     "returned": ([lambda: None, reduce_()], ["has returned", "waits in all_reduce sum"]),
 }
 
@@ -323,6 +329,49 @@ def test_contexts_are_used_where_they_belong():
         return errors[0]
 
     assert "outside of all replicas" in next(iter(strategy.local_results(strategy.run(other_thread))))
+
+
+def test_a_replica_does_one_thing_at_a_time():
+    """Two threads of one replica cannot meet the others at once; the second one's error says so."""
+    errors = []
+
+    def second(here):
+        time.sleep(0.1)
+        try:
+            here.all_reduce("sum", 1.0)
+        except cr.ContextError as error:
+            errors.append(str(error))
+
+    def step():
+        here = context()
+        if here.replica_id_in_sync_group == 0:
+            thread = threading.Thread(target=contextvars.copy_context().run, args=(second, here))
+            thread.start()
+            here.all_reduce("sum", 1.0)
+            thread.join()
+        else:
+            time.sleep(0.3)
+            here.all_reduce("sum", 1.0)
+
+    cr.MirroredStrategy(2).run(step)
+    assert len(errors) == 1
+    assert "a replica can do one thing at a time" in errors[0]
+
+
+def test_merge_call_takes_what_each_replica_made():
+    """Functions that replicas make from the same lines, partials and methods among them, count as the same."""
+
+    class Taker:
+        def take(self, strategy, x=0):
+            return strategy.num_replicas_in_sync
+
+        __call__ = take
+
+    def step():
+        makers = (lambda s: 3, functools.partial(lambda s, x: 3, x=number()), Taker().take, Taker())
+        return [context().merge_call(made) for made in makers]
+
+    assert [x.values for x in cr.MirroredStrategy(3).run(step)] == [(3, 3, 3)] * 4
 
 
 def test_nothing_is_held_after_an_error():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..backends import Array, Backend, ReplicaBackend, backend_of
@@ -289,7 +290,7 @@ class ReplicaContext:
             result = parts[0][0](strategy, *positional, **named)
             return [localized(result, k, n) for k in range(n)]
 
-        key = ("merge_call", getattr(merge_fn, "__code__", type(merge_fn)), len(args))
+        key = ("merge_call", _source(merge_fn), len(args))
         return self._meet(Call(key, lambda: f"merge_call of {name}", (merge_fn, args, kwargs or {}), merge))
 
     def _meet(self, call: Call) -> Any:
@@ -317,6 +318,13 @@ class ReplicaContext:
 def _recorded(leaves: list[Any], structure: Any) -> tuple[bool, ...]:
     """Return for each leaf of a tree whether a gradient is to be made of it."""
     return tuple(each(leaves, structure, lambda leaf: replica_backend(leaf).recorded(leaf)))
+
+
+def _source(function: Callable[..., Any]) -> object:
+    """Return what is equal of functions that replicas have each made for themselves from the same lines."""
+    function = getattr(function, "func", function)  # a partial's
+    same = function if isinstance(function, BuiltinFunctionType) else type(function)
+    return getattr(function, "__code__", same)
 
 
 def _require_backward(devices: tuple[str, ...]) -> None:

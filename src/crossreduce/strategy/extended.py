@@ -87,6 +87,7 @@ class Extended:
           ArgumentError: no distributed value, or one with another number of components.
 
         >>> import numpy as np
+        >>> from crossreduce import MirroredStrategy, PerReplica
         >>> strategy = MirroredStrategy(2)
         >>> with strategy.scope():
         ...     weights = Variable(np.array([1.0, 2.0]))
