@@ -1,0 +1,74 @@
+"""``crossreduce.jax.all_reduce`` in a JAX job of two processes, which talk through gloo on this machine."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+import jax
+number, port = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=number, initialization_timeout=30)
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import crossreduce as cr
+import crossreduce.jax
+
+assert jax.process_count() == 2 and len(jax.local_devices()) == 2 and len(jax.devices()) == 4
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("hosts", "devices"))
+assert [d.process_index for d in mesh.devices[:, 0]] == [0, 1]
+axes = ("hosts", "devices")
+digits = np.array([[5.0**k] * 7 for k in range(4)], "float32")
+x = jax.make_array_from_callback((4, 7), NamedSharding(mesh, P(axes)), lambda index: digits[index])
+line = cr.Topology.from_matrix([[int(abs(a - b) == 1) for b in range(4)] for a in range(4)])
+ways = {"psum": {}, "levels": {"algorithm": "hierarchical_copy"}, "ring": {"algorithm": "ring"}}
+ways["line"] = {"topology": line}
+
+def own(x):
+    over = crossreduce.jax.all_reduce
+    found = {name: (over(x[0], axes, **how), over(x[0], axes, "mean", **how)) for name, how in ways.items()}
+    return found, over(x[0], "hosts", algorithm="direct")[None]
+
+run = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=P(axes), out_specs=(P(), P("devices"))))
+found, across = run(x)
+for name, (total, mean) in found.items():
+    for shard in total.addressable_shards:
+        assert (np.asarray(shard.data) == 156).all(), (name, shard)
+    for shard in mean.addressable_shards:
+        assert (np.asarray(shard.data) == 39).all(), (name, shard)
+for shard in across.addressable_shards:
+    assert (np.asarray(shard.data) == [[26], [130]][shard.index[0].start]).all(), shard
+print("agreed", sorted(found), flush=True)
+jax.distributed.shutdown()
+"""
+
+
+@pytest.mark.usefixtures("jax_")
+def test_two_processes_reduce_over_two_levels(tmp_path):
+    """Two processes of two devices get the sum and the mean by psum, by levels, by a ring and along a line."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = Path(tmp_path, "program.py")
+    program.write_text(PROGRAM)
+    outputs = [Path(tmp_path, f"{number}.txt") for number in range(2)]
+    workers = []
+    try:
+        for number, output in enumerate(outputs):
+            with output.open("w") as file:
+                command = [sys.executable, program, str(number), str(port)]
+                workers.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
+        codes = [worker.wait(timeout=60) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    said = [output.read_text() for output in outputs]
+    assert codes == [0, 0], said
+    for text in said:
+        assert "agreed ['levels', 'line', 'psum', 'ring']" in text
