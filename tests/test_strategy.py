@@ -241,6 +241,13 @@ def test_results_are_regrouped_the_same_way_for_any_number_of_replicas(n):
     for leaf, wanted in zip(made[3:], (3, marker, True), strict=True):
         assert type(leaf) is cr.PerReplica
         assert leaf.values == (wanted,) * n
+
+    class Odd:
+        device = "where nobody knows"
+
+    odd = strategy.run(Odd)
+    assert odd.devices == strategy.devices
+    assert {type(x) for x in odd} == {Odd}
     names = strategy.run(lambda: f"replica {context().replica_id_in_sync_group}")
     assert list(names) == [f"replica {k}" for k in range(n)] if n > 1 else names == "replica 0"
     with strategy.scope():

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ..backends import backend_of
 from ..devices import default_devices, locate, parse
-from ..errors import ArgumentError, ReductionError, message, shown
+from ..errors import ArgumentError, ReductionError, UnsupportedError, message, shown
 from ..trees import flatten_tree, flatten_trees, leaf_paths, unflatten_tree
 from ..values import DistributedValues, PerReplica
 
@@ -23,12 +24,20 @@ class Whole(DistributedValues):
 def placed(components: Sequence[Any], devices: tuple[str, ...]) -> PerReplica:
     """Return one component a replica, on the replicas' devices, or where their framework says that they are.
 
-    What lies in host memory, or nowhere (a module), is on the replica's device, where that can be.
+    What is no array (a module), and arrays in host memory, are on the replicas' devices, where that can be.
     """
-    places = {locate(x) for x in components}
-    if places == {None} or (places == {"cpu"} and all(parse(name).kind == "cpu" for name in devices)):
-        return PerReplica.on(tuple(components), devices)
-    return PerReplica.on(tuple(components), default_devices([locate(x) for x in components]))
+    places = [_location(x) for x in components]
+    anywhere = None in places or (set(places) == {"cpu"} and all(parse(name).kind == "cpu" for name in devices))
+    return PerReplica.on(tuple(components), devices if anywhere else default_devices(places))
+
+
+def _location(x: Any) -> str | None:
+    """Return where an array is; ``None`` for what is no array, or spread over several devices."""
+    try:
+        backend_of(x)
+        return locate(x)
+    except (ArgumentError, UnsupportedError):
+        return None
 
 
 def regroup(trees: list[Any], devices: tuple[str, ...]) -> Any:
