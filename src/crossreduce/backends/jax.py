@@ -45,17 +45,21 @@ _FOLDS: Final[dict[ReduceOp, Any]] = {
     ReduceOp.MAX: jnp.max,
     ReduceOp.PRODUCT: jnp.prod,
 }
-# Of each setting that JAX keeps for a thread: the context manager that sets it.
+# Of each setting that JAX keeps for a thread: the context manager that sets it. Older releases lack some.
 _MODES: Final[dict[str, Any]] = {
-    "jax_default_device": jax.default_device,
-    "jax_enable_x64": jax.enable_x64,
-    "jax_default_matmul_precision": jax.default_matmul_precision,
-    "jax_default_prng_impl": jax.default_prng_impl,
-    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
-    "jax_numpy_rank_promotion": jax.numpy_rank_promotion,
-    "jax_debug_nans": jax.debug_nans,
-    "jax_debug_infs": jax.debug_infs,
-    "jax_disable_jit": jax.disable_jit,
+    f"jax_{name}": getattr(jax, name)
+    for name in (
+        "default_device",
+        "enable_x64",
+        "default_matmul_precision",
+        "default_prng_impl",
+        "numpy_dtype_promotion",
+        "numpy_rank_promotion",
+        "debug_nans",
+        "debug_infs",
+        "disable_jit",
+    )
+    if hasattr(jax, name)
 }
 _X64: Final = frozenset({"float64", "complex128", "int64", "uint64"})
 _LARGEST_INT32: Final = 2**31 - 1
