@@ -12,7 +12,8 @@ import math
 import sys
 from collections.abc import Hashable, Sequence
 from functools import lru_cache, reduce
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ from ..planning import hierarchical_copy, planned, planned_for
 from ..schedule import Schedule
 from ..topology import Topology
 from ..values import IndexedSlices
-from .permutes import Permute, Program, Table, Update, program, ranges
+from .permutes import Permute, Program, Table, program, ranges
 
 __all__ = ["all_reduce"]
 
@@ -46,6 +47,10 @@ SMALL_BYTES: Final = 1 << 16
 """Leaves below this are joined before XLA's collective runs. On 8 CPU devices a collective more costs about 0.2 ms, as
 much as it takes to copy 64 KiB to and fro on each; of 16 KiB to 1 MiB this was the quickest for ResNet-50's gradients
 (74 ms; 16 KiB 77, 256 KiB 78, 1 MiB 88; nothing joined: 173)."""
+
+
+_FEW: Final = 2
+"""Values between which a device chooses its rows by comparing; of more, it cuts them out of all of them joined."""
 
 
 class Way(NamedTuple):
@@ -367,20 +372,19 @@ def _along(schedule: Schedule, x: Array, op: ReduceOp, way: Way) -> Array:
 
 
 def _run(x: Array, *, op: ReduceOp, schedule: Schedule, way: Way) -> Array:
-    """Walk a schedule's program: permute, fold, and put what was folded into place."""
+    """Walk a schedule's program: permute and fold."""
     made, spans = program(schedule), schedule.spans(x.size)
     flat, me = x.reshape(-1), lax.axis_index(way.axes)
-    state = [_stacked(flat, [spans[chunk] for chunk in chunks]) for chunks in made.stacks]
-    for permutes, updates in made.rounds:
-        pools = [state, *(_permuted(state, permute, way, me) for permute in permutes)]
-        folded = []
-        for update in updates:
-            rows = [pool[update.stack] for pool in pools]
-            folded.append(reduce(FUNCTIONS[op], [_take(rows, operand, me) for operand in update.operands]))
-        state = list(state)
-        for update, new in zip(updates, folded, strict=True):
-            state[update.stack] = _put(state[update.stack], update, new, me)
-    return _unstacked(state, made, spans).reshape(x.shape)
+    values = [[_stacked(flat, [spans[chunk] for chunk in chunks])] for chunks in made.stacks]
+    for permutes, folds in made.rounds:
+        for came in [_permuted(values, permute, way, me) for permute in permutes]:
+            for stack, rows in zip(values, came, strict=True):
+                stack.append(rows)
+        for fold in folds:
+            operands = [_take(values[fold.stack], table, me) for table in fold.operands]
+            values[fold.stack].append(reduce(FUNCTIONS[op], operands))
+    results = [_placed(stack, table, me) for stack, table in zip(values, made.results, strict=True)]
+    return _unstacked(results, made, spans).reshape(x.shape)
 
 
 def _stacked(flat: Array, spans: list[tuple[int, int]]) -> Array:
@@ -407,9 +411,9 @@ def _is_even(spans: list[tuple[int, int]]) -> bool:
     return len(lengths) == 1 and all(a[1] == b[0] for a, b in pairwise(spans))
 
 
-def _permuted(state: list[Array], permute: Permute, way: Way, me: Array) -> list[Array]:
+def _permuted(values: list[list[Array]], permute: Permute, way: Way, me: Array) -> list[Array]:
     """Send rows of all stacks in one message each, and return what came, stack by stack."""
-    loads = [_take([stack], table, me) for stack, table in zip(state, permute.loads, strict=True)]
+    loads = [_take(stack, table, me) for stack, table in zip(values, permute.loads, strict=True)]
     flat = loads[0] if len(loads) == 1 else jnp.concatenate([load.reshape(-1) for load in loads])
     pairs = permute.pairs
     if way.mapped:  # vmap moves nothing, but wants every position to send and to take
@@ -422,32 +426,56 @@ def _permuted(state: list[Array], permute: Permute, way: Way, me: Array) -> list
     return [part.reshape(load.shape) for part, load in zip(jnp.split(came, ends[:-1]), loads, strict=True)]
 
 
-def _take(pools: list[Array], table: Table, me: Array) -> Array:
+def _take(values: list[Array], table: Table, me: Array) -> Array:
     """Return the rows that the table names for this device."""
-    used = sorted({pool for places in table for pool, _ in places})
+    used = sorted({value for places in table for value, _ in places})
     if not used:
-        return pools[0][:0]
-    base = dict(zip(used, accumulate((len(pools[pool]) for pool in used), initial=0), strict=False))
-    rows = pools[used[0]] if len(used) == 1 else jnp.concatenate([pools[pool] for pool in used])
-    wanted = ranges([[base[pool] + row for pool, row in places] for places in table])
-    parts = [
-        rows if size == len(rows) else lax.dynamic_slice_in_dim(rows, _mine(starts, me), size)
-        for starts, size in wanted
-    ]
+        return values[0][:0]
+    if len(used) <= _FEW and all(list(places) == _run_of(places) for places in table):
+        # One run of one value on each device: choose between the values, without joining them first.
+        rows = _cut(values[used[0]], [places[0] for places in table], used[0], len(table[0]), me)
+        for value in used[1:]:
+            other = _cut(values[value], [places[0] for places in table], value, len(table[0]), me)
+            rows = jnp.where(_mine([places[0][0] == value for places in table], me), other, rows)
+        return rows
+    base = dict(zip(used, accumulate((len(values[value]) for value in used), initial=0), strict=False))
+    rows = values[used[0]] if len(used) == 1 else jnp.concatenate([values[value] for value in used])
+    wanted = ranges([[base[value] + row for value, row in places] for places in table])
+    parts = [lax.dynamic_slice_in_dim(rows, _mine(starts, me), size) for starts, size in wanted]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _put(stack: Array, update: Update, new: Array, me: Array) -> Array:
-    """Write new rows where the table says, on the devices that have any."""
-    if not all(update.active):
-        new = jnp.where(_mine(update.active, me), new, _take([stack], update.rows, me))
-    at = 0
-    for starts, size in ranges([[row for _, row in places] for places in update.rows]):
-        if size == len(stack):
-            return new
-        stack = lax.dynamic_update_slice_in_dim(stack, new[at : at + size], _mine(starts, me), 0)
-        at += size
-    return stack
+def _placed(values: list[Array], table: Table, me: Array) -> Array:
+    """Return the rows that the table names; where all devices name the same ones, in other orders, by writing them.
+
+    XLA's CPU compiler writes a row in place as fast as memory goes, while cutting rows out of joined ones, in an order
+    that only the running device knows, takes three times as long.
+    """
+    places = sorted(table[0])
+    if all(own == table[0] for own in table) or any(sorted(own) != places for own in table):
+        return _take(values, table, me)
+    result = jnp.zeros_like(values[0])
+    for value, group in groupby(places, key=itemgetter(0)):
+        rows = [row for _, row in group]
+        at = 0
+        for starts, size in ranges([[own.index((value, row)) for row in rows] for own in table]):
+            block = _take(values, (tuple((value, row) for row in rows[at : at + size]),) * len(table), me)
+            result = lax.dynamic_update_slice_in_dim(result, block, _mine(starts, me), 0)
+            at += size
+    return result
+
+
+def _run_of(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    value, first = places[0]
+    return [(value, first + k) for k in range(len(places))]
+
+
+def _cut(rows: Array, firsts: Sequence[tuple[int, int]], value: int, size: int, me: Array) -> Array:
+    """Return a run of rows of one value, from each device's first on; from any where it has none there."""
+    some = next(row for where, row in firsts if where == value)
+    if size == len(rows):
+        return rows
+    return lax.dynamic_slice_in_dim(rows, _mine([row if at == value else some for at, row in firsts], me), size)
 
 
 def _mine(numbers: Sequence[Any], me: Array) -> Any:

@@ -14,46 +14,48 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import ScheduleError, message
-from ..schedule import Schedule, Step, verify
+from ..schedule import Schedule, verify
 
 Place = tuple[int, int]
-"""A row: of the state (0), or of what permutation k brought (k + 1); and its number there."""
+"""A row: of which value, and its number there. Each stack has values of its own, in the order in which they come to be:
+first the device's own chunks, then, round by round, what each permutation brings and what each fold makes."""
 
 Table = tuple[tuple[Place, ...], ...]
 """For each device the places of some rows; as many for all."""
 
 
 class Permute(NamedTuple):
-    """Devices send rows to each other.
+    """Devices send rows to each other; what comes is a value in each stack.
 
-    ``pairs``: ``(src, dst)``, each device at most once on either side. ``loads``: for each stack the rows of the state
-    that each device sends; no rows where nobody has any to send.
+    ``pairs``: ``(src, dst)``, each device at most once on either side. ``loads``: for each stack the rows that each
+    device sends; no rows where nobody has any to send.
     """
 
     pairs: tuple[tuple[int, int], ...]
     loads: tuple[Table, ...]
 
 
-class Update(NamedTuple):
-    """Some devices fold rows into rows of one stack of the state.
-
-    ``active``: which devices do. ``rows``: the rows that each of them writes. ``operands``: what is folded, in order;
-    all is read as it was before the round. A single operand is a copy.
-    """
+class Fold(NamedTuple):
+    """Devices combine rows of one stack, in the operands' order; the result is a value of that stack."""
 
     stack: int
-    active: tuple[bool, ...]
-    rows: Table
     operands: tuple[Table, ...]
 
 
 class Program(NamedTuple):
-    """``stacks``: the schedule's chunks by share, so that the rows of a stack are of one length (give or take one
-    element). ``rounds``: permutations that may run together, and what is done with what they bring."""
+    """What all devices run.
+
+    ``stacks``: the schedule's chunks by share, so that the rows of a stack are of one length, give or take one element.
+    ``rounds``: permutations, then folds. ``results``: for each stack where its chunks are in the end.
+
+    No value is ever changed, so copies cost nothing, and XLA need not guard what it overwrites: with rows updated in
+    place, a ring over 8 CPU devices copied its whole buffer in each of 14 rounds.
+    """
 
     devices: int
     stacks: tuple[tuple[int, ...], ...]
-    rounds: tuple[tuple[tuple[Permute, ...], tuple[Update, ...]], ...]
+    rounds: tuple[tuple[tuple[Permute, ...], tuple[Fold, ...]], ...]
+    results: tuple[Table, ...]
 
     @property
     def permutes(self) -> int:
@@ -84,8 +86,18 @@ def program(schedule: Schedule) -> Program:
         by_share[chunk.share].append(number)
     stacks = tuple(map(tuple, by_share.values()))
     where = {chunk: (s, row) for s, chunks in enumerate(stacks) for row, chunk in enumerate(chunks)}
-    rounds = tuple(_round(steps, where, len(stacks), len(everyone)) for steps in schedule.rounds if steps)
-    return Program(len(everyone), stacks, rounds)
+    n = len(everyone)
+    held = Held(
+        {(stack, device, row): (0, row) for stack, row in where.values() for device in range(n)}, [1] * len(stacks), n
+    )
+    rounds = tuple(
+        _round([(*where[chunk], dst, srcs) for chunk, dst, srcs in steps], held) for steps in schedule.rounds
+    )
+    results = tuple(
+        tuple(tuple(held.places[s, device, row] for row in range(len(chunks))) for device in range(n))
+        for s, chunks in enumerate(stacks)
+    )
+    return Program(n, stacks, rounds, results)
 
 
 def ranges(rows: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:
@@ -104,47 +116,59 @@ def ranges(rows: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:
     return found
 
 
+class Held(NamedTuple):
+    """Where each device has each row of each stack now; how many values each stack has; how many devices there are."""
+
+    places: dict[tuple[int, int, int], Place]
+    values: list[int]
+    devices: int
+
+
 def _round(
-    steps: Sequence[Step], where: dict[int, Place], stacks: int, n: int
-) -> tuple[tuple[Permute, ...], tuple[Update, ...]]:
-    loads: defaultdict[tuple[int, int], list[set[int]]] = defaultdict(lambda: [set() for _ in range(stacks)])
+    steps: Sequence[tuple[int, int, int, tuple[int, ...]]], held: Held
+) -> tuple[tuple[Permute, ...], tuple[Fold, ...]]:
+    """Turn steps ``(stack, row, dst, srcs)`` into permutations and folds. All is read as it was before the round."""
+    before, stacks, n = dict(held.places), range(len(held.values)), held.devices
+    loads: defaultdict[tuple[int, int], list[set[int]]] = defaultdict(lambda: [set() for _ in stacks])
     jobs: defaultdict[tuple[int, int, tuple[int, ...]], list[int]] = defaultdict(list)
-    for chunk, dst, srcs in steps:
-        stack, row = where[chunk]
-        if len(srcs) == 2 and srcs[1] != dst:
-            srcs = (srcs[1], srcs[0])  # a + b is b + a to the bit, and the own part is last on all devices
-        jobs[stack, dst, srcs].append(row)
+    for stack, row, dst, srcs in steps:
+        # a + b is b + a to the bit, and with the own part last the operands' kinds are the same on all devices.
+        jobs[stack, dst, srcs[::-1] if len(srcs) == 2 and srcs[1] != dst else srcs].append(row)
         for src in srcs:
             if src != dst:
                 loads[src, dst][stack].add(row)
     listed = {pair: [sorted(rows) for rows in per_stack] for pair, per_stack in loads.items()}
-    permutes, found = [], {}
-    for number, pairs in enumerate(_matchings(listed)):
-        for pair in pairs:
-            for stack, rows in enumerate(listed[pair]):
-                found.update({(*pair, stack, row): (number + 1, k) for k, row in enumerate(rows)})
+    permutes, came = [], {}
+    for pairs in _matchings(listed):
         senders = {src: listed[src, dst] for src, dst in pairs}
         tables = []
-        for stack in range(stacks):
+        for stack in stacks:
+            for src, dst in pairs:
+                numbered = enumerate(listed[src, dst][stack])
+                came.update({(src, dst, stack, row): (held.values[stack], k) for k, row in numbered})
             most = max(len(rows[stack]) for rows in senders.values())
             # Whoever has fewer rows to send repeats one; nobody reads it.
             sent = {src: (rows[stack] + [*rows[stack][-1:], 0][:1] * most)[:most] for src, rows in senders.items()}
-            tables.append(_table({src: [(0, row) for row in rows] for src, rows in sent.items()}, n))
+            tables.append(_table({src: [before[stack, src, row] for row in rows] for src, rows in sent.items()}, n))
+            held.values[stack] += 1
         permutes.append(Permute(tuple(sorted(pairs)), tuple(tables)))
 
-    updates = []
+    def places(stack: int, dst: int, src: int, rows: list[int]) -> list[Place]:
+        return [before[stack, dst, row] if src == dst else came[src, dst, stack, row] for row in rows]
+
+    folds = []
     for (stack, count, _, _), by_device in _alike(jobs).items():
-
-        def places(dst: int, src: int, rows: list[int], stack: int = stack) -> list[Place]:
-            return [(0, row) if src == dst else found[src, dst, stack, row] for row in rows]
-
-        operands = tuple(
-            _table({dst: places(dst, srcs[k], rows) for dst, (srcs, rows) in by_device.items()}, n)
+        tables = [
+            _table({dst: places(stack, dst, srcs[k], rows) for dst, (srcs, rows) in by_device.items()}, n)
             for k in range(count)
-        )
-        written = _table({dst: [(0, row) for row in rows] for dst, (_, rows) in by_device.items()}, n)
-        updates.append(Update(stack, tuple(d in by_device for d in range(n)), written, operands))
-    return tuple(permutes), tuple(updates)
+        ]
+        for dst, (_, rows) in by_device.items():
+            made = [(held.values[stack], k) for k in range(len(rows))] if count > 1 else tables[0][dst]
+            held.places.update({(stack, dst, row): place for row, place in zip(rows, made, strict=True)})
+        if count > 1:
+            folds.append(Fold(stack, tuple(tables)))
+            held.values[stack] += 1
+    return tuple(permutes), tuple(folds)
 
 
 Jobs = dict[tuple[int, int, int, int], dict[int, tuple[tuple[int, ...], list[int]]]]
