@@ -106,6 +106,8 @@ def locate(array: object) -> str | None:
         place = array.device  # type: ignore[attr-defined]
     except Exception:  # noqa: BLE001 - JAX's tracers raise an error of their own
         # Those of grad and vmap hold an array that has a device, as JAX's sparse arrays do.
+        if type(array).__module__.partition(".")[0] == "numpy":  # arrays of NumPy 1 do not say it
+            return "cpu"
         inner = next((getattr(array, name) for name in ("data", "primal", "val") if hasattr(array, name)), None)
         return None if inner is None else locate(inner)
     if type(place) is str:

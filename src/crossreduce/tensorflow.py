@@ -275,25 +275,27 @@ def _translated(value: Any, destinations: Any) -> tuple[PerReplica, _Where]:
     if not parts:
         raise ArgumentError(message("a value must have at least one component.", shown(value), "PerReplica((x, ...))"))
     components = tuple(_array(x) for x in parts)
-    places = tuple(_place(x) for x in components)
+    places = _settled(tuple(_place(x) for x in components))
     if destinations is value and isinstance(value, tf.distribute.DistributedValues):
-        here = PerReplica.on(components, _names(places, places))
+        here = PerReplica.on(components, _names(places))
         return here, _Where(here, places, len(components) == 1)
+    if len(components) == 1 and isinstance(destinations, str) and destinations == _place(components[0]):
+        destinations = components[0]  # so all_reduce puts it on one device, and a function's argument says ""
     where = _destinations(destinations, places)
-    beside = where.places if isinstance(destinations, tf.distribute.DistributedValues) else places
-    return PerReplica.on(components, _names(places, beside)), where
+    if isinstance(destinations, tf.distribute.DistributedValues):
+        places = _filled(places, where.places)
+    return PerReplica.on(components, _names(places)), where
 
 
 def _destinations(destinations: Any, places: _Places) -> _Where:
     """Return where destinations are, given where the value is."""
     found: _Places = ()
     if isinstance(destinations, tf.distribute.DistributedValues):
-        found = tuple(map(_place, destinations.values))
+        found = _settled(tuple(map(_place, destinations.values)))
     elif isinstance(destinations, _ARRAYS):
         found, places = (_place(destinations),), places[:1]
-    elif isinstance(destinations, str):
-        # A lone argument of a function does not say where it is, and all_reduce names its place as it says it.
-        found = (destinations,) if destinations or places == ("",) else ()
+    elif isinstance(destinations, str) and destinations:
+        found = (destinations,)
     if not found:
         raise ArgumentError(
             message(
@@ -302,21 +304,36 @@ def _destinations(destinations: Any, places: _Places) -> _Where:
                 'a name such as "CPU:0"; for several devices, the PerReplica itself or any other on those devices',
             )
         )
-    if len(found) == len(places):
-        found = tuple(place or other for place, other in zip(found, places, strict=True))
-    return _Where(Mirrored.on((), _names(found, found)), found, len(found) == 1)
+    found = _filled(found, places)
+    return _Where(Mirrored.on((), _names(found)), found, len(found) == 1)
+
+
+def _settled(places: _Places) -> _Places:
+    """Return where the components of a distributed value count as being.
+
+    Those that do not say it (arguments of a ``tf.function``), or lie on one device together, count as on the devices of
+    the strategy they are in, replica by replica.
+    """
+    if (len(set(places)) < len(places) or "" in places) and tf.distribute.has_strategy():
+        devices = tf.distribute.get_strategy().extended.worker_devices
+        if len(devices) == len(places):
+            return tuple(devices)
+    return places
+
+
+def _filled(places: _Places, others: _Places) -> _Places:
+    """Return places; one that nobody knows is taken to be where its counterpart is, if there are as many of them."""
+    if len(places) != len(others):
+        return places
+    return tuple(place or other for place, other in zip(places, others, strict=True))
 
 
 @lru_cache(maxsize=4096)
-def _names(places: _Places, beside: _Places) -> tuple[str, ...]:
+def _names(places: _Places) -> tuple[str, ...]:
     """Return this library's names of places.
 
-    Inside ``tf.function`` an argument does not say where it is. Where as many stand beside it that do, it is taken to
-    be there, as components of distributed values are replica by replica; else it counts as on ``cpu:0``, which leaves
-    it to TensorFlow's placer (see ``backends/tensorflow.py``).
+    One that nobody knows counts as on ``cpu:0``, which leaves it to TensorFlow's placer (``backends/tensorflow.py``).
     """
-    if len(places) == len(beside):
-        places = tuple(place or other for place, other in zip(places, beside, strict=True))
     return default_devices([canonical(place) if place else None for place in places])
 
 

@@ -1,0 +1,365 @@
+"""The ops of ``crossreduce.tensorflow`` inside ``tf.distribute.MirroredStrategy``.
+
+What TensorFlow's own tests assert of strategies and their ops (strategy_test_lib.py, mirrored_strategy_test.py,
+strategy_gather_test.py, strategy_reduce_test.py: all-reduce values and gradients, gather axes and errors) is asserted
+of ours, and Keras and custom loops on n replicas train like one.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from frameworks import NAMES, load
+
+import crossreduce as cr
+
+if "tensorflow" not in NAMES:
+    pytest.skip("tensorflow is left out by CROSSREDUCE_TEST_FRAMEWORKS", allow_module_level=True)
+tf = load("tensorflow").tf  # sets up logical devices, once for all tests
+
+import crossreduce.tensorflow as crt  # noqa: E402 - after TensorFlow has its devices
+
+keras = tf.keras
+OPS = {
+    "hierarchical": crt.HierarchicalCopyAllReduce(),
+    "to one": crt.ReductionToOneDevice(),
+    "ring on a ring": crt.AllReduceCrossDeviceOps("ring", 2, topology=cr.Topology.ring(9, 25)),
+    "direct": crt.AllReduceCrossDeviceOps("direct", 0),
+}
+MODES = ("eager", "function")
+
+
+def strategy_of(n, op="hierarchical"):
+    return tf.distribute.MirroredStrategy([f"CPU:{k}" for k in range(n)], cross_device_ops=OPS[op])
+
+
+def replica():
+    return tf.distribute.get_replica_context()
+
+
+def number():
+    return replica().replica_id_in_sync_group
+
+
+def maybe(mode, function):
+    return tf.function(function) if mode == "function" else function
+
+
+def local(strategy, value):
+    return [np.asarray(tf.convert_to_tensor(x)) for x in strategy.experimental_local_results(value)]
+
+
+def spread(strategy, rows):
+    """Return a distributed value with a row a replica."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(rows[context.replica_id_in_sync_group])
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("op", OPS)
+def test_all_reduce(op, n, mode):
+    """``ctx.all_reduce`` gives every replica the sum or mean of all replicas' numbers, whatever their structure."""
+    strategy = strategy_of(n, op)
+    powers = [float((n + 1) ** k % 4099) for k in range(n)]
+    rows = np.random.default_rng(n).integers(-99, 99, (n, 3, 2)).astype("float32")
+    given = spread(strategy, powers), spread(strategy, rows)
+
+    def step(x, y):
+        nested = {"a": x, "b": [y, (x, y[:0])]}
+        return replica().all_reduce("sum", nested), replica().all_reduce(tf.distribute.ReduceOp.MEAN, [x, y])
+
+    sums, means = strategy.run(maybe(mode, step), args=given)
+    wanted = [sum(powers), rows.sum(0), sum(powers), np.zeros((0, 2))]
+    for made, want in zip((sums["a"], sums["b"][0], sums["b"][1][0], sums["b"][1][1]), wanted, strict=True):
+        found = local(strategy, made)
+        assert len(found) == n
+        assert all(x.shape == np.shape(want) and (x == np.float32(want)).all() for x in found)
+    for made, want in zip(means, wanted, strict=False):
+        assert all((x == np.float32(want) / np.float32(n)).all() for x in local(strategy, made))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["sum", "mean"])
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_all_reduce_has_gradients(n, kind, mode):
+    """The gradient of an all-sum is the all-sum of the gradients; of a mean the mean: [4, 4] and [2, 2] for 1 and 3."""
+    strategy = strategy_of(n)
+    factors = [1.0, 3.0, 8.0, 2.0, 4.0][:n]
+    given = spread(strategy, factors)
+
+    def step(factor):
+        x = tf.identity(42.0)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = replica().all_reduce(kind, x) * factor
+        return tape.gradient(y, x)
+
+    def symbolic(factor):
+        x = tf.identity(42.0)
+        return tf.gradients(replica().all_reduce(kind, x) * factor, [x])[0]
+
+    want = np.float32(sum(factors)) / np.float32(n if kind == "mean" else 1)
+    for body in (step, symbolic)[: 1 + (mode == "function")]:
+        assert [float(x) for x in local(strategy, strategy.run(maybe(mode, body), args=(given,)))] == [want] * n
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_reduce_of_mixed_kinds(mode):
+    """One ``all_reduce`` takes slices of various lengths, dense ones beside them, and several floating dtypes."""
+    strategy = strategy_of(3)
+
+    def step():
+        k = tf.cast(number(), tf.int32)
+        rows = tf.IndexedSlices(tf.fill([k + 1, 2], 1.0), tf.range(k + 1), tf.constant([4, 2]))
+        x = tf.cast(k, tf.float32)
+        return replica().all_reduce("sum", [rows, x, tf.cast(x, tf.float64), tf.cast(x, tf.float16)])
+
+    rows, *dense = strategy.run(maybe(mode, step))
+    want = np.array([[3.0, 3.0], [2.0, 2.0], [1.0, 1.0], [0.0, 0.0]])
+    assert all((x == want).all() for x in local(strategy, rows))
+    for made, dtype in zip(dense, ("float32", "float64", "float16"), strict=True):
+        assert [(x.dtype, float(x)) for x in local(strategy, made)] == [(np.dtype(dtype), 3.0)] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_strategy_keeps_to_itself_still_works(mode):
+    """int32, Python numbers and reduction to the host are the strategy's own affair; they work beside ours (D6, D7)."""
+    strategy = strategy_of(3)
+
+    def step():
+        return replica().all_reduce("sum", tf.cast(number(), tf.int32) + 1), number() + 2
+
+    summed, each = strategy.run(maybe(mode, step))
+    assert [int(x) for x in local(strategy, summed)] == [6] * 3
+    assert int(strategy.reduce("SUM", each, axis=None)) == 9
+    rows = strategy.run(maybe(mode, lambda: tf.constant([1.0, 2.0])))
+    assert float(strategy.reduce(tf.distribute.ReduceOp.MEAN, rows, axis=0)) == 1.5
+    assert float(strategy.reduce(tf.distribute.ReduceOp.SUM, rows, axis=0)) == 9.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_gather(n, mode):
+    """``strategy.gather`` and ``all_gather`` join along any axis, sizes that differ along it included."""
+    strategy = strategy_of(n)
+    cases = [(np.array([1.0, 2, 3]), 0), *((np.arange(4.0).reshape(1, 2, 2), axis) for axis in (0, 1, 2))]
+    given = [([x + 10 * k for k in range(n)], axis) for x, axis in cases]
+    given += [([np.ones((k + 1, 1)) for k in range(n)], 0), ([np.ones((1, k + 1)) for k in range(n)], 1)]
+    given += [([np.full(2, k, "int32") for k in range(n)], 0)]
+    for rows, axis in given:
+        value = spread(strategy, rows)
+        want = np.concatenate(rows, axis)
+        gathered = maybe(mode, lambda value=value, axis=axis: strategy.gather(value, axis=axis))()
+        assert gathered.numpy().tolist() == want.tolist()
+        body = maybe(mode, lambda x, axis=axis: replica().all_gather([tf.identity(x)], axis=axis))
+        (everywhere,) = strategy.run(body, args=(value,))
+        assert [x.tolist() for x in local(strategy, everywhere)] == [want.tolist()] * n
+
+
+def test_gather_has_gradients():
+    """The gradient of an all-gather is each replica's part of the summed gradients."""
+    strategy = strategy_of(3)
+    factors = spread(strategy, [[1.0], [2.0], [3.0]])
+
+    @tf.function
+    def step(factor):
+        x = tf.constant([[3.0], [5.0]])
+        return tf.gradients(replica().all_gather(tf.identity(x), 1) * factor, [x])[0]
+
+    assert [x.tolist() for x in local(strategy, strategy.run(step, args=(factors,)))] == [[[6.0], [6.0]]] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gather_errors(mode):
+    """Components that do not fit together are a ValueError, eagerly and while tracing; slices are not gathered."""
+    strategy = strategy_of(2)
+    for rows in ([np.ones((1, 1)), np.ones((1, 2))], [np.ones(1), np.ones((1, 2))]):
+        value = spread(strategy, rows)
+        with pytest.raises(ValueError, match="differ in dtype or in another axis"):
+            maybe(mode, lambda value=value: strategy.gather(value, axis=0))()
+        with pytest.raises(ValueError, match="differ in dtype or in another axis"):
+            strategy.run(maybe(mode, lambda x: replica().all_gather(tf.identity(x), axis=0)), args=(value,))
+    slices = tf.IndexedSlices(tf.constant([[1.0, 2.0]]), tf.constant([2]), tf.constant([5, 2]))
+    with pytest.raises(NotImplementedError, match="gather does not support IndexedSlices"):
+        maybe(mode, lambda: strategy.gather(slices, axis=0))()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_extended_calls(mode):
+    """``batch_reduce_to``, ``reduce_to`` and ``broadcast_to`` of ``strategy.extended`` go to any destinations."""
+    strategy = strategy_of(3)
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+    value = spread(strategy, [[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
+    extended = strategy.extended
+
+    def body():
+        a, b, c = extended.batch_reduce_to("SUM", [(value, value), (value, "CPU:1"), (value, variable)])
+        d = extended.broadcast_to(tf.constant(4.0), variable)
+        e = extended.reduce_to("MEAN", value, variable)
+        f = extended.batch_reduce_to("MEAN", [(value, value)])[0]
+        assert isinstance(b, tf.Tensor)
+        return [x.values for x in (a, c, d, e, f)], b, extended.batch_reduce_to("SUM", [(variable, variable)])[0].values
+
+    def all_of(x):
+        return [each.numpy().tolist() for each in x]
+
+    (a, c, d, e, f), b, g = body() if mode == "eager" else tf.function(body)()
+    assert all_of(a) == all_of(c) == [[111.0, 222.0]] * 3
+    assert b.numpy().tolist() == [111.0, 222.0]
+    assert all_of(d) == [4.0] * 3
+    assert all_of(e) == all_of(f) == [[37.0, 74.0]] * 3
+    assert all_of(g) == [[3.0, 6.0]] * 3
+    assert variable.numpy().tolist() == [1.0, 2.0]
+
+
+def test_merge_call_and_variables_with_aggregation():
+    """Assignments with an aggregation, and merge_call, find the op in place; replicas keep the same values."""
+    strategy = strategy_of(3)
+    with strategy.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+        mean = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+        read = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ,
+                           aggregation=tf.VariableAggregation.SUM)  # fmt: skip
+
+    def merged(strategy, x):
+        return strategy.extended.batch_reduce_to("SUM", [(x, x)])[0]
+
+    @tf.function
+    def step():
+        x = 2.0 ** tf.cast(number(), tf.float32)
+        total.assign_add(x)
+        mean.assign(x)
+        read.assign(x)
+        return replica().merge_call(merged, args=(x,))
+
+    assert [float(x) for x in local(strategy, strategy.run(step))] == [7.0] * 3
+    assert [float(x) for x in total.values] == [7.0] * 3
+    assert [float(x) for x in mean.values] == [np.float32(7 / 3)] * 3
+    assert float(read.read_value()) == 7.0
+
+
+def test_a_strategy_can_be_copied():
+    """A coordinator deep-copies strategies; the op goes along."""
+    strategy = strategy_of(3, "ring on a ring")
+    assert strategy.extended._cross_device_ops is OPS["ring on a ring"]
+    again = copy.deepcopy(OPS["ring on a ring"])
+    other = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=again)
+    assert [float(x) for x in local(other, other.run(lambda: replica().all_reduce("sum", tf.constant(2.0))))] == [
+        4.0,
+        4.0,
+    ]
+
+
+def test_eager_all_reduce_takes_the_kernels(monkeypatch):
+    """Under ``ctx.all_reduce`` the kernels reduce, with a tape in the replica's own thread too.
+
+    The strategy's gradient stands for the reduction, and merge_call runs in a thread where no tape watches.
+    """
+    from crossreduce import pipeline
+
+    runs = []
+    kernels = pipeline.run_on_host
+    monkeypatch.setattr(pipeline, "run_on_host", lambda *args, **names: runs.append(1) or kernels(*args, **names))
+    strategy = strategy_of(3)
+
+    def step():
+        x = tf.identity(2.0)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = 5.0 * replica().all_reduce("sum", x)
+        return y, tape.gradient(y, x)
+
+    y, gradient = strategy.run(step)
+    assert [float(x) for x in local(strategy, y)] == [30.0] * 3
+    assert [float(x) for x in local(strategy, gradient)] == [15.0] * 3
+    assert runs == [1, 1]
+
+
+CLASSES, SAMPLES, FEATURES = 3, 120, 8
+
+
+def data():
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((SAMPLES, FEATURES)).astype("float32")
+    return x, np.argmax(x @ rng.standard_normal((FEATURES, CLASSES)), 1)
+
+
+def trained(strategy, eager=False):
+    """Train by Keras' own ``fit`` and return all losses and weights; the embedding's gradients are sparse."""
+    x, y = data()
+    x = np.abs(x * 3).astype("int32") % 11
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        layers = keras.layers.Embedding(11, 4), keras.layers.Flatten(), keras.layers.Dense(CLASSES, "tanh")
+        model = keras.Sequential(layers)
+        model.compile(
+            keras.optimizers.SGD(0.5, momentum=0.5),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            run_eagerly=eager,
+            jit_compile=False,  # compiling takes longer than training
+        )
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 1
+    options.autotune.enabled = False
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(SAMPLES).with_options(options)
+    history = model.fit(dataset, epochs=1 if eager else 4, shuffle=False, verbose=0)
+    return np.array(history.history["loss"]), [np.asarray(w) for w in model.get_weights()]
+
+
+# A step adds 120 samples' gradients in another order, to within 120 units in the last place of the largest
+# partial sum (Higham, SISC 1993), and the tanh and momentum of 4 steps at rate 0.5 multiply that by less than 4 each:
+# 120 * 2**-24 * 4**4 = 1.8e-3 of the largest weight.
+CLOSE = 120 * 2.0**-24 * 4**4
+
+
+def test_keras_fit_on_n_replicas_is_fit_on_one():
+    """Keras' ``fit`` on 3, 5 and 8 replicas gives the losses and the weights of one."""
+    losses, weights = trained(tf.distribute.get_strategy())
+    assert losses[-1] < losses[0] * 0.99
+    for n, op in ((3, "hierarchical"), (5, "ring on a ring"), (8, "direct")):
+        found, others = trained(strategy_of(n, op))
+        np.testing.assert_allclose(found, losses, rtol=CLOSE, atol=0)
+        for other, weight in zip(others, weights, strict=True):
+            np.testing.assert_allclose(other, weight, rtol=0, atol=CLOSE * np.abs(weight).max())
+
+
+def test_keras_fit_eagerly():
+    """So does an eager step, whose gradients the kernels reduce."""
+    losses, weights = trained(tf.distribute.get_strategy(), eager=True)
+    found, others = trained(strategy_of(3), eager=True)
+    np.testing.assert_allclose(found, losses, rtol=CLOSE, atol=0)
+    for other, weight in zip(others, weights, strict=True):
+        np.testing.assert_allclose(other, weight, rtol=0, atol=CLOSE * np.abs(weight).max())
+
+
+def test_a_custom_loop_with_an_embedding():
+    """A loop of one's own, with distributed batches, a last uneven one and a sparse gradient, trains like NumPy."""
+    strategy = strategy_of(3)
+    table = np.arange(10.0, dtype="float32").reshape(5, 2)
+    batches = [np.array([0, 1, 1, 4, 2, 2]), np.array([3, 3, 0, 1])]  # 4 rows on 3 replicas: 2, 2 and none
+    with strategy.scope():
+        variable = tf.Variable(table)
+    dataset = tf.data.Dataset.from_tensor_slices(np.concatenate(batches)).batch(6)
+
+    @tf.function
+    def step(rows):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(variable, rows) ** 2)
+        gradient = tape.gradient(loss, variable)
+        assert isinstance(gradient, tf.IndexedSlices)
+        gradient = replica().all_reduce("sum", gradient)
+        variable.scatter_sub(tf.IndexedSlices(0.125 * gradient.values, gradient.indices))
+
+    for rows in strategy.experimental_distribute_dataset(dataset):
+        strategy.run(step, args=(rows,))
+    for rows in batches:
+        change = np.zeros_like(table)
+        np.add.at(change, rows, 0.25 * table[rows])
+        table = table - change
+    for each in strategy.experimental_local_results(variable):
+        np.testing.assert_array_equal(each.numpy(), table)
