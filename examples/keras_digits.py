@@ -1,4 +1,4 @@
-"""Train a Keras classifier of handwritten digits under ``tf.distribute.MirroredStrategy``, on several devices and on one.
+"""Train a Keras classifier of handwritten digits under ``tf.distribute.MirroredStrategy``, on n devices and on one.
 
 Each replica computes the gradients of its share of the batch; ``crossreduce.tensorflow.HierarchicalCopyAllReduce`` sums
 them along a planned schedule, on 3 devices by default, where TensorFlow's own op of this name would lose those of the

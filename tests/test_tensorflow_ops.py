@@ -597,6 +597,17 @@ def test_gather(op, mode):
             outcomes(mode, lambda bad=bad, axis=axis: [op._gather(bad, "CPU:0", axis)])
 
 
+def test_gather_of_sizes_that_tracing_leaves_open():
+    """Sizes that are not known fit any: only what is known to differ is refused."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([3, None]), tf.TensorSpec([None, None])])
+    def gathered(*xs):
+        return SMALL._gather(PerReplica(xs), "CPU:1", 1)
+
+    xs = [np.full((3, width), width, "float32") for width in (2, 1, 4)]
+    assert gathered(*xs).numpy().tolist() == np.concatenate(xs, 1).tolist()
+
+
 def test_what_is_only_moved_may_be_anything():
     """Text can be broadcast and gathered, though not reduced; a Mirrored is broadcast by its first component."""
     text = per_replica([["a"], ["b"], ["c"]])

@@ -366,10 +366,8 @@ def _check_gather(checked: Checked, axis: Any) -> None:
             )
         )
     checked.axis = number % ndim
-    others = {
-        (spec.dtype, len(spec.shape), *spec.shape[: checked.axis], *spec.shape[checked.axis + 1 :]) for spec in specs
-    }
-    if len(others) > 1:
+    others = [spec._replace(shape=spec.shape[: checked.axis] + spec.shape[checked.axis + 1 :]) for spec in specs]
+    if _common(others) is None or any(len(spec.shape) != ndim for spec in specs):
         raise _mismatch(checked, f"differ in dtype or in another axis than {checked.axis}", specs)
     checked.spec = specs[0]
     backend, dtype = checked.backend, checked.spec.dtype
