@@ -18,6 +18,8 @@ DTYPES = ("float16", "bfloat16", "float32", "complex64", "int8", "int16", "int32
 PAIRS = r"source_target_pairs = dense<(\[\[.*?\]\])>"
 LINE = cr.Topology.from_matrix([[int(abs(a - b) == 1) for b in range(4)] for a in range(4)])
 
+SLOW = cr.Topology.from_matrix([[(a != b) * (1 if a + b == 1 else 9) for b in range(4)] for a in range(4)])
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _jax(jax_):
@@ -380,7 +382,7 @@ def test_a_schedule_becomes_as_few_permutes_as_can_be(algorithm, n, count, check
 def test_topologies_decide():
     """Any two alike: XLA's collective. Else a plan for the wiring."""
     x = np.arange(4.0, dtype="float32")
-    for topology, xla in ((cr.Topology.full_mesh(4), True), (cr.Topology.star(4), True), (LINE, False)):
+    for topology, xla in ((cr.Topology.full_mesh(4), True), (cr.Topology.star(4), True), (LINE, False), (SLOW, False)):
         run = spread(lambda x, topology=topology: all_reduce(x, "d", topology=topology), 4)
         text = jax.jit(run).lower(x).as_text()
         assert ("all_reduce" in text, "collective_permute" in text) == (xla, not xla)

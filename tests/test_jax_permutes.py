@@ -90,6 +90,18 @@ def test_plans_for_any_wiring(data):
     check(cr.plan(topology, "all_reduce", data.draw(st.sampled_from([8, 1 << 26])), algorithm).schedule)
 
 
+@given(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1))
+def test_pairs_split_into_as_few_matchings_as_can_be(pairs):
+    """Any pairs fall into as many sets as the busiest device has partners, and no device is in one twice on a side."""
+    from crossreduce.jax.permutes import _matchings
+
+    found = _matchings({pair: [[0]] for pair in pairs})
+    assert sorted(pair for matching in found for pair in matching) == sorted(pairs)
+    assert len(found) == max(max(Counter(pair[side] for pair in pairs).values()) for side in (0, 1))
+    for matching in found:
+        assert len({src for src, _ in matching}) == len({dst for _, dst in matching}) == len(matching)
+
+
 def test_what_does_not_go_from_all_to_all_is_refused():
     """A broadcast is no program for an axis, and nor is what verify refuses."""
     names = strategies.names(3)
