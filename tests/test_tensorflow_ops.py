@@ -564,14 +564,15 @@ def test_accumulation_functions():
     seen = []
 
     def largest(xs):
-        seen.append([x.device for x in xs])
-        return tf.reduce_max(tf.stack(xs), 0)
+        made = tf.reduce_max(tf.stack(xs), 0)
+        seen.append([x.device for x in (*xs, made)])
+        return made
 
     op = crt.ReductionToOneDevice("CPU:4", largest)
     value = per_replica([[1.0, 5.0], [3.0, 4.0]])
     assert op.reduce(SUM, value, value).values[1].numpy().tolist() == [3.0, 5.0]
     assert op.reduce(MEAN, value, "CPU:0").numpy().tolist() == [1.5, 2.5]
-    assert seen == [[name(4)] * 2] * 2
+    assert seen == [[name(4)] * 3] * 2
     assert "largest" in repr(op)
 
 
