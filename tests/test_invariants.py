@@ -117,7 +117,9 @@ EXCEPTIONS = {
 def test_a_framework_is_imported_only_in_its_own_file(path):
     """Only backends/<framework>.py, the framework's own module at the top and cli/ import a framework."""
     module = name(path)
-    own = {framework for framework in FRAMEWORKS if f"{module}.".startswith((f"{framework}.", f"backends.{framework}."))}
+    own = {
+        framework for framework in FRAMEWORKS if f"{module}.".startswith((framework + ".", f"backends.{framework}."))
+    }
     if module.split(".")[0] == "cli":
         return  # examples and benchmarks are programs of their own
     allowed = {package for framework in own | EXCEPTIONS.get(module, set()) for package in PACKAGES[framework]}
