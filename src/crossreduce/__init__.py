@@ -18,6 +18,7 @@ from .cross_device_ops import (
 )
 from .errors import (
     ArgumentError,
+    AxisError,
     BackendError,
     ContextError,
     DeviceError,
@@ -54,6 +55,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AllReduceCrossDeviceOps",
     "ArgumentError",
+    "AxisError",
     "BackendError",
     "Bound",
     "Chunk",
