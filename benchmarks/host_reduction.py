@@ -44,7 +44,8 @@ LARGE, SMALL = 1 << 26, 1 << 10
 STEP_S = 0.02  # quicker contenders are called as often in a row as takes so long
 REST_S = 0.005  # OpenMP's threads spin for some milliseconds after their work
 HCA, R2O = "TensorFlow HierarchicalCopyAllReduce", "TensorFlow ReductionToOneDevice"
-HCA_GRAPH, R2O_GRAPH = HCA + ", tf.function", R2O + ", tf.function"
+IN_GRAPH = ", tf.function"
+HCA_GRAPH, R2O_GRAPH = HCA + IN_GRAPH, R2O + IN_GRAPH
 JAX, TORCH, GLOO, MPI = "JAX jit psum", "torch stack().sum(0), one result", "gloo, 8 processes", "Open MPI, 8 processes"
 COPY = f"np.copyto, {THREADS} threads"
 
@@ -348,6 +349,13 @@ def tensorflow_peers(batch: Batch, *names: str) -> dict[str, Contender]:
     if not here("tensorflow"):
         return {}
     tf = tensorflow()
+    ops = {HCA: tf.distribute.HierarchicalCopyAllReduce(1), R2O: tf.distribute.ReductionToOneDevice()}
+    return tensorflow_ops(batch, {name: ops[name.removesuffix(IN_GRAPH)] for name in names})
+
+
+def tensorflow_ops(batch: Batch, ops: dict[str, Any]) -> dict[str, Contender]:
+    """``batch_reduce`` of ``tf.distribute.CrossDeviceOps``, in a ``tf.function`` where the name ends so."""
+    tf = tensorflow()
     from tensorflow.python.distribute import values  # no public way to make one
 
     def per_replica(arrays: list[np.ndarray]) -> Any:
@@ -357,42 +365,43 @@ def tensorflow_peers(batch: Batch, *names: str) -> dict[str, Contender]:
                 components.append(tf.identity(tf.constant(array)))
         return values.PerReplica(components)
 
-    def call(name: str) -> Callable[[], Any]:
-        hierarchical = name.startswith(HCA)
-        op = tf.distribute.HierarchicalCopyAllReduce(1) if hierarchical else tf.distribute.ReductionToOneDevice()
-
+    def call(name: str, op: Any) -> Callable[[], Any]:
         def run() -> list[Any]:
             return [x.values for x in op.batch_reduce(tf.distribute.ReduceOp.SUM, pairs)]
 
-        return tf.function(run, autograph=False) if name.endswith("tf.function") else run
+        return tf.function(run, autograph=False) if name.endswith(IN_GRAPH) else run
 
     def read(results: Any) -> Arrays:
         return [[np.asarray(memoryview(x)) for x in components] for components in results]
 
     pairs = [(value, value) for value in map(per_replica, batch.given)]
-    return {name: Contender(batch, call(name), read) for name in names}
+    return {name: Contender(batch, call(name, op), read) for name, op in ops.items()}
 
 
 def jax_peer(batch: Batch) -> dict[str, Contender]:
-    """JAX's psum under jit and shard_map; each tensor is sharded, a row a device."""
+    """JAX's psum under jit and shard_map."""
     if not here("jax"):
         return {}
+    jax_mesh()
+    import jax
+
+    return {JAX: jax_function(batch, lambda xs: jax.lax.psum(xs, "replica"))}
+
+
+def jax_function(batch: Batch, function: Callable[[Any], Any]) -> Contender:
+    """A function under jit and shard_map, over the axis "replica"; each tensor is sharded, a row a device."""
     mesh = jax_mesh()
     import jax
 
     rows = jax.sharding.PartitionSpec("replica")
     sharding = jax.sharding.NamedSharding(mesh, rows)
     stacked = [jax.device_put(np.stack(xs), sharding) for xs in batch.given]
-
-    def psum(xs: Any) -> Any:
-        return jax.lax.psum(xs, "replica")
-
-    summed = jax.jit(jax.shard_map(psum, mesh=mesh, in_specs=rows, out_specs=rows))
+    summed = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
 
     def read(results: Any) -> Arrays:
         return [[np.asarray(shard.data)[0] for shard in x.addressable_shards] for x in results]
 
-    return {JAX: Contender(batch, lambda: jax.block_until_ready(summed(stacked)), read)}
+    return Contender(batch, lambda: jax.block_until_ready(summed(stacked)), read)
 
 
 def torch_peer(batch: Batch) -> dict[str, Contender]:

@@ -1,0 +1,165 @@
+"""Are the plug-ins as quick as what the frameworks bring along?
+
+TensorFlow: ``crossreduce.tensorflow.HierarchicalCopyAllReduce`` beside the class it is named after, eagerly and in a
+``tf.function``. JAX: ``crossreduce.jax.all_reduce`` beside ``jax.lax.psum``, both under ``jit`` and ``shard_map``, and
+``cr.all_reduce`` of lists of arrays, one a device, beside the same psum of sharded arrays. 8 replicas in one process,
+random data. All contenders of a case are timed in turn, ratios are medians of those within a turn, and each result is
+compared with a plain NumPy loop: all as in host_reduction.py, whose parts these are.
+
+Run: python benchmarks/plugins.py [--quick] [--repeats N] [--only NAME] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optree
+from common import RESULTS, keep
+from host_reduction import (
+    HCA,
+    HCA_GRAPH,
+    IN_GRAPH,
+    JAX,
+    QUICK,
+    Batch,
+    Case,
+    Contender,
+    N,
+    Sizes,
+    jax_function,
+    jax_mesh,
+    jax_peer,
+    resnet50,
+    said,
+    tensorflow,
+    tensorflow_ops,
+    tensorflow_peers,
+)
+
+import crossreduce as cr
+
+OURS, OURS_GRAPH = "ours", "ours" + IN_GRAPH
+REPLICAS = [f"cpu:{k}" for k in range(N)]
+
+
+def in_tensorflow(name: str, batch: Batch, sizes: Sizes) -> Case:
+    tensorflow()
+    import crossreduce.tensorflow as crt
+
+    op = crt.HierarchicalCopyAllReduce(1)
+    contenders = {**tensorflow_ops(batch, {OURS: op, OURS_GRAPH: op}), **tensorflow_peers(batch, HCA, HCA_GRAPH)}
+    case = Case(f"TensorFlow: {name}", contenders, sizes.repeats, sizes)
+    case.faster(OURS_GRAPH, HCA_GRAPH, 1)
+    case.faster(OURS_GRAPH, HCA, 2)
+    case.faster(OURS, HCA, 2)
+    return case
+
+
+def in_jax(name: str, batch: Batch, sizes: Sizes, least: float) -> Case:
+    jax_mesh()
+    from crossreduce.jax import all_reduce
+
+    ours = jax_function(batch, lambda xs: all_reduce(xs, "replica"))
+    case = Case(f"JAX, jit: {name}", {OURS: ours, **jax_peer(batch)}, sizes.repeats, sizes)
+    case.faster(OURS, JAX, least)
+    return case
+
+
+def eagerly_in_jax(name: str, batch: Batch, sizes: Sizes) -> Case:
+    """``cr.all_reduce`` of one list of arrays a device, whose results are such lists again."""
+    jax_mesh()
+    import jax
+
+    trees = [
+        [jax.device_put(x, device) for x in xs]
+        for xs, device in zip(zip(*batch.given, strict=True), jax.devices("cpu"), strict=False)
+    ]
+
+    def read(results: Any) -> list[list[np.ndarray]]:
+        return [[np.asarray(x) for x in components] for components in zip(*results, strict=True)]
+
+    ours = Contender(batch, lambda: jax.block_until_ready(cr.all_reduce(trees)), read)
+    case = Case(f"JAX, eagerly: {name}", {OURS: ours, **jax_peer(batch)}, sizes.repeats, sizes)
+    case.faster(OURS, JAX, 1)
+    return case
+
+
+def in_replicas(sizes: Sizes) -> Case:
+    """What it costs threads to meet: ``MirroredStrategy``'s all_reduce beside the same sums without threads."""
+    batch = Batch.random([(sizes.small // 4,)])
+    strategy, calls = cr.MirroredStrategy(REPLICAS), 20
+    (xs,) = batch.given
+    value = cr.PerReplica(xs, REPLICAS)
+
+    def step(x: np.ndarray) -> np.ndarray:
+        context = cr.get_replica_context()
+        for _ in range(calls - 1):
+            context.all_reduce("sum", x)
+        return context.all_reduce("sum", x)
+
+    def bare() -> list[np.ndarray]:
+        for _ in range(calls - 1):
+            cr.all_reduce(xs)
+        return cr.all_reduce(xs)
+
+    contenders = {
+        f"MirroredStrategy.run of {calls} all_reduces": Contender(
+            batch, lambda: strategy.run(step, (value,)), lambda result: [list(result.values)]
+        ),
+        f"{calls} times cr.all_reduce": Contender(batch, bare, lambda results: [results]),
+    }
+    return Case(f"{N} replicas' threads, {said(sizes.small)}", contenders, sizes.often, sizes)
+
+
+def cases(sizes: Sizes) -> dict[str, Callable[[], Case]]:
+    shapes = optree.tree_leaves(resnet50(), is_leaf=lambda node: isinstance(node, tuple))
+    if sizes.quick:
+        shapes = [(min(math.prod(shape), 64),) for shape in shapes]
+
+    def one() -> Batch:
+        return Batch.random([(sizes.large // 4,)])
+
+    def many() -> Batch:
+        return Batch.random([(sizes.small // 4,)] * 160)
+
+    def gradients() -> Batch:
+        return Batch.random(shapes)
+
+    large, small, tree = said(sizes.large), f"160 x {said(sizes.small)}", "ResNet-50's 161 gradients"
+    return {
+        "tensorflow_large": lambda: in_tensorflow(large, one(), sizes),
+        "tensorflow_small": lambda: in_tensorflow(small, many(), sizes),
+        "tensorflow_gradients": lambda: in_tensorflow(tree, gradients(), sizes),
+        "jax_gradients": lambda: in_jax(tree, gradients(), sizes, 1),
+        "jax_small": lambda: in_jax(small, many(), sizes, 3),
+        "jax_large": lambda: in_jax(large, one(), sizes, 1),
+        "jax_eager_one": lambda: eagerly_in_jax(said(sizes.small), Batch.random([(sizes.small // 4,)]), sizes),
+        "jax_eager_small": lambda: eagerly_in_jax(small, many(), sizes),
+        "jax_eager_gradients": lambda: eagerly_in_jax(tree, gradients(), sizes),
+        "replicas": lambda: in_replicas(sizes),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, few repeats: whether it runs at all")
+    parser.add_argument("--repeats", type=int, help="turns of each case")
+    parser.add_argument("--only", default="", help="only the cases that have this in their name")
+    parser.add_argument("--json", type=Path, default=RESULTS / "plugins.json")
+    given = parser.parse_args()
+    sizes = QUICK if given.quick else Sizes(repeats=15)
+    if given.repeats is not None:
+        sizes = sizes._replace(repeats=given.repeats, often=given.repeats)
+    tensorflow(), jax_mesh()  # before either is used
+    kept = {name: case().kept() for name, case in cases(sizes).items() if given.only in name}
+    if not given.only:
+        keep("plugins", {"replicas": N, "cases": kept}, given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The examples run as a user starts them, and their replicas' losses are those of one replica."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+def run(path, *args):
+    """Run an example in a process of its own, without conftest's settings of the frameworks."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "JAX_"))}
+    return subprocess.run(
+        [sys.executable, str(path), *args], capture_output=True, text=True, timeout=200, check=False, env=inherited
+    )
+
+
+def test_there_is_an_example_a_framework():
+    """Keras under tf.distribute, JAX under shard_map, torch in replicas."""
+    assert [path.stem for path in EXAMPLES] == ["jax_digits", "keras_digits", "torch_characters"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_trains(path):
+    """It exits with 0, says so, and its loss falls."""
+    ran = run(path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    print(ran.stdout)
+    assert re.search(r"\d", ran.stdout)
