@@ -324,6 +324,14 @@ def test_reduce_of_what_is_the_same_for_all():
         strategy.reduce("sum", cr.PerReplica([x] * 3), axis=1)
 
 
+@pytest.mark.parametrize("other", [np.ones(2, np.float32), np.ones(2, np.int64), np.ones((2, 1))])
+def test_replicas_that_differ_are_not_reduced_along_an_axis(library, other):
+    """Along an axis, too, replicas of different dtypes or shapes are an error that says which, not a cast."""
+    value = values(library, [np.ones(2), np.ones(3), other])
+    with pytest.raises(cr.MismatchError, match=r"(?s)replica 1 on cpu:1: float64\[3\]; replica 2 on cpu:2"):
+        cr.MirroredStrategy(3).reduce("sum", value, axis=0)
+
+
 @pytest.mark.parametrize("n", COUNTS)
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 24])
 def test_shares_tile_the_batch(library, n, size):
@@ -532,6 +540,20 @@ def test_bad_calls_of_run():
         strategy.run(print, options=5)
     with pytest.raises(cr.ArgumentError, match="merge_fn must be a function"):
         strategy.run(lambda: context().merge_call(5))
+    for wrong in ({"args": 5}, {"args": np.ones(2)}, {"kwargs": [1]}):
+        with pytest.raises(cr.ArgumentError, match="args must be a tuple"):
+            strategy.run(lambda wrong=wrong: context().merge_call(print, **wrong))
+        with pytest.raises(cr.ArgumentError, match="args must be a tuple"):
+            strategy.extended.update(cr.PerReplica([1.0, 2.0]), print, **wrong)
+    loop = []
+    loop.append(loop)
+    for call in (
+        lambda: strategy.run(lambda: context().all_reduce("sum", loop)),
+        lambda: strategy.reduce("sum", loop),
+        lambda: strategy.split(loop),
+    ):
+        with pytest.raises(cr.ArgumentError, match="contains itself"):
+            call()
 
 
 def test_context_variables_reach_replicas_and_stay_there():

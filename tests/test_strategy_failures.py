@@ -3,13 +3,16 @@
 import contextvars
 import functools
 import gc
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
+import warnings
 import weakref
 
 import numpy as np
@@ -363,6 +366,105 @@ def test_a_replica_does_one_thing_at_a_time():
     cr.MirroredStrategy(2).run(step)
     assert len(errors) == 1
     assert "a replica can do one thing at a time" in errors[0]
+
+
+def test_a_thread_that_a_replica_leaves_behind_never_waits_for_ever():
+    """A replica's own thread that calls when all have returned, or waits while they return, gets an error at once."""
+    for _ in range(30):
+        threads, errors = [], []
+
+        def work(here, errors=errors):
+            try:
+                here.all_reduce("sum", 1.0)
+            except (cr.ContextError, cr.MismatchError) as error:
+                errors.append(error)
+
+        def step(work=work, threads=threads):
+            threads.append(threading.Thread(target=contextvars.copy_context().run, args=(work, context()), daemon=True))
+            threads[-1].start()
+
+        try:
+            cr.MirroredStrategy(1).run(step)
+        except cr.MismatchError as error:
+            assert "replica 0 on cpu:0 has returned" in str(error)  # noqa: PT017 - or the thread was quicker
+        threads[0].join(20)
+        assert not threads[0].is_alive()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_meets_nobody():
+    """In a child of a replica's process a call of the context is an error; nobody there would ever answer."""
+
+    def step():
+        if number() == 0:
+            child = os.fork()
+            if not child:
+                try:
+                    context().all_reduce("sum", 1.0)
+                except cr.ContextError as error:
+                    os._exit(7 if "a forked process has no other replicas" in str(error) else 8)
+                finally:
+                    os._exit(9)
+            deadline = time.monotonic() + 20
+            while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if not ended[0]:
+                os.kill(child, signal.SIGKILL)
+                ended = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(ended[1]) == 7
+        return context().all_reduce("sum", 1.0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python and JAX warn of forks among threads
+        assert cr.MirroredStrategy(2).run(step).values == (2, 2)
+
+
+@pytest.mark.parametrize("seconds", [1e10, float("inf")])
+def test_a_timeout_may_be_longer_than_a_clock_can_say(seconds):
+    """Timeouts that no lock takes, infinity among them, mean what they say."""
+    options = cr.CommunicationOptions(timeout_seconds=seconds)
+
+    def step():
+        time.sleep(0.05 * number())
+        return context().all_reduce("sum", 1.0, options)
+
+    assert cr.MirroredStrategy(2).run(step, options=options).values == (2, 2)
+
+
+def test_an_exception_without_a_text_hides_no_other():
+    """The first failure reaches the caller even where a later one cannot be printed."""
+
+    class BrokenError(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    def step():
+        if context().all_reduce("sum", 0) + number():
+            time.sleep(0.1)
+            raise BrokenError
+        raise OwnError
+
+    with pytest.raises(OwnError) as caught:
+        cr.MirroredStrategy(2).run(step)
+    assert caught.value.__notes__[1] == "replica 1 on cpu:1 failed later: BrokenError"
+
+
+def test_arrays_that_were_reduced_are_free_again():
+    """After an all_reduce nothing holds what went into it, while the replicas compute on."""
+    alive = []
+
+    def step():
+        x = np.ones(3)
+        seen = weakref.ref(x)
+        context().all_reduce("sum", x)
+        del x
+        deadline = time.monotonic() + 5  # the caller's thread may still be on its way back to sleep
+        while seen() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        alive.append(seen() is not None)
+
+    cr.MirroredStrategy(2).run(step)
+    assert alive == [False, False]
 
 
 def test_merge_call_takes_what_each_replica_made():

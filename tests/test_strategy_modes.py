@@ -143,6 +143,15 @@ def test_replicas_inherit_torchs_modes(torch_):
         assert check()[0::4] == (False, False)
     with torch.inference_mode():
         assert check()[:2] == (False, True)
+    with torch.inference_mode():  # which a replica may leave
+
+        def differentiates(x):
+            with torch.inference_mode(False):
+                y = torch.ones(1, requires_grad=True)
+                (context().all_reduce("sum", y).sum() * x).backward()
+                return y.grad
+
+        assert [x.tolist() for x in cr.MirroredStrategy(2).run(differentiates, args=(3.0,))] == [[6], [6]]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = cr.MirroredStrategy(2).run(modes)
         assert found[2] == "torch.bfloat16"
@@ -232,7 +241,7 @@ def test_replicated_modules_train_as_one(torch_, n):
 
 
 def test_importing_and_numpy_replicas_load_no_framework():
-    """Replicas of NumPy arrays import neither torch nor JAX."""
+    """Replicas of NumPy arrays import neither torch nor JAX, and run where an import is switched off."""
     code = """
 import sys
 import numpy as np
@@ -240,9 +249,19 @@ import crossreduce as cr
 cr.MirroredStrategy(2).run(lambda: cr.get_replica_context().all_reduce("sum", np.ones(2)))
 cr.MirroredStrategy()
 print(sorted({"torch", "jax", "tensorflow"} & set(sys.modules)))
+sys.modules["jax"] = None
+cr.MirroredStrategy(2).run(lambda: 1)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("kind", ["tpu", "cuda"])
+def test_devices_of_another_framework_are_none_of_torchs_business(torch_, kind):
+    """Replicas on devices that only another framework has run, though torch is imported."""
+    first = torch.cuda.device_count() if kind == "cuda" else 0
+    strategy = cr.MirroredStrategy([f"{kind}:{first}", f"{kind}:{first + 1}"])
+    assert strategy.run(lambda: context().replica_id_in_sync_group).values == (0, 1)
 
 
 @pytest.mark.gpu

@@ -189,7 +189,17 @@ def test_numbers_shapes_and_dtypes(library):
     integer = variable(strategy, library.array(np.int32(1)), aggregation="sum")
     with pytest.raises(cr.MismatchError, match="keeps its framework"):
         integer.assign_add(0.5)
+    for wrong in (0.5, 1j):
+        with pytest.raises(cr.MismatchError, match="keeps its framework"):
+            integer.assign(wrong)
+    with pytest.raises(cr.MismatchError, match="keeps its framework"):
+        variable(strategy, library.array(np.bool_(True))).assign(2)
     assert held(library, integer) == [1, 1]
+    assert held(library, variable(strategy, library.array(np.complex64(1))).assign(2)) == [2, 2]
+    for count in (1, 3):
+        given = cr.PerReplica(library.arrays([np.int32(5)] * count))
+        with pytest.raises(cr.ArgumentError, match="needs one component for each replica"):
+            strategy.run(lambda given=given: integer.assign(given))
     with pytest.raises(cr.MismatchError, match="a component for each"):
         vector.assign(cr.PerReplica(library.arrays([np.ones(2, np.float32)] * 3)))
 

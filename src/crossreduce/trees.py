@@ -145,12 +145,7 @@ def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]
 
 def flatten_trees(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
     """Return each leaf's components over the replicas, and the common structure."""
-    try:
-        flat = [flatten_tree(tree) for tree in trees]
-    except RecursionError as error:
-        raise ArgumentError(
-            message("a tree is too deep, or contains itself.", f"{len(trees)} trees", "a flatter tree")
-        ) from error
+    flat = [flatten_tree(tree) for tree in trees]
     structures = [structure for _, structure in flat]
     if any(structure != structures[0] for structure in structures):
         each = "; ".join(f"replica {k}: {_outline(structures, k)}" for k in range(len(trees)))
@@ -160,11 +155,19 @@ def flatten_trees(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
 
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
-    """Flatten a tree; a dataclass that optree takes for a leaf is registered, and the tree flattened again."""
+    """Flatten a tree; a dataclass that optree takes for a leaf is registered, and the tree flattened again.
+
+    Raises:
+      ArgumentError: the tree contains itself.
+    """
     import optree
 
     while True:
-        leaves, structure = optree.tree_flatten(tree, namespace=_NAMESPACE)
+        try:
+            leaves, structure = optree.tree_flatten(tree, namespace=_NAMESPACE)
+        except RecursionError as error:
+            given = f"a {type(tree).__name__}"
+            raise ArgumentError(message("a tree is too deep, or contains itself.", given, "a flatter tree")) from error
         kinds = {kind for kind in set(map(type, leaves)) if dataclasses.is_dataclass(kind)}
         # Arrays may be dataclasses too (a framework's own), but they have a shape.
         unknown = {type(leaf) for leaf in leaves if type(leaf) in kinds and not hasattr(leaf, "shape")}

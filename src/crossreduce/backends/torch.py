@@ -290,12 +290,13 @@ class Torch:
 
         @contextmanager
         def within(device: str) -> Iterator[None]:
-            place = _place(device)
+            place = parse(device)
+            here = place.kind != "cpu" and place.index < _count(place.kind)  # or it is another framework's
             with ExitStack() as stack:
-                if place.type == "cuda":
-                    stack.enter_context(torch.cuda.device(place))
+                if here and place.kind == "cuda":
+                    stack.enter_context(torch.cuda.device(place.index))
                 if default.type != "cpu":  # torch.device is a context, too: new tensors go there
-                    stack.enter_context(place if default.type == place.type else default)
+                    stack.enter_context(_place(device) if here and default.type == place.kind else default)
                 stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
                 for kind, dtype, cached in casts:
                     stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
@@ -326,7 +327,8 @@ class Torch:
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        return list(_Across.apply(gradient, list(results), *xs))
+        usual = [x.clone() if x.is_inference() else x for x in results]  # made by a caller in inference mode
+        return list(_Across.apply(gradient, usual, *xs))
 
     def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         dtype = _DTYPES[numbers.accumulator]

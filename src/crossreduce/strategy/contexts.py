@@ -22,7 +22,7 @@ from ..options import CommunicationOptions, read_options
 from ..trees import flatten_tree, reduce_leaves, unflatten_tree
 from ..values import DistributedValues, describe
 from .crew import Call, Crew
-from .regroup import each, localized, placed, regroup
+from .regroup import check_arguments, each, localized, placed, regroup
 
 if TYPE_CHECKING:
     from .mirrored import MirroredStrategy
@@ -282,6 +282,7 @@ class ReplicaContext:
             raise ArgumentError(
                 message("merge_fn must be a function of the strategy.", shown(merge_fn), "merge_call(fn)")
             )
+        check_arguments(args, kwargs)
         strategy, n = self._strategy, self.num_replicas_in_sync
         name = getattr(merge_fn, "__name__", type(merge_fn).__name__)
 

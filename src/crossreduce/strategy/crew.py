@@ -9,6 +9,7 @@ different things, one has returned, one has failed, or the time is up. Nobody po
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -60,6 +61,7 @@ class Crew:
         n = len(devices)
         self._devices = devices
         self._timeout_s = timeout_s
+        self._process = os.getpid()
         self._lock = threading.Lock()  # guards all that follows
         self._bell: SimpleQueue[None] = SimpleQueue()  # wakes the caller
         self._turns: list[SimpleQueue[tuple[Any, BaseException | None]]] = [SimpleQueue() for _ in range(n)]
@@ -86,14 +88,12 @@ class Crew:
             for thread in threads:
                 thread.start()
             self._serve()
-            left = self._dismiss()
+            left = self._dismiss(threads)
         except BaseException as error:  # Ctrl-C, mostly; or a thread that cannot be started
             self._stop([thread.ident is not None for thread in threads])
-            self._note_left(error, self._dismiss())
+            self._note_left(error, self._dismiss(threads))
+            self._failures.clear()
             raise
-        for k, thread in enumerate(threads):
-            if k not in left:
-                thread.join()
         if not self._failures:
             return self._results
         try:
@@ -106,12 +106,20 @@ class Crew:
         (first, error), others = self._failures[0], self._failures[1:]
         error.add_note(f"in replica {first} of {len(self._devices)}, on {self._devices[first]}")
         for k, other in others:
-            error.add_note(f"replica {k} on {self._devices[k]} failed later: {type(other).__name__}: {other}")
+            error.add_note(f"replica {k} on {self._devices[k]} failed later: {_said(other)}")
         self._note_left(error, left)
         return error
 
     def meet(self, replica: int, call: Call) -> Any:
         """Wait, in a replica, until all have called; return what the caller's thread made for this one."""
+        if os.getpid() != self._process:  # where nobody would ever wake it
+            raise ContextError(
+                message(
+                    "a forked process has no other replicas to meet.",
+                    f"{call.wants()} in a child of replica {replica} on {self._devices[replica]}",
+                    "do it in the replica itself",
+                )
+            )
         patience = self._timeout_s if call.timeout_s is None else call.timeout_s
         call.deadline = monotonic() + patience
         with self._lock:
@@ -169,14 +177,14 @@ class Crew:
     def _serve(self) -> None:
         """Do what replicas ask for, in the caller's thread, until all have returned or one has failed."""
         wait = self._timeout_s
-        while True:
+        while not self._stopping:
             with suppress(Empty):
-                self._bell.get(timeout=wait)
+                self._bell.get(timeout=min(wait, threading.TIMEOUT_MAX))
             with self._lock:
-                if self._stopping or all(self._ended):
+                calls = [call for call in self._calls if call is not None]
+                if self._stopping or (all(self._ended) and not calls):  # replicas' own threads may call, too
                     return
                 now = monotonic()
-                calls = [call for call in self._calls if call is not None]
                 error = self._impossible(calls, now)
                 if error is not None:
                     self._fail(error)
@@ -185,6 +193,7 @@ class Crew:
             if len(calls) == len(self._calls):
                 wait = self._timeout_s
                 self._merge(calls)
+            del calls  # whose arrays are the replicas', to free while this waits
 
     def _merge(self, calls: list[Call]) -> None:
         try:
@@ -260,7 +269,7 @@ class Crew:
             self._release()
             self._ended = [ended or not begun for ended, begun in zip(self._ended, started, strict=True)]
 
-    def _dismiss(self) -> list[int]:
+    def _dismiss(self, threads: Sequence[threading.Thread]) -> list[int]:
         """Wait until all replicas have ended, and return those that do not within the timeout."""
         deadline = monotonic() + self._timeout_s
         while True:
@@ -268,11 +277,23 @@ class Crew:
                 left = [k for k, ended in enumerate(self._ended) if not ended]
             now = monotonic()
             if not left or now >= deadline:
-                return left
+                break
             with suppress(Empty):
-                self._bell.get(timeout=deadline - now)
+                self._bell.get(timeout=min(deadline - now, threading.TIMEOUT_MAX))
+        for k, thread in enumerate(threads):
+            if k not in left and thread.is_alive():
+                thread.join()
+        return left
 
     def _note_left(self, error: BaseException, left: list[int]) -> None:
         if left:
             names = ", ".join(map(str, left))
             error.add_note(f"after {self._timeout_s:g} s still computing, and left behind: replica {names}")
+
+
+def _said(error: BaseException) -> str:
+    """Return an exception's type and text; one that has none must not hide the first."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001
+        return type(error).__name__

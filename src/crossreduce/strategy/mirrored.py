@@ -13,10 +13,10 @@ from functools import cache, partial
 from typing import Any, Final
 
 from ..backends import Array, Modes, Numbers, ReplicaBackend, Sparse, backend_of, get
-from ..checks import check_array
+from ..checks import check_array, check_value, per_replica
 from ..cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
 from ..devices import host_devices, parse
-from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, message, shown
+from ..errors import ArgumentError, ContextError, UnsupportedError, message, shown
 from ..ops import ReduceOp, read_op
 from ..options import CommunicationOptions, count, read_options
 from ..trees import flatten_tree, unflatten_tree
@@ -151,9 +151,6 @@ class MirroredStrategy:
         require_cross_replica("run", "what the replica's function needs, it calls")
         if not callable(fn):
             raise ArgumentError(message("fn must be a function.", shown(fn), "strategy.run(step, args=(x,))"))
-        if not isinstance(args, (tuple, list)) or not (kwargs is None or isinstance(kwargs, Mapping)):
-            given = f"args {shown(args)}, kwargs {shown(kwargs)}"
-            raise ArgumentError(message("args must be a tuple, and kwargs a dict.", given, "args=(x,)"))
         hints = read_options(options)
         n = self.num_replicas_in_sync
         crew = Crew(self._devices, hints.timeout_seconds or TIMEOUT_S)
@@ -314,8 +311,7 @@ class MirroredStrategy:
                         "axis=None, or a dense value's axis",
                     )
                 )
-        if any(backend_of(x) is not backend for x in value):
-            raise MismatchError(message("the replicas of one value are of different frameworks.", repr(value)))
+        check_value(None, per_replica(value), axis=axis)  # they fit, but for their sizes along it
         sizes = [int(x.shape[axis]) for x in arrays]
         places = value.devices
         if op in (ReduceOp.MIN, ReduceOp.MAX):  # nothing is neither
@@ -375,7 +371,7 @@ def _default_replica() -> ReplicaContext:
 
 def _loaded() -> list[ReplicaBackend]:
     """Return the backends of frameworks that are in use."""
-    found = [get(name) for name in _FRAMEWORKS if name in sys.modules]
+    found = [get(name) for name in _FRAMEWORKS if sys.modules.get(name) is not None]
     return [backend for backend in found if isinstance(backend, ReplicaBackend)]
 
 

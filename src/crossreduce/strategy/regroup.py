@@ -88,10 +88,23 @@ def localized(tree: Any, replica: int, n: int, *, whole: bool = True) -> Any:
     return mapped(tree, lambda leaf: _component(leaf, replica, n, whole))
 
 
+def check_arguments(args: Any, kwargs: Any) -> None:
+    """Raise where a function's arguments are no tuple (or list) and no dict.
+
+    Raises:
+      ArgumentError: they are not.
+    """
+    if not isinstance(args, (tuple, list)) or not (kwargs is None or isinstance(kwargs, Mapping)):
+        given = f"args {shown(args)}, kwargs {shown(kwargs)}"
+        raise ArgumentError(message("args must be a tuple, and kwargs a dict.", given, "args=(x,)"))
+
+
 def arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, replica: int, n: int, *, whole: bool = True
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return a call's arguments for a replica, each ``localized`` by itself. Errors name the argument."""
+
+    check_arguments(args, kwargs)
 
     def own(where: str, value: Any) -> Any:
         try:
@@ -124,10 +137,7 @@ def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
     Raises:
       ArgumentError: the tree contains itself.
     """
-    try:
-        leaves, structure = flatten_tree(tree)
-    except RecursionError as error:
-        raise ArgumentError(message("a tree is too deep, or contains itself.", "", "a flatter tree")) from error
+    leaves, structure = flatten_tree(tree)
     made = each(leaves, structure, function)
     if all(new is old for new, old in zip(made, leaves, strict=True)):
         return tree

@@ -14,14 +14,15 @@ from ..backends import Array, Backend, Sparse, Unwritable, backend_of
 from ..checks import place
 from ..cross_device_ops import AllReduceCrossDeviceOps
 from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, message, shown
-from ..ops import INTEGERS, ReduceOp
+from ..ops import COMPLEX, FLOATS, INTEGERS, ReduceOp
 from ..values import DistributedValues, Mirrored, PerReplica, describe
 from .contexts import Current, current, replica_backend
 from .crew import Call
-from .regroup import Whole, placed
+from .regroup import Whole, localized, placed
 
 _UNDISTRIBUTED = AllReduceCrossDeviceOps("auto")  # copies a variable's first value, where there is no strategy
 _NUMBERS = (bool, int, float, complex)
+_DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)  # that hold them, each those of all before it
 
 
 class _Named(enum.Enum):
@@ -253,8 +254,7 @@ class Variable(Whole):
                 )
             )
         k, n = here.replica.replica_id_in_sync_group, len(self._components)
-        if isinstance(value, DistributedValues):
-            value = value.value() if isinstance(value, Variable) else value[k]
+        value = value.value() if isinstance(value, Variable) else localized(value, k, n)
         if not mirrored:
             self._put(k, self._changed(how, k, value))
             return self
@@ -331,7 +331,7 @@ class Variable(Whole):
             number = value if isinstance(value, _NUMBERS) else self._taken(value, k)
             new = plain + number if how == "assign_add" else plain - number
             return self._taken(new, k)
-        if isinstance(value, _NUMBERS) and self._spec.shape == ():
+        if isinstance(value, _NUMBERS) and self._spec.shape == () and _holds(self._spec.dtype, value):
             return _filled(self._backend, self._backend.array(old), value)
         return self._taken(value, k)
 
@@ -393,6 +393,12 @@ class Component:
     def _change(self, how: str, value: Any) -> Component:
         self._variable._put(self._replica, self._variable._changed(how, self._replica, value))
         return self
+
+
+def _holds(dtype: str, number: complex) -> bool:
+    """Return whether numbers of this kind are numbers of a dtype: no float is an integer."""
+    kind = next(k for k, types in enumerate(_NUMBERS) if isinstance(number, types))
+    return any(dtype in dtypes for dtypes in _DTYPES[kind:])
 
 
 def _filled(backend: Backend, x: Array, number: Any) -> Array:
