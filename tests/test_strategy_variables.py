@@ -1,5 +1,7 @@
 """Variables: mirrored and sync-on-read, read and assigned in both contexts."""
 
+import threading
+
 import numpy as np
 import oracle
 import pytest
@@ -147,6 +149,23 @@ def test_memory_is_kept_where_it_can_be_written(library):
     given = library.array(np.full(3, 5.0))
     var.assign(given)
     assert not any(library.shares(given, x) for x in var)
+
+
+def test_runs_of_several_threads_keep_a_variable_alike(library):
+    """Where several threads run replicas that assign to one mirrored variable, nothing is lost or torn."""
+    strategy = cr.MirroredStrategy(3)
+    var = variable(strategy, library.array(np.zeros(1000)), aggregation="sum")
+
+    def work():
+        for _ in range(60):
+            strategy.run(lambda: var.assign_add(1.0))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert held(library, var) == [[3 * 3 * 60.0] * 1000] * 3
 
 
 def test_update_runs_for_each_component(library):

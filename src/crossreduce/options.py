@@ -67,7 +67,7 @@ class CommunicationOptions:
         seconds = self.timeout_seconds
         if seconds is not None and not (isinstance(seconds, Real) and not isinstance(seconds, bool) and seconds > 0):
             raise ArgumentError(
-                message("timeout_seconds must be a positive number.", shown(seconds), "None waits without limit")
+                message("timeout_seconds must be a positive number.", shown(seconds), "None, for 600 s")
             )
         if isinstance(self.implementation, str):
             object.__setattr__(self, "implementation", self.implementation.lower())

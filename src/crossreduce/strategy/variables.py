@@ -7,6 +7,7 @@ NumPy arrays and torch tensors keep their memory for good, and assignments write
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from .regroup import Whole, localized, placed
 _UNDISTRIBUTED = AllReduceCrossDeviceOps("auto")  # copies a variable's first value, where there is no strategy
 _NUMBERS = (bool, int, float, complex)
 _DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)  # that hold them, each those of all before it
+
+
+_WRITING = threading.RLock()  # runs of several threads may assign to one variable, whose components stay alike
 
 
 class _Named(enum.Enum):
@@ -348,9 +352,10 @@ class Variable(Whole):
         return backend.copy(x, self._devices[k])
 
     def _put_all(self, how: str, values: Sequence[Any]) -> None:
-        changed = [self._changed(how, k, value) for k, value in enumerate(values)]  # all or none
-        for k, new in enumerate(changed):
-            self._put(k, new)
+        with _WRITING:
+            changed = [self._changed(how, k, value) for k, value in enumerate(values)]  # all or none
+            for k, new in enumerate(changed):
+                self._put(k, new)
 
     def _put(self, k: int, new: Array) -> None:
         if isinstance(self._backend, Unwritable):
