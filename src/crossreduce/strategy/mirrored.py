@@ -207,7 +207,7 @@ class MirroredStrategy:
         """
         require_cross_replica("gather", "get_replica_context().all_gather")
         with self.scope():
-            return mapped(value, lambda leaf: self._ops.gather(leaf, _per_replica(leaf).devices[0], axis)[0])
+            return mapped(value, lambda leaf: self._ops.gather(leaf, per_replica(leaf).devices[0], axis)[0])
 
     def split(self, batch: Any, axis: int = 0) -> Any:
         """Split a batch over the replicas.
@@ -298,7 +298,7 @@ class MirroredStrategy:
 
     def _reduce_along(self, op: ReduceOp, leaf: Any, axis: int) -> Array:
         """Reduce a value over the replicas and an axis: fold each component, then reduce what that gives."""
-        value = _per_replica(leaf)
+        value = per_replica(leaf)
         backend = replica_backend(value[0])
         arrays: list[Any] = [backend_of(x).array(x) for x in value]
         for x in arrays:
@@ -311,7 +311,7 @@ class MirroredStrategy:
                         "axis=None, or a dense value's axis",
                     )
                 )
-        check_value(None, per_replica(value), axis=axis)  # they fit, but for their sizes along it
+        check_value(None, value, axis=axis)  # they fit, but for their sizes along it
         sizes = [int(x.shape[axis]) for x in arrays]
         places = value.devices
         if op in (ReduceOp.MIN, ReduceOp.MAX):  # nothing is neither
@@ -385,10 +385,6 @@ def _live(context: ReplicaContext, modes: list[Modes], fn: Any, args: list[Any],
         for within in modes:
             stack.enter_context(within(context.devices[0]))
         return fn(*args, **kwargs)
-
-
-def _per_replica(leaf: Any) -> DistributedValues:
-    return leaf if isinstance(leaf, DistributedValues) else PerReplica([leaf])
 
 
 def _moved(leaf: Any, device: str) -> Any:
