@@ -422,6 +422,20 @@ def test_variables_are_read():
     assert mirrored.numpy().tolist() == [2.0, 3.0]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_keras_variables_count_as_what_they_hold(mode):
+    """A Keras variable of a strategy is as many replicas as it has, as value and as destination; so TensorFlow's."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
+    with strategy.scope():
+        variable = tf.keras.Variable([2.0, 3.0], dtype="float32")
+    for given in (variable, variable.value):
+        call = lambda given=given: [SMALL.reduce(SUM, given, given), SMALL.broadcast(given, given)]  # noqa: E731
+        reduced, copied = outcomes(mode, call)
+        assert reduced[1] == copied[1] == [name(k) for k in range(3)]
+        assert [x.tolist() for x in reduced[2]] == [[6.0, 9.0]] * 3
+        assert [x.tolist() for x in copied[2]] == [[2.0, 3.0]] * 3
+
+
 def test_arguments_of_functions_do_not_say_where_they_are():
     """Inside a function an argument has no device: the result is right, and nothing is tied to a device in vain."""
 
@@ -515,6 +529,11 @@ def test_bad_values():
     """Values, pairs, options and op arguments that are none raise what TensorFlow's users catch."""
     value = per_replica([1.0, 2.0])
     cases = [
+        (ValueError, "none of tf.distribute", lambda: SMALL.reduce(SUM, cr.PerReplica([1.0, 2.0]), "CPU:0")),
+        (ValueError, "none of tf.distribute", lambda: SMALL.reduce(SUM, value, cr.PerReplica([1.0, 2.0]))),
+        (ValueError, "none of tf.distribute", lambda: SMALL.broadcast(cr.Mirrored([1.0, 1.0]), value)),
+        (ValueError, "none of tf.distribute", lambda: SMALL._gather(cr.PerReplica([1.0]), "CPU:0", 0)),
+        (ValueError, "crossreduce.tensorflow's", lambda: cr.CrossDeviceOps().reduce(SUM, value, "CPU:0")),
         (ValueError, "at least one component", lambda: SMALL.reduce(SUM, PerReplica(()), "CPU:0")),
         (ValueError, "cannot be made a tensor", lambda: SMALL.reduce(SUM, None, "CPU:0")),
         (ValueError, "cannot be made a tensor", lambda: SMALL.reduce(SUM, [[1.0], [2.0, 3.0]], "CPU:0")),

@@ -33,13 +33,10 @@ class ReduceOp(enum.Enum):
             for member in cls:
                 if member.value == value.lower():
                     return member
-        raise ArgumentError(
-            message(
-                "there is no such reduction.",
-                shown(value),
-                "one of " + ", ".join(f'"{member.value}"' for member in cls) + ", or a ReduceOp",
-            )
-        )
+        remedy = "one of " + ", ".join(f'"{member.value}"' for member in cls) + ", or a ReduceOp"
+        if type(value).__module__.startswith("tensorflow."):  # its strategies do not look at the op they are given
+            remedy += "; as cross_device_ops of a tf.distribute.Strategy, crossreduce.tensorflow's op of the same name"
+        raise ArgumentError(message("there is no such reduction.", shown(value), remedy))
 
     def __repr__(self) -> str:
         return f"ReduceOp.{self.name}"

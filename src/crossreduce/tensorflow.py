@@ -28,7 +28,7 @@ from .ops import DTYPES, read_op
 from .options import CommunicationOptions, read_options
 from .topology import Topology
 from .tracing import unconverted
-from .values import Mirrored, PerReplica
+from .values import DistributedValues, Mirrored, PerReplica
 
 __all__ = ["AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"]
 
@@ -271,6 +271,7 @@ def _put(x: Any, place: str) -> Any:
 
 def _translated(value: Any, destinations: Any) -> tuple[PerReplica, _Where]:
     """Return a value and its destinations as this library reads them."""
+    value, destinations = _variable(value), _variable(destinations)
     parts = value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
     if not parts:
         raise ArgumentError(message("a value must have at least one component.", shown(value), "PerReplica((x, ...))"))
@@ -289,6 +290,7 @@ def _translated(value: Any, destinations: Any) -> tuple[PerReplica, _Where]:
 
 def _destinations(destinations: Any, places: _Places) -> _Where:
     """Return where destinations are, given where the value is."""
+    destinations = _variable(destinations)
     found: _Places = ()
     if isinstance(destinations, tf.distribute.DistributedValues):
         found = _settled(tuple(map(_place, destinations.values)))
@@ -337,6 +339,20 @@ def _names(places: _Places) -> tuple[str, ...]:
     return default_devices([canonical(place) if place else None for place in places])
 
 
+def _variable(given: Any) -> Any:
+    """Return the variable that a Keras variable holds, which may be mirrored, and anything else as it is.
+
+    Raises:
+      ArgumentError: a distributed value of crossreduce's own.
+    """
+    if isinstance(given, DistributedValues):  # TensorFlow would stack its components
+        problem = "distributed values of crossreduce are none of tf.distribute's."
+        remedy = "crossreduce's own op of the same name, or values that a tf.distribute.Strategy made"
+        raise ArgumentError(message(problem, shown(given), remedy))
+    held = getattr(given, "value", None)
+    return held if isinstance(held, tf.Variable) else given
+
+
 def _array(value: Any) -> Any:
     """Return a tensor, variable or slices as they are, and make a tensor of anything else."""
     if isinstance(value, (*_ARRAYS, tf.SparseTensor, tf.RaggedTensor)):  # the backend says why it takes no such two
@@ -354,6 +370,7 @@ def _refuse(value: Any, error: Exception) -> NoReturn:
 
 def _primary(tensor: Any) -> Any:
     """Return the one tensor that is to be broadcast."""
+    tensor = _variable(tensor)
     if not isinstance(tensor, tf.distribute.DistributedValues):
         return _array(tensor)
     if isinstance(tensor, _Mirrored):
