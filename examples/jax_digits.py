@@ -2,32 +2,30 @@
 
 Every device computes the gradients of its share of the batch; ``crossreduce.jax.all_reduce`` makes of them those of the
 whole batch. So the loss curves of n devices and of one are the same, up to the rounding of float32. Exits with 1 if
-they are not. Run it with ``python examples/jax_digits.py [devices]``.
+they are not.
+
+    python examples/jax_digits.py [--devices 8]
 
 Source of the data: E. Alpaydin & C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
 1998; the 1,797 images of 8 x 8 that scikit-learn ships.
 """
 
+import argparse
 import sys
 from functools import partial
 from itertools import pairwise
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from sklearn.datasets import load_digits
 
-DEVICES = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+import crossreduce.jax
+
 EPOCHS = 12
-BATCH = 16  # samples a device, on DEVICES devices
+BATCH = 16  # samples a device
 RATE = 0.1
-
-import jax  # noqa: E402
-
-jax.config.update("jax_num_cpu_devices", DEVICES)  # before JAX is first used
-
-import jax.numpy as jnp  # noqa: E402
-from jax.sharding import Mesh, PartitionSpec  # noqa: E402
-from sklearn.datasets import load_digits  # noqa: E402
-
-import crossreduce.jax  # noqa: E402
 
 
 def first_parameters():
@@ -47,8 +45,8 @@ def loss(parameters, images, labels):
     return -jnp.take_along_axis(jax.nn.log_softmax(scores), labels[:, None], 1).mean()
 
 
-def train(devices):
-    """Return the loss of every step and the final parameters."""
+def train(devices, size):
+    """Return the loss of every step, of so many samples, and the final parameters."""
     mesh = Mesh(np.array(jax.devices("cpu")[:devices]), ("data",))
     everywhere, shares = PartitionSpec(), PartitionSpec("data")
 
@@ -63,7 +61,7 @@ def train(devices):
 
     digits = load_digits()
     images, labels = (digits.data / 16).astype("float32"), digits.target
-    size, order = BATCH * DEVICES, np.random.default_rng(1)
+    order = np.random.default_rng(1)
     parameters, losses = first_parameters(), []
     for _ in range(EPOCHS):
         mixed = order.permutation(len(labels))
@@ -74,11 +72,12 @@ def train(devices):
     return np.array(losses), parameters
 
 
-def main():
+def main(devices):
     """Train on all devices and on one; print both curves."""
-    many, ours = train(DEVICES)
-    one, theirs = train(1)
-    print(f"step   {DEVICES} devices   1 device")
+    jax.config.update("jax_num_cpu_devices", devices)  # before JAX is first used
+    many, ours = train(devices, BATCH * devices)
+    one, theirs = train(1, BATCH * devices)
+    print(f"step   {devices} devices   1 device")
     for k in range(0, len(one), max(1, len(one) // 12)):
         print(f"{k:4d}   {many[k]:9.6f}   {one[k]:9.6f}")
     off = max(jax.tree.leaves(jax.tree.map(lambda a, b: abs(np.asarray(a) - np.asarray(b)).max(), ours, theirs)))
@@ -90,4 +89,6 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description="Train a classifier of digits on n devices and on one, and compare.")
+    parser.add_argument("--devices", type=int, choices=range(1, 65), default=8, metavar="N")
+    sys.exit(main(parser.parse_args().devices))

@@ -3,12 +3,15 @@
 Each replica computes the gradients of its share of the batch; ``crossreduce.tensorflow.HierarchicalCopyAllReduce`` sums
 them along a planned schedule, on 3 devices by default, where TensorFlow's own op of this name would lose those of the
 last. So the loss curves of n replicas and of one are the same, up to the rounding of float32. Exits with 1 if they are
-not. Run it with ``python examples/keras_digits.py [replicas]``.
+not.
+
+    python examples/keras_digits.py [--replicas 3]
 
 Source of the data: E. Alpaydin & C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
 1998; the 1,797 images of 8 x 8 that scikit-learn ships.
 """
 
+import argparse
 import logging
 import os
 import sys
@@ -23,7 +26,6 @@ from sklearn.datasets import load_digits
 
 import crossreduce.tensorflow as crt
 
-REPLICAS = int(sys.argv[1]) if len(sys.argv) > 1 else 3
 EPOCHS = 8
 BATCH = 120  # samples a step, over all replicas
 STEPS = 14  # a whole number of batches, so every epoch's loss is a mean over batches of one size
@@ -51,16 +53,16 @@ def train(replicas):
     return np.array(history["loss"]), history["accuracy"][-1]
 
 
-def main():
+def main(replicas):
     """Train twice, print both curves and say whether they agree."""
     tf.get_logger().setLevel("ERROR")
     logging.basicConfig(format="%(message)s")
     logging.getLogger("crossreduce").setLevel(logging.INFO)  # tells each new plan once
     cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * REPLICAS)
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * replicas)
     one, accuracy = train(1)
-    several, _ = train(REPLICAS)
-    print(f"epoch  1 replica  {REPLICAS} replicas")
+    several, _ = train(replicas)
+    print(f"epoch  1 replica  {replicas} replicas")
     for epoch, (a, b) in enumerate(zip(one, several, strict=True)):
         print(f"{epoch + 1:5}  {a:9.6f}  {b:10.6f}")
     # A step's sums have 120 terms, so they differ by 120 units in the last place, 7e-6, at most; training makes that
@@ -73,4 +75,6 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description="Train a classifier of digits on n replicas and on one, and compare.")
+    parser.add_argument("--replicas", type=int, choices=range(1, 121), default=3, metavar="N")
+    sys.exit(main(parser.parse_args().replicas))

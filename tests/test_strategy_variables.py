@@ -136,15 +136,21 @@ def test_sync_on_read_variables_in_the_cross_replica_context(library, n):
     assert library.to_numpy(total.value()).tolist() == [sum(10**k for k in range(n))] * 2
 
 
-def test_memory_is_kept_where_it_can_be_written(library):
-    """Assignments write into NumPy's and torch's components, and replace JAX's; the initial value is never written."""
+def test_what_was_read_stays(library):
+    """Assignments replace NumPy's and JAX's components, which nobody can write, and write into torch's; the initial
+    value is never written."""
     strategy = cr.MirroredStrategy(2)
     start = library.array(np.zeros(3))
     var = variable(strategy, start, aggregation="mean")
     before = var.values
     strategy.run(lambda: var.assign(library.array(np.ones(3))))
     assert library.to_numpy(start).tolist() == [0, 0, 0]
-    assert all(a is b for a, b in zip(before, var.values, strict=True)) == library.mutable
+    in_place = library.name == "torch"
+    assert all(a is b for a, b in zip(before, var.values, strict=True)) == in_place
+    assert [library.to_numpy(x).tolist() for x in before] == [[1.0 * in_place] * 3] * 2
+    if library.name == "numpy":
+        with pytest.raises(ValueError, match="read-only"):
+            var.value()[0] = 5
     assert held(library, var) == [[1, 1, 1]] * 2
     given = library.array(np.full(3, 5.0))
     var.assign(given)

@@ -70,12 +70,7 @@ def all_reduce(
     array([3., 3., 3.])
     """
     op = read_op(op)
-    ops = _DEFAULT if cross_device_ops is None else cross_device_ops
-    if not isinstance(ops, CrossDeviceOps):
-        what = "an instance of CrossDeviceOps, not the class" if isinstance(ops, type) else "a CrossDeviceOps"
-        raise UnsupportedError(
-            message(f"cross_device_ops must be {what}.", shown(ops), 'AllReduceCrossDeviceOps("ring")')
-        )
+    ops = check_ops(cross_device_ops)
     if (
         isinstance(trees, (str, bytes, dict, DistributedValues))
         or hasattr(trees, "shape")
@@ -143,13 +138,28 @@ def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]
     return [PerReplica.on(targets, value.devices) for targets, (value, _) in zip(leaves, pairs, strict=True)]
 
 
+def check_ops(ops: object) -> CrossDeviceOps:
+    """Return what reduces; ``None``: ``AllReduceCrossDeviceOps("auto")``.
+
+    Raises:
+      UnsupportedError: it is a class, or anything else that is no ``CrossDeviceOps``.
+    """
+    if ops is None:
+        return _DEFAULT
+    if isinstance(ops, CrossDeviceOps):
+        return ops
+    what = "an instance of CrossDeviceOps, not the class" if isinstance(ops, type) else "a CrossDeviceOps"
+    remedy = 'crossreduce.AllReduceCrossDeviceOps("ring")'
+    raise UnsupportedError(message(f"cross_device_ops must be {what} of crossreduce's.", shown(ops), remedy))
+
+
 def flatten_trees(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
     """Return each leaf's components over the replicas, and the common structure."""
     flat = [flatten_tree(tree) for tree in trees]
     structures = [structure for _, structure in flat]
     if any(structure != structures[0] for structure in structures):
         each = "; ".join(f"replica {k}: {_outline(structures, k)}" for k in range(len(trees)))
-        remedy = "the same keys, lengths and types on all replicas; zeros where one has None"
+        remedy = "the same keys, lengths and types on all replicas; None on all of them or on none"
         raise MismatchError(message("the replicas' trees differ in structure.", each, remedy))
     return list(zip(*(leaves for leaves, _ in flat), strict=True)), structures[0]
 

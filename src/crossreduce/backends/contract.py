@@ -236,5 +236,8 @@ class ReplicaBackend(Backend, Protocol):
     ) -> list[Array]:
         """Return ``results`` as a function of recorded ``xs`` whose gradients ``gradient`` makes of the results'."""
 
+    def held(self, old: Array | None, x: Array, device: str) -> Array:
+        """Return what a variable is to hold: memory of its own, or ``old``, written, where others may hold it."""
+
     def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         """Return an array combined along one of its axes, in ``numbers.accumulator``."""

@@ -402,6 +402,9 @@ class Jax(Unwritable):
     ) -> list[Array]:
         raise AssertionError("JAX records nothing that is not traced")
 
+    def held(self, old: Array | None, x: Array, device: str) -> Array:
+        return self.own(x)
+
     def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         return _FOLDS[op](x.astype(numbers.accumulator), axis)
 

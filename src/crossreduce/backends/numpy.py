@@ -243,6 +243,11 @@ class NumPy:
     ) -> list[Array]:
         raise AssertionError("NumPy records nothing")
 
+    def held(self, old: Array | None, x: Array, device: str) -> Array:
+        made = self.own(x)
+        made.flags.writeable = False  # whoever has read it keeps what it was
+        return made
+
     def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         dtype = dtype_named(numbers.accumulator)
         return np.asarray(_UFUNCS[op].reduce(x.astype(dtype, copy=False), axis=axis, dtype=dtype))

@@ -330,6 +330,12 @@ class Torch:
         usual = [x.clone() if x.is_inference() else x for x in results]  # made by a caller in inference mode
         return list(_Across.apply(gradient, usual, *xs))
 
+    def held(self, old: Array | None, x: Array, device: str) -> Array:
+        if old is None:
+            return self.own(x)
+        self.write(self.target(old, device), x)  # an optimizer may hold it
+        return old
+
     def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         dtype = _DTYPES[numbers.accumulator]
         if op in (ReduceOp.MIN, ReduceOp.MAX):

@@ -81,7 +81,8 @@ def replica_backend(value: Any) -> ReplicaBackend:
         message(
             "TensorFlow has a MirroredStrategy of its own, and crossreduce's takes none of its values.",
             describe(value),
-            "tf.distribute.MirroredStrategy(cross_device_ops=crossreduce.tensorflow.HierarchicalCopyAllReduce())",
+            "tf.distribute.MirroredStrategy(cross_device_ops=crossreduce.tensorflow.HierarchicalCopyAllReduce()), and "
+            "inside of it tf.distribute.get_replica_context()",
         )
     )
 

@@ -105,8 +105,12 @@ class Crew:
         """Return the first error, with notes on where it was raised and on what else went wrong."""
         (first, error), others = self._failures[0], self._failures[1:]
         error.add_note(f"in replica {first} of {len(self._devices)}, on {self._devices[first]}")
+        alike: dict[str, list[int]] = {}
         for k, other in others:
-            error.add_note(f"replica {k} on {self._devices[k]} failed later: {_said(other)}")
+            alike.setdefault(_said(other), []).append(k)
+        for said, replicas in alike.items():
+            who = ", ".join(f"replica {k} on {self._devices[k]}" for k in replicas)
+            error.add_note(f"{who} failed later: {said}")
         self._note_left(error, left)
         return error
 

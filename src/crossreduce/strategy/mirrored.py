@@ -14,12 +14,12 @@ from typing import Any, Final
 
 from ..backends import Array, Modes, Numbers, ReplicaBackend, Sparse, backend_of, get
 from ..checks import check_array, check_value, per_replica
-from ..cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
+from ..cross_device_ops import CrossDeviceOps
 from ..devices import host_devices, parse
-from ..errors import ArgumentError, ContextError, UnsupportedError, message, shown
+from ..errors import ArgumentError, ContextError, MismatchError, message, shown
 from ..ops import ReduceOp, read_op
 from ..options import CommunicationOptions, count, read_options
-from ..trees import flatten_tree, unflatten_tree
+from ..trees import check_ops, flatten_tree, unflatten_tree
 from ..values import DistributedValues, PerReplica, describe, read_devices
 from .contexts import Current, ReplicaContext, current, entered, replica_backend, require_cross_replica
 from .crew import TIMEOUT_S, Crew
@@ -56,15 +56,6 @@ class MirroredStrategy:
     def __init__(
         self, devices: Iterable[str] | int | None = None, cross_device_ops: CrossDeviceOps | None = None
     ) -> None:
-        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
-            what = (
-                "an instance of CrossDeviceOps, not the class"
-                if isinstance(cross_device_ops, type)
-                else "a CrossDeviceOps"
-            )
-            raise UnsupportedError(
-                message(f"cross_device_ops must be {what}.", shown(cross_device_ops), "HierarchicalCopyAllReduce()")
-            )
         if devices is None:
             names = _accelerators() or host_devices(1)
         elif isinstance(devices, Iterable):
@@ -74,7 +65,7 @@ class MirroredStrategy:
         if not names:
             raise ArgumentError(message("a strategy needs at least one device.", shown(devices), "4, or None"))
         self._devices = names
-        self._ops = AllReduceCrossDeviceOps("auto") if cross_device_ops is None else cross_device_ops
+        self._ops = check_ops(cross_device_ops)
         self._extended = Extended(self)
 
     def __repr__(self) -> str:
@@ -189,8 +180,15 @@ class MirroredStrategy:
             spread = [k for k, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
             results = each(leaves, structure, lambda x: x if isinstance(x, DistributedValues) else self._same(op, x))
             pairs = [(leaves[k], leaves[k].devices[0]) for k in spread]
-            for k, reduced in zip(spread, self._ops.batch_reduce(op, pairs), strict=True):
-                results[k] = reduced[0]
+            try:
+                reduced = self._ops.batch_reduce(op, pairs)
+            except MismatchError as error:
+                error.add_note(
+                    "where only the sizes along an axis differ: reduce(..., axis=...) reduces over it as well"
+                )
+                raise
+            for k, one in zip(spread, reduced, strict=True):
+                results[k] = one[0]
         return unflatten_tree(structure, results)
 
     def gather(self, value: Any, axis: int) -> Any:

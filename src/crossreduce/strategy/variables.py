@@ -1,7 +1,7 @@
 """Variables: one component a replica, kept alike (mirrored), or joined when they are read (sync-on-read).
 
-NumPy arrays and torch tensors keep their memory for good, and assignments write into it, so whoever holds a component
-(an optimizer) sees them; JAX arrays, which nobody can write, are replaced.
+Assignments replace NumPy and JAX arrays, which nobody can write: what was read stays what it was. Torch tensors are
+written in place, so whoever holds a component (an optimizer) sees it.
 """
 
 from __future__ import annotations
@@ -129,11 +129,13 @@ class Variable(Whole):
         self._devices = place(value) if here is None and not isinstance(value, _NUMBERS) else ("cpu:0",)
         if here is not None:
             self._devices = here.strategy.devices
-        self._components = list(ops.broadcast(value, Mirrored.on(self._devices, self._devices)))
-        self._backend: Backend = replica_backend(self._components[0])
-        first = self._backend.array(self._components[0])
+        copies = list(ops.broadcast(value, Mirrored.on(self._devices, self._devices)))
+        self._backend = replica_backend(copies[0])
+        first = self._backend.array(copies[0])
         if isinstance(first, Sparse):
             raise UnsupportedError(message("a variable is dense.", shown(value), "value.todense() or the like"))
+        held = [self._backend.held(None, x, device) for x, device in zip(copies, self._devices, strict=True)]
+        self._components = held
         self._spec = self._backend.spec(first)
         if self._aggregation is VariableAggregation.MEAN and self._spec.dtype in INTEGERS | {"bool"}:
             raise ArgumentError(
@@ -183,7 +185,8 @@ class Variable(Whole):
     def value(self) -> Array:
         """Return this replica's component; in the cross-replica context the first one, or, sync-on-read, all in one.
 
-        It is the component itself, where it is one, and no copy.
+        It is the component itself, where it is one: a NumPy or JAX array that no assignment changes, or a torch tensor
+        that each assignment writes into (``clone()`` what is to stay).
 
         Raises:
           ArgumentError: a sync-on-read variable without aggregation, read in the cross-replica context.
@@ -358,10 +361,7 @@ class Variable(Whole):
                 self._put(k, new)
 
     def _put(self, k: int, new: Array) -> None:
-        if isinstance(self._backend, Unwritable):
-            self._components[k] = self._backend.own(new)
-        else:
-            self._backend.write(self._backend.target(self._components[k], self._devices[k]), new)
+        self._components[k] = self._backend.held(self._components[k], new, self._devices[k])
 
 
 class Component:
