@@ -247,6 +247,28 @@ def test_meshes_of_several_axes(algorithm, check):
     np.testing.assert_array_equal(np.asarray(over_one)[:, :, 0], x.sum(1))
 
 
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "forest"])
+def test_axes_in_any_order(algorithm, check):
+    """Axes that are listed in another order than the mesh's give every device every contribution once all the same."""
+    names, x = ("a", "b", "c"), np.stack(oracle.contributions(8, "int32", (5,))).reshape(2, 2, 2, 5)
+    for axes in (("b", "a"), ("c", "a", "b")):
+        kept = [name for name in names if name not in axes]
+        run = jax.shard_map(
+            lambda x, axes=axes: all_reduce(x, axes, algorithm=algorithm),
+            mesh=mesh((2, 2, 2), names), in_specs=P(*names), out_specs=P(None, None, *kept), check_vma=check,
+        )  # fmt: skip
+        want = x.sum(tuple(map(names.index, axes)), keepdims=True)
+        np.testing.assert_array_equal(np.asarray(jax.jit(run)(x)), want)
+
+
+def test_an_axis_of_vmap_named_like_one_of_the_mesh():
+    """Where a mesh is set, an axis of vmap may have the name of one of its axes, and is reduced."""
+    with jax.set_mesh(mesh((3,))):
+        over = jax.vmap(lambda x: all_reduce(x, "d", algorithm="one_device"), axis_name="d")
+        assert over(np.arange(3.0, dtype="float32")).tolist() == [3, 3, 3]
+
+
 def test_what_is_the_same_everywhere_counts_once_a_device():
     """A value that does not vary over the axis is added as often as there are devices, as by psum."""
     for algorithm in ("auto", "direct"):

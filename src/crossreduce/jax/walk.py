@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, product
 from operator import itemgetter
 from typing import Any, Final
 
@@ -84,11 +84,28 @@ def _permuted(values: list[list[Array]], permute: Permute, way: Way, me: Array) 
     if way.mapped:  # vmap moves nothing, but wants every position to send and to take
         idle = [sorted({*range(way.devices)} - {pair[side] for pair in pairs}) for side in (0, 1)]
         pairs += tuple(zip(*idle, strict=True))
-    came = lax.ppermute(flat, way.axes[0] if len(way.axes) == 1 else way.axes, pairs)
+    came = lax.ppermute(flat, *_in_mesh_order(way, pairs))
     if len(loads) == 1:
         return [came]
     ends = list(accumulate(load.size for load in loads))
     return [part.reshape(load.shape) for part, load in zip(jnp.split(came, ends[:-1]), loads, strict=True)]
+
+
+def _in_mesh_order(way: Way, pairs: tuple[tuple[int, int], ...]) -> tuple[Any, tuple[tuple[int, int], ...]]:
+    """Return the axes, and pairs of positions along them, in the mesh's order.
+
+    ``lax.ppermute`` counts positions in that order, however its axes are listed, and ``lax.axis_index`` as they are
+    listed (JAX 0.10.2).
+    """
+    if len(way.axes) == 1:
+        return way.axes[0], pairs
+    places = []
+    for where in product(*map(range, way.sizes)):
+        place = 0
+        for k in way.order:
+            place = place * way.sizes[k] + where[k]
+        places.append(place)
+    return tuple(way.axes[k] for k in way.order), tuple((places[src], places[dst]) for src, dst in pairs)
 
 
 def _take(values: list[Array], table: Table, me: Array) -> Array:

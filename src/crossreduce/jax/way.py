@@ -22,11 +22,13 @@ Axes = tuple[Hashable, ...]
 class Way(NamedTuple):
     """How a call reduces.
 
-    ``checked``: shard_map tracks what varies over which axes (``check_vma=True``). ``mapped``: the axis is ``vmap``'s.
+    ``order``: the axes' numbers in the mesh's order. ``checked``: shard_map tracks what varies over which axes
+    (``check_vma=True``). ``mapped``: the axis is ``vmap``'s.
     """
 
     axes: Axes
     sizes: tuple[int, ...]
+    order: tuple[int, ...]
     checked: bool
     mapped: bool
     algorithm: str
@@ -64,8 +66,12 @@ def read_way(axis_name: Any, topology: Any, algorithm: str, packs: int) -> Way:
                 "topology.subset(...), or other axes",
             )
         )
-    mapped = not set(axes) <= set(jax.sharding.get_abstract_mesh().axis_names)
-    return Way(axes, sizes, checked, mapped, "auto" if algorithm == "nccl" else algorithm, topology, packs)
+    mesh = jax.sharding.get_abstract_mesh()
+    mapped = not set(axes) <= set(mesh.manual_axes)  # an axis of vmap may have the name of one of a mesh that is set
+    order = range(len(axes)) if mapped else sorted(range(len(axes)), key=lambda k: mesh.axis_names.index(axes[k]))
+    return Way(
+        axes, sizes, tuple(order), checked, mapped, "auto" if algorithm == "nccl" else algorithm, topology, packs
+    )
 
 
 def varying(x: Array) -> frozenset[Hashable]:
