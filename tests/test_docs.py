@@ -1,8 +1,10 @@
-"""What the README says is so: its code runs and prints what it shows, its commands are CI's."""
+"""What the documents say is so: their code runs and prints what they show, the README's commands are CI's."""
 
-import contextlib
-import io
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,18 +13,53 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("document", "count"), [("README.md", 3), ("docs/host.md", 1)])
-def test_code_prints_what_the_document_shows(document, count):
-    """Each Python block of a document, run in turn, prints the block that follows it."""
+BLOCK = re.compile(r"```python\n(.*?)```\s*```\n(.*?)```", re.DOTALL)
+MARK = "--- next block ---"
+DOCUMENTS = {
+    "README.md": 3,
+    "docs/host.md": 1,
+    "docs/numpy.md": 2,
+    "docs/pytorch.md": 3,
+    "docs/jax.md": 3,
+    "docs/tensorflow.md": 3,
+}
+
+
+@pytest.mark.parametrize(("document", "count"), DOCUMENTS.items())
+def test_code_prints_what_the_document_shows(document, count, tmp_path):
+    """Each Python block, run in turn in a new process as a reader's, prints the block that follows it."""
     text = (ROOT / document).read_text()
-    blocks = re.findall(r"```python\n(.*?)```\s*```\n(.*?)```", text, re.DOTALL)
+    blocks = BLOCK.findall(text)
     assert len(blocks) == text.count("```python") == count
-    names = {}
-    for code, shown in blocks:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(code, names)
-        assert printed.getvalue() == shown
+    code = f"\nprint({MARK!r})\n".join(code for code, _ in blocks)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "JAX_", "XLA_"))}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=inherited, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split(MARK + "\n") == [shown for _, shown in blocks]
+    for trace in tmp_path.iterdir():
+        assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
+
+
+def test_command_lines_in_the_frameworks_pages_write_traces(tmp_path):
+    """Each ``crossreduce plan`` that a page names for a trace writes one."""
+    pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("pytorch", "jax", "tensorflow"))
+    commands = re.findall(r"`crossreduce (plan .*?--export (\S+?))`", pages)
+    assert len(commands) == 3
+    for command, file in commands:
+        subprocess.run([sys.executable, "-m", "crossreduce", *command.split()], cwd=tmp_path, check=True, timeout=100)
+        assert json.loads((tmp_path / file).read_text())["traceEvents"]
+
+
+def test_the_page_on_jax_names_the_thresholds_and_versions_of_the_code(jax_):
+    """The bytes below which leaves are joined, and the oldest JAX, are those of the code and of pyproject.toml."""
+    from crossreduce.jax import SMALL_BYTES
+
+    page = (ROOT / "docs" / "jax.md").read_text()
+    assert f"below {SMALL_BYTES >> 10} KiB each" in page
+    (oldest,) = re.findall(r'^jax = \["jax>=([\d.]+)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"It needs JAX {oldest} or later" in page
 
 
 def test_ci_runs_readmes_commands():
