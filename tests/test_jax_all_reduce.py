@@ -187,6 +187,8 @@ def test_slices_are_listed(check):
     np.add.at(expected, [0, 1, 1, 2], x.reshape(4, 3) / 2)
     np.testing.assert_array_equal(np.asarray(bcoo.todense()), expected)
     np.testing.assert_array_equal(np.asarray(got["dense"]), x.sum(0) / 2)
+    empty = jax.jit(spread(lambda x: all_reduce(cr.IndexedSlices(x, jnp.arange(2)), "d"), 2, check))(x[:, :, :0])
+    assert (empty.values.shape, empty.indices.tolist()) == ((4, 0), [0, 1, 0, 1])
     with pytest.raises(cr.UnsupportedError, match="the max of sparse values is not defined"):
         jax.vmap(lambda x: all_reduce(cr.IndexedSlices(x, jnp.arange(2)), "d", "max"), axis_name="d")(x)
 
@@ -494,7 +496,8 @@ def test_bad_arguments_are_refused_while_tracing():
 
 def test_bad_leaves_are_refused_by_their_path():
     """A leaf that cannot be reduced is named by its path: no array, a PRNG key, an unknown dtype, an undefined op."""
-    for leaf in ("text", object(), np.array(["a"]), np.array([1], "datetime64[s]"), {1, 2}):
+    odd = (2**70, np.ma.masked_array([1.0]), jax.ShapeDtypeStruct((2,), "float32"))
+    for leaf in ("text", object(), np.array(["a"]), np.array([1], "datetime64[s]"), {1, 2}, *odd):
         refused(TypeError, r"leaf x\['w'\]\[1\]: this is no array for JAX", leaf)
     refused(TypeError, r"\[1\]: arrays of PRNG keys cannot be reduced", jax.random.key(0))
     refused(TypeError, r"\[1\]: arrays of dtype float8_e4m3fn cannot be", jnp.zeros(2, jnp.float8_e4m3fn))

@@ -112,17 +112,16 @@ def all_reduce(
 
 def _dense(leaf: Any, op: ReduceOp, way: Way) -> Array:
     """Check a leaf and return it as an array that varies over the axes."""
-    try:
-        jax.typeof(leaf)
-    except TypeError as error:
-        raise UnsupportedError(
-            message("this is no array for JAX.", shown(leaf), "arrays and numbers; None for nothing")
-        ) from error
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise UnsupportedError(
             message("arrays of PRNG keys cannot be reduced.", shown(leaf), "jax.random.key_data(value)")
         )
-    array = jnp.asarray(leaf)
+    try:
+        jax.typeof(leaf)
+        array = jnp.asarray(leaf)
+    except (TypeError, ValueError, OverflowError) as error:  # an OverflowError: 2**70
+        remedy = "arrays, and numbers that fit their dtype; None for nothing"
+        raise UnsupportedError(message("this is no array for JAX.", shown(leaf), remedy)) from error
     accumulator(op, array.dtype.name)  # raises where the op is not defined
     return vary(array, way) if way.checked else array
 
@@ -151,7 +150,7 @@ def _gathered(x: Array, way: Way) -> Array:
     x = vary(x, way)
     room = vary(jnp.zeros((way.devices, *x.shape), x.dtype), way)
     placed = lax.dynamic_update_index_in_dim(room, x, lax.axis_index(way.axes), 0)
-    return lax.psum(placed, way.axes).reshape(-1, *x.shape[1:])
+    return lax.psum(placed, way.axes).reshape(way.devices * x.shape[0], *x.shape[1:])
 
 
 # ---- packing ------------------------------------------------------------------------------------------------------
