@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,11 @@ def test_two_processes_reduce_over_two_levels(tmp_path):
             with output.open("w") as file:
                 command = [sys.executable, program, str(number), str(port)]
                 workers.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
-        codes = [worker.wait(timeout=60) for worker in workers]
+        late = time.monotonic() + 60
+        codes = [None, None]
+        while None in codes and not any(codes) and time.monotonic() < late:  # of one that died the other learns late
+            time.sleep(0.05)
+            codes = [worker.poll() for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
