@@ -361,6 +361,22 @@ def test_d15_a_group_has_as_many_as_were_asked_for(group, joined):
     assert sum(o.type == "AddN" for o in graph.get_operations()) == joined
 
 
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_large_tensors_are_not_joined_in_host_memory(n):
+    """In a function only small tensors are joined; each result is that of its own tensor, wherever in the batch."""
+    sizes = [3, 70_000, 0, 5, 20_000, 7]
+    given = [[(np.arange(size) % 97) * (k + 1.0) * (j + 1) for k in range(n)] for j, size in enumerate(sizes)]
+    values = [per_replica(xs, wrap=Mirrored) for xs in given]
+    made = tf.function(lambda: [x.values for x in SMALL.batch_reduce(SUM, [(x, values[0]) for x in values])])
+    if n == 1:  # one destination gets bare tensors
+        made = tf.function(lambda: [(x,) for x in SMALL.batch_reduce(SUM, [(x, values[0]) for x in values])])
+    for components, xs in zip(made(), given, strict=True):
+        assert [x.numpy().tolist() for x in components] == [sum(xs).tolist()] * n
+    operations = made.get_concrete_function().graph.get_operations()
+    joined = {x.outputs[0].shape[0] for x in operations if x.type == "ConcatV2"}
+    assert joined == {3 + 0 + 5 + 7}
+
+
 def test_d17_an_op_is_an_instance_that_holds():
     """D17: our ops are ``tf.distribute.CrossDeviceOps``, and true, so a strategy does not take its default instead."""
     for op in OPS.values():

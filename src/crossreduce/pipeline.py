@@ -19,12 +19,13 @@ from .devices import locate, parse
 from .execute import Held, execute, ranges
 from .host import HostPlan, Part, Piece, host_plan, run_on_host
 from .ops import ReduceOp
-from .packing import Buffer, Packing, cuts, itemsize, layout
+from .packing import Buffer, Packing, Span, cuts, itemsize, layout
 from .planning import ROOTED, choose, planned, planned_for
 from .topology import Topology
 from .values import Mirrored, PerReplica, TensorSpec
 
 _LOG: Final = logging.getLogger("crossreduce")
+JOINED_BYTES: Final = 16384  # a tensor of more is not joined with others in host memory, where it can be left out
 
 
 Job = tuple[Checked, tuple[str, ...]]  # a checked value and the devices where its result goes
@@ -225,12 +226,11 @@ def _run(group: Group, op: ReduceOp, jobs: Sequence[Job], into: bool) -> list[tu
         return outs
     if into:
         check_apart(jobs)
-    results: list[tuple[Array, ...]] = []
-    at = 0
-    for parts, buffer in group.pieces:
-        arrays = [value.arrays for value in values[at : at + len(buffer.spans)]]
-        results.extend(_run_loop(parts, backend, op, arrays, buffer, numbers))
-        at += len(buffer.spans)
+    results: list[Any] = [None] * len(values)
+    for (parts, buffer), members in _loose(group):
+        made = _run_loop(parts, backend, op, [values[member].arrays for member in members], buffer, numbers)
+        for member, components in zip(members, made, strict=True):
+            results[member] = components
     if not into:
         return results
     for out, components in zip(outs, results, strict=True):
@@ -247,6 +247,39 @@ def _host_plan(group: Group, op: ReduceOp, numbers: Numbers, results: int) -> Ho
 @lru_cache(maxsize=1024)
 def _shapes(group: Group) -> list[tuple[int, ...]]:
     return group.shapes
+
+
+@lru_cache(maxsize=1024)
+def _loose(group: Group) -> tuple[tuple[Piece, tuple[int, ...]], ...]:
+    """Return a group's pieces as the loop runs them, each with the places of its tensors in the group.
+
+    In host memory a large tensor goes by itself, as joining it with others only costs copies there. What is cut into
+    packs or chunks stays as it is: the cuts would be others, and so would be the order of additions.
+    """
+    found = []
+    at = 0
+    for piece in group.pieces:
+        (part, *more), buffer = piece
+        members = range(len(buffer.spans))
+        if group.on_host and not more and len(part.schedule.chunks) == 1:
+            fits = [span.size * itemsize(buffer.dtype) <= JOINED_BYTES for span in buffer.spans]
+            runs = [[k for k in members if fits[k]], *([k] for k in members if not fits[k])]
+            found += [(_only(piece, run), tuple(at + k for k in run)) for run in runs if run]
+        else:
+            found.append((piece, tuple(at + k for k in members)))
+        at += len(members)
+    return tuple(found)
+
+
+def _only(piece: Piece, members: Sequence[int]) -> Piece:
+    """Return some tensors of a piece as a piece of their own, which the same schedule reduces."""
+    (part,), buffer = piece
+    spans: list[Span] = []
+    size = 0
+    for span in (buffer.spans[k] for k in members):
+        spans.append(span._replace(start=size))
+        size += span.size
+    return Piece((part._replace(stop=size),), buffer._replace(size=size, spans=tuple(spans)))
 
 
 def _run_loop(
