@@ -386,6 +386,8 @@ def test_small_leaves_travel_together(op):
 
     assert collectives(own, 2, *small) == {"all_reduce": 1}
     assert collectives(own, 2, *small, *other) == {"all_reduce": 2}
+    if op == "sum":
+        assert collectives(own, 2, *small * 4) == {"all_reduce": 3}  # 640 leaves, 256 in each at most
     assert collectives(own, 2, *small, *large) == {"all_reduce": 4}
     text = jax.jit(spread(own, 2)).lower(*large).as_text()
     assert "concatenate" not in text
