@@ -316,6 +316,7 @@ def test_ctrl_c_stops_quietly(tmp_path):
 LOSING = """
 import os, signal, time, weakref
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores, and so does whatever it starts
 import crossreduce.cli.app
 from crossreduce.cli import main
 
