@@ -322,6 +322,10 @@ def test_reduce_of_what_is_the_same_for_all():
         strategy.reduce("avg", cr.PerReplica([1, 2, 3]))
     with pytest.raises(cr.ArgumentError, match="no such axis"):
         strategy.reduce("sum", cr.PerReplica([x] * 3), axis=1)
+    assert strategy.reduce("sum", cr.PerReplica([x] * 3), axis=np.int64(0)) == 9
+    with pytest.raises(cr.MismatchError) as caught:
+        strategy.reduce("sum", cr.PerReplica([x, x, x[:1]]))
+    assert "reduce(..., axis=...)" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("other", [np.ones(2, np.float32), np.ones(2, np.int64), np.ones((2, 1))])
@@ -347,7 +351,7 @@ def test_shares_tile_the_batch(library, n, size):
     assert [len(y) for y in tree["y"][0]] == sizes
     assert tree["x"].devices == strategy.devices
     assert all(library.device_of(x) in ("cpu", f"cpu:{k}") for k, x in enumerate(tree["x"]))
-    columns = strategy.split(library.array(batch.T), axis=-1)
+    columns = strategy.split(library.array(batch.T), axis=np.int64(-1))  # any whole number
     assert [library.to_numpy(x).tolist() for x in columns] == [part.T.tolist() for part in parts]
 
 

@@ -72,7 +72,8 @@ def all_reduce(
       algorithm: a planner's name; "auto" (as is "nccl"): XLA's own collective where any two devices are joined
         alike, else what is quickest in simulation on the topology. "hierarchical_copy" without a topology, over several
         axes, reduces over the last one first.
-      num_packs: for "one_device" and "hierarchical_copy": how many trees, with different roots, share the buffer.
+      num_packs: for "one_device" and "hierarchical_copy": how many trees, with different roots, share the buffer;
+        no more than devices.
     Returns:
       The same tree. Halves are accumulated in float32, the mean of integers is a float; with ``check_vma=True``
       the results count as replicated (``out_specs=P()``), as those of ``lax.psum`` do. Numbers become arrays.

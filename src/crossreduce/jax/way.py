@@ -57,7 +57,8 @@ def read_way(axis_name: Any, topology: Any, algorithm: str, packs: int) -> Way:
         raise AxisError(message("there is no such axis here.", shown(axis_name), remedy)) from error
     n = math.prod(sizes)
     if topology is not None and not isinstance(topology, Topology):
-        raise ArgumentError(message("topology must be a Topology.", shown(topology), 'Topology.machine("dgx-1v")'))
+        remedy = f"algorithm={topology!r}" if isinstance(topology, str) else 'Topology.machine("dgx-1v")'
+        raise ArgumentError(message("topology must be a Topology.", shown(topology), remedy))
     if topology is not None and len(topology.devices) != n:
         raise ArgumentError(
             message(
@@ -70,7 +71,14 @@ def read_way(axis_name: Any, topology: Any, algorithm: str, packs: int) -> Way:
     mapped = not set(axes) <= set(mesh.manual_axes)  # an axis of vmap may have the name of one of a mesh that is set
     order = range(len(axes)) if mapped else sorted(range(len(axes)), key=lambda k: mesh.axis_names.index(axes[k]))
     return Way(
-        axes, sizes, tuple(order), checked, mapped, "auto" if algorithm == "nccl" else algorithm, topology, packs
+        axes,
+        sizes,
+        tuple(order),
+        checked,
+        mapped,
+        "auto" if algorithm == "nccl" else algorithm,
+        topology,
+        min(packs, n),
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from numbers import Integral
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -234,7 +235,7 @@ class ReplicaContext:
             sizes = [[x.shape[axis] if has else 0 for x, has in zip(own, recorded, strict=True)] for own in lists]
             return [([column[k] for column in columns], sizes) for k in range(len(lists))]
 
-        key = ("all_gather", axis if isinstance(axis, int) else repr(axis), structure, hints, recorded)
+        key = ("all_gather", int(axis) if isinstance(axis, Integral) else repr(axis), structure, hints, recorded)
         results, sizes = self._meet(Call(key, wants, leaves, merge, hints.timeout_seconds))
         for k, x in enumerate(leaves):
             if recorded[k]:

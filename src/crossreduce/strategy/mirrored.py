@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from numbers import Integral
 from typing import Any, Final
 
 from ..backends import Array, Modes, Numbers, ReplicaBackend, Sparse, backend_of, get
@@ -300,7 +301,7 @@ class MirroredStrategy:
         backend = replica_backend(value[0])
         arrays: list[Any] = [backend_of(x).array(x) for x in value]
         for x in arrays:
-            inside = not isinstance(x, Sparse) and isinstance(axis, int) and -len(x.shape) <= axis < len(x.shape)
+            inside = not isinstance(x, Sparse) and isinstance(axis, Integral) and -len(x.shape) <= axis < len(x.shape)
             if not inside or isinstance(axis, bool):
                 raise ArgumentError(
                     message(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ..backends import Sparse, backend_of
@@ -38,7 +39,7 @@ def shares(size: int, n: int) -> list[tuple[int, int]]:
 
 def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
     """Return a tree of each array's shares along an axis, each on its device; see ``MirroredStrategy.split``."""
-    if not isinstance(axis, int) or isinstance(axis, bool):
+    if not isinstance(axis, Integral) or isinstance(axis, bool):
         raise ArgumentError(message("axis must be a whole number.", shown(axis), "0"))
     leaves, structure = flatten_tree(batch)
     arrays = each(leaves, structure, lambda leaf: _splittable(leaf, axis, devices))
