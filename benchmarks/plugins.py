@@ -70,6 +70,18 @@ def in_jax(name: str, batch: Batch, sizes: Sizes, least: float) -> Case:
     return case
 
 
+def along_schedules(name: str, batch: Batch, sizes: Sizes) -> Case:
+    """What schedules cost where any two devices are joined alike: nothing is asked."""
+    jax_mesh()
+    from crossreduce.jax import all_reduce
+
+    def by(algorithm: str) -> Contender:
+        return jax_function(batch, lambda xs: all_reduce(xs, "replica", algorithm=algorithm))
+
+    contenders = {f"ours, {algorithm}": by(algorithm) for algorithm in ("auto", "ring", "halving_doubling")}
+    return Case(f"JAX, jit, along schedules: {name}", {**contenders, **jax_peer(batch)}, sizes.repeats, sizes)
+
+
 def eagerly_in_jax(name: str, batch: Batch, sizes: Sizes) -> Case:
     """``cr.all_reduce`` of one list of arrays a device, whose results are such lists again."""
     jax_mesh()
@@ -121,8 +133,8 @@ def cases(sizes: Sizes) -> dict[str, Callable[[], Case]]:
     if sizes.quick:
         shapes = [(min(math.prod(shape), 64),) for shape in shapes]
 
-    def one() -> Batch:
-        return Batch.random([(sizes.large // 4,)])
+    def one(share: int = 1) -> Batch:
+        return Batch.random([(sizes.large // 4 // share,)])
 
     def many() -> Batch:
         return Batch.random([(sizes.small // 4,)] * 160)
@@ -138,6 +150,7 @@ def cases(sizes: Sizes) -> dict[str, Callable[[], Case]]:
         "jax_gradients": lambda: in_jax(tree, gradients(), sizes, 1),
         "jax_small": lambda: in_jax(small, many(), sizes, 3),
         "jax_large": lambda: in_jax(large, one(), sizes, 1),
+        "jax_schedules": lambda: along_schedules(said(sizes.large // 4), one(4), sizes),
         "jax_eager_one": lambda: eagerly_in_jax(said(sizes.small), Batch.random([(sizes.small // 4,)]), sizes),
         "jax_eager_small": lambda: eagerly_in_jax(small, many(), sizes),
         "jax_eager_gradients": lambda: eagerly_in_jax(tree, gradients(), sizes),
