@@ -5,6 +5,7 @@ has shown nothing. ``CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax`` leaves one ou
 """
 
 import os
+import threading
 
 import pytest
 from frameworks import DEVICES, NAMES, load
@@ -61,6 +62,20 @@ def jax_():
 @pytest.fixture(scope="session")
 def tensorflow_():
     return _loaded("tensorflow")
+
+
+@pytest.fixture(scope="session", params=["numpy", "torch", "jax"])
+def library(request):
+    """Each framework that has replicas here."""
+    return request.getfixturevalue(f"{request.param}_")
+
+
+@pytest.fixture
+def no_thread_stays():
+    """After every test there are as many threads as before."""
+    before = set(threading.enumerate())
+    yield
+    assert not [t for t in threading.enumerate() if t not in before and t.name.startswith("crossreduce")]
 
 
 def pytest_runtest_setup(item):

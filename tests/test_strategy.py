@@ -15,20 +15,7 @@ import crossreduce as cr
 
 COUNTS = (1, 2, 3, 5, 8, 9)
 context = cr.get_replica_context
-
-
-@pytest.fixture(autouse=True)
-def no_thread_stays():
-    """After every test there are as many threads as before."""
-    before = set(threading.enumerate())
-    yield
-    assert not [t for t in threading.enumerate() if t not in before and t.name.startswith("crossreduce")]
-
-
-@pytest.fixture(scope="module", params=["numpy", "torch", "jax"])
-def library(request):
-    """Each framework that has replicas here."""
-    return request.getfixturevalue(f"{request.param}_")
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
 
 def values(library, xs):

@@ -22,14 +22,7 @@ import crossreduce as cr
 
 context = cr.get_replica_context
 BRIEF = cr.CommunicationOptions(timeout_seconds=0.3)
-
-
-@pytest.fixture(autouse=True)
-def no_thread_stays():
-    """After every test there are as many threads as before."""
-    before = set(threading.enumerate())
-    yield
-    assert not [t for t in threading.enumerate() if t not in before and t.name.startswith("crossreduce")]
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
 
 def number():

@@ -3,7 +3,6 @@
 import copy
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -14,14 +13,7 @@ import crossreduce as cr
 
 COUNTS = (1, 2, 3, 8)
 context = cr.get_replica_context
-
-
-@pytest.fixture(autouse=True)
-def no_thread_stays():
-    """After every test there are as many threads as before."""
-    before = set(threading.enumerate())
-    yield
-    assert not [t for t in threading.enumerate() if t not in before and t.name.startswith("crossreduce")]
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
 
 def leaves(n, shape=(3,)):

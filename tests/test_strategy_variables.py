@@ -14,12 +14,6 @@ context = cr.get_replica_context
 HOW = {"assign": lambda old, x: x, "assign_add": lambda old, x: old + x, "assign_sub": lambda old, x: old - x}
 
 
-@pytest.fixture(scope="module", params=["numpy", "torch", "jax"])
-def library(request):
-    """Each framework that has replicas here."""
-    return request.getfixturevalue(f"{request.param}_")
-
-
 def variable(strategy, value, **how):
     with strategy.scope():
         return cr.Variable(value, **how)

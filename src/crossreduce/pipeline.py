@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from . import kernels
@@ -111,7 +111,7 @@ class Group:
     destinations: tuple[str, ...]
     on_host: bool
 
-    @property
+    @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
         """The tensors' shapes."""
         return [span.shape for piece in self.pieces for span in piece.buffer.spans]
@@ -209,7 +209,7 @@ def _run(group: Group, op: ReduceOp, jobs: Sequence[Job], into: bool) -> list[tu
         sources = backend.readable([value.arrays for value in values])
     if sources is not None:
         if not into:
-            shapes = _shapes(group)
+            shapes = group.shapes
             blanks = backend.blank(shapes, numbers.result, len(group.destinations))
             plan = _host_plan(group, op, numbers, len(blanks[0]))
             run_on_host(plan, sources, backend.writable(blanks), backend.threads())
@@ -242,11 +242,6 @@ def _run(group: Group, op: ReduceOp, jobs: Sequence[Job], into: bool) -> list[tu
 @lru_cache(maxsize=1024)
 def _host_plan(group: Group, op: ReduceOp, numbers: Numbers, results: int) -> HostPlan:
     return host_plan(group.pieces, op, numbers, results)
-
-
-@lru_cache(maxsize=1024)
-def _shapes(group: Group) -> list[tuple[int, ...]]:
-    return group.shapes
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
@@ -360,12 +360,9 @@ def _array(value: Any) -> Any:
     try:
         return tf.convert_to_tensor(value)
     except (ValueError, TypeError) as error:
-        _refuse(value, error)
-
-
-def _refuse(value: Any, error: Exception) -> NoReturn:
-    kind = UnsupportedError if isinstance(error, TypeError) else ArgumentError
-    raise kind(message("this cannot be made a tensor.", shown(value), "a tensor, or a PerReplica of them")) from error
+        kind = UnsupportedError if isinstance(error, TypeError) else ArgumentError
+        remedy = "a tensor, or a PerReplica of them"
+        raise kind(message("this cannot be made a tensor.", shown(value), remedy)) from error
 
 
 def _primary(tensor: Any) -> Any:

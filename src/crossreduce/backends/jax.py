@@ -345,7 +345,7 @@ class Jax(Unwritable):
                 weak = weak and x.weak_type
             if weak:  # scalars mostly; their sum is weak as well
                 return None
-        if not all(map(_is_cpu, shardings)):
+        if any(_on_cpu(sharding) < 0 for sharding in shardings):
             return None
         views = [[np.asarray(x) for x in row] for row in arrays]  # copies nothing, and waits until it is computed
         if views and views[0][0].dtype.kind == "V":
@@ -442,11 +442,6 @@ def _mirrored(devices: tuple[str, ...]) -> NamedSharding | None:
     """Return the sharding of arrays that are whole on each of several devices; ``None`` where two of them are one."""
     places = [_place(device)[0] for device in devices]
     return None if len(set(places)) < len(places) else NamedSharding(Mesh(np.array(places), ("all",)), PartitionSpec())
-
-
-@lru_cache(maxsize=1024)
-def _is_cpu(sharding: Any) -> bool:
-    return all(device.platform == "cpu" for device in sharding.device_set)
 
 
 BACKEND = Jax()

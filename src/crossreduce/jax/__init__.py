@@ -164,10 +164,11 @@ def _gathered(x: Array, way: Way) -> Array:
 def _reduced(xs: list[Array], op: ReduceOp, numbers: Numbers, way: Way) -> list[Array]:
     """Reduce arrays of one dtype: all of them joined along a schedule, small ones joined for XLA's collective."""
     schedule = _schedule(way, op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
+    small = SMALL_BYTES if _all_manual() else 0
     joined: list[int] = []
     alone: list[list[int]] = []
     for k, x in enumerate(xs):
-        if schedule is not None or (x.nbytes < SMALL_BYTES and _all_manual()):
+        if schedule is not None or x.nbytes < small:
             joined.append(k)
         else:
             alone.append([k])
