@@ -4,18 +4,22 @@
     ├── ArgumentError      (ValueError)   an argument is wrong: a value, a name, a count, a destination
     │   ├── AxisError      (NameError)    a JAX program has no axis of this name
     │   ├── DeviceError                   a device's name cannot be read, or there is no such device here
-    │   └── MismatchError                 the replicas of one value do not fit together
+    │   └── MismatchError                 the replicas of one value, or the calls of ranks, do not fit together
     ├── UnsupportedError   (TypeError)    a kind of thing that cannot be used so: a dtype under an op, a class
     ├── PlanError          (ValueError)   no schedule can be made for this request
     ├── ScheduleError      (ValueError)   a schedule does not compute what it claims
     ├── ContextError       (RuntimeError) a call stands where it cannot: in a replica, or outside of one
     ├── StalledError       (TimeoutError) replicas waited too long for others
+    ├── CollectiveTimeout  (TimeoutError) ranks waited too long for others; .ranks: for which
+    ├── PeerLostError      (ConnectionError) ranks died, left or were interrupted; .ranks: which
     └── BackendError       (ImportError)  a framework was asked for that is not installed
 
 Each message says what was wrong, what was given, and what to do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class ReductionError(Exception):
@@ -49,7 +53,7 @@ class DeviceError(ArgumentError):
 
 
 class MismatchError(ArgumentError):
-    """The replicas of one value differ in shape, dtype, framework or structure."""
+    """The replicas of one value differ in shape, dtype, framework or structure; or ranks in what they call."""
 
 
 class UnsupportedError(ReductionError, TypeError):
@@ -70,6 +74,25 @@ class ContextError(ReductionError, RuntimeError):
 
 class StalledError(ReductionError, TimeoutError):
     """Replicas waited for others for longer than the timeout."""
+
+
+class _RanksError(ReductionError):
+    """An error that some ranks are to blame for. It keeps them when it is pickled or copied."""
+
+    ranks: tuple[int, ...]
+
+    def __init__(self, text: str, ranks: Iterable[int] = ()) -> None:
+        """Say what happened, and which ranks did it."""
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+class CollectiveTimeout(_RanksError, TimeoutError):  # noqa: N818 - the name says what it is
+    """Ranks waited for ``ranks`` for longer than the timeout; their group cannot be used any more."""
+
+
+class PeerLostError(_RanksError, ConnectionError):
+    """``ranks`` died, left or were interrupted while others needed them; their group cannot be used any more."""
 
 
 class BackendError(ReductionError, ImportError):
