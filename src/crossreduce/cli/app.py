@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from .bench import bench
+from .doctor import doctor
 from .info import info
 from .plan import plan
 from .topology import topology
@@ -25,6 +26,7 @@ app.command()(plan)
 app.command()(verify)
 app.command()(train)
 app.command()(bench)
+app.command()(doctor)
 app.command()(info)
 
 
