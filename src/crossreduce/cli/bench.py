@@ -1,14 +1,16 @@
 """``crossreduce bench``: how long a collective takes, in the words and columns of nccl-tests.
 
-In: nccl-tests' options.  Out: its table and its JSON. All devices are driven by this one process;
-for devices in host memory the numbers compare algorithms and frameworks, and are no GPU's.
+In: nccl-tests' options.  Out: its table and its JSON. All devices are driven by this one process, unless there are
+ranks (``ranks.py``); for devices in host memory the numbers compare algorithms and frameworks, and are no GPU's.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -18,8 +20,8 @@ import typer
 from .. import AllReduceCrossDeviceOps, Mirrored, PerReplica, Topology
 from ..backends import FRAMEWORKS
 from ..errors import ArgumentError
-from . import exact, nccl_tests
-from .arguments import at_least, one_of, read_algorithms, read_device_list, read_machine, read_nbytes
+from . import exact, nccl_tests, ranks
+from .arguments import MOST_DEVICES, at_least, one_of, read_algorithms, read_device_list, read_machine, read_nbytes
 from .frameworks import Framework, load
 from .output import json_file
 
@@ -27,7 +29,7 @@ OPS: Final = {"sum": "sum", "prod": "product", "min": "min", "max": "max", "avg"
 TYPES: Final = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "int": "int32"} | {
     name: name for name in ("int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "bfloat16")
 }
-COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast")
+COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast")  # of one process; ranks have more
 
 
 def bench(
@@ -51,7 +53,7 @@ def bench(
     check: Annotated[int, typer.Option("-c", "--check", help="1: check every element of the results; 0: do not.")] = 1,
     average: Annotated[
         int,
-        typer.Option("-a", "--average", help="0 to 3, accepted: one process drives all ranks, so all have one time."),
+        typer.Option("-a", "--average", help="Of ranks: the time of rank 0, or their average, least, greatest: 0-3."),
     ] = 1,
     json: Annotated[Path | None, typer.Option("-J", "--json", help="Write nccl-tests' JSON to this file.")] = None,
     per_iter_report: Annotated[
@@ -61,12 +63,19 @@ def bench(
         str, typer.Option("-A", "--algorithm", "--algo", help="A name, a list, or all: one table each.")
     ] = "auto",
     num_packs: Annotated[int, typer.Option(help="Into how many packs the array is cut; 0: none.")] = 1,
-    collective: Annotated[str, typer.Option(help=", ".join(COLLECTIVES))] = "all_reduce",
+    collective: Annotated[
+        str, typer.Option(help=f"{', '.join(COLLECTIVES)}; with ranks also all_gather, reduce_scatter.")
+    ] = "all_reduce",
     framework: Annotated[str, typer.Option(help=", ".join(FRAMEWORKS))] = "numpy",
     topology: Annotated[
         str | None,
         typer.Option(metavar="MACHINE|FILE|this", help="Plan on this wiring, whose first devices stand for these."),
     ] = None,
+    launch: Annotated[
+        int | None,
+        typer.Option("--launch", metavar="N", help="Measure N ranks, processes that this starts; torchrun does too."),
+    ] = None,
+    peers: Annotated[str, typer.Option(help="With ranks: a table for each of these too, and ratios: gloo, mpi.")] = "",
 ) -> None:
     """Time a collective; prints nccl-tests' table.
 
@@ -78,53 +87,79 @@ def bench(
     Devices in host memory emulate: they compare algorithms, and say nothing
     about GPUs.
 
+    With --launch, or under torchrun, each rank is a process, and the backend
+    crossreduce of torch.distributed is measured.
+
     Exits with 1 if an element is wrong. Inputs are such that every order of
     reduction is exact.
     """
-    wiring = None if topology is None else read_machine(topology)
-    if devices is None:
-        devices = str(8 if wiring is None else len(wiring.devices))
-    names = read_device_list("--devices", devices)
-    wiring = _on(wiring, names)
+    in_ranks = launch is not None or ranks.here()
+    if in_ranks:
+        count = _ranks(launch, devices, algorithm, num_packs, framework, topology)
+        wiring, names = None, ("cpu:0",) * count
+        framework = "torch"
+    else:
+        if peers:
+            raise ArgumentError("--peers are measured beside ranks: add --launch N, or start this with torchrun.")
+        wiring = None if topology is None else read_machine(topology)
+        names = read_device_list("--devices", devices or str(8 if wiring is None else len(wiring.devices)))
+        wiring = _on(wiring, names)
     low, high = read_nbytes("--minbytes", minbytes), read_nbytes("--maxbytes", maxbytes)
     if high < at_least(1, "--minbytes", low):
         raise ArgumentError(f"--maxbytes must be at least --minbytes, and {maxbytes} is less than {minbytes}.")
     nccl_type = _nccl_type(datatype)
     op = one_of(OPS, "--op", {long: short for short, long in OPS.items()}.get(op, op))
     one_of(FRAMEWORKS, "--framework", framework)
-    one_of(COLLECTIVES, "--collective", collective)
+    one_of(ranks.COLLECTIVES if in_ranks else COLLECTIVES, "--collective", collective)
     one_of("0123", "--average", str(average))
     at_least(0, "--num-packs", num_packs)
     roots = _roots(root, collective, len(names))
-    chosen = tuple(read_algorithms("--algorithm", algorithm))
+    chosen = (ranks.OURS,) if in_ranks else tuple(read_algorithms("--algorithm", algorithm))
     step = at_least(1, "--stepbytes", read_nbytes("--stepbytes", stepbytes))
-    factor, iterations = at_least(1, "--stepfactor", stepfactor), at_least(1, "--iters", iters)
+    config = nccl_tests.Config(
+        framework=framework,
+        framework_version="",
+        collective=collective,
+        algorithms=chosen,
+        num_packs=num_packs,
+        devices=names,
+        minimum_bytes=low,
+        maximum_bytes=high,
+        step_bytes=step,
+        step_factor=at_least(1, "--stepfactor", stepfactor),
+        warmup_iters=at_least(0, "--warmup_iters", warmup_iters),
+        iterations=at_least(1, "--iters", iters),
+        validation=at_least(0, "--check", check),
+        per_iter_timing=at_least(0, "--per_iter_report", per_iter_report) > 0,
+    )
+    redop = "none" if collective in ("broadcast", "all_gather") else op
+    if in_ranks:
+        request = ranks.Request(
+            collective=collective,
+            op=OPS.get(redop, "sum"),
+            redop=redop,
+            dtype=TYPES[nccl_type],
+            nccl_type=nccl_type,
+            roots=tuple(roots),
+            sizes=tuple(sizes(config)),
+            config=config,
+            average=average,
+            backends=(ranks.OURS, *_peers(peers)),
+            json=None if json is None else str(json.absolute()),
+            args=tuple(sys.argv),
+        )
+        raise typer.Exit(ranks.measure(request, launch))
     with json_file("--json", json) as write:
         start_time = nccl_tests.now()
         here = load(framework, names)
-        config = nccl_tests.Config(
-            framework=framework,
-            framework_version=here.version,
-            collective=collective,
-            algorithms=chosen,
-            num_packs=num_packs,
-            devices=names,
-            minimum_bytes=low,
-            maximum_bytes=high,
-            step_bytes=step,
-            step_factor=factor,
-            warmup_iters=at_least(0, "--warmup_iters", warmup_iters),
-            iterations=iterations,
-            validation=at_least(0, "--check", check),
-            per_iter_timing=at_least(0, "--per_iter_report", per_iter_report) > 0,
-        )
+        config = replace(config, framework_version=here.version)
         _print(nccl_tests.header(config))
         if topology is not None:
             _print([f"# Planned on the topology: {topology}"])
         rows = []
         for name in chosen:
             _print(nccl_tests.table_header(config, name))
-            for row in _rows(here, config, name, wiring, "none" if collective == "broadcast" else op, nccl_type, roots):
+            for row in _rows(here, config, name, wiring, redop, nccl_type, roots):
                 _print([nccl_tests.line(config, row)])
                 rows.append(row)
         _print(nccl_tests.footer(config, rows))
@@ -141,6 +176,33 @@ def sizes(config: nccl_tests.Config) -> Iterator[int]:
     while size <= config.maximum_bytes:
         yield size
         size = size * config.step_factor if config.step_factor > 1 else size + config.step_bytes
+
+
+def _ranks(
+    launch: int | None, devices: str | None, algorithm: str, num_packs: int, framework: str, topology: str | None
+) -> int:
+    """Return how many ranks there are, and refuse what is said of one process's devices."""
+    if launch is not None and ranks.here():
+        raise ArgumentError("--launch starts ranks, and this process is one already: leave it out under torchrun.")
+    given = {
+        "--devices": devices is not None,
+        "--algorithm": algorithm != "auto",
+        "--num-packs": num_packs != 1,
+        "--framework": framework not in ("numpy", "torch"),
+        "--topology": topology is not None,
+    }
+    if any(given.values()):
+        wrong = ", ".join(option for option in given if given[option])
+        raise ArgumentError(f"{wrong}: not with ranks, which are processes with one tensor each in host memory.")
+    count = int(os.environ["WORLD_SIZE"]) if launch is None else at_least(1, "--launch", launch)
+    if count > MOST_DEVICES:
+        raise ArgumentError(f"--launch takes at most {MOST_DEVICES} ranks, not {count}.")
+    return count
+
+
+def _peers(text: str) -> list[str]:
+    """Return the peers of a list, each once."""
+    return list(dict.fromkeys(one_of(ranks.PEERS, "--peers", name.strip()) for name in text.split(",") if name.strip()))
 
 
 def _on(topology: Topology | None, names: tuple[str, ...]) -> Topology | None:
@@ -253,7 +315,7 @@ def _nccl_type(name: str) -> str:
 
 def _roots(text: str, collective: str, n: int) -> list[int]:
     """Return the ranks to measure as root; -1, which stands for none, where there is no root."""
-    if collective == "all_reduce":
+    if collective not in ("reduce", "broadcast"):
         return [-1]
     if text in ("all", "-1"):
         return list(range(n))

@@ -2,8 +2,8 @@
 
 In: a ``Config`` and ``Row``s.  Out: lines and dicts. Columns and keys are those of nccl-tests 2.19.6
 (src/util.cu). What differs: the first line names this library; the in-place columns are N/A (null in
-JSON) where arrays cannot be written (JAX, TensorFlow) and for broadcasts; ``env`` is empty, where
-nccl-tests writes the whole environment, secrets included; keys of our own are added.
+JSON) where arrays cannot be written (JAX, TensorFlow), for broadcasts, and for ranks' gathers and scatters;
+``env`` is empty, where nccl-tests writes the whole environment, secrets included; keys of our own are added.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import platform
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ class Config:
     iterations: int
     validation: int
     per_iter_timing: bool
+    processes: tuple[tuple[int, str], ...] = ()
+    """The pid and the host of each rank; none where this process drives all devices. Their algorithms are backends."""
 
     @property
     def program(self) -> str:
@@ -47,6 +50,9 @@ class Config:
 
     @property
     def transport(self) -> str:
+        if self.processes:
+            hosts = len({host for _, host in self.processes})
+            return f"ranks on {hosts} host{'s' if hosts > 1 else ''}"
         kinds = {parse(device).kind for device in self.devices}
         return "in-process emulation" if kinds == {"cpu"} else "in-process"
 
@@ -116,7 +122,7 @@ def header(config: Config) -> list[str]:
         f"# crossreduce version {__version__} engine={config.framework}-{config.framework_version} "
         f"transport={config.transport}",
         f"# Collective test starting: {config.program}",
-        f"# nThread 1 nGpus {len(config.devices)} minBytes {config.minimum_bytes} maxBytes {config.maximum_bytes} "
+        f"# nThread 1 nGpus {_driven(config)} minBytes {config.minimum_bytes} maxBytes {config.maximum_bytes} "
         f"step: {step} warmup iters: {config.warmup_iters} iters: {config.iterations} agg iters: 1 "
         f"validation: {config.validation} graph: 0 unalign: 0",
     ]
@@ -125,6 +131,8 @@ def header(config: Config) -> list[str]:
             "#",
             "# IN-PROCESS EMULATION: ALL DEVICES ARE HOST MEMORY OF ONE MACHINE. THESE ARE NOT GPU NUMBERS.",
         ]
+    if config.processes:
+        lines += ["#", "# EACH RANK'S DATA IS IN HOST MEMORY. THESE ARE NOT GPU NUMBERS."]
     lines += ["#", "# Using devices"]
     return lines + [
         f"#  Rank {d['rank']:2} Group {d['group']:2} Pid {d['pid']:6} on {d['hostname']:>10} device {d['device']:2} "
@@ -135,22 +143,24 @@ def header(config: Config) -> list[str]:
 
 def devices(config: Config) -> list[dict[str, Any]]:
     """Return the devices as nccl-tests' JSON has them; ``device_hex`` is this library's name."""
+    places = config.processes or [(os.getpid(), socket.gethostname())] * len(config.devices)
+    host = "host memory" if config.processes else "host memory (in-process emulation)"
     return [
         {
             "rank": rank,
             "group": 0,
-            "pid": os.getpid(),
-            "hostname": socket.gethostname(),
+            "pid": pid,
+            "hostname": hostname,
             "device": parse(name).index,
             "device_hex": name,
-            "device_info": "host memory (in-process emulation)" if parse(name).kind == "cpu" else parse(name).kind,
+            "device_info": host if parse(name).kind == "cpu" else parse(name).kind,
         }
-        for rank, name in enumerate(config.devices)
+        for rank, (name, (pid, hostname)) in enumerate(zip(config.devices, places, strict=True))
     ]
 
 
 def table_header(config: Config, algorithm: str) -> list[str]:
-    """Return the lines over one algorithm's rows."""
+    """Return the lines over the rows of one algorithm, or of one backend of ranks."""
     sub = ["time", "algbw", "busbw", "#wrong"], ["(us)", "(GB/s)", "(GB/s)", ""]
     left = f"# {'':10}  {'':12}  {'':8}  {'':6}  {'':6}"
     if config.per_iter_timing:
@@ -161,7 +171,7 @@ def table_header(config: Config, algorithm: str) -> list[str]:
     names, units = ("  ".join(f"{x:>{w}}" for x, w in zip(s * 2, _widths(config) * 2, strict=True)) for s in sub)
     return [
         "#",
-        f"# Algorithm: {algorithm}, packs: {config.num_packs}",
+        f"# Backend: {algorithm}" if config.processes else f"# Algorithm: {algorithm}, packs: {config.num_packs}",
         "#",
         left + over,
         f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}  {names} ",
@@ -217,7 +227,7 @@ def report(config: Config, rows: list[Row], args: list[str], start_time: str) ->
         },
         "config": {
             "nthreads": 1,
-            "ngpus": len(config.devices),
+            "ngpus": _driven(config),
             "minimum_bytes": config.minimum_bytes,
             "maximum_bytes": config.maximum_bytes,
             **({"step_factor": config.step_factor} if factor else {"step_bytes": config.step_bytes}),
@@ -233,12 +243,47 @@ def report(config: Config, rows: list[Row], args: list[str], start_time: str) ->
             "num_packs": config.num_packs,
         },
         "devices": devices(config),
-        "results": [_result(config, row) for row in rows],
+        "results": results(config, rows),
         "out_of_bounds": {"count": _bad(rows), "okay": _bool(_bad(rows) == 0)},
         "average_bus_bandwidth": {"bandwidth": _average(rows), "okay": "unchecked"},
         "errors": [],
         "end_time": now(),
     }
+
+
+def results(config: Config, rows: list[Row]) -> list[dict[str, Any]]:
+    """Return the rows in nccl-tests' keys."""
+    return [_result(config, row) for row in rows]
+
+
+def ratios(rows: list[Row], peers: dict[str, list[Row]]) -> list[dict[str, Any]]:
+    """Return for each row the median times of the peers' by its own, in place where there is such a form."""
+
+    def median(row: Row) -> float:
+        return float(np.median((row.in_place or row.out_of_place).times_s))
+
+    return [
+        {
+            "size": row.size,
+            "root": str(row.root),
+            "by_peer": {name: median(theirs[k]) / median(row) for name, theirs in peers.items()},
+        }
+        for k, row in enumerate(rows)
+    ]
+
+
+def ratio_lines(found: list[dict[str, Any]]) -> list[str]:
+    """Return ``ratios`` as lines of the footer."""
+
+    def line(size: object, root: str, cells: Iterable[str]) -> str:
+        return f"# {size:>10}  {root:>6}  " + "  ".join(f"{cell:>8}" for cell in cells)
+
+    return [
+        "#",
+        "# Median times of the peers, by crossreduce's: above 1 it is the quicker one",
+        line("size", "root", found[0]["by_peer"]),
+        *(line(row["size"], row["root"], (f"{ratio:.2f}x" for ratio in row["by_peer"].values())) for row in found),
+    ]
 
 
 def now() -> str:
@@ -265,6 +310,11 @@ def _result(config: Config, row: Row) -> dict[str, Any]:
 
 def _timing(timing: Timing) -> dict[str, Any]:
     return {"time": timing.time_us, "alg_bw": timing.algbw, "bus_bw": timing.busbw, "nwrong": timing.nwrong}
+
+
+def _driven(config: Config) -> int:
+    """Return how many devices a process drives."""
+    return 1 if config.processes else len(config.devices)
 
 
 def _bad(rows: list[Row]) -> int:
