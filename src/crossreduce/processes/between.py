@@ -1,0 +1,371 @@
+"""The exchange between hosts: one rank of each host runs a schedule of the hosts over a wire, piece by piece.
+
+In: a verified schedule whose devices are hosts, a wire, and this host's partial result of each piece.  Out: the
+whole results. Knows no other ranks of the own host and no framework.
+
+The order of all messages is static, so none needs a name: in tick t piece j does round r where j + LAG r = t. What is
+sent in a tick was made whole LAG - 1 ticks before the data that the other side waits for has come, so that the link
+always has something to carry; receives are posted a tick early. What a round sends is what a host held when the round
+began, which is what ``verify`` proves right. Values of a piece are never overwritten while the piece is under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from .. import kernels
+from ..kernels import Program, Segment
+from ..packing import itemsize
+from ..schedule import Schedule, Step, completing
+from .contract import Pending, Wire
+
+LAG: Final = 2
+"""Ticks from one round of a piece to its next; with 1 the link would idle while a round is folded."""
+
+LINE: Final = 64  # bytes of a cache line; values begin where lines do
+
+
+class Numbers(NamedTuple):
+    """What is computed between hosts: partial results are ``accumulator``, whole ones ``result``.
+
+    ``op``: the kernels' name for it; ``divisor``: what whole results are divided by.
+    """
+
+    op: str
+    accumulator: str
+    result: str
+    divisor: int
+
+
+class Lost(ConnectionError):  # noqa: N818 - what happened, not that it is an error
+    """Rank ``rank`` of another host does not answer any more."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank}: {why}")
+        self.rank = rank
+
+
+class Late(TimeoutError):  # noqa: N818
+    """Rank ``rank`` of another host took too long."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank}: {why}")
+        self.rank = rank
+
+
+class Value(NamedTuple):
+    """What a host holds of a chunk at some time. ``whole``: it is a result; else a partial one."""
+
+    chunk: int
+    whole: bool
+
+
+class Fold(NamedTuple):
+    """Value ``made`` is the combination of the operands, in order; ``whole``: it is divided and rounded."""
+
+    made: int
+    operands: tuple[int, ...]
+    whole: bool
+
+
+class Turn(NamedTuple):
+    """What one host does in a round. Values and hosts by their numbers, messages in their order on the wire."""
+
+    sends: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int], ...]
+    folds: tuple[Fold, ...]
+
+
+class Part(NamedTuple):
+    """What one host does in a schedule.
+
+    Args:
+      values: all that it holds, one after the other; the first ``given`` are its own partial results, by chunk.
+      turns: one a round.
+      results: for each chunk the value that is its result here; -1: none is wanted.
+    """
+
+    values: tuple[Value, ...]
+    given: int
+    turns: tuple[Turn, ...]
+    results: tuple[int, ...]
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this host is a destination."""
+        return any(value >= 0 for value in self.results)
+
+
+@lru_cache(maxsize=1024)
+def part(schedule: Schedule, host: int) -> Part:
+    """Return what a host does in a schedule that ``verify`` accepts; steps that nobody depends on are left out.
+
+    Raises:
+      ScheduleError: the schedule is wrong.
+
+    >>> from crossreduce.planning import direct
+    >>> for turn in part(direct(["cpu:0", "cpu:1"]), 0).turns:
+    ...     print(*turn)
+    ((1, 1),) ((2, 1),) (Fold(made=3, operands=(0, 2), whole=True),)
+    ((3, 1),) ((4, 1),) ()
+    """
+    rounds = _needed(schedule)
+    values = [Value(chunk, False) for chunk in range(len(schedule.chunks))]
+    cells: dict[tuple[int, int], Value] = {}  # what every host holds, for its kind
+    for c, chunk in enumerate(schedule.chunks):
+        cells.update(((c, source), Value(c, False)) for source in chunk.sources)
+    own = {c: c for c, chunk in enumerate(schedule.chunks) if host in chunk.sources}
+    turns = []
+    for steps in rounds:
+        sends, receives, folds = [], [], []
+        held, before = dict(own), dict(cells)
+        for (c, dst, srcs), whole in steps:
+            kind = Value(c, whole or (len(srcs) == 1 and before[c, srcs[0]].whole))
+            cells[c, dst] = kind
+            operands = []
+            for src in srcs:
+                if src == host and dst != host:
+                    sends.append((held[c], dst))
+                elif dst == host and src != host:
+                    receives.append((len(values), src))
+                    operands.append(len(values))
+                    values.append(before[c, src])
+                elif dst == host:
+                    operands.append(held[c])
+            if len(operands) > 1:
+                folds.append(Fold(len(values), tuple(operands), whole))
+                operands = [len(values)]
+                values.append(kind)
+            if operands:
+                own[c] = operands[0]
+        turns.append(Turn(tuple(sends), tuple(receives), tuple(folds)))
+    results = (own[c] if host in chunk.destinations else -1 for c, chunk in enumerate(schedule.chunks))
+    return Part(tuple(values), len(schedule.chunks), tuple(turns), tuple(results))
+
+
+def _needed(schedule: Schedule) -> list[list[tuple[Step, bool]]]:
+    """Return the steps of each round that some destination depends on, and whether each makes a chunk whole."""
+    flags = completing(schedule)
+    wanted = {(c, dst) for c, chunk in enumerate(schedule.chunks) for dst in chunk.destinations}
+    rounds: list[list[tuple[Step, bool]]] = []
+    for steps, wholes in zip(reversed(schedule.rounds), reversed(flags), strict=True):
+        last = {(step.chunk, step.dst): k for k, step in enumerate(steps)}  # of two that write the same
+        kept = [k for k in sorted(last.values()) if (steps[k].chunk, steps[k].dst) in wanted]
+        wanted -= {(steps[k].chunk, steps[k].dst) for k in kept}
+        wanted |= {(steps[k].chunk, src) for k in kept for src in steps[k].srcs}
+        rounds.append([(steps[k], wholes[k]) for k in kept if steps[k].srcs != (steps[k].dst,)])
+    return rounds[::-1]
+
+
+class Layout(NamedTuple):
+    """Where each value of a piece lies in the memory of a piece, and its size: bytes, elements. ``room``: of all."""
+
+    places: tuple[tuple[int, int, int], ...]
+    room: int
+
+
+@lru_cache(maxsize=4096)
+def layout(found: Part, schedule: Schedule, size: int, accumulator: str, result: str) -> Layout:
+    """Lay out the values of a piece of ``size`` elements: its partial result in one run, then all others."""
+    spans = schedule.spans(size)
+    places, at = [], 0
+    for number, (chunk, whole) in enumerate(found.values):
+        start, stop = spans[chunk]
+        nbytes = (stop - start) * itemsize(result if whole else accumulator)
+        if number < found.given:
+            places.append((start * itemsize(accumulator), nbytes, stop - start))
+            at = -(-size * itemsize(accumulator) // LINE) * LINE
+        else:
+            places.append((at, nbytes, stop - start))
+            at += -(-nbytes // LINE) * LINE
+    return Layout(tuple(places), at)
+
+
+@lru_cache(maxsize=4096)
+def _folding(numbers: Numbers, operands: int, whole: bool, size: int) -> kernels.Plan:
+    op, accumulator, result, divisor = numbers
+    kinds = (accumulator, accumulator, result, divisor) if whole else (accumulator, accumulator, accumulator, 1)
+    program = Program(1, ((0, *range(operands)),), (~0,))
+    return kernels.plan(op, kinds, operands, 1, (size,), (program,), (Segment(0, 0, size, 0),))
+
+
+def delay(schedule: Schedule, pieces: int) -> int:
+    """Return in how many ticks after its own a piece is whole. A single piece waits for nobody."""
+    lag = 1 if pieces == 1 else LAG
+    return lag * len(schedule.rounds) - 1
+
+
+class Exchange:
+    """One host's part in an op of several pieces.
+
+    In tick t the caller puts piece t's partial result at ``partial(t)``, calls ``tick(t)``, and then has piece
+    t - ``delay`` to ``take``; ticks go on until all are taken, then ``close`` waits for what is still being sent. All
+    hosts do so, with the same sizes.
+
+    Args:
+      schedule: of the hosts; verified; all chunks of the same sources and destinations.
+      host: the own one's number.
+      peers: for each host the rank that runs this exchange there.
+      sizes: elements of each piece.
+      numbers: what is computed.
+      wire: what carries messages.
+      tag: of all messages.
+      deadline: when to give up, by ``time.monotonic``.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        host: int,
+        peers: tuple[int, ...],
+        sizes: tuple[int, ...],
+        numbers: Numbers,
+        wire: Wire,
+        tag: int,
+        deadline: float,
+    ) -> None:
+        self._peers, self._sizes, self._numbers = peers, sizes, numbers
+        self._wire, self._tag, self._deadline = wire, tag, deadline
+        self._part = part(schedule, host)
+        self._lag = 1 if len(sizes) == 1 else LAG
+        self.delay = delay(schedule, len(sizes))
+        self._layouts = [layout(self._part, schedule, size, numbers.accumulator, numbers.result) for size in sizes]
+        # Receives are posted a tick early, and a piece's memory is used again when its last sends are LAG ticks old.
+        self._window = min(len(sizes), self.delay + 2)
+        self._room = max((made.room for made in self._layouts), default=0)
+        self._memory = kernels.memory(max(1, self._window * self._room + LINE))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._base = -(-address // LINE) * LINE
+        self._sending: list[list[tuple[Pending, int]]] = [[] for _ in range(self._window)]
+        self._receiving: dict[tuple[int, int], list[tuple[Pending, int]]] = {}
+
+    @property
+    def room(self) -> int:
+        """How many bytes of memory it works in."""
+        return self._window * self._room
+
+    def partial(self, piece: int) -> int:
+        """Return where the caller puts this host's partial result of a piece, before its tick."""
+        return self._base + piece % self._window * self._room
+
+    def tick(self, tick: int) -> None:
+        """Do what is due: send, wait, fold.
+
+        Raises:
+          Lost, Late: a rank of another host; nothing more can come of this op.
+        """
+        if tick == 0:
+            self._post(0)
+        self._post(tick + 1)
+        for piece, r in self._due(tick):
+            self._send(piece, r)
+        for piece, r in self._due(tick - self._lag + 1):
+            self._finish(piece, r)
+
+    def take(self, piece: int, address: int) -> None:
+        """Copy a piece's result, where there is one here, to ``address``."""
+        base, made = self.partial(piece), self._layouts[piece]
+        at = address
+        for value in self._part.results:
+            if value >= 0:
+                place, nbytes, _ = made.places[value]
+                ctypes.memmove(at, base + place, nbytes)
+                at += nbytes
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        for sending in self._sending:
+            self._wait(sending)
+
+    def _due(self, tick: int) -> Iterator[tuple[int, int]]:
+        """Yield the pieces that do a round in a tick, and which round."""
+        for r in range(len(self._part.turns)):
+            piece = tick - self._lag * r
+            if 0 <= piece < len(self._sizes):
+                yield piece, r
+
+    def _post(self, tick: int) -> None:
+        for piece, r in self._due(tick):
+            if r == 0:
+                self._wait(self._sending[piece % self._window])
+            base, made, posted = self.partial(piece), self._layouts[piece], []
+            for value, src in self._part.turns[r].receives:
+                place, nbytes, _ = made.places[value]
+                if nbytes:
+                    rank = self._peers[src]
+                    posted.append((self._wire.receive(base + place, nbytes, rank, self._tag), rank))
+            self._receiving[piece, r] = posted
+
+    def _send(self, piece: int, r: int) -> None:
+        base, made, sending = self.partial(piece), self._layouts[piece], self._sending[piece % self._window]
+        for value, dst in self._part.turns[r].sends:
+            place, nbytes, _ = made.places[value]
+            if nbytes:
+                rank = self._peers[dst]
+                sending.append((self._wire.send(base + place, nbytes, rank, self._tag), rank))
+
+    def _finish(self, piece: int, r: int) -> None:
+        self._wait(self._receiving.pop((piece, r)))
+        base, places = self.partial(piece), self._layouts[piece].places
+        for made, operands, whole in self._part.turns[r].folds:
+            at, nbytes, size = places[made]
+            if nbytes:
+                plan = _folding(self._numbers, len(operands), whole, size)
+                plan.run([[base + places[value][0] for value in operands]], [[base + at]], 1, False, False)
+
+    def _wait(self, pendings: list[tuple[Pending, int]]) -> None:
+        while pendings:
+            pending, rank = pendings[0]
+            wait_for(pending, rank, self._deadline)
+            del pendings[0]
+
+
+def wait_for(pending: Pending, rank: int, deadline: float) -> None:
+    """Wait for a message from or to a rank.
+
+    Raises:
+      Lost: it is gone.
+      Late: it is past the deadline.
+    """
+    try:
+        pending.wait(max(0.001, deadline - time.monotonic()))
+    except TimeoutError as error:
+        raise Late(rank, str(error)) from error
+    except OSError as error:
+        raise Lost(rank, str(error)) from error
+
+
+def alike(digest: bytes, peers: tuple[int, ...], host: int, wire: Wire, tag: int, deadline: float) -> bool:
+    """Tell the ranks of other hosts what this host is about to do, and return whether all do the same.
+
+    Args:
+      digest: of what it is; as long on all hosts.
+      peers: for each host the rank that is told.
+      host: the own one's number.
+    Raises:
+      Lost, Late: a rank of another host.
+    """
+    size = len(digest)
+    said = ctypes.create_string_buffer(digest, size)
+    heard = [ctypes.create_string_buffer(size) for _ in peers]
+    others = [(k, rank) for k, rank in enumerate(peers) if k != host]
+    under_way = [(wire.receive(ctypes.addressof(heard[k]), size, rank, tag), rank) for k, rank in others]
+    under_way += [(wire.send(ctypes.addressof(said), size, rank, tag), rank) for _, rank in others]
+    for pending, rank in under_way:
+        wait_for(pending, rank, deadline)
+    return all(heard[k].raw == digest for k, _ in others)
+
+
+def cut(size: int, nbytes: int, most: int) -> tuple[int, ...]:
+    """Return the sizes of pieces, alike but for one element, of ``most`` bytes at most or one element.
+
+    >>> cut(10, 4, 16), cut(0, 4, 16)
+    ((3, 3, 4), (0,))
+    """
+    count = max(1, -(-size // max(1, most // nbytes)))
+    return tuple(b - a for a, b in pairwise(k * size // count for k in range(count + 1)))

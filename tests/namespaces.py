@@ -1,0 +1,159 @@
+"""A test bed of several hosts on one machine: network namespaces, joined by links of a given speed.
+
+Every two hosts have a link of their own: a veth pair with a token bucket (``tc tbf``) at both ends. A namespace has no
+name; it lives as long as a process that reads from a pipe of ours, so whatever ends this process, the kill signal
+included, takes namespaces, links and addresses with it. Needs root, ``ip``, ``tc``, ``unshare`` and ``nsenter``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+NEEDED = ("ip", "tc", "unshare", "nsenter", "setpriv")
+PATHS = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+
+
+@functools.cache
+def available():
+    """Return why the test bed cannot be used here, or ``None``."""
+    if sys.platform != "linux":
+        return "network namespaces are Linux's"
+    missing = [name for name in NEEDED if shutil.which(name, path=PATHS) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed"
+    if os.geteuid() != 0:
+        return "only root may make network namespaces"
+    try:
+        with hosts(2):
+            return None
+    except RuntimeError as error:
+        return str(error)
+
+
+class Bed:
+    """Hosts that are up. ``addresses``: one a host. ``interface``: the name of one that has it."""
+
+    def __init__(self, count, rate, mtu, slower):
+        self.holders, self.processes, self.lock = [], [], threading.Lock()
+        self.addresses = [f"10.213.0.{host + 1}" for host in range(count)]
+        self.interface = "link0"
+        try:
+            for _ in range(count):
+                # "up" is said from within the namespace, so that no link is laid into the old one.
+                holder = subprocess.Popen(
+                    ["unshare", "--net", "sh", "-c", "echo up; exec cat"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                    env={**os.environ, "PATH": PATHS},
+                )
+                self.holders.append(holder)
+                _require_up(holder)
+            names = [itertools.count() for _ in range(count)]
+            for host in range(count):
+                self._do(host, ["ip", "link", "set", "lo", "up"])
+            for a, b in itertools.combinations(range(count), 2):
+                ends = [(a, f"link{next(names[a])}", b), (b, f"link{next(names[b])}", a)]
+                (pid, near), (other, far) = ((self.holders[end[0]].pid, end[1]) for end in ends)
+                pair = ["ip", "link", "add", near, "netns", str(pid), "type", "veth"]
+                _call([*pair, "peer", "name", far, "netns", str(other)])
+                for host, name, there in ends:
+                    speed = slower.get((a, b), slower.get((b, a), rate))
+                    self._do(host, ["ip", "address", "add", self.addresses[host] + "/32", "dev", name])
+                    self._do(host, ["ip", "link", "set", name, "mtu", str(mtu), "up"])
+                    way = [self.addresses[there] + "/32", "dev", name, "src", self.addresses[host]]
+                    self._do(host, ["ip", "route", "add", *way])
+                    bucket = ["rate", speed, "burst", "256k", "latency", "50ms"]
+                    self._do(host, ["tc", "qdisc", "add", "dev", name, "root", "tbf", *bucket])
+        except BaseException:
+            self.close()
+            raise
+
+    def _inside(self, host):
+        return ["nsenter", f"--net=/proc/{self.holders[host].pid}/ns/net"]
+
+    def _do(self, host, argv):
+        return _call([*self._inside(host), *argv])
+
+    def run(self, host, argv, env=None, **options):
+        """Start a process on a host and return its ``Popen``; it ends with the bed, or with the thread that started it.
+
+        ``env``: added to the environment. Options are ``Popen``'s.
+        """
+        around = {**os.environ, "PATH": PATHS, "GLOO_SOCKET_IFNAME": self.interface, **(env or {})}
+        command = [*self._inside(host), "setpriv", "--pdeathsig", "KILL", *argv]
+        with self.lock:
+            process = subprocess.Popen(command, env=around, start_new_session=True, **options)
+            self.processes.append(process)
+        return process
+
+    def sent(self, host):
+        """Return how many bytes, headers included, a host has sent so far over its link to each other host."""
+        said = json.loads(self._do(host, ["ip", "-s", "-j", "link", "show"]))
+        counts = {link["ifname"]: link["stats64"]["tx"]["bytes"] for link in said}
+        others = [other for other in range(len(self.addresses)) if other != host]
+        return {other: counts[f"link{k}"] for k, other in enumerate(others)}
+
+    def close(self):
+        """End all processes, and with them the namespaces and everything in them."""
+        with self.lock:
+            processes, self.processes = self.processes, []
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.wait()
+        holders, self.holders = self.holders, []
+        for holder in holders:
+            holder.stdin.close()
+        for holder in holders:
+            holder.wait()
+            holder.stdout.close()
+            holder.stderr.close()
+
+
+def _require_up(holder):
+    if holder.stdout.readline() != b"up\n":
+        raise RuntimeError(f"no network namespace: {holder.stderr.read().decode().strip()}")
+
+
+def _call(argv):
+    """Run a command of the system and return what it says."""
+    ran = subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, "PATH": PATHS})
+    if ran.returncode:
+        raise RuntimeError(f"{' '.join(argv)}: {ran.stderr.strip()}")
+    return ran.stdout
+
+
+@contextlib.contextmanager
+def hosts(count, rate="1gbit", mtu=1500, slower=None):
+    """Make hosts, yield their ``Bed``, and take everything down again, whatever happens.
+
+    Args:
+      count: how many.
+      rate: of each link, in each direction, as ``tc`` spells it. It counts Ethernet's headers: at an MTU of 1500, TCP
+        carries 1448 bytes in 1514.
+      mtu: of all links.
+      slower: links of another rate, by two hosts' numbers: ``{(0, 2): "200mbit"}``.
+    Raises:
+      RuntimeError: the system refuses; it says what (see ``available``).
+    """
+    bed = Bed(count, rate, mtu, slower or {})
+    atexit.register(bed.close)
+    try:
+        yield bed
+    finally:
+        bed.close()
+        atexit.unregister(bed.close)
