@@ -1,18 +1,14 @@
 // The Python face of the kernels: Plan, Memory, and what this machine offers. Only the stable ABI of Python 3.11 is used.
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
+#include "face.hpp"
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
 #endif
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
-#include <string>
 
-#include "engine.hpp"
 #include "memory.hpp"
 #include "pool.hpp"
 
@@ -49,47 +45,7 @@ const Tiles *tiles_named(const char *name) {
     return std::strcmp(name, "baseline") == 0 ? &tiles_baseline : nullptr;
 }
 
-// A new reference to a sequence's element, or null with an error set.
-PyObject *item(PyObject *sequence, Py_ssize_t k) {
-    if (!PyType_HasFeature(Py_TYPE(sequence), Py_TPFLAGS_LIST_SUBCLASS)) return PySequence_GetItem(sequence, k);
-    PyObject *found = PyList_GetItem(sequence, k);
-    Py_XINCREF(found);
-    return found;
-}
-
-struct Ref { // owns one reference
-    PyObject *object;
-    explicit Ref(PyObject *made) : object(made) {}
-    Ref(const Ref &) = delete;
-    Ref &operator=(const Ref &) = delete;
-    ~Ref() { Py_XDECREF(object); }
-    explicit operator bool() const { return object != nullptr; }
-};
-
-template <class Int> bool read_ints(PyObject *sequence, std::vector<Int> &to) {
-    Py_ssize_t size = PySequence_Size(sequence);
-    if (size < 0) return false;
-    to.reserve(static_cast<size_t>(size));
-    for (Py_ssize_t k = 0; k < size; k++) {
-        Ref one(item(sequence, k));
-        if (!one) return false;
-        long long value = PyLong_AsLongLong(one.object);
-        if (value == -1 && PyErr_Occurred()) return false;
-        if (value < std::numeric_limits<Int>::min() || value > std::numeric_limits<Int>::max()) {
-            PyErr_SetString(PyExc_ValueError, "a number is out of range");
-            return false;
-        }
-        to.push_back(static_cast<Int>(value));
-    }
-    return true;
-}
-
 // Plan
-
-struct PlanObject {
-    PyObject_HEAD
-    Plan *plan;
-};
 
 bool read_program(PyObject *given, Program &program) {
     Py_ssize_t parts = PySequence_Size(given);
@@ -503,7 +459,8 @@ int fill(PyObject *module) {
     Ref plan(PyType_FromSpec(&plan_spec)), memory(PyType_FromSpec(&memory_spec));
     if (!plan || !memory) return -1;
     if (PyModule_AddObjectRef(module, "Plan", plan.object) < 0) return -1;
-    return PyModule_AddObjectRef(module, "Memory", memory.object);
+    if (PyModule_AddObjectRef(module, "Memory", memory.object) < 0) return -1;
+    return add_arena(module);
 }
 
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, {0, nullptr}};
@@ -518,5 +475,12 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                           nullptr};
 
 } // namespace
+
+const Plan *plan_of(PyObject *object) {
+    if (PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) == reinterpret_cast<void *>(plan_dealloc))
+        return reinterpret_cast<PlanObject *>(object)->plan;
+    PyErr_SetString(PyExc_TypeError, "this is no plan of the compiled kernels");
+    return nullptr;
+}
 
 PyMODINIT_FUNC PyInit__native() { return PyModuleDef_Init(&definition); }

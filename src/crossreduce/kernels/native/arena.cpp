@@ -1,0 +1,217 @@
+#include "arena.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <ctime>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+// Below so many bytes read and written, waking a thread costs more than it helps.
+constexpr int64_t THREADED = 1 << 20;
+constexpr int64_t PAGE = 4096;
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
+              "a lock would be in one process only");
+
+int64_t now_ns(clockid_t clock) {
+    timespec time;
+    clock_gettime(clock, &time);
+    return int64_t{1000000000} * time.tv_sec + time.tv_nsec;
+}
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+int64_t slots_at(int ranks) {
+    const auto before = static_cast<int64_t>(sizeof(Control)) + ranks * static_cast<int64_t>(sizeof(Seat));
+    return (before + PAGE - 1) / PAGE * PAGE;
+}
+
+#if defined(__linux__)
+void sleep_while(std::atomic<uint32_t> &word, uint32_t value, int64_t ns) {
+    timespec time = {static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
+    syscall(SYS_futex, &word, FUTEX_WAIT, value, &time, nullptr, 0);
+}
+void wake_all(std::atomic<uint32_t> &word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+#endif
+
+} // namespace
+
+int64_t SharedMemory::bytes(int ranks, int64_t slot) { return slots_at(ranks) + ranks * slot; }
+
+#if defined(__linux__)
+
+SharedMemory *SharedMemory::map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads) {
+    const auto size = static_cast<size_t>(bytes(ranks, slot));
+    void *at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED) return nullptr;
+    madvise(at, size, MADV_DONTFORK); // a forked child must not take part in its parent's place
+    auto *made = new SharedMemory();
+    made->rank = rank;
+    made->ranks = ranks;
+    made->slot = slot;
+    made->spin_ns = spin_ns;
+    made->threads = threads;
+    made->mapped = size;
+    made->owner = getpid();
+    made->control = static_cast<Control *>(at); // zeros, which is how everything begins
+    made->seats = reinterpret_cast<Seat *>(static_cast<char *>(at) + sizeof(Control));
+    made->slots = static_cast<char *>(at) + slots_at(ranks);
+    return made;
+}
+
+SharedMemory::~SharedMemory() {
+    if (getpid() == owner) munmap(control, mapped); // in a forked child something else may be there
+}
+
+void SharedMemory::arrive() {
+    seats[rank].arrivals.store(ticks + 1, std::memory_order_relaxed);
+    // The last to arrive says so; all before it are in the release sequence, so whoever reads `met` sees their writes.
+    const uint64_t all = control->arrivals.fetch_add(1, std::memory_order_acq_rel) + 1;
+    ticks++;
+    waiting = true;
+    if (all % static_cast<uint64_t>(ranks) == 0) {
+        control->met.store(ticks, std::memory_order_seq_cst);
+        if (control->sleepers.load(std::memory_order_seq_cst) > 0) wake_all(control->met);
+    }
+}
+
+// Whether all have arrived where this rank has, by then.
+bool SharedMemory::wait(int64_t until_ns) {
+    const auto reached = [&] {
+        return static_cast<int32_t>(control->met.load(std::memory_order_acquire) - ticks) >= 0;
+    };
+    if (reached()) return true;
+    int64_t now = now_ns(CLOCK_MONOTONIC);
+    const int64_t spin = std::min(until_ns, now + spin_ns);
+    while (now < spin) {
+        for (int k = 0; k < 64; k++) {
+            if (reached()) return true;
+            relax();
+        }
+        now = now_ns(CLOCK_MONOTONIC);
+    }
+    while (now < until_ns && control->broken.load(std::memory_order_acquire) == 0) {
+        // Counted first, then looked at: whoever changes it afterwards sees the count and wakes.
+        control->sleepers.fetch_add(1, std::memory_order_seq_cst);
+        const uint32_t seen = control->met.load(std::memory_order_seq_cst);
+        if (static_cast<int32_t>(seen - ticks) < 0) sleep_while(control->met, seen, until_ns - now);
+        control->sleepers.fetch_sub(1, std::memory_order_relaxed);
+        if (reached()) return true;
+        now = now_ns(CLOCK_MONOTONIC);
+    }
+    return reached();
+}
+
+void SharedMemory::give_up(const std::string &text) {
+    uint32_t none = 0;
+    if (!control->broken.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) return;
+    control->cause_length = static_cast<uint32_t>(std::min<size_t>(text.size(), CAUSE_BYTES));
+    std::memcpy(control->cause, text.data(), control->cause_length);
+    control->broken.store(2, std::memory_order_release);
+    wake_all(control->met);
+}
+
+#else // no futex
+
+SharedMemory *SharedMemory::map(int, int, int, int64_t, int64_t, int) {
+    errno = ENOSYS;
+    return nullptr;
+}
+SharedMemory::~SharedMemory() = default;
+void SharedMemory::arrive() {}
+bool SharedMemory::wait(int64_t) { return false; }
+void SharedMemory::give_up(const std::string &) {}
+
+#endif
+
+std::string SharedMemory::cause() const {
+    if (control->broken.load(std::memory_order_acquire) != 2) return {};
+    return {control->cause, control->cause_length};
+}
+
+void SharedMemory::begin(const Course &of, std::vector<char *> memory, const std::string &text) {
+    course = &of;
+    buffers = std::move(memory);
+    next = 0;
+    waiting = false;
+    number++;
+    entry = &seats[rank].entries[number % KEPT_OPS];
+    entry->number.store(0, std::memory_order_release);
+    const size_t length = std::min<size_t>(text.size(), TEXT_BYTES);
+    std::memcpy(entry->text, text.data(), length);
+    entry->length.store(static_cast<uint32_t>(length), std::memory_order_relaxed);
+    entry->started_ns.store(now_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
+    entry->ended_ns.store(0, std::memory_order_relaxed);
+    entry->number.store(number, std::memory_order_release);
+    seats[rank].number.store(number, std::memory_order_release);
+}
+
+// Whether all ranks described their op of this number in the same words. They have all begun it, and none can be so far
+// ahead that it uses the entry again.
+bool SharedMemory::alike() const {
+    const uint32_t length = entry->length.load(std::memory_order_relaxed);
+    for (int of = 0; of < ranks; of++) {
+        const Entry &other = seats[of].entries[number % KEPT_OPS];
+        if (other.number.load(std::memory_order_acquire) != number) return false;
+        if (other.length.load(std::memory_order_relaxed) != length || std::memcmp(other.text, entry->text, length) != 0)
+            return false;
+    }
+    return true;
+}
+
+bool SharedMemory::work(const std::vector<Work> &works) {
+    const int64_t half = static_cast<int64_t>(number % 2) * (slot / 2);
+    const auto at = [&](const Spot &spot) {
+        if (spot.region >= 0) return memory(spot.region) + half + spot.offset;
+        return buffers[static_cast<size_t>(~spot.region)] + spot.offset;
+    };
+    std::vector<Operand> sources;
+    std::vector<char *> results;
+    for (const Work &one : works) {
+        sources.clear();
+        results.clear();
+        for (const Spot &spot : one.sources) sources.push_back({at(spot), nullptr});
+        for (const Spot &spot : one.results) results.push_back(at(spot));
+        const int helping = traffic(*one.plan) < THREADED ? 1 : threads;
+        if (!run(*one.plan, sources, results, helping, one.past_cache)) return false;
+    }
+    return true;
+}
+
+Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
+    const int64_t until_ns = now_ns(CLOCK_MONOTONIC) + slice_ns;
+    while (next < until) {
+        if (next > 0) {
+            if (!waiting) arrive();
+            if (!wait(until_ns)) return control->broken.load() != 0 ? Outcome::broken : Outcome::waiting;
+            waiting = false;
+            if (next == 1 && !alike()) {
+                entry->ended_ns.store(now_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
+                course = nullptr;
+                return Outcome::mismatch;
+            }
+        }
+        if (!work(course->ticks[next])) return Outcome::memory;
+        next++;
+    }
+    if (next == course->ticks.size()) {
+        entry->ended_ns.store(now_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
+        course = nullptr;
+    }
+    return Outcome::done;
+}

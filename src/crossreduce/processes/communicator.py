@@ -1,0 +1,382 @@
+"""``Communicator``: the collectives of a group of ranks, over memory that is named by its address.
+
+In: where the ranks meet, and a wire between hosts.  Out: reduced memory, or the same error on every rank. On one host
+a call is a course through shared memory; between hosts see ``across``. Knows no arrays.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple, NoReturn
+
+from .. import kernels
+from ..errors import (
+    ArgumentError,
+    BackendError,
+    CollectiveTimeout,
+    ContextError,
+    MismatchError,
+    PeerLostError,
+    ReductionError,
+    UnsupportedError,
+    message,
+)
+from ..ops import COMPLEX, INTEGERS, ReduceOp, accumulator
+from . import record
+from .agreement import Said, described, disagreement, lost, stalled, timed_out
+from .arena import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, WAITING, Arena, Watch, packed, unpacked
+from .contract import Buffer, Rendezvous, Wire
+from .courses import SLOT_BYTES, Flow, Numbers, native_course
+from .hosts import meet
+
+_LOG: Final = logging.getLogger("crossreduce")
+_KEPT: Final = 1024  # calls whose courses are remembered
+WARN_AFTER_S: Final = 30.0
+
+
+class _Call(NamedTuple):
+    """A call, ready to run."""
+
+    course: Any
+    ticks: int
+    text: bytes
+
+
+class Communicator:
+    """The ranks of a group, seen from one of them.
+
+    Calls block, let other Python threads run, and answer signals; calls of several threads wait for each other. All
+    ranks make the same calls in the same order; before any result is written each makes sure that all do.
+
+    Args:
+      rendezvous: where the ranks meet.
+      wire: how ranks of different hosts reach each other; ``None`` where all are on one.
+      name: the group's, in messages.
+      timeout_s: how long a call waits for other ranks, in seconds.
+    Raises:
+      BackendError: the compiled kernels are not there, or this system is not Linux.
+      CollectiveTimeout: some ranks did not come.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, wire: Wire | None, *, name: str, timeout_s: float) -> None:
+        if kernels.instruction_set() == "numpy" or not hasattr(os, "memfd_create"):
+            problem = "ranks share memory through the compiled kernels, on Linux."
+            raise BackendError(message(problem, kernels.instruction_set(), "install with a C++ compiler, on Linux"))
+        from .. import __version__
+
+        self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s
+        self.rendezvous, self.wire = rendezvous, wire
+        self.warn_s = min(WARN_AFTER_S, timeout_s / 2)
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._calls: dict[Any, _Call] = {}
+        self._broken: ReductionError | None = None
+        self._closed = False
+        meeting = meet(rendezvous, lambda ranks: Arena.nbytes(ranks, SLOT_BYTES))
+        self.hosts = meeting.hosts
+        self.host = next(host for host in self.hosts if self.rank in host)
+        self.arena = Arena(meeting.fd, self.host, self.rank, SLOT_BYTES)
+        card = [os.getpid(), socket.gethostname(), __version__, os.urandom(8).hex()]
+        self.cards = [json.loads(said) for said in rendezvous.all_gather(json.dumps(card).encode())]
+        self.token = self.cards[0][3]
+        versions = {said[2] for said in self.cards}
+        if len(versions) > 1:
+            given = "; ".join(f"rank {rank}: {said[2]}" for rank, said in enumerate(self.cards))
+            raise MismatchError(message("all ranks need the same version of crossreduce.", given))
+        _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, list(map(list, self.hosts)))
+
+    # The collectives
+
+    def all_reduce(self, op: ReduceOp, source: Buffer, result: Buffer) -> None:
+        """Combine all ranks' ``source`` into everybody's ``result``, which may be the same memory."""
+        self._check(source, result)
+        self._reduction("all_reduce", op, source, (source.address, result.address), None)
+
+    def reduce(self, op: ReduceOp, source: Buffer, result: Buffer | None, root: int) -> None:
+        """Combine all ranks' ``source`` into the root's ``result``."""
+        self._check_root(root, result is not None)
+        if result is not None:
+            self._check(source, result)
+        addresses = (source.address,) if result is None else (source.address, result.address)
+        self._reduction("reduce", op, source, addresses, root)
+
+    def broadcast(self, buffer: Buffer, root: int) -> None:
+        """Copy the root's ``buffer`` to everybody's."""
+        self._check_root(root, None)
+        self._copying("broadcast", buffer, (buffer.address,), root)
+
+    def all_gather(self, source: Buffer, results: Sequence[Buffer]) -> None:
+        """Copy every rank's ``source`` to everybody's ``results``, one a rank."""
+        self._check(source, *results, count=self.size)
+        self._copying("all_gather", source, (source.address, *(r.address for r in results)), None)
+
+    def reduce_scatter(self, op: ReduceOp, sources: Sequence[Buffer], result: Buffer) -> None:
+        """Combine all ranks' ``sources[k]`` into rank k's ``result``."""
+        self._check(result, *sources, count=self.size)
+        self._reduction("reduce_scatter", op, result, (*(s.address for s in sources), result.address), None)
+
+    def gather(self, source: Buffer, results: Sequence[Buffer] | None, root: int) -> None:
+        """Copy every rank's ``source`` to the root's ``results``."""
+        self._check_root(root, results is not None)
+        if results is not None:
+            self._check(source, *results, count=self.size)
+        self._copying("gather", source, (source.address, *(r.address for r in results or ())), root)
+
+    def scatter(self, sources: Sequence[Buffer] | None, result: Buffer, root: int) -> None:
+        """Copy the root's ``sources[k]`` to rank k's ``result``."""
+        self._check_root(root, sources is not None)
+        if sources is not None:
+            self._check(result, *sources, count=self.size)
+        self._copying("scatter", result, (result.address, *(s.address for s in sources or ())), root)
+
+    def all_to_all(self, sources: Sequence[Buffer], results: Sequence[Buffer]) -> None:
+        """Copy rank i's ``sources[k]`` to rank k's ``results[i]``."""
+        self._check(sources[0], *sources, count=self.size)
+        self._check(sources[0], *results, count=self.size)
+        self._copying("all_to_all", sources[0], tuple(b.address for b in (*sources, *results)), None)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+        self.agree("barrier")
+
+    def agree(self, what: str) -> None:
+        """Make sure that all ranks say the same, and move nothing.
+
+        Raises:
+          MismatchError: they do not.
+        """
+        self._run(what, lambda: self._nothing(what), ())
+
+    def plans(self, collective: str, op: ReduceOp | None = None, dtype: str = "uint8") -> bool:
+        """Return whether a call runs here; else it is for another engine, after ``agree``."""
+        if len(self.hosts) > 1 and collective not in ("all_reduce", "reduce", "broadcast", "barrier"):
+            return False
+        with suppress(UnsupportedError):
+            reduction_numbers(op or ReduceOp.MAX, dtype, self.size)
+            return True
+        return op is None and dtype in COMPLEX
+
+    def abort(self) -> None:
+        """Leave the group at once, also in the middle of a call, which then fails on all ranks."""
+        if not self._closed and os.getpid() == self._pid:
+            self._give_up(self._interrupted("left"))
+        self.close()
+
+    def close(self) -> None:
+        """Leave the group. Ranks that still wait for this one get a ``PeerLostError``."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        with self._lock:
+            self.arena.leave(self._nothing(LEFT).course)
+            self.arena.close()
+
+    # How a call runs
+
+    def _reduction(
+        self, collective: str, op: ReduceOp, given: Buffer, addresses: tuple[int, ...], root: int | None
+    ) -> None:
+        def make() -> _Call:
+            numbers = reduction_numbers(op, given.dtype, self.size)
+            return self._made(flows(collective, self.size, root), given.size, numbers, text)
+
+        text = described(collective, op.value, root, given.dtype, given.shape)
+        self._run((collective, op, given.dtype, given.shape, root), make, addresses)
+
+    def _copying(self, collective: str, given: Buffer, addresses: tuple[int, ...], root: int | None) -> None:
+        def make() -> _Call:
+            numbers = Numbers("sum", given.dtype, given.dtype, given.dtype, 1)
+            return self._made(flows(collective, self.size, root), given.size, numbers, text)
+
+        text = described(collective, None, root, given.dtype, given.shape)
+        self._run((collective, given.dtype, given.shape, root), make, addresses)
+
+    def _run(self, key: Any, make: Callable[[], _Call], addresses: tuple[int, ...]) -> None:
+        call = self._calls.get(key)
+        if call is None:
+            call = make()
+            if len(self._calls) >= _KEPT:
+                self._calls.clear()
+            self._calls[key] = call
+        with self._lock:
+            self._require_whole()
+            outcome = self.arena.begin(call.course, addresses, call.text, call.ticks)
+            if outcome != DONE:
+                self._wait(outcome, call)
+
+    def _require_whole(self) -> None:
+        """Raise what broke the group, if it is broken."""
+        if os.getpid() != self._pid:
+            problem = f'group "{self.name}" belongs to process {self._pid}, which this one was forked from.'
+            raise ContextError(message(problem, f"process {os.getpid()}", "make the group after the fork, or spawn"))
+        if self._closed:
+            raise ContextError(message(f'group "{self.name}" is closed.', remedy="make a new group"))
+        if self._broken is not None:
+            raise type(self._broken)(str(self._broken), getattr(self._broken, "ranks", ()))
+
+    def _wait(self, outcome: int, call: _Call) -> None:
+        """Wait until a call that was begun is over; look round now and then."""
+        watch = Watch(self.timeout_s, self.warn_s)
+        try:
+            while outcome == WAITING:
+                self._look_round(watch)
+                outcome = self.arena.advance(call.ticks)
+        except ReductionError as error:
+            self._give_up(error)
+            outcome = BROKEN
+        except BaseException:  # Ctrl-C, or whatever else a signal's handler raised
+            self._give_up(self._interrupted("was interrupted"))
+            raise
+        if outcome == MISMATCH:
+            self._raise_mismatch()
+        if outcome == BROKEN:
+            self._raise_broken()
+
+    def _look_round(self, watch: Watch) -> None:
+        """Raise if a rank that is waited for is gone, if other hosts have given up, or if it takes too long."""
+        missing = self.arena.missing()
+        gone = [rank for rank in missing if not self.arena.alive(rank)]
+        if gone:
+            left = all((self.arena.said(rank) or Said(0, "")).text == LEFT for rank in gone)
+            raise self._lost(gone, "left" if left else "died")
+        if len(self.hosts) > 1:
+            heard = watch.heard(self.rendezvous.heard)
+            if heard is not None:
+                raise unpacked(heard)
+        if watch.waited_s() > self.timeout_s:
+            late = {rank: self.arena.said(rank) for rank in missing}
+            raise CollectiveTimeout(timed_out(self.timeout_s, self._said(), late, self.name), missing)
+        if watch.due_to_warn():
+            late = {rank: self.arena.said(rank) for rank in missing}
+            _LOG.warning("rank %d: %s", self.rank, stalled(watch.waited_s(), self._said(), late, self.name))
+
+    def _said(self) -> Said:
+        return self.arena.said(self.rank) or Said(0, "")
+
+    def _lost(self, ranks: Sequence[int], how: str) -> PeerLostError:
+        places = {rank: f"pid {self.cards[rank][0]} on host {self.cards[rank][1]}" for rank in ranks}
+        return PeerLostError(lost(places, self._said(), self.name, how), ranks)
+
+    def _interrupted(self, how: str) -> PeerLostError:
+        return self._lost([self.rank], how)
+
+    def _give_up(self, error: ReductionError) -> None:
+        """Tell all ranks, of this host and of others, why nothing goes on."""
+        self.arena.give_up(error)
+        if len(self.hosts) > 1:
+            self.rendezvous.announce(packed(self.arena.cause() or error))
+            if self.wire is not None:
+                self.wire.abort()
+
+    def _raise_mismatch(self) -> NoReturn:
+        number = self.arena.number
+        said = {rank: self.arena.call(rank, number) or Said(number, "?") for rank in self.host}
+        raise MismatchError(disagreement(said, self.name))
+
+    def _raise_broken(self) -> NoReturn:
+        deadline = time.monotonic() + 1  # whoever gave up may still be writing why
+        while (error := self.arena.cause()) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self._broken = error or self._lost([self.rank], "was interrupted")
+        path = record.write(self._record(str(self._broken)))
+        if path is not None:
+            self._broken.add_note(f"What each rank did last: crossreduce doctor {path.parent}")
+        raise self._broken
+
+    def _record(self, cause: str) -> record.Dump:
+        histories = [
+            record.History(rank, tuple(record.Op(*op) for op in self.arena.ops(rank)), self.cards[rank][0])
+            for rank in self.host
+        ]
+        return record.taken(self.name, self.token, self.rank, self.hosts, cause, histories)
+
+    # What a call is
+
+    def _nothing(self, what: str) -> _Call:
+        return self._made((), 0, Numbers("sum", "uint8", "uint8", "uint8", 1), what)
+
+    def _made(self, given: tuple[Flow, ...], size: int, numbers: Numbers, text: str) -> _Call:
+        course, ticks = native_course(given, size, numbers, self.rank, self.size)
+        return _Call(course, ticks, short(text))
+
+    def _check_root(self, root: int, has_all: bool | None) -> None:
+        if not 0 <= root < self.size:
+            raise ArgumentError(message("the root is no rank of the group.", str(root), f"0 to {self.size - 1}"))
+        if has_all is not None and has_all != (self.rank == root):
+            problem = f"rank {root} is the root, and only the root has all parts or the result."
+            raise ArgumentError(message(problem, f"rank {self.rank} {'has' if has_all else 'lacks'} them"))
+
+    def _check(self, first: Buffer, *others: Buffer, count: int | None = None) -> None:
+        """Raise unless buffers are alike, and as many as there are ranks."""
+        if count is not None and len(others) != count:
+            raise ArgumentError(message("there must be one buffer a rank.", f"{len(others)} for {count} ranks"))
+        for other in others:
+            if (other.size, other.dtype) != (first.size, first.dtype):
+                given = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
+                raise MismatchError(message("what goes in and comes out differs in dtype or size.", given))
+
+
+def short(text: str) -> bytes:
+    """Return a call's description as at most ``MOST_TEXT`` bytes; what is cut off still counts, by its hash."""
+    encoded = text.encode()
+    if len(encoded) <= MOST_TEXT:
+        return encoded
+    return (
+        encoded[: MOST_TEXT - 20].decode(errors="ignore").encode()
+        + b"... "
+        + blake2b(encoded, digest_size=8).hexdigest().encode()
+    )
+
+
+def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
+    """Return in which dtypes ranks reduce, whose results are of the same dtype as what they give.
+
+    Raises:
+      UnsupportedError: the op is not defined for the dtype, or its result would be of another.
+    """
+    wide = accumulator(op, dtype)
+    if op is ReduceOp.MEAN and dtype in INTEGERS:
+        problem = "the mean of integers is not an integer, and goes where an integer was."
+        raise UnsupportedError(message(problem, f"op mean, dtype {dtype}", "the sum, or floats"))
+    mean = op is ReduceOp.MEAN
+    return Numbers("sum" if mean else op.value, dtype, wide, dtype, ranks if mean else 1)
+
+
+@lru_cache(maxsize=256)
+def flows(collective: str, ranks: int, root: int | None) -> tuple[Flow, ...]:
+    """Return what flows in a collective. A rank's buffers are numbered: what it gives, then what it gets.
+
+    >>> flows("reduce", 2, 1)
+    (Flow(sources=((0, 0), (1, 0)), destinations=((1, 1),)),)
+    """
+    everyone = range(ranks)
+    all_first = tuple((rank, 0) for rank in everyone)
+    if collective == "all_reduce":
+        return (Flow(all_first, tuple((rank, 1) for rank in everyone)),)
+    if collective == "reduce":
+        assert root is not None
+        return (Flow(all_first, ((root, 1),)),)
+    if collective == "broadcast":
+        assert root is not None
+        return (Flow(((root, 0),), tuple((rank, 0) for rank in everyone if rank != root)),)
+    if collective == "all_gather":
+        return tuple(Flow(((k, 0),), tuple((rank, 1 + k) for rank in everyone)) for k in everyone)
+    if collective == "reduce_scatter":
+        return tuple(Flow(tuple((rank, k) for rank in everyone), ((k, ranks),)) for k in everyone)
+    if collective == "gather":
+        assert root is not None
+        return tuple(Flow(((k, 0),), ((root, 1 + k),)) for k in everyone)
+    if collective == "scatter":
+        assert root is not None
+        return tuple(Flow(((root, 1 + k),), ((k, 0),)) for k in everyone)
+    assert collective == "all_to_all", collective
+    return tuple(Flow(((i, k),), ((k, ranks + i),)) for i in everyone for k in everyone)
