@@ -75,6 +75,9 @@ class Torch:
     def call(self, task: Task, source: Any, result: Any, root: int, in_place: bool) -> Call:
         dist, group, size = self._dist, self._group, self.size
         names = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX", "mean": "AVG"}
+        # torch 2.13 renamed them.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         divides = task.op == "mean" and not self._averages
         op = getattr(dist.ReduceOp, "SUM" if divides else names[task.op])
 
@@ -94,12 +97,12 @@ class Torch:
             reduced(result)
 
         def scattered() -> None:
-            dist.reduce_scatter_tensor(result, source, op, group=group)
+            scatter(result, source, op, group=group)
             divided(result)
 
         return {
             "broadcast": lambda: dist.broadcast(source, root, group=group),
-            "all_gather": lambda: dist.all_gather_into_tensor(result, source, group=group),
+            "all_gather": lambda: gather(result, source, group=group),
             "reduce_scatter": scattered,
         }.get(task.collective, (lambda: reduced(source)) if in_place else out_of_place)
 

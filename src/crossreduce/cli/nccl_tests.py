@@ -279,7 +279,6 @@ def ratio_lines(found: list[dict[str, Any]]) -> list[str]:
         return f"# {size:>10}  {root:>6}  " + "  ".join(f"{cell:>8}" for cell in cells)
 
     return [
-        "#",
         "# Median times of the peers, by crossreduce's: above 1 it is the quicker one",
         line("size", "root", found[0]["by_peer"]),
         *(line(row["size"], row["root"], (f"{ratio:.2f}x" for ratio in row["by_peer"].values())) for row in found),

@@ -250,7 +250,7 @@ def _measured(request: Request, dist: Any, control: Any) -> int:
         first, *peers = request.backends
         ratios = nccl_tests.ratios(found[first], {name: found[name] for name in peers})
         *footer, concluded = nccl_tests.footer(config, found[first])
-        _print([*footer, *(nccl_tests.ratio_lines(ratios) if peers else []), "#", concluded])
+        _print([*footer, *([*nccl_tests.ratio_lines(ratios), "#"] if peers else []), concluded])
         report = nccl_tests.report(config, found[first], list(request.args), start_time)
         report["crossreduce"] |= {
             "backend": first,
@@ -259,7 +259,7 @@ def _measured(request: Request, dist: Any, control: Any) -> int:
             "ratios": ratios,
         }
         write(report)
-    return int(any(timing.nwrong for each in found.values() for row in each for timing in row.timings))
+    return int(any(timing.nwrong for row in found[first] for timing in row.timings))
 
 
 def _from_mpi(request: Request) -> Iterator[nccl_tests.Row]:
