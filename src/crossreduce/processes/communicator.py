@@ -71,8 +71,6 @@ class Communicator:
         if kernels.instruction_set() == "numpy" or not hasattr(os, "memfd_create"):
             problem = "ranks share memory through the compiled kernels, on Linux."
             raise BackendError(message(problem, kernels.instruction_set(), "install with a C++ compiler, on Linux"))
-        from .. import __version__
-
         self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s
         self.rendezvous, self.wire = rendezvous, wire
         self.warn_s = min(WARN_AFTER_S, timeout_s / 2)
@@ -85,7 +83,7 @@ class Communicator:
         self.hosts = meeting.hosts
         self.host = next(host for host in self.hosts if self.rank in host)
         self.arena = Arena(meeting.fd, self.host, self.rank, SLOT_BYTES)
-        card = [os.getpid(), socket.gethostname(), __version__, os.urandom(8).hex()]
+        card = [os.getpid(), socket.gethostname(), record.versions()["crossreduce"], os.urandom(8).hex()]
         self.cards = [json.loads(said) for said in rendezvous.all_gather(json.dumps(card).encode())]
         self.token = self.cards[0][3]
         versions = {said[2] for said in self.cards}

@@ -119,7 +119,7 @@ def taken(
         now_s=time.monotonic(),
         histories=tuple(sorted(histories)),
         threads=_threads(),
-        versions=_versions(),
+        versions=versions(),
     )
 
 
@@ -220,7 +220,7 @@ def _threads() -> tuple[Thread, ...]:
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Return the versions of what takes part; nothing is imported for it."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     try:
