@@ -1,0 +1,331 @@
+"""Each collective over CPU tensors, from beginning to end: what a group's line runs.
+
+In: tensors, as ``torch.distributed`` has them.  Out: calls of a ``Communicator``, or of gloo for what that has no plan
+for. A tensor that does not lie in one piece is copied; dtypes that cannot be reduced are moved as bytes. Blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ReduceOp as TorchOp
+
+from ..errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError, message
+from ..ops import INTEGERS, ReduceOp, accumulator
+from ..processes.agreement import described
+from ..processes.communicator import Communicator
+from .memory import NAMES, buffer, readable, settle, settle_all, shares, writable
+
+_OPS: Final = {
+    TorchOp.SUM: ReduceOp.SUM,
+    TorchOp.AVG: ReduceOp.MEAN,
+    TorchOp.MIN: ReduceOp.MIN,
+    TorchOp.MAX: ReduceOp.MAX,
+    TorchOp.PRODUCT: ReduceOp.PRODUCT,
+}
+
+
+class Collectives:
+    """The collectives of one rank of a group."""
+
+    def __init__(self, communicator: Communicator, gloo: Any) -> None:
+        """Reduce through ``communicator``; ``gloo``, a ``ProcessGroupGloo`` of the same ranks, is the inner engine."""
+        self._ours = communicator
+        self._gloo = gloo
+        self._rank, self._size = communicator.rank, communicator.size
+
+    # ---- reductions -----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, kind: Any) -> None:
+        op = self._op("all_reduce", kind, tensor)
+        if op is None:
+            options = c10d.AllreduceOptions()
+            options.reduceOp = kind
+            self._through_gloo(self._gloo.allreduce, tensor, options)
+            return
+        source = readable(tensor)
+        place = buffer(source)
+        self._ours.all_reduce(op, place, place)
+        settle(tensor, source)
+
+    def reduce(self, tensor: Any, kind: Any, root: int) -> None:
+        self._reduce(self._op("reduce", kind, tensor, root), kind, tensor, tensor, root)
+
+    def _reduce(self, op: ReduceOp | None, kind: Any, tensor: Any, result: Any, root: int) -> None:
+        if op is None:
+            options = c10d.ReduceOptions()
+            options.reduceOp, options.rootRank = kind, root
+            held = tensor.detach().clone()  # gloo writes on all ranks
+            self._through_gloo(self._gloo.reduce, held, options)
+            if root == self._rank:
+                result.detach().copy_(held.reshape(result.shape))
+            return
+        source = readable(tensor)
+        written = writable(result) if root == self._rank else None
+        self._ours.reduce(op, buffer(source), None if written is None else buffer(written), root)
+        if written is not None:
+            settle(result, written)
+
+    def reduce_scatter(self, output: Any, inputs: Sequence[Any], kind: Any) -> None:
+        sizes = [x.numel() for x in inputs]
+        fits = len(inputs) == self._size and sizes[self._rank] == output.numel() and _alike([output, *inputs])
+        self._require(
+            fits, "reduce_scatter", output, sizes, "one input for each rank; the own one as large as the output"
+        )
+        op = self._op("reduce_scatter", kind, output)
+        if op is None or len(set(sizes)) > 1:
+            for root, tensor in enumerate(inputs):
+                self._reduce(op, kind, tensor, output, root)
+            return
+        sources, written = [readable(x) for x in inputs], writable(output)
+        self._ours.reduce_scatter(op, [buffer(x) for x in sources], buffer(written))
+        settle(output, written)
+
+    def reduce_scatter_single(self, output: Any, tensor: Any, kind: Any) -> None:
+        fits = tensor.numel() == output.numel() * self._size and output.dtype == tensor.dtype
+        self._require(fits, "reduce_scatter", output, [tensor.numel()], "an input n times as large as the output")
+        op = self._op("reduce_scatter", kind, output)
+        source = readable(tensor)
+        if op is None:
+            for root, part in enumerate(source.reshape(self._size, -1)):
+                self._reduce(op, kind, part, output, root)
+            return
+        written = writable(output)
+        self._ours.reduce_scatter(op, shares(source, self._size), buffer(written))
+        settle(output, written)
+
+    # ---- moves ----------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Any, root: int) -> None:
+        inner = self._is_inner("broadcast", tensor, root)
+        held = readable(tensor)
+        if inner:
+            options = c10d.BroadcastOptions()
+            options.rootRank = root
+            _await(self._gloo.broadcast([held], options))
+        else:
+            self._ours.broadcast(buffer(held), root)
+        if root != self._rank:
+            settle(tensor, held)
+
+    def all_gather(self, results: Sequence[Any], tensor: Any) -> None:
+        sizes = [x.numel() for x in results]
+        fits = len(results) == self._size and sizes[self._rank] == tensor.numel() and _alike([tensor, *results])
+        self._require(fits, "all_gather", tensor, sizes, "one output for each rank, as large as that rank's input")
+        if len(set(sizes)) > 1:
+            self._ours.agree(f"all_gather {_name(tensor)}{sizes}")  # every rank knows all sizes
+            padded = tensor.new_zeros(max(sizes))
+            padded[: tensor.numel()] = tensor.detach().reshape(-1)
+            rows = padded.new_empty(self._size, max(sizes))
+            self.all_gather_single(rows, padded)
+            for result, row in zip(results, rows, strict=True):
+                result.detach().copy_(row[: result.numel()].reshape(result.shape))
+            return
+        inner = self._is_inner("all_gather", tensor)
+        source, written = readable(tensor), [writable(x) for x in results]
+        if inner:
+            _await(self._gloo.allgather([[x.reshape(source.shape) for x in written]], [source]))
+        else:
+            self._ours.all_gather(buffer(source), [buffer(x) for x in written])
+        settle_all(results, written)
+
+    def all_gather_single(self, output: Any, tensor: Any) -> None:
+        fits = output.numel() == tensor.numel() * self._size and output.dtype == tensor.dtype
+        self._require(fits, "all_gather", tensor, [output.numel()], "an output n times as large as the input")
+        inner = self._is_inner("all_gather", tensor)
+        source, written = readable(tensor), writable(output)
+        if inner:
+            _await(self._gloo._allgather_base(written, source))
+        else:
+            self._ours.all_gather(buffer(source), shares(written, self._size))
+        settle(output, written)
+
+    def gather(self, results: Sequence[Any], tensor: Any, root: int) -> None:
+        self._require_rooted("gather", tensor, results, root)
+        inner = self._is_inner("gather", tensor, root)
+        source, written = readable(tensor), [writable(x) for x in results]
+        if inner:
+            options = c10d.GatherOptions()
+            options.rootRank = root
+            into = [[x.reshape(source.shape) for x in written]] if root == self._rank else []
+            _await(self._gloo.gather(into, [source], options))
+        else:
+            places = [buffer(x) for x in written] if root == self._rank else None
+            self._ours.gather(buffer(source), places, root)
+        settle_all(results, written)
+
+    def scatter(self, output: Any, inputs: Sequence[Any], root: int) -> None:
+        self._require_rooted("scatter", output, inputs, root)
+        inner = self._is_inner("scatter", output, root)
+        sources, written = [readable(x) for x in inputs], writable(output)
+        if inner:
+            options = c10d.ScatterOptions()
+            options.rootRank = root
+            of = [[x.reshape(written.shape) for x in sources]] if root == self._rank else []
+            _await(self._gloo.scatter([written], of, options))
+        else:
+            places = [buffer(x) for x in sources] if root == self._rank else None
+            self._ours.scatter(places, buffer(written), root)
+        settle(output, written)
+
+    def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        fits = len(outputs) == len(inputs) == self._size and _alike([*outputs, *inputs])
+        self._require(fits, "all_to_all", (*inputs, *outputs)[0], [], "one input and one output for each rank")
+        sizes, rooms = [x.numel() for x in inputs], [x.numel() for x in outputs]
+        even = self._are_even(sizes, rooms, inputs[0])
+        sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
+        if even and not self._is_inner("all_to_all", inputs[0]):
+            self._ours.all_to_all([buffer(x) for x in sources], [buffer(x) for x in written])
+        else:  # gloo knows no lists
+            room = inputs[0].new_empty(sum(rooms))
+            _await(self._gloo.alltoall_base(room, torch.cat([x.reshape(-1) for x in sources]), rooms, sizes))
+            for result, part in zip(written, room.split(rooms), strict=True):
+                result.detach().copy_(part.reshape(result.shape))
+        settle_all(outputs, written)
+
+    def all_to_all_single(self, output: Any, tensor: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
+        fits = self._are_splits(tensor, sizes) and self._are_splits(output, rooms) and output.dtype == tensor.dtype
+        fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel()
+        remedy = "splits that add up to the first dimension, or none and one that the number of ranks divides"
+        self._require(fits, "all_to_all", tensor, [*output.shape, *rooms, *sizes], remedy)
+        even = not rooms and not sizes
+        if not even:
+            rooms = list(rooms) or [output.shape[0] // self._size] * self._size
+            sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size
+            even = self._are_even(sizes, rooms, tensor[:0])
+        source, written = readable(tensor), writable(output)
+        if even and not self._is_inner("all_to_all", tensor):
+            self._ours.all_to_all(shares(source, self._size), shares(written, self._size))
+        else:
+            _await(self._gloo.alltoall_base(written, source, list(rooms), list(sizes)))
+        settle(output, written)
+
+    def _are_splits(self, tensor: Any, splits: Sequence[int]) -> bool:
+        if not tensor.ndim or not splits:
+            return tensor.ndim > 0 and tensor.shape[0] % self._size == 0
+        return len(splits) == self._size and sum(splits) == tensor.shape[0] and min(splits) >= 0
+
+    def _are_even(self, sizes: Sequence[int], rooms: Sequence[int], tensor: Any) -> bool:
+        """Return whether all ranks exchange shares of one size; a rank whose own are equal cannot know.
+
+        Raises:
+          MismatchError: what a rank sends is not what another expects; on all ranks.
+        """
+        self._ours.agree(f"all_to_all {_name(tensor)}")
+        own = torch.tensor([*sizes, *rooms])
+        table = own.new_empty(self._size, 2, self._size)
+        self.all_gather_single(table, own)
+        for src, dst in (table[:, 0] != table[:, 1].T).nonzero().tolist():
+            problem = f"rank {src} sends rank {dst} another number of elements than that one expects."
+            given = f"{table[src, 0, dst]} sent, {table[dst, 1, src]} expected"
+            raise MismatchError(message(problem, given, "splits that fit together on all ranks"))
+        return bool((table == table[0, 0, 0]).all())
+
+    def barrier(self) -> None:
+        self._ours.barrier()
+
+    # ---- what all of them need ------------------------------------------------------------------------------------
+
+    def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
+        """Return the op, or, once the ranks agreed that it is the inner engine's, ``None``.
+
+        Raises:
+          UnsupportedError: it is not defined for this dtype; on all ranks, or on none.
+        """
+        op, name = _OPS.get(kind.op), NAMES.get(tensor.dtype)
+        wrong = None
+        if op is not None and name is not None and tensor.layout is torch.strided:
+            wrong = _UNDEFINED.get((op, name))
+            if wrong is None and self._ours.plans(collective, op, name):
+                return op
+        self._agree(collective, kind.op.name.lower() if op is None else op.value, tensor, root)
+        if wrong is not None:
+            raise UnsupportedError(wrong)
+        return None
+
+    def _is_inner(self, collective: str, tensor: Any, root: int | None = None) -> bool:
+        """Return whether a move is the inner engine's, once the ranks agreed on it."""
+        if self._ours.plans(collective, None, NAMES.get(tensor.dtype, "uint8")):
+            return False
+        self._agree(collective, None, tensor, root)
+        return True
+
+    def _agree(self, collective: str, op: str | None, tensor: Any, root: int | None) -> None:
+        self._ours.agree(described(collective, op, root, _name(tensor), tensor.shape))
+
+    def _require_rooted(self, collective: str, tensor: Any, listed: Sequence[Any], root: int) -> None:
+        expected = [tensor.numel()] * self._size if root == self._rank else []
+        sizes = [x.numel() for x in listed]
+        remedy = "on the root as many as there are ranks, each as large as the others' one; elsewhere none"
+        self._require(sizes == expected and _alike([tensor, *listed]), collective, tensor, sizes, remedy)
+
+    def _require(self, fits: bool, collective: str, tensor: Any, sizes: Sequence[int], remedy: str) -> None:
+        """Raise on all ranks where one has tensors that cannot be.
+
+        Raises:
+          ArgumentError: all ranks have the same such tensors.
+          MismatchError: they do not.
+        """
+        if fits:
+            return
+        call = described(collective, None, None, _name(tensor), tensor.shape)
+        self._ours.agree(f"{call} with {list(sizes)}")
+        problem = f"the tensors of this {collective} do not fit together."
+        raise ArgumentError(message(problem, f"{call}; sizes {list(sizes)}; {self._size} ranks", remedy))
+
+    @staticmethod
+    def _through_gloo(function: Any, tensor: Any, options: Any) -> None:
+        if tensor.layout is not torch.strided:
+            _await(function([tensor], options))
+            return
+        held = readable(tensor)
+        _await(function([held], options))
+        settle(tensor, held)
+
+
+def _undefined() -> dict[tuple[ReduceOp, str], str]:
+    """Return what cannot be reduced, with what to say: a result has its sources' dtype here."""
+    found = {}
+    for op in ReduceOp:
+        for name in NAMES.values():
+            try:
+                accumulator(op, name)
+            except UnsupportedError as error:
+                found[op, name] = str(error)
+    for name in INTEGERS:
+        remedy = "ReduceOp.SUM and a division, or floating-point tensors"
+        found[ReduceOp.MEAN, name] = message("the mean of integers is no integer.", f"ReduceOp.AVG, {name}", remedy)
+    return found
+
+
+_UNDEFINED: Final = _undefined()
+
+
+def _name(tensor: Any) -> str:
+    return NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+
+
+def _alike(tensors: Sequence[Any]) -> bool:
+    return len({x.dtype for x in tensors}) == 1 and all(x.is_cpu for x in tensors)
+
+
+def _await(work: Any) -> None:
+    """Wait for gloo, whose errors are all of one class.
+
+    Raises:
+      PeerLostError: a connection was closed.
+      CollectiveTimeout: it took too long.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        text = str(error)
+        if "Connection" in text or "pair closure" in text:
+            raise PeerLostError(message("a rank is gone.", text, "look at what the other ranks say")) from error
+        if "Timed out" in text:
+            raise CollectiveTimeout(message("a rank did not come in time.", text, "look at the other ranks")) from error
+        raise

@@ -1,0 +1,121 @@
+"""A communication hook for ``DistributedDataParallel``: its gradients go through crossreduce, whatever its backend.
+
+In: DDP's buckets of gradients.  Out: futures of their means. What else the group does stays with its own backend.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ..errors import ArgumentError, UnsupportedError, message, shown
+from .collectives import Collectives
+from .group import close, communicator
+from .line import Line
+
+Hook = Callable[[Any, Any], Any]
+_NUMBER: Final = itertools.count()
+_STATES: Final[weakref.WeakKeyDictionary[Any, HookState]] = weakref.WeakKeyDictionary()
+
+
+class HookState:
+    """What ``all_reduce_hook`` works with: the ranks' shared memory, and a hook that is called before."""
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        before: Hook | None = None,
+        before_state: Any = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        """Meet the other ranks; all ranks of the group call it together.
+
+        Args:
+          group: DDP's process group, of any backend; ``None``: the default group.
+          before: an earlier hook, ``before(before_state, bucket)``. What its future holds is what is reduced: it may
+            change a bucket, watch it, or reduce it over another group.
+          timeout: for each reduction, and for the others to come here.
+        """
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, dist.ProcessGroup):
+            remedy = "a process group that this rank is in; dist.init_process_group first"
+            raise ArgumentError(message("there is no such process group.", shown(group), remedy))
+        self.before, self.before_state = before, before_state
+        name = f"{group.group_name} hook {next(_NUMBER)}"
+        store = dist.PrefixStore(f"crossreduce {name}/", dist.distributed_c10d._get_process_group_store(group))
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), group.rank(), group.size(), timeout=timeout)
+        self.communicator = communicator(store, gloo, timeout, name)
+        self._do = Collectives(self.communicator, gloo)
+        self._line = Line(name, inline=False)
+        self._end = weakref.finalize(self, close, self._line, self.communicator)
+
+    def close(self) -> None:
+        """Let go of thread and memory; also done when the state is no longer used."""
+        self._end()
+
+    def mean(self, tensor: Any) -> Any:
+        """Start to replace a CPU tensor by its mean over all ranks; return the work."""
+        return self._line.run(partial(self._do.all_reduce, tensor, _MEAN.reduceOp), [tensor], later=True)
+
+
+_MEAN: Final = c10d.AllreduceOptions()
+_MEAN.reduceOp = dist.ReduceOp.AVG
+
+
+def all_reduce_hook(state: Any, bucket: Any) -> Any:
+    """Replace a bucket of gradients by its mean over all ranks.
+
+    ``ddp.register_comm_hook(crossreduce.torch.HookState(), crossreduce.torch.all_reduce_hook)``
+
+    Args:
+      state: a ``HookState``; or a process group, or ``None`` for the default one, for which one is made and kept.
+      bucket: what DDP hands over.
+    Returns:
+      A future of the bucket's tensor.
+    Raises:
+      UnsupportedError: the gradients are not in host memory.
+    """
+    if not isinstance(state, HookState):
+        state = _state_of(dist.group.WORLD if state is None else state)
+    if state.before is None:
+        return _mean(state, bucket.buffer())
+    return state.before(state.before_state, bucket).then(lambda done: _mean(state, _one(done.value())).wait())
+
+
+# DDP compares annotations with classes, not with their names.
+all_reduce_hook.__annotations__ = {
+    "state": object,
+    "bucket": dist.GradBucket,
+    "return": torch.futures.Future[torch.Tensor],
+}
+
+
+def _state_of(group: Any) -> HookState:
+    if isinstance(group, dist.ProcessGroup) and group in _STATES:
+        return _STATES[group]
+    state = HookState(group)
+    _STATES[group] = state
+    return state
+
+
+def _mean(state: HookState, tensor: Any) -> Any:
+    if not tensor.is_cpu:
+        remedy = "DDP's own reduction, through NCCL, for gradients on GPUs"
+        raise UnsupportedError(
+            message("only gradients in host memory are reduced by this hook.", shown(tensor), remedy)
+        )
+    return state.mean(tensor).get_future().then(lambda done: done.value()[0])
+
+
+def _one(value: Any) -> Any:
+    """Return the tensor of a future: some hooks leave a list of one."""
+    return value[0] if isinstance(value, (list, tuple)) else value
