@@ -12,7 +12,7 @@ import pytest
 
 from crossreduce.errors import PlanError, ScheduleError
 from crossreduce.planning import PLANNERS, plan, planned
-from crossreduce.processes.between import Exchange, Late, Lost, Numbers, alike, cut, part
+from crossreduce.processes.between import Exchange, Late, Lost, Numbers, alike, cut, part, work
 from crossreduce.schedule import Chunk, Schedule, Step, completing
 from crossreduce.topology import Topology
 
@@ -107,14 +107,15 @@ def exchange(schedule, inputs, numbers, sizes, post=None, peers=None, timeout_s=
     starts = np.cumsum([0, *sizes])
 
     def host(k):
-        made = Exchange(schedule, k, peers, sizes, numbers, post.at(peers[k]), 7, time.monotonic() + timeout_s)
+        due = work(schedule, k, peers, sizes, numbers)
+        made = Exchange(due, post.at(peers[k]), 7, time.monotonic() + timeout_s)
         out = np.zeros(sum(sizes), oracle.dtype_of(numbers.result))
-        for tick in range(len(sizes) + made.delay):
+        for tick in range(len(sizes) + due.delay):
             if tick < len(sizes) and inputs[k] is not None:
                 piece = np.ascontiguousarray(inputs[k][starts[tick] : starts[tick + 1]])
                 ctypes.memmove(made.partial(tick), piece.ctypes.data, piece.nbytes)
             made.tick(tick)
-            whole = tick - made.delay
+            whole = tick - due.delay
             if whole >= 0:
                 made.take(whole, out.ctypes.data + int(starts[whole]) * out.itemsize)
         made.close()
@@ -271,10 +272,9 @@ def test_memory_does_not_grow_with_the_number_of_pieces():
     """However many pieces an array has, the exchange works in the memory of a few of them."""
     schedule = planned("direct", ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1"))
     few, many = (
-        Exchange(schedule, 0, (0, 1), (1000,) * count, Numbers("sum", "float32", "float32", 1), Post().at(0), 7, 0)
-        for count in (10, 1000)
+        work(schedule, 0, (0, 1), (1000,) * count, Numbers("sum", "float32", "float32", 1)) for count in (10, 1000)
     )
-    assert few.room == many.room <= 5 * 2.6 * 4000
+    assert few.window * few.room == many.window * many.room <= 5 * 2.6 * 4000
 
 
 def test_needless_steps_are_left_out():
@@ -301,19 +301,19 @@ def all_ticks(made):
 def test_a_host_that_hangs_up_is_named():
     """When a host is gone the others say which rank it was; when it is only late, likewise."""
     schedule = planned("direct", ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1"))
-    numbers, post = Numbers("sum", "float32", "float32", 1), Post()
+    due, post = work(schedule, 0, (0, 5), (100,) * 9, Numbers("sum", "float32", "float32", 1)), Post()
 
     def host(k):
         if k == 1:
             post.at(5).abort()
             return None
-        made = Exchange(schedule, 0, (0, 5), (100,) * 9, numbers, post.at(0), 7, time.monotonic() + 20)
+        made = Exchange(due, post.at(0), 7, time.monotonic() + 20)
         with pytest.raises(Lost, match="rank 5: hung up") as error:
             all_ticks(made)
         return error.value.rank
 
     assert together(2, host)[0] == 5
-    late = Exchange(schedule, 0, (0, 5), (100,) * 9, numbers, Post().at(0), 7, time.monotonic() + 0.05)
+    late = Exchange(due, Post().at(0), 7, time.monotonic() + 0.05)
     with pytest.raises(Late, match="rank 5") as error:
         all_ticks(late)
     assert error.value.rank == 5

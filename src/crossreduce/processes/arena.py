@@ -59,6 +59,10 @@ class Arena:
         """Go on with the op under way."""
         return self._outcome(self._native.advance(until, SLICE_S))
 
+    def abandon(self) -> None:
+        """End the op under way; all ranks of the host do so in the same tick."""
+        self._native.abandon()
+
     def _outcome(self, outcome: int) -> int:
         if outcome > BROKEN:
             raise MemoryError("the kernels had no working memory")

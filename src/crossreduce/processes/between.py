@@ -195,17 +195,41 @@ def _folding(numbers: Numbers, operands: int, whole: bool, size: int) -> kernels
 
 
 def delay(schedule: Schedule, pieces: int) -> int:
-    """Return in how many ticks after its own a piece is whole. A single piece waits for nobody."""
-    lag = 1 if pieces == 1 else LAG
-    return lag * len(schedule.rounds) - 1
+    """Return in how many ticks after its own a piece is whole, 1 at least; a single piece waits for nobody."""
+    return max(1, (1 if pieces == 1 else LAG) * len(schedule.rounds) - 1)
 
 
-class Exchange:
-    """One host's part in an op of several pieces.
+class Work(NamedTuple):
+    """What one host does in an op of several pieces, laid out once for any number of calls.
 
-    In tick t the caller puts piece t's partial result at ``partial(t)``, calls ``tick(t)``, and then has piece
-    t - ``delay`` to ``take``; ticks go on until all are taken, then ``close`` waits for what is still being sent. All
-    hosts do so, with the same sizes.
+    Args:
+      part: in the schedule.
+      peers: for each host the rank that does this work there.
+      layouts: of each piece.
+      numbers: what is computed.
+      lag: ticks from a round of a piece to its next; a single piece waits for nobody.
+      delay: in how many ticks after its own a piece is whole.
+      window: how many pieces have memory at a time; then it is used again.
+      room: bytes of a piece's memory.
+    """
+
+    part: Part
+    peers: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    numbers: Numbers
+    lag: int
+    delay: int
+    window: int
+    room: int
+
+    def place(self, piece: int) -> int:
+        """Return where, in an exchange's memory, a piece's partial result belongs."""
+        return piece % self.window * self.room
+
+
+@lru_cache(maxsize=1024)
+def work(schedule: Schedule, host: int, peers: tuple[int, ...], sizes: tuple[int, ...], numbers: Numbers) -> Work:
+    """Lay out what a host does.
 
     Args:
       schedule: of the hosts; verified; all chunks of the same sources and destinations.
@@ -213,45 +237,41 @@ class Exchange:
       peers: for each host the rank that runs this exchange there.
       sizes: elements of each piece.
       numbers: what is computed.
+    """
+    found = part(schedule, host)
+    late = delay(schedule, len(sizes))
+    layouts = tuple(layout(found, schedule, size, numbers.accumulator, numbers.result) for size in sizes)
+    # Receives are posted a tick early, and a piece's memory is used again when its last sends are LAG ticks old.
+    window = min(len(sizes), late + 2)
+    lag = 1 if len(sizes) == 1 else LAG
+    return Work(found, peers, layouts, numbers, lag, late, window, max(made.room for made in layouts))
+
+
+class Exchange:
+    """A piece of work under way.
+
+    In tick t the caller puts piece t's partial result at ``partial(t)``, calls ``tick(t)``, and then has piece
+    t - ``delay`` to ``take``; ticks go on until all are taken, then ``close`` waits for what is still being sent. All
+    hosts do so. Whoever breaks off keeps the exchange until the wire is gone: its memory is still being written.
+
+    Args:
+      work: what to do.
       wire: what carries messages.
       tag: of all messages.
       deadline: when to give up, by ``time.monotonic``.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        host: int,
-        peers: tuple[int, ...],
-        sizes: tuple[int, ...],
-        numbers: Numbers,
-        wire: Wire,
-        tag: int,
-        deadline: float,
-    ) -> None:
-        self._peers, self._sizes, self._numbers = peers, sizes, numbers
+    def __init__(self, work: Work, wire: Wire, tag: int, deadline: float) -> None:
+        self._work, self._part = work, work.part
         self._wire, self._tag, self._deadline = wire, tag, deadline
-        self._part = part(schedule, host)
-        self._lag = 1 if len(sizes) == 1 else LAG
-        self.delay = delay(schedule, len(sizes))
-        self._layouts = [layout(self._part, schedule, size, numbers.accumulator, numbers.result) for size in sizes]
-        # Receives are posted a tick early, and a piece's memory is used again when its last sends are LAG ticks old.
-        self._window = min(len(sizes), self.delay + 2)
-        self._room = max((made.room for made in self._layouts), default=0)
-        self._memory = kernels.memory(max(1, self._window * self._room + LINE))
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._base = -(-address // LINE) * LINE
-        self._sending: list[list[tuple[Pending, int]]] = [[] for _ in range(self._window)]
+        self._memory = kernels.memory(max(1, work.window * work.room + LINE))
+        self.base = -(-ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) // LINE) * LINE
+        self._sending: list[list[tuple[Pending, int]]] = [[] for _ in range(work.window)]
         self._receiving: dict[tuple[int, int], list[tuple[Pending, int]]] = {}
-
-    @property
-    def room(self) -> int:
-        """How many bytes of memory it works in."""
-        return self._window * self._room
 
     def partial(self, piece: int) -> int:
         """Return where the caller puts this host's partial result of a piece, before its tick."""
-        return self._base + piece % self._window * self._room
+        return self.base + self._work.place(piece)
 
     def tick(self, tick: int) -> None:
         """Do what is due: send, wait, fold.
@@ -264,12 +284,12 @@ class Exchange:
         self._post(tick + 1)
         for piece, r in self._due(tick):
             self._send(piece, r)
-        for piece, r in self._due(tick - self._lag + 1):
+        for piece, r in self._due(tick - self._work.lag + 1):
             self._finish(piece, r)
 
     def take(self, piece: int, address: int) -> None:
         """Copy a piece's result, where there is one here, to ``address``."""
-        base, made = self.partial(piece), self._layouts[piece]
+        base, made = self.partial(piece), self._work.layouts[piece]
         at = address
         for value in self._part.results:
             if value >= 0:
@@ -285,37 +305,37 @@ class Exchange:
     def _due(self, tick: int) -> Iterator[tuple[int, int]]:
         """Yield the pieces that do a round in a tick, and which round."""
         for r in range(len(self._part.turns)):
-            piece = tick - self._lag * r
-            if 0 <= piece < len(self._sizes):
+            piece = tick - self._work.lag * r
+            if 0 <= piece < len(self._work.layouts):
                 yield piece, r
 
     def _post(self, tick: int) -> None:
         for piece, r in self._due(tick):
             if r == 0:
-                self._wait(self._sending[piece % self._window])
-            base, made, posted = self.partial(piece), self._layouts[piece], []
+                self._wait(self._sending[piece % self._work.window])
+            base, made, posted = self.partial(piece), self._work.layouts[piece], []
             for value, src in self._part.turns[r].receives:
                 place, nbytes, _ = made.places[value]
                 if nbytes:
-                    rank = self._peers[src]
+                    rank = self._work.peers[src]
                     posted.append((self._wire.receive(base + place, nbytes, rank, self._tag), rank))
             self._receiving[piece, r] = posted
 
     def _send(self, piece: int, r: int) -> None:
-        base, made, sending = self.partial(piece), self._layouts[piece], self._sending[piece % self._window]
+        base, made, sending = self.partial(piece), self._work.layouts[piece], self._sending[piece % self._work.window]
         for value, dst in self._part.turns[r].sends:
             place, nbytes, _ = made.places[value]
             if nbytes:
-                rank = self._peers[dst]
+                rank = self._work.peers[dst]
                 sending.append((self._wire.send(base + place, nbytes, rank, self._tag), rank))
 
     def _finish(self, piece: int, r: int) -> None:
         self._wait(self._receiving.pop((piece, r)))
-        base, places = self.partial(piece), self._layouts[piece].places
+        base, places = self.partial(piece), self._work.layouts[piece].places
         for made, operands, whole in self._part.turns[r].folds:
             at, nbytes, size = places[made]
             if nbytes:
-                plan = _folding(self._numbers, len(operands), whole, size)
+                plan = _folding(self._work.numbers, len(operands), whole, size)
                 plan.run([[base + places[value][0] for value in operands]], [[base + at]], 1, False, False)
 
     def _wait(self, pendings: list[tuple[Pending, int]]) -> None:

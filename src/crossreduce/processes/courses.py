@@ -237,10 +237,11 @@ def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 def native_course(flows: tuple[Flow, ...], size: int, numbers: Numbers, rank: int, ranks: int) -> tuple[Any, int]:
     """Return a rank's course, ready for ``Arena.begin``, and how many ticks it has."""
     made = ticks(flows, size, numbers, rank, ranks)
-    return kernels.native().Course([[_ready(job, numbers) for job in tick] for tick in made]), len(made)
+    return kernels.native().Course([[ready(job, numbers) for job in tick] for tick in made]), len(made)
 
 
-def _ready(job: Job, numbers: Numbers) -> tuple[kernels.Plan, tuple[Spot, ...], tuple[Spot, ...], bool]:
+def ready(job: Job, numbers: Numbers) -> tuple[kernels.Plan, tuple[Spot, ...], tuple[Spot, ...], bool]:
+    """Return a job as the native course takes it."""
     return _plan(numbers, job.size, len(job.sources), len(job.results)), job.sources, job.results, job.past_cache
 
 
@@ -250,7 +251,8 @@ def _plan(numbers: Numbers, size: int, sources: int, results: int) -> kernels.Pl
     whole = (Segment(0, 0, size, 0),)
     if sources == 1:
         copying = Program(0, (), (0,) * results)
-        return kernels.plan("sum", (dtype, dtype, dtype, 1), 1, results, (size,), (copying,), whole)
+        kinds = (dtype, dtype, dtype, 1) if result == dtype else (dtype, accumulator, result, 1)
+        return kernels.plan("sum", kinds, 1, results, (size,), (copying,), whole)
     reducing = program(direct([f"cpu:{k}" for k in range(sources)]), 0, 1)
     reducing = reducing._replace(results=reducing.results * results)
     return kernels.plan(op, (dtype, accumulator, result, divisor), sources, results, (size,), (reducing,), whole)

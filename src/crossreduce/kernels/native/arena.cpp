@@ -201,17 +201,18 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
             if (!wait(until_ns)) return control->broken.load() != 0 ? Outcome::broken : Outcome::waiting;
             waiting = false;
             if (next == 1 && !alike()) {
-                entry->ended_ns.store(now_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
-                course = nullptr;
+                abandon();
                 return Outcome::mismatch;
             }
         }
         if (!work(course->ticks[next])) return Outcome::memory;
         next++;
     }
-    if (next == course->ticks.size()) {
-        entry->ended_ns.store(now_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
-        course = nullptr;
-    }
+    if (next == course->ticks.size()) abandon();
     return Outcome::done;
+}
+
+void SharedMemory::abandon() {
+    if (course != nullptr) entry->ended_ns.store(now_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
+    course = nullptr;
 }

@@ -69,6 +69,8 @@ class SharedMemory {
     void begin(const Course &course, std::vector<char *> buffers, const std::string &text);
     // Do the jobs of all ticks before `until`; give up waiting for others after `slice_ns`, to be called again.
     Outcome advance(size_t until, int64_t slice_ns);
+    // End the op under way here: on all ranks, in the same tick.
+    void abandon();
     // Put up why nothing goes on; the first cause stands. Wakes everybody.
     void give_up(const std::string &cause);
     std::string cause() const; // empty: none

@@ -222,6 +222,12 @@ PyObject *arena_advance(PyObject *object, PyObject *args) {
     return go_on(arena_of(object), until, slice_s);
 }
 
+PyObject *arena_abandon(PyObject *object, PyObject *) {
+    arena_of(object)->memory->abandon();
+    Py_CLEAR(arena_of(object)->running);
+    Py_RETURN_NONE;
+}
+
 PyObject *arena_give_up(PyObject *object, PyObject *args) {
     const char *text;
     Py_ssize_t length;
@@ -298,6 +304,7 @@ PyMethodDef arena_methods[] = {
     {"advance", arena_advance, METH_VARARGS,
      "advance(until, slice_s): do the ticks before `until`; 0 done, 1 still waiting for others, 2 their ops differ, 3 "
      "given up, 4 no memory."},
+    {"abandon", arena_abandon, METH_NOARGS, "End the op under way: on all ranks, in the same tick."},
     {"give_up", arena_give_up, METH_VARARGS, "give_up(cause): say why nothing goes on; the first cause stands."},
     {"cause", arena_cause, METH_NOARGS, "The cause that was put up; empty: none."},
     {"address", arena_address, METH_VARARGS, "address(rank): where the half of its slot begins that this op uses."},
