@@ -32,8 +32,10 @@ from ..errors import (
 )
 from ..ops import COMPLEX, INTEGERS, ReduceOp, accumulator
 from . import record
+from .across import Across, Crossing
 from .agreement import Said, described, disagreement, lost, stalled, timed_out
 from .arena import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, WAITING, Arena, Watch, packed, unpacked
+from .between import Late, Lost
 from .contract import Buffer, Rendezvous, Wire
 from .courses import SLOT_BYTES, Flow, Numbers, native_course
 from .hosts import meet
@@ -41,6 +43,14 @@ from .hosts import meet
 _LOG: Final = logging.getLogger("crossreduce")
 _KEPT: Final = 1024  # calls whose courses are remembered
 WARN_AFTER_S: Final = 30.0
+
+
+ACROSS: Final = ("all_reduce", "reduce", "broadcast")  # the collectives that are planned over several hosts
+AFAR_S: Final = 0.3  # so long a rank waits for another host to say what happened there
+
+
+class _GivenUp(Exception):  # noqa: N818
+    """Somebody on this host has said why nothing goes on."""
 
 
 class _Call(NamedTuple):
@@ -76,13 +86,19 @@ class Communicator:
         self.warn_s = min(WARN_AFTER_S, timeout_s / 2)
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._calls: dict[Any, _Call] = {}
+        self._calls: dict[Any, _Call | Crossing] = {}
         self._broken: ReductionError | None = None
         self._closed = False
         meeting = meet(rendezvous, lambda ranks: Arena.nbytes(ranks, SLOT_BYTES))
         self.hosts = meeting.hosts
         self.host = next(host for host in self.hosts if self.rank in host)
         self.arena = Arena(meeting.fd, self.host, self.rank, SLOT_BYTES)
+        self._across: Across | None = None
+        if len(self.hosts) > 1:
+            if wire is None:
+                given = f"hosts of ranks {', '.join(map(str, map(list, self.hosts)))}"
+                raise ArgumentError(message("ranks of several hosts need a wire between them.", given))
+            self._across = Across(self.hosts, self.rank, self.arena, wire)
         card = [os.getpid(), socket.gethostname(), record.versions()["crossreduce"], os.urandom(8).hex()]
         self.cards = [json.loads(said) for said in rendezvous.all_gather(json.dumps(card).encode())]
         self.token = self.cards[0][3]
@@ -156,7 +172,7 @@ class Communicator:
 
     def plans(self, collective: str, op: ReduceOp | None = None, dtype: str = "uint8") -> bool:
         """Return whether a call runs here; else it is for another engine, after ``agree``."""
-        if len(self.hosts) > 1 and collective not in ("all_reduce", "reduce", "broadcast", "barrier"):
+        if len(self.hosts) > 1 and collective not in (*ACROSS, "barrier"):
             return False
         with suppress(UnsupportedError):
             reduction_numbers(op or ReduceOp.MAX, dtype, self.size)
@@ -183,22 +199,22 @@ class Communicator:
     def _reduction(
         self, collective: str, op: ReduceOp, given: Buffer, addresses: tuple[int, ...], root: int | None
     ) -> None:
-        def make() -> _Call:
+        def make() -> _Call | Crossing:
             numbers = reduction_numbers(op, given.dtype, self.size)
-            return self._made(flows(collective, self.size, root), given.size, numbers, text)
+            return self._made(collective, given.size, numbers, root, text)
 
         text = described(collective, op.value, root, given.dtype, given.shape)
         self._run((collective, op, given.dtype, given.shape, root), make, addresses)
 
     def _copying(self, collective: str, given: Buffer, addresses: tuple[int, ...], root: int | None) -> None:
-        def make() -> _Call:
+        def make() -> _Call | Crossing:
             numbers = Numbers("sum", given.dtype, given.dtype, given.dtype, 1)
-            return self._made(flows(collective, self.size, root), given.size, numbers, text)
+            return self._made(collective, given.size, numbers, root, text)
 
         text = described(collective, None, root, given.dtype, given.shape)
         self._run((collective, given.dtype, given.shape, root), make, addresses)
 
-    def _run(self, key: Any, make: Callable[[], _Call], addresses: tuple[int, ...]) -> None:
+    def _run(self, key: Any, make: Callable[[], _Call | Crossing], addresses: tuple[int, ...]) -> None:
         call = self._calls.get(key)
         if call is None:
             call = make()
@@ -207,6 +223,9 @@ class Communicator:
             self._calls[key] = call
         with self._lock:
             self._require_whole()
+            if isinstance(call, Crossing):
+                self._cross(call, addresses)
+                return
             outcome = self.arena.begin(call.course, addresses, call.text, call.ticks)
             if outcome != DONE:
                 self._wait(outcome, call)
@@ -239,6 +258,54 @@ class Communicator:
         if outcome == BROKEN:
             self._raise_broken()
 
+    def _cross(self, crossing: Crossing, addresses: tuple[int, ...]) -> None:
+        """Walk through a call over several hosts."""
+        assert self._across is not None
+        watch = Watch(self.timeout_s, self.warn_s)
+
+        def begin(course: Any, buffers: tuple[int, ...], text: bytes, until: int) -> bool:
+            return reached(self.arena.begin(course, buffers, text, until), until)
+
+        def reach(until: int) -> None:
+            reached(self.arena.advance(until), until)
+
+        def reached(outcome: int, until: int) -> bool:
+            while outcome == WAITING:
+                self._look_round(watch)
+                outcome = self.arena.advance(until)
+            if outcome == BROKEN:
+                raise _GivenUp
+            return outcome == DONE
+
+        try:
+            same = self._across.run(crossing, addresses, begin, reach, watch.began + self.timeout_s)
+            calls = None if same else self.rendezvous.all_gather(json.dumps(self._said()).encode())
+        except (_GivenUp, Lost, Late, ReductionError) as error:
+            if not isinstance(error, _GivenUp):
+                self._give_up(self._from_afar(error) if isinstance(error, (Lost, Late)) else error)
+            calls = None
+            self._raise_broken()
+        except BaseException:  # Ctrl-C, or whatever else a signal's handler raised
+            self._give_up(self._interrupted("was interrupted"))
+            raise
+        if calls is not None:
+            said = {rank: Said(*json.loads(call)) for rank, call in enumerate(calls)}
+            raise MismatchError(disagreement(said, self.name))
+
+    def _from_afar(self, error: Lost | Late) -> ReductionError:
+        """Return what is to be said of a rank of another host that does not answer.
+
+        It may itself have given up over somebody else; then its host says so about now.
+        """
+        deadline = time.monotonic() + AFAR_S
+        while (heard := self.rendezvous.heard()) is None and time.monotonic() < deadline:
+            time.sleep(AFAR_S / 20)
+        if heard is not None:
+            return unpacked(heard)
+        if isinstance(error, Lost):
+            return self._lost([error.rank], "died")
+        return CollectiveTimeout(timed_out(self.timeout_s, self._said(), {error.rank: None}, self.name), [error.rank])
+
     def _look_round(self, watch: Watch) -> None:
         """Raise if a rank that is waited for is gone, if other hosts have given up, or if it takes too long."""
         missing = self.arena.missing()
@@ -250,7 +317,9 @@ class Communicator:
             heard = watch.heard(self.rendezvous.heard)
             if heard is not None:
                 raise unpacked(heard)
-        if watch.waited_s() > self.timeout_s:
+        # A lane that does not come may wait for another host, and knows better whom to name.
+        lanes = self.host[: self._across.lanes] if self._across else ()
+        if watch.waited_s() > self.timeout_s + (2 * AFAR_S if set(missing) & set(lanes) else 0):
             late = {rank: self.arena.said(rank) for rank in missing}
             raise CollectiveTimeout(timed_out(self.timeout_s, self._said(), late, self.name), missing)
         if watch.due_to_warn():
@@ -299,10 +368,16 @@ class Communicator:
 
     # What a call is
 
-    def _nothing(self, what: str) -> _Call:
-        return self._made((), 0, Numbers("sum", "uint8", "uint8", "uint8", 1), what)
+    def _nothing(self, what: str) -> _Call | Crossing:
+        return self._made("", 0, Numbers("sum", "uint8", "uint8", "uint8", 1), None, what)
 
-    def _made(self, given: tuple[Flow, ...], size: int, numbers: Numbers, text: str) -> _Call:
+    def _made(self, collective: str, size: int, numbers: Numbers, root: int | None, text: str) -> _Call | Crossing:
+        if self._across is not None:
+            if collective and collective not in ACROSS:
+                problem = f"{collective} over several hosts is for another engine."
+                raise UnsupportedError(message(problem, f"{len(self.hosts)} hosts", "ask plans(), then agree()"))
+            return self._across.crossing(collective, size, numbers, root, short(text))
+        given = flows(collective, self.size, root) if collective else ()
         course, ticks = native_course(given, size, numbers, self.rank, self.size)
         return _Call(course, ticks, short(text))
 
