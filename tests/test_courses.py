@@ -1,4 +1,4 @@
-"""Courses without processes: what all ranks' jobs do to plain arrays, tick by tick, in any order that meeting allows."""
+"""Courses without processes: what all ranks' jobs do to plain arrays, in any order that meeting allows."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def run(calls, ranks, draw, in_place=False):
                 dtype = np.dtype(calls[number].dtype)
                 nbytes = job.size * dtype.itemsize
 
-                def at(spot, written, number=number, rank=int(rank), nbytes=nbytes):
+                def at(spot, written, number=number, rank=int(rank), nbytes=nbytes, touched=touched):
                     if spot.region < 0:
                         memory = memories[number][rank][~spot.region]
                     else:
@@ -283,7 +283,7 @@ def test_shares(size, owners, nbytes):
 
 
 def test_every_element_is_combined_in_the_order_of_ranks():
-    """Each element's sources are read from rank 0's to the last's, in one job, whoever owns it and however it is cut."""
+    """Each element's sources are read from rank 0's to the last's, in one job, however it is cut."""
     for collective, size in (("all_reduce", 5), ("all_reduce", 300), ("reduce", 300), ("reduce_scatter", 77)):
         for ranks in (2, 3, 8):
             given = Call(collective, size, "float32", 1 if collective == "reduce" else None)

@@ -9,6 +9,7 @@
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -53,29 +54,70 @@ void wake_all(std::atomic<uint32_t> &word) { syscall(SYS_futex, &word, FUTEX_WAK
 
 int64_t SharedMemory::bytes(int ranks, int64_t slot) { return slots_at(ranks) + ranks * slot; }
 
-#if defined(__linux__)
-
-SharedMemory *SharedMemory::map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads) {
-    const auto size = static_cast<size_t>(bytes(ranks, slot));
-    void *at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (at == MAP_FAILED) return nullptr;
-    madvise(at, size, MADV_DONTFORK); // a forked child must not take part in its parent's place
+SharedMemory *SharedMemory::over(void *memory, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads) {
     auto *made = new SharedMemory();
     made->rank = rank;
     made->ranks = ranks;
     made->slot = slot;
     made->spin_ns = spin_ns;
     made->threads = threads;
+    made->control = static_cast<Control *>(memory); // zeros, which is how everything begins
+    made->seats = reinterpret_cast<Seat *>(static_cast<char *>(memory) + sizeof(Control));
+    made->slots = static_cast<char *>(memory) + slots_at(ranks);
+    return made;
+}
+
+// The number is taken away before anything else changes, and is there again after everything has: each store releases
+// what was stored before it, each load acquires before the next.
+void Entry::write(uint64_t of, const std::string &words, int64_t ns) {
+    number.store(0, std::memory_order_relaxed);
+    const size_t size = std::min<size_t>(words.size(), TEXT_BYTES);
+    length.store(static_cast<uint32_t>(size), std::memory_order_release);
+    started_ns.store(ns, std::memory_order_release);
+    ended_ns.store(0, std::memory_order_release);
+    for (size_t at = 0; at < size; at += 8) {
+        uint64_t word = 0;
+        std::memcpy(&word, words.data() + at, std::min<size_t>(8, size - at));
+        text[at / 8].store(word, std::memory_order_release);
+    }
+    number.store(of, std::memory_order_release);
+}
+
+bool Entry::read(uint64_t of, std::string &words, int64_t &started, int64_t &ended) const {
+    if (number.load(std::memory_order_acquire) != of) return false;
+    const size_t size = std::min<size_t>(length.load(std::memory_order_acquire), TEXT_BYTES);
+    char copy[TEXT_BYTES];
+    for (size_t at = 0; at < size; at += 8) {
+        const uint64_t word = text[at / 8].load(std::memory_order_acquire);
+        std::memcpy(copy + at, &word, 8);
+    }
+    words.assign(copy, size);
+    started = started_ns.load(std::memory_order_acquire);
+    ended = ended_ns.load(std::memory_order_acquire);
+    return number.load(std::memory_order_relaxed) == of;
+}
+
+#if defined(__linux__)
+
+SharedMemory *SharedMemory::map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads) {
+    const auto size = static_cast<size_t>(bytes(ranks, slot));
+    struct stat found;
+    if (fstat(fd, &found) != 0) return nullptr;
+    if (found.st_size < static_cast<off_t>(size)) { // whoever touches what is beyond dies
+        errno = ENOSPC;
+        return nullptr;
+    }
+    void *at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED) return nullptr;
+    madvise(at, size, MADV_DONTFORK); // a forked child must not take part in its parent's place
+    SharedMemory *made = over(at, rank, ranks, slot, spin_ns, threads);
     made->mapped = size;
     made->owner = getpid();
-    made->control = static_cast<Control *>(at); // zeros, which is how everything begins
-    made->seats = reinterpret_cast<Seat *>(static_cast<char *>(at) + sizeof(Control));
-    made->slots = static_cast<char *>(at) + slots_at(ranks);
     return made;
 }
 
 SharedMemory::~SharedMemory() {
-    if (getpid() == owner) munmap(control, mapped); // in a forked child something else may be there
+    if (mapped > 0 && getpid() == owner) munmap(control, mapped); // in a forked child something else may be there
 }
 
 void SharedMemory::arrive() {
@@ -151,13 +193,7 @@ void SharedMemory::begin(const Course &of, std::vector<char *> memory, const std
     waiting = false;
     number++;
     entry = &seats[rank].entries[number % KEPT_OPS];
-    entry->number.store(0, std::memory_order_release);
-    const size_t length = std::min<size_t>(text.size(), TEXT_BYTES);
-    std::memcpy(entry->text, text.data(), length);
-    entry->length.store(static_cast<uint32_t>(length), std::memory_order_relaxed);
-    entry->started_ns.store(now_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
-    entry->ended_ns.store(0, std::memory_order_relaxed);
-    entry->number.store(number, std::memory_order_release);
+    entry->write(number, text, now_ns(CLOCK_MONOTONIC));
     seats[rank].number.store(number, std::memory_order_release);
 }
 
@@ -168,8 +204,10 @@ bool SharedMemory::alike() const {
     for (int of = 0; of < ranks; of++) {
         const Entry &other = seats[of].entries[number % KEPT_OPS];
         if (other.number.load(std::memory_order_acquire) != number) return false;
-        if (other.length.load(std::memory_order_relaxed) != length || std::memcmp(other.text, entry->text, length) != 0)
-            return false;
+        if (other.length.load(std::memory_order_relaxed) != length) return false;
+        for (size_t word = 0; word < (length + 7) / 8; word++)
+            if (other.text[word].load(std::memory_order_relaxed) != entry->text[word].load(std::memory_order_relaxed))
+                return false;
     }
     return true;
 }
@@ -197,7 +235,14 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
     const int64_t until_ns = now_ns(CLOCK_MONOTONIC) + slice_ns;
     while (next < until) {
         if (next > 0) {
-            if (!waiting) arrive();
+            if (!waiting) {
+                // Whoever gave up may have left an op in the middle: if it arrived at the next, others would take that
+                // for this one.
+                if (control->broken.load(std::memory_order_acquire) != 0) return Outcome::broken;
+                arrive();
+                // Also whoever never waits looks round now and then.
+                if (now_ns(CLOCK_MONOTONIC) >= until_ns) return Outcome::waiting;
+            }
             if (!wait(until_ns)) return control->broken.load() != 0 ? Outcome::broken : Outcome::waiting;
             waiting = false;
             if (next == 1 && !alike()) {

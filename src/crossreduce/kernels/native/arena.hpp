@@ -31,14 +31,19 @@ struct Course {
 };
 
 constexpr int KEPT_OPS = 32;    // ops of each rank that are remembered
-constexpr int TEXT_BYTES = 232; // of what an op is described by
+constexpr int TEXT_WORDS = 29; // of eight bytes, of what an op is described by
+constexpr int TEXT_BYTES = 8 * TEXT_WORDS;
 constexpr int CAUSE_BYTES = 2040;
 
 struct Entry { // an op of a rank
     std::atomic<uint64_t> number;            // from 1; 0: none yet, or being written
     std::atomic<int64_t> started_ns, ended_ns; // of the monotonic clock; ended 0: not yet
     std::atomic<uint32_t> length;
-    char text[TEXT_BYTES];
+    std::atomic<uint64_t> text[TEXT_WORDS]; // others may read it while it is written anew, and find out afterwards
+
+    void write(uint64_t number, const std::string &text, int64_t started_ns);
+    // What is written, if it is the op of this number.
+    bool read(uint64_t number, std::string &text, int64_t &started_ns, int64_t &ended_ns) const;
 };
 
 struct alignas(64) Seat { // a rank
@@ -62,12 +67,14 @@ class SharedMemory {
   public:
     // Maps `slot` bytes a rank, and what goes before. Null where it cannot; errno says why.
     static SharedMemory *map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads);
+    // The same over memory that is there already, zeroed in the beginning, and stays the caller's.
+    static SharedMemory *over(void *memory, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads);
     ~SharedMemory();
     static int64_t bytes(int ranks, int64_t slot);
 
     // Begin the next op. The course and the memory it names must stay until it is over.
     void begin(const Course &course, std::vector<char *> buffers, const std::string &text);
-    // Do the jobs of all ticks before `until`; give up waiting for others after `slice_ns`, to be called again.
+    // Do the jobs of all ticks before `until`. After about `slice_ns` it returns `waiting`, to be called again.
     Outcome advance(size_t until, int64_t slice_ns);
     // End the op under way here: on all ranks, in the same tick.
     void abandon();
@@ -92,7 +99,7 @@ class SharedMemory {
     Control *control = nullptr;
     Seat *seats = nullptr;
     char *slots = nullptr;
-    size_t mapped = 0;
+    size_t mapped = 0; // 0: the memory is the caller's
     int owner = 0; // the process
     int64_t spin_ns = 0;
     int threads = 1;

@@ -115,11 +115,22 @@ PyType_Spec course_spec = {"crossreduce.kernels._native.Course", sizeof(CourseOb
 
 struct ArenaObject {
     PyObject_HEAD
-    SharedMemory *memory;
-    PyObject *running; // the course under way
+    SharedMemory *memory; // null: closed
+    PyObject *running;    // the course under way
+    bool busy;            // a thread is in it, without the interpreter's lock
 };
 
 ArenaObject *arena_of(PyObject *object) { return reinterpret_cast<ArenaObject *>(object); }
+
+// An arena that is open, and, where an op is to go on, has no other thread in it.
+bool usable(const ArenaObject *self, bool alone) {
+    if (self->memory == nullptr) return malformed("the arena is closed");
+    return !(alone && self->busy) || malformed("another thread is in the arena");
+}
+
+bool sane_slice(double slice_s) { // also no NaN
+    return (slice_s >= 0 && slice_s <= 1e6) || malformed("a slice is from 0 to 1e6 seconds");
+}
 
 // Arena(fd, rank, ranks, slot, spin_s, threads)
 PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *) {
@@ -158,6 +169,10 @@ PyObject *arena_bytes(PyObject *, PyObject *args) {
     int ranks;
     long long slot;
     if (!PyArg_ParseTuple(args, "iL", &ranks, &slot)) return nullptr;
+    if (ranks < 1 || ranks > 100000 || slot < 0 || slot > MOST_BYTES / ranks) {
+        malformed("there are too few or too many ranks or bytes");
+        return nullptr;
+    }
     return PyLong_FromLongLong(SharedMemory::bytes(ranks, slot));
 }
 
@@ -168,6 +183,7 @@ PyObject *go_on(ArenaObject *self, Py_ssize_t until, double slice_s) {
         return nullptr;
     }
     Outcome outcome;
+    self->busy = true;
     PyThreadState *state = PyEval_SaveThread();
     try {
         outcome = self->memory->advance(static_cast<size_t>(until), static_cast<int64_t>(slice_s * 1e9));
@@ -175,6 +191,7 @@ PyObject *go_on(ArenaObject *self, Py_ssize_t until, double slice_s) {
         outcome = Outcome::memory;
     }
     PyEval_RestoreThread(state);
+    self->busy = false;
     if (self->memory->current() == nullptr) Py_CLEAR(self->running);
     return PyLong_FromLong(static_cast<long>(outcome));
 }
@@ -192,7 +209,8 @@ PyObject *arena_begin(PyObject *object, PyObject *args) {
         return nullptr;
     }
     const Course &course = *reinterpret_cast<CourseObject *>(given)->course;
-    if (self->memory->current() != nullptr || course.regions > self->memory->ranks ||
+    if (!usable(self, true) || !sane_slice(slice_s)) return nullptr;
+    if (until < 0 || static_cast<size_t>(until) > course.ticks.size() || self->memory->current() != nullptr || course.regions > self->memory->ranks ||
         course.half > self->memory->slot / 2 || PySequence_Size(addresses) < course.buffers) {
         if (!PyErr_Occurred()) malformed("the course does not fit the arena, or an op is under way");
         return nullptr;
@@ -219,10 +237,12 @@ PyObject *arena_advance(PyObject *object, PyObject *args) {
     Py_ssize_t until;
     double slice_s;
     if (!PyArg_ParseTuple(args, "nd", &until, &slice_s)) return nullptr;
+    if (!usable(arena_of(object), true) || !sane_slice(slice_s)) return nullptr;
     return go_on(arena_of(object), until, slice_s);
 }
 
 PyObject *arena_abandon(PyObject *object, PyObject *) {
+    if (!usable(arena_of(object), true)) return nullptr;
     arena_of(object)->memory->abandon();
     Py_CLEAR(arena_of(object)->running);
     Py_RETURN_NONE;
@@ -231,19 +251,20 @@ PyObject *arena_abandon(PyObject *object, PyObject *) {
 PyObject *arena_give_up(PyObject *object, PyObject *args) {
     const char *text;
     Py_ssize_t length;
-    if (!PyArg_ParseTuple(args, "y#", &text, &length)) return nullptr;
+    if (!PyArg_ParseTuple(args, "y#", &text, &length) || !usable(arena_of(object), false)) return nullptr;
     arena_of(object)->memory->give_up({text, static_cast<size_t>(length)});
     Py_RETURN_NONE;
 }
 
 PyObject *arena_cause(PyObject *object, PyObject *) {
+    if (!usable(arena_of(object), false)) return nullptr;
     const std::string cause = arena_of(object)->memory->cause();
     return PyBytes_FromStringAndSize(cause.data(), static_cast<Py_ssize_t>(cause.size()));
 }
 
 PyObject *arena_address(PyObject *object, PyObject *args) {
     int rank;
-    if (!PyArg_ParseTuple(args, "i", &rank)) return nullptr;
+    if (!PyArg_ParseTuple(args, "i", &rank) || !usable(arena_of(object), false)) return nullptr;
     const SharedMemory &memory = *arena_of(object)->memory;
     if (rank < 0 || rank >= memory.ranks) {
         malformed("there is no such rank");
@@ -254,10 +275,12 @@ PyObject *arena_address(PyObject *object, PyObject *args) {
 }
 
 PyObject *arena_number(PyObject *object, PyObject *) {
+    if (!usable(arena_of(object), false)) return nullptr;
     return PyLong_FromUnsignedLongLong(arena_of(object)->memory->number);
 }
 
 PyObject *arena_arrivals(PyObject *object, PyObject *) {
+    if (!usable(arena_of(object), false)) return nullptr;
     const SharedMemory &memory = *arena_of(object)->memory;
     PyObject *all = PyList_New(0);
     for (int rank = 0; all != nullptr && rank < memory.ranks; rank++) {
@@ -270,7 +293,7 @@ PyObject *arena_arrivals(PyObject *object, PyObject *) {
 // ops(rank) -> [(number, text, started_s, ended_s or None)], oldest first
 PyObject *arena_ops(PyObject *object, PyObject *args) {
     int rank;
-    if (!PyArg_ParseTuple(args, "i", &rank)) return nullptr;
+    if (!PyArg_ParseTuple(args, "i", &rank) || !usable(arena_of(object), false)) return nullptr;
     const SharedMemory &memory = *arena_of(object)->memory;
     if (rank < 0 || rank >= memory.ranks) {
         malformed("there is no such rank");
@@ -280,11 +303,9 @@ PyObject *arena_ops(PyObject *object, PyObject *args) {
     const uint64_t last = seat.number.load(std::memory_order_acquire);
     PyObject *all = PyList_New(0);
     for (uint64_t number = last < KEPT_OPS ? 1 : last - KEPT_OPS + 1; all != nullptr && number <= last; number++) {
-        const Entry &entry = seat.entries[number % KEPT_OPS];
-        const size_t length = std::min<size_t>(entry.length.load(std::memory_order_relaxed), TEXT_BYTES);
-        const std::string text(entry.text, length);
-        const int64_t started = entry.started_ns.load(), ended = entry.ended_ns.load();
-        if (entry.number.load(std::memory_order_acquire) != number) continue; // being written anew
+        std::string text;
+        int64_t started, ended;
+        if (!seat.entries[number % KEPT_OPS].read(number, text, started, ended)) continue; // being written anew
         Ref end(ended == 0 ? Py_BuildValue("") : PyFloat_FromDouble(static_cast<double>(ended) * 1e-9));
         Ref words(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
         if (!end || !words) Py_CLEAR(all);
@@ -295,6 +316,15 @@ PyObject *arena_ops(PyObject *object, PyObject *args) {
         }
     }
     return all;
+}
+
+PyObject *arena_close(PyObject *object, PyObject *) {
+    ArenaObject *self = arena_of(object);
+    if (self->memory != nullptr && !usable(self, true)) return nullptr;
+    delete self->memory;
+    self->memory = nullptr;
+    Py_CLEAR(self->running);
+    Py_RETURN_NONE;
 }
 
 PyMethodDef arena_methods[] = {
@@ -308,6 +338,7 @@ PyMethodDef arena_methods[] = {
     {"give_up", arena_give_up, METH_VARARGS, "give_up(cause): say why nothing goes on; the first cause stands."},
     {"cause", arena_cause, METH_NOARGS, "The cause that was put up; empty: none."},
     {"address", arena_address, METH_VARARGS, "address(rank): where the half of its slot begins that this op uses."},
+    {"close", arena_close, METH_NOARGS, "Let go of the memory; the arena is of no use afterwards."},
     {"number", arena_number, METH_NOARGS, "The number of this rank's latest op, from 1."},
     {"arrivals", arena_arrivals, METH_NOARGS, "At how many ticks each rank has arrived."},
     {"ops", arena_ops, METH_VARARGS, "ops(rank): (number, text, started_s, ended_s or None) of its last 32, oldest first."},
