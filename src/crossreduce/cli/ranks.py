@@ -101,8 +101,8 @@ def require(request: Request) -> None:
         raise BackendError(message("ranks need PyTorch, which is not installed.", remedy="pip install torch"))
     if "mpi" not in request.backends:
         return
-    if shutil.which("mpiexec") is None or find_spec("mpi4py") is None:
-        lacking = "mpiexec" if shutil.which("mpiexec") is None else "mpi4py"
+    if mpiexec() is None or find_spec("mpi4py") is None:
+        lacking = "mpiexec" if mpiexec() is None else "mpi4py"
         raise BackendError(
             message(
                 f"the peer mpi needs mpiexec and mpi4py, and there is no {lacking} here.",
@@ -111,6 +111,11 @@ def require(request: Request) -> None:
         )
     if request.dtype not in _MPI_TYPES:
         raise UnsupportedError(message(f"MPI has no {request.dtype}.", remedy="--peers gloo"))
+
+
+def mpiexec() -> str | None:
+    """Return where mpiexec is: on the path, or beside the interpreter, where PyPI's Open MPI puts it."""
+    return shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
 
 def rows(engine: Engine, request: Request, backend: str) -> Iterator[nccl_tests.Row]:
@@ -264,7 +269,8 @@ def _measured(request: Request, dist: Any, control: Any) -> int:
 
 def _from_mpi(request: Request) -> Iterator[nccl_tests.Row]:
     """Start the same loop under mpiexec, and yield its rows."""
-    command = ["mpiexec", "-n", str(len(request.config.processes)), sys.executable, "-m", f"{__package__}.ranks"]
+    command = [mpiexec() or "mpiexec", "-n", str(len(request.config.processes)), sys.executable]
+    command += ["-m", f"{__package__}.ranks"]
     # Ranks may outnumber cores, and containers have only root: Open MPI 4 and 5 refuse both unless told.
     told = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     if hasattr(os, "geteuid") and os.geteuid() == 0:
