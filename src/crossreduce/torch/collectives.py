@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp as TorchOp
 
@@ -76,10 +75,9 @@ class Collectives:
         self._require(
             fits, "reduce_scatter", output, sizes, "one input for each rank; the own one as large as the output"
         )
-        op = self._op("reduce_scatter", kind, output)
-        if op is None or len(set(sizes)) > 1:
-            for root, tensor in enumerate(inputs):
-                self._reduce(op, kind, tensor, output, root)
+        op = self._op("reduce_scatter", kind, output) if len(set(sizes)) == 1 else None
+        if op is None:
+            self._reduce_each(inputs, output, kind)
             return
         sources, written = [readable(x) for x in inputs], writable(output)
         self._ours.reduce_scatter(op, [buffer(x) for x in sources], buffer(written))
@@ -91,12 +89,15 @@ class Collectives:
         op = self._op("reduce_scatter", kind, output)
         source = readable(tensor)
         if op is None:
-            for root, part in enumerate(source.reshape(self._size, -1)):
-                self._reduce(op, kind, part, output, root)
+            self._reduce_each(source.reshape(self._size, *output.shape), output, kind)
             return
         written = writable(output)
         self._ours.reduce_scatter(op, shares(source, self._size), buffer(written))
         settle(output, written)
+
+    def _reduce_each(self, inputs: Any, output: Any, kind: Any) -> None:
+        for root, tensor in enumerate(inputs):
+            self._reduce(self._op("reduce", kind, tensor, root), kind, tensor, output, root)
 
     # ---- moves ----------------------------------------------------------------------------------------------------
 
@@ -106,7 +107,7 @@ class Collectives:
         if inner:
             options = c10d.BroadcastOptions()
             options.rootRank = root
-            _await(self._gloo.broadcast([held], options))
+            _await(self._gloo.broadcast([_raw(held)], options))
         else:
             self._ours.broadcast(buffer(held), root)
         if root != self._rank:
@@ -128,7 +129,7 @@ class Collectives:
         inner = self._is_inner("all_gather", tensor)
         source, written = readable(tensor), [writable(x) for x in results]
         if inner:
-            _await(self._gloo.allgather([[x.reshape(source.shape) for x in written]], [source]))
+            _await(self._gloo.allgather([list(map(_raw, written))], [_raw(source)]))
         else:
             self._ours.all_gather(buffer(source), [buffer(x) for x in written])
         settle_all(results, written)
@@ -139,7 +140,7 @@ class Collectives:
         inner = self._is_inner("all_gather", tensor)
         source, written = readable(tensor), writable(output)
         if inner:
-            _await(self._gloo._allgather_base(written, source))
+            _await(self._gloo._allgather_base(_raw(written), _raw(source)))
         else:
             self._ours.all_gather(buffer(source), shares(written, self._size))
         settle(output, written)
@@ -151,8 +152,8 @@ class Collectives:
         if inner:
             options = c10d.GatherOptions()
             options.rootRank = root
-            into = [[x.reshape(source.shape) for x in written]] if root == self._rank else []
-            _await(self._gloo.gather(into, [source], options))
+            into = [list(map(_raw, written))] if root == self._rank else []
+            _await(self._gloo.gather(into, [_raw(source)], options))
         else:
             places = [buffer(x) for x in written] if root == self._rank else None
             self._ours.gather(buffer(source), places, root)
@@ -165,8 +166,8 @@ class Collectives:
         if inner:
             options = c10d.ScatterOptions()
             options.rootRank = root
-            of = [[x.reshape(written.shape) for x in sources]] if root == self._rank else []
-            _await(self._gloo.scatter([written], of, options))
+            of = [list(map(_raw, sources))] if root == self._rank else []
+            _await(self._gloo.scatter([_raw(written)], of, options))
         else:
             places = [buffer(x) for x in sources] if root == self._rank else None
             self._ours.scatter(places, buffer(written), root)
@@ -182,7 +183,7 @@ class Collectives:
             self._ours.all_to_all([buffer(x) for x in sources], [buffer(x) for x in written])
         else:  # gloo knows no lists
             room = inputs[0].new_empty(sum(rooms))
-            _await(self._gloo.alltoall_base(room, torch.cat([x.reshape(-1) for x in sources]), rooms, sizes))
+            self._exchange(room, torch.cat([x.reshape(-1) for x in sources]), rooms, sizes)
             for result, part in zip(written, room.split(rooms), strict=True):
                 result.detach().copy_(part.reshape(result.shape))
         settle_all(outputs, written)
@@ -193,20 +194,24 @@ class Collectives:
         remedy = "splits that add up to the first dimension, or none and one that the number of ranks divides"
         self._require(fits, "all_to_all", tensor, [*output.shape, *rooms, *sizes], remedy)
         even = not rooms and not sizes
-        if not even:
-            rooms = list(rooms) or [output.shape[0] // self._size] * self._size
-            sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size
-            even = self._are_even(sizes, rooms, tensor[:0])
+        rooms = list(rooms) or [output.shape[0] // self._size] * self._size
+        sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size
+        even = even or self._are_even(sizes, rooms, tensor)
         source, written = readable(tensor), writable(output)
         if even and not self._is_inner("all_to_all", tensor):
             self._ours.all_to_all(shares(source, self._size), shares(written, self._size))
         else:
-            _await(self._gloo.alltoall_base(written, source, list(rooms), list(sizes)))
+            self._exchange(written, source, rooms, sizes)
         settle(output, written)
+
+    def _exchange(self, result: Any, source: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
+        width = source.shape[1:].numel() * source.element_size()
+        splits = ([width * rows for rows in rooms], [width * rows for rows in sizes])
+        _await(self._gloo.alltoall_base(_raw(result), _raw(source), *splits))
 
     def _are_splits(self, tensor: Any, splits: Sequence[int]) -> bool:
         if not tensor.ndim or not splits:
-            return tensor.ndim > 0 and tensor.shape[0] % self._size == 0
+            return bool(tensor.ndim) and int(tensor.shape[0]) % self._size == 0
         return len(splits) == self._size and sum(splits) == tensor.shape[0] and min(splits) >= 0
 
     def _are_even(self, sizes: Sequence[int], rooms: Sequence[int], tensor: Any) -> bool:
@@ -307,6 +312,11 @@ _UNDEFINED: Final = _undefined()
 
 def _name(tensor: Any) -> str:
     return NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+
+
+def _raw(tensor: Any) -> Any:
+    """Return a plain tensor's memory as bytes: gloo knows few dtypes."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _alike(tensors: Sequence[Any]) -> bool:

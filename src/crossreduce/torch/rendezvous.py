@@ -1,7 +1,7 @@
 """A ``torch.distributed`` store as the place where the ranks of a group meet.
 
-In: the store that a group came with.  Out: a ``processes.contract.Rendezvous``. Waits by asking again and again, so that
-Ctrl-C is heard; meetings are few, and no data goes this way.
+In: the store that a group came with.  Out: a ``processes.contract.Rendezvous``. Waits by asking again and again, so
+that Ctrl-C is heard; meetings are few, and no data goes this way.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""Starts the ranks of the tests of ``crossreduce.torch``: programs of their own, which end when the test does."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def start(argv, n, environment=None):
+    """Start n ranks of a Python program; return their processes."""
+    running = []
+    for rank in range(n):
+        # As torchrun does; and so that a rank which is stopped, killed or late is not waited for by what torch starts.
+        own = {"RANK": str(rank), "WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        own |= environment(rank) if environment else {}
+        running.append(
+            subprocess.Popen(
+                [sys.executable, *map(str, argv)],
+                env={**os.environ, **own},
+                cwd=HERE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    return running
+
+
+def finish(running, timeout_s):
+    """Return each rank's exit status and text; whatever runs after ``timeout_s`` is killed, with what it started."""
+    deadline, said = time.monotonic() + timeout_s, []
+    try:
+        for process in running:
+            try:
+                text, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _kill(process)
+                text = f"late: killed after {timeout_s} s\n{process.communicate()[0]}"
+            said.append((process.returncode, text))
+    finally:
+        for process in running:
+            _kill(process)
+    return said
+
+
+def _kill(process):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def checked(program, n, folder, timeout_s=120, environment=None):
+    """Run a program of checks on n ranks; return what each rank wrote."""
+    said = finish(start([program, folder], n, environment), timeout_s)
+    found = []
+    for rank, (status, text) in enumerate(said):
+        path = Path(folder, f"rank{rank}.json")
+        assert status == 0, f"rank {rank} ended with {status}:\n{text}"
+        assert path.exists(), f"rank {rank} wrote nothing:\n{text}"
+        found.append(json.loads(path.read_text()))
+    return found

@@ -1,0 +1,247 @@
+"""What one rank does in tests/test_torch_ddp.py: it trains, under everything that torch has for several processes.
+
+``python torch_training.py FOLDER [CHECK ...]``, as torch_checks.py. The oracle is the same model on all ranks' samples
+in one process, in float64, so that what is left between the two is rounding.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch_checks import given, refuses, run
+
+from crossreduce.torch import HookState, all_reduce_hook
+
+CHECKS = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Model(torch.nn.Module):
+    def __init__(self, unused=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(7, 33)
+        self.second = torch.nn.Linear(33, 5, bias=False)
+        self.scale = torch.nn.Parameter(torch.tensor([1.5]))
+        self.never = torch.nn.Linear(4, 4) if unused else None
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.double()
+
+    def forward(self, x):
+        self.calls += 1
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+
+def loss_of(model, rank, step):
+    x, y = (given(rank, (6, width), torch.float64, 10 * step + width) for width in (7, 5))
+    return ((model(x) - y) ** 2).mean()
+
+
+def trained(model, ranks, steps=3, optimizer=None):
+    """Train on the samples of some ranks; return the gradients of the last step."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (sum(loss_of(model, rank, step) for rank in ranks) / len(ranks)).backward()
+        optimizer.step()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def expect_alike(got, want):
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+@check
+def ddp(c):
+    """DistributedDataParallel, in each of its modes, gives the gradients and the weights of one process."""
+    for options in (
+        {},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"bucket_cap_mb": 0.0005, "gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 0.0005, "find_unused_parameters": True},
+    ):
+        unused = "find_unused_parameters" in options
+        alone = Model(unused)
+        want = trained(alone, range(c.size))
+        model = Model(unused)
+        if c.rank:
+            for p in model.parameters():  # DDP sends those of rank 0 to all
+                p.data.normal_()
+        replica = DistributedDataParallel(model, **options)
+        got = trained(replica, [c.rank])
+        used = [p for name, p in model.named_parameters() if "never" not in name]
+        expect_alike([p.grad for p in used], want)
+        expect_alike(list(model.parameters()), list(alone.parameters()))
+        assert unused or len(got) == len(want)
+
+
+@check
+def ddp_as_on_gloo(c):
+    """With two ranks a sum has one order, so DDP on gloo and on crossreduce give the same bits; here, nearly so."""
+    gloo = dist.new_group(backend="gloo")
+    grads = []
+    for group in (None, gloo):
+        model = Model().float()
+        replica = DistributedDataParallel(model, process_group=group)
+        x = given(c.rank, (64, 7))
+        replica(x).square().mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@check
+def ddp_accumulates_and_joins(c):
+    """no_sync adds gradients up on each rank; join takes ranks with fewer batches."""
+    model, alone = Model(), Model()
+    replica = DistributedDataParallel(model)
+    with replica.no_sync():
+        loss_of(replica, c.rank, 0).backward()
+    loss_of(replica, c.rank, 1).backward()
+    for step in (0, 1):
+        (sum(loss_of(alone, rank, step) for rank in range(c.size)) / c.size).backward()
+    expect_alike([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+    with replica.join():
+        for step in range(c.rank + 1):
+            loss_of(replica, c.rank, step).backward()
+    dist.barrier()
+
+
+@check
+def hook(c):
+    """The hook reduces what DDP on gloo would have, also for None, a group, or wrapped into torch's own hooks."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+
+    gloo = dist.new_group(backend="gloo")
+    alone = Model()
+    want = trained(alone, range(c.size))
+    state = HookState(gloo)
+    for given_state in (state, gloo, dist.group.WORLD, None):
+        model = Model()
+        replica = DistributedDataParallel(model, process_group=gloo, bucket_cap_mb=0.0005)
+        replica.register_comm_hook(given_state, all_reduce_hook)
+        expect_alike(trained(replica, [c.rank]), want)
+    model = Model()
+    replica = DistributedDataParallel(model, process_group=gloo)
+    replica.register_comm_hook(state, fp16_compress_wrapper(all_reduce_hook))
+    for one, other in zip(trained(replica, [c.rank], 1), trained(Model(), range(c.size), 1), strict=True):
+        torch.testing.assert_close(one, other, rtol=4e-3, atol=1e-4)
+    state.close()
+    state.close()
+
+
+@check
+def hook_after_another(c):
+    """An earlier hook comes first, and what its future holds is what is reduced."""
+    gloo = dist.new_group(backend="gloo")
+    seen = []
+
+    def twice(state, bucket):
+        seen.append(bucket.index())
+        assert state == "mine"
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer() * 2)
+        return future
+
+    model = Model()
+    replica = DistributedDataParallel(model, process_group=gloo)
+    state = HookState(gloo, before=twice, before_state="mine")
+    replica.register_comm_hook(state, all_reduce_hook)
+    got = trained(replica, [c.rank], 1)
+    expect_alike([g / 2 for g in got], trained(Model(), range(c.size), 1))
+    assert seen
+    refuses(ValueError, "no such process group", HookState, "world")
+    state.close()
+
+
+@check
+def fully_sharded(c):
+    """FSDP2 on the CPU trains a model as one process does."""
+    from torch.distributed.fsdp import fully_shard
+
+    alone, model = Model(), Model()
+    want = trained(alone, range(c.size))
+    mesh = dist.init_device_mesh("cpu", (c.size,))
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    got = trained(model, [c.rank])
+    expect_alike([g.full_tensor() for g in got], want)
+    expect_alike([p.full_tensor() for p in model.parameters()], list(alone.parameters()))
+
+
+@check
+def zero_redundancy(c):
+    """ZeroRedundancyOptimizer shards the optimizer's state over the ranks and gives one process's weights."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    alone, model = Model(), Model()
+    trained(alone, range(c.size), optimizer=torch.optim.Adam(alone.parameters(), 0.01))
+    replica = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(replica.parameters(), torch.optim.Adam, lr=0.01)
+    trained(replica, [c.rank], optimizer=optimizer)
+    for p, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, other, rtol=1e-8, atol=1e-9)
+    optimizer.consolidate_state_dict(0)
+
+
+@check
+def compiled(c):
+    """A function with a functional collective in it, traced by torch.compile, reduces as it does untraced."""
+    import torch.distributed._functional_collectives as functional
+
+    group = dist.group.WORLD
+
+    def step(x):
+        return functional.all_reduce(x * 2, "sum", group) + 1
+
+    x = given(c.rank, (20,))
+    torch.testing.assert_close(torch.compile(step, backend="aot_eager")(x), step(x))
+
+
+@check
+def differentiable(c):
+    """torch.distributed.nn's collectives, which have gradients, run on the backend."""
+    from torch.distributed.nn.functional import all_reduce
+
+    x = given(c.rank, (5,), torch.float64).requires_grad_()
+    (all_reduce(x) ** 2).sum().backward()
+    total = sum(given(rank, (5,), torch.float64) for rank in range(c.size))
+    torch.testing.assert_close(x.grad, 2 * c.size * total)
+
+
+@check
+def disagreement_in_ddp(c):
+    """What goes wrong in DDP's own reductions, which C++ calls and waits for, is raised as our class by backward()."""
+    from crossreduce import MismatchError
+
+    class Odd(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if c.rank == 1:  # one more than the others
+                dist.all_reduce(torch.ones(3), async_op=True)
+            return grad
+
+    model = Model()
+    replica = DistributedDataParallel(model)
+    x = given(c.rank, (6, 7), torch.float64)
+    refuses(MismatchError, "rank 1", lambda: Odd.apply(replica(x)).sum().backward())
+    if c.rank != 1:
+        refuses(MismatchError, "rank 1", dist.barrier)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    run({name: CHECKS[name] for name in sys.argv[2:] or CHECKS}, sys.argv[1])
