@@ -43,6 +43,7 @@ class Arena:
         cpus = len(os.sched_getaffinity(0))
         crowded = len(host) > cpus
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.me)
+        self._pid = os.getpid()
         threads = max(1, kernels.threads() // len(host))
         self._native = kernels.native().Arena(fd, self.me, len(host), slot, 0.0 if crowded else SPIN_S, threads)
 
@@ -69,6 +70,11 @@ class Arena:
         return outcome
 
     @property
+    def running(self) -> bool:
+        """Whether an op is under way."""
+        return bool(self._native.running())
+
+    @property
     def number(self) -> int:
         """The number of this rank's latest op, from 1."""
         return int(self._native.number())
@@ -90,6 +96,10 @@ class Arena:
     def call(self, rank: int, number: int) -> Said | None:
         """Return what a rank of this host called as its op of that number, if that is still known."""
         return next((Said(op[0], op[1]) for op in self.ops(rank) if op[0] == number), None)
+
+    def arrivals(self) -> int:
+        """Return how often this rank has come to where all meet."""
+        return int(self._native.arrivals()[self.me])
 
     def missing(self) -> list[int]:
         """Return the ranks of this host that have not come where this one waits."""
@@ -122,9 +132,16 @@ class Arena:
         return unpacked(text) if text else None
 
     def close(self) -> None:
-        """Let go of the memory."""
-        os.close(self.fd)
-        self.fd = -1
+        """Let go of the memory, and with that of the lock that says that this rank lives."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            self._native.close()
+            os.close(fd)
+
+    def __del__(self) -> None:
+        """Close; in a process forked from this rank's nothing but its own descriptor."""
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
 
 
 KINDS: Final = {"timeout": CollectiveTimeout, "lost": PeerLostError}
@@ -154,12 +171,19 @@ class Watch:
 
     def __init__(self, timeout_s: float, warn_s: float) -> None:
         self.began = time.monotonic()
-        self.timeout_s = timeout_s
+        self.timeout_s, self.warn_s = timeout_s, warn_s
+        self.came: int | None = None
         self.warn_at: float | None = self.began + warn_s
         self.heard_at = self.began
 
-    def waited_s(self) -> float:
-        """Return for how long."""
+    def waited_s(self, came: int) -> float:
+        """Return for how long this rank has waited where it is, ``came`` being how often it has come where all meet."""
+        if self.came is None:
+            self.came = came
+        elif came != self.came:
+            self.came, self.began = came, time.monotonic()
+            if self.warn_at is not None:
+                self.warn_at = self.began + self.warn_s
         return time.monotonic() - self.began
 
     def due_to_warn(self) -> bool:

@@ -85,6 +85,7 @@ class Communicator:
         self.rendezvous, self.wire = rendezvous, wire
         self.warn_s = min(WARN_AFTER_S, timeout_s / 2)
         self._lock = threading.Lock()
+        self._caller: int | None = None  # the thread that is in a call
         self._pid = os.getpid()
         self._calls: dict[Any, _Call | Crossing] = {}
         self._broken: ReductionError | None = None
@@ -154,8 +155,8 @@ class Communicator:
 
     def all_to_all(self, sources: Sequence[Buffer], results: Sequence[Buffer]) -> None:
         """Copy rank i's ``sources[k]`` to rank k's ``results[i]``."""
-        self._check(sources[0], *sources, count=self.size)
-        self._check(sources[0], *results, count=self.size)
+        self._check(*sources[:1], *sources, count=self.size)
+        self._check(*sources[:1], *results, count=self.size)
         self._copying("all_to_all", sources[0], tuple(b.address for b in (*sources, *results)), None)
 
     def barrier(self) -> None:
@@ -190,7 +191,19 @@ class Communicator:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        if self._caller == threading.get_ident():  # a signal's handler, in the middle of a call, which fails now
+            self._give_up(self._interrupted("left"))
+            return
         with self._lock:
+            self._let_go()
+
+    def __del__(self) -> None:
+        """Leave the group."""
+        with suppress(Exception):  # it may be half made
+            self.close()
+
+    def _let_go(self) -> None:
+        if self.arena.fd >= 0:
             self.arena.leave(self._nothing(LEFT).course)
             self.arena.close()
 
@@ -201,20 +214,22 @@ class Communicator:
     ) -> None:
         def make() -> _Call | Crossing:
             numbers = reduction_numbers(op, given.dtype, self.size)
+            text = described(collective, op.value, root, given.dtype, given.shape)
             return self._made(collective, given.size, numbers, root, text)
 
-        text = described(collective, op.value, root, given.dtype, given.shape)
         self._run((collective, op, given.dtype, given.shape, root), make, addresses)
 
     def _copying(self, collective: str, given: Buffer, addresses: tuple[int, ...], root: int | None) -> None:
         def make() -> _Call | Crossing:
             numbers = Numbers("sum", given.dtype, given.dtype, given.dtype, 1)
+            text = described(collective, None, root, given.dtype, given.shape)
             return self._made(collective, given.size, numbers, root, text)
 
-        text = described(collective, None, root, given.dtype, given.shape)
         self._run((collective, given.dtype, given.shape, root), make, addresses)
 
     def _run(self, key: Any, make: Callable[[], _Call | Crossing], addresses: tuple[int, ...]) -> None:
+        thread = threading.get_ident()
+        self._require_usable(thread)  # before the lock, which may have been held when this process was forked
         call = self._calls.get(key)
         if call is None:
             call = make()
@@ -222,36 +237,49 @@ class Communicator:
                 self._calls.clear()
             self._calls[key] = call
         with self._lock:
-            self._require_whole()
-            if isinstance(call, Crossing):
-                self._cross(call, addresses)
-                return
-            outcome = self.arena.begin(call.course, addresses, call.text, call.ticks)
-            if outcome != DONE:
-                self._wait(outcome, call)
+            self._caller = thread
+            try:
+                self._require_whole()
+                if isinstance(call, Crossing):
+                    self._cross(call, addresses)
+                else:
+                    self._walk(call, addresses)
+            finally:
+                self._caller = None
+                if self._closed:
+                    self._let_go()
 
-    def _require_whole(self) -> None:
-        """Raise what broke the group, if it is broken."""
+    def _require_usable(self, thread: int) -> None:
+        """Raise unless this thread of this process may call."""
         if os.getpid() != self._pid:
             problem = f'group "{self.name}" belongs to process {self._pid}, which this one was forked from.'
             raise ContextError(message(problem, f"process {os.getpid()}", "make the group after the fork, or spawn"))
+        if self._caller == thread:
+            problem = f'a call of group "{self.name}" is under way in this very thread.'
+            raise ContextError(message(problem, "a call in a signal's handler", "close() or abort() there"))
+
+    def _require_whole(self) -> None:
+        """Raise what broke the group, if it is broken."""
         if self._closed:
             raise ContextError(message(f'group "{self.name}" is closed.', remedy="make a new group"))
         if self._broken is not None:
             raise type(self._broken)(str(self._broken), getattr(self._broken, "ranks", ()))
 
-    def _wait(self, outcome: int, call: _Call) -> None:
-        """Wait until a call that was begun is over; look round now and then."""
-        watch = Watch(self.timeout_s, self.warn_s)
+    def _walk(self, call: _Call, addresses: tuple[int, ...]) -> None:
+        """Run a call on this host, and look round now and then while it waits."""
         try:
-            while outcome == WAITING:
-                self._look_round(watch)
-                outcome = self.arena.advance(call.ticks)
+            outcome = self.arena.begin(call.course, addresses, call.text, call.ticks)
+            if outcome == WAITING:
+                watch = Watch(self.timeout_s, self.warn_s)
+                while outcome == WAITING:
+                    self._look_round(watch)
+                    outcome = self.arena.advance(call.ticks)
         except ReductionError as error:
             self._give_up(error)
             outcome = BROKEN
         except BaseException:  # Ctrl-C, or whatever else a signal's handler raised
-            self._give_up(self._interrupted("was interrupted"))
+            if self.arena.running:
+                self._give_up(self._interrupted("was interrupted"))
             raise
         if outcome == MISMATCH:
             self._raise_mismatch()
@@ -309,6 +337,7 @@ class Communicator:
     def _look_round(self, watch: Watch) -> None:
         """Raise if a rank that is waited for is gone, if other hosts have given up, or if it takes too long."""
         missing = self.arena.missing()
+        waited_s = watch.waited_s(self.arena.arrivals())
         gone = [rank for rank in missing if not self.arena.alive(rank)]
         if gone:
             left = all((self.arena.said(rank) or Said(0, "")).text == LEFT for rank in gone)
@@ -319,12 +348,12 @@ class Communicator:
                 raise unpacked(heard)
         # A lane that does not come may wait for another host, and knows better whom to name.
         lanes = self.host[: self._across.lanes] if self._across else ()
-        if watch.waited_s() > self.timeout_s + (2 * AFAR_S if set(missing) & set(lanes) else 0):
+        if missing and waited_s > self.timeout_s + (2 * AFAR_S if set(missing) & set(lanes) else 0):
             late = {rank: self.arena.said(rank) for rank in missing}
             raise CollectiveTimeout(timed_out(self.timeout_s, self._said(), late, self.name), missing)
-        if watch.due_to_warn():
+        if missing and watch.due_to_warn():
             late = {rank: self.arena.said(rank) for rank in missing}
-            _LOG.warning("rank %d: %s", self.rank, stalled(watch.waited_s(), self._said(), late, self.name))
+            _LOG.warning("rank %d: %s", self.rank, stalled(waited_s, self._said(), late, self.name))
 
     def _said(self) -> Said:
         return self.arena.said(self.rank) or Said(0, "")
@@ -388,10 +417,11 @@ class Communicator:
             problem = f"rank {root} is the root, and only the root has all parts or the result."
             raise ArgumentError(message(problem, f"rank {self.rank} {'has' if has_all else 'lacks'} them"))
 
-    def _check(self, first: Buffer, *others: Buffer, count: int | None = None) -> None:
+    def _check(self, first: Buffer | None = None, *others: Buffer, count: int | None = None) -> None:
         """Raise unless buffers are alike, and as many as there are ranks."""
         if count is not None and len(others) != count:
             raise ArgumentError(message("there must be one buffer a rank.", f"{len(others)} for {count} ranks"))
+        assert first is not None, "there is one rank at least"
         for other in others:
             if (other.size, other.dtype) != (first.size, first.dtype):
                 given = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"

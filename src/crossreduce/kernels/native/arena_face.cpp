@@ -279,6 +279,10 @@ PyObject *arena_number(PyObject *object, PyObject *) {
     return PyLong_FromUnsignedLongLong(arena_of(object)->memory->number);
 }
 
+PyObject *arena_running(PyObject *object, PyObject *) {
+    return PyBool_FromLong(arena_of(object)->memory != nullptr && arena_of(object)->memory->current() != nullptr);
+}
+
 PyObject *arena_arrivals(PyObject *object, PyObject *) {
     if (!usable(arena_of(object), false)) return nullptr;
     const SharedMemory &memory = *arena_of(object)->memory;
@@ -340,6 +344,7 @@ PyMethodDef arena_methods[] = {
     {"address", arena_address, METH_VARARGS, "address(rank): where the half of its slot begins that this op uses."},
     {"close", arena_close, METH_NOARGS, "Let go of the memory; the arena is of no use afterwards."},
     {"number", arena_number, METH_NOARGS, "The number of this rank's latest op, from 1."},
+    {"running", arena_running, METH_NOARGS, "Whether an op is under way."},
     {"arrivals", arena_arrivals, METH_NOARGS, "At how many ticks each rank has arrived."},
     {"ops", arena_ops, METH_VARARGS, "ops(rank): (number, text, started_s, ended_s or None) of its last 32, oldest first."},
     {nullptr, nullptr, 0, nullptr}};
