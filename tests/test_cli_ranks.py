@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -66,12 +67,19 @@ def launched(tmp_path, code, count=3):
     try:
         out, err = running.communicate(timeout=LIMIT_S)
     finally:
-        running.kill()
-        running.wait()
-    pids = pids_of(tmp_path)
-    assert len(pids) == count
-    assert all(gone(pid) for pid in pids)
-    return running.returncode, out, err, pids
+        left = ended(running, tmp_path)
+    assert left == []
+    assert len(pids_of(tmp_path)) == count
+    return running.returncode, out, err, pids_of(tmp_path)
+
+
+def ended(running, tmp_path):
+    """End a launcher and whatever it left, and return the pids of the ranks that it left."""
+    left = [pid for pid in pids_of(tmp_path) if not gone(pid)]
+    with suppress(ProcessLookupError):
+        os.killpg(running.pid, signal.SIGKILL)
+    running.communicate(timeout=30)
+    return left
 
 
 def pids_of(tmp_path):
@@ -132,10 +140,9 @@ def test_ctrl_c_leaves_no_rank(tmp_path, to):
             os.killpg(running.pid, signal.SIGINT)
         running.communicate(timeout=30)
     finally:
-        running.kill()
-        running.wait()
+        left = ended(running, tmp_path)
     assert running.returncode not in (0, None)
-    assert all(gone(pid) for pid in pids_of(tmp_path))
+    assert left == []
 
 
 # The loop, on a fake engine of this process: no ranks.
