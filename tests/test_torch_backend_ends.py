@@ -1,0 +1,51 @@
+"""How a process group ends: by itself, with its process, by a signal, by another rank's death, under torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from torch_running import HERE, finish, start
+
+PROGRAM = HERE / "torch_endings.py"
+
+
+@pytest.mark.parametrize(
+    "scene", ["no_goodbye", "unfinished", "interrupted", "interrupted_in_backward", "late", "composed"]
+)
+def test_scene(tmp_path, scene):
+    """Every rank gets to the scene's end, and its process ends by itself."""
+    for rank, (status, text) in enumerate(finish(start([PROGRAM, scene, tmp_path], 3), 60)):
+        assert status == 0, f"rank {rank} ended with {status}:\n{text}"
+        assert (tmp_path / f"{scene}-{rank}").exists()
+
+
+def test_killed_in_backward(tmp_path):
+    """When a rank is killed, the others' backward() raises PeerLostError within seconds."""
+    said = finish(start([PROGRAM, "killed_in_backward", tmp_path], 3), 60)
+    assert said[1][0] == -signal.SIGKILL
+    for rank in (0, 2):
+        assert said[rank][0] == 0, f"rank {rank}:\n{said[rank][1]}"
+
+
+def test_debug_detail(tmp_path):
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL changes nothing: disagreements are found without it."""
+    said = finish(start([PROGRAM, "no_goodbye", tmp_path], 2, lambda rank: {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}), 60)
+    assert [status for status, _ in said] == [0, 0], said
+
+
+def test_torchrun(tmp_path):
+    """torchrun starts ranks as for any other backend."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    environment = {**os.environ, "SAID": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(PROGRAM), "launched", str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1", "rank2"]

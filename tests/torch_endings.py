@@ -1,0 +1,140 @@
+"""How ranks end: ``python torch_endings.py SCENE FOLDER`` is one rank of a scene of test_torch_backend_ends.py."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch_checks import given, refuses
+
+import crossreduce.torch
+
+RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def begin(folder, timeout_s=20.0, backend="crossreduce"):
+    where = f"file://{folder}/store" if folder else "env://"
+    dist.init_process_group(backend, where, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=timeout_s))
+
+
+def total():
+    x = torch.full((1000,), 4.0**RANK)
+    dist.all_reduce(x)
+    assert torch.equal(x, torch.full((1000,), sum(4.0**rank for rank in range(SIZE))))
+
+
+def no_goodbye(folder):
+    """Leaves without destroying groups, with an op behind it and a thread that waits."""
+    begin(folder)
+    other = dist.new_group()
+    total()
+    dist.all_reduce(torch.ones(3), group=other, async_op=True).wait()
+
+
+def unfinished(folder):
+    """Leaves while an op is under way that will never end."""
+    begin(folder)
+    total()
+    if RANK == 0:
+        dist.all_reduce(torch.ones(3), async_op=True)
+        time.sleep(0.3)
+    else:
+        time.sleep(1)
+
+
+def interrupted(folder):
+    """Rank 0 waits for others that do not come, and is interrupted; they hear of it."""
+    begin(folder, 60)
+    total()
+    if RANK == 0:
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        refuses(KeyboardInterrupt, "", dist.all_reduce, torch.ones(3))
+    else:
+        time.sleep(1)
+        begun = time.monotonic()
+        refuses(ConnectionError, "rank 0", dist.all_reduce, torch.ones(3))
+        assert time.monotonic() - begun < 5
+
+
+def model_of(unused=None):
+    torch.manual_seed(1)
+    return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 50), bucket_cap_mb=0.001)
+
+
+def interrupted_in_backward(folder):
+    """Rank 0 is interrupted while DDP waits for gradients."""
+    begin(folder, 60)
+    model = model_of()
+    if RANK == 0:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begun = time.monotonic()
+        refuses(KeyboardInterrupt, "", lambda: model(given(RANK, (8, 50))).sum().backward())
+        assert time.monotonic() - begun < 5
+    else:
+        time.sleep(3)
+
+
+def killed_in_backward(folder):
+    """Rank 1 is killed; the others' backward() raises PeerLostError."""
+    from crossreduce import PeerLostError
+
+    begin(folder, 30)
+    model = model_of()
+    for _ in range(3):
+        model(given(RANK, (8, 50))).sum().backward()
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    error = refuses(PeerLostError, "rank 1", lambda: model(given(RANK, (8, 50))).sum().backward())
+    assert error.ranks == (1,)
+    assert time.monotonic() - begun < 5
+    refuses(PeerLostError, "rank 1", dist.barrier)
+
+
+def late(folder):
+    """Rank 1 does not come; the others say so when the timeout is over."""
+    from crossreduce import CollectiveTimeout
+
+    begin(folder, 2)
+    total()
+    if RANK == 1:
+        time.sleep(5)
+        return
+    begun = time.monotonic()
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    refuses(CollectiveTimeout, "wait", work.wait, timedelta(seconds=0.5))
+    assert not work.is_completed()
+    error = refuses(CollectiveTimeout, "rank 1", work.wait)
+    assert error.ranks == (1,)
+    assert 1.5 < time.monotonic() - begun < 3.5
+
+
+def composed(folder):
+    """The backend for the CPU beside another's name for CUDA, and groups made after it."""
+    begin(folder, backend="cpu:crossreduce,cuda:nccl")
+    total()
+    group = dist.new_group()
+    dist.barrier(group=group)
+    dist.destroy_process_group()
+
+
+def launched(_folder):
+    """A rank that torchrun started."""
+    begin("")
+    assert SIZE == 3
+    total()
+    dist.destroy_process_group()
+    Path(os.environ["SAID"], f"rank{RANK}").write_text("done")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    assert crossreduce.torch.NAME == "crossreduce"
+    globals()[sys.argv[1]](sys.argv[2])
+    Path(sys.argv[2], f"{sys.argv[1]}-{RANK}").write_text("done")
