@@ -11,10 +11,15 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from ranks import ranks
 
+import crossreduce as cr
 from crossreduce.cli import main
 from crossreduce.processes import record
+from crossreduce.processes.communicator import Communicator
+from crossreduce.processes.contract import Buffer
 from crossreduce.processes.record import History, Op
 
 GOLDEN = Path(__file__).parent / "dumps"
@@ -278,3 +283,50 @@ def test_a_file_cannot_command_the_terminal(here, doctor):
     out = doctor(here)[1]
     assert "\x1b" not in out
     assert "[bold]x[/bold]" in out
+
+
+def until_one_stops(rendezvous, timeout_s):
+    """One rank's life: 40 calls; rank 2 stops its own process before its 38th, and the others lose patience."""
+    communicator = Communicator(rendezvous, None, name="world", timeout_s=timeout_s)
+    x = np.full(10, 3.0**communicator.rank, np.float32)
+    there = Buffer(x.ctypes.data, x.size, "float32", x.shape)
+    for number in range(1, 41):
+        if communicator.rank == 2 and number == 38:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        communicator.broadcast(there, 1)
+
+
+def test_a_stopped_rank_is_found_in_what_the_others_wrote(here, doctor):
+    """R11: ranks 0 and 1 time out and write; doctor names rank 2, its process and the call it never made."""
+    pids = []
+    results = ranks(3, until_one_stops, 1.5, check=False, timeout_s=12, begun=ended_later(pids, here, 2))
+    for rank in (0, 1):
+        error = results[rank]
+        assert isinstance(error, cr.CollectiveTimeout), error
+        assert error.ranks == (2,)
+        assert f"crossreduce doctor {here}" in "".join(error.__notes__)
+    found = record.read(here)
+    first = next(dump for dump in found.dumps if dump.rank == 0)
+    assert [len(history.ops) for history in first.histories] == [32] * 3
+    code, out, err = doctor(here)
+    assert (code, err) == (0, "")
+    assert re.search(
+        rf"rank 2 \(pid {pids[2]} on .*\) is behind: it had finished op 37, broadcast root 1 float32\[10\], .*"
+        r"op 38, broadcast root 1 float32\[10\], waits for it\.",
+        out,
+    )
+    assert "ranks 0, 1 were in op 38" in out
+    assert "until_one_stops (tests/test_doctor.py:" in out
+
+
+def ended_later(pids, directory, count):
+    """Return what notes the ranks' pids, and ends the stopped one once so many others have written."""
+
+    def begun(given):
+        pids.extend(given)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and len(list(directory.glob("rank*.json"))) < count:
+            time.sleep(0.01)
+        os.kill(given[2], signal.SIGKILL)
+
+    return begun

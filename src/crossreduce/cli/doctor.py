@@ -7,6 +7,7 @@ dead, is judged by what the others of its host saw of it in shared memory.
 from __future__ import annotations
 
 import json as json_module
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from ..processes.agreement import named
 from ..processes.record import Dump, Frame, History, Thread, read
 
 _SHOWN: Final = 3  # functions of a stack
+_WITHIN: Final = re.compile(r"[/\\](crossreduce[/\\](processes|torch)|torch[/\\]distributed)[/\\]")
 
 
 @dataclass(frozen=True)
@@ -177,13 +179,10 @@ def _was(ranks: list[int]) -> str:
 
 
 def _stack(threads: tuple[Thread, ...]) -> tuple[str, ...]:
-    """Return the main thread's innermost functions, the innermost first, without what wrote the dump."""
-    if not threads:
-        return ()
-    frames = list(threads[0].stack)
-    while frames and frames[-1].file.replace("\\", "/").endswith("crossreduce/processes/record.py"):
-        frames.pop()
-    return tuple(_at(frame) for frame in reversed(frames[-_SHOWN:]))
+    """Return the main thread's innermost functions, the innermost first: those of the program that called us."""
+    frames = list(threads[0].stack) if threads else []
+    own = [frame for frame in frames if not _WITHIN.search(frame.file)]
+    return tuple(_at(frame) for frame in reversed((own or frames)[-_SHOWN:]))
 
 
 def _at(frame: Frame) -> str:
