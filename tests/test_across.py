@@ -12,7 +12,6 @@ from ranks import SocketWire, ranks
 
 from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError
 from crossreduce.ops import ReduceOp
-from crossreduce.processes import across
 from crossreduce.processes.communicator import Communicator
 from crossreduce.processes.contract import Buffer
 
@@ -101,7 +100,7 @@ def table(rendezvous):
     ],
 )
 def test_every_collective_over_hosts_gives_what_it_should(names, hosts):
-    """Sums of any kind and size, in place and not, to one rank and to all: right on each, and the same bits on all."""
+    """Sums of any kind and size, in place and not, to one rank and to all: right, and the same bits on all."""
     found = ranks(len(names), table, environment=on(*names), timeout_s=90)
     n = len(names)
     assert {one for one, _ in found} == {hosts}
@@ -142,3 +141,140 @@ def close(result, inputs, op, dtype):
     size = np.abs(wide).prod(axis=0) if op == "product" else np.abs(wide).sum(axis=0) / (n if op == "mean" else 1)
     slack = depth * u / (1 - depth * u) * size * (1 + 1e-3) + n * 2.0**-24 * size + oracle.SMALLEST[dtype]
     assert (np.abs(result.astype(wide.dtype) - due) <= slack).all()
+
+
+def disagreeing(rendezvous):
+    """Make calls that differ between ranks in several ways; return each error's text, and what a good call gives."""
+    comm, wire = joined(rendezvous)
+    me, said = comm.rank, []
+    x = np.arange(50_000, dtype="float32") + me
+    out = np.full_like(x, 7)
+    calls = [
+        # Between hosts; within a host; both; one rank calls something else.
+        lambda: comm.all_reduce(ReduceOp.SUM if me < 2 else ReduceOp.MAX, buffer(x), buffer(out)),
+        lambda: comm.all_reduce(ReduceOp.MAX if me == 1 else ReduceOp.SUM, buffer(x), buffer(out)),
+        lambda: comm.all_reduce(ReduceOp.SUM, buffer(x[: 10_000 + me]), buffer(out[: 10_000 + me])),
+        lambda: comm.barrier() if me == 4 else comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(out)),
+        lambda: comm.agree(f"inner op {me // 3}"),
+    ]
+    for call in calls:
+        with pytest.raises(MismatchError) as error:
+            call()
+        said.append(str(error.value))
+        assert (out == 7).all()
+    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(out))
+    comm.close()
+    wire.close()
+    return said, out
+
+
+def test_ranks_that_disagree_all_raise_the_same_before_anything_is_written():
+    """Wherever the ranks are that differ, all of all hosts raise one text that names them, and the group goes on."""
+    found = ranks(5, disagreeing, environment=on(*"aaabb"))
+    said = found[0][0]
+    assert all(one == said for one, _ in found)
+    assert "ranks 2-4" in said[0]
+    assert "ranks 0, 1" in said[0]
+    assert "rank 1 " in said[1]
+    assert "float32[10000]" in said[2]
+    assert "float32[10004]" in said[2]
+    assert "rank 4 " in said[3]
+    assert "inner op 0" in said[4]
+    assert "inner op 1" in said[4]
+    for _, out in found:
+        assert (out == 5 * np.arange(50_000, dtype="float32") + 10).all()
+
+
+def until_lost(rendezvous, victim, how, at, timeout_s):
+    """Reduce again and again; one rank ends itself, or stops. Return the error, and how long it took to come."""
+    comm, wire = joined(rendezvous, timeout_s)
+    x, out = np.ones(1_000_000, "float32"), np.empty(1_000_000, "float32")
+    began = time.monotonic()
+    try:
+        for number in range(200):
+            if comm.rank == victim and number == at:
+                if how == signal.SIGKILL:
+                    rendezvous.ask("put", [("died",)], str(time.monotonic()).encode())
+                os.kill(os.getpid(), how)
+            comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(out))
+            began = time.monotonic()
+    except (PeerLostError, CollectiveTimeout) as error:
+        took = time.monotonic() - began
+        again = None
+        try:
+            comm.barrier()
+        except type(error) as second:
+            again = str(second) == str(error)
+        return type(error).__name__, list(error.ranks), took, again
+    finally:
+        wire.abort()
+
+
+@pytest.mark.parametrize(("names", "victim"), [("aabb", 3), ("aabb", 2), ("abb", 0), ("aaabb", 2)])
+def test_a_rank_that_dies_is_named_on_all_hosts(names, victim):
+    """Whether a lane dies, a rank behind one, or a whole host: all others name it, soon."""
+    found = ranks(len(names), until_lost, victim, signal.SIGKILL, 5, 20.0, environment=on(*names), check=False)
+    for rank, result in enumerate(found):
+        if rank != victim:
+            kind, lost, took, again = result
+            assert (kind, lost, again) == ("PeerLostError", [victim], True), result
+            assert took < 3
+
+
+@pytest.mark.parametrize(("names", "victim"), [("aabb", 3), ("aabb", 2), ("abb", 0)])
+def test_a_rank_that_stops_is_named_on_all_hosts_after_the_timeout(names, victim):
+    """A rank that hangs is named when the timeout is over, by the ranks of other hosts too."""
+    found = ranks(
+        len(names), until_lost, victim, signal.SIGSTOP, 5, 1.5,
+        environment=on(*names), check=False, begun=lambda pids: ended(pids[victim], 5),
+    )  # fmt: skip
+    for rank, result in enumerate(found):
+        if rank != victim:
+            kind, late, took, again = result
+            assert (kind, late, again) == ("CollectiveTimeout", [victim], True), result
+            assert 1.4 < took < 3.5
+
+
+def ended(pid, after_s):
+    time.sleep(after_s)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_the_bits_do_not_depend_on_who_is_late():
+    """However the ranks' arrival is shuffled, a sum over hosts has the same bits on all ranks."""
+    found = ranks(5, shuffled, environment=on(*"abbab"))
+    assert len({bits for result in found for bits in result}) == 1
+
+
+def shuffled(rendezvous):
+    comm, wire = joined(rendezvous)
+    draw = random.Random(comm.rank)
+    x = parts(5, 50_001, "float32")[comm.rank]
+    seen = set()
+    for _ in range(8):
+        time.sleep(draw.random() * 0.01)
+        out = np.empty_like(x)
+        comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(out))
+        seen.add(out.tobytes())
+    comm.close()
+    wire.close()
+    return seen
+
+
+def test_a_host_is_reduced_before_its_sum_travels():
+    """The wire carries one partial result a host, not one a rank."""
+    found = ranks(4, counted, environment=on(*"aabb"))
+    assert sum(found) == 2 * 400_000  # each of two hosts sends the array once
+
+
+def counted(rendezvous):
+    comm, wire = joined(rendezvous)
+    x = np.ones(100_000, "float32")
+    comm.barrier()
+    sent, send = [], wire.send
+    wire.send = lambda address, nbytes, dst, tag: (sent.append(nbytes), send(address, nbytes, dst, tag))[1]
+    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
+    assert (x == 4).all()
+    comm.close()
+    wire.close()
+    return sum(size for size in sent if size > 16)

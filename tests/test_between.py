@@ -108,7 +108,7 @@ def exchange(schedule, inputs, numbers, sizes, post=None, peers=None, timeout_s=
 
     def host(k):
         due = work(schedule, k, peers, sizes, numbers)
-        made = Exchange(due, post.at(peers[k]), 7, time.monotonic() + timeout_s)
+        made = Exchange(due, post.at(peers[k]), 7, timeout_s)
         out = np.zeros(sum(sizes), oracle.dtype_of(numbers.result))
         for tick in range(len(sizes) + due.delay):
             if tick < len(sizes) and inputs[k] is not None:
@@ -307,13 +307,13 @@ def test_a_host_that_hangs_up_is_named():
         if k == 1:
             post.at(5).abort()
             return None
-        made = Exchange(due, post.at(0), 7, time.monotonic() + 20)
+        made = Exchange(due, post.at(0), 7, 20)
         with pytest.raises(Lost, match="rank 5: hung up") as error:
             all_ticks(made)
         return error.value.rank
 
     assert together(2, host)[0] == 5
-    late = Exchange(due, Post().at(0), 7, time.monotonic() + 0.05)
+    late = Exchange(due, Post().at(0), 7, 0.05)
     with pytest.raises(Late, match="rank 5") as error:
         all_ticks(late)
     assert error.value.rank == 5
@@ -323,7 +323,7 @@ def test_hosts_that_are_about_to_do_different_things_find_out():
     """Only if all hosts say the same are they alike; and all find out, which could be told from any of them."""
     for said in ((b"aaaa",) * 3, (b"aaaa", b"aaaa", b"aaab"), (b"baaa", b"aaaa", b"aaaa"), (b"1111", b"2222", b"3333")):
         post = Post()
-        found = together(3, lambda k: alike(said[k], (4, 9, 6), k, post.at((4, 9, 6)[k]), 3, time.monotonic() + 10))  # noqa: B023
+        found = together(3, lambda k: alike(said[k], (4, 9, 6), k, post.at((4, 9, 6)[k]), 3, 10))  # noqa: B023
         assert found == [len(set(said)) == 1] * 3
 
 

@@ -10,7 +10,8 @@ accumulator's dtype; where they become whole they are divided and rounded, once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
@@ -34,7 +35,9 @@ LEAST_PIECE: Final = 1 << 17
 PIECES: Final = 64
 """Into about so many pieces an array is cut: filling and draining the pipeline takes a few of them."""
 
-_SAME, _OTHER = 1, 2  # what a lane writes at the start of its slot: whether all hosts are about to do the same
+# Words at the start of a lane's slot: whether all hosts are about to do the same; whether it waits for another host.
+_VERDICT, _AFAR = 0, 1
+_SAME, _OTHER = 1, 2
 
 
 class Crossing(NamedTuple):
@@ -120,7 +123,7 @@ class Across:
         addresses: tuple[int, ...],
         begin: Callable[[Any, tuple[int, ...], bytes, int], bool],
         reach: Callable[[int], None],
-        deadline: float,
+        timeout_s: float,
     ) -> bool:
         """Walk through a crossing; return whether all ranks of all hosts called the same, else nothing was written.
 
@@ -128,28 +131,29 @@ class Across:
           addresses: the caller's buffers.
           begin: begins a course as ``Arena.begin`` does, waits, and says whether the ranks of this host are alike.
           reach: waits until the ticks before a number are done.
-          deadline: when to give up waiting for other hosts, by ``time.monotonic``.
+          timeout_s: how long to wait for another host.
         Raises:
           Lost, Late: a rank of another host; and what ``begin`` and ``reach`` raise.
         """
         exchange = None
         if crossing.work is not None:
-            exchange = self._under_way = Exchange(crossing.work, self.wire, TAG, deadline)
+            exchange = self._under_way = Exchange(crossing.work, self.wire, TAG, timeout_s)
             addresses = (*addresses, exchange.base)
         same = here = begin(crossing.course, addresses, crossing.text, 2)
         if self.lane is not None:
             digest = blake2b(crossing.digest + str(self.arena.number).encode(), digest_size=16).digest()
             digest = digest if here else bytes(len(digest))  # what no call's is
-            same = between.alike(digest, self.peers, self.host, self.wire, TAG, deadline) and here
+            with self._afar():
+                same = between.alike(digest, self.peers, self.host, self.wire, TAG, timeout_s) and here
         if not here:
             self._under_way = None
             return False
         if self.lane is not None:
-            self._verdict().value = _SAME if same else _OTHER
+            self._word(_VERDICT).value = _SAME if same else _OTHER
         if exchange is not None and same:
             self._stage(crossing, exchange, addresses, 1)
         reach(3)
-        if self._verdict(0).value != _SAME:
+        if self._word(_VERDICT, self.hosts[self.host][0]).value != _SAME:
             self.arena.abandon()
             self._under_way = None
             return False
@@ -159,14 +163,16 @@ class Across:
             for tick in range(2, crossing.ticks - 1):
                 self._stage(crossing, exchange, addresses, tick)
                 reach(tick + 2)
-            exchange.close()
+            with self._afar():
+                exchange.close()
             self._under_way = None
         return True
 
     def _stage(self, crossing: Crossing, exchange: Exchange, addresses: tuple[int, ...], tick: int) -> None:
         """Do what a tick has to do between hosts, after its jobs."""
         assert crossing.work is not None
-        exchange.tick(tick - 1)
+        with self._afar():
+            exchange.tick(tick - 1)
         piece = tick - 1 - crossing.work.delay
         if piece >= 0 and crossing.takes:
             slot, own = crossing.takes[piece]
@@ -175,16 +181,26 @@ class Across:
             if own >= 0:
                 exchange.take(piece, addresses[crossing.result] + own)
 
-    def _verdict(self, lane: int | None = None) -> ctypes.c_int32:
-        """Return the word in a lane's slot that says whether all hosts are alike."""
-        rank = self.rank if lane is None else self.hosts[self.host][lane]
-        return ctypes.c_int32.from_address(self.arena.address(rank))
+    def afar(self, rank: int) -> bool:
+        """Return whether a rank of this host waits for another host in the current op."""
+        return bool(self._word(_AFAR, rank).value)
+
+    @contextmanager
+    def _afar(self) -> Iterator[None]:
+        word = self._word(_AFAR)
+        word.value = 1
+        yield  # what is raised here breaks the group, and the word stands
+        word.value = 0
+
+    def _word(self, which: int, rank: int | None = None) -> ctypes.c_int32:
+        """Return a word in the first line of a rank's slot."""
+        return ctypes.c_int32.from_address(self.arena.address(self.rank if rank is None else rank) + 4 * which)
 
 
 class _Laid:
     """Where a call's pieces lie in a rank's slot, and what it does with each.
 
-    A slot: a line for the verdict; what is copied in, two pieces in turn; then the results of the rank's own stripe,
+    A slot: a line of words; what is copied in, two pieces in turn; then the results of the rank's own stripe,
     likewise.
     """
 

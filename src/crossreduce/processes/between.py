@@ -12,7 +12,6 @@ began, which is what ``verify`` proves right. Values of a piece are never overwr
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
@@ -258,12 +257,12 @@ class Exchange:
       work: what to do.
       wire: what carries messages.
       tag: of all messages.
-      deadline: when to give up, by ``time.monotonic``.
+      timeout_s: how long to wait for each message.
     """
 
-    def __init__(self, work: Work, wire: Wire, tag: int, deadline: float) -> None:
+    def __init__(self, work: Work, wire: Wire, tag: int, timeout_s: float) -> None:
         self._work, self._part = work, work.part
-        self._wire, self._tag, self._deadline = wire, tag, deadline
+        self._wire, self._tag, self._timeout_s = wire, tag, timeout_s
         self._memory = kernels.memory(max(1, work.window * work.room + LINE))
         self.base = -(-ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) // LINE) * LINE
         self._sending: list[list[tuple[Pending, int]]] = [[] for _ in range(work.window)]
@@ -341,26 +340,26 @@ class Exchange:
     def _wait(self, pendings: list[tuple[Pending, int]]) -> None:
         while pendings:
             pending, rank = pendings[0]
-            wait_for(pending, rank, self._deadline)
+            wait_for(pending, rank, self._timeout_s)
             del pendings[0]
 
 
-def wait_for(pending: Pending, rank: int, deadline: float) -> None:
+def wait_for(pending: Pending, rank: int, timeout_s: float) -> None:
     """Wait for a message from or to a rank.
 
     Raises:
       Lost: it is gone.
-      Late: it is past the deadline.
+      Late: it took too long.
     """
     try:
-        pending.wait(max(0.001, deadline - time.monotonic()))
+        pending.wait(timeout_s)
     except TimeoutError as error:
         raise Late(rank, str(error)) from error
     except OSError as error:
         raise Lost(rank, str(error)) from error
 
 
-def alike(digest: bytes, peers: tuple[int, ...], host: int, wire: Wire, tag: int, deadline: float) -> bool:
+def alike(digest: bytes, peers: tuple[int, ...], host: int, wire: Wire, tag: int, timeout_s: float) -> bool:
     """Tell the ranks of other hosts what this host is about to do, and return whether all do the same.
 
     Args:
@@ -377,7 +376,7 @@ def alike(digest: bytes, peers: tuple[int, ...], host: int, wire: Wire, tag: int
     under_way = [(wire.receive(ctypes.addressof(heard[k]), size, rank, tag), rank) for k, rank in others]
     under_way += [(wire.send(ctypes.addressof(said), size, rank, tag), rank) for _, rank in others]
     for pending, rank in under_way:
-        wait_for(pending, rank, deadline)
+        wait_for(pending, rank, timeout_s)
     return all(heard[k].raw == digest for k, _ in others)
 
 
