@@ -13,6 +13,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from .. import kernels
@@ -142,6 +143,14 @@ class Arena:
         """Close; in a process forked from this rank's nothing but its own descriptor."""
         if getattr(self, "fd", -1) >= 0:
             os.close(self.fd)
+
+
+def stopped(pid: int) -> bool:
+    """Return whether a process is there but has been stopped, as far as the system says."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
 
 
 KINDS: Final = {"timeout": CollectiveTimeout, "lost": PeerLostError}

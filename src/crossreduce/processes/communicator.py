@@ -31,10 +31,11 @@ from ..errors import (
     message,
 )
 from ..ops import COMPLEX, INTEGERS, ReduceOp, accumulator
+from ..topology import Topology
 from . import record
 from .across import Across, Crossing
 from .agreement import Said, described, disagreement, lost, stalled, timed_out
-from .arena import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, WAITING, Arena, Watch, packed, unpacked
+from .arena import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, WAITING, Arena, Watch, packed, stopped, unpacked
 from .between import Late, Lost
 from .contract import Buffer, Rendezvous, Wire
 from .courses import SLOT_BYTES, Flow, Numbers, native_course
@@ -171,6 +172,18 @@ class Communicator:
         """
         self._run(what, lambda: self._nothing(what), ())
 
+    def plan_on(self, topology: Topology) -> None:
+        """Plan calls between hosts by measured links from now on; all ranks say the same (see ``links.measure``)."""
+        if self._across is not None:
+            with self._lock:
+                self._across.topology = topology
+                self._calls.clear()
+
+    def lose(self, error: Lost | Late) -> NoReturn:
+        """Give up on the group, as a rank of another host does not answer."""
+        self._give_up(self._from_afar(error))
+        self._raise_broken()
+
     def plans(self, collective: str, op: ReduceOp | None = None, dtype: str = "uint8") -> bool:
         """Return whether a call runs here; else it is for another engine, after ``agree``."""
         if len(self.hosts) > 1 and collective not in (*ACROSS, "barrier"):
@@ -306,7 +319,7 @@ class Communicator:
             return outcome == DONE
 
         try:
-            same = self._across.run(crossing, addresses, begin, reach, watch.began + self.timeout_s)
+            same = self._across.run(crossing, addresses, begin, reach, self.timeout_s)
             calls = None if same else self.rendezvous.all_gather(json.dumps(self._said()).encode())
         except (_GivenUp, Lost, Late, ReductionError) as error:
             if not isinstance(error, _GivenUp):
@@ -346,9 +359,11 @@ class Communicator:
             heard = watch.heard(self.rendezvous.heard)
             if heard is not None:
                 raise unpacked(heard)
-        # A lane that does not come may wait for another host, and knows better whom to name.
-        lanes = self.host[: self._across.lanes] if self._across else ()
-        if missing and waited_s > self.timeout_s + (2 * AFAR_S if set(missing) & set(lanes) else 0):
+        # Whoever is waiting for another host knows better whom to name.
+        afar = self._across is not None and all(
+            self._across.afar(rank) and not stopped(self.cards[rank][0]) for rank in missing
+        )
+        if missing and waited_s > self.timeout_s + 2 * AFAR_S * afar:
             late = {rank: self.arena.said(rank) for rank in missing}
             raise CollectiveTimeout(timed_out(self.timeout_s, self._said(), late, self.name), missing)
         if missing and watch.due_to_warn():
