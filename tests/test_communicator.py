@@ -1,0 +1,470 @@
+"""The collectives of the ranks of one host: every one of them right, the same bits on all ranks, every time."""
+
+import gc
+import hashlib
+import os
+import random
+import signal
+import threading
+import time
+
+import numpy as np
+import oracle
+import pytest
+from members import Holds, buffer, buffers, member, poisoned, random_array, untouched
+from ranks import ranks
+from strategies import DTYPES, FLOATS, ops_for
+
+from crossreduce.errors import ArgumentError, ContextError, MismatchError, PeerLostError, UnsupportedError
+from crossreduce.ops import INTEGERS, ReduceOp
+from crossreduce.processes.contract import Buffer
+from crossreduce.processes.courses import PIECE_BYTES, SMALL_BYTES
+
+ODD = 3001  # elements: beyond what each rank reduces for itself, for all dtypes of four bytes and more
+
+
+def digest(array):
+    return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()
+
+
+def given(n, size, dtype, seed):
+    """Every rank's array, the same on all ranks."""
+    draw = np.random.default_rng(seed)
+    return [random_array(draw, size, dtype) for _ in range(n)]
+
+
+class Checks:
+    """Runs one collective after the other and keeps what all ranks must have in common."""
+
+    def __init__(self, comm):
+        self.comm, self.common, self.turn = comm, {}, 0
+
+    def mine(self):
+        """Whether it is this rank's turn to ask the oracle, which takes long."""
+        self.turn += 1
+        return self.turn % self.comm.size == self.comm.rank
+
+    def reductions(self, op, size, dtype, seed):
+        comm, n, me = self.comm, self.comm.size, self.comm.rank
+        arrays = given(n, size, dtype, seed)
+        name = ReduceOp(op)
+        out = poisoned(size, dtype)
+        comm.all_reduce(name, buffer(arrays[me]), buffer(out))
+        if self.mine():
+            oracle.check(out, op, arrays, result=dtype)
+        self.common["all_reduce", op, size, dtype] = digest(out)
+        same = arrays[me].copy()
+        comm.all_reduce(name, buffer(same), buffer(same))
+        assert same.tobytes() == out.tobytes(), "in place"
+        root = seed % n
+        rooted = poisoned(size, dtype)
+        comm.reduce(name, buffer(arrays[me]), buffer(rooted) if me == root else None, root)
+        assert rooted.tobytes() == out.tobytes() if me == root else untouched(rooted), "reduce"
+        parts = [given(n, size // n, dtype, seed + 1 + k) for k in range(n)]  # parts[k][r]: rank r's for rank k
+        share = poisoned(size // n, dtype)
+        comm.reduce_scatter(name, buffers([parts[k][me] for k in range(n)]), buffer(share))
+        if self.mine():
+            oracle.check(share, op, parts[me], result=dtype)
+
+    def copies(self, size, dtype, seed):
+        comm, n, me = self.comm, self.comm.size, self.comm.rank
+        arrays, root = given(n, size, dtype, seed), seed % n
+        grid = [given(n, size // n, dtype, seed + 1 + k) for k in range(n)]  # grid[i][k]: from rank i to rank k
+        x = arrays[me].copy()
+        comm.broadcast(buffer(x), root)
+        assert x.tobytes() == arrays[root].tobytes(), "broadcast"
+        outs = [poisoned(size, dtype) for _ in range(n)]
+        comm.all_gather(buffer(arrays[me]), buffers(outs))
+        assert [o.tobytes() for o in outs] == [a.tobytes() for a in arrays], "all_gather"
+        outs = [poisoned(size, dtype) for _ in range(n)]
+        comm.gather(buffer(arrays[me]), buffers(outs) if me == root else None, root)
+        assert me != root or [o.tobytes() for o in outs] == [a.tobytes() for a in arrays], "gather"
+        assert me == root or all(untouched(o) for o in outs), "gather"
+        out = poisoned(size // n, dtype)
+        comm.scatter(buffers(grid[root]) if me == root else None, buffer(out), root)
+        assert out.tobytes() == grid[root][me].tobytes(), "scatter"
+        outs = [poisoned(size // n, dtype) for _ in range(n)]
+        comm.all_to_all(buffers(grid[me]), buffers(outs))
+        assert [o.tobytes() for o in outs] == [grid[i][me].tobytes() for i in range(n)], "all_to_all"
+        comm.barrier()
+
+
+def table(rendezvous, dtypes):
+    """Every collective over dtypes and ops, at sizes for each way of doing it; what all ranks have in common."""
+    comm = member(rendezvous)
+    checks = Checks(comm)
+    for seed, dtype in enumerate(dtypes):
+        for op in ops_for(dtype):
+            if op == "mean" and dtype in INTEGERS:
+                x = np.zeros(3, dtype)
+                with pytest.raises(UnsupportedError, match="the mean of integers"):
+                    comm.all_reduce(ReduceOp.MEAN, buffer(x), buffer(x))
+                continue
+            for size in (0, 37) if op != "sum" else (0, 1, 37, ODD):
+                checks.reductions(op, size, dtype, seed)
+        for size in (0, 1, 37, ODD):
+            checks.copies(size, dtype, seed)
+    comm.close()
+    return checks.common
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
+def test_every_collective_dtype_and_op(n):
+    """Results are the oracle's, whatever the dtype, op, root and size; all ranks have the same bits; nothing else is
+    written; in place gives the same as out of place."""
+    found = ranks(n, table, DTYPES if n < 9 else ("bfloat16", "complex128", "uint8", "int64"))
+    assert len(found[0]) > (100 if n < 9 else 30)
+    assert all(one == found[0] for one in found)
+
+
+def specials(rendezvous):
+    comm = member(rendezvous)
+    n, me = comm.size, comm.rank
+    common = {}
+    for dtype in (*FLOATS, "complex64", "complex128"):
+        made = oracle.dtype_of(dtype)
+        tiny, most = oracle.SMALLEST[dtype], float(np.finfo(np.float32 if dtype == "bfloat16" else made).max)
+        most = 3.3895e38 if dtype == "bfloat16" else most
+        columns = [
+            [np.nan if r == n - 1 else 1.0 for r in range(n)],
+            [np.nan] * n,
+            [np.inf if r == 0 else 2.0 for r in range(n)],
+            [(-1.0) ** r * np.inf for r in range(n)],
+            [-0.0] * n,
+            [0.0 if r else -0.0 for r in range(n)],
+            [tiny * (r + 1) for r in range(n)],
+            [-tiny] * n,
+            [most] * n,
+            [-most] * n,
+        ]
+        rows = np.ascontiguousarray(np.array(columns * 20).T.astype(made))  # 200 elements: through whole vectors too
+        for op in ops_for(dtype):
+            if "complex" in dtype and op == "product":
+                continue  # of infinities: implementations differ on the parts, as C's standard allows
+            with np.errstate(all="ignore"):
+                out = poisoned(rows.shape[1], dtype)
+                comm.all_reduce(ReduceOp(op), buffer(rows[me]), buffer(out))
+                # Beyond the accumulator's range a mean is infinite; the oracle's, being exact, is not.
+                kept = np.arange(200) % 10 < (8 if op == "mean" and dtype != "float16" else 10)
+                oracle.check(out[kept], op, [row[kept] for row in rows])
+                assert op != "mean" or dtype == "float16" or np.isinf(out[~kept]).all()
+                if op == "sum":
+                    zeros = out.reshape(20, 10)[:, 4]
+                    assert np.signbit(zeros.real.astype("float64")).all(), "the sum of -0 is -0"
+            common[dtype, op] = digest(out)
+    for dtype in sorted(INTEGERS):
+        info = np.iinfo(dtype)
+        rows = np.array([[info.max, info.min, info.max // 2 + 1, 3] * 50 for _ in range(n)], dtype)
+        for op in ("sum", "product", "min", "max"):
+            out = poisoned(200, dtype)
+            comm.all_reduce(ReduceOp(op), buffer(rows[me]), buffer(out))
+            oracle.check(out, op, list(rows))
+    comm.close()
+    return common
+
+
+def test_special_numbers():
+    """NaN, infinities, negative zeros, subnormals and what overflows come out as IEEE 754 has it, integers wrap."""
+    found = ranks(3, specials)
+    assert found[0] == found[1] == found[2]
+
+
+def halves(rendezvous):
+    comm = member(rendezvous)
+    n, me = comm.size, comm.rank
+    worst = 0.0
+    for dtype, mantissa in (("float16", 10), ("bfloat16", 7)):
+        for op in ("sum", "mean"):
+            draw = np.random.default_rng(3)
+            arrays = [draw.uniform(1, 2, 4000).astype(oracle.dtype_of(dtype)) for _ in range(n)]
+            out = poisoned(4000, dtype)
+            comm.all_reduce(ReduceOp(op), buffer(arrays[me]), buffer(out))
+            exact = np.sum([a.astype("float64") for a in arrays], axis=0) / (n if op == "mean" else 1)
+            ulp = 2.0 ** (np.floor(np.log2(exact)) - mantissa)
+            worst = max(worst, float((np.abs(out.astype("float64") - exact) / ulp).max()))
+    x = np.full(100, 40000, np.float16)
+    comm.all_reduce(ReduceOp.MEAN, buffer(x), buffer(x))
+    assert (x == 40000).all(), "the sum is beyond float16, the mean is not"
+    comm.close()
+    return worst
+
+
+def test_halves_are_rounded_once():
+    """Sums and means of half types lie within 0.51 units in the last place of the exact ones, and none overflows."""
+    assert max(ranks(7, halves)) <= 0.51
+
+
+def delayed(rendezvous):
+    comm = member(rendezvous)
+    n, me = comm.size, comm.rank
+    draw = random.Random(me)
+    seen = {}
+    for _ in range(6):
+        for size in (100, 70_000, PIECE_BYTES // 4 + 9):
+            arrays = given(n, size, "float32", size)
+            out = poisoned(size, "float32")
+            time.sleep(draw.choice([0, 0, 0.001, 0.02]))
+            comm.all_reduce(ReduceOp.SUM, buffer(arrays[me]), buffer(out))
+            seen.setdefault(size, set()).add(digest(out))
+    comm.close()
+    return seen
+
+
+def test_the_same_bits_whoever_comes_first():
+    """However late each rank is, every time and on every rank the bits are the same: those of adding rank by rank."""
+    found = ranks(4, delayed)
+    assert all(one == found[0] for one in found)
+    for size, digests in found[0].items():
+        arrays = given(4, size, "float32", size)
+        assert digests == {digest(((arrays[0] + arrays[1]) + arrays[2]) + arrays[3])}
+
+
+def edges(rendezvous):
+    """Sizes at which small becomes large, shares become empty and pieces begin, as digits that lose nothing."""
+    comm = member(rendezvous)
+    n, me = comm.size, comm.rank
+    wanted = sum((n + 1) ** r for r in range(n))
+    for middle in (SMALL_BYTES // 8, 8 * n, PIECE_BYTES // 8, 3 * PIECE_BYTES // 8):
+        for size in (middle - 1, middle, middle + 1):
+            x = np.full(size, (n + 1) ** me, np.int64) + (n * np.arange(size) if me == 0 else 0)
+            out = poisoned(size, "int64")
+            comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(out))
+            assert (out == wanted + n * np.arange(size)).all(), size
+    memory = np.zeros(3 * 5000 * 8 + 64, np.uint8)
+    for shift in (1, 3, 8, 63):  # addresses that are multiples of nothing
+        at = memory.ctypes.data + shift
+        values = np.arange(5000, dtype=np.int64) + me
+        memory[:] = 0
+        memory[shift : shift + 40000] = values.view(np.uint8)
+        gap = 40000 + 1
+        comm.all_reduce(ReduceOp.SUM, Buffer(at, 5000, "int64", (5000,)), Buffer(at + gap, 5000, "int64", (5000,)))
+        found = memory[shift + gap : shift + gap + 40000].copy().view(np.int64)
+        assert (found == n * np.arange(5000) + n * (n - 1) // 2).all(), shift
+        assert not memory[shift + gap + 40000 :].any()
+        assert not memory[:shift].any()
+        assert memory[shift + 40000] == 0
+    comm.close()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_edges_of_pieces_and_unaligned_memory(n):
+    """No element is lost, doubled or misplaced where shares and pieces end, nor where memory lies at odd addresses."""
+    ranks(n, edges)
+
+
+def big(rendezvous):
+    comm = member(rendezvous)
+    size = (72 << 20) // 4 + 1
+    x = np.arange(size, dtype=np.int32) * (comm.rank + 1)
+    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
+    right = bool((x == np.arange(size, dtype=np.int32) * 3).all())
+    comm.close()
+    return right
+
+
+def test_more_than_a_slot_has_room_for():
+    """72 MiB go through slots of a few, in place."""
+    assert ranks(2, big) == [True, True]
+
+
+def crowd(rendezvous):
+    """Three threads a rank, each with a group of its own, made in opposite orders; and two threads of one group."""
+    n, me = rendezvous.size, rendezvous.rank
+    wrong, done = [], []
+
+    def work(name):
+        try:
+            comm = member(rendezvous, name=name)
+            for k in range(90):
+                size = (10, 3000, 200_000)[k % 3]
+                x = np.full(size, k + (n + 1) ** me, np.int64)
+                comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
+                if not (x == n * k + sum((n + 1) ** r for r in range(n))).all():
+                    wrong.append((name, k))
+            comm.close()
+            done.append(name)
+        except BaseException as error:
+            wrong.append((name, repr(error)))
+
+    names = ["a", "b", "c"]
+    threads = [threading.Thread(target=work, args=(name,)) for name in (names if me % 2 else names[::-1])]
+    shared = member(rendezvous)
+    for thread in threads:
+        thread.start()
+    x = [np.full(5000, me + 1, np.int32) for _ in range(2)]
+    pair = [
+        threading.Thread(target=lambda y=y: [shared.all_reduce(ReduceOp.MAX, buffer(y), buffer(y)) for _ in range(30)])
+        for y in x
+    ]
+    for thread in pair:  # calls of one group from two threads, which are alike and so may come in any order
+        thread.start()
+    for thread in (*threads, *pair):
+        thread.join(30)
+    assert all((y == n).all() for y in x)
+    shared.close()
+    return wrong, sorted(done)
+
+
+def test_several_groups_and_threads_at_once():
+    """Groups do not disturb each other, in whatever order they are made and used; calls of one group take turns."""
+    assert ranks(3, crowd) == [([], ["a", "b", "c"])] * 3
+
+
+def forking(rendezvous):
+    """Fork children in every state; they may not use the group, and must not harm it."""
+    comm = member(rendezvous)
+    x = np.ones(300_000, np.float32)
+    statuses = []
+    stop = threading.Event()
+
+    def busy():
+        y = np.ones(300_000, np.float32)
+        for _ in range(25):
+            comm.all_reduce(ReduceOp.MAX, buffer(y), buffer(y))
+        stop.set()
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    for how in ("use", "drop", "close", "use", "drop"):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)  # a child that waits for a lock ends by it
+            code = 1
+            try:
+                if how == "use":
+                    with pytest.raises(ContextError, match="forked"):
+                        comm.barrier()
+                elif how == "close":
+                    comm.close()
+                    comm.abort()
+                comm = None
+                gc.collect()
+                code = 0
+            finally:
+                os._exit(code)
+        statuses.append(os.waitpid(pid, 0)[1])
+    thread.join()
+    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
+    assert (x == comm.size).all()
+    comm.close()
+    return statuses
+
+
+def test_forked_children_do_no_harm():
+    """A child forked during a call may not use its parent's group, can close and drop it, and the parent goes on."""
+    assert ranks(2, forking) == [[0] * 5] * 2
+
+
+def dropped(rendezvous):
+    before = Holds()
+    comm = member(rendezvous, 10)
+    x = np.ones(10, np.float32)
+    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
+    error = None
+    if rendezvous.rank:
+        try:
+            comm.barrier()
+        except PeerLostError as lost:
+            error = str(lost), lost.ranks, comm.cards[0][0] == os.getppid()
+            del lost
+    del comm
+    gc.collect()
+    return error, before == Holds(), (before, Holds())
+
+
+def test_a_group_that_is_dropped_is_left():
+    """Whoever lets go of a group without closing it leaves it, and keeps nothing; others are told."""
+    found = ranks(3, dropped)
+    assert all(same for _, same, _ in found), found
+    for error, *_ in found[1:]:
+        text, lost, _ = error
+        assert lost == (0,)
+        assert text.startswith('rank 0 left during op 2, barrier, of group "world"')
+
+
+def misused(rendezvous):
+    comm = member(rendezvous, 10)
+    n = comm.size
+    x, y = np.zeros(6, np.float32), np.zeros(7, np.float32)
+    wrong = [
+        (lambda: comm.broadcast(buffer(x), n), ArgumentError, "no rank of the group"),
+        (lambda: comm.broadcast(buffer(x), -1), ArgumentError, "no rank of the group"),
+        (lambda: comm.all_gather(buffer(x), buffers([x] * (n + 1))), ArgumentError, "one buffer a rank"),
+        (lambda: comm.all_to_all([], []), ArgumentError, "one buffer a rank"),
+        (lambda: comm.all_to_all(buffers([x] * n), []), ArgumentError, "one buffer a rank"),
+        (lambda: comm.reduce(ReduceOp.SUM, buffer(x), None, comm.rank), ArgumentError, "only the root"),
+        (lambda: comm.gather(buffer(x), buffers([x] * n), (comm.rank + 1) % n), ArgumentError, "only the root"),
+        (lambda: comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(y)), MismatchError, "differs in dtype or size"),
+        (lambda: comm.all_reduce(ReduceOp.MAX, *[Buffer(0, 0, "complex64", ())] * 2), UnsupportedError, "no order"),
+        (lambda: comm.all_reduce(ReduceOp.SUM, *[Buffer(0, 0, "float8", ())] * 2), UnsupportedError, "float8"),
+    ]
+    for call, kind, words in wrong:
+        with pytest.raises(kind, match=words):
+            call()
+    assert comm.plans("all_reduce", ReduceOp.SUM, "complex64")
+    assert not comm.plans("all_reduce", ReduceOp.MAX, "complex64")
+    assert not comm.plans("all_reduce", ReduceOp.MEAN, "int8")
+    assert comm.plans("broadcast", None, "complex128")
+    assert comm.plans("all_to_all", None, "bool")
+    assert not comm.plans("broadcast", None, "float8")
+    x[:] = comm.rank
+    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))  # none of it counted as a call
+    assert (x == n * (n - 1) / 2).all()
+    comm.close()
+    comm.close()
+    comm.abort()
+    with pytest.raises(ContextError, match="is closed"):
+        comm.barrier()
+
+
+def test_wrong_arguments_are_refused_where_they_are_given():
+    """A call that one rank can see to be wrong raises there, and counts for nothing; a closed group says so."""
+    ranks(2, misused)
+
+
+def handled(rendezvous, inside):
+    """Rank 0 is in a call when a signal's handler uses the group."""
+    comm = member(rendezvous, 10)
+    seen = []
+    if comm.rank:
+        time.sleep(0.5)
+        try:
+            comm.barrier()
+        except PeerLostError as error:
+            return str(error)
+        finally:
+            comm.close()
+        return "done"
+
+    def handler(*_):
+        try:
+            getattr(comm, inside)()
+            seen.append("done")
+        except ContextError as error:
+            seen.append(str(error))
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.15)
+    began = time.monotonic()
+    try:
+        comm.barrier()
+        outcome = "done"
+    except PeerLostError as error:
+        outcome = str(error)
+    finally:
+        comm.close()
+    return seen, outcome, time.monotonic() - began, comm.arena.fd
+
+
+def test_a_handler_of_signals_in_the_middle_of_a_call():
+    """Another call there is refused and the first goes on; close and abort there end it, on all ranks."""
+    (seen, outcome, _, fd), other = ranks(2, handled, "barrier")
+    assert "under way in this very thread" in seen[0]
+    assert (outcome, other, fd) == ("done", "done", -1)
+    for inside in ("close", "abort"):
+        (seen, outcome, took, fd), other = ranks(2, handled, inside)
+        assert seen == ["done"]
+        assert outcome.startswith("rank 0 left during op 1, barrier")
+        assert outcome == other
+        assert took < 5
+        assert fd == -1
