@@ -5,6 +5,7 @@ failed, and digests of results that all ranks must have alike, to FOLDER. The or
 and reduces them in double precision with plain torch; it moves nothing between ranks.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -538,6 +539,24 @@ def functional_collectives(c):
 
 
 @check
+def topology(c):
+    """measure_topology returns the same devices and links on all ranks, and reductions go on along them."""
+    import crossreduce
+    from crossreduce.torch import measure_topology
+
+    found = measure_topology(seconds=0.2)
+    assert len(found.devices) == c.size
+    DIGESTS["topology"] = repr(found.links)
+    xs = inputs(c, (70_000,), torch.float32, 190)
+    x = xs[c.rank].clone()
+    dist.all_reduce(x)
+    expect_reduced(x, SUM, xs)
+    alike("by topology", x)
+    assert crossreduce.plan(found, "all_reduce", nbytes=1 << 20).seconds > 0
+    refuses(ValueError, "no group of ranks", measure_topology, dist.new_group(backend="gloo"))
+
+
+@check
 def forked(c):
     """A process forked from a rank, as DataLoader's workers are, is no rank; the group goes on without noticing."""
     pid = os.fork()
@@ -591,6 +610,7 @@ def run(checks, folder):
         del group, work
         dist.barrier()
         dist.destroy_process_group()
+        gc.collect()  # errors that were caught hold frames, which hold groups
         listed = [len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd")]
         counts.append([threading.active_count(), *listed])
     said = {"failed": failed, "digests": DIGESTS, "counts": counts}

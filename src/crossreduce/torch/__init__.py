@@ -11,14 +11,39 @@ between hosts. Replicas in one process need none of this: see ``crossreduce.all_
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import torch.distributed as dist
 
+from ..processes import links
+from ..topology import Topology
 from .group import Group, create
-from .hook import HookState, all_reduce_hook
+from .hook import HookState, all_reduce_hook, communicator_of
 
-__all__ = ["Group", "HookState", "all_reduce_hook"]
+__all__ = ["NAME", "Group", "HookState", "all_reduce_hook", "measure_topology"]
 
-NAME = "crossreduce"
+NAME: Final = "crossreduce"
+
+
+def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
+    """Measure the links between a group's hosts; its reductions are planned by them from now on.
+
+    All ranks of the group call it together, while nothing else uses the network.
+
+    Args:
+      group: a process group of this backend, or a ``HookState``; ``None``: the default group.
+      seconds: about how long it may take.
+    Returns:
+      A device for each rank ("host1/cpu:2") and the links between them, the same on all ranks; also for ``cr.plan``.
+    Raises:
+      ArgumentError: the group is of another backend, or ``seconds`` is not above 0.
+      PeerLostError, CollectiveTimeout: as every call of the group.
+    """
+    found: list[Topology] = []
+    line, ours = communicator_of(group)
+    line.run(lambda: found.append(links.measure(ours, seconds)), [], later=False)
+    return found[0]
+
 
 if NAME.upper() not in dist.Backend._plugins:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])

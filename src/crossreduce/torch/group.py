@@ -51,8 +51,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self.communicator = communicator(dist.PrefixStore("crossreduce/", store), gloo, timeout, name)
         self._do = Collectives(self.communicator, gloo)
         # On several hosts there is waiting that does not hear Ctrl-C: not in the caller's thread.
-        self._line = Line(name, inline=len(self.communicator.hosts) == 1)
-        self._end = weakref.finalize(self, close, self._line, self.communicator)
+        self.line = Line(name, inline=len(self.communicator.hosts) == 1)
+        self._end = weakref.finalize(self, close, self.line, self.communicator)
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
         return "crossreduce"
@@ -216,7 +216,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _run(self, job: Callable[[], None], tensors: Sequence[Any], opts: Any) -> Any:
         later = opts.asyncOp
-        work = self._line.run(job, tensors, later)
+        work = self.line.run(job, tensors, later)
         if later and torch._C._current_graph_task_id() != -1 and _backward_calls():
             # DDP, in C++, would wait for a future: deaf to Ctrl-C, and blind to an error's class. What is queued here
             # runs before what DDP queues, in the thread that called backward().

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, message, shown
+from ..processes.communicator import Communicator
 from .collectives import Collectives
-from .group import close, communicator
+from .group import Group, close, communicator
 from .line import Line
 
 Hook = Callable[[Any, Any], Any]
@@ -55,8 +56,8 @@ class HookState:
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), group.rank(), group.size(), timeout=timeout)
         self.communicator = communicator(store, gloo, timeout, name)
         self._do = Collectives(self.communicator, gloo)
-        self._line = Line(name, inline=False)
-        self._end = weakref.finalize(self, close, self._line, self.communicator)
+        self.line = Line(name, inline=False)
+        self._end = weakref.finalize(self, close, self.line, self.communicator)
 
     def close(self) -> None:
         """Let go of thread and memory; also done when the state is no longer used."""
@@ -64,7 +65,7 @@ class HookState:
 
     def mean(self, tensor: Any) -> Any:
         """Start to replace a CPU tensor by its mean over all ranks; return the work."""
-        return self._line.run(partial(self._do.all_reduce, tensor, _MEAN.reduceOp), [tensor], later=True)
+        return self.line.run(partial(self._do.all_reduce, tensor, _MEAN.reduceOp), [tensor], later=True)
 
 
 _MEAN: Final = c10d.AllreduceOptions()
@@ -89,6 +90,20 @@ def all_reduce_hook(state: Any, bucket: Any) -> Any:
     if state.before is None:
         return _mean(state, bucket.buffer())
     return state.before(state.before_state, bucket).then(lambda done: _mean(state, _one(done.value())).wait())
+
+
+def communicator_of(group: Any) -> tuple[Line, Communicator]:
+    """Return in which order a group's calls run, and what they run on.
+
+    Raises:
+      ArgumentError: it is a group of another backend.
+    """
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, (Group, HookState)):
+        problem = "this is no group of ranks that reduce through crossreduce."
+        remedy = 'a process group of the backend "crossreduce", or a HookState'
+        raise ArgumentError(message(problem, shown(found), remedy))
+    return found.line, found.communicator
 
 
 # DDP compares annotations with classes, not with their names.
