@@ -29,11 +29,9 @@ from .contract import Wire
 from .courses import LINE, PAST_CACHE_BYTES, SLOT_BYTES, Job, Numbers, Spot, ready, shares
 
 TAG: Final = 0
-MOST_PIECE: Final = 1 << 19
-"""Bytes of a piece, of all lanes together: what a slot has room for twice, with its results twice."""
 LEAST_PIECE: Final = 1 << 17
-PIECES: Final = 64
-"""Into about so many pieces an array is cut: filling and draining the pipeline takes a few of them."""
+MOST_PIECE: Final = 1 << 20
+"""Bytes of a piece, of all lanes together; a slot has room for two pieces, and for two results of a stripe."""
 
 # Words at the start of a lane's slot: whether all hosts are about to do the same; whether it waits for another host.
 _VERDICT, _AFAR = 0, 1
@@ -99,8 +97,8 @@ class Across:
         nbytes = itemsize(numbers.dtype)
         main = None if root is None else next(k for k, ranks in enumerate(self.hosts) if root in ranks)
         schedule = host_schedule(self.topology, len(self.hosts), collective, size * nbytes, main)
-        most = max(LEAST_PIECE, min(MOST_PIECE, size * nbytes // PIECES))
-        sizes = between.cut(size, nbytes, most)
+        most = (SLOT_BYTES // 2 - 8 * LINE) * self.lanes // (2 * self.lanes + 2)
+        sizes = between.cut(size, nbytes, LEAST_PIECE, min(MOST_PIECE, most))
         laid = _Laid(self, collective, sizes, numbers, root)
         work = None
         if self.lane is not None:

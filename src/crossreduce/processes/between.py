@@ -380,11 +380,23 @@ def alike(digest: bytes, peers: tuple[int, ...], host: int, wire: Wire, tag: int
     return all(heard[k].raw == digest for k, _ in others)
 
 
-def cut(size: int, nbytes: int, most: int) -> tuple[int, ...]:
-    """Return the sizes of pieces, alike but for one element, of ``most`` bytes at most or one element.
+def cut(size: int, nbytes: int, least: int, most: int) -> tuple[int, ...]:
+    """Return the sizes of pieces: small ones first and last, so that filling and draining is quick, large ones between.
 
-    >>> cut(10, 4, 16), cut(0, 4, 16)
-    ((3, 3, 4), (0,))
+    Args:
+      size: elements, of ``nbytes`` bytes each.
+      least: bytes of the first and the last piece.
+      most: bytes of a piece, if an element is not larger.
+
+    >>> cut(1000, 4, 400, 1200), cut(90, 4, 400, 1200), cut(0, 4, 400, 1200)
+    ((100, 200, 200, 200, 200, 100), (90,), (0,))
     """
-    count = max(1, -(-size // max(1, most // nbytes)))
-    return tuple(b - a for a, b in pairwise(k * size // count for k in range(count + 1)))
+    step, largest = max(1, least // nbytes), max(1, most // nbytes)
+    ends: list[int] = []
+    while size > 3 * step and step < largest:
+        ends.append(step)
+        size -= 2 * step
+        step = min(2 * step, largest)
+    count = max(1, -(-size // step))
+    between = (b - a for a, b in pairwise(k * size // count for k in range(count + 1)))
+    return *ends, *between, *ends[::-1]
