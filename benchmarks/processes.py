@@ -36,14 +36,16 @@ from crossreduce.cli.launch import launch
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import namespaces
 
-OURS, GLOO, MPI = "crossreduce", "gloo", "Open MPI"
+OURS, GLOO, MPI, ALONE = "crossreduce", "gloo", "Open MPI", "no reduction"
 LARGE, SMALL, BETWEEN = 1 << 26, 1 << 10, 1 << 25
 LIMIT_S = 240  # of one set of processes
 BLOCK = 1_048_573  # random elements, then the same again; a prime, so that no piece ends where a block does
 GBIT_BPS = 125e6
 SLOW = "200mbit"
 DDP_LAYERS = (1024, 4096, 4096, 1024)  # 25 M parameters
-DDP_BATCH = 16
+# Samples a rank. On 2 cores, where 8 ranks also compute, more of them would hide what is asked about: with 16 a step
+# without any reduction takes 0.6 of gloo's already. It is measured beside.
+DDP_BATCH = 1
 
 Case = dict[str, Any]
 
@@ -183,26 +185,25 @@ def torch_rank(cases: list[Case], path: Path) -> None:
                 renew()
                 call()
                 check(x.float().numpy(), [y.float().numpy() for y in inputs], torch.finfo(dtype).eps / 2)
-        found[case["name"]] = Turns(gather).timed(case, renew, {name: (meets[name], calls[name]) for name in groups})
+        runs = {name: (meets.get(name, meets[GLOO]), call) for name, call in calls.items()}
+        found[case["name"]] = Turns(gather).timed(case, renew, runs)
         if rank == 0:
             path.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 def ddp(groups: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Callable[[], None]]]:
-    """Return what does nothing, and each group's training step: of the same model, on data of each rank's own."""
+    """Return what does nothing, and training steps of one model on a rank's own data: over each group, and without."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    def layers() -> list[Any]:
-        torch.manual_seed(0)
-        return [layer for a, b in pairwise(DDP_LAYERS) for layer in (torch.nn.Linear(a, b), torch.nn.ReLU())]
-
     def step_of(group: Any) -> tuple[Any, Callable[[], None]]:
-        model = DistributedDataParallel(
-            torch.nn.Sequential(*layers()), process_group=group, gradient_as_bucket_view=True
-        )
+        torch.manual_seed(0)
+        layers = [layer for a, b in pairwise(DDP_LAYERS) for layer in (torch.nn.Linear(a, b), torch.nn.ReLU())]
+        model: Any = torch.nn.Sequential(*layers)
+        if group is not None:
+            model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         torch.manual_seed(1 + dist.get_rank())
         images, targets = torch.randn(DDP_BATCH, DDP_LAYERS[0]), torch.randn(DDP_BATCH, DDP_LAYERS[-1])
@@ -214,10 +215,10 @@ def ddp(groups: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Callabl
 
         return model, step
 
-    made = {name: step_of(group) for name, group in groups.items()}
+    made = {name: step_of(group) for name, group in (groups | {ALONE: None}).items()}
     for _, step in made.values():
         step(), step()  # DDP lays its buckets out anew after the first
-    ours, theirs = (list(model.parameters()) for model, _ in made.values())
+    ours, theirs = (list(made[name][0].parameters()) for name in groups)
     for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x, y)
     return lambda: None, {name: step for name, (_, step) in made.items()}
@@ -310,6 +311,8 @@ def judged(title: str, case: Case, times: dict[str, list[float]]) -> dict[str, A
         ask(f"{name} / ours", ratio, least, ratio >= least)
         if each:
             kept["asked"][-1] |= {"least_turn": min(each), "greatest_turn": max(each)}
+    if ALONE in times:
+        print(f"  {ALONE + ' / ours':<28}{statistics.median(times[ALONE]) / ours:8.2f}")
     if "most_s" in case:
         ask("microseconds", ours * 1e6, case["most_s"] * 1e6, ours <= case["most_s"])
     if "floor_s" in case:
