@@ -1,0 +1,131 @@
+"""What each rank does in ``test_mpi``: a table of all collectives, and what is refused. Run by mpiexec."""
+
+import os
+import sys
+import threading
+
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+me, n = world.Get_rank(), world.Get_size()
+names = sys.argv[1]
+if names != "one":
+    os.environ["CROSSREDUCE_HOST"] = names[me]
+
+import crossreduce as cr  # noqa: E402
+from crossreduce.processes import mpi  # noqa: E402
+
+DTYPES = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int8", "int64", "uint16", "complex64", "bool"]
+
+
+def part(rank, shape, dtype):
+    draw = np.random.default_rng(rank)
+    if np.dtype(dtype) == bool:
+        return draw.integers(0, 2, shape).astype(bool)
+    return (
+        draw.integers(-3, 4, shape).astype(dtype)
+        if np.dtype(dtype).kind != "u"
+        else draw.integers(0, 4, shape).astype(dtype)
+    )
+
+
+def same(a, b):
+    assert a.shape == b.shape, (a.shape, b.shape)
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    assert a.tobytes() == np.ascontiguousarray(b).tobytes(), (a.ravel()[:5], b.ravel()[:5])
+
+
+def refused(kind, text, call):
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), str(error)  # noqa: PT017 - no pytest here
+    else:
+        raise AssertionError(f"{kind.__name__} was due: {text}")
+
+
+before = {thread.name for thread in threading.enumerate()}
+with mpi.join(timeout_s=30) as group:
+    assert (group.rank, group.size) == (me, n)
+    due = {names[k]: [] for k in range(n)} if names != "one" else {"": list(range(n))}
+    for k in range(n) if names != "one" else ():
+        due[names[k]].append(k)
+    assert group.hosts == tuple(sorted(map(tuple, due.values()))), group.hosts
+    for shape in ((), (0,), (5,), (3, 4, 5), (70_001,)):
+        for dtype in DTYPES:
+            every = [part(k, shape, dtype) for k in range(n)]
+            x = every[me]
+            kind = np.dtype(dtype).kind
+            ops = ["max", "min"] if kind == "b" else ["sum", "product"] if kind == "c" else ["sum", "max", "min"]
+            for op in ops:  # small whole numbers: exact in every dtype but for products, which wrap alike
+                wide = np.stack(every).astype(
+                    "complex128" if kind == "c" else "float64" if kind in "fV" else every[0].dtype
+                )
+                steps = {"sum": np.sum, "product": np.prod, "min": np.min, "max": np.max}
+                total = steps[op](wide, axis=0)
+                total = np.asarray(total).astype(dtype)
+                if op == "product" and kind == "c":
+                    np.testing.assert_allclose(group.all_reduce(x, op), total, rtol=1e-5)
+                    continue
+                same(group.all_reduce(x, op), total)
+                kept = x.copy()
+                same(group.all_reduce(kept, op, out=kept), total)
+                for root in (0, n - 1):
+                    got = group.reduce(x, op, root)
+                    assert (got is None) == (me != root)
+                    if me == root:
+                        same(got, total)
+                rows = np.stack([part(100 * me + k, shape, dtype) for k in range(n)])
+                mine = steps[op](
+                    np.stack([part(100 * k + me, shape, dtype) for k in range(n)]).astype(wide.dtype), axis=0
+                )
+                same(group.reduce_scatter(rows, op), np.asarray(mine).astype(dtype))
+            same(group.broadcast(x, n - 1), every[n - 1])
+            same(group.all_gather(x), np.stack(every))
+            got = group.gather(x, root=n - 1)
+            assert (got is None) == (me != n - 1)
+            if me == n - 1:
+                same(got, np.stack(every))
+            rows = np.stack([part(100 * me + k, shape, dtype) for k in range(n)])
+            same(group.all_to_all(rows), np.stack([part(100 * k + me, shape, dtype) for k in range(n)]))
+            out = np.empty(shape, dtype)
+            assert group.scatter(rows if me == 0 else None, out) is out
+            same(out, part(me, shape, dtype))
+    # Numbers: means of integers are true means, halves are rounded once; layouts and byte orders do not matter.
+    same(group.all_reduce(np.full(3, me), "mean"), np.full(3, (n - 1) / 2))
+    same(group.all_reduce(np.full(3, 40000, "float16"), "mean"), np.full(3, 40000, "float16"))
+    grid = np.arange(12.0).reshape(3, 4)
+    same(group.all_reduce(grid.T), n * grid.T)
+    same(group.all_reduce(grid.astype(">f8")), n * grid)
+    same(group.all_reduce([1, 2]), np.array([n, 2 * n]))
+    kept = np.full(4, float(me))
+    assert group.broadcast(kept, 0, out=kept) is kept
+    assert (kept == 0).all()
+    group.barrier()
+
+    # What is refused, before anybody waits; and what all ranks refuse together.
+    refused(cr.UnsupportedError, "dtype object", lambda: group.all_reduce(np.array([None])))
+    refused(cr.UnsupportedError, "sum of bools", lambda: group.all_reduce(np.array([True])))
+    refused(cr.ArgumentError, "out must be", lambda: group.all_reduce(grid, out=grid.T))
+    refused(cr.ArgumentError, "out must be", lambda: group.all_reduce(grid, out=grid.astype("float32")))
+    refused(cr.ArgumentError, "no such reduction", lambda: group.all_reduce(grid, "summ"))
+    refused(cr.ArgumentError, "a row for each", lambda: group.all_to_all(np.zeros(n + 1)))
+    refused(cr.ArgumentError, "no rank", lambda: group.broadcast(grid, n))
+    refused(cr.ArgumentError, "no rank", lambda: group.gather(grid, -1))
+    refused(cr.MismatchError, f"float64[{n + 3}]", lambda: group.all_reduce(np.zeros(n + 3 if me == n - 1 else 2)))
+    refused(cr.MismatchError, "all_gather", lambda: group.all_gather(grid) if me else group.barrier())
+    same(group.all_reduce(grid), n * grid)
+
+    topology = group.measure_topology(0.2)
+    assert len(topology.devices) == n
+    assert len(set(world.allgather(topology.to_json()))) == 1
+    same(group.all_reduce(np.arange(300_000)), n * np.arange(300_000))
+    again = mpi.join(world.Split(me % 2, me), timeout_s=30)  # a part of the ranks, beside the others
+    same(again.all_reduce(np.ones(5)), np.full(5, float(len(range(me % 2, n, 2)))))
+    again.close()
+assert {thread.name for thread in threading.enumerate()} <= before
+refused(cr.ArgumentError, "mpi4py communicator", lambda: mpi.join(3))
+refused(cr.ArgumentError, "above 0", lambda: mpi.join(world, timeout_s=0))
+print(f"rank {me} of {n} is done", flush=True)
