@@ -12,7 +12,7 @@ PROGRAM = HERE / "torch_endings.py"
 
 
 @pytest.mark.parametrize(
-    "scene", ["no_goodbye", "unfinished", "interrupted", "interrupted_in_backward", "late", "composed"]
+    "scene", ["no_goodbye", "unfinished", "unanswered", "interrupted", "interrupted_in_backward", "late", "composed"]
 )
 def test_scene(tmp_path, scene):
     """Every rank gets to the scene's end, and its process ends by itself."""
@@ -21,9 +21,10 @@ def test_scene(tmp_path, scene):
         assert (tmp_path / f"{scene}-{rank}").exists()
 
 
-def test_killed_in_backward(tmp_path):
+@pytest.mark.parametrize("scene", ["killed_in_backward", "killed_in_hook"])
+def test_killed(tmp_path, scene):
     """When a rank is killed, the others' backward() raises PeerLostError within seconds."""
-    said = finish(start([PROGRAM, "killed_in_backward", tmp_path], 3), 60)
+    said = finish(start([PROGRAM, scene, tmp_path], 3), 60)
     assert said[1][0] == -signal.SIGKILL
     for rank in (0, 2):
         assert said[rank][0] == 0, f"rank {rank}:\n{said[rank][1]}"

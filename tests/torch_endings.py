@@ -47,6 +47,21 @@ def unfinished(folder):
         time.sleep(1)
 
 
+def unanswered(folder):
+    """Rank 0 leaves while an op is under way; the others, who would have gone on for long, hear of it."""
+    begin(folder, 300)
+    total()
+    begun = time.monotonic()
+    if RANK == 0:
+        dist.all_reduce(torch.ones(3), async_op=True)
+        time.sleep(0.3)
+    elif RANK == 1:
+        refuses(ConnectionError, "rank 0", dist.all_reduce, torch.ones(3))
+        assert time.monotonic() - begun < 8
+    else:
+        time.sleep(4)
+
+
 def interrupted(folder):
     """Rank 0 waits for others that do not come, and is interrupted; they hear of it."""
     begin(folder, 60)
@@ -62,9 +77,12 @@ def interrupted(folder):
         assert time.monotonic() - begun < 5
 
 
-def model_of(unused=None):
+def model_of(hooked=False):
     torch.manual_seed(1)
-    return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 50), bucket_cap_mb=0.001)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 50), bucket_cap_mb=0.001)
+    if hooked:
+        model.register_comm_hook(None, crossreduce.torch.all_reduce_hook)
+    return model
 
 
 def interrupted_in_backward(folder):
@@ -80,12 +98,12 @@ def interrupted_in_backward(folder):
         time.sleep(3)
 
 
-def killed_in_backward(folder):
+def killed_in_backward(folder, backend="crossreduce"):
     """Rank 1 is killed; the others' backward() raises PeerLostError."""
     from crossreduce import PeerLostError
 
-    begin(folder, 30)
-    model = model_of()
+    begin(folder, 30, backend)
+    model = model_of(backend == "gloo")
     for _ in range(3):
         model(given(RANK, (8, 50))).sum().backward()
     if RANK == 1:
@@ -94,7 +112,13 @@ def killed_in_backward(folder):
     error = refuses(PeerLostError, "rank 1", lambda: model(given(RANK, (8, 50))).sum().backward())
     assert error.ranks == (1,)
     assert time.monotonic() - begun < 5
-    refuses(PeerLostError, "rank 1", dist.barrier)
+    if backend == "crossreduce":
+        refuses(PeerLostError, "rank 1", dist.barrier)
+
+
+def killed_in_hook(folder):
+    """The same for DDP on gloo, with the hook."""
+    killed_in_backward(folder, "gloo")
 
 
 def late(folder):

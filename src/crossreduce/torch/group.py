@@ -26,6 +26,8 @@ from .rendezvous import StoreRendezvous
 from .wire import GlooWire
 
 _CPU: Final = torch.device("cpu")
+_DRAIN_S: Final = 10.0  # for ops that were started and are still under way when their group is destroyed
+_LEAVE_S: Final = 1.0  # likewise, when their process ends
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
@@ -59,11 +61,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End the group: no thread, memory or descriptor of it is left."""
+        self.line.close(_DRAIN_S)
         self._end()
 
     def abort(self) -> None:
         """End the group; what is under way fails."""
-        self.communicator.close()
+        self.communicator.abort()
         self._end()
 
     # ---- reductions -----------------------------------------------------------------------------------------------
@@ -218,9 +221,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         later = opts.asyncOp
         work = self.line.run(job, tensors, later)
         if later and torch._C._current_graph_task_id() != -1 and _backward_calls():
-            # DDP, in C++, would wait for a future: deaf to Ctrl-C, and blind to an error's class. What is queued here
-            # runs before what DDP queues, in the thread that called backward().
-            torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+            wait_in_backward(work)
         return work
 
     def _elsewhere(self, tensors: Sequence[Any]) -> Any:
@@ -247,10 +248,14 @@ def communicator(store: Any, gloo: Any, timeout: timedelta, name: str) -> Commun
 
 
 def close(line: Line, ours: Communicator) -> None:
-    """End a group, wherever it is no longer needed; a forked process leaves it to its parent."""
-    if not line.foreign:
-        line.close()
+    """End a group that is no longer needed, and what is still under way in it; a forked process leaves it alone."""
+    if line.foreign:
+        return
+    if line.close(_LEAVE_S):
         ours.close()
+    else:
+        ours.abort()
+        line.close(_LEAVE_S)
 
 
 def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = None, root: int = 0) -> tuple[Any, Any]:
@@ -271,6 +276,15 @@ def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = Non
     if timeout is not None:
         made.timeout = timeout
     return tensors, made
+
+
+def wait_in_backward(work: Any) -> None:
+    """Wait for work at the end of the backward pass under way, in the thread that called it.
+
+    DDP, in C++, would wait for a future: deaf to Ctrl-C, and blind to an error's class. What is queued here runs before
+    what DDP queues once its last bucket is on its way.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(work.wait)
 
 
 def _backward_calls() -> bool:

@@ -9,7 +9,6 @@ import itertools
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -19,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 from ..errors import ArgumentError, UnsupportedError, message, shown
 from ..processes.communicator import Communicator
 from .collectives import Collectives
-from .group import Group, close, communicator
+from .group import Group, close, communicator, wait_in_backward
 from .line import Line
 
 Hook = Callable[[Any, Any], Any]
@@ -63,9 +62,23 @@ class HookState:
         """Let go of thread and memory; also done when the state is no longer used."""
         self._end()
 
-    def mean(self, tensor: Any) -> Any:
-        """Start to replace a CPU tensor by its mean over all ranks; return the work."""
-        return self.line.run(partial(self._do.all_reduce, tensor, _MEAN.reduceOp), [tensor], later=True)
+    def mean(self, tensor: Callable[[], Any]) -> Any:
+        """Start to replace what ``tensor`` will return by its mean over all ranks, in the order of these calls.
+
+        Returns:
+          The work; its result is a list of the tensor.
+        """
+        held: list[Any] = []
+
+        def job() -> None:
+            held.append(_one(tensor()))
+            if not held[0].is_cpu:
+                problem = "only gradients in host memory are reduced by this hook."
+                remedy = "DDP's own reduction, through NCCL, for gradients on GPUs"
+                raise UnsupportedError(message(problem, shown(held[0]), remedy))
+            self._do.all_reduce(held[0], _MEAN.reduceOp)
+
+        return self.line.run(job, held, later=True)
 
 
 _MEAN: Final = c10d.AllreduceOptions()
@@ -88,8 +101,12 @@ def all_reduce_hook(state: Any, bucket: Any) -> Any:
     if not isinstance(state, HookState):
         state = _state_of(dist.group.WORLD if state is None else state)
     if state.before is None:
-        return _mean(state, bucket.buffer())
-    return state.before(state.before_state, bucket).then(lambda done: _mean(state, _one(done.value())).wait())
+        work = state.mean(bucket.buffer)
+    else:
+        work = state.mean(state.before(state.before_state, bucket).wait)
+    if torch._C._current_graph_task_id() != -1:
+        wait_in_backward(work)
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 def communicator_of(group: Any) -> tuple[Line, Communicator]:
@@ -120,15 +137,6 @@ def _state_of(group: Any) -> HookState:
     state = HookState(group)
     _STATES[group] = state
     return state
-
-
-def _mean(state: HookState, tensor: Any) -> Any:
-    if not tensor.is_cpu:
-        remedy = "DDP's own reduction, through NCCL, for gradients on GPUs"
-        raise UnsupportedError(
-            message("only gradients in host memory are reduced by this hook.", shown(tensor), remedy)
-        )
-    return state.mean(tensor).get_future().then(lambda done: done.value()[0])
 
 
 def _one(value: Any) -> Any:

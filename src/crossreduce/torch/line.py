@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from ..errors import CollectiveTimeout, ContextError, message
 
-_DRAIN_S: Final = 10.0  # for ops that were started and are still under way when their group is destroyed
-
 
 class Finished(dist.Work):  # type: ignore[misc]
     """An op that has run."""
@@ -192,17 +190,17 @@ class Line:
         """Whether this process was forked from the one that the group belongs to."""
         return self._refusal == _FORKED
 
-    def close(self, drain_s: float = _DRAIN_S) -> None:
-        """Take no more ops; wait ``drain_s`` seconds at most for those that are under way."""
+    def close(self, drain_s: float) -> bool:
+        """Take no more ops; wait ``drain_s`` seconds at most for those under way, and return whether all have ended."""
         with self._lock:
-            if self._refusal is not None:
-                return
-            self._refusal = "this process group was destroyed."
-            thread = self._thread
-            if thread is not None:
+            if self._refusal is None:
+                self._refusal = "this process group was destroyed."
                 self._queue.put(None)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(drain_s)
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(drain_s)
+        return not thread.is_alive()
 
     def disown(self) -> None:
         """Refuse all ops: this is a forked process, which has neither the group's thread nor its place in the group."""
