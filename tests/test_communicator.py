@@ -20,6 +20,13 @@ from crossreduce.ops import INTEGERS, ReduceOp
 from crossreduce.processes.contract import Buffer
 from crossreduce.processes.courses import PIECE_BYTES, SMALL_BYTES
 
+
+@pytest.fixture(autouse=True)
+def dumps(tmp_path, monkeypatch):
+    """Where ranks write down what they did last, when a group breaks."""
+    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
+
+
 ODD = 3001  # elements: beyond what each rank reduces for itself, for all dtypes of four bytes and more
 
 

@@ -277,6 +277,8 @@ class Communicator:
             raise ContextError(message(f'group "{self.name}" is closed.', remedy="make a new group"))
         if self._broken is not None:
             raise type(self._broken)(str(self._broken), getattr(self._broken, "ranks", ()))
+        if self.arena.running:  # a call was interrupted
+            self._raise_broken()
 
     def _walk(self, call: _Call, addresses: tuple[int, ...]) -> None:
         """Run a call on this host, and look round now and then while it waits."""
