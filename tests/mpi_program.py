@@ -53,8 +53,8 @@ with mpi.join(timeout_s=30) as group:
     for k in range(n) if names != "one" else ():
         due[names[k]].append(k)
     assert group.hosts == tuple(sorted(map(tuple, due.values()))), group.hosts
-    for shape in ((), (0,), (5,), (3, 4, 5), (70_001,)):
-        for dtype in DTYPES:
+    for shape in ((), (0,), (5,), (3, 4, 5), (70_001,)) if n <= 4 else ((3, 4, 5), (70_001,)):
+        for dtype in DTYPES if n <= 4 else DTYPES[2:6]:
             every = [part(k, shape, dtype) for k in range(n)]
             x = every[me]
             kind = np.dtype(dtype).kind
@@ -114,8 +114,9 @@ with mpi.join(timeout_s=30) as group:
     refused(cr.ArgumentError, "a row for each", lambda: group.all_to_all(np.zeros(n + 1)))
     refused(cr.ArgumentError, "no rank", lambda: group.broadcast(grid, n))
     refused(cr.ArgumentError, "no rank", lambda: group.gather(grid, -1))
-    refused(cr.MismatchError, f"float64[{n + 3}]", lambda: group.all_reduce(np.zeros(n + 3 if me == n - 1 else 2)))
-    refused(cr.MismatchError, "all_gather", lambda: group.all_gather(grid) if me else group.barrier())
+    if n > 1:
+        refused(cr.MismatchError, f"float64[{n + 3}]", lambda: group.all_reduce(np.zeros(n + 3 if me == n - 1 else 2)))
+        refused(cr.MismatchError, "all_gather", lambda: group.all_gather(grid) if me else group.barrier())
     same(group.all_reduce(grid), n * grid)
 
     topology = group.measure_topology(0.2)

