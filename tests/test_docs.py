@@ -22,6 +22,7 @@ DOCUMENTS = {
     "docs/pytorch.md": 3,
     "docs/jax.md": 3,
     "docs/tensorflow.md": 3,
+    "docs/processes.md": 1,
 }
 
 
