@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -152,7 +153,7 @@ def torch_rank(cases: list[Case], path: Path) -> None:
     import crossreduce.torch as crt
 
     torch.set_num_threads(1)
-    dist.init_process_group(OURS)
+    dist.init_process_group(OURS, timeout=timedelta(seconds=LIMIT_S))
     groups = {OURS: dist.group.WORLD, GLOO: dist.new_group(backend="gloo")}
     rank, size = dist.get_rank(), dist.get_world_size()
     times = torch.zeros(size, dtype=torch.float64)
