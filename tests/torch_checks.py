@@ -290,6 +290,10 @@ def all_to_all_forms(c):
     joined = torch.empty(sum(rows[src][c.rank] for src in range(n)), 2)
     dist.all_to_all_single(joined, torch.cat(xs[c.rank]), [rows[src][c.rank] for src in range(n)], rows[c.rank])
     assert torch.equal(joined, torch.cat([x[c.rank] for x in xs]))
+    splits = [[1] * n] * 2 if c.rank == 0 else []  # equal ones, said by one rank and meant by all
+    moved = torch.empty(n)
+    dist.all_to_all_single(moved, torch.arange(float(n)) + 10 * c.rank, *splits)
+    assert torch.equal(moved, torch.arange(float(n)) * 10 + c.rank)
     wrong = [1] * n
     refuses(
         ValueError,
@@ -315,6 +319,11 @@ def between_two(c):
     ops = [dist.P2POp(dist.isend, sent[:7].clone(), after), dist.P2POp(dist.irecv, got[:7], before)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
+    sides = torch.zeros(100, 2)
+    works = [dist.isend(sent, after), dist.irecv(sides[:, 1], before)]
+    for work in works:
+        work.wait()
+    assert torch.equal(sides, torch.stack([torch.zeros(100), got]).T)
     if c.rank:
         dist.send(sent[::2], 0)
     else:
@@ -479,6 +488,14 @@ def subgroups(c):
         raise failures[0]
     for group in groups:
         dist.destroy_process_group(group)
+    for _ in range(3):  # the same name again and again
+        ranks = [0, 1] if c.rank < 2 else list(range(2, c.size))
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        x = given(c.rank, (5,), torch.float64, 155)
+        dist.all_reduce(x, group=group)
+        expect_reduced(x, SUM, [given(rank, (5,), torch.float64, 155) for rank in ranks])
+        dist.destroy_process_group(group)
+    x = torch.ones(1)
     refuses(Exception, "", dist.all_reduce, x, group=groups[0])
 
 

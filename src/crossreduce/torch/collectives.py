@@ -193,10 +193,9 @@ class Collectives:
         fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel()
         remedy = "splits that add up to the first dimension, or none and one that the number of ranks divides"
         self._require(fits, "all_to_all", tensor, [*output.shape, *rooms, *sizes], remedy)
-        even = not rooms and not sizes
         rooms = list(rooms) or [output.shape[0] // self._size] * self._size
         sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size
-        even = even or self._are_even(sizes, rooms, tensor)
+        even = self._are_even(sizes, rooms, tensor)
         source, written = readable(tensor), writable(output)
         if even and not self._is_inner("all_to_all", tensor):
             self._ours.all_to_all(shares(source, self._size), shares(written, self._size))

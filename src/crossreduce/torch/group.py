@@ -7,6 +7,7 @@ an inner engine, as does what is between two ranks: gloo for the CPU, NCCL for C
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,8 +21,8 @@ from torch._C import _distributed_c10d as c10d
 
 from ..processes.communicator import Communicator
 from .collectives import Collectives
-from .line import Line
-from .memory import readable
+from .line import Landing, Line
+from .memory import readable, settle_all, writable
 from .rendezvous import StoreRendezvous
 from .wire import GlooWire
 
@@ -42,6 +43,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> None:
         """Meet the other ranks at ``store``; ``timeout`` is for every op, and for this."""
         super().__init__(rank, size)
+        # A group may get the name, and so the store's keys, of one that was destroyed: each has keys of its own.
+        store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -210,10 +213,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._get_backend(tensors[0].device).send([readable(x) for x in tensors], dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        return self._get_backend(tensors[0].device).recv(tensors, src, tag)
+        held = [writable(x) for x in tensors]
+        return _landing(tensors, held, self._get_backend(tensors[0].device).recv(held, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        return self._get_backend(tensors[0].device).recv_anysource(tensors, tag)
+        held = [writable(x) for x in tensors]
+        return _landing(tensors, held, self._get_backend(tensors[0].device).recv_anysource(held, tag))
 
     # ---- what all of them need ------------------------------------------------------------------------------------
 
@@ -276,6 +281,11 @@ def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = Non
     if timeout is not None:
         made.timeout = timeout
     return tensors, made
+
+
+def _landing(tensors: Sequence[Any], held: Sequence[Any], work: Any) -> Any:
+    """Return the work of receiving ``tensors``, which came into ``held`` where they do not lie in one piece."""
+    return work if all(map(operator.is_, tensors, held)) else Landing(work, partial(settle_all, tensors, held), tensors)
 
 
 def wait_in_backward(work: Any) -> None:

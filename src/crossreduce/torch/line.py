@@ -51,6 +51,42 @@ class Finished(dist.Work):  # type: ignore[misc]
         return future
 
 
+class Landing(Finished):
+    """Another engine's work, after which something is left to do: the first wait does it."""
+
+    def __init__(self, work: Any, last: Callable[[], None], tensors: Sequence[Any]) -> None:
+        super().__init__(tensors)
+        self._work, self._last = work, last
+        self._landed = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._landed:
+            self._work.wait(*([timeout] if timeout else []))
+            self._last()
+            self._landed = True
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._work.is_success())
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return super().result()
+
+    def get_future(self) -> Any:
+        self.wait()
+        return super().get_future()
+
+    def _source_rank(self) -> int:
+        return int(self._work._source_rank())
+
+
 class Queued(dist.Work):  # type: ignore[misc]
     """An op that runs in its group's thread, sooner or later."""
 

@@ -45,7 +45,7 @@ def readable(tensor: Any) -> Any:
 
 def writable(tensor: Any) -> Any:
     """Return the tensor itself where it is plain, else blank memory of its shape, for ``settle`` to take back."""
-    return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+    return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def settle(tensor: Any, written: Any) -> None:
