@@ -339,7 +339,7 @@ def stopped(rendezvous, started, timeout_s):
     began = time.monotonic()
     x = np.ones(10, np.float32)
     try:
-        while time.monotonic() - began < 2:
+        while True:
             comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
             at = time.monotonic()
             assert (x == comm.size).all()

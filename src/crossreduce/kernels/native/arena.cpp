@@ -234,11 +234,11 @@ bool SharedMemory::work(const std::vector<Work> &works) {
 Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
     const int64_t until_ns = now_ns(CLOCK_MONOTONIC) + slice_ns;
     while (next < until) {
+        // Whoever gave up may have left an op in the middle. In its next op it must neither arrive, which others would
+        // take for an arrival at this one, nor write to its slot, where they may still read what the last op left.
+        if (!waiting && control->broken.load(std::memory_order_acquire) != 0) return Outcome::broken;
         if (next > 0) {
             if (!waiting) {
-                // Whoever gave up may have left an op in the middle: if it arrived at the next, others would take that
-                // for this one.
-                if (control->broken.load(std::memory_order_acquire) != 0) return Outcome::broken;
                 arrive();
                 // Also whoever never waits looks round now and then.
                 if (now_ns(CLOCK_MONOTONIC) >= until_ns) return Outcome::waiting;
