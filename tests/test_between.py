@@ -250,7 +250,7 @@ def test_the_same_bits_whatever_arrives_first():
             planned("direct", names, names),
             inputs,
             Numbers("sum", "float32", "float32", 1),
-            cut(999, 4, 400, 400),
+            cut(999, 4, 400, 400, 3),
             Post(seed, 2e-4),
         )
         seen |= {one.tobytes() for one in got}
@@ -333,8 +333,8 @@ def test_pieces_cover_the_array_and_are_no_larger_than_allowed():
     for _ in range(300):
         size, nbytes = draw.randint(0, 50_000), draw.choice((1, 2, 4, 8, 16))
         least = draw.randint(1, 3000)
-        most = least * draw.randint(1, 20)
-        sizes = cut(size, nbytes, least, most)
+        most, deep = least * draw.randint(1, 20), draw.randint(1, 9)
+        sizes = cut(size, nbytes, least, most, deep)
         assert sum(sizes) == size
         assert min(sizes) > 0 or sizes == (0,)
         assert max(sizes) * nbytes <= max(most, nbytes)

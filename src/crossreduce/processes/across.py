@@ -98,7 +98,7 @@ class Across:
         main = None if root is None else next(k for k, ranks in enumerate(self.hosts) if root in ranks)
         schedule = host_schedule(self.topology, len(self.hosts), collective, size * nbytes, main)
         most = (SLOT_BYTES // 2 - 8 * LINE) * self.lanes // (2 * self.lanes + 2)
-        sizes = between.cut(size, nbytes, LEAST_PIECE, min(MOST_PIECE, most))
+        sizes = between.cut(size, nbytes, LEAST_PIECE, min(MOST_PIECE, most), between.delay(schedule, False))
         laid = _Laid(self, collective, sizes, numbers, root)
         work = None
         if self.lane is not None:
@@ -107,7 +107,7 @@ class Across:
             order = [names(len(self.hosts)).index(name) for name in schedule.devices]  # it has its own
             peers = tuple(self.peers[host] for host in order)
             work = between.work(schedule, order.index(self.host), peers, mine, between_numbers)
-        late = between.delay(schedule, len(sizes))
+        late = between.delay(schedule, len(sizes) == 1)
         ticks = laid.ticks(work, late)
         course = kernels.native().Course([[ready(job, using) for job, using in tick] for tick in ticks])
         takes = laid.takes() if work is not None and work.part.wanted else ()

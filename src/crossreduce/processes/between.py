@@ -193,9 +193,9 @@ def _folding(numbers: Numbers, operands: int, whole: bool, size: int) -> kernels
     return kernels.plan(op, kinds, operands, 1, (size,), (program,), (Segment(0, 0, size, 0),))
 
 
-def delay(schedule: Schedule, pieces: int) -> int:
+def delay(schedule: Schedule, single: bool) -> int:
     """Return in how many ticks after its own a piece is whole, 1 at least; a single piece waits for nobody."""
-    return max(1, (1 if pieces == 1 else LAG) * len(schedule.rounds) - 1)
+    return max(1, (1 if single else LAG) * len(schedule.rounds) - 1)
 
 
 class Work(NamedTuple):
@@ -238,7 +238,7 @@ def work(schedule: Schedule, host: int, peers: tuple[int, ...], sizes: tuple[int
       numbers: what is computed.
     """
     found = part(schedule, host)
-    late = delay(schedule, len(sizes))
+    late = delay(schedule, len(sizes) == 1)
     layouts = tuple(layout(found, schedule, size, numbers.accumulator, numbers.result) for size in sizes)
     # Receives are posted a tick early, and a piece's memory is used again when its last sends are LAG ticks old.
     window = min(len(sizes), late + 2)
@@ -380,15 +380,16 @@ def alike(digest: bytes, peers: tuple[int, ...], host: int, wire: Wire, tag: int
     return all(heard[k].raw == digest for k, _ in others)
 
 
-def cut(size: int, nbytes: int, least: int, most: int) -> tuple[int, ...]:
+def cut(size: int, nbytes: int, least: int, most: int, deep: int) -> tuple[int, ...]:
     """Return the sizes of pieces: small ones first and last, so that filling and draining is quick, large ones between.
 
     Args:
       size: elements, of ``nbytes`` bytes each.
-      least: bytes of the first and the last piece.
+      least: bytes of the first and the last pieces.
       most: bytes of a piece, if an element is not larger.
+      deep: how many pieces are first, and last: in as many ticks the first comes through.
 
-    >>> cut(1000, 4, 400, 1200), cut(90, 4, 400, 1200), cut(0, 4, 400, 1200)
+    >>> cut(1000, 4, 400, 1200, 1), cut(90, 4, 400, 1200, 1), cut(0, 4, 400, 1200, 1)
     ((100, 200, 200, 200, 200, 100), (90,), (0,))
     """
     step, largest = max(1, least // nbytes), max(1, most // nbytes)
@@ -396,7 +397,8 @@ def cut(size: int, nbytes: int, least: int, most: int) -> tuple[int, ...]:
     while size > 3 * step and step < largest:
         ends.append(step)
         size -= 2 * step
-        step = min(2 * step, largest)
+        if len(ends) >= deep:
+            step = min(2 * step, largest)
     count = max(1, -(-size // step))
     between = (b - a for a, b in pairwise(k * size // count for k in range(count + 1)))
     return *ends, *between, *ends[::-1]
