@@ -49,6 +49,7 @@ bool read_spots(PyObject *given, size_t count, int64_t bytes, std::vector<Spot> 
 bool read_work(PyObject *given, CourseObject &self, std::vector<Work> &works) {
     PyObject *plan, *sources, *results;
     int past_cache;
+    if (!PyTuple_Check(given)) return malformed("a job is (plan, sources, results, past_cache)");
     if (!PyArg_ParseTuple(given, "OOOp", &plan, &sources, &results, &past_cache)) return false;
     const Plan *found = plan_of(plan);
     if (found == nullptr || PyList_Append(self.plans, plan) < 0) return false;
