@@ -17,6 +17,7 @@ from strategies import DTYPES, FLOATS, ops_for
 
 from crossreduce.errors import ArgumentError, ContextError, MismatchError, PeerLostError, UnsupportedError
 from crossreduce.ops import INTEGERS, ReduceOp
+from crossreduce.processes import arena
 from crossreduce.processes.contract import Buffer
 from crossreduce.processes.courses import PIECE_BYTES, SMALL_BYTES
 
@@ -257,6 +258,26 @@ def edges(rendezvous):
 def test_edges_of_pieces_and_unaligned_memory(n):
     """No element is lost, doubled or misplaced where shares and pieces end, nor where memory lies at odd addresses."""
     ranks(n, edges)
+
+
+def patient(rendezvous):
+    """Many calls by more ranks than cores, of which a rank looks round only after days."""
+    arena.SLICE_S = 1e5
+    comm = member(rendezvous)
+    draw = random.Random(comm.rank)
+    x = np.ones(3000, np.float32)
+    for k in range(1500):
+        part = x[: 10 if k % 2 else 3000]
+        comm.all_reduce(ReduceOp.MAX, buffer(part), buffer(part))
+        if draw.random() < 0.02:
+            time.sleep(draw.random() * 0.002)
+    comm.close()
+
+
+@pytest.mark.parametrize("n", [2, 6])
+def test_no_wake_up_is_lost(n):
+    """Whoever sleeps is woken by the last to arrive, not by the clock."""
+    ranks(n, patient, timeout_s=40)
 
 
 def big(rendezvous):

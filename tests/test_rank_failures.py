@@ -570,6 +570,31 @@ def test_r6_an_interrupted_rank_leaves_nothing(state, number):
         assert same, (rank, seen)
 
 
+def interrupted_at_the_door(rendezvous):
+    rendezvous.timeout_s = 1.5
+    before, error = Holds(), None
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if rendezvous.rank == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        if rendezvous.rank == 0:
+            time.sleep(0.6)
+        member(rendezvous)
+    except (KeyboardInterrupt, TimeoutError) as caught:
+        error = type(caught).__name__
+    gc.collect()
+    return error, before == Holds(), (before, Holds())
+
+
+def test_r6_an_interrupt_while_ranks_meet():
+    """Whoever is interrupted before all have met leaves nothing, and neither do those who met in vain."""
+    found = ranks(3, interrupted_at_the_door)
+    assert [error for error, *_ in found] == ["TimeoutError", "KeyboardInterrupt", "TimeoutError"]
+    for _, same, seen in found:
+        assert same, seen
+
+
 class Alarm(Exception):  # noqa: N818
     pass
 
