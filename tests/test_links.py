@@ -79,6 +79,28 @@ def test_a_host_that_takes_in_less_from_all_has_one_cable():
     assert cr.plan(every, nbytes=1 << 20).seconds > 0
 
 
+def test_a_link_has_the_speed_of_its_own_direction():
+    """What a host took in from another is the speed of the link from that one; latencies are of both ways' mean."""
+
+    class Said:
+        hosts = ((0, 2), (1,))
+
+        class rendezvous:  # noqa: N801 - an attribute
+            @staticmethod
+            def all_gather(_):
+                first = {"memory": 9.0, "in": [0, 0.12345], "latency": [0, 1e-4]}
+                second = {"memory": 5.0, "in": [0.5, 0], "latency": [3e-4, 0]}
+                return [json.dumps(one).encode() for one in (first, second, {"memory": 7.0})]
+
+    speeds = links._gathered(Said, {})
+    assert speeds.gb_per_s == ((0, 0.5), (0.123, 0))  # host 1 took in 0.5 from host 0
+    assert speeds.latency_s == ((0, 2e-4), (2e-4, 0))
+    assert speeds.memory == (8.0, 5.0)
+    topology = whole(speeds, Said.hosts)
+    assert topology.link("host0", "host1").bandwidth == Fraction(1, 2)
+    assert topology.link("host1", "host0").bandwidth == Fraction("0.123")
+
+
 def impatient(rendezvous):
     comm, wire = joined(rendezvous)
     with pytest.raises(ArgumentError, match="seconds"):
