@@ -2,7 +2,7 @@
 
 In: a communicator.  Out: the same ``Topology`` on all ranks, by which reductions are planned from then on. The first
 rank of each host measures: pairs of hosts one after the other, pairs that share no host together, each direction by
-itself; then all at once, which shows where a host's links share one cable. Medians, rounded to three digits.
+itself; then all at once, which shows where a host's links share one cable. Numbers are rounded to three digits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from .contract import Pending, Wire
 
 _TAG: Final = 1  # another than reductions', which may go on beside
 _PINGS: Final = 9
-_FIRST: Final = 1 << 18  # bytes of the first try; a token bucket's burst goes by in it
+_FIRST: Final = 1 << 20  # bytes of the first try, some of which a token bucket lets by at once
 _MESSAGES: Final = 8
+_TRIES: Final = 5  # streams, of which the median counts: work beside slows one down, a token bucket speeds one up
 _MOST: Final = 1 << 25  # bytes sent in one direction at most
 _SHARED: Final = 0.75  # of what its links carry one by one: a host that takes in less from all has one cable
 _COPIED: Final = 1 << 22  # bytes for the speed of memory
@@ -161,12 +162,16 @@ class _Probe:
         for sending in (first, not first):
             if sending:
                 self._stream_out(other, _FIRST)
-                self._stream_out(other, self._told(other))
+                nbytes = self._told(other)
+                for _ in range(_TRIES):
+                    self._stream_out(other, nbytes)
             else:
-                rough = self._stream_in(other, _FIRST)
-                nbytes = int(min(_MOST, max(_FIRST, rough * 1e9 * seconds / 2)))
+                began = time.perf_counter()
+                self._stream_in(other, _FIRST)
+                rough = _FIRST / (time.perf_counter() - began) / 1e9
+                nbytes = int(min(_MOST, max(_FIRST, rough * 1e9 * seconds / 2 / _TRIES)))
                 self._tell(other, nbytes)
-                self.bandwidth[other] = self._stream_in(other, nbytes)
+                self.bandwidth[other] = median(self._stream_in(other, nbytes) for _ in range(_TRIES))
 
     def all_at_once(self, gb_per_s: Sequence[Sequence[float]], seconds: float) -> float:
         """Return how many GB/s this host takes in from all others, which all send at once, each as much as it may."""
