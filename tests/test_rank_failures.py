@@ -709,14 +709,17 @@ def test_r10_two_hundred_groups_leave_nothing():
 
 
 def used_after(rendezvous):
+    before = Holds()
     comm = member(rendezvous)
-    comm.close()
     threads = threading.active_count()
+    assert before != Holds()
+    comm.close()
+    assert before == Holds()
     with pytest.raises(ContextError, match='group "world" is closed'):
         comm.barrier()
     return threads
 
 
-def test_a_closed_group_starts_nothing():
-    """A group has no thread of its own."""
+def test_a_closed_group_holds_nothing():
+    """A group has no thread of its own, and when it is closed no memory or descriptor, though somebody has it still."""
     assert ranks(2, used_after) == [1, 1]

@@ -98,6 +98,13 @@ Outcome walk(SharedMemory &memory, const Call &call, std::vector<int64_t> &in, s
     return outcome;
 }
 
+// What an op is described by: long enough to be torn.
+std::string words(uint64_t op) {
+    std::string made;
+    for (int k = 0; k < 12; k++) made += "op " + std::to_string(op) + " ";
+    return made;
+}
+
 bool wrong(const char *what, int rank, long op) {
     std::printf("%s: rank %d, op %ld\n", what, rank, op);
     return false;
@@ -116,7 +123,7 @@ bool live(SharedMemory &memory, long ops, uint64_t seed) {
         if (below(own, 8) == 0) std::this_thread::sleep_for(std::chrono::microseconds(below(own, 300)));
         const bool differs = odd < ranks && ranks > 1;
         // Another text of the same length, of another one, or the same; and another number of ticks.
-        const std::string text = "op " + std::to_string(op) + (odd == rank ? (op & 1 ? " b" : " longer") : " a");
+        const std::string text = words(static_cast<uint64_t>(op)) + (odd == rank ? (op & 1 ? " b" : " longer") : " a");
         const Call call(rank, ranks, odd == rank && differs ? size + 700 : size, small);
         if (odd == rank && differs) in.resize(in.size() + 700), out.resize(in.size(), -1);
         const int64_t slice = below(own, 3) == 0 ? below(own, 2000) : 50000000;
@@ -151,11 +158,15 @@ bool watch(SharedMemory &memory, const std::atomic<bool> &over) {
         for (int rank = 0; rank < memory.ranks; rank++) {
             const Seat &seat = memory.seat(rank);
             const uint64_t number = seat.number.load(std::memory_order_acquire);
-            std::string text;
-            int64_t started, ended;
-            if (number == 0 || !seat.entries[number % KEPT_OPS].read(number, text, started, ended)) continue;
-            const std::string due = "op " + std::to_string(number - 1) + " ";
-            if (text != "last" && text.compare(0, due.size(), due) != 0) return wrong("a torn text", rank, static_cast<long>(number));
+            // The latest, and the one whose place the next will take.
+            for (const uint64_t of : {number, number - KEPT_OPS + 1}) {
+                std::string text;
+                int64_t started, ended;
+                if (of == 0 || of > number || !seat.entries[of % KEPT_OPS].read(of, text, started, ended)) continue;
+                const std::string due = words(of - 1);
+                if (text != "last" && text.compare(0, due.size(), due) != 0)
+                    return wrong("a torn text", rank, static_cast<long>(of));
+            }
         }
         memory.cause();
         std::this_thread::yield();
