@@ -111,6 +111,7 @@ EXCEPTIONS = {
     "backends.tensorflow": {"numpy"},
     "planning.flows": {"numpy"},  # what SciPy takes; imported only then
     "planning.joint": {"numpy"},
+    "processes.mpi": {"numpy"},  # its users' arrays; imported only with it
 }
 
 
