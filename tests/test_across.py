@@ -205,12 +205,18 @@ def until_lost(rendezvous, victim, how, at, timeout_s):
             comm.barrier()
         except type(error) as second:
             again = str(second) == str(error)
+        # Nobody leaves before all have raised: a process that ends lets go of whoever waits for it.
+        rendezvous.ask("put", [("raised", comm.rank)], b"")
+        others = [("raised", rank) for rank in range(comm.size) if rank != victim]
+        assert all(said is not None for said in rendezvous.ask("get", others, timeout=10.0)), "some wait too long"
         return type(error).__name__, list(error.ranks), took, again
     finally:
         wire.abort()
 
 
-@pytest.mark.parametrize(("names", "victim"), [("aabb", 3), ("aabb", 2), ("abb", 0), ("aaabb", 2)])
+@pytest.mark.parametrize(
+    ("names", "victim"), [("aabb", 3), ("aabb", 2), ("abb", 0), ("aaabb", 2), ("aabbb", 4), ("aaabbbb", 6)]
+)
 def test_a_rank_that_dies_is_named_on_all_hosts(names, victim):
     """Whether a lane dies, a rank behind one, or a whole host: all others name it, soon."""
     found = ranks(len(names), until_lost, victim, signal.SIGKILL, 5, 20.0, environment=on(*names), check=False)

@@ -396,6 +396,8 @@ class Communicator:
         raise MismatchError(disagreement(said, self.name))
 
     def _raise_broken(self) -> NoReturn:
+        if len(self.hosts) > 1 and self.wire is not None:
+            self.wire.abort()  # a lane of another host may wait for this rank, which did not give up itself
         deadline = time.monotonic() + 1  # whoever gave up may still be writing why
         while (error := self.arena.cause()) is None and time.monotonic() < deadline:
             time.sleep(0.001)
