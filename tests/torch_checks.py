@@ -421,6 +421,8 @@ def refusals(c):
     refuses(TypeError, "sum of bools", dist.all_reduce, torch.ones(3, dtype=torch.bool))
     refuses(ValueError, "do not fit together", dist.all_gather_into_tensor, torch.empty(5), torch.empty(7))
     refuses(ValueError, "do not fit together", dist.all_gather, [torch.empty(5)], torch.empty(5))
+    refuses(ValueError, "do not fit together", dist.all_to_all, [], [])
+    refuses(TypeError, "dist.new_group", dist.group.WORLD.split_group, [0])
     work = dist.all_reduce(torch.ones(3, dtype=torch.int32), AVG, async_op=True)
     future = work.get_future()
     refuses(TypeError, "the mean of integers", work.wait)
@@ -439,6 +441,14 @@ def disagreement(c):
     DIGESTS["disagreement"] = str(error)
     work = dist.all_reduce(torch.ones(3), MAX if c.rank == 0 else MIN, async_op=True)
     refuses(MismatchError, "rank 0", work.wait)
+    sparse = torch.ones(3).to_sparse()
+    refuses(MismatchError, "rank 1", dist.all_reduce, sparse if c.rank == 1 else sparse.to_dense())
+    bytes_alike = torch.float8_e5m2 if c.rank == 1 else torch.float8_e4m3fn
+    refuses(MismatchError, "rank 1", dist.broadcast, torch.ones(3).to(bytes_alike), 0)
+    shape = tuple(range(2, 2 + c.size))  # of one rank's tensor, and the sizes of all tensors elsewhere
+    sizes = shape if c.rank == 1 else [torch.Size(shape).numel()] * c.size
+    x = torch.ones(sizes[c.rank] if c.rank == 1 else shape)
+    refuses(MismatchError, "rank 1", dist.all_gather, [torch.empty(size).reshape(-1) for size in sizes], x)
     y = torch.full((3,), 4.0**c.rank)
     dist.all_reduce(y)
     assert torch.equal(y, torch.full((3,), sum(4.0**rank for rank in range(c.size))))

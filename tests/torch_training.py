@@ -208,6 +208,21 @@ def compiled(c):
 
 
 @check
+def compiled_replica(c):
+    """torch.compile takes a model under DDP, and nothing of ours, which C++ calls in the midst of it."""
+    alone, model = Model().float(), Model().float()
+    replica = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+    for step in range(3):
+        alone.zero_grad()
+        model.zero_grad()
+        xs = [given(rank, (6, 7), torch.float32, step) for rank in range(c.size)]
+        (sum(alone(x).square().mean() for x in xs) / c.size).backward()
+        replica(xs[c.rank]).square().mean().backward()
+    for p, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+@check
 def differentiable(c):
     """torch.distributed.nn's collectives, which have gradients, run on the backend."""
     from torch.distributed.nn.functional import all_reduce

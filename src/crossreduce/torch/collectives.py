@@ -118,7 +118,7 @@ class Collectives:
         fits = len(results) == self._size and sizes[self._rank] == tensor.numel() and _alike([tensor, *results])
         self._require(fits, "all_gather", tensor, sizes, "one output for each rank, as large as that rank's input")
         if len(set(sizes)) > 1:
-            self._ours.agree(f"all_gather {_name(tensor)}{sizes}")  # every rank knows all sizes
+            self._ours.agree(f"all_gather {_name(tensor)} of sizes {sizes}")  # every rank knows all sizes
             padded = tensor.new_zeros(max(sizes))
             padded[: tensor.numel()] = tensor.detach().reshape(-1)
             rows = padded.new_empty(self._size, max(sizes))
@@ -175,7 +175,8 @@ class Collectives:
 
     def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         fits = len(outputs) == len(inputs) == self._size and _alike([*outputs, *inputs])
-        self._require(fits, "all_to_all", (*inputs, *outputs)[0], [], "one input and one output for each rank")
+        any_of = (*inputs, *outputs, torch.empty(0))[0]
+        self._require(fits, "all_to_all", any_of, [], "one input and one output for each rank")
         sizes, rooms = [x.numel() for x in inputs], [x.numel() for x in outputs]
         even = self._are_even(sizes, rooms, inputs[0])
         sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
@@ -253,10 +254,11 @@ class Collectives:
 
     def _is_inner(self, collective: str, tensor: Any, root: int | None = None) -> bool:
         """Return whether a move is the inner engine's, once the ranks agreed on it."""
-        if self._ours.plans(collective, None, NAMES.get(tensor.dtype, "uint8")):
-            return False
-        self._agree(collective, None, tensor, root)
-        return True
+        name = NAMES.get(tensor.dtype)
+        inner = not self._ours.plans(collective, None, name or "uint8")
+        if inner or name is None:  # what moves as bytes has to be said
+            self._agree(collective, None, tensor, root)
+        return inner
 
     def _agree(self, collective: str, op: str | None, tensor: Any, root: int | None) -> None:
         self._ours.agree(described(collective, op, root, _name(tensor), tensor.shape))
@@ -310,7 +312,9 @@ _UNDEFINED: Final = _undefined()
 
 
 def _name(tensor: Any) -> str:
-    return NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+    """Return a tensor's dtype in words, and how it lies in memory where that is not as usual: ranks agree on both."""
+    name = NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+    return name if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')}_{name}"
 
 
 def _raw(tensor: Any) -> Any:

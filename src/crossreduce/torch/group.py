@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from ..errors import UnsupportedError, message
 from ..processes.communicator import Communicator
 from .collectives import Collectives
-from .line import Landing, Line
+from .line import Landing, Line, untraced
 from .memory import readable, settle_all, writable
 from .rendezvous import StoreRendezvous
 from .wire import GlooWire
@@ -207,6 +208,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             return self._get_backend(opts.device).barrier(opts)
         return self._run(self._do.barrier, [], opts)
 
+    def split_group(self, *_: Any, **__: Any) -> Any:
+        """Refuse: torch's own, in C++, would call itself without end."""
+        problem = "a group of this backend cannot be split."
+        raise UnsupportedError(message(problem, f'group "{self.group_name}"', "dist.new_group, which all ranks call"))
+
+    splitGroup = split_group  # noqa: N815 - the trampoline's name
+
     # ---- between two ranks ----------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
@@ -236,6 +244,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                 return self._get_backend(tensor.device)
         return None
 
+
+untraced(Group)
 
 # What torch before 2.13 calls these.
 Group._allgather_base = Group.all_gather_single

@@ -6,6 +6,7 @@ nothing is before it; all others run in one thread of the group's. Knows no coll
 
 from __future__ import annotations
 
+import inspect
 import os
 import queue
 import threading
@@ -163,6 +164,24 @@ class Queued(dist.Work):  # type: ignore[misc]
             self._future.set_exception(self._error)
         else:
             self._future.set_exception(RuntimeError(repr(self._error)))
+
+
+def untraced(*classes: type) -> None:
+    """Keep torch.compile out of classes' methods.
+
+    C++ calls them back while a compiled model runs, as DDP's reducer does; torch.compile would take them for its own.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.8
+        return
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for each in classes:
+        for method in vars(each).values():
+            if inspect.isfunction(method):
+                frames.set_code_exec_strategy(method.__code__, skip)
+
+
+untraced(Finished, Landing, Queued)
 
 
 class Line:
