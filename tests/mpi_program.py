@@ -103,6 +103,22 @@ with mpi.join(timeout_s=30) as group:
     kept = np.full(4, float(me))
     assert group.broadcast(kept, 0, out=kept) is kept
     assert (kept == 0).all()
+    # Wherever out lies in the array that is given, nothing is written over what is still to be read.
+    long = np.arange(3_000_001.0)
+    for src, dst in ((slice(None, -1), slice(1, None)), (slice(1, None), slice(None, -1))):
+        moved = long.copy()
+        same(group.all_reduce(moved[src], out=moved[dst]), n * long[src])
+        moved = long.copy()
+        group.reduce(moved[src], out=moved[dst] if me == 0 else None)
+        same(moved[dst], n * long[src] if me == 0 else long[dst])
+    table = np.zeros((n, 300_001)) + me
+    same(group.all_gather(table[(me + 1) % n], out=table), np.zeros((n, 300_001)) + np.arange(n)[:, None])
+    same(group.reduce_scatter(table, out=table[(me + 1) % n]), np.full(300_001, float(n * me)))
+    table[:] = np.arange(n)[:, None]
+    same(group.scatter(table, table[(me + 1) % n]), np.full(300_001, float(me)))
+    table[:] = me
+    gathered = group.gather(table[(me + 1) % n], out=table if me == 0 else None)
+    assert me or (gathered == np.arange(n)[:, None]).all()
     group.barrier()
 
     # What is refused, before anybody waits; and what all ranks refuse together.
@@ -127,6 +143,21 @@ with mpi.join(timeout_s=30) as group:
     same(again.all_reduce(np.ones(5)), np.full(5, float(len(range(me % 2, n, 2)))))
     again.close()
 assert {thread.name for thread in threading.enumerate()} <= before
+# What comes after a wire was given up is written nowhere: the memory that it was for may be another's.
+if n > 1:
+    wire, memory, word = mpi.MpiWire(world.Dup()), np.zeros(1000, "uint8"), np.ones(1000, "uint8")
+    if me == 1:
+        late = wire.receive(memory.ctypes.data, memory.nbytes, 0, 0)
+        wire.abort()
+        refused(ConnectionError, "given up", lambda: late.wait(1))
+    world.Barrier()
+    if me == 0:
+        wire.send(word.ctypes.data, word.nbytes, 1, 0).wait(5)
+    world.Barrier()
+    for _ in range(100):
+        world.Iprobe()  # MPI gets on only while it is called
+    assert not memory.any()
+    wire.close()
 refused(cr.ArgumentError, "mpi4py communicator", lambda: mpi.join(3))
 refused(cr.ArgumentError, "above 0", lambda: mpi.join(world, timeout_s=0))
 print(f"rank {me} of {n} is done", flush=True)

@@ -110,6 +110,7 @@ class Group:
         op = read_op(op)
         given = _given(x, op)
         result = _result(given, given.shape, out)
+        given = _apart(given, result)
         self._communicator.all_reduce(op, _buffer(given), _buffer(result))
         return result
 
@@ -121,6 +122,7 @@ class Group:
             self._communicator.reduce(op, _buffer(given), None, root)
             return None
         result = _result(given, given.shape, out)
+        given = _apart(given, result)
         self._communicator.reduce(op, _buffer(given), _buffer(result), root)
         return result
 
@@ -137,6 +139,7 @@ class Group:
         """Return all ranks' arrays, stacked: of shape ``(size, *x.shape)``."""
         given = _given(x)
         result = _result(given, (self.size, *given.shape), out)
+        given = _apart(given, result)
         if self._inner("all_gather", given):
             self._finish(self._comm.Iallgather(_bytes(given), _bytes(result)))
         else:
@@ -148,6 +151,7 @@ class Group:
         op = read_op(op)
         given = self._row_a_rank(_given(x, op))
         result = _result(given, given.shape[1:], out)
+        given = _apart(given, result)
         if self._communicator.plans("reduce_scatter", op, given.dtype.name):
             self._communicator.reduce_scatter(op, _rows(given), _buffer(result))
         else:  # nothing plans it over several hosts yet
@@ -158,6 +162,7 @@ class Group:
         """Return all ranks' arrays, stacked, on rank ``root``, and ``None`` on all others."""
         given = _given(x)
         result = _result(given, (self.size, *given.shape), out) if self.rank == root else None
+        given = given if result is None else _apart(given, result)
         if self._inner("gather", given, root):
             self._finish(self._comm.Igather(_bytes(given), None if result is None else _bytes(result), root))
         else:
@@ -176,6 +181,7 @@ class Group:
         if given is not None and (given.shape[1:] != result.shape or given.dtype != result.dtype):
             problem = "scatter takes an array with a row like out for each rank."
             raise ArgumentError(message(problem, f"{given.dtype}{given.shape} to {result.dtype}{result.shape}"))
+        given = None if given is None else _apart(given, result)
         if self._inner("scatter", result, root):
             self._finish(self._comm.Iscatter(None if given is None else _bytes(given), _bytes(result), root))
         else:
@@ -258,6 +264,15 @@ def _result(given: Array, shape: tuple[int, ...], out: Array | None) -> Array:
         problem = f"out must be a writable array in C order, of {given.dtype} and shape {shape}."
         raise ArgumentError(message(problem, what, "out=None"))
     return out
+
+
+def _apart(given: Array, result: Array) -> Array:
+    """Return what is given, copied where results would be written over what is still to be read.
+
+    In one place both may lie, as each element is read before it is written.
+    """
+    one_place = given.ctypes.data == result.ctypes.data and given.nbytes == result.nbytes
+    return given if one_place or not np.may_share_memory(given, result) else given.copy()
 
 
 def _buffer(array: Array) -> Buffer:
@@ -381,6 +396,8 @@ class MpiWire:
         """Let all messages under way fail."""
         self._aborted = True
         self._some.set()
+        for one in list(self._under_way):
+            one.cancel()
 
     @property
     def aborted(self) -> bool:
@@ -414,6 +431,14 @@ class _Message:
         if self._done:
             self._wire.forget(self)
         return self._done
+
+    def cancel(self) -> None:
+        """Let MPI forget it: its memory is soon another's, and what came later would be written there."""
+        with self._lock, contextlib.suppress(Exception):  # MPI's own: it may be going down
+            if not self._done:
+                self._failed = _GIVEN_UP
+                self._request.Cancel()
+        self.test()
 
     def wait(self, timeout_s: float) -> None:
         """Return when the memory may be used again."""
