@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import gc
 import math
+import mmap
 import os
 import random
 import threading
@@ -234,6 +235,21 @@ def test_two_threads_are_kept_out_of_one_arena(pair):
     other.begin(nothing(), (), "a", 2, 5.0)
     thread.join(5)
     assert outcomes == [DONE]
+
+
+def test_whoever_ends_right_after_it_came_has_come(fd, pair):
+    """The last to come may be killed or stopped before it has said that all are there: the others go on, and miss it
+    where they meet next."""
+    one, other = pair
+    assert one.begin(nothing(3), (), "a", 3, 0.0) == WAITING
+    assert other.begin(nothing(3), (), "a", 2, 1.0) == DONE  # it has come, and goes on
+    with mmap.mmap(fd, 0) as memory:
+        met = 64  # where it is said (arena.hpp)
+        assert memory[met] == 1
+        memory[met] = 0
+        assert one.advance(2, 0.01) == DONE
+        assert one.advance(3, 0.01) == WAITING
+        assert one.arrivals() == [2, 1]
 
 
 def test_courses_live_as_long_as_they_run(pair):

@@ -121,22 +121,22 @@ SharedMemory::~SharedMemory() {
 }
 
 void SharedMemory::arrive() {
-    seats[rank].arrivals.store(ticks + 1, std::memory_order_relaxed);
     // The last to arrive says so; all before it are in the release sequence, so whoever reads `met` sees their writes.
     const uint64_t all = control->arrivals.fetch_add(1, std::memory_order_acq_rel) + 1;
     ticks++;
+    // After it counts: whoever ends in between is missing at the next tick, and does not seem to have come to this one.
+    seats[rank].arrivals.store(ticks, std::memory_order_relaxed);
     waiting = true;
     if (all % static_cast<uint64_t>(ranks) == 0) {
-        control->met.store(ticks, std::memory_order_seq_cst);
+        control->met.store(static_cast<uint32_t>(ticks), std::memory_order_seq_cst);
         if (control->sleepers.load(std::memory_order_seq_cst) > 0) wake_all(control->met);
     }
 }
 
 // Whether all have arrived where this rank has, by then.
 bool SharedMemory::wait(int64_t until_ns) {
-    const auto reached = [&] {
-        return static_cast<int32_t>(control->met.load(std::memory_order_acquire) - ticks) >= 0;
-    };
+    const auto before = [&](uint32_t met) { return static_cast<int32_t>(met - static_cast<uint32_t>(ticks)) < 0; };
+    const auto reached = [&] { return !before(control->met.load(std::memory_order_acquire)); };
     if (reached()) return true;
     int64_t now = now_ns(CLOCK_MONOTONIC);
     const int64_t spin = std::min(until_ns, now + spin_ns);
@@ -151,12 +151,13 @@ bool SharedMemory::wait(int64_t until_ns) {
         // Counted first, then looked at: whoever changes it afterwards sees the count and wakes.
         control->sleepers.fetch_add(1, std::memory_order_seq_cst);
         const uint32_t seen = control->met.load(std::memory_order_seq_cst);
-        if (static_cast<int32_t>(seen - ticks) < 0) sleep_while(control->met, seen, until_ns - now);
+        if (before(seen)) sleep_while(control->met, seen, until_ns - now);
         control->sleepers.fetch_sub(1, std::memory_order_relaxed);
         if (reached()) return true;
         now = now_ns(CLOCK_MONOTONIC);
     }
-    return reached();
+    // The last to arrive may have been killed or stopped before it said so.
+    return reached() || control->arrivals.load(std::memory_order_acquire) >= ticks * static_cast<uint64_t>(ranks);
 }
 
 void SharedMemory::give_up(const std::string &text) {

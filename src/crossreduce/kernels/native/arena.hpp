@@ -103,7 +103,7 @@ class SharedMemory {
     int owner = 0; // the process
     int64_t spin_ns = 0;
     int threads = 1;
-    uint32_t ticks = 0; // at which this rank has arrived
+    uint64_t ticks = 0; // at which this rank has arrived
     const Course *course = nullptr;
     std::vector<char *> buffers;
     size_t next = 0;       // tick of the course
