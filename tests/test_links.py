@@ -13,7 +13,7 @@ from ranks import Store, ranks
 from test_across import buffer, joined, on
 
 import crossreduce as cr
-from crossreduce.errors import ArgumentError, CollectiveTimeout, PeerLostError
+from crossreduce.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
 from crossreduce.ops import ReduceOp
 from crossreduce.processes import links
 from crossreduce.processes.links import Speeds, measure, of_hosts, whole
@@ -117,7 +117,7 @@ def test_a_time_that_is_none_is_refused():
 def deserted(rendezvous):
     comm, wire = joined(rendezvous, 3.0)
     if comm.rank == 1:
-        comm.agree("measure_topology")
+        comm.agree("measure_topology 1 s")
         wire.abort()
         return None
     with pytest.raises((PeerLostError, CollectiveTimeout)) as error:
@@ -129,6 +129,46 @@ def test_a_host_that_goes_away_meanwhile_is_named():
     """Whoever is lost in the middle of a measurement is named, and the group is given up."""
     found = ranks(2, deserted, environment=on("a", "b"))
     assert list(found[0]) == [1]
+
+
+def hurried(rendezvous):
+    comm, wire = joined(rendezvous, 8.0)
+    with pytest.raises(MismatchError, match=r"measure_topology 0\.2 s") as error:
+        measure(comm, 0.2 if comm.rank == 2 else 0.1)
+    measure(comm, 0.1)
+    comm.close()
+    wire.close()
+    return str(error.value)
+
+
+def test_all_ranks_measure_for_as_long():
+    """Ranks that would take different times would send messages of other sizes than are waited for: all say so."""
+    said = ranks(3, hurried, environment=on(*"abc"))
+    assert len(set(said)) == 1
+    assert "rank 2 differs from ranks 0, 1" in said[0]
+
+
+def interrupted(rendezvous):
+    comm, wire = joined(rendezvous, 20.0)
+    if comm.rank == 1:
+
+        def pair(probe, other, seconds):
+            probe._receive(other, 8, 0)
+            raise KeyboardInterrupt
+
+        links._Probe.pair = pair
+        with pytest.raises(KeyboardInterrupt):
+            measure(comm)
+        assert wire.closed, "what comes late would be written into memory that is gone"
+    with pytest.raises(PeerLostError, match="was interrupted") as error:
+        comm.barrier() if comm.rank == 1 else measure(comm)
+    return error.value.ranks
+
+
+def test_an_interrupt_meanwhile_gives_up_the_group():
+    """After Ctrl-C in the middle of a measurement nothing is received any more, and all ranks hear of it at once."""
+    found = ranks(3, interrupted, environment=on(*"abb"), timeout_s=15)
+    assert [list(one) for one in found] == [[1]] * 3
 
 
 PROGRAM = """

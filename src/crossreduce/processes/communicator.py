@@ -12,8 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, NoReturn
@@ -76,6 +76,9 @@ class Communicator:
     Raises:
       BackendError: the compiled kernels are not there, or this system is not Linux.
       CollectiveTimeout: some ranks did not come.
+      ContextError: two ranks are one process.
+      MismatchError: the ranks have different versions of crossreduce.
+      ReductionError: some rank has no memory, or cannot reach what its host shares.
     """
 
     def __init__(self, rendezvous: Rendezvous, wire: Wire | None, *, name: str, timeout_s: float) -> None:
@@ -94,21 +97,38 @@ class Communicator:
         meeting = meet(rendezvous, lambda ranks: Arena.nbytes(ranks, SLOT_BYTES))
         self.hosts = meeting.hosts
         self.host = next(host for host in self.hosts if self.rank in host)
-        self.arena = Arena(meeting.fd, self.host, self.rank, SLOT_BYTES)
         self._across: Across | None = None
+        problem = ""
+        try:
+            self.arena = Arena(meeting.fd, self.host, self.rank, SLOT_BYTES)
+        except OSError as error:  # such as a limit of this process: the others shall not wait for it
+            problem = str(error)
+        card = [os.getpid(), socket.gethostname(), record.versions()["crossreduce"], os.urandom(8).hex(), problem]
+        self.cards = [json.loads(said) for said in rendezvous.all_gather(json.dumps(card).encode())]
+        self.token = self.cards[0][3]
+        self._require_complete()
         if len(self.hosts) > 1:
             if wire is None:
                 given = f"hosts of ranks {', '.join(map(str, map(list, self.hosts)))}"
                 raise ArgumentError(message("ranks of several hosts need a wire between them.", given))
             self._across = Across(self.hosts, self.rank, self.arena, wire)
-        card = [os.getpid(), socket.gethostname(), record.versions()["crossreduce"], os.urandom(8).hex()]
-        self.cards = [json.loads(said) for said in rendezvous.all_gather(json.dumps(card).encode())]
-        self.token = self.cards[0][3]
+        _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, list(map(list, self.hosts)))
+
+    def _require_complete(self) -> None:
+        """Raise unless all ranks can take part, each a process of its own."""
         versions = {said[2] for said in self.cards}
         if len(versions) > 1:
             given = "; ".join(f"rank {rank}: {said[2]}" for rank, said in enumerate(self.cards))
             raise MismatchError(message("all ranks need the same version of crossreduce.", given))
-        _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, list(map(list, self.hosts)))
+        given = "; ".join(f"rank {rank}: {said[4]}" for rank, said in enumerate(self.cards) if said[4])
+        if given:
+            problem = "some ranks cannot reach the memory that their host shares."
+            raise ReductionError(message(problem, given, "a larger limit of address space (ulimit -v)"))
+        # A process does not see its own locks.
+        same = [rank for rank in self.host if self.cards[rank][0] == os.getpid() and not self.arena.alive(rank)]
+        if same:
+            given = f"ranks {', '.join(map(str, sorted([*same, self.rank])))} in process {os.getpid()}"
+            raise ContextError(message("a process can be but one rank of a group.", given, "one process a rank"))
 
     # The collectives
 
@@ -179,10 +199,19 @@ class Communicator:
                 self._across.topology = topology
                 self._calls.clear()
 
-    def lose(self, error: Lost | Late) -> NoReturn:
-        """Give up on the group, as a rank of another host does not answer."""
-        self._give_up(self._from_afar(error))
-        self._raise_broken()
+    @contextmanager
+    def afar(self) -> Iterator[None]:
+        """Give up on the group if what is done here breaks off: messages to other hosts, beside the collectives."""
+        try:
+            yield
+        except (Lost, Late) as error:
+            self._give_up(self._from_afar(error))
+            self._raise_broken()
+        except ReductionError:  # a call's, which has done what it must
+            raise
+        except BaseException:  # Ctrl-C: what other hosts send would come into memory that is about to go
+            self._give_up(self._interrupted("was interrupted"))
+            raise
 
     def plans(self, collective: str, op: ReduceOp | None = None, dtype: str = "uint8") -> bool:
         """Return whether a call runs here; else it is for another engine, after ``agree``."""
@@ -277,7 +306,8 @@ class Communicator:
             raise ContextError(message(f'group "{self.name}" is closed.', remedy="make a new group"))
         if self._broken is not None:
             raise type(self._broken)(str(self._broken), getattr(self._broken, "ranks", ()))
-        if self.arena.running:  # a call was interrupted
+        if self.arena.running:  # a call was interrupted, perhaps a second time before it had said so
+            self._give_up(self._interrupted("was interrupted"))
             self._raise_broken()
 
     def _walk(self, call: _Call, addresses: tuple[int, ...]) -> None:
@@ -401,7 +431,10 @@ class Communicator:
         deadline = time.monotonic() + 1  # whoever gave up may still be writing why
         while (error := self.arena.cause()) is None and time.monotonic() < deadline:
             time.sleep(0.001)
-        self._broken = error or self._lost([self.rank], "was interrupted")
+        if error is None:  # nor will it ever
+            gone = [rank for rank in self.host if not self.arena.alive(rank)]
+            error = self._lost(gone, "died") if gone else self._interrupted("was interrupted")
+        self._broken = error
         path = record.write(self._record(str(self._broken)))
         if path is not None:
             self._broken.add_note(f"What each rank did last: crossreduce doctor {path.parent}")

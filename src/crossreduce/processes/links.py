@@ -29,6 +29,7 @@ _PINGS: Final = 9
 _FIRST: Final = 1 << 20  # bytes of the first try, some of which a token bucket lets by at once
 _MESSAGES: Final = 8
 _TRIES: Final = 5  # streams, of which the median counts: work beside slows one down, a token bucket speeds one up
+_ALL_AT_ONCE: Final = 3  # of these the median likewise
 _MOST: Final = 1 << 25  # bytes sent in one direction at most
 _SHARED: Final = 0.75  # of what its links carry one by one: a host that takes in less from all has one cable
 _COPIED: Final = 1 << 22  # bytes for the speed of memory
@@ -70,33 +71,32 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
         raise ArgumentError(message("measuring takes some time.", f"seconds={shown(seconds)}", "seconds=1.0"))
     hosts, rank = communicator.hosts, communicator.rank
     count = len(hosts)
-    communicator.agree("measure_topology")
+    communicator.agree(f"measure_topology {seconds:g} s")
     own = next(host for host, ranks in enumerate(hosts) if rank in ranks)
     found: dict[str, object] = {"memory": _memory()}
     if count > 1:
         assert communicator.wire is not None
-        probe = _Probe(communicator.wire, [ranks[0] for ranks in hosts], own, communicator.timeout_s)
-        leads = rank == hosts[own][0]
+        leads = [ranks[0] for ranks in hosts]
+        probe = _Probe(communicator.wire, leads, own, communicator.timeout_s) if rank in leads else None
         turns = _tournament(count)
         each_s = seconds / (2 * len(turns) + 1)
-        try:
+        with communicator.afar():
             for pairs in turns:
                 other = next((b if a == own else a for a, b in pairs if own in (a, b)), None)
-                if leads and other is not None:
+                if probe is not None and other is not None:
                     probe.pair(other, each_s)
                 communicator.agree("measure_topology")
-        except (between.Lost, between.Late) as error:
-            communicator.lose(error)
-        found |= {"in": probe.bandwidth, "latency": probe.latency}
+        if probe is not None:
+            found |= {"in": probe.bandwidth, "latency": probe.latency}
     speeds = _gathered(communicator, found)
     if count > 2:
-        cable = 0.0
-        try:
-            if rank == hosts[own][0]:
-                cable = probe.all_at_once(speeds.gb_per_s, each_s)
-        except (between.Lost, between.Late) as error:
-            communicator.lose(error)
-        said = [json.loads(one) for one in communicator.rendezvous.all_gather(json.dumps(cable).encode())]
+        tries = []
+        with communicator.afar():
+            for _ in range(_ALL_AT_ONCE):
+                tries.append(0.0 if probe is None else probe.all_at_once(speeds.gb_per_s, each_s / _ALL_AT_ONCE))
+                communicator.agree("measure_topology")  # nobody sends before all have taken in what came before
+        cable = json.dumps(median(tries)).encode()
+        said = [json.loads(one) for one in communicator.rendezvous.all_gather(cable)]
         speeds = speeds._replace(cables=_cables(speeds, [said[ranks[0]] for ranks in hosts]))
     if count > 1:
         communicator.plan_on(of_hosts(speeds))
