@@ -379,6 +379,17 @@ def later_in_order(c):
 
 
 @check
+def ops_in_callbacks(c):
+    """What a future's callback calls is run, also if the callback waits for it in the thread that runs ops."""
+    waits = (lambda y: dist.all_reduce(y), lambda y: dist.all_reduce(y, async_op=True).wait())
+    for wait in (*waits, lambda y: dist.all_reduce(y, async_op=True).get_future().wait()):
+        x, y = given(c.rank, (200_000,), torch.float32, 125), given(c.rank, (9,), torch.float32, 126)
+        work = dist.all_reduce(x, async_op=True)
+        work.get_future().then(lambda _, wait=wait, y=y: wait(y)).wait()
+        expect_reduced(y, SUM, inputs(c, (9,), torch.float32, 126))
+
+
+@check
 def coalesced_all_reduces(c):
     """all-reduces in a coalescing block, of several shapes, are all done at its end."""
     xs = [given(c.rank, (k,), torch.float32, 130 + k) for k in (1, 10, 100)]

@@ -140,6 +140,23 @@ def hook(c):
 
 
 @check
+def hook_that_reduces_in_callbacks(c):
+    """torch's PowerSGD hook, whose futures' callbacks call collectives and wait for them, runs on the backend."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    model = torch.nn.Linear(40, 40)
+    replica = DistributedDataParallel(model)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for step in range(5):
+        replica(given(c.rank, (4, 40), torch.float32, step)).square().sum().backward()
+    grads = torch.empty(c.size, 40, 40)
+    dist.all_gather_into_tensor(grads, model.weight.grad)
+    assert torch.equal(grads, model.weight.grad.expand_as(grads))
+    assert bool(grads.isfinite().all())
+
+
+@check
 def hook_after_another(c):
     """An earlier hook comes first, and what its future holds is what is reduced."""
     gloo = dist.new_group(backend="gloo")

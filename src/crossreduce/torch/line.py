@@ -91,10 +91,10 @@ class Landing(Finished):
 class Queued(dist.Work):  # type: ignore[misc]
     """An op that runs in its group's thread, sooner or later."""
 
-    def __init__(self, job: Callable[[], None], tensors: Sequence[Any]) -> None:
+    def __init__(self, job: Callable[[], None], tensors: Sequence[Any], line: Line) -> None:
         super().__init__()
         self._job: Callable[[], None] | None = job
-        self._tensors = tensors
+        self._tensors, self._line = tensors, line
         self._error: BaseException | None = None
         self._gate = threading.Lock()  # held until the op has run; a lock's wait hears Ctrl-C, a future's does not
         self._gate.acquire()
@@ -122,6 +122,7 @@ class Queued(dist.Work):  # type: ignore[misc]
         Raises:
           CollectiveTimeout: ``timeout`` is over. The op goes on.
         """
+        self._line.reach(self)
         limit = timeout.total_seconds() if timeout else -1
         if not self._gate.acquire(timeout=limit if limit > 0 else -1):
             problem = "an op has not ended within the timeout of its wait."
@@ -148,6 +149,7 @@ class Queued(dist.Work):  # type: ignore[misc]
         return list(self._tensors)
 
     def get_future(self) -> Any:
+        self._line.reach(self)
         with self._future_lock:
             if self._future is None:
                 self._future = torch.futures.Future()
@@ -214,7 +216,7 @@ class Line:
         return Finished(tensors)
 
     def _put(self, job: Callable[[], None], tensors: Sequence[Any]) -> Queued:
-        work = Queued(job, tensors)
+        work = Queued(job, tensors, self)
         with self._lock:
             if self._refusal is not None:
                 raise ContextError(
@@ -239,6 +241,15 @@ class Line:
             self._before -= 1
         work.finish()
         return True
+
+    def reach(self, work: Queued) -> None:
+        """Run all that is before ``work``, and it, if this is the line's own thread.
+
+        It is one that runs the callbacks of futures, and a callback may wait for another op: nobody else would run it.
+        """
+        if threading.current_thread() is self._thread:
+            while not work.is_completed():
+                self.step()
 
     @property
     def foreign(self) -> bool:
