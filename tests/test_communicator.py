@@ -4,18 +4,27 @@ import gc
 import hashlib
 import os
 import random
+import resource
 import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import oracle
 import pytest
 from members import Holds, buffer, buffers, member, poisoned, random_array, untouched
-from ranks import ranks
+from ranks import Meet, ranks
 from strategies import DTYPES, FLOATS, ops_for
 
-from crossreduce.errors import ArgumentError, ContextError, MismatchError, PeerLostError, UnsupportedError
+from crossreduce.errors import (
+    ArgumentError,
+    ContextError,
+    MismatchError,
+    PeerLostError,
+    ReductionError,
+    UnsupportedError,
+)
 from crossreduce.ops import INTEGERS, ReduceOp
 from crossreduce.processes import arena
 from crossreduce.processes.contract import Buffer
@@ -408,6 +417,53 @@ def test_a_group_that_is_dropped_is_left():
         text, lost, _ = error
         assert lost == (0,)
         assert text.startswith('rank 0 left during op 2, barrier, of group "world"')
+
+
+def short_of_addresses(rendezvous):
+    before, began = Holds(), time.monotonic()
+    if rendezvous.rank == 1:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 20),) * 2)
+    try:
+        member(rendezvous, 20)
+    except ReductionError as error:
+        caught = str(error)
+    gc.collect()
+    return caught, time.monotonic() - began, before == Holds()
+
+
+def test_a_rank_that_cannot_reach_the_memory_holds_up_nobody():
+    """Where a limit keeps one rank from the shared memory all ranks say so at once, and keep nothing."""
+    found = ranks(3, short_of_addresses)
+    text, *_ = found[0]
+    assert "given: rank 1: [Errno 12] Cannot allocate memory\n" in text
+    for again, took, same in found:
+        assert again == text
+        assert took < 5
+        assert same
+
+
+def two_in_one(rendezvous):
+    caught = [None, None]
+
+    def one(rank):
+        try:
+            member(Meet(rendezvous.path, rank, 2, "twins"), 5)
+        except ContextError as error:
+            caught[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return caught, os.getpid()
+
+
+def test_two_ranks_in_one_process_are_refused():
+    """Ranks are told from each other by their processes, so threads cannot be ranks of one group."""
+    ((caught, pid),) = ranks(1, two_in_one)
+    assert all(f"ranks 0, 1 in process {pid}" in text for text in caught)
 
 
 def misused(rendezvous):

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import mmap
 import os
 import random
 import re
@@ -649,6 +650,66 @@ def test_r6_interrupts_at_any_moment():
     assert first.count(between) < 50, "few interrupts fell into a call"
     for other in others:
         assert set(other) <= {("rank 0 was interrupted", 0), ("rank 0 left", 0)}
+
+
+def twice(rendezvous):
+    """Rank 0 is interrupted in a call, and again before it can say so; then it goes on."""
+    comm = member(rendezvous, 8)
+    if comm.rank == 0:
+
+        def ring(*_):
+            raise Alarm
+
+        def slowly(_):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            time.sleep(5)
+
+        signal.signal(signal.SIGALRM, ring)
+        comm._interrupted = slowly
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with contextlib.suppress(Alarm):
+            comm.barrier()
+        del comm._interrupted
+    began = time.monotonic()
+    if comm.rank == 1:
+        time.sleep(0.5)
+    try:
+        while True:
+            comm.barrier()
+    except PeerLostError as error:
+        caught = str(error), time.monotonic() - began
+    if comm.rank == 0:
+        time.sleep(3)  # that it leaves is not what the others hear of
+    comm.close()
+    return caught
+
+
+def test_r6_an_interrupt_while_the_last_one_is_told():
+    """Whoever was interrupted before it could say so says it with its next call, at once."""
+    found = ranks(3, twice)
+    assert {text.split(" during")[0] for text, _ in found} == {"rank 0 was interrupted"}
+    assert all(took < 2 for _, took in found), found
+
+
+def killed_while_it_writes(rendezvous):
+    comm = member(rendezvous, 8)
+    if comm.rank == 2:
+        with mmap.mmap(comm.arena.fd, 0) as memory:
+            memory[128] = 1  # a cause is being written (arena.hpp)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.2)
+    try:
+        comm.barrier()
+    except PeerLostError as error:
+        return str(error)
+
+
+def test_r3_a_rank_killed_while_it_says_why_it_gives_up():
+    """Half a cause is none: the others name the rank that is gone, and not themselves."""
+    first, second, died = ranks(3, killed_while_it_writes, check=False)
+    assert isinstance(died, Died)
+    assert first == second
+    assert first.startswith("rank 2 died during op 1, barrier")
 
 
 # R10: many calls, many groups
