@@ -1,6 +1,7 @@
 """What ranks write down when their group breaks, and what ``crossreduce doctor`` reads from it."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -219,7 +220,7 @@ def test_a_broken_file_is_named_and_the_rest_is_read(here, doctor, fault):
 @pytest.mark.parametrize(("field", "value"), [
     ("rank", "0"), ("rank", True), ("rank", -1), ("rank", 4), ("size", 3), ("hosts", [[0, 1], [1, 2, 3]]),
     ("hosts", [7]), ("histories", [3]), ("histories", [{"rank": 0, "ops": [{"sequence": 1}]}]), ("threads", {}),
-    ("now_s", None),
+    ("now_s", None), ("now_s", 10**400), ("now_s", math.nan), ("now_s", -math.inf),
 ])  # fmt: skip
 def test_a_field_that_cannot_be_is_refused(here, field, value):
     """Whatever is wrong in a file is one problem, and no exception."""

@@ -319,7 +319,10 @@ def _whole(found: Any, name: str) -> int:
 
 
 def _seconds(found: Any, name: str) -> float:
-    return float(_field(found, name, (int, float)))
+    value = _field(found, name, (int, float))
+    if not abs(value) < 1e15:  # also no NaN; JSON may hold what no float can
+        raise ValueError(f'its "{name}" is no time')
+    return float(value)
 
 
 def _field(found: Any, name: str, kind: type | tuple[type, ...]) -> Any:
