@@ -204,11 +204,11 @@ class Communicator:
         """Give up on the group if what is done here breaks off: messages to other hosts, beside the collectives."""
         try:
             yield
-        except (Lost, Late) as error:
-            self._give_up(self._from_afar(error))
-            self._raise_broken()
         except ReductionError:  # a call's, which has done what it must
             raise
+        except (ConnectionError, TimeoutError) as error:
+            self._give_up(self._from_afar(error))
+            self._raise_broken()
         except BaseException:  # Ctrl-C: what other hosts send would come into memory that is about to go
             self._give_up(self._interrupted("was interrupted"))
             raise
@@ -365,8 +365,8 @@ class Communicator:
             said = {rank: Said(*json.loads(call)) for rank, call in enumerate(calls)}
             raise MismatchError(disagreement(said, self.name))
 
-    def _from_afar(self, error: Lost | Late) -> ReductionError:
-        """Return what is to be said of a rank of another host that does not answer.
+    def _from_afar(self, error: ConnectionError | TimeoutError) -> ReductionError:
+        """Return what is to be said of a rank of another host that does not answer, or of some: then it is not known.
 
         It may itself have given up over somebody else; then its host says so about now.
         """
@@ -375,6 +375,12 @@ class Communicator:
             time.sleep(AFAR_S / 20)
         if heard is not None:
             return unpacked(heard)
+        if not isinstance(error, (Lost, Late)):
+            problem = (
+                f'{self._said().words}, of group "{self.name}", did not end between hosts; the group is of no use.'
+            )
+            kind = CollectiveTimeout if isinstance(error, TimeoutError) else PeerLostError
+            return kind(message(problem, str(error), "crossreduce doctor DIR shows what each rank did last"))
         if isinstance(error, Lost):
             return self._lost([error.rank], "died")
         return CollectiveTimeout(timed_out(self.timeout_s, self._said(), {error.rank: None}, self.name), [error.rank])

@@ -30,6 +30,7 @@ _MEETING: Final = 1  # tags of our own copy of the communicator
 _CAUSE: Final = 2
 _FIRST: Final = 16  # of the wire's
 _GIVEN_UP: Final = "this rank has given up on the group"
+_UNFINISHED: Final[list[Any]] = []  # what MPI cannot be told to stop; each holds the arrays that it reads and writes
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # between two looks at a message; MPI has no other way to wait without a core
 
 
@@ -234,7 +235,17 @@ class Group:
         return True
 
     def _finish(self, request: Any) -> None:
-        _Message(request, self._wire).wait(self._communicator.timeout_s)
+        """Wait for MPI's own collective.
+
+        Raises:
+          PeerLostError, CollectiveTimeout: some rank did not do its part; which one MPI does not say.
+        """
+        try:
+            with self._communicator.afar():
+                _Message(request, self._wire).wait(self._communicator.timeout_s)
+        except BaseException:
+            _UNFINISHED.append(request)
+            raise
 
     def _row_a_rank(self, given: Array) -> Array:
         if given.ndim == 0 or given.shape[0] != self.size:
@@ -315,8 +326,12 @@ class MpiRendezvous:
             pause = _SHORTEST_S if came else min(2 * pause, _LONGEST_S)
             if missing:
                 time.sleep(pause)
-        for send in sends:
+        for rank, send in zip(others, sends, strict=True):
             while not send.test()[0]:
+                if time.monotonic() > deadline:
+                    _UNFINISHED.append(send)
+                    problem = f"rank {rank} did not take what all ranks tell each other in {self._timeout_s:g} s."
+                    raise CollectiveTimeout(message(problem, remedy="a longer timeout"), [rank])
                 time.sleep(_SHORTEST_S)
         return [found[rank] for rank in range(self.size)]
 
