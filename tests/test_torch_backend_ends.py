@@ -12,7 +12,17 @@ PROGRAM = HERE / "torch_endings.py"
 
 
 @pytest.mark.parametrize(
-    "scene", ["no_goodbye", "unfinished", "unanswered", "interrupted", "interrupted_in_backward", "late", "composed"]
+    "scene",
+    [
+        "no_goodbye",
+        "unfinished",
+        "unanswered",
+        "interrupted",
+        "interrupted_in_backward",
+        "late",
+        "late_for_one_call",
+        "composed",
+    ],
 )
 def test_scene(tmp_path, scene):
     """Every rank gets to the scene's end, and its process ends by itself."""

@@ -139,6 +139,32 @@ def late(folder):
     assert 1.5 < time.monotonic() - begun < 3.5
 
 
+def late_for_one_call(folder):
+    """Rank 1 does not come; the others wait as long as a call, or the group by now, says."""
+    from crossreduce import CollectiveTimeout
+
+    begin(folder, 60)
+    total()
+    groups = [dist.new_group() for _ in range(3)]
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), groups[1])
+    groups[2].set_timeout(timedelta(seconds=1))
+    if RANK == 1:
+        time.sleep(6)
+        return
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=1)
+    waits = [
+        lambda: groups[0].allreduce([torch.ones(3)], options).wait(),
+        lambda: dist.all_reduce(torch.ones(3), group=groups[1]),
+        lambda: dist.all_reduce(torch.ones(3), group=groups[2], async_op=True).wait(),
+        lambda: dist.barrier(timeout=timedelta(seconds=1)),
+    ]
+    for wait in waits:
+        begun = time.monotonic()
+        refuses(CollectiveTimeout, "the timeout of 1 s", wait)
+        assert 0.5 < time.monotonic() - begun < 4
+
+
 def composed(folder):
     """The backend for the CPU beside another's name for CUDA, and groups made after it."""
     begin(folder, backend="cpu:crossreduce,cuda:nccl")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import UnsupportedError, message
-from ..processes.communicator import Communicator
+from ..processes.communicator import WARN_AFTER_S, Communicator
 from .collectives import Collectives
 from .line import Landing, Line, untraced
 from .memory import readable, settle_all, writable
@@ -30,6 +31,7 @@ from .wire import GlooWire
 _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # for ops that were started and are still under way when their group is destroyed
 _LEAVE_S: Final = 1.0  # likewise, when their process ends
+_UNSET: Final = timedelta(0)  # the timeout of options that have none is below
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
@@ -54,8 +56,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             choices._timeout = timeout
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, choices)
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+        self._timeout, self._settings = timeout, gloo.options  # where _set_pg_timeout and set_timeout put another one
         self.communicator = communicator(dist.PrefixStore("crossreduce/", store), gloo, timeout, name)
         self._do = Collectives(self.communicator, gloo)
+        self._odd = threading.RLock()
         # On several hosts there is waiting that does not hear Ctrl-C: not in the caller's thread.
         self.line = Line(name, inline=len(self.communicator.hosts) == 1)
         self._end = weakref.finalize(self, close, self.line, self.communicator)
@@ -231,11 +235,26 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # ---- what all of them need ------------------------------------------------------------------------------------
 
     def _run(self, job: Callable[[], None], tensors: Sequence[Any], opts: Any) -> Any:
+        limit = opts.timeout
+        if limit <= _UNSET:
+            limit = self._settings._timeout
+        if limit != self._timeout:
+            job = partial(self._within, limit.total_seconds(), job)
         later = opts.asyncOp
         work = self.line.run(job, tensors, later)
         if later and torch._C._current_graph_task_id() != -1 and _backward_calls():
             wait_in_backward(work)
         return work
+
+    def _within(self, seconds: float, job: Callable[[], None]) -> None:
+        """Run a job whose timeout is not what the group began with."""
+        ours, usual = self.communicator, (self.communicator.timeout_s, self.communicator.warn_s)
+        with self._odd:
+            ours.timeout_s, ours.warn_s = seconds, min(WARN_AFTER_S, seconds / 2)
+            try:
+                job()
+            finally:
+                ours.timeout_s, ours.warn_s = usual
 
     def _elsewhere(self, tensors: Sequence[Any]) -> Any:
         """Return the inner engine, if the tensors do not lie in host memory."""
