@@ -19,6 +19,7 @@ from ranks import ranks
 import crossreduce as cr
 from crossreduce.cli import main
 from crossreduce.processes import record
+from crossreduce.processes.arena import LEFT
 from crossreduce.processes.communicator import Communicator
 from crossreduce.processes.contract import Buffer
 from crossreduce.processes.record import History, Op
@@ -220,7 +221,7 @@ def test_a_broken_file_is_named_and_the_rest_is_read(here, doctor, fault):
 @pytest.mark.parametrize(("field", "value"), [
     ("rank", "0"), ("rank", True), ("rank", -1), ("rank", 4), ("size", 3), ("hosts", [[0, 1], [1, 2, 3]]),
     ("hosts", [7]), ("histories", [3]), ("histories", [{"rank": 0, "ops": [{"sequence": 1}]}]), ("threads", {}),
-    ("now_s", None), ("now_s", 10**400), ("now_s", math.nan), ("now_s", -math.inf),
+    ("now_s", None), pytest.param("now_s", 10**400, id="now_s-huge"), ("now_s", math.nan), ("now_s", -math.inf),
 ])  # fmt: skip
 def test_a_field_that_cannot_be_is_refused(here, field, value):
     """Whatever is wrong in a file is one problem, and no exception."""
@@ -256,6 +257,29 @@ def test_a_rank_without_a_call_is_behind(here, doctor):
     """A rank that never called anything is behind all others."""
     record.write(taken(0, history(0, 1), history(1, 0), hosts=((0, 1),)))
     assert "is behind: it has made no call so far; op 1" in doctor(here)[1]
+
+
+def test_a_rank_that_comes_when_all_is_over_was_late_all_the_same(here, doctor):
+    """What a late rank writes once it has come does not hide that the others gave up without it."""
+    for rank, now, last in ((0, 40.0, 7), (1, 40.1, 7), (2, 55.0, 7)):
+        seen = [history(other, 7 if other < 2 else last if now > 50 else 6, ended=None) for other in range(3)]
+        late = History(2, (*history(2, 6, ended=6.5).ops, *([Op(7, SUM, 54.9, None)] if now > 50 else [])))
+        dump = taken(rank, *seen[:2], late, hosts=((0, 1, 2),))
+        record.write(dump._replace(now_s=now))
+    _, out, _ = doctor(here)
+    assert re.search(r"rank 2 \(.*\) is behind: it had finished op 6, .* 33.5 s before; op 7, .*, waits for it", out)
+    assert "none of them is behind" not in out
+
+
+def test_a_rank_that_left_is_said_to_have_left(here, doctor):
+    """Leaving is no call: a rank that left did so after its last one."""
+    left = History(1, (*history(1, 4, ended=4.5).ops, Op(5, LEFT, 5.0, None)))
+    record.write(
+        taken(0, history(0, 5), left, hosts=((0, 1),))._replace(cause="rank 1 left during op 5, x.", now_s=6.0)
+    )
+    _, out, _ = doctor(here)
+    assert re.search(r"rank 1 \(.*\) left the group after op 4, all_reduce .*\. It wrote no dump\.", out)
+    assert "suspected" not in out
 
 
 def test_ranks_equally_far_blame_nobody(here, doctor):

@@ -7,8 +7,6 @@ PyTorch, JAX and TensorFlow across devices, along a verified schedule.
 [3.0, 3.0, 3.0]
 """
 
-import logging
-
 from .cross_device_ops import (
     AllReduceCrossDeviceOps,
     CrossDeviceOps,
@@ -106,5 +104,3 @@ __all__ = [
     "simulate",
     "verify",
 ]
-
-logging.getLogger("crossreduce").addHandler(logging.NullHandler())

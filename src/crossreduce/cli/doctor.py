@@ -21,15 +21,17 @@ from rich.table import Table
 from rich.text import Text
 
 from ..processes.agreement import named
+from ..processes.arena import LEFT
 from ..processes.record import Dump, Frame, History, Thread, read
 
 _SHOWN: Final = 3  # functions of a stack
+_SILENT: Final = ": it was stopped, busy elsewhere, or dead"
 _WITHIN: Final = re.compile(r"[/\\](crossreduce[/\\](processes|torch)|torch[/\\]distributed)[/\\]")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank was when its group broke. ``state``: finished, begun, idle (no call so far) or unknown."""
+    """Where one rank was when its group broke. ``state``: finished, begun, left, idle (no call so far) or unknown."""
 
     rank: int
     host: int
@@ -39,7 +41,7 @@ class Place:
     text: str
     state: str
     seconds: float | None
-    """Since it began the call, or ended it, until this was written down."""
+    """Since it began the call, or ended it, until the first rank of its host gave up."""
     dumped: bool
     stack: tuple[str, ...]
 
@@ -93,19 +95,21 @@ def incident(dumps: Sequence[Dump]) -> Incident:
     text = next(place.text for place in places if place.sequence == last)
     missing = [place.rank for place in places if place.state == "unknown"]
     silent = [place.rank for place in places if not place.dumped and place.state != "unknown"]
-    behind = [place.rank for place in places if place.state != "unknown" and place.sequence < last]
+    behind = [place.rank for place in places if place.state == "left"]
+    behind += [place.rank for place in places if place.state not in ("unknown", "left") and place.sequence < last]
     if not behind:  # nobody is at an earlier call: who began the last one and could not even write is suspected
         behind = [
             place.rank for place in places if place.sequence == last and not place.dumped and place.state == "begun"
         ]
-    words = [_said(places[rank], last, text) for rank in behind]
+    ended = re.search(" (died|left|was interrupted|were interrupted) ", first.cause.split("\n")[0])
+    words = [_said(places[rank], last, text, "" if ended else _SILENT) for rank in sorted(behind)]
     waiting = [place.rank for place in places if place.sequence == last and place.rank not in behind]
     begun = [rank for rank in waiting if places[rank].state == "begun"]
     if begun and last:
         words.append(f"{named(begun)} {_was(begun)} in op {last}, {text}.")
-    ended = [rank for rank in waiting if places[rank].state == "finished"]
-    if ended:
-        words.append(f"{named(ended)} had finished op {last}, {text}.")
+    finished = [rank for rank in waiting if places[rank].state == "finished"]
+    if finished:
+        words.append(f"{named(finished)} had finished op {last}, {text}.")
     if missing:
         words.append(f"Nothing is known of {named(missing)}: no dump, and no trace in another rank's.")
     if not behind and not missing:
@@ -123,22 +127,26 @@ def incident(dumps: Sequence[Dump]) -> Incident:
 
 
 def _place(rank: int, first: Dump, dumps: dict[int, Dump]) -> Place:
-    """Return where a rank was: by its own dump, else by the latest of its host's."""
+    """Return where a rank was when the first of its host gave up: by its own dump, else by the latest of its host's."""
     host = next(k for k, ranks in enumerate(first.hosts) if rank in ranks)
     own = dumps.get(rank)
     beside = [dumps[other] for other in first.hosts[host] if other in dumps]
     witnesses = [own] if own is not None else sorted(beside, key=lambda dump: -dump.now_s)
-    history, now_s = History(rank, ()), None
-    for dump in witnesses:
-        seen = next((history for history in dump.histories if history.rank == rank), None)
-        if seen is not None:
-            history, now_s = seen, dump.now_s
-            break
-    op = max(history.ops, default=None)
-    state = "begun" if op and op.ended_s is None else "finished" if op else "unknown" if now_s is None else "idle"
-    seconds = None
-    if op is not None and now_s is not None:
-        seconds = max(0.0, now_s - (op.started_s if op.ended_s is None else op.ended_s))
+    seen = next((history for dump in witnesses for history in dump.histories if history.rank == rank), None)
+    history = seen or History(rank, ())
+    # Who is late may come after all and write down another picture: ranks of a host have one clock, so all are seen as
+    # they were when the first gave up.
+    now_s = min((dump.now_s for dump in beside), default=0.0)
+    ops = [op._replace(ended_s=None if op.ended_s is None or op.ended_s > now_s else op.ended_s) for op in history.ops]
+    before = [op for op in ops if op.started_s <= now_s]
+    op = max(before, default=None)
+    left = op is not None and op.text == LEFT
+    if left:
+        op = max((each for each in before if each.text != LEFT), default=None)
+    state = "unknown" if seen is None else "left" if left else "idle" if op is None else "finished"
+    if state == "finished" and op is not None and op.ended_s is None:
+        state = "begun"
+    seconds = None if op is None else now_s - (op.started_s if op.ended_s is None else op.ended_s)
     return Place(
         rank=rank,
         host=host,
@@ -153,11 +161,13 @@ def _place(rank: int, first: Dump, dumps: dict[int, Dump]) -> Place:
     )
 
 
-def _said(place: Place, last: int, text: str) -> str:
-    """Return what is said of a rank that is behind."""
+def _said(place: Place, last: int, text: str, silent: str) -> str:
+    """Return what is said of a rank that is behind; ``silent``: why it may have written no dump."""
     where = f"{named([place.rank])} ({_process(place)})"
     ago = "" if place.seconds is None else f" {place.seconds:.1f} s before"
-    if place.sequence == last:
+    if place.state == "left":
+        line = f"{where} left the group after op {place.sequence}{f', {place.text}' if place.text else ''}."
+    elif place.sequence == last:
         line = f"{where} is suspected: it began op {last}, {text},{ago} and stopped in it."
     elif place.state == "idle":
         line = f"{where} is behind: it has made no call so far; op {last}, {text}, waits for it."
@@ -165,7 +175,7 @@ def _said(place: Place, last: int, text: str) -> str:
         did = "was still in" if place.state == "begun" else "had finished"
         line = f"{where} is behind: it {did} op {place.sequence}, {place.text},{ago}; op {last}, {text}, waits for it."
     if not place.dumped:
-        return line + " It wrote no dump: it was stopped, busy elsewhere, or dead."
+        return f"{line} It wrote no dump{silent}."
     return line + (f" It stood at {place.stack[0]}." if place.stack else "")
 
 
@@ -197,7 +207,8 @@ def _show(each: Incident) -> None:
     lines = [f'Group "{each.group}", {ranks}, {each.time}', *each.words, "They raised:", *each.cause.splitlines()]
     for line in lines:
         print(_safe(line))
-    table = Table("rank", "host", "pid", "op", "call", "state", "since", "dump", "stands at")
+    table = Table("rank", "host", "pid", "op", "call", "state", "since", "dump")
+    table.add_column("stands at", overflow="fold")  # a place without its line is of no use
     for place in each.places:
         mark = "bold red" if place.rank in (*each.behind, *each.missing) else ""
         cells = [
