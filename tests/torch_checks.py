@@ -602,6 +602,8 @@ def forked(c):
         try:
             refuses(RuntimeError, "forked", dist.all_reduce, torch.ones(3))
             refuses(RuntimeError, "forked", dist.barrier, async_op=True)
+            refuses(RuntimeError, "forked", dist.isend, torch.ones(3), (c.rank + 1) % c.size)
+            refuses(RuntimeError, "forked", dist.irecv, torch.ones(3), (c.rank + 1) % c.size)
         except BaseException:
             traceback.print_exc()
             os._exit(1)

@@ -222,15 +222,19 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # ---- between two ranks ----------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        return self._get_backend(tensors[0].device).send([readable(x) for x in tensors], dst, tag)
+        return self._between(tensors).send([readable(x) for x in tensors], dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         held = [writable(x) for x in tensors]
-        return _landing(tensors, held, self._get_backend(tensors[0].device).recv(held, src, tag))
+        return _landing(tensors, held, self._between(tensors).recv(held, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         held = [writable(x) for x in tensors]
-        return _landing(tensors, held, self._get_backend(tensors[0].device).recv_anysource(held, tag))
+        return _landing(tensors, held, self._between(tensors).recv_anysource(held, tag))
+
+    def _between(self, tensors: Sequence[Any]) -> Any:
+        self.line.require_open()  # a forked process would write into its parent's connections
+        return self._get_backend(tensors[0].device)
 
     # ---- what all of them need ------------------------------------------------------------------------------------
 

@@ -218,10 +218,7 @@ class Line:
     def _put(self, job: Callable[[], None], tensors: Sequence[Any]) -> Queued:
         work = Queued(job, tensors, self)
         with self._lock:
-            if self._refusal is not None:
-                raise ContextError(
-                    message(self._refusal, f'group "{self.name}"', "make a new group where you need one")
-                )
+            self.require_open()
             self._before += 1
             self._queue.put(work)
             if self._thread is None:
@@ -230,6 +227,15 @@ class Line:
                 )
                 self._thread.start()
         return work
+
+    def require_open(self) -> None:
+        """Raise unless the group may be used.
+
+        Raises:
+          ContextError: it was destroyed, or belongs to the process that this one was forked from.
+        """
+        if self._refusal is not None:
+            raise ContextError(message(self._refusal, f'group "{self.name}"', "make a new group where you need one"))
 
     def step(self) -> bool:
         """Take the next op, run it, and return whether there may be more."""
