@@ -150,6 +150,38 @@ def test_what_may_be_taken_is_known_beforehand(monkeypatch):
         hosts._memory(4097)
 
 
+@pytest.mark.parametrize(("line", "limit", "usage", "cache"), [
+    ("0::/slice/job", "memory.max", "memory.current", "inactive_file"),
+    ("4:cpu,memory:/slice/job", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+])  # fmt: skip
+def test_the_least_limit_of_all_control_groups_counts(tmp_path, monkeypatch, line, limit, usage, cache):
+    """Memory may be limited for this process's control group, or for any above it: a slice's, a pod's, a container's."""
+    monkeypatch.setattr(hosts, "_GROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(hosts, "_GROUPS", tmp_path)
+    Path(tmp_path, "cgroup").write_text(f"3:cpuset:/\n{line}\n")
+
+    def limited(group, most):
+        for name, text in (
+            (limit, str(most)),
+            (usage, "3000"),
+            (f"{Path(limit).parent}/memory.stat", f"{cache} 500\n"),
+        ):
+            path = Path(tmp_path, Path(name).parent, group, Path(name).name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    limited("slice/job", "max")
+    assert hosts._available() > 1 << 20
+    limited("", 9000)
+    assert hosts._available() == 6500
+    limited("slice", 5000)
+    assert hosts._available() == 2500
+    limited("slice/job", 7000)
+    assert hosts._available() == 2500
+    limited("slice/job", 2000)
+    assert hosts._available() == 0
+
+
 def test_another_users_ranks_are_on_another_host():
     """Memory is shared only between ranks of one user."""
     assert hosts._identity()[2] == str(os.getuid())

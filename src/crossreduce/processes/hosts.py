@@ -29,6 +29,8 @@ from .contract import Rendezvous
 _LOG: Final = logging.getLogger("crossreduce")
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")  # names of abstract sockets belong to one network namespace
+_GROUP: Final = Path("/proc/self/cgroup")
+_GROUPS: Final = Path("/sys/fs/cgroup")
 _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL, which some systems insist on and kernels before 6.3 do not know
 
 
@@ -174,20 +176,25 @@ def _available() -> int:
         rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines())
         found.append(int(rows["MemAvailable"].split()[0]) << 10)
     with suppress(OSError):
-        for row in Path("/proc/self/cgroup").read_text().splitlines():
+        for row in _GROUP.read_text().splitlines():
             _, kind, group = row.split(":", 2)
             version = {"": ("", "memory.max", "memory.current", "inactive_file")}.get(kind)
             if "memory" in kind.split(","):
                 version = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             if version is None:
                 continue
-            for folder in (group, ""):  # a container may see its own group as the root
+            root, limit, usage, cache = version
+            top = Path(_GROUPS, root)
+            own = top / group.lstrip("/")
+            for place in (
+                own,
+                *own.parents,
+            ):  # a group above may have the limit, or a container sees its own as the top
                 with suppress(OSError, ValueError, KeyError):  # no limit: the file is missing, or says "max"
-                    root, limit, usage, cache = version
-                    place = Path("/sys/fs/cgroup", root, folder.lstrip("/"))
                     stats = dict(line.split() for line in Path(place, "memory.stat").read_text().splitlines())
                     most, used = (int(Path(place, name).read_text()) for name in (limit, usage))
                     found.append(max(0, most - used + int(stats[cache])))
+                if place == top:
                     break
     return min(found)
 
