@@ -1,5 +1,6 @@
 """Collectives over several hosts: pretended ones on this machine, and ones made of network namespaces."""
 
+import logging
 import os
 import random
 import signal
@@ -244,6 +245,31 @@ def test_a_rank_that_stops_is_named_on_all_hosts_after_the_timeout(names, victim
 def ended(pid, after_s):
     time.sleep(after_s)
     os.kill(pid, signal.SIGKILL)
+
+
+def waiting(rendezvous):
+    """Let rank 2 come late; return what this rank is warned of, and the sum."""
+    comm, wire = joined(rendezvous, 4.0)
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("crossreduce").addHandler(handler)
+    if comm.rank == 2:
+        time.sleep(3)
+    x = np.arange(10.0) * 4**comm.rank
+    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
+    comm.close()
+    wire.close()
+    return said, x
+
+
+def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
+    """Behind a rank that waits for another host the warning says so, and does not say that this one has stopped."""
+    (_, x), (said, y), (_, z) = ranks(3, waiting, environment=on(*"aab"))
+    (warning,) = said
+    assert "without another host in op 1, all_reduce sum float64[10]" in warning
+    assert "rank 0 exchanges with other hosts, and waits for them" in warning
+    assert all((one == 21 * np.arange(10.0)).all() for one in (x, y, z))
 
 
 def test_the_bits_do_not_depend_on_who_is_late():

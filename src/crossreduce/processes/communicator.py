@@ -34,7 +34,7 @@ from ..ops import COMPLEX, INTEGERS, ReduceOp, accumulator
 from ..topology import Topology
 from . import record
 from .across import Across, Crossing
-from .agreement import Said, described, disagreement, lost, stalled, timed_out
+from .agreement import Said, described, disagreement, lost, stalled, stalled_afar, timed_out
 from .arena import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, WAITING, Arena, Watch, packed, stopped, unpacked
 from .between import Late, Lost
 from .contract import Buffer, Rendezvous, Wire
@@ -42,7 +42,7 @@ from .courses import SLOT_BYTES, Flow, Numbers, native_course
 from .hosts import meet
 
 _LOG: Final = logging.getLogger("crossreduce")
-_KEPT: Final = 1024  # calls whose courses are remembered
+_KEPT: Final = 1 << 15  # ticks of courses that are remembered; on 8 ranks each takes 1 to 2 KiB
 WARN_AFTER_S: Final = 30.0
 
 
@@ -92,6 +92,7 @@ class Communicator:
         self._caller: int | None = None  # the thread that is in a call
         self._pid = os.getpid()
         self._calls: dict[Any, _Call | Crossing] = {}
+        self._ticks = 0  # of all of these
         self._broken: ReductionError | None = None
         self._closed = False
         meeting = meet(rendezvous, lambda ranks: Arena.nbytes(ranks, SLOT_BYTES))
@@ -198,6 +199,7 @@ class Communicator:
             with self._lock:
                 self._across.topology = topology
                 self._calls.clear()
+                self._ticks = 0
 
     @contextmanager
     def afar(self) -> Iterator[None]:
@@ -272,16 +274,11 @@ class Communicator:
     def _run(self, key: Any, make: Callable[[], _Call | Crossing], addresses: tuple[int, ...]) -> None:
         thread = threading.get_ident()
         self._require_usable(thread)  # before the lock, which may have been held when this process was forked
-        call = self._calls.get(key)
-        if call is None:
-            call = make()
-            if len(self._calls) >= _KEPT:
-                self._calls.clear()
-            self._calls[key] = call
         with self._lock:
             self._caller = thread
             try:
                 self._require_whole()
+                call = self._calls.get(key) or self._remembered(key, make())
                 if isinstance(call, Crossing):
                     self._cross(call, addresses)
                 else:
@@ -290,6 +287,15 @@ class Communicator:
                 self._caller = None
                 if self._closed:
                     self._let_go()
+
+    def _remembered(self, key: Any, call: _Call | Crossing) -> _Call | Crossing:
+        """Return a call that was made just now, and keep it for the next time, if need be instead of all others."""
+        self._ticks += call.ticks
+        if self._ticks > _KEPT:
+            self._calls.clear()
+            self._ticks = call.ticks
+        self._calls[key] = call
+        return call
 
     def _require_usable(self, thread: int) -> None:
         """Raise unless this thread of this process may call."""
@@ -406,7 +412,10 @@ class Communicator:
             raise CollectiveTimeout(timed_out(self.timeout_s, self._said(), late, self.name), missing)
         if missing and watch.due_to_warn():
             late = {rank: self.arena.said(rank) for rank in missing}
-            _LOG.warning("rank %d: %s", self.rank, stalled(waited_s, self._said(), late, self.name))
+            warning = stalled(waited_s, self._said(), late, self.name)
+            if afar:
+                warning = stalled_afar(waited_s, self._said(), missing, self.name)
+            _LOG.warning("rank %d: %s", self.rank, warning)
 
     def _said(self) -> Said:
         return self.arena.said(self.rank) or Said(0, "")
