@@ -19,7 +19,7 @@ from ranks import Died, ranks
 from crossreduce.cli import main
 from crossreduce.errors import CollectiveTimeout, ContextError, MismatchError, PeerLostError
 from crossreduce.ops import ReduceOp
-from crossreduce.processes import arena, courses, record
+from crossreduce.processes import arena, communicator, courses, record
 from crossreduce.processes.courses import PIECE_BYTES
 
 
@@ -716,10 +716,11 @@ def test_r3_a_rank_killed_while_it_says_why_it_gives_up():
 
 
 def soak(rendezvous):
+    communicator._KEPT = 2000  # so that courses are forgotten, too
     comm = member(rendezvous)
     x = np.ones(5000, np.float32)
     draw = random.Random(3)
-    sizes = [draw.randrange(1, 5000) for _ in range(3000)]  # more than the courses that are remembered
+    sizes = [draw.randrange(1, 5000) for _ in range(3000)]
 
     def reductions(count):
         for k in range(count):
@@ -741,6 +742,25 @@ def test_r10_ten_thousand_reductions_leak_nothing():
     for before, after, same in ranks(2, soak, timeout_s=120):
         assert same
         assert abs(after - before) < before / 100, (before, after)
+
+
+def many_shapes(rendezvous):
+    comm = member(rendezvous)
+    x = np.ones(PIECE_BYTES, np.float32)  # courses of 6 ticks, and small ones
+    highest = 0
+    communicator._KEPT = 100
+    for k in range(200):
+        part = x[k if k % 3 else -k - 1 :]
+        comm.all_reduce(ReduceOp.MAX, buffer(part), buffer(part))
+        highest = max(highest, sum(call.ticks for call in comm._calls.values()))
+    comm.close()
+    return highest
+
+
+def test_r10_courses_of_long_arrays_take_bounded_memory():
+    """What is remembered of earlier calls is bounded by its size, and not by how many calls it is of."""
+    for highest in ranks(2, many_shapes):
+        assert 50 < highest <= 100
 
 
 def many_groups(rendezvous):
