@@ -155,7 +155,7 @@ def test_what_may_be_taken_is_known_beforehand(monkeypatch):
     ("4:cpu,memory:/slice/job", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 ])  # fmt: skip
 def test_the_least_limit_of_all_control_groups_counts(tmp_path, monkeypatch, line, limit, usage, cache):
-    """Memory may be limited for this process's control group, or for any above it: a slice's, a pod's, a container's."""
+    """A limit of this process's control group counts, and one of any above it: a slice's, a pod's, a container's."""
     monkeypatch.setattr(hosts, "_GROUP", tmp_path / "cgroup")
     monkeypatch.setattr(hosts, "_GROUPS", tmp_path)
     Path(tmp_path, "cgroup").write_text(f"3:cpuset:/\n{line}\n")

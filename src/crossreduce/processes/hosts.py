@@ -186,10 +186,7 @@ def _available() -> int:
             root, limit, usage, cache = version
             top = Path(_GROUPS, root)
             own = top / group.lstrip("/")
-            for place in (
-                own,
-                *own.parents,
-            ):  # a group above may have the limit, or a container sees its own as the top
+            for place in (own, *own.parents):  # one above may have the limit; a container may see its own as the top
                 with suppress(OSError, ValueError, KeyError):  # no limit: the file is missing, or says "max"
                     stats = dict(line.split() for line in Path(place, "memory.stat").read_text().splitlines())
                     most, used = (int(Path(place, name).read_text()) for name in (limit, usage))
