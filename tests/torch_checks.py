@@ -99,7 +99,9 @@ def all_reduce_every_op_dtype_and_shape(c):
     """all_reduce leaves the same bits on all ranks: those of the reduction of all inputs."""
     cases = [(op, dtype) for op in (SUM, AVG, MIN, MAX, PRODUCT) for dtype in FLOATS]
     cases += [(op, dtype) for op in (SUM, MIN, MAX, PRODUCT) for dtype in INTEGERS]
-    cases += [(op, dtype) for op in (SUM, AVG) for dtype in COMPLEX] + [(op, torch.bool) for op in (MIN, MAX)]
+    cases += [(op, dtype) for op in (SUM, AVG) for dtype in COMPLEX] + [
+        (op, torch.bool) for op in (SUM, MIN, MAX, PRODUCT)
+    ]
     for salt, (op, dtype) in enumerate(cases):
         for shape in SHAPES if dtype in (torch.float32, torch.bfloat16) else SHAPES[3:5]:
             xs = inputs(c, shape, dtype, salt)
@@ -108,7 +110,7 @@ def all_reduce_every_op_dtype_and_shape(c):
             x = xs[c.rank].clone()
             if dtype is torch.bool:
                 dist.all_reduce(x, op)
-                assert torch.equal(x, torch.stack(xs).all(0) if op == MIN else torch.stack(xs).any(0))
+                assert torch.equal(x, torch.stack(xs).all(0) if op in (MIN, PRODUCT) else torch.stack(xs).any(0))
             else:
                 dist.all_reduce(x, op)
                 expect_reduced(x, op, xs)
@@ -429,7 +431,7 @@ def inner_engine(c):
 def refusals(c):
     """What no rank can do is refused on all ranks, in words, and the group goes on."""
     refuses(TypeError, "the mean of integers is no integer", dist.all_reduce, torch.ones(3, dtype=torch.int64), AVG)
-    refuses(TypeError, "sum of bools", dist.all_reduce, torch.ones(3, dtype=torch.bool))
+    refuses(TypeError, "mean of bools", dist.all_reduce, torch.ones(3, dtype=torch.bool), AVG)
     refuses(ValueError, "do not fit together", dist.all_gather_into_tensor, torch.empty(5), torch.empty(7))
     refuses(ValueError, "do not fit together", dist.all_gather, [torch.empty(5)], torch.empty(5))
     refuses(ValueError, "do not fit together", dist.all_to_all, [], [])

@@ -27,6 +27,9 @@ _OPS: Final = {
     TorchOp.PRODUCT: ReduceOp.PRODUCT,
 }
 
+# Sums and products of truths, as torch's NCCL has them.
+_OF_BOOLS: Final = {TorchOp.SUM: ReduceOp.MAX, TorchOp.PRODUCT: ReduceOp.MIN}
+
 
 class Collectives:
     """The collectives of one rank of a group."""
@@ -242,6 +245,8 @@ class Collectives:
           UnsupportedError: it is not defined for this dtype; on all ranks, or on none.
         """
         op, name = _OPS.get(kind.op), NAMES.get(tensor.dtype)
+        if name == "bool":
+            op = _OF_BOOLS.get(kind.op, op)
         wrong = None
         if op is not None and name is not None and tensor.layout is torch.strided:
             wrong = _UNDEFINED.get((op, name))
