@@ -95,6 +95,37 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, hosts, named):
     assert said.count(f"timeout {named}") == 3, said
 
 
+GIVING_UP = """
+import os, time
+import numpy as np
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.Get_rank()
+os.environ["CROSSREDUCE_HOST"] = "aabbb"[rank]
+import crossreduce as cr
+from crossreduce.processes import mpi
+group = mpi.join(timeout_s=20)
+group.barrier()
+began = time.monotonic()
+try:
+    if rank == 4:  # as Ctrl-C does in a call
+        group._communicator.abort()
+    else:
+        group.all_reduce(np.ones(100_000))
+except cr.PeerLostError as error:
+    print("lost", list(error.ranks), time.monotonic() - began < 5, flush=True)
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+def test_a_rank_that_gives_up_is_heard_on_other_hosts(tmp_path):
+    """When a rank gives up, ranks of other hosts that wait for a message hear of it long before the timeout."""
+    program = tmp_path / "program.py"
+    program.write_text(GIVING_UP)
+    status, said = launched(5, str(program), timeout_s=60)
+    assert status == 0, said
+    assert said.count("lost [4] True") == 4, said
+
+
 def test_without_mpi_it_says_what_to_install(monkeypatch):
     """Where mpi4py is missing the error says what to install."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)

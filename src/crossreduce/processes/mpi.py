@@ -30,6 +30,7 @@ _MEETING: Final = 1  # tags of our own copy of the communicator
 _CAUSE: Final = 2
 _FIRST: Final = 16  # of the wire's
 _GIVEN_UP: Final = "this rank has given up on the group"
+_LOOK_S: Final = 0.25  # between two looks whether another rank has given up
 _UNFINISHED: Final[list[Any]] = []  # what MPI cannot be told to stop; each holds the arrays that it reads and writes
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # between two looks at a message; MPI has no other way to wait without a core
 
@@ -66,8 +67,9 @@ def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> 
     if not timeout_s > 0:
         raise ArgumentError(message("a timeout is above 0 seconds.", f"timeout_s={shown(timeout_s)}", "timeout_s=300"))
     own = comm.Dup()
-    wire = MpiWire(own)
-    return Group(Communicator(MpiRendezvous(own, timeout_s), wire, name=name, timeout_s=timeout_s), own, wire)
+    meeting = MpiRendezvous(own, timeout_s)
+    wire = MpiWire(own, meeting.heard)
+    return Group(Communicator(meeting, wire, name=name, timeout_s=timeout_s), own, wire)
 
 
 class Group:
@@ -349,8 +351,8 @@ class MpiRendezvous:
             with contextlib.suppress(Exception):
                 from mpi4py import MPI
 
-                if self._comm.iprobe(MPI.ANY_SOURCE, _CAUSE):
-                    self._cause = self._comm.recv(source=MPI.ANY_SOURCE, tag=_CAUSE)
+                if (came := self._comm.improbe(MPI.ANY_SOURCE, _CAUSE)) is not None:  # no other thread takes it
+                    self._cause = came.recv()
         return self._cause
 
 
@@ -361,9 +363,11 @@ class MpiWire:
     this rank may be waiting for others of its host, which wait for hosts that wait for its message.
     """
 
-    def __init__(self, comm: Any) -> None:
-        """``comm``: a copy of its own."""
+    def __init__(self, comm: Any, heard: Callable[[], bytes | None] = lambda: None) -> None:
+        """``comm``: a copy of its own. ``heard``: says why the group is broken; MPI closes no connection to say so."""
         from mpi4py import MPI
+
+        self.heard = heard
 
         self._comm, self._address, self._error = comm, MPI.memory.fromaddress, MPI.Exception
         self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -457,10 +461,15 @@ class _Message:
 
     def wait(self, timeout_s: float) -> None:
         """Return when the memory may be used again."""
-        pause, deadline = _SHORTEST_S, time.monotonic() + timeout_s
+        pause, began = _SHORTEST_S, time.monotonic()
+        deadline, look_at = began + timeout_s, began + _LOOK_S
         while not self.test():
             if self._wire.aborted:
                 raise ConnectionError(_GIVEN_UP)
+            if time.monotonic() > look_at:
+                look_at += _LOOK_S
+                if self._wire.heard() is not None:
+                    raise ConnectionError("another rank has given up on the group")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no message within {timeout_s:g} s")
             time.sleep(pause)
