@@ -552,3 +552,28 @@ def test_a_handler_of_signals_in_the_middle_of_a_call():
         assert outcome == other
         assert took < 5
         assert fd == -1
+
+
+def handled_while_it_closes(rendezvous):
+    comm, seen = member(rendezvous), []
+
+    def handler(*_):
+        with pytest.raises(ContextError) as error:
+            comm.barrier()
+        seen.append(str(error.value))
+
+    def leave(course, leave=comm.arena.leave):
+        signal.raise_signal(signal.SIGUSR1)
+        leave(course)
+
+    signal.signal(signal.SIGUSR1, handler)
+    comm.arena.leave = leave
+    comm.close()
+    return seen, comm.arena.fd
+
+
+def test_a_handler_of_signals_while_a_group_closes():
+    """A call there is refused, and does not wait for the thread that it interrupts."""
+    (((text,), fd),) = ranks(1, handled_while_it_closes, timeout_s=10)
+    assert 'group "world" is closed' in text
+    assert fd == -1

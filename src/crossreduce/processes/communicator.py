@@ -305,11 +305,15 @@ class Communicator:
         if self._caller == thread:
             problem = f'a call of group "{self.name}" is under way in this very thread.'
             raise ContextError(message(problem, "a call in a signal's handler", "close() or abort() there"))
+        self._require_open()  # before the lock, too: a signal's handler may run while this very thread closes
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ContextError(message(f'group "{self.name}" is closed.', remedy="make a new group"))
 
     def _require_whole(self) -> None:
         """Raise what broke the group, if it is broken."""
-        if self._closed:
-            raise ContextError(message(f'group "{self.name}" is closed.', remedy="make a new group"))
+        self._require_open()
         if self._broken is not None:
             raise type(self._broken)(str(self._broken), getattr(self._broken, "ranks", ()))
         if self.arena.running:  # a call was interrupted, perhaps a second time before it had said so
