@@ -56,7 +56,10 @@ def extension(name, sources, **options):
 kernels = extension(
     "kernels._native",
     [f"{NATIVE}/{name}.cpp" for name in ("module", "arena_face", "arena", "engine", "pool", "memory")],
-    depends=[f"{NATIVE}/{name}" for name in ("tiles.hpp", "tiles.inc", "engine.hpp", "pool.hpp", "memory.hpp", "arena.hpp", "face.hpp")],
+    depends=[
+        f"{NATIVE}/{name}"
+        for name in ("tiles.hpp", "tiles.inc", "engine.hpp", "pool.hpp", "memory.hpp", "arena.hpp", "face.hpp")
+    ],
 )
 arrays = extension(
     "backends._numpy_arrays",
