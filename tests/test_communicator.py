@@ -577,3 +577,20 @@ def test_a_handler_of_signals_while_a_group_closes():
     (((text,), fd),) = ranks(1, handled_while_it_closes, timeout_s=10)
     assert 'group "world" is closed' in text
     assert fd == -1
+
+
+def awake(meet, cpus):
+    os.sched_setaffinity(0, {cpus[meet.rank]})
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arena.Arena, "spin", lambda self, seconds: told.append(seconds))
+        member(meet).close()
+    return told
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this system gives the tests one CPU")
+def test_ranks_wait_awake_where_each_has_a_cpu():
+    """Ranks that a launcher bound to a CPU each wait awake; two that share one do not."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    assert ranks(2, awake, (first, second)) == [[arena.SPIN_S]] * 2
+    assert ranks(2, awake, (first, first)) == [[0.0]] * 2

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossreduce.processes import courses
-from crossreduce.processes.communicator import flows
-from crossreduce.processes.courses import Numbers, shares, ticks
+from crossreduce.processes.courses import Numbers, flows, shares, ticks
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
 ROOTED = ("reduce", "broadcast", "gather", "scatter")

@@ -329,7 +329,7 @@ def test_a_stopped_rank_is_found_in_what_the_others_wrote(here, doctor):
         error = results[rank]
         assert isinstance(error, cr.CollectiveTimeout), error
         assert error.ranks == (2,)
-        assert f"crossreduce doctor {here}" in "".join(error.__notes__)
+        assert f"crossreduce doctor {here}" in str(error)
     found = record.read(here)
     first = next(dump for dump in found.dumps if dump.rank == 0)
     assert [len(history.ops) for history in first.histories] == [32] * 3

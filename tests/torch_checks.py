@@ -428,6 +428,15 @@ def inner_engine(c):
 
 
 @check
+def a_subgroup_names_ranks_of_the_world(c):
+    """What is said of a sub-group's ranks has their numbers in the world: those are what their owner knows."""
+    group = dist.new_group([0, 2])
+    if c.rank != 1:
+        refuses(ValueError, "rank 2 differs from rank 0 in shape", dist.all_reduce, torch.ones(3 + c.rank), group=group)
+        dist.destroy_process_group(group)
+
+
+@check
 def refusals(c):
     """What no rank can do is refused on all ranks, in words, and the group goes on."""
     refuses(TypeError, "the mean of integers is no integer", dist.all_reduce, torch.ones(3, dtype=torch.int64), AVG)

@@ -90,7 +90,8 @@ def incident(dumps: Sequence[Dump]) -> Incident:
     """Return what the dumps of one group's ranks say together; at least one, of any ranks."""
     newest = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.now_s)}
     first = min(newest.values(), key=lambda dump: (dump.time, dump.rank))
-    places = [_place(rank, first, newest) for rank in range(first.size)]
+    by_rank = {rank: _place(rank, first, newest) for rank in sorted(rank for host in first.hosts for rank in host)}
+    places = list(by_rank.values())
     last = max(place.sequence for place in places)
     text = next(place.text for place in places if place.sequence == last)
     missing = [place.rank for place in places if place.state == "unknown"]
@@ -102,12 +103,12 @@ def incident(dumps: Sequence[Dump]) -> Incident:
             place.rank for place in places if place.sequence == last and not place.dumped and place.state == "begun"
         ]
     ended = re.search(" (died|left|was interrupted|were interrupted) ", first.cause.split("\n")[0])
-    words = [_said(places[rank], last, text, "" if ended else _SILENT) for rank in sorted(behind)]
+    words = [_said(by_rank[rank], last, text, "" if ended else _SILENT) for rank in sorted(behind)]
     waiting = [place.rank for place in places if place.sequence == last and place.rank not in behind]
-    begun = [rank for rank in waiting if places[rank].state == "begun"]
+    begun = [rank for rank in waiting if by_rank[rank].state == "begun"]
     if begun and last:
         words.append(f"{named(begun)} {_was(begun)} in op {last}, {text}.")
-    finished = [rank for rank in waiting if places[rank].state == "finished"]
+    finished = [rank for rank in waiting if by_rank[rank].state == "finished"]
     if finished:
         words.append(f"{named(finished)} had finished op {last}, {text}.")
     if missing:

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from ..errors import message
 
+DOCTOR: Final = "crossreduce doctor"  # DIR behind it becomes the directory, where there is one
 _MOST_RUNS: Final = 12
 _MOST_CALLS: Final = 8  # a text is read by people: so many different calls are shown
 _BUFFER: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
@@ -163,7 +164,7 @@ def timed_out(timeout_s: float, call: Said, late: Mapping[int, Said | None], nam
         f"{named(late)} did not come within the timeout of {timeout_s:.3g} s to {call.words}, "
         f'of group "{name}", which is of no use now.',
         _late(call, late),
-        "crossreduce doctor DIR shows what each rank did last, or a longer timeout",
+        f"{DOCTOR} DIR shows what each rank did last, or a longer timeout",
     )
 
 
@@ -179,7 +180,7 @@ def lost(ranks: Mapping[int, str], call: Said, name: str, how: str = "died") -> 
     >>> print(lost({3: "pid 4711 on host a"}, Said(17, "all_reduce sum float32[10]"), "world"))
     rank 3 died during op 17, all_reduce sum float32[10], of group "world", which is of no use now.
       given: rank 3: pid 4711 on host a
-      try:   look at what rank 3 printed last; then start all ranks again
+      try:   look at what rank 3 printed last; crossreduce doctor DIR shows what each rank did last
     """
     assert ranks, "nobody was lost"
     if len(ranks) > 1:
@@ -190,7 +191,7 @@ def lost(ranks: Mapping[int, str], call: Said, name: str, how: str = "died") -> 
     return message(
         f'{named(ranks)} {how} during {call.words}, of group "{name}", which is of no use now.',
         "; ".join(shown),
-        f"look at what {named(ranks)} printed last; then start all ranks again",
+        f"look at what {named(ranks)} printed last; {DOCTOR} DIR shows what each rank did last",
     )
 
 

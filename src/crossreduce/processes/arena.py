@@ -41,17 +41,19 @@ class Arena:
 
     def __init__(self, fd: int, host: tuple[int, ...], rank: int, slot: int) -> None:
         self.host, self.me, self.fd = host, host.index(rank), fd
-        cpus = len(os.sched_getaffinity(0))
-        crowded = len(host) > cpus
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.me)
         self._pid = os.getpid()
         threads = max(1, kernels.threads() // len(host))
-        self._native = kernels.native().Arena(fd, self.me, len(host), slot, 0.0 if crowded else SPIN_S, threads)
+        self._native = kernels.native().Arena(fd, self.me, len(host), slot, 0.0, threads)
 
     @staticmethod
     def nbytes(ranks: int, slot: int) -> int:
         """Return how much memory so many ranks with slots of ``slot`` bytes share."""
         return int(kernels.native().Arena.bytes(ranks, slot))
+
+    def spin(self, seconds: float) -> None:
+        """Set how long this rank waits awake before it sleeps: none at all where ranks share a CPU."""
+        self._native.spin(seconds)
 
     def begin(self, course: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
         """Begin the next op and do the ticks before ``until``; see ``DONE`` and its neighbours for what is returned."""

@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import reduce
 from hashlib import blake2b
+from operator import or_
 from typing import Any, Final, NamedTuple, NoReturn
 
 from .. import kernels
@@ -30,15 +31,15 @@ from ..errors import (
     UnsupportedError,
     message,
 )
-from ..ops import COMPLEX, INTEGERS, ReduceOp, accumulator
+from ..ops import COMPLEX, ReduceOp
 from ..topology import Topology
 from . import record
 from .across import Across, Crossing
-from .agreement import Said, described, disagreement, lost, stalled, stalled_afar, timed_out
-from .arena import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, WAITING, Arena, Watch, packed, stopped, unpacked
+from .agreement import DOCTOR, Said, described, disagreement, lost, stalled, stalled_afar, timed_out
+from .arena import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, SPIN_S, WAITING, Arena, Watch, packed, stopped, unpacked
 from .between import Late, Lost
 from .contract import Buffer, Rendezvous, Wire
-from .courses import SLOT_BYTES, Flow, Numbers, native_course
+from .courses import SLOT_BYTES, Numbers, flows, native_course, reduction_numbers
 from .hosts import meet
 
 _LOG: Final = logging.getLogger("crossreduce")
@@ -73,6 +74,7 @@ class Communicator:
       wire: how ranks of different hosts reach each other; ``None`` where all are on one.
       name: the group's, in messages.
       timeout_s: how long a call waits for other ranks, in seconds.
+      members: what messages and errors call the ranks, such as their numbers in a larger group; ``None``: 0, 1, ...
     Raises:
       BackendError: the compiled kernels are not there, or this system is not Linux.
       CollectiveTimeout: some ranks did not come.
@@ -81,12 +83,22 @@ class Communicator:
       ReductionError: some rank has no memory, or cannot reach what its host shares.
     """
 
-    def __init__(self, rendezvous: Rendezvous, wire: Wire | None, *, name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        wire: Wire | None,
+        *,
+        name: str,
+        timeout_s: float,
+        members: Sequence[int] | None = None,
+    ) -> None:
         if kernels.instruction_set() == "numpy" or not hasattr(os, "memfd_create"):
             problem = "ranks share memory through the compiled kernels, on Linux."
-            raise BackendError(message(problem, kernels.instruction_set(), "install with a C++ compiler, on Linux"))
+            remedy = "install with a C++ compiler, on Linux, and no CROSSREDUCE_KERNELS=numpy"
+            raise BackendError(message(problem, f"kernels {kernels.instruction_set()}", remedy))
         self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s
         self.rendezvous, self.wire = rendezvous, wire
+        self.members = tuple(members or range(self.size))
         self.warn_s = min(WARN_AFTER_S, timeout_s / 2)
         self._lock = threading.Lock()
         self._caller: int | None = None  # the thread that is in a call
@@ -104,10 +116,15 @@ class Communicator:
             self.arena = Arena(meeting.fd, self.host, self.rank, SLOT_BYTES)
         except OSError as error:  # such as a limit of this process: the others shall not wait for it
             problem = str(error)
-        card = [os.getpid(), socket.gethostname(), record.versions()["crossreduce"], os.urandom(8).hex(), problem]
+        cpus = sum(1 << cpu for cpu in os.sched_getaffinity(0))
+        version = record.versions()["crossreduce"]
+        card = [os.getpid(), socket.gethostname(), version, os.urandom(8).hex(), problem, hex(cpus)]
         self.cards = [json.loads(said) for said in rendezvous.all_gather(json.dumps(card).encode())]
         self.token = self.cards[0][3]
         self._require_complete()
+        # Launchers bind ranks to CPUs of their own, so all of theirs count.
+        cpus = reduce(or_, (int(self.cards[rank][5], 16) for rank in self.host))
+        self.arena.spin(SPIN_S if len(self.host) <= cpus.bit_count() else 0.0)
         if len(self.hosts) > 1:
             if wire is None:
                 given = f"hosts of ranks {', '.join(map(str, map(list, self.hosts)))}"
@@ -315,7 +332,7 @@ class Communicator:
         """Raise what broke the group, if it is broken."""
         self._require_open()
         if self._broken is not None:
-            raise type(self._broken)(str(self._broken), getattr(self._broken, "ranks", ()))
+            raise _again(self._broken, str(self._broken))
         if self.arena.running:  # a call was interrupted, perhaps a second time before it had said so
             self._give_up(self._interrupted("was interrupted"))
             self._raise_broken()
@@ -372,7 +389,7 @@ class Communicator:
             self._give_up(self._interrupted("was interrupted"))
             raise
         if calls is not None:
-            said = {rank: Said(*json.loads(call)) for rank, call in enumerate(calls)}
+            said = {self.members[rank]: Said(*json.loads(call)) for rank, call in enumerate(calls)}
             raise MismatchError(disagreement(said, self.name))
 
     def _from_afar(self, error: ConnectionError | TimeoutError) -> ReductionError:
@@ -390,10 +407,11 @@ class Communicator:
                 f'{self._said().words}, of group "{self.name}", did not end between hosts; the group is of no use.'
             )
             kind = CollectiveTimeout if isinstance(error, TimeoutError) else PeerLostError
-            return kind(message(problem, str(error), "crossreduce doctor DIR shows what each rank did last"))
+            return kind(message(problem, str(error), f"{DOCTOR} DIR shows what each rank did last"))
         if isinstance(error, Lost):
             return self._lost([error.rank], "died")
-        return CollectiveTimeout(timed_out(self.timeout_s, self._said(), {error.rank: None}, self.name), [error.rank])
+        late = self.members[error.rank]
+        return CollectiveTimeout(timed_out(self.timeout_s, self._said(), {late: None}, self.name), [late])
 
     def _look_round(self, watch: Watch) -> None:
         """Raise if a rank that is waited for is gone, if other hosts have given up, or if it takes too long."""
@@ -412,21 +430,21 @@ class Communicator:
             self._across.afar(rank) and not stopped(self.cards[rank][0]) for rank in missing
         )
         if missing and waited_s > self.timeout_s + 2 * AFAR_S * afar:
-            late = {rank: self.arena.said(rank) for rank in missing}
-            raise CollectiveTimeout(timed_out(self.timeout_s, self._said(), late, self.name), missing)
+            late = {self.members[rank]: self.arena.said(rank) for rank in missing}
+            raise CollectiveTimeout(timed_out(self.timeout_s, self._said(), late, self.name), late)
         if missing and watch.due_to_warn():
-            late = {rank: self.arena.said(rank) for rank in missing}
+            late = {self.members[rank]: self.arena.said(rank) for rank in missing}
             warning = stalled(waited_s, self._said(), late, self.name)
             if afar:
-                warning = stalled_afar(waited_s, self._said(), missing, self.name)
-            _LOG.warning("rank %d: %s", self.rank, warning)
+                warning = stalled_afar(waited_s, self._said(), late, self.name)
+            _LOG.warning("rank %d: %s", self.members[self.rank], warning)
 
     def _said(self) -> Said:
         return self.arena.said(self.rank) or Said(0, "")
 
     def _lost(self, ranks: Sequence[int], how: str) -> PeerLostError:
-        places = {rank: f"pid {self.cards[rank][0]} on host {self.cards[rank][1]}" for rank in ranks}
-        return PeerLostError(lost(places, self._said(), self.name, how), ranks)
+        places = {self.members[rank]: f"pid {self.cards[rank][0]} on host {self.cards[rank][1]}" for rank in ranks}
+        return PeerLostError(lost(places, self._said(), self.name, how), places)
 
     def _interrupted(self, how: str) -> PeerLostError:
         return self._lost([self.rank], how)
@@ -441,7 +459,7 @@ class Communicator:
 
     def _raise_mismatch(self) -> NoReturn:
         number = self.arena.number
-        said = {rank: self.arena.call(rank, number) or Said(number, "?") for rank in self.host}
+        said = {self.members[rank]: self.arena.call(rank, number) or Said(number, "?") for rank in self.host}
         raise MismatchError(disagreement(said, self.name))
 
     def _raise_broken(self) -> NoReturn:
@@ -453,18 +471,21 @@ class Communicator:
         if error is None:  # nor will it ever
             gone = [rank for rank in self.host if not self.arena.alive(rank)]
             error = self._lost(gone, "died") if gone else self._interrupted("was interrupted")
-        self._broken = error
-        path = record.write(self._record(str(self._broken)))
+        path = record.write(self._record(str(error)))
         if path is not None:
-            self._broken.add_note(f"What each rank did last: crossreduce doctor {path.parent}")
-        raise self._broken
+            error = _again(error, str(error).replace(f"{DOCTOR} DIR", f"{DOCTOR} {path.parent}"))
+        self._broken = error
+        raise _again(error, str(error))
 
     def _record(self, cause: str) -> record.Dump:
         histories = [
-            record.History(rank, tuple(record.Op(*op) for op in self.arena.ops(rank)), self.cards[rank][0])
+            record.History(
+                self.members[rank], tuple(record.Op(*op) for op in self.arena.ops(rank)), self.cards[rank][0]
+            )
             for rank in self.host
         ]
-        return record.taken(self.name, self.token, self.rank, self.hosts, cause, histories)
+        hosts = [[self.members[rank] for rank in host] for host in self.hosts]
+        return record.taken(self.name, self.token, self.members[self.rank], hosts, cause, histories)
 
     # What a call is
 
@@ -499,6 +520,11 @@ class Communicator:
                 raise MismatchError(message("what goes in and comes out differs in dtype or size.", given))
 
 
+def _again(error: ReductionError, text: str) -> ReductionError:
+    """Return a new error of the same kind, about the same ranks: one that was raised keeps its traceback."""
+    return type(error)(text, getattr(error, "ranks", ()))
+
+
 def short(text: str) -> bytes:
     """Return a call's description as at most ``MOST_TEXT`` bytes; what is cut off still counts, by its hash."""
     encoded = text.encode()
@@ -509,48 +535,3 @@ def short(text: str) -> bytes:
         + b"... "
         + blake2b(encoded, digest_size=8).hexdigest().encode()
     )
-
-
-def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
-    """Return in which dtypes ranks reduce, whose results are of the same dtype as what they give.
-
-    Raises:
-      UnsupportedError: the op is not defined for the dtype, or its result would be of another.
-    """
-    wide = accumulator(op, dtype)
-    if op is ReduceOp.MEAN and dtype in INTEGERS:
-        problem = "the mean of integers is not an integer, and goes where an integer was."
-        raise UnsupportedError(message(problem, f"op mean, dtype {dtype}", "the sum, or floats"))
-    mean = op is ReduceOp.MEAN
-    return Numbers("sum" if mean else op.value, dtype, wide, dtype, ranks if mean else 1)
-
-
-@lru_cache(maxsize=256)
-def flows(collective: str, ranks: int, root: int | None) -> tuple[Flow, ...]:
-    """Return what flows in a collective. A rank's buffers are numbered: what it gives, then what it gets.
-
-    >>> flows("reduce", 2, 1)
-    (Flow(sources=((0, 0), (1, 0)), destinations=((1, 1),)),)
-    """
-    everyone = range(ranks)
-    all_first = tuple((rank, 0) for rank in everyone)
-    if collective == "all_reduce":
-        return (Flow(all_first, tuple((rank, 1) for rank in everyone)),)
-    if collective == "reduce":
-        assert root is not None
-        return (Flow(all_first, ((root, 1),)),)
-    if collective == "broadcast":
-        assert root is not None
-        return (Flow(((root, 0),), tuple((rank, 0) for rank in everyone if rank != root)),)
-    if collective == "all_gather":
-        return tuple(Flow(((k, 0),), tuple((rank, 1 + k) for rank in everyone)) for k in everyone)
-    if collective == "reduce_scatter":
-        return tuple(Flow(tuple((rank, k) for rank in everyone), ((k, ranks),)) for k in everyone)
-    if collective == "gather":
-        assert root is not None
-        return tuple(Flow(((k, 0),), ((root, 1 + k),)) for k in everyone)
-    if collective == "scatter":
-        assert root is not None
-        return tuple(Flow(((root, 1 + k),), ((k, 0),)) for k in everyone)
-    assert collective == "all_to_all", collective
-    return tuple(Flow(((i, k),), ((k, ranks + i),)) for i in everyone for k in everyone)

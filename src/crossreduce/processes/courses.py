@@ -18,19 +18,22 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from .. import kernels
+from ..errors import UnsupportedError, message
 from ..host import program
 from ..kernels import Program, Segment
+from ..ops import INTEGERS, ReduceOp, accumulator
 from ..packing import itemsize
 from ..planning import direct
 
 # What a rank copies into its slot at a time. Measured for 2, 4 and 8 ranks on 2 cores: 128 KiB takes 1.6 to 2.9 times
-# as long, 2 MiB up to 1.3 times.
-PIECE_BYTES: Final = 1 << 19
+# as long, 2 MiB up to 1.3 times; beside the ranks' own work (DDP on 8 ranks) 512 KiB takes 1.2 times, as all must be
+# scheduled for each piece.
+PIECE_BYTES: Final = 1 << 20
 # Up to so many bytes each rank reduces everything for itself: one meeting fewer.
 SMALL_BYTES: Final = 1 << 13
-# Each rank's slot: for the ops of even number and for the odd ones two pieces copied in and two reduced, and what
-# rounding to lines may add.
-SLOT_BYTES: Final = 2 * (4 * PIECE_BYTES + (1 << 18))
+# Each rank's slot: for the ops of even number and for the odd ones two pieces copied in and its shares of two reduced,
+# which of 2 ranks are halves, and what rounding to lines may add.
+SLOT_BYTES: Final = 2 * (3 * PIECE_BYTES + (1 << 18))
 # From so many bytes on results go past the cache.
 PAST_CACHE_BYTES: Final = 1 << 22
 LINE: Final = 64  # bytes of a cache line; shares begin where lines do
@@ -70,6 +73,51 @@ class Job(NamedTuple):
 
 
 Tick = tuple[Job, ...]
+
+
+def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
+    """Return in which dtypes ranks reduce, whose results are of the same dtype as what they give.
+
+    Raises:
+      UnsupportedError: the op is not defined for the dtype, or its result would be of another.
+    """
+    wide = accumulator(op, dtype)
+    if op is ReduceOp.MEAN and dtype in INTEGERS:
+        problem = "the mean of integers is not an integer, and goes where an integer was."
+        raise UnsupportedError(message(problem, f"op mean, dtype {dtype}", "the sum, or floats"))
+    mean = op is ReduceOp.MEAN
+    return Numbers("sum" if mean else op.value, dtype, wide, dtype, ranks if mean else 1)
+
+
+@lru_cache(maxsize=256)
+def flows(collective: str, ranks: int, root: int | None) -> tuple[Flow, ...]:
+    """Return what flows in a collective. A rank's buffers are numbered: what it gives, then what it gets.
+
+    >>> flows("reduce", 2, 1)
+    (Flow(sources=((0, 0), (1, 0)), destinations=((1, 1),)),)
+    """
+    everyone = range(ranks)
+    all_first = tuple((rank, 0) for rank in everyone)
+    if collective == "all_reduce":
+        return (Flow(all_first, tuple((rank, 1) for rank in everyone)),)
+    if collective == "reduce":
+        assert root is not None
+        return (Flow(all_first, ((root, 1),)),)
+    if collective == "broadcast":
+        assert root is not None
+        return (Flow(((root, 0),), tuple((rank, 0) for rank in everyone if rank != root)),)
+    if collective == "all_gather":
+        return tuple(Flow(((k, 0),), tuple((rank, 1 + k) for rank in everyone)) for k in everyone)
+    if collective == "reduce_scatter":
+        return tuple(Flow(tuple((rank, k) for rank in everyone), ((k, ranks),)) for k in everyone)
+    if collective == "gather":
+        assert root is not None
+        return tuple(Flow(((k, 0),), ((root, 1 + k),)) for k in everyone)
+    if collective == "scatter":
+        assert root is not None
+        return tuple(Flow(((root, 1 + k),), ((k, 0),)) for k in everyone)
+    assert collective == "all_to_all", collective
+    return tuple(Flow(((i, k),), ((k, ranks + i),)) for i in everyone for k in everyone)
 
 
 def shares(size: int, owners: int, nbytes: int) -> tuple[int, ...]:
@@ -127,9 +175,10 @@ class _Pieces:
     ) -> None:
         self.flows, self.nbytes, self.rank, self.ranks, self.step = flows, nbytes, rank, ranks, step
         self.small, self.past = small, past
-        # A slot: what is copied in, two pieces in turn; then what is reduced, likewise. In lines.
+        # A slot: what is copied in, two pieces in turn; then the own shares of what is reduced, likewise. In lines.
         self.room = -(-step * nbytes // LINE) * LINE
         self.results_at = 2 * _crowd(flows) * self.room
+        self.share_room = (step * nbytes // ranks // LINE + 2) * LINE
 
     def places(self, number: int) -> Iterator[tuple[Flow, dict[int, int]]]:
         """Yield each flow, and where in its sources' slots a piece of it is."""
@@ -183,11 +232,11 @@ class _Pieces:
                 )
                 results = [self.own(buffer, a) for rank, buffer in flow.destinations if rank == owner]
                 if any(rank != owner for rank, _ in flow.destinations):
-                    results.append(self.reduced(owner, number, at))
+                    results.append(self.reduced(owner, number))
                 yield Job(b - a, sources, tuple(results))
 
-    def reduced(self, owner: int, number: int, at: int) -> Spot:
-        return Spot(owner, self.results_at + number % 2 * self.room + at)
+    def reduced(self, owner: int, number: int) -> Spot:
+        return Spot(owner, self.results_at + number % 2 * self.share_room)
 
     def copy_out(self, number: int, start: int, stop: int) -> Iterator[Job]:
         """What others reduced goes to this rank's results."""
@@ -197,8 +246,7 @@ class _Pieces:
                     continue
                 for owner, a, b in self.owned(flow, start, stop):
                     if owner != rank:
-                        from_there = self.reduced(owner, number, (a - start) * self.nbytes)
-                        yield Job(b - a, (from_there,), (self.own(buffer, a),), self.past)
+                        yield Job(b - a, (self.reduced(owner, number),), (self.own(buffer, a),), self.past)
 
     def take(self, number: int, start: int, stop: int) -> Iterator[Job]:
         """What needs no owner: copies of one source, and small arrays, which each rank reduces for itself."""

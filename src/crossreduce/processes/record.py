@@ -272,7 +272,8 @@ def _dump(found: Any) -> Dump:
         threads=_many(found, "threads", _thread),
         versions={str(k): str(v) for k, v in _field(found, "versions", dict).items()},
     )
-    if sorted(rank for host in dump.hosts for rank in host) != list(range(dump.size)) or dump.rank >= dump.size:
+    ranks = [rank for host in dump.hosts for rank in host]
+    if not len(set(ranks)) == len(ranks) == dump.size or dump.rank not in ranks:
         raise ValueError("its ranks are not those of its hosts")
     return dump
 

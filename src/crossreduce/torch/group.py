@@ -37,13 +37,16 @@ _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 def create(options: Any, backend_options: Any = None) -> Group:  # noqa: ARG001 - the registry's signature
     """Make a group, for ``dist.Backend.register_backend``; all its ranks call it together."""
-    return Group(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
+    members = list(options.global_ranks_in_group)  # empty: the world
+    return Group(options.store, options.group_rank, options.group_size, options.timeout, options.group_id, members)
 
 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
     """A process group whose CPU tensors are reduced through memory that ranks share."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, name: str, members: Sequence[int] = ()
+    ) -> None:
         """Meet the other ranks at ``store``; ``timeout`` is for every op, and for this."""
         super().__init__(rank, size)
         # A group may get the name, and so the store's keys, of one that was destroyed: each has keys of its own.
@@ -57,7 +60,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, choices)
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
         self._timeout, self._settings = timeout, gloo.options  # where _set_pg_timeout and set_timeout put another one
-        self.communicator = communicator(dist.PrefixStore("crossreduce/", store), gloo, timeout, name)
+        self.communicator = communicator(dist.PrefixStore("crossreduce/", store), gloo, timeout, name, members)
         self._do = Collectives(self.communicator, gloo)
         self._odd = threading.RLock()
         # On several hosts there is waiting that does not hear Ctrl-C: not in the caller's thread.
@@ -278,11 +281,14 @@ Group.reduce_scatter_tensor_coalesced = Group.reduce_scatter_single_coalesced
 Group.alltoall_base = Group.all_to_all_single
 
 
-def communicator(store: Any, gloo: Any, timeout: timedelta, name: str) -> Communicator:
-    """Make the communicator of a group whose ranks meet at ``store`` and are joined by ``gloo``."""
+def communicator(store: Any, gloo: Any, timeout: timedelta, name: str, members: Sequence[int]) -> Communicator:
+    """Make the communicator of a group whose ranks meet at ``store`` and are joined by ``gloo``.
+
+    ``members``: their numbers in the whole world, which errors name; none: they are the world.
+    """
     seconds = timeout.total_seconds()
     meeting = StoreRendezvous(store, gloo.rank(), gloo.size(), seconds)
-    return Communicator(meeting, GlooWire(gloo), name=name, timeout_s=seconds)
+    return Communicator(meeting, GlooWire(gloo), name=name, timeout_s=seconds, members=members)
 
 
 def close(line: Line, ours: Communicator) -> None:

@@ -53,7 +53,7 @@ class HookState:
         name = f"{group.group_name} hook {next(_NUMBER)}"
         store = dist.PrefixStore(f"crossreduce {name}/", dist.distributed_c10d._get_process_group_store(group))
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), group.rank(), group.size(), timeout=timeout)
-        self.communicator = communicator(store, gloo, timeout, name)
+        self.communicator = communicator(store, gloo, timeout, name, dist.get_process_group_ranks(group))
         self._do = Collectives(self.communicator, gloo)
         self.line = Line(name, inline=False)
         self._end = weakref.finalize(self, close, self.line, self.communicator)

@@ -85,6 +85,7 @@ class SharedMemory {
     int rank, ranks;
     int64_t slot;
     uint64_t number = 0; // of the latest op
+    int64_t spin_ns = 0; // so long a wait stays awake
     Seat &seat(int of) const { return seats[of]; }
     char *memory(int of) const { return slots + of * slot; }
     const Course *current() const { return course; }
@@ -101,7 +102,6 @@ class SharedMemory {
     char *slots = nullptr;
     size_t mapped = 0; // 0: the memory is the caller's
     int owner = 0; // the process
-    int64_t spin_ns = 0;
     int threads = 1;
     uint64_t ticks = 0; // at which this rank has arrived
     const Course *course = nullptr;

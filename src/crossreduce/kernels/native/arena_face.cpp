@@ -275,6 +275,18 @@ PyObject *arena_address(PyObject *object, PyObject *args) {
     return PyLong_FromVoidPtr(memory.memory(rank) + half);
 }
 
+PyObject *arena_spin(PyObject *object, PyObject *args) {
+    double seconds;
+    if (!PyArg_ParseTuple(args, "d", &seconds)) return nullptr;
+    if (!usable(arena_of(object), true)) return nullptr;
+    if (!(seconds >= 0 && seconds < 1)) {
+        malformed("a wait stays awake for 0 to 1 seconds");
+        return nullptr;
+    }
+    arena_of(object)->memory->spin_ns = static_cast<int64_t>(seconds * 1e9);
+    Py_RETURN_NONE;
+}
+
 PyObject *arena_number(PyObject *object, PyObject *) {
     if (!usable(arena_of(object), false)) return nullptr;
     return PyLong_FromUnsignedLongLong(arena_of(object)->memory->number);
@@ -344,6 +356,7 @@ PyMethodDef arena_methods[] = {
     {"cause", arena_cause, METH_NOARGS, "The cause that was put up; empty: none."},
     {"address", arena_address, METH_VARARGS, "address(rank): where the half of its slot begins that this op uses."},
     {"close", arena_close, METH_NOARGS, "Let go of the memory; the arena is of no use afterwards."},
+    {"spin", arena_spin, METH_VARARGS, "spin(seconds): how long a wait stays awake before it sleeps."},
     {"number", arena_number, METH_NOARGS, "The number of this rank's latest op, from 1."},
     {"running", arena_running, METH_NOARGS, "Whether an op is under way."},
     {"arrivals", arena_arrivals, METH_NOARGS, "At how many ticks each rank has arrived."},
