@@ -32,6 +32,14 @@ def _loaded(name):
         pytest.fail(f"{name} must be installed for the tests: {error}", pytrace=False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def dumps_with_other_files(tmp_path_factory):
+    """What ranks write down when their group breaks goes where pytest's files go, and is gone with them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path_factory.getbasetemp() / "dumps"))
+        yield
+
+
 @pytest.fixture(scope="session", params=NAMES)
 def framework(request):
     """Each framework in turn."""
