@@ -369,14 +369,14 @@ def test_a_rank_holds_its_byte_as_long_as_it_lives(fd):
     pid = os.fork()
     if pid == 0:
         try:
-            lives = Arena(os.dup(fd), (4, 7), 7, SLOT)
+            lives = Arena(os.dup(fd), (4, 7), 7, SLOT, 0.0)
             lives.leave(nothing())
             os.write(writer, b"x")
             time.sleep(60)
         finally:
             os._exit(1)
     assert os.read(reader, 1) == b"x"
-    arena = Arena(os.dup(fd), (4, 7), 4, SLOT)
+    arena = Arena(os.dup(fd), (4, 7), 4, SLOT, 0.0)
     assert arena.alive(4)
     assert arena.alive(7)
     assert arena.said(7).text == LEFT
@@ -394,7 +394,7 @@ def test_a_rank_holds_its_byte_as_long_as_it_lives(fd):
 
 def test_the_clock_of_a_wait_starts_anew_with_progress():
     """A rank's wait counts from when it last came further; it is warned of once."""
-    watch = Watch(10, 0.05)
+    watch = Watch(0.05)
     assert watch.waited_s(3) < 0.04
     time.sleep(0.06)
     assert watch.waited_s(3) >= 0.06

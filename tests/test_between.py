@@ -12,7 +12,8 @@ import pytest
 
 from crossreduce.errors import PlanError, ScheduleError
 from crossreduce.planning import PLANNERS, plan, planned
-from crossreduce.processes.between import Exchange, Late, Lost, Numbers, alike, cut, part, work
+from crossreduce.processes.between import Exchange, Late, Lost, alike, cut, part, work
+from crossreduce.processes.courses import Numbers
 from crossreduce.schedule import Chunk, Schedule, Step, completing
 from crossreduce.topology import Topology
 
@@ -177,7 +178,7 @@ def test_every_schedule_gives_what_its_steps_say(schedule):
     """Pieces of any number and size, empty chunks included, come out as the schedule walked by NumPy, to the bit."""
     draw = np.random.default_rng(5)
     count, sources = len(schedule.devices), schedule.chunks[0].sources
-    numbers = Numbers("sum", "float32", "float32", 1)
+    numbers = Numbers("sum", "float32", "float32", "float32", 1)
     for sizes in ((64,), (1,), (0,), (3, 4, 3, 4, 4, 4, 4), (101, 100), (2, 1, 0, 1, 2)):
         inputs = [draw.standard_normal(sum(sizes)).astype("float32") if k in sources else None for k in range(count)]
         got = exchange(schedule, inputs, numbers, sizes, Post(count, 1e-4))
@@ -201,7 +202,7 @@ def test_no_contribution_is_lost_doubled_or_misplaced(schedule):
         for k in range(count)
     ]
     due = sum(x for x in inputs if x is not None)
-    for got in exchange(schedule, inputs, Numbers("sum", "int64", "int64", 1), sizes):
+    for got in exchange(schedule, inputs, Numbers("sum", "int64", "int64", "int64", 1), sizes):
         if got is not None:
             assert got.tolist() == due.tolist()
 
@@ -226,7 +227,7 @@ def test_half_types_travel_as_they_are_accumulated_and_are_rounded_once(op, accu
     draw = np.random.default_rng(9)
     inputs = [oracle.dtype_of(accumulator).type(3) * draw.standard_normal(33) for _ in names]
     inputs = [(x > 0 if accumulator == "bool" else x).astype(oracle.dtype_of(accumulator)) for x in inputs]
-    numbers = Numbers(op, accumulator, result, divisor)
+    numbers = Numbers(op, accumulator, accumulator, result, divisor)
     got = exchange(schedule, inputs, numbers, (20, 13))
     first, second = (
         walked(schedule, [x[s] for x in inputs], numbers, n) for s, n in ((slice(20), 20), (slice(20, 33), 13))
@@ -249,7 +250,7 @@ def test_the_same_bits_whatever_arrives_first():
         got = exchange(
             planned("direct", names, names),
             inputs,
-            Numbers("sum", "float32", "float32", 1),
+            Numbers("sum", "float32", "float32", "float32", 1),
             cut(999, 4, 400, 400, 3),
             Post(seed, 2e-4),
         )
@@ -263,7 +264,13 @@ def test_no_byte_more_than_the_schedule_says_goes_over_the_wire():
     for accumulator, result, nbytes in (("float32", "float32", 4), ("float32", "bfloat16", 3)):
         post = Post()
         inputs = [np.arange(1000, dtype=accumulator)] * 2
-        exchange(planned("direct", names, names), inputs, Numbers("sum", accumulator, result, 1), (250,) * 4, post)
+        exchange(
+            planned("direct", names, names),
+            inputs,
+            Numbers("sum", accumulator, accumulator, result, 1),
+            (250,) * 4,
+            post,
+        )
         for host in range(2):
             assert sum(size for src, _, size in post.messages if src == host) == 1000 * nbytes
 
@@ -272,7 +279,8 @@ def test_memory_does_not_grow_with_the_number_of_pieces():
     """However many pieces an array has, the exchange works in the memory of a few of them."""
     schedule = planned("direct", ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1"))
     few, many = (
-        work(schedule, 0, (0, 1), (1000,) * count, Numbers("sum", "float32", "float32", 1)) for count in (10, 1000)
+        work(schedule, 0, (0, 1), (1000,) * count, Numbers("sum", "float32", "float32", "float32", 1))
+        for count in (10, 1000)
     )
     assert few.window * few.room == many.window * many.room <= 5 * 2.6 * 4000
 
@@ -287,7 +295,7 @@ def test_needless_steps_are_left_out():
     schedule = Schedule("reduce", "by hand", ("cpu:0", "cpu:1", "cpu:2"), (whole,), rounds)
     post = Post()
     inputs = [np.array([4.0**k], "float32") for k in range(3)]
-    got = exchange(schedule, inputs, Numbers("sum", "float32", "float32", 1), (1,), post)
+    got = exchange(schedule, inputs, Numbers("sum", "float32", "float32", "float32", 1), (1,), post)
     assert got[0] == [21]
     assert got[1:] == [None, None]
     assert sorted(post.messages) == [(1, 0, 4), (2, 0, 4)]
@@ -301,7 +309,7 @@ def all_ticks(made):
 def test_a_host_that_hangs_up_is_named():
     """When a host is gone the others say which rank it was; when it is only late, likewise."""
     schedule = planned("direct", ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1"))
-    due, post = work(schedule, 0, (0, 5), (100,) * 9, Numbers("sum", "float32", "float32", 1)), Post()
+    due, post = work(schedule, 0, (0, 5), (100,) * 9, Numbers("sum", "float32", "float32", "float32", 1)), Post()
 
     def host(k):
         if k == 1:

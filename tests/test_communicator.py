@@ -581,9 +581,14 @@ def test_a_handler_of_signals_while_a_group_closes():
 
 def awake(meet, cpus):
     os.sched_setaffinity(0, {cpus[meet.rank]})
-    told = []
+    told, make = [], arena.Arena.__init__
+
+    def heard(self, fd, host, rank, slot, spin_s):
+        told.append(spin_s)
+        make(self, fd, host, rank, slot, spin_s)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena.Arena, "spin", lambda self, seconds: told.append(seconds))
+        patch.setattr(arena.Arena, "__init__", heard)
         member(meet).close()
     return told
 

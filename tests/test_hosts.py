@@ -185,7 +185,9 @@ def test_the_least_limit_of_all_control_groups_counts(tmp_path, monkeypatch, lin
 def test_another_users_ranks_are_on_another_host():
     """Memory is shared only between ranks of one user."""
     assert hosts._identity()[2] == str(os.getuid())
-    found = hosts._hosts([hosts._Card(["boot", "net", "0"], ""), hosts._Card(["boot", "net", "1"], "")], ["", ""])
+    found = hosts._hosts(
+        [hosts._Card(["boot", "net", "0"], "", []), hosts._Card(["boot", "net", "1"], "", [])], ["", ""]
+    )
     assert found == ((0,), (1,))
 
 
@@ -215,7 +217,7 @@ def test_hosts_come_in_the_order_of_their_lowest_ranks():
     for _ in range(200):
         n = draw.randint(1, 9)
         names = [str(draw.randint(0, 3)) for _ in range(n)]
-        found = hosts._hosts([hosts._Card([name], "") for name in names], [""] * n)
+        found = hosts._hosts([hosts._Card([name], "", []) for name in names], [""] * n)
         assert sorted(rank for host in found for rank in host) == list(range(n))
         assert all(list(host) == sorted(host) for host in found)
         assert [host[0] for host in found] == sorted(host[0] for host in found)

@@ -270,9 +270,7 @@ def _timing(
         if in_place:  # every call reduced what the one before had left
             result = _call(ops, config, op, put(), root, True)()
         nwrong = sum(exact.wrong(framework.get(x), expected, size) for x in result)
-    n = len(config.devices)
-    # nccl-tests' doc/PERFORMANCE.md
-    factor = 2 * (n - 1) / n if config.collective == "all_reduce" else 1.0
+    factor = nccl_tests.busbw_factor(config.collective, len(config.devices))
     return nccl_tests.Timing(values[0].nbytes, tuple(times), nwrong, factor)
 
 

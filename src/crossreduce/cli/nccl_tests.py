@@ -57,6 +57,12 @@ class Config:
         return "in-process emulation" if kinds == {"cpu"} else "in-process"
 
 
+def busbw_factor(collective: str, ranks: int) -> float:
+    """Return what a collective's algorithm bandwidth is multiplied by, as in nccl-tests' doc/PERFORMANCE.md."""
+    shared = (ranks - 1) / ranks
+    return {"all_reduce": 2 * shared, "all_gather": shared, "reduce_scatter": shared}.get(collective, 1.0)
+
+
 @dataclass(frozen=True)
 class Timing:
     """The calls of one size, out of place or in place. ``nwrong`` is ``None`` where it was not checked."""

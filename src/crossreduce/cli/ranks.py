@@ -189,13 +189,11 @@ class _Case:
             nwrong = exact.wrong(engine.numpy(written), self.expected, self.expected.size) if asked else 0
         found = engine.gather((times, nwrong))
         one = _COMBINED[request.average]
-        n = engine.size
-        factor = {"all_reduce": 2 * (n - 1) / n, "all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n}
         return nccl_tests.Timing(
             self.nbytes,
             tuple(one(each) for each in zip(*(times for times, _ in found), strict=True)),
             None if nwrong is None else sum(wrong for _, wrong in found),
-            factor.get(request.collective, 1.0),
+            nccl_tests.busbw_factor(request.collective, engine.size),
         )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 from .. import kernels
@@ -26,7 +26,7 @@ from . import between
 from .arena import Arena
 from .between import Exchange
 from .contract import Wire
-from .courses import LINE, PAST_CACHE_BYTES, SLOT_BYTES, Job, Numbers, Spot, ready, shares
+from .courses import LINE, SLOT_BYTES, Job, Numbers, Spot, copying, ready, shares
 
 TAG: Final = 0
 LEAST_PIECE: Final = 1 << 17
@@ -103,10 +103,9 @@ class Across:
         work = None
         if self.lane is not None:
             mine = tuple(ends[self.lane + 1] - ends[self.lane] for ends in laid.stripes)
-            between_numbers = between.Numbers(numbers.op, numbers.accumulator, numbers.result, numbers.divisor)
             order = [names(len(self.hosts)).index(name) for name in schedule.devices]  # it has its own
             peers = tuple(self.peers[host] for host in order)
-            work = between.work(schedule, order.index(self.host), peers, mine, between_numbers)
+            work = between.work(schedule, order.index(self.host), peers, mine, numbers)
         late = between.delay(schedule, len(sizes) == 1)
         ticks = laid.ticks(work, late)
         course = kernels.native().Course([[ready(job, using) for job, using in tick] for tick in ticks])
@@ -205,19 +204,17 @@ class _Laid:
     def __init__(
         self, across: Across, collective: str, sizes: tuple[int, ...], numbers: Numbers, root: int | None
     ) -> None:
-        self.numbers, self.rank, self.lane, self.lanes = numbers, across.rank, across.lane, across.lanes
+        self.numbers, self.copying = numbers, copying(numbers.dtype)
+        self.rank, self.lane, self.lanes = across.rank, across.lane, across.lanes
         self.ranks = across.hosts[across.host]
-        self.gives = [rank for rank in self.ranks if collective != "broadcast" or rank == root]
-        self.wants = [rank for rank in self.ranks if collective != "reduce" or rank == root]
-        if collective == "broadcast":
-            self.wants = [rank for rank in self.ranks if rank != root]
+        main, others = [rank for rank in self.ranks if rank == root], [rank for rank in self.ranks if rank != root]
+        self.gives = main if collective == "broadcast" else self.ranks
+        self.wants = {"all_reduce": self.ranks, "reduce": main, "broadcast": others}[collective]
         self.buffers = 1 if collective == "broadcast" or (collective == "reduce" and self.rank != root) else 2
         self.result = self.buffers - 1
         self.nbytes = itemsize(numbers.dtype)
         self.sizes = sizes
-        self.starts = [0]
-        for size in sizes:
-            self.starts.append(self.starts[-1] + size)
+        self.starts = list(accumulate(sizes, initial=0))
         self.stripes = [shares(size, self.lanes, self.nbytes) for size in sizes]
         self.room = -(-max(sizes) * self.nbytes // LINE) * LINE
         self.out_at = LINE + 2 * self.room
@@ -225,7 +222,7 @@ class _Laid:
             -(-(b - a) * self.nbytes // LINE) * LINE for ends in self.stripes for a, b in pairwise(ends)
         )
         assert self.out_at + 2 * self.out_room <= SLOT_BYTES // 2, "a piece does not fit a slot"
-        self.past = self.starts[-1] * self.nbytes >= PAST_CACHE_BYTES
+        self.past = self.starts[-1] * self.nbytes >= kernels.PAST_CACHE_BYTES
 
     def ticks(self, work: between.Work | None, late: int) -> list[list[tuple[Job, Numbers]]]:
         """Return the jobs of each tick: a piece is copied in, reduced a tick later, and copied out when it is whole."""
@@ -291,11 +288,6 @@ class _Laid:
                 own = Spot(~self.result, (self.starts[piece] + a) * self.nbytes)
                 jobs.append((Job(b - a, (there,), (own,), self.past), self.copying))
         return jobs
-
-    @property
-    def copying(self) -> Numbers:
-        dtype = self.numbers.dtype
-        return Numbers("sum", dtype, dtype, dtype, 1)
 
     def me(self, rank: int) -> int:
         """Return a rank's place on its host."""

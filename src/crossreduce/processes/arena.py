@@ -34,26 +34,23 @@ class Arena:
     """One host's shared memory, as one of its ranks sees it.
 
     Args:
-      fd: the memory, of ``Arena.nbytes(len(host))`` bytes; closed with the arena.
+      fd: the memory, of ``Arena.nbytes(len(host), slot)`` bytes; closed with the arena.
       host: the ranks of this host, ascending.
       rank: this one's.
+      slot: bytes of each rank's part.
+      spin_s: how long this rank waits awake before it sleeps: none at all where ranks share a CPU.
     """
 
-    def __init__(self, fd: int, host: tuple[int, ...], rank: int, slot: int) -> None:
+    def __init__(self, fd: int, host: tuple[int, ...], rank: int, slot: int, spin_s: float) -> None:
         self.host, self.me, self.fd = host, host.index(rank), fd
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.me)
-        self._pid = os.getpid()
         threads = max(1, kernels.threads() // len(host))
-        self._native = kernels.native().Arena(fd, self.me, len(host), slot, 0.0, threads)
+        self._native = kernels.native().Arena(fd, self.me, len(host), slot, spin_s, threads)
 
     @staticmethod
     def nbytes(ranks: int, slot: int) -> int:
         """Return how much memory so many ranks with slots of ``slot`` bytes share."""
         return int(kernels.native().Arena.bytes(ranks, slot))
-
-    def spin(self, seconds: float) -> None:
-        """Set how long this rank waits awake before it sleeps: none at all where ranks share a CPU."""
-        self._native.spin(seconds)
 
     def begin(self, course: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
         """Begin the next op and do the ticks before ``until``; see ``DONE`` and its neighbours for what is returned."""
@@ -86,7 +83,7 @@ class Arena:
         """Return where the part of a rank's slot begins that the current op uses."""
         return int(self._native.address(self.host.index(rank)))
 
-    def said(self, rank: int) -> Said | None:
+    def said(self, rank: int) -> Said:
         """Return the last call that a rank of this host began; of number 0: none so far."""
         ops = self._native.ops(self.host.index(rank))
         return Said(ops[-1][0], ops[-1][1]) if ops else Said(0, "")
@@ -180,9 +177,9 @@ def unpacked(cause: bytes) -> ReductionError:
 class Watch:
     """What a rank looks at while it waits: whether others live, what other hosts say, and the clock."""
 
-    def __init__(self, timeout_s: float, warn_s: float) -> None:
+    def __init__(self, warn_s: float) -> None:
         self.began = time.monotonic()
-        self.timeout_s, self.warn_s = timeout_s, warn_s
+        self.warn_s = warn_s
         self.came: int | None = None
         self.warn_at: float | None = self.began + warn_s
         self.heard_at = self.began

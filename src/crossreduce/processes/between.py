@@ -18,27 +18,13 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from .. import kernels
-from ..kernels import Program, Segment
 from ..packing import itemsize
 from ..schedule import Schedule, Step, completing
 from .contract import Pending, Wire
+from .courses import LINE, Numbers, kernel_plan
 
 LAG: Final = 2
 """Ticks from one round of a piece to its next; with 1 the link would idle while a round is folded."""
-
-LINE: Final = 64  # bytes of a cache line; values begin where lines do
-
-
-class Numbers(NamedTuple):
-    """What is computed between hosts: partial results are ``accumulator``, whole ones ``result``.
-
-    ``op``: the kernels' name for it; ``divisor``: what whole results are divided by.
-    """
-
-    op: str
-    accumulator: str
-    result: str
-    divisor: int
 
 
 class Lost(ConnectionError):  # noqa: N818 - what happened, not that it is an error
@@ -185,12 +171,12 @@ def layout(found: Part, schedule: Schedule, size: int, accumulator: str, result:
     return Layout(tuple(places), at)
 
 
-@lru_cache(maxsize=4096)
 def _folding(numbers: Numbers, operands: int, whole: bool, size: int) -> kernels.Plan:
-    op, accumulator, result, divisor = numbers
-    kinds = (accumulator, accumulator, result, divisor) if whole else (accumulator, accumulator, accumulator, 1)
-    program = Program(1, ((0, *range(operands)),), (~0,))
-    return kernels.plan(op, kinds, operands, 1, (size,), (program,), (Segment(0, 0, size, 0),))
+    """Return the plan of a fold, whose operands are partial results."""
+    numbers = numbers._replace(dtype=numbers.accumulator)
+    if not whole:
+        numbers = numbers._replace(result=numbers.accumulator, divisor=1)
+    return kernel_plan(numbers, size, operands, 1)
 
 
 def delay(schedule: Schedule, single: bool) -> int:
@@ -205,7 +191,7 @@ class Work(NamedTuple):
       part: in the schedule.
       peers: for each host the rank that does this work there.
       layouts: of each piece.
-      numbers: what is computed.
+      numbers: what is computed: partial results are in the accumulator's dtype.
       lag: ticks from a round of a piece to its next; a single piece waits for nobody.
       delay: in how many ticks after its own a piece is whole.
       window: how many pieces have memory at a time; then it is used again.

@@ -14,9 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import reduce
 from hashlib import blake2b
-from operator import or_
 from typing import Any, Final, NamedTuple, NoReturn
 
 from .. import kernels
@@ -39,7 +37,7 @@ from .agreement import DOCTOR, Said, described, disagreement, lost, stalled, sta
 from .arena import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, SPIN_S, WAITING, Arena, Watch, packed, stopped, unpacked
 from .between import Late, Lost
 from .contract import Buffer, Rendezvous, Wire
-from .courses import SLOT_BYTES, Numbers, flows, native_course, reduction_numbers
+from .courses import SLOT_BYTES, Numbers, copying, flows, native_course, reduction_numbers
 from .hosts import meet
 
 _LOG: Final = logging.getLogger("crossreduce")
@@ -99,7 +97,7 @@ class Communicator:
         self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s
         self.rendezvous, self.wire = rendezvous, wire
         self.members = tuple(members or range(self.size))
-        self.warn_s = min(WARN_AFTER_S, timeout_s / 2)
+        self.warn_s = WARN_AFTER_S  # or after half the timeout
         self._lock = threading.Lock()
         self._caller: int | None = None  # the thread that is in a call
         self._pid = os.getpid()
@@ -111,41 +109,39 @@ class Communicator:
         self.hosts = meeting.hosts
         self.host = next(host for host in self.hosts if self.rank in host)
         self._across: Across | None = None
+        spin_s = SPIN_S if len(self.host) <= meeting.cpus else 0.0
         problem = ""
         try:
-            self.arena = Arena(meeting.fd, self.host, self.rank, SLOT_BYTES)
+            self.arena = Arena(meeting.fd, self.host, self.rank, SLOT_BYTES, spin_s)
         except OSError as error:  # such as a limit of this process: the others shall not wait for it
             problem = str(error)
-        cpus = sum(1 << cpu for cpu in os.sched_getaffinity(0))
-        version = record.versions()["crossreduce"]
-        card = [os.getpid(), socket.gethostname(), version, os.urandom(8).hex(), problem, hex(cpus)]
+        card = [os.getpid(), socket.gethostname(), record.version(), os.urandom(8).hex(), problem]
         self.cards = [json.loads(said) for said in rendezvous.all_gather(json.dumps(card).encode())]
         self.token = self.cards[0][3]
         self._require_complete()
-        # Launchers bind ranks to CPUs of their own, so all of theirs count.
-        cpus = reduce(or_, (int(self.cards[rank][5], 16) for rank in self.host))
-        self.arena.spin(SPIN_S if len(self.host) <= cpus.bit_count() else 0.0)
         if len(self.hosts) > 1:
             if wire is None:
-                given = f"hosts of ranks {', '.join(map(str, map(list, self.hosts)))}"
+                given = f"hosts of ranks {', '.join(map(str, self._named_hosts()))}"
                 raise ArgumentError(message("ranks of several hosts need a wire between them.", given))
             self._across = Across(self.hosts, self.rank, self.arena, wire)
-        _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, list(map(list, self.hosts)))
+        _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, self._named_hosts())
 
     def _require_complete(self) -> None:
         """Raise unless all ranks can take part, each a process of its own."""
         versions = {said[2] for said in self.cards}
         if len(versions) > 1:
-            given = "; ".join(f"rank {rank}: {said[2]}" for rank, said in enumerate(self.cards))
+            given = "; ".join(f"rank {rank}: {said[2]}" for rank, said in zip(self.members, self.cards, strict=True))
             raise MismatchError(message("all ranks need the same version of crossreduce.", given))
-        given = "; ".join(f"rank {rank}: {said[4]}" for rank, said in enumerate(self.cards) if said[4])
-        if given:
+        without = [(rank, said[4]) for rank, said in zip(self.members, self.cards, strict=True) if said[4]]
+        if without:
+            given = "; ".join(f"rank {rank}: {why}" for rank, why in without)
             problem = "some ranks cannot reach the memory that their host shares."
             raise ReductionError(message(problem, given, "a larger limit of address space (ulimit -v)"))
         # A process does not see its own locks.
         same = [rank for rank in self.host if self.cards[rank][0] == os.getpid() and not self.arena.alive(rank)]
         if same:
-            given = f"ranks {', '.join(map(str, sorted([*same, self.rank])))} in process {os.getpid()}"
+            named = ", ".join(str(self.members[rank]) for rank in sorted([*same, self.rank]))
+            given = f"ranks {named} in process {os.getpid()}"
             raise ContextError(message("a process can be but one rank of a group.", given, "one process a rank"))
 
     # The collectives
@@ -157,7 +153,7 @@ class Communicator:
 
     def reduce(self, op: ReduceOp, source: Buffer, result: Buffer | None, root: int) -> None:
         """Combine all ranks' ``source`` into the root's ``result``."""
-        self._check_root(root, result is not None)
+        self.check_root(root, result is not None)
         if result is not None:
             self._check(source, result)
         addresses = (source.address,) if result is None else (source.address, result.address)
@@ -165,7 +161,7 @@ class Communicator:
 
     def broadcast(self, buffer: Buffer, root: int) -> None:
         """Copy the root's ``buffer`` to everybody's."""
-        self._check_root(root, None)
+        self.check_root(root, None)
         self._copying("broadcast", buffer, (buffer.address,), root)
 
     def all_gather(self, source: Buffer, results: Sequence[Buffer]) -> None:
@@ -180,14 +176,14 @@ class Communicator:
 
     def gather(self, source: Buffer, results: Sequence[Buffer] | None, root: int) -> None:
         """Copy every rank's ``source`` to the root's ``results``."""
-        self._check_root(root, results is not None)
+        self.check_root(root, results is not None)
         if results is not None:
             self._check(source, *results, count=self.size)
         self._copying("gather", source, (source.address, *(r.address for r in results or ())), root)
 
     def scatter(self, sources: Sequence[Buffer] | None, result: Buffer, root: int) -> None:
         """Copy the root's ``sources[k]`` to rank k's ``result``."""
-        self._check_root(root, sources is not None)
+        self.check_root(root, sources is not None)
         if sources is not None:
             self._check(result, *sources, count=self.size)
         self._copying("scatter", result, (result.address, *(s.address for s in sources or ())), root)
@@ -282,7 +278,7 @@ class Communicator:
 
     def _copying(self, collective: str, given: Buffer, addresses: tuple[int, ...], root: int | None) -> None:
         def make() -> _Call | Crossing:
-            numbers = Numbers("sum", given.dtype, given.dtype, given.dtype, 1)
+            numbers = copying(given.dtype)
             text = described(collective, None, root, given.dtype, given.shape)
             return self._made(collective, given.size, numbers, root, text)
 
@@ -342,7 +338,7 @@ class Communicator:
         try:
             outcome = self.arena.begin(call.course, addresses, call.text, call.ticks)
             if outcome == WAITING:
-                watch = Watch(self.timeout_s, self.warn_s)
+                watch = Watch(min(self.warn_s, self.timeout_s / 2))
                 while outcome == WAITING:
                     self._look_round(watch)
                     outcome = self.arena.advance(call.ticks)
@@ -361,7 +357,7 @@ class Communicator:
     def _cross(self, crossing: Crossing, addresses: tuple[int, ...]) -> None:
         """Walk through a call over several hosts."""
         assert self._across is not None
-        watch = Watch(self.timeout_s, self.warn_s)
+        watch = Watch(min(self.warn_s, self.timeout_s / 2))
 
         def begin(course: Any, buffers: tuple[int, ...], text: bytes, until: int) -> bool:
             return reached(self.arena.begin(course, buffers, text, until), until)
@@ -419,7 +415,7 @@ class Communicator:
         waited_s = watch.waited_s(self.arena.arrivals())
         gone = [rank for rank in missing if not self.arena.alive(rank)]
         if gone:
-            left = all((self.arena.said(rank) or Said(0, "")).text == LEFT for rank in gone)
+            left = all(self.arena.said(rank).text == LEFT for rank in gone)
             raise self._lost(gone, "left" if left else "died")
         if len(self.hosts) > 1:
             heard = watch.heard(self.rendezvous.heard)
@@ -440,7 +436,7 @@ class Communicator:
             _LOG.warning("rank %d: %s", self.members[self.rank], warning)
 
     def _said(self) -> Said:
-        return self.arena.said(self.rank) or Said(0, "")
+        return self.arena.said(self.rank)
 
     def _lost(self, ranks: Sequence[int], how: str) -> PeerLostError:
         places = {self.members[rank]: f"pid {self.cards[rank][0]} on host {self.cards[rank][1]}" for rank in ranks}
@@ -484,13 +480,16 @@ class Communicator:
             )
             for rank in self.host
         ]
-        hosts = [[self.members[rank] for rank in host] for host in self.hosts]
-        return record.taken(self.name, self.token, self.members[self.rank], hosts, cause, histories)
+        rank = self.members[self.rank]
+        return record.taken(self.name, self.token, rank, self._named_hosts(), cause, histories)
+
+    def _named_hosts(self) -> list[list[int]]:
+        return [[self.members[rank] for rank in host] for host in self.hosts]
 
     # What a call is
 
     def _nothing(self, what: str) -> _Call | Crossing:
-        return self._made("", 0, Numbers("sum", "uint8", "uint8", "uint8", 1), None, what)
+        return self._made("", 0, copying("uint8"), None, what)
 
     def _made(self, collective: str, size: int, numbers: Numbers, root: int | None, text: str) -> _Call | Crossing:
         if self._across is not None:
@@ -502,7 +501,8 @@ class Communicator:
         course, ticks = native_course(given, size, numbers, self.rank, self.size)
         return _Call(course, ticks, short(text))
 
-    def _check_root(self, root: int, has_all: bool | None) -> None:
+    def check_root(self, root: int, has_all: bool | None = None) -> None:
+        """Raise ``ArgumentError`` unless the root is a rank, and only it has all parts, or the result."""
         if not 0 <= root < self.size:
             raise ArgumentError(message("the root is no rank of the group.", str(root), f"0 to {self.size - 1}"))
         if has_all is not None and has_all != (self.rank == root):

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from .. import kernels
 from ..errors import UnsupportedError, message
 from ..host import program
-from ..kernels import Program, Segment
+from ..kernels import PAST_CACHE_BYTES, Program, Segment
 from ..ops import INTEGERS, ReduceOp, accumulator
 from ..packing import itemsize
 from ..planning import direct
@@ -34,8 +34,6 @@ SMALL_BYTES: Final = 1 << 13
 # Each rank's slot: for the ops of even number and for the odd ones two pieces copied in and its shares of two reduced,
 # which of 2 ranks are halves, and what rounding to lines may add.
 SLOT_BYTES: Final = 2 * (3 * PIECE_BYTES + (1 << 18))
-# From so many bytes on results go past the cache.
-PAST_CACHE_BYTES: Final = 1 << 22
 LINE: Final = 64  # bytes of a cache line; shares begin where lines do
 
 
@@ -83,10 +81,15 @@ def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
     """
     wide = accumulator(op, dtype)
     if op is ReduceOp.MEAN and dtype in INTEGERS:
-        problem = "the mean of integers is not an integer, and goes where an integer was."
-        raise UnsupportedError(message(problem, f"op mean, dtype {dtype}", "the sum, or floats"))
+        problem = "the mean of integers is no integer."
+        raise UnsupportedError(message(problem, f"op mean, dtype {dtype}", "the sum and a division, or floats"))
     mean = op is ReduceOp.MEAN
     return Numbers("sum" if mean else op.value, dtype, wide, dtype, ranks if mean else 1)
+
+
+def copying(dtype: str) -> Numbers:
+    """Return the numbers of a copy."""
+    return Numbers("sum", dtype, dtype, dtype, 1)
 
 
 @lru_cache(maxsize=256)
@@ -173,21 +176,21 @@ class _Pieces:
     def __init__(
         self, flows: tuple[Flow, ...], nbytes: int, rank: int, ranks: int, step: int, small: bool, past: bool
     ) -> None:
-        self.flows, self.nbytes, self.rank, self.ranks, self.step = flows, nbytes, rank, ranks, step
+        self.flows, self.nbytes, self.rank, self.ranks = flows, nbytes, rank, ranks
         self.small, self.past = small, past
         # A slot: what is copied in, two pieces in turn; then the own shares of what is reduced, likewise. In lines.
         self.room = -(-step * nbytes // LINE) * LINE
-        self.results_at = 2 * _crowd(flows) * self.room
+        self.crowd = _crowd(flows)
+        self.results_at = 2 * self.crowd * self.room
         self.share_room = (step * nbytes // ranks // LINE + 2) * LINE
 
     def places(self, number: int) -> Iterator[tuple[Flow, dict[int, int]]]:
         """Yield each flow, and where in its sources' slots a piece of it is."""
         filled: Counter[int] = Counter()
-        crowd = self.results_at // (2 * self.room)
         for flow in self.flows:
             place = {}
             for source, _ in flow.sources:
-                place[source] = (number % 2 * crowd + filled[source]) * self.room
+                place[source] = (number % 2 * self.crowd + filled[source]) * self.room
                 filled[source] += 1
             yield flow, place
 
@@ -290,11 +293,12 @@ def native_course(flows: tuple[Flow, ...], size: int, numbers: Numbers, rank: in
 
 def ready(job: Job, numbers: Numbers) -> tuple[kernels.Plan, tuple[Spot, ...], tuple[Spot, ...], bool]:
     """Return a job as the native course takes it."""
-    return _plan(numbers, job.size, len(job.sources), len(job.results)), job.sources, job.results, job.past_cache
+    return kernel_plan(numbers, job.size, len(job.sources), len(job.results)), job.sources, job.results, job.past_cache
 
 
 @lru_cache(maxsize=4096)
-def _plan(numbers: Numbers, size: int, sources: int, results: int) -> kernels.Plan:
+def kernel_plan(numbers: Numbers, size: int, sources: int, results: int) -> kernels.Plan:
+    """Return the plan that combines ``size`` elements of the sources, in order, or copies those of the only one."""
     op, dtype, accumulator, result, divisor = numbers
     whole = (Segment(0, 0, size, 0),)
     if sources == 1:

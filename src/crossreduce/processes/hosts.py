@@ -40,17 +40,20 @@ class Meeting(NamedTuple):
     Args:
       hosts: the ranks of each host, ascending; hosts in the order of their lowest ranks.
       fd: memory that the ranks of this rank's host share, zeroed; the caller closes it.
+      cpus: on how many CPUs they may run: launchers bind ranks to CPUs of their own, so all of theirs count.
     """
 
     hosts: tuple[tuple[int, ...], ...]
     fd: int
+    cpus: int
 
 
 class _Card(NamedTuple):
-    """What a rank tells all others: equal identities may share memory; where it can be handed memory."""
+    """What a rank tells all others: equal identities may share memory; where it can be handed memory; its CPUs."""
 
     identity: list[str]
     name: str
+    cpus: list[int]
 
 
 def meet(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Meeting:
@@ -73,7 +76,7 @@ def meet(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Meeting:
             door.listen(1)
             door.setblocking(False)
         # Whoever cannot share has an identity that nobody else has.
-        own = _Card([*identity, os.environ.get("CROSSREDUCE_HOST", "")] if identity else [name], name)
+        own = _Card([*identity, os.environ.get("CROSSREDUCE_HOST", "")] if identity else [name], name, _cpus())
         cards = [_Card(*json.loads(said)) for said in rendezvous.all_gather(json.dumps(own).encode())]
         ranks = [rank for rank, card in enumerate(cards) if card.identity == own.identity]
         size, fd, problem = nbytes(len(ranks)), -1, ""
@@ -103,7 +106,8 @@ def meet(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Meeting:
             if fd >= 0:
                 os.close(fd)
             raise
-        return Meeting(hosts, fd)
+        host = next(ranks for ranks in hosts if rendezvous.rank in ranks)
+        return Meeting(hosts, fd, len({cpu for rank in host for cpu in cards[rank].cpus}))
 
 
 def _identity() -> list[str]:
@@ -117,10 +121,15 @@ def _identity() -> list[str]:
         return []
 
 
+def _cpus() -> list[int]:
+    """Return the CPUs that this process may run on, as far as the system says."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def _hosts(cards: Sequence[_Card], problems: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return the hosts: ranks of one identity, or each for itself where one of them met a problem.
 
-    >>> _hosts([_Card(["a"], "")] * 2 + [_Card(["b"], "")] * 2, ["", "", "", "broken"])
+    >>> _hosts([_Card(["a"], "", [])] * 2 + [_Card(["b"], "", [])] * 2, ["", "", "", "broken"])
     ((0, 1), (2,), (3,))
     """
     found: dict[tuple[str, ...], list[int]] = {}

@@ -231,8 +231,8 @@ class Group:
         """Return whether MPI does it, after all ranks have agreed on what."""
         if self._communicator.plans(collective, None, given.dtype.name):
             return False
-        if root is not None and not 0 <= root < self.size:
-            raise ArgumentError(message("the root is no rank of the group.", str(root), f"0 to {self.size - 1}"))
+        if root is not None:
+            self._communicator.check_root(root)
         self._communicator.agree(described(collective, None, root, given.dtype.name, given.shape))
         return True
 

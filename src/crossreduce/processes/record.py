@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -220,13 +221,18 @@ def _threads() -> tuple[Thread, ...]:
     )
 
 
+@cache
+def version() -> str:
+    """Return the version of crossreduce."""
+    try:
+        return importlib.metadata.version("crossreduce")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def versions() -> dict[str, str]:
     """Return the versions of what takes part; nothing is imported for it."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    try:
-        found["crossreduce"] = importlib.metadata.version("crossreduce")
-    except importlib.metadata.PackageNotFoundError:
-        found["crossreduce"] = "unknown"
+    found = {"python": platform.python_version(), "platform": platform.platform(), "crossreduce": version()}
     for name in ("numpy", "torch", "mpi4py"):
         if name in sys.modules:
             found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))

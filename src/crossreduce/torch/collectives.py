@@ -14,9 +14,10 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp as TorchOp
 
 from ..errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError, message
-from ..ops import INTEGERS, ReduceOp, accumulator
+from ..ops import ReduceOp
 from ..processes.agreement import described
 from ..processes.communicator import Communicator
+from ..processes.courses import reduction_numbers
 from .memory import NAMES, buffer, readable, settle, settle_all, shares, writable
 
 _OPS: Final = {
@@ -299,17 +300,14 @@ class Collectives:
 
 
 def _undefined() -> dict[tuple[ReduceOp, str], str]:
-    """Return what cannot be reduced, with what to say: a result has its sources' dtype here."""
+    """Return what cannot be reduced, with what to say."""
     found = {}
     for op in ReduceOp:
         for name in NAMES.values():
             try:
-                accumulator(op, name)
+                reduction_numbers(op, name, 1)
             except UnsupportedError as error:
                 found[op, name] = str(error)
-    for name in INTEGERS:
-        remedy = "ReduceOp.SUM and a division, or floating-point tensors"
-        found[ReduceOp.MEAN, name] = message("the mean of integers is no integer.", f"ReduceOp.AVG, {name}", remedy)
     return found
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import UnsupportedError, message
-from ..processes.communicator import WARN_AFTER_S, Communicator
+from ..processes.communicator import Communicator
 from .collectives import Collectives
 from .line import Landing, Line, untraced
 from .memory import readable, settle_all, writable
@@ -255,13 +255,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _within(self, seconds: float, job: Callable[[], None]) -> None:
         """Run a job whose timeout is not what the group began with."""
-        ours, usual = self.communicator, (self.communicator.timeout_s, self.communicator.warn_s)
+        usual = self.communicator.timeout_s
         with self._odd:
-            ours.timeout_s, ours.warn_s = seconds, min(WARN_AFTER_S, seconds / 2)
+            self.communicator.timeout_s = seconds
             try:
                 job()
             finally:
-                ours.timeout_s, ours.warn_s = usual
+                self.communicator.timeout_s = usual
 
     def _elsewhere(self, tensors: Sequence[Any]) -> Any:
         """Return the inner engine, if the tensors do not lie in host memory."""

@@ -83,9 +83,9 @@ bool read_course(CourseObject &self, PyObject *args) {
 }
 
 PyObject *course_new(PyTypeObject *type, PyObject *args, PyObject *) {
-    PyObject *made = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (made == nullptr) return nullptr;
-    auto *self = reinterpret_cast<CourseObject *>(made);
+    auto *self = allocated<CourseObject>(type);
+    if (self == nullptr) return nullptr;
+    PyObject *made = reinterpret_cast<PyObject *>(self);
     try {
         self->course = new Course();
         self->plans = PyList_New(0);
@@ -98,12 +98,10 @@ PyObject *course_new(PyTypeObject *type, PyObject *args, PyObject *) {
 }
 
 void course_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     auto *self = reinterpret_cast<CourseObject *>(object);
     delete self->course;
     Py_XDECREF(self->plans);
-    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    release(object);
 }
 
 PyType_Slot course_slots[] = {{Py_tp_new, reinterpret_cast<void *>(course_new)},
@@ -144,9 +142,9 @@ PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *) {
         malformed("an arena is (fd, rank, ranks, bytes of a slot in whole pages twice, seconds to spin, threads)");
         return nullptr;
     }
-    PyObject *made = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (made == nullptr) return nullptr;
-    ArenaObject *self = arena_of(made);
+    auto *self = allocated<ArenaObject>(type);
+    if (self == nullptr) return nullptr;
+    PyObject *made = reinterpret_cast<PyObject *>(self);
     try {
         self->memory = SharedMemory::map(fd, rank, ranks, slot, static_cast<int64_t>(spin_s * 1e9), threads);
         if (self->memory != nullptr) return made;
@@ -159,11 +157,9 @@ PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *) {
 }
 
 void arena_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     delete arena_of(object)->memory;
     Py_XDECREF(arena_of(object)->running);
-    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    release(object);
 }
 
 PyObject *arena_bytes(PyObject *, PyObject *args) {
@@ -211,8 +207,10 @@ PyObject *arena_begin(PyObject *object, PyObject *args) {
     }
     const Course &course = *reinterpret_cast<CourseObject *>(given)->course;
     if (!usable(self, true) || !sane_slice(slice_s)) return nullptr;
-    if (until < 0 || static_cast<size_t>(until) > course.ticks.size() || self->memory->current() != nullptr || course.regions > self->memory->ranks ||
-        course.half > self->memory->slot / 2 || PySequence_Size(addresses) < course.buffers) {
+    const SharedMemory &memory = *self->memory;
+    if (until < 0 || static_cast<size_t>(until) > course.ticks.size() || memory.current() != nullptr ||
+        course.regions > memory.ranks || course.half > memory.slot / 2 ||
+        PySequence_Size(addresses) < course.buffers) {
         if (!PyErr_Occurred()) malformed("the course does not fit the arena, or an op is under way");
         return nullptr;
     }
@@ -273,18 +271,6 @@ PyObject *arena_address(PyObject *object, PyObject *args) {
     }
     const int64_t half = static_cast<int64_t>(memory.number % 2) * (memory.slot / 2);
     return PyLong_FromVoidPtr(memory.memory(rank) + half);
-}
-
-PyObject *arena_spin(PyObject *object, PyObject *args) {
-    double seconds;
-    if (!PyArg_ParseTuple(args, "d", &seconds)) return nullptr;
-    if (!usable(arena_of(object), true)) return nullptr;
-    if (!(seconds >= 0 && seconds < 1)) {
-        malformed("a wait stays awake for 0 to 1 seconds");
-        return nullptr;
-    }
-    arena_of(object)->memory->spin_ns = static_cast<int64_t>(seconds * 1e9);
-    Py_RETURN_NONE;
 }
 
 PyObject *arena_number(PyObject *object, PyObject *) {
@@ -356,7 +342,6 @@ PyMethodDef arena_methods[] = {
     {"cause", arena_cause, METH_NOARGS, "The cause that was put up; empty: none."},
     {"address", arena_address, METH_VARARGS, "address(rank): where the half of its slot begins that this op uses."},
     {"close", arena_close, METH_NOARGS, "Let go of the memory; the arena is of no use afterwards."},
-    {"spin", arena_spin, METH_VARARGS, "spin(seconds): how long a wait stays awake before it sleeps."},
     {"number", arena_number, METH_NOARGS, "The number of this rank's latest op, from 1."},
     {"running", arena_running, METH_NOARGS, "Whether an op is under way."},
     {"arrivals", arena_arrivals, METH_NOARGS, "At how many ticks each rank has arrived."},

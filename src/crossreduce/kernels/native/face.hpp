@@ -30,6 +30,18 @@ inline PyObject *item(PyObject *sequence, Py_ssize_t k) {
     return found;
 }
 
+// A new object, zeroed but for its head, or null with an error set.
+template <class Object> Object *allocated(PyTypeObject *type) {
+    return reinterpret_cast<Object *>(reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0));
+}
+
+// Free an object whose own parts are gone already.
+inline void release(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
 struct Ref { // owns one reference
     PyObject *object;
     explicit Ref(PyObject *made) : object(made) {}

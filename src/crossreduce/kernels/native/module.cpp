@@ -119,11 +119,9 @@ bool read_plan(Plan &plan, PyObject *args) {
 }
 
 PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *) {
-    auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-    PyObject *made = allocate(type, 0);
-    if (made == nullptr) return nullptr;
-    auto *self = reinterpret_cast<PlanObject *>(made);
-    self->plan = nullptr;
+    auto *self = allocated<PlanObject>(type);
+    if (self == nullptr) return nullptr;
+    PyObject *made = reinterpret_cast<PyObject *>(self);
     try {
         self->plan = new Plan();
         if (read_plan(*self->plan, args)) return made;
@@ -135,10 +133,8 @@ PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *) {
 }
 
 void plan_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     delete reinterpret_cast<PlanObject *>(object)->plan;
-    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    release(object);
 }
 
 // What a run was given, held until it is over.
@@ -385,10 +381,9 @@ PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *) {
         PyErr_SetString(PyExc_ValueError, "memory has no negative size");
         return nullptr;
     }
-    auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-    PyObject *made = allocate(type, 0);
-    if (made == nullptr) return nullptr;
-    auto *self = reinterpret_cast<MemoryObject *>(made);
+    auto *self = allocated<MemoryObject>(type);
+    if (self == nullptr) return nullptr;
+    PyObject *made = reinterpret_cast<PyObject *>(self);
     self->size = size;
     self->data = take_memory(static_cast<size_t>(size));
     if (self->data != nullptr) return made;
@@ -397,11 +392,9 @@ PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *) {
 }
 
 void memory_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     auto *self = reinterpret_cast<MemoryObject *>(object);
     if (self->data != nullptr) give_memory(self->data, static_cast<size_t>(self->size));
-    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    release(object);
 }
 
 int memory_buffer(PyObject *object, Py_buffer *view, int flags) {
