@@ -7,46 +7,26 @@ a call is a course through shared memory; between hosts see ``across``. Knows no
 from __future__ import annotations
 
 import json
-import logging
 import os
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple
 
-from .. import kernels
-from ..errors import (
-    ArgumentError,
-    BackendError,
-    CollectiveTimeout,
-    ContextError,
-    MismatchError,
-    PeerLostError,
-    ReductionError,
-    UnsupportedError,
-    message,
-)
+from ..errors import ArgumentError, ContextError, MismatchError, ReductionError, UnsupportedError, message
 from ..ops import COMPLEX, ReduceOp
 from ..topology import Topology
-from . import record
-from .across import Across, Crossing
-from .agreement import DOCTOR, Said, described, disagreement, lost, stalled, stalled_afar, timed_out
-from .arena import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, SPIN_S, WAITING, Arena, Watch, packed, stopped, unpacked
+from .across import Crossing
+from .agreement import Said, described
+from .arena import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, WAITING
 from .between import Late, Lost
 from .contract import Buffer, Rendezvous, Wire
-from .courses import SLOT_BYTES, Numbers, copying, flows, native_course, reduction_numbers
-from .hosts import meet
+from .courses import Numbers, copying, flows, native_course, reduction_numbers
+from .member import Member, again
 
-_LOG: Final = logging.getLogger("crossreduce")
 _KEPT: Final = 1 << 15  # ticks of courses that are remembered; on 8 ranks each takes 1 to 2 KiB
-WARN_AFTER_S: Final = 30.0
-
-
 ACROSS: Final = ("all_reduce", "reduce", "broadcast")  # the collectives that are planned over several hosts
-AFAR_S: Final = 0.3  # so long a rank waits for another host to say what happened there
 
 
 class _GivenUp(Exception):  # noqa: N818
@@ -61,8 +41,8 @@ class _Call(NamedTuple):
     text: bytes
 
 
-class Communicator:
-    """The ranks of a group, seen from one of them.
+class Communicator(Member):
+    """The collectives of a group, seen from one rank.
 
     Calls block, let other Python threads run, and answer signals; calls of several threads wait for each other. All
     ranks make the same calls in the same order; before any result is written each makes sure that all do.
@@ -90,59 +70,13 @@ class Communicator:
         timeout_s: float,
         members: Sequence[int] | None = None,
     ) -> None:
-        if kernels.instruction_set() == "numpy" or not hasattr(os, "memfd_create"):
-            problem = "ranks share memory through the compiled kernels, on Linux."
-            remedy = "install with a C++ compiler, on Linux, and no CROSSREDUCE_KERNELS=numpy"
-            raise BackendError(message(problem, f"kernels {kernels.instruction_set()}", remedy))
-        self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s
-        self.rendezvous, self.wire = rendezvous, wire
-        self.members = tuple(members or range(self.size))
-        self.warn_s = WARN_AFTER_S  # or after half the timeout
         self._lock = threading.Lock()
         self._caller: int | None = None  # the thread that is in a call
         self._pid = os.getpid()
         self._calls: dict[Any, _Call | Crossing] = {}
         self._ticks = 0  # of all of these
-        self._broken: ReductionError | None = None
         self._closed = False
-        meeting = meet(rendezvous, lambda ranks: Arena.nbytes(ranks, SLOT_BYTES))
-        self.hosts = meeting.hosts
-        self.host = next(host for host in self.hosts if self.rank in host)
-        self._across: Across | None = None
-        spin_s = SPIN_S if len(self.host) <= meeting.cpus else 0.0
-        problem = ""
-        try:
-            self.arena = Arena(meeting.fd, self.host, self.rank, SLOT_BYTES, spin_s)
-        except OSError as error:  # such as a limit of this process: the others shall not wait for it
-            problem = str(error)
-        card = [os.getpid(), socket.gethostname(), record.version(), os.urandom(8).hex(), problem]
-        self.cards = [json.loads(said) for said in rendezvous.all_gather(json.dumps(card).encode())]
-        self.token = self.cards[0][3]
-        self._require_complete()
-        if len(self.hosts) > 1:
-            if wire is None:
-                given = f"hosts of ranks {', '.join(map(str, self._named_hosts()))}"
-                raise ArgumentError(message("ranks of several hosts need a wire between them.", given))
-            self._across = Across(self.hosts, self.rank, self.arena, wire)
-        _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, self._named_hosts())
-
-    def _require_complete(self) -> None:
-        """Raise unless all ranks can take part, each a process of its own."""
-        versions = {said[2] for said in self.cards}
-        if len(versions) > 1:
-            given = "; ".join(f"rank {rank}: {said[2]}" for rank, said in zip(self.members, self.cards, strict=True))
-            raise MismatchError(message("all ranks need the same version of crossreduce.", given))
-        without = [(rank, said[4]) for rank, said in zip(self.members, self.cards, strict=True) if said[4]]
-        if without:
-            given = "; ".join(f"rank {rank}: {why}" for rank, why in without)
-            problem = "some ranks cannot reach the memory that their host shares."
-            raise ReductionError(message(problem, given, "a larger limit of address space (ulimit -v)"))
-        # A process does not see its own locks.
-        same = [rank for rank in self.host if self.cards[rank][0] == os.getpid() and not self.arena.alive(rank)]
-        if same:
-            named = ", ".join(str(self.members[rank]) for rank in sorted([*same, self.rank]))
-            given = f"ranks {named} in process {os.getpid()}"
-            raise ContextError(message("a process can be but one rank of a group.", given, "one process a rank"))
+        super().__init__(rendezvous, wire, name, timeout_s, members)
 
     # The collectives
 
@@ -328,7 +262,7 @@ class Communicator:
         """Raise what broke the group, if it is broken."""
         self._require_open()
         if self._broken is not None:
-            raise _again(self._broken, str(self._broken))
+            raise again(self._broken)
         if self.arena.running:  # a call was interrupted, perhaps a second time before it had said so
             self._give_up(self._interrupted("was interrupted"))
             self._raise_broken()
@@ -338,7 +272,7 @@ class Communicator:
         try:
             outcome = self.arena.begin(call.course, addresses, call.text, call.ticks)
             if outcome == WAITING:
-                watch = Watch(min(self.warn_s, self.timeout_s / 2))
+                watch = self._watch()
                 while outcome == WAITING:
                     self._look_round(watch)
                     outcome = self.arena.advance(call.ticks)
@@ -350,14 +284,15 @@ class Communicator:
                 self._give_up(self._interrupted("was interrupted"))
             raise
         if outcome == MISMATCH:
-            self._raise_mismatch()
+            number = self.arena.number
+            raise self._mismatch({rank: self.arena.call(rank, number) or Said(number, "?") for rank in self.host})
         if outcome == BROKEN:
             self._raise_broken()
 
     def _cross(self, crossing: Crossing, addresses: tuple[int, ...]) -> None:
         """Walk through a call over several hosts."""
         assert self._across is not None
-        watch = Watch(min(self.warn_s, self.timeout_s / 2))
+        watch = self._watch()
 
         def begin(course: Any, buffers: tuple[int, ...], text: bytes, until: int) -> bool:
             return reached(self.arena.begin(course, buffers, text, until), until)
@@ -385,106 +320,7 @@ class Communicator:
             self._give_up(self._interrupted("was interrupted"))
             raise
         if calls is not None:
-            said = {self.members[rank]: Said(*json.loads(call)) for rank, call in enumerate(calls)}
-            raise MismatchError(disagreement(said, self.name))
-
-    def _from_afar(self, error: ConnectionError | TimeoutError) -> ReductionError:
-        """Return what is to be said of a rank of another host that does not answer, or of some: then it is not known.
-
-        It may itself have given up over somebody else; then its host says so about now.
-        """
-        deadline = time.monotonic() + AFAR_S
-        while (heard := self.rendezvous.heard()) is None and time.monotonic() < deadline:
-            time.sleep(AFAR_S / 20)
-        if heard is not None:
-            return unpacked(heard)
-        if not isinstance(error, (Lost, Late)):
-            problem = (
-                f'{self._said().words}, of group "{self.name}", did not end between hosts; the group is of no use.'
-            )
-            kind = CollectiveTimeout if isinstance(error, TimeoutError) else PeerLostError
-            return kind(message(problem, str(error), f"{DOCTOR} DIR shows what each rank did last"))
-        if isinstance(error, Lost):
-            return self._lost([error.rank], "died")
-        late = self.members[error.rank]
-        return CollectiveTimeout(timed_out(self.timeout_s, self._said(), {late: None}, self.name), [late])
-
-    def _look_round(self, watch: Watch) -> None:
-        """Raise if a rank that is waited for is gone, if other hosts have given up, or if it takes too long."""
-        missing = self.arena.missing()
-        waited_s = watch.waited_s(self.arena.arrivals())
-        gone = [rank for rank in missing if not self.arena.alive(rank)]
-        if gone:
-            left = all(self.arena.said(rank).text == LEFT for rank in gone)
-            raise self._lost(gone, "left" if left else "died")
-        if len(self.hosts) > 1:
-            heard = watch.heard(self.rendezvous.heard)
-            if heard is not None:
-                raise unpacked(heard)
-        # Whoever is waiting for another host knows better whom to name.
-        afar = self._across is not None and all(
-            self._across.afar(rank) and not stopped(self.cards[rank][0]) for rank in missing
-        )
-        if missing and waited_s > self.timeout_s + 2 * AFAR_S * afar:
-            late = {self.members[rank]: self.arena.said(rank) for rank in missing}
-            raise CollectiveTimeout(timed_out(self.timeout_s, self._said(), late, self.name), late)
-        if missing and watch.due_to_warn():
-            late = {self.members[rank]: self.arena.said(rank) for rank in missing}
-            warning = stalled(waited_s, self._said(), late, self.name)
-            if afar:
-                warning = stalled_afar(waited_s, self._said(), late, self.name)
-            _LOG.warning("rank %d: %s", self.members[self.rank], warning)
-
-    def _said(self) -> Said:
-        return self.arena.said(self.rank)
-
-    def _lost(self, ranks: Sequence[int], how: str) -> PeerLostError:
-        places = {self.members[rank]: f"pid {self.cards[rank][0]} on host {self.cards[rank][1]}" for rank in ranks}
-        return PeerLostError(lost(places, self._said(), self.name, how), places)
-
-    def _interrupted(self, how: str) -> PeerLostError:
-        return self._lost([self.rank], how)
-
-    def _give_up(self, error: ReductionError) -> None:
-        """Tell all ranks, of this host and of others, why nothing goes on."""
-        self.arena.give_up(error)
-        if len(self.hosts) > 1:
-            self.rendezvous.announce(packed(self.arena.cause() or error))
-            if self.wire is not None:
-                self.wire.abort()
-
-    def _raise_mismatch(self) -> NoReturn:
-        number = self.arena.number
-        said = {self.members[rank]: self.arena.call(rank, number) or Said(number, "?") for rank in self.host}
-        raise MismatchError(disagreement(said, self.name))
-
-    def _raise_broken(self) -> NoReturn:
-        if len(self.hosts) > 1 and self.wire is not None:
-            self.wire.abort()  # a lane of another host may wait for this rank, which did not give up itself
-        deadline = time.monotonic() + 1  # whoever gave up may still be writing why
-        while (error := self.arena.cause()) is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        if error is None:  # nor will it ever
-            gone = [rank for rank in self.host if not self.arena.alive(rank)]
-            error = self._lost(gone, "died") if gone else self._interrupted("was interrupted")
-        path = record.write(self._record(str(error)))
-        if path is not None:
-            error = _again(error, str(error).replace(f"{DOCTOR} DIR", f"{DOCTOR} {path.parent}"))
-        self._broken = error
-        raise _again(error, str(error))
-
-    def _record(self, cause: str) -> record.Dump:
-        histories = [
-            record.History(
-                self.members[rank], tuple(record.Op(*op) for op in self.arena.ops(rank)), self.cards[rank][0]
-            )
-            for rank in self.host
-        ]
-        rank = self.members[self.rank]
-        return record.taken(self.name, self.token, rank, self._named_hosts(), cause, histories)
-
-    def _named_hosts(self) -> list[list[int]]:
-        return [[self.members[rank] for rank in host] for host in self.hosts]
+            raise self._mismatch({rank: Said(*json.loads(call)) for rank, call in enumerate(calls)})
 
     # What a call is
 
@@ -518,11 +354,6 @@ class Communicator:
             if (other.size, other.dtype) != (first.size, first.dtype):
                 given = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
                 raise MismatchError(message("what goes in and comes out differs in dtype or size.", given))
-
-
-def _again(error: ReductionError, text: str) -> ReductionError:
-    """Return a new error of the same kind, about the same ranks: one that was raised keeps its traceback."""
-    return type(error)(text, getattr(error, "ranks", ()))
 
 
 def short(text: str) -> bytes:
