@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
 
 import numpy as np
@@ -81,12 +82,14 @@ def table(rendezvous):
             got[f"broadcast {root}", op, dtype, size] = shared
     comm.barrier()
     hosts = comm.hosts
+    assert "crossreduce lookout" in {thread.name for thread in threading.enumerate()}
     assert comm.plans("all_reduce", ReduceOp.SUM, "bfloat16")
     assert not comm.plans("all_gather", None, "float32")
     with pytest.raises(UnsupportedError, match="another engine"):
         comm.all_gather(buffer(np.zeros(1)), [buffer(np.zeros(1)) for _ in range(n)])
     comm.close()
     wire.close()
+    assert "crossreduce lookout" not in {thread.name for thread in threading.enumerate()}
     return hosts, got
 
 
@@ -265,10 +268,14 @@ def waiting(rendezvous):
 
 def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
     """Behind a rank that waits for another host the warning says so, and does not say that this one has stopped."""
-    (_, x), (said, y), (_, z) = ranks(3, waiting, environment=on(*"aab"))
+    (first, x), (said, y), (_, z) = ranks(3, waiting, environment=on(*"aab"))
     (warning,) = said
     assert "without another host in op 1, all_reduce sum float64[10]" in warning
     assert "rank 0 exchanges with other hosts, and waits for them" in warning
+    (itself,) = first
+    assert itself.startswith("rank 0: 2")
+    assert " s without another host in op 1, all_reduce sum float64[10]" in itself
+    assert "rank 0 exchanges with other hosts, and waits for them: for rank 2, or for ranks of its host" in itself
     assert all((one == 21 * np.arange(10.0)).all() for one in (x, y, z))
 
 

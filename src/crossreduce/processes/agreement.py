@@ -139,16 +139,20 @@ def stalled(waited_s: float, call: Said, late: Mapping[int, Said | None], name: 
     return message(f'{waited_s:.3g} s without {named(late)} in {call.words}, of group "{name}".', _late(call, late))
 
 
-def stalled_afar(waited_s: float, call: Said, ranks: Iterable[int], name: str) -> str:
-    """Return the warning that is logged while ranks wait for ``ranks`` of their host, which wait for another host.
+def stalled_afar(waited_s: float, call: Said, ranks: Iterable[int], peer: int | None, name: str) -> str:
+    """Return the warning that is logged while ``ranks`` of this host wait for another host.
 
-    >>> print(stalled_afar(5, Said(17, "barrier"), [0, 1], "world"))
+    ``peer``: the rank there whose message they wait for, if that is known.
+
+    >>> print(stalled_afar(5, Said(17, "barrier"), [0, 1], None, "world"))
     5 s without another host in op 17, barrier, of group "world".
       given: ranks 0, 1 exchange with other hosts, and wait for them
     """
     ranks = sorted(ranks)
     verbs = ("exchange", "wait") if len(ranks) > 1 else ("exchanges", "waits")
     given = f"{named(ranks)} {verbs[0]} with other hosts, and {verbs[1]} for them"
+    if peer is not None:
+        given += f": for rank {peer}, or for ranks of its host that it waits for"
     return message(f'{waited_s:.3g} s without another host in {call.words}, of group "{name}".', given)
 
 

@@ -19,7 +19,7 @@ from ..ops import COMPLEX, ReduceOp
 from ..topology import Topology
 from .across import Crossing
 from .agreement import Said, described
-from .arena import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, WAITING
+from .arena import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, WAITING, Watch
 from .between import Late, Lost
 from .contract import Buffer, Rendezvous, Wire
 from .courses import Numbers, copying, flows, native_course, reduction_numbers
@@ -194,6 +194,8 @@ class Communicator(Member):
             self.close()
 
     def _let_go(self) -> None:
+        if self._lookout is not None:
+            self._lookout.close()
         if self.arena.fd >= 0:
             self.arena.leave(self._nothing(LEFT).course)
             self.arena.close()
@@ -272,7 +274,7 @@ class Communicator(Member):
         try:
             outcome = self.arena.begin(call.course, addresses, call.text, call.ticks)
             if outcome == WAITING:
-                watch = self._watch()
+                watch = Watch(self._warn_after_s())
                 while outcome == WAITING:
                     self._look_round(watch)
                     outcome = self.arena.advance(call.ticks)
@@ -292,7 +294,7 @@ class Communicator(Member):
     def _cross(self, crossing: Crossing, addresses: tuple[int, ...]) -> None:
         """Walk through a call over several hosts."""
         assert self._across is not None
-        watch = self._watch()
+        watch = Watch(self._warn_after_s())
 
         def begin(course: Any, buffers: tuple[int, ...], text: bytes, until: int) -> bool:
             return reached(self.arena.begin(course, buffers, text, until), until)

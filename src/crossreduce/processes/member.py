@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple, NoReturn
 
 from .. import kernels
@@ -33,6 +34,7 @@ from .between import Late, Lost
 from .contract import Rendezvous, Wire
 from .courses import SLOT_BYTES
 from .hosts import meet
+from .lookout import Lookout, Wait
 
 _LOG: Final = logging.getLogger("crossreduce")
 WARN_AFTER_S: Final = 30.0
@@ -68,6 +70,8 @@ class Member:
         self.hosts = meeting.hosts
         self.host = next(host for host in self.hosts if self.rank in host)
         self._across: Across | None = None
+        self._lookout: Lookout | None = None
+        self._warned: Wait | None = None
         spin_s = SPIN_S if len(self.host) <= meeting.cpus else 0.0
         problem = ""
         try:
@@ -82,7 +86,8 @@ class Member:
             if wire is None:
                 given = f"hosts of ranks {', '.join(map(str, self._named_hosts()))}"
                 raise ArgumentError(message("ranks of several hosts need a wire between them.", given))
-            self._across = Across(self.hosts, self.rank, self.arena, wire)
+            self.wire = self._lookout = Lookout(wire, self._look_afar)
+            self._across = Across(self.hosts, self.rank, self.arena, self.wire)
         _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, self._named_hosts())
 
     def _require_complete(self) -> None:
@@ -102,9 +107,8 @@ class Member:
             given = f"ranks {ranks} in process {os.getpid()}"
             raise ContextError(message("a process can be but one rank of a group.", given, "one process a rank"))
 
-    def _watch(self) -> Watch:
-        """Return what this rank looks at while it waits, from now on."""
-        return Watch(min(self.warn_s, self.timeout_s / 2))
+    def _warn_after_s(self) -> float:
+        return min(self.warn_s, self.timeout_s / 2)
 
     def _look_round(self, watch: Watch) -> None:
         """Raise if a rank that is waited for is gone, if other hosts have given up, or if it takes too long."""
@@ -129,8 +133,19 @@ class Member:
             late = {self.members[rank]: self.arena.said(rank) for rank in missing}
             warning = stalled(waited_s, self._said(), late, self.name)
             if afar:
-                warning = stalled_afar(waited_s, self._said(), late, self.name)
+                warning = stalled_afar(waited_s, self._said(), late, None, self.name)
             _LOG.warning("rank %d: %s", self.members[self.rank], warning)
+
+    def _look_afar(self) -> None:
+        """Warn, once, if a message from another host takes long: whoever waits for it cannot look round meanwhile."""
+        wait = self._lookout.waits if self._lookout is not None else None
+        if wait is None or wait is self._warned or (waited_s := time.monotonic() - wait.since_s) < self._warn_after_s():
+            return
+        self._warned = wait
+        own = self.members[self.rank]
+        with suppress(ValueError):  # the group was closed just now
+            warning = stalled_afar(waited_s, self._said(), [own], self.members[wait.rank], self.name)
+            _LOG.warning("rank %d: %s", own, warning)
 
     def _from_afar(self, error: ConnectionError | TimeoutError) -> ReductionError:
         """Return what is to be said of a rank of another host that does not answer, or of some: then it is not known.
