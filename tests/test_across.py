@@ -10,6 +10,7 @@ import time
 import numpy as np
 import oracle
 import pytest
+from members import Holds
 from ranks import SocketWire, ranks
 
 from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError
@@ -277,6 +278,58 @@ def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
     assert " s without another host in op 1, all_reduce sum float64[10]" in itself
     assert "rank 0 exchanges with other hosts, and waits for them: for rank 2, or for ranks of its host" in itself
     assert all((one == 21 * np.arange(10.0)).all() for one in (x, y, z))
+
+
+def without_a_thread(rendezvous):
+    """Let the system grant rank 0 no thread to look out; return what is warned of, and the sum."""
+    start, said = threading.Thread.start, []
+
+    def refused(thread):
+        if rendezvous.rank == 0 and thread.name == "crossreduce lookout":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("crossreduce").addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        comm, wire = joined(rendezvous, 5.0)
+    x = np.arange(10.0) * 4**comm.rank
+    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
+    comm.close()
+    wire.close()
+    return said, x
+
+
+def test_a_group_needs_no_thread_to_look_out():
+    """A rank that gets no more threads says that it will not warn, and takes part all the same."""
+    (first, x), (second, y) = ranks(2, without_a_thread, environment=on(*"ab"))
+    assert first == ["this rank will not warn when another host is late: can't start new thread"]
+    assert second == []
+    assert all((one == 5 * np.arange(10.0)).all() for one in (x, y))
+
+
+def interrupted_close(rendezvous):
+    """Close while Ctrl-C ends the wait for the thread that looks out; return what is left."""
+    before = Holds()
+    comm, wire = joined(rendezvous)
+    comm.barrier()
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    comm._lookout._thread.join = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        comm.close()
+    wire.close()
+    after = Holds()
+    return [link for link in after.files if "memfd" in link], after.mappings - before.mappings
+
+
+def test_a_close_that_is_interrupted_has_left_the_group():
+    """Ctrl-C in a close does not keep the memory, nor the lock that says that this rank lives."""
+    assert ranks(2, interrupted_close, environment=on(*"ab")) == [([], 0)] * 2
 
 
 def test_the_bits_do_not_depend_on_who_is_late():

@@ -194,11 +194,11 @@ class Communicator(Member):
             self.close()
 
     def _let_go(self) -> None:
-        if self._lookout is not None:
-            self._lookout.close()
         if self.arena.fd >= 0:
             self.arena.leave(self._nothing(LEFT).course)
             self.arena.close()
+        if self._lookout is not None:  # last: Ctrl-C may end the wait for its thread, and nobody comes here again
+            self._lookout.close()
 
     # How a call runs
 

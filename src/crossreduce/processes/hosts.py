@@ -1,8 +1,8 @@
 """Who shares a host, found out by the ranks themselves, and the memory that they share.
 
-In: a place to meet, and how many bytes a host's ranks need.  Out: the hosts, and a file descriptor of this host's
-memory. Ranks are on one host when the kernel says so and one of them could hand its memory to all others; it has no
-name anywhere, so nothing can be left behind, whatever dies.
+In: a place to meet, and how many bytes a host's ranks need.  Out: the hosts, a file descriptor of this host's memory,
+and how many CPUs its ranks have. Ranks are on one host when the kernel says so and one of them could hand its memory to
+all others; it has no name anywhere, so nothing can be left behind, whatever dies.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ In: a wire.  Out: the same wire, and a thread that looks, now and then, whether 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from weakref import WeakMethod
 
 from .contract import Pending, Wire
 
+_LOG: Final = logging.getLogger("crossreduce")
 _EVERY_S: Final = 0.2
 
 
@@ -28,7 +30,8 @@ class Lookout:
 
     Args:
       wire: what carries the messages.
-      look: is called every 0.2 s in a thread of its own; a method, whose object is not kept alive for it.
+      look: is called every 0.2 s in a thread of its own; a method, whose object is not kept alive for it. Where the
+        system grants no thread it is not called, and messages go their way.
     """
 
     def __init__(self, wire: Wire, look: Callable[[], None]) -> None:
@@ -38,7 +41,10 @@ class Lookout:
         self._thread = threading.Thread(
             target=_look, args=(WeakMethod(look), self._over), name="crossreduce lookout", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # other ranks have met this one already, and would wait for it
+            _LOG.warning("this rank will not warn when another host is late: %s", error)
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> Pending:
         """Start to send."""
@@ -55,7 +61,7 @@ class Lookout:
     def close(self) -> None:
         """End the thread; the wire stays as it is."""
         self._over.set()
-        if self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(1)  # not for ever: a signal's handler may close while its own thread holds a log's lock
 
 
