@@ -106,6 +106,25 @@ def test_nobody_is_kept_alive_to_be_asked():
     assert not thread.is_alive()
 
 
+def test_a_look_that_fails_is_not_the_last(monkeypatch):
+    """What a log's handler raises is reported as any thread's error is, and the next look comes all the same."""
+    reported, failed = [], []
+    monkeypatch.setattr(threading, "excepthook", lambda given: reported.append((given.exc_type, given.thread.name)))
+
+    class Fails(Watcher):
+        def look(self):
+            super().look()
+            if not failed:
+                failed.append(True)
+                raise ZeroDivisionError
+
+    watcher = Fails()
+    for _ in range(3):
+        watcher.next_look()
+    assert reported == [(ZeroDivisionError, "crossreduce lookout")]
+    watcher.lookout.close()
+
+
 def test_closing_from_its_own_thread():
     """What looks may close, as a finalizer does that happens to run there."""
     watcher = Watcher()

@@ -6,6 +6,7 @@ In: a wire.  Out: the same wire, and a thread that looks, now and then, whether 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -85,5 +86,8 @@ def _look(method: WeakMethod[Callable[[], None]], over: threading.Event) -> None
         look = method()
         if look is None:
             return
-        look()
+        try:
+            look()
+        except Exception:  # noqa: BLE001 - such as a log's handler's: it is reported, and the next long wait is seen
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
         del look  # or this thread would keep its object
