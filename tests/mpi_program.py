@@ -114,6 +114,12 @@ with mpi.join(timeout_s=30) as group:
     table = np.zeros((n, 300_001)) + me
     same(group.all_gather(table[(me + 1) % n], out=table), np.zeros((n, 300_001)) + np.arange(n)[:, None])
     same(group.reduce_scatter(table, out=table[(me + 1) % n]), np.full(300_001, float(n * me)))
+    table[:] = me
+    expected = np.zeros((n, 300_001)) + np.arange(n)[:, None]
+    same(group.all_to_all(table.copy(), out=table), expected)
+    table[:] = me
+    assert group.all_to_all(table, out=table) is table
+    same(table, expected)
     table[:] = np.arange(n)[:, None]
     same(group.scatter(table, table[(me + 1) % n]), np.full(300_001, float(me)))
     table[:] = me
@@ -128,6 +134,9 @@ with mpi.join(timeout_s=30) as group:
     refused(cr.ArgumentError, "out must be", lambda: group.all_reduce(grid, out=grid.astype("float32")))
     refused(cr.ArgumentError, "no such reduction", lambda: group.all_reduce(grid, "summ"))
     refused(cr.ArgumentError, "a row for each", lambda: group.all_to_all(np.zeros(n + 1)))
+    called = group._communicator.arena.number
+    refused(cr.ArgumentError, "out must be", lambda: group.all_to_all(np.zeros(n), out=np.zeros(n + 1)))
+    assert group._communicator.arena.number == called
     refused(cr.ArgumentError, "no rank", lambda: group.broadcast(grid, n))
     refused(cr.ArgumentError, "no rank", lambda: group.gather(grid, -1))
     if n > 1:

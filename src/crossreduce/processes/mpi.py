@@ -194,15 +194,14 @@ class Group:
     def all_to_all(self, x: Any, out: Array | None = None) -> Array:
         """Return an array whose row k is this rank's row of rank k's ``x``, both of shape ``(size, ...)``."""
         given = self._row_a_rank(_given(x))
-        result = _result(given, given.shape, None)  # rows would be overwritten before they are read
+        result = _result(given, given.shape, out)
+        if np.may_share_memory(given, result):  # rows would be overwritten before they are read
+            given = given.copy()
         if self._inner("all_to_all", given):
             self._finish(self._comm.Ialltoall(_bytes(given), _bytes(result)))
         else:
             self._communicator.all_to_all(_rows(given), _rows(result))
-        if out is None:
-            return result
-        np.copyto(_result(given, given.shape, out), result)
-        return out
+        return result
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -368,11 +367,10 @@ class MpiWire:
         from mpi4py import MPI
 
         self.heard = heard
-
+        self.aborted = False  # nothing can be sent any more
         self._comm, self._address, self._error = comm, MPI.memory.fromaddress, MPI.Exception
         self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._under_way: set[_Message] = set()
-        self._aborted = False
         self._some = threading.Event()
         self._carrier: threading.Thread | None = None
 
@@ -385,7 +383,7 @@ class MpiWire:
         return self._begin(lambda memory: self._comm.Irecv(memory, src, _FIRST + tag), address, nbytes)
 
     def _begin(self, start: Callable[[Any], Any], address: int, nbytes: int) -> _Message:
-        if self._aborted:
+        if self.aborted:
             return _Message(None, self, _GIVEN_UP)
         try:
             made = _Message(start(self._address(address, nbytes)), self)
@@ -399,10 +397,10 @@ class MpiWire:
         return made
 
     def _carry(self) -> None:
-        while not self._aborted:
+        while not self.aborted:
             self._some.wait()
             self._some.clear()
-            while self._under_way and not self._aborted:
+            while self._under_way and not self.aborted:
                 for one in list(self._under_way):
                     one.test()
                 time.sleep(_LONGEST_S)
@@ -413,15 +411,10 @@ class MpiWire:
 
     def abort(self) -> None:
         """Let all messages under way fail."""
-        self._aborted = True
+        self.aborted = True
         self._some.set()
         for one in list(self._under_way):
             one.cancel()
-
-    @property
-    def aborted(self) -> bool:
-        """Whether nothing can be sent any more."""
-        return self._aborted
 
     def close(self) -> None:
         """End the thread, if there is one."""
