@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from pathlib import Path
@@ -53,6 +54,18 @@ def poisoned(size, dtype):
 def untouched(array):
     """Return whether ``poisoned`` memory is as it was."""
     return bool((array.reshape(-1).view(np.uint8) == 0x5B).all())
+
+
+class Warnings(logging.Handler):
+    """What the library warns of from now on, in this process."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+        logging.getLogger("crossreduce").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
 
 
 class Holds:

@@ -1,6 +1,5 @@
 """Collectives over several hosts: pretended ones on this machine, and ones made of network namespaces."""
 
-import logging
 import os
 import random
 import signal
@@ -10,17 +9,12 @@ import time
 import numpy as np
 import oracle
 import pytest
-from members import Holds
+from members import Holds, Warnings, buffer
 from ranks import SocketWire, ranks
 
 from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError
 from crossreduce.ops import ReduceOp
 from crossreduce.processes.communicator import Communicator
-from crossreduce.processes.contract import Buffer
-
-
-def buffer(array):
-    return Buffer(array.ctypes.data, array.size, array.dtype.name, array.shape)
 
 
 def on(*names):
@@ -254,17 +248,14 @@ def ended(pid, after_s):
 def waiting(rendezvous):
     """Let rank 2 come late; return what this rank is warned of, and the sum."""
     comm, wire = joined(rendezvous, 4.0)
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("crossreduce").addHandler(handler)
+    warned = Warnings()
     if comm.rank == 2:
         time.sleep(3)
     x = np.arange(10.0) * 4**comm.rank
     comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
     comm.close()
     wire.close()
-    return said, x
+    return warned.texts, x
 
 
 def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
@@ -282,16 +273,13 @@ def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
 
 def without_a_thread(rendezvous):
     """Let the system grant rank 0 no thread to look out; return what is warned of, and the sum."""
-    start, said = threading.Thread.start, []
+    start, warned = threading.Thread.start, Warnings()
 
     def refused(thread):
         if rendezvous.rank == 0 and thread.name == "crossreduce lookout":
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("crossreduce").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
         comm, wire = joined(rendezvous, 5.0)
@@ -299,7 +287,7 @@ def without_a_thread(rendezvous):
     comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
     comm.close()
     wire.close()
-    return said, x
+    return warned.texts, x
 
 
 def test_a_group_needs_no_thread_to_look_out():

@@ -25,6 +25,7 @@ def numbered(rendezvous):
     before = set(Path("/proc/self/fd").iterdir())
     meeting = meet(rendezvous, bytes_for)
     here = next(host for host in meeting.hosts if rendezvous.rank in host)
+    assert meeting.host == here
     os.pwrite(meeting.fd, struct.pack("<q", 1000 + rendezvous.rank), 4096 * here.index(rendezvous.rank))
     rendezvous.all_gather(b"written")
     read = [struct.unpack("<q", os.pread(meeting.fd, 8, 4096 * place))[0] for place in range(len(here))]

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import logging
 import mmap
 import os
 import random
@@ -13,7 +12,7 @@ import time
 
 import numpy as np
 import pytest
-from members import Holds, buffer, buffers, member, poisoned, resident_bytes, untouched
+from members import Holds, Warnings, buffer, buffers, member, poisoned, resident_bytes, untouched
 from ranks import Died, ranks
 
 from crossreduce.cli import main
@@ -319,19 +318,21 @@ def test_r3_several_die_at_once():
 # R4, R11: ranks that stop
 
 
-class Kept(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
+def pause(started, victim, seconds):
+    """Return what stops a rank for a while, some time after all have started."""
 
-    def emit(self, record):
-        if record.levelno >= logging.WARNING:
-            self.texts.append(record.getMessage())
+    def begun(pids):
+        started.wait()
+        time.sleep(0.2)
+        os.kill(pids[victim], signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pids[victim], signal.SIGCONT)
+
+    return begun
 
 
 def stopped(rendezvous, started, timeout_s):
-    kept = Kept()
-    logging.getLogger("crossreduce").addHandler(kept)
+    kept = Warnings()
     comm = member(rendezvous, timeout_s)
     comm.warn_s = 0.3
     for _ in range(3):
@@ -364,15 +365,7 @@ def stopped(rendezvous, started, timeout_s):
 def test_r4_a_rank_that_stops_for_a_while():
     """While a rank is stopped the others warn once, naming it and the call; when it goes on, results are right."""
     with starter(3) as started:
-
-        def pause(pids):
-            started.wait()
-            time.sleep(0.2)
-            os.kill(pids[1], signal.SIGSTOP)
-            time.sleep(1)
-            os.kill(pids[1], signal.SIGCONT)
-
-        found = ranks(3, stopped, started, 20.0, begun=pause)
+        found = ranks(3, stopped, started, 20.0, begun=pause(started, 1, 1))
     assert [one[0] for one in found] == ["done"] * 3
     for rank in (0, 2):
         (text,) = found[rank][4]
@@ -385,15 +378,7 @@ def test_r4_r11_a_rank_that_stops_for_good(dumps, capsys, monkeypatch):
     """After the timeout all others raise CollectiveTimeout naming it, and write down what every rank did last, which
     the doctor reads; the rank itself, going on much later, raises the same."""
     with starter(4) as started:
-
-        def pause(pids):
-            started.wait()
-            time.sleep(0.2)
-            os.kill(pids[2], signal.SIGSTOP)
-            time.sleep(3.5)
-            os.kill(pids[2], signal.SIGCONT)
-
-        found = ranks(4, stopped, started, 1.5, begun=pause)
+        found = ranks(4, stopped, started, 1.5, begun=pause(started, 2, 3.5))
     texts = {one[0] for one in found}
     assert len(texts) == 1, texts
     (text,) = texts

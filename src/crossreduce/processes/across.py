@@ -73,9 +73,9 @@ class Across:
 
     def __init__(self, hosts: tuple[tuple[int, ...], ...], rank: int, arena: Arena, wire: Wire) -> None:
         self.hosts, self.rank, self.arena, self.wire = hosts, rank, arena, wire
-        self.host = next(k for k, ranks in enumerate(hosts) if rank in ranks)
+        self.host = hosts.index(arena.host)
         self.lanes = min(map(len, hosts))
-        place = hosts[self.host].index(rank)
+        place = arena.host.index(rank)
         self.lane = place if place < self.lanes else None
         self.peers = tuple(ranks[place] for ranks in hosts) if self.lane is not None else ()
         self.topology: Topology | None = None  # of the hosts, if it was measured

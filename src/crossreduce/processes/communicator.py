@@ -312,16 +312,15 @@ class Communicator(Member):
 
         try:
             same = self._across.run(crossing, addresses, begin, reach, self.timeout_s)
-            calls = None if same else self.rendezvous.all_gather(json.dumps(self._said()).encode())
+            calls = [] if same else self.rendezvous.all_gather(json.dumps(self._said()).encode())
         except (_GivenUp, Lost, Late, ReductionError) as error:
             if not isinstance(error, _GivenUp):
                 self._give_up(self._from_afar(error) if isinstance(error, (Lost, Late)) else error)
-            calls = None
             self._raise_broken()
         except BaseException:  # Ctrl-C, or whatever else a signal's handler raised
             self._give_up(self._interrupted("was interrupted"))
             raise
-        if calls is not None:
+        if calls:
             raise self._mismatch({rank: Said(*json.loads(call)) for rank, call in enumerate(calls)})
 
     # What a call is

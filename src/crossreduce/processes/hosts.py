@@ -39,11 +39,13 @@ class Meeting(NamedTuple):
 
     Args:
       hosts: the ranks of each host, ascending; hosts in the order of their lowest ranks.
-      fd: memory that the ranks of this rank's host share, zeroed; the caller closes it.
+      host: those of this rank's.
+      fd: memory that these share, zeroed; the caller closes it.
       cpus: on how many CPUs they may run: launchers bind ranks to CPUs of their own, so all of theirs count.
     """
 
     hosts: tuple[tuple[int, ...], ...]
+    host: tuple[int, ...]
     fd: int
     cpus: int
 
@@ -107,7 +109,7 @@ def meet(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Meeting:
                 os.close(fd)
             raise
         host = next(ranks for ranks in hosts if rendezvous.rank in ranks)
-        return Meeting(hosts, fd, len({cpu for rank in host for cpu in cards[rank].cpus}))
+        return Meeting(hosts, host, fd, len({cpu for rank in host for cpu in cards[rank].cpus}))
 
 
 def _identity() -> list[str]:

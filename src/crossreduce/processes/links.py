@@ -72,7 +72,7 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
     hosts, rank = communicator.hosts, communicator.rank
     count = len(hosts)
     communicator.agree(f"measure_topology {seconds:g} s")
-    own = next(host for host, ranks in enumerate(hosts) if rank in ranks)
+    own = hosts.index(communicator.host)
     found: dict[str, object] = {"memory": _memory()}
     if count > 1:
         assert communicator.wire is not None

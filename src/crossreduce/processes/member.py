@@ -67,8 +67,7 @@ class Member:
         self.warn_s = WARN_AFTER_S  # or after half the timeout
         self._broken: ReductionError | None = None
         meeting = meet(rendezvous, lambda ranks: Arena.nbytes(ranks, SLOT_BYTES))
-        self.hosts = meeting.hosts
-        self.host = next(host for host in self.hosts if self.rank in host)
+        self.hosts, self.host = meeting.hosts, meeting.host
         self._across: Across | None = None
         self._lookout: Lookout | None = None
         self._warned: Wait | None = None

@@ -127,6 +127,15 @@ bool usable(const ArenaObject *self, bool alone) {
     return !(alone && self->busy) || malformed("another thread is in the arena");
 }
 
+// The arena's memory and the rank that a call names, or null with an error set.
+const SharedMemory *read_rank(PyObject *object, PyObject *args, int &rank) {
+    if (!PyArg_ParseTuple(args, "i", &rank) || !usable(arena_of(object), false)) return nullptr;
+    const SharedMemory *memory = arena_of(object)->memory;
+    if (rank >= 0 && rank < memory->ranks) return memory;
+    malformed("there is no such rank");
+    return nullptr;
+}
+
 bool sane_slice(double slice_s) { // also no NaN
     return (slice_s >= 0 && slice_s <= 1e6) || malformed("a slice is from 0 to 1e6 seconds");
 }
@@ -263,14 +272,10 @@ PyObject *arena_cause(PyObject *object, PyObject *) {
 
 PyObject *arena_address(PyObject *object, PyObject *args) {
     int rank;
-    if (!PyArg_ParseTuple(args, "i", &rank) || !usable(arena_of(object), false)) return nullptr;
-    const SharedMemory &memory = *arena_of(object)->memory;
-    if (rank < 0 || rank >= memory.ranks) {
-        malformed("there is no such rank");
-        return nullptr;
-    }
-    const int64_t half = static_cast<int64_t>(memory.number % 2) * (memory.slot / 2);
-    return PyLong_FromVoidPtr(memory.memory(rank) + half);
+    const SharedMemory *memory = read_rank(object, args, rank);
+    if (memory == nullptr) return nullptr;
+    const int64_t half = static_cast<int64_t>(memory->number % 2) * (memory->slot / 2);
+    return PyLong_FromVoidPtr(memory->memory(rank) + half);
 }
 
 PyObject *arena_number(PyObject *object, PyObject *) {
@@ -296,13 +301,9 @@ PyObject *arena_arrivals(PyObject *object, PyObject *) {
 // ops(rank) -> [(number, text, started_s, ended_s or None)], oldest first
 PyObject *arena_ops(PyObject *object, PyObject *args) {
     int rank;
-    if (!PyArg_ParseTuple(args, "i", &rank) || !usable(arena_of(object), false)) return nullptr;
-    const SharedMemory &memory = *arena_of(object)->memory;
-    if (rank < 0 || rank >= memory.ranks) {
-        malformed("there is no such rank");
-        return nullptr;
-    }
-    const Seat &seat = memory.seat(rank);
+    const SharedMemory *memory = read_rank(object, args, rank);
+    if (memory == nullptr) return nullptr;
+    const Seat &seat = memory->seat(rank);
     const uint64_t last = seat.number.load(std::memory_order_acquire);
     PyObject *all = PyList_New(0);
     for (uint64_t number = last < KEPT_OPS ? 1 : last - KEPT_OPS + 1; all != nullptr && number <= last; number++) {
