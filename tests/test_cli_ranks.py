@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from ast import literal_eval
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -235,17 +237,48 @@ class Faulty(Torch):
             found[7] += 1
         return found
 
+def measure():  # a function: no group may outlive it, as gloo's threads would abort an interpreter that ends
+    control = dist.new_group(backend="gloo")
+    engines = {"crossreduce": Torch(dist.group.WORLD, control), "gloo": Torch(control, control)}
+    engines["faulty"] = Faulty(dist.group.WORLD, control)
+    for k, text in enumerate(json.loads(sys.argv[1])):
+        for backend, engine in engines.items():
+            for row in ranks.rows(engine, ranks.Request.read(text), backend):
+                if dist.get_rank() == 0:
+                    print(json.dumps({"case": k, **asdict(row)}), flush=True)
+
 dist.init_process_group("crossreduce")
-control = dist.new_group(backend="gloo")
-engines = {"crossreduce": Torch(dist.group.WORLD, control), "gloo": Torch(control, control)}
-engines["faulty"] = Faulty(dist.group.WORLD, control)
-for k, text in enumerate(json.loads(sys.argv[1])):
-    for backend, engine in engines.items():
-        for row in ranks.rows(engine, ranks.Request.read(text), backend):
-            if dist.get_rank() == 0:
-                print(json.dumps({"case": k, **asdict(row)}), flush=True)
+measure()
 dist.destroy_process_group()
 """
+
+
+# Torch's process groups join their threads when they are freed, and destroy_process_group only lets go of them. A
+# thread of gloo's lets go of a finished op's tensors some time after the op, in which it needs the interpreter (torch
+# 2.13); if that ends meanwhile, the thread, which must not be unwound, aborts the process.
+THREADS_LEFT = """
+import atexit, runpy, sys
+from pathlib import Path
+def show():
+    print(sorted(x.joinpath("comm").read_text() for x in Path("/proc/self/task").iterdir()), file=sys.stderr)
+atexit.register(show)
+runpy.run_module("crossreduce.cli.ranks", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_thread_of_gloos_is_there_when_a_rank_ends(tmp_path, fails):
+    """Whether a rank of the bench succeeds or fails, its groups are gone before its interpreter ends."""
+    unwritable = str(tmp_path / "no folder" / "x.json") if fails else None
+    request = replace(request_for(size=64, n=1), json=unwritable)
+    ran = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, "1", THREADS_LEFT, request.written],
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert ran.returncode == fails, ran.stderr
+    left = [name for line in ran.stderr.splitlines() if line.startswith("[") for name in literal_eval(line)]
+    assert left, ran.stderr
+    assert not [name for name in left if "gloo" in name]
 
 
 @pytest.fixture(scope="module")

@@ -198,7 +198,10 @@ class _Case:
 
 
 def run(request: Request) -> int:
-    """Be one rank: measure crossreduce and the peers one after the other, print on rank 0, and return the exit code."""
+    """Be one rank: measure crossreduce and the peers one after the other, print on rank 0, and return the exit code.
+
+    No process group outlives this: a thread of gloo's would abort an interpreter that ends (torch 2.13).
+    """
     import torch
     import torch.distributed as dist
 
