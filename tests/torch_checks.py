@@ -428,6 +428,20 @@ def inner_engine(c):
 
 
 @check
+def inner_engine_lets_go(c):
+    """Once an op returns gloo holds none of its tensors, however late its threads get hold of the interpreter."""
+    sparse = torch.eye(3).to_sparse()
+    count, interval = sys.getrefcount(sparse), sys.getswitchinterval()
+    sys.setswitchinterval(100)
+    try:
+        for _ in range(20):
+            dist.all_reduce(sparse)
+            assert sys.getrefcount(sparse) == count
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@check
 def a_subgroup_names_ranks_of_the_world(c):
     """What is said of a sub-group's ranks has their numbers in the world: those are what their owner knows."""
     group = dist.new_group([0, 2])

@@ -6,9 +6,13 @@ for. A tensor that does not lie in one piece is copied; dtypes that cannot be re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+import sys
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import optree
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp as TorchOp
@@ -30,6 +34,8 @@ _OPS: Final = {
 
 # Sums and products of truths, as torch's NCCL has them.
 _OF_BOOLS: Final = {TorchOp.SUM: ReduceOp.MAX, TorchOp.PRODUCT: ReduceOp.MIN}
+
+_LETTING_GO_S: Final = 1.0  # at most, for what takes microseconds
 
 
 class Collectives:
@@ -111,7 +117,7 @@ class Collectives:
         if inner:
             options = c10d.BroadcastOptions()
             options.rootRank = root
-            _await(self._gloo.broadcast([_raw(held)], options))
+            _finish(self._gloo.broadcast, [_raw(held)], options)
         else:
             self._ours.broadcast(buffer(held), root)
         if root != self._rank:
@@ -133,7 +139,7 @@ class Collectives:
         inner = self._is_inner("all_gather", tensor)
         source, written = readable(tensor), [writable(x) for x in results]
         if inner:
-            _await(self._gloo.allgather([list(map(_raw, written))], [_raw(source)]))
+            _finish(self._gloo.allgather, [list(map(_raw, written))], [_raw(source)])
         else:
             self._ours.all_gather(buffer(source), [buffer(x) for x in written])
         settle_all(results, written)
@@ -144,7 +150,7 @@ class Collectives:
         inner = self._is_inner("all_gather", tensor)
         source, written = readable(tensor), writable(output)
         if inner:
-            _await(self._gloo._allgather_base(_raw(written), _raw(source)))
+            _finish(self._gloo._allgather_base, _raw(written), _raw(source))
         else:
             self._ours.all_gather(buffer(source), shares(written, self._size))
         settle(output, written)
@@ -157,7 +163,7 @@ class Collectives:
             options = c10d.GatherOptions()
             options.rootRank = root
             into = [list(map(_raw, written))] if root == self._rank else []
-            _await(self._gloo.gather(into, [_raw(source)], options))
+            _finish(self._gloo.gather, into, [_raw(source)], options)
         else:
             places = [buffer(x) for x in written] if root == self._rank else None
             self._ours.gather(buffer(source), places, root)
@@ -171,7 +177,7 @@ class Collectives:
             options = c10d.ScatterOptions()
             options.rootRank = root
             of = [list(map(_raw, sources))] if root == self._rank else []
-            _await(self._gloo.scatter([_raw(written)], of, options))
+            _finish(self._gloo.scatter, [_raw(written)], of, options)
         else:
             places = [buffer(x) for x in sources] if root == self._rank else None
             self._ours.scatter(places, buffer(written), root)
@@ -211,7 +217,7 @@ class Collectives:
     def _exchange(self, result: Any, source: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
         width = source.shape[1:].numel() * source.element_size()
         splits = ([width * rows for rows in rooms], [width * rows for rows in sizes])
-        _await(self._gloo.alltoall_base(_raw(result), _raw(source), *splits))
+        _finish(self._gloo.alltoall_base, _raw(result), _raw(source), *splits)
 
     def _are_splits(self, tensor: Any, splits: Sequence[int]) -> bool:
         if not tensor.ndim or not splits:
@@ -292,10 +298,10 @@ class Collectives:
     @staticmethod
     def _through_gloo(function: Any, tensor: Any, options: Any) -> None:
         if tensor.layout is not torch.strided:
-            _await(function([tensor], options))
+            _finish(function, [tensor], options)
             return
         held = readable(tensor)
-        _await(function([held], options))
+        _finish(function, [held.detach()], options)  # others may use the tensor itself
         settle(tensor, held)
 
 
@@ -329,19 +335,38 @@ def _alike(tensors: Sequence[Any]) -> bool:
     return len({x.dtype for x in tensors}) == 1 and all(x.is_cpu for x in tensors)
 
 
-def _await(work: Any) -> None:
-    """Wait for gloo, whose errors are all of one class.
+def _finish(run: Callable[..., Any], *arguments: Any) -> None:
+    """Run an op of gloo's until it has ended, and gloo has let go of its tensors.
+
+    A thread of gloo's lets go of them some time after the end, and needs the interpreter for it. If that ended
+    meanwhile, the process would be aborted (https://github.com/pytorch/pytorch/issues/190489).
 
     Raises:
       PeerLostError: a connection was closed.
       CollectiveTimeout: it took too long.
     """
+    given: Any = arguments
+    tensors = [x for x in optree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+    before = _references(tensors)
     try:
-        work.wait()
-    except RuntimeError as error:
+        work = run(*arguments)
+        try:
+            work.wait()
+        finally:
+            del work  # it refers to them, too
+    except RuntimeError as error:  # gloo's errors are all of one class
         text = str(error)
         if "Connection" in text or "pair closure" in text:
             raise PeerLostError(message("a rank is gone.", text, "look at what the other ranks say")) from error
         if "Timed out" in text:
             raise CollectiveTimeout(message("a rank did not come in time.", text, "look at the other ranks")) from error
         raise
+    finally:
+        deadline = time.monotonic() + _LETTING_GO_S
+        while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < deadline:
+            time.sleep(0)  # gives the interpreter to that thread
+
+
+def _references(tensors: Sequence[Any]) -> list[int]:
+    """Return how often each tensor is referred to: also, as one reference, by C++ as a whole (torch 2.13)."""
+    return [sys.getrefcount(x) for x in tensors]
