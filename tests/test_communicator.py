@@ -428,8 +428,9 @@ def short_of_addresses(rendezvous):
         member(rendezvous, 20)
     except ReductionError as error:
         caught = str(error)
+    took = time.monotonic() - began
     gc.collect()
-    return caught, time.monotonic() - began, before == Holds()
+    return caught, took, before == Holds()
 
 
 def test_a_rank_that_cannot_reach_the_memory_holds_up_nobody():
@@ -439,7 +440,7 @@ def test_a_rank_that_cannot_reach_the_memory_holds_up_nobody():
     assert "given: rank 1: [Errno 12] Cannot allocate memory\n" in text
     for again, took, same in found:
         assert again == text
-        assert took < 5
+        assert took < 10  # of the 20 s that it waits for others
         assert same
 
 
