@@ -16,6 +16,8 @@ PROGRAM = HERE / "torch_endings.py"
     [
         "no_goodbye",
         "unfinished",
+        "unfinished_inside",
+        "ends_within",
         "unanswered",
         "interrupted",
         "interrupted_in_backward",

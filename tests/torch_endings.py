@@ -47,6 +47,49 @@ def unfinished(folder):
         time.sleep(1)
 
 
+def unfinished_inside(folder):
+    """Groups end while gloo is at an op of theirs that will never end; it fails, and no thread is left."""
+    from crossreduce import PeerLostError
+    from crossreduce.torch import collectives
+
+    begin(folder)
+    groups = [dist.new_group() for _ in range(2)]
+    if RANK:
+        collectives._finish = lambda *_: None  # once all agreed, they do not come
+    works = [dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, x, async_op=True) for x in groups]
+    if RANK:
+        works[0].wait()
+        works[1].wait()
+        time.sleep(4)
+        return
+    time.sleep(0.5)
+    for end, work, group in zip((groups[0].abort, groups[1]._end), works, groups, strict=True):
+        begun = time.monotonic()
+        end()
+        assert not group.line._thread.is_alive()
+        refuses(PeerLostError, "a rank is gone", work.wait)
+        assert time.monotonic() - begun < 3
+
+
+def ends_within(folder):
+    """Leaves while ops of gloo's wait for another rank, which comes: at the end of each gloo holds no tensor."""
+    from crossreduce.torch import collectives
+
+    def watched(run, tensors, options):
+        before = sys.getrefcount(tensors[0])
+        finish(run, tensors, options)
+        if sys.getrefcount(tensors[0]) > before:
+            os._exit(3)
+
+    begin(folder)
+    finish, collectives._finish = collectives._finish, watched
+    sys.setswitchinterval(100)
+    if RANK == 1:
+        time.sleep(0.5)
+    for _ in range(5):
+        dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, async_op=True)
+
+
 def unanswered(folder):
     """Rank 0 leaves while an op is under way; the others, who would have gone on for long, hear of it."""
     begin(folder, 300)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import optree
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp as TorchOp
@@ -297,12 +296,15 @@ class Collectives:
 
     @staticmethod
     def _through_gloo(function: Any, tensor: Any, options: Any) -> None:
-        if tensor.layout is not torch.strided:
-            _finish(function, [tensor], options)
-            return
-        held = readable(tensor)
-        _finish(function, [held.detach()], options)  # others may use the tensor itself
-        settle(tensor, held)
+        dense = tensor.layout is torch.strided
+        held = readable(tensor) if dense else tensor
+        given = held.detach()  # others may use the tensor itself
+        _finish(function, [given], options)
+        if dense:
+            settle(tensor, held)
+        else:  # what is written to a detached one becomes its own
+            with torch.no_grad():
+                tensor.copy_(given)
 
 
 def _undefined() -> dict[tuple[ReduceOp, str], str]:
@@ -345,8 +347,7 @@ def _finish(run: Callable[..., Any], *arguments: Any) -> None:
       PeerLostError: a connection was closed.
       CollectiveTimeout: it took too long.
     """
-    given: Any = arguments
-    tensors = [x for x in optree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+    tensors = _tensors(arguments)
     before = _references(tensors)
     try:
         work = run(*arguments)
@@ -365,6 +366,13 @@ def _finish(run: Callable[..., Any], *arguments: Any) -> None:
         deadline = time.monotonic() + _LETTING_GO_S
         while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < deadline:
             time.sleep(0)  # gives the interpreter to that thread
+
+
+def _tensors(given: Any) -> list[Any]:
+    """Return the tensors in nested lists; not by optree, which knows no lists once the interpreter ends."""
+    if isinstance(given, (list, tuple)):
+        return [tensor for each in given for tensor in _tensors(each)]
+    return [given] if isinstance(given, torch.Tensor) else []
 
 
 def _references(tensors: Sequence[Any]) -> list[int]:

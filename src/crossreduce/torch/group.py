@@ -77,7 +77,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End the group; what is under way fails."""
-        self.communicator.abort()
+        if not self.line.foreign:
+            _abort(self.communicator)
         self._end()
 
     # ---- reductions -----------------------------------------------------------------------------------------------
@@ -298,8 +299,15 @@ def close(line: Line, ours: Communicator) -> None:
     if line.close(_LEAVE_S):
         ours.close()
     else:
-        ours.abort()
+        _abort(ours)
         line.close(_LEAVE_S)
+
+
+def _abort(ours: Communicator) -> None:
+    """Make what is under way fail, in the inner engine too, whose threads would outlive the interpreter."""
+    ours.abort()
+    if ours.wire is not None:
+        ours.wire.abort()
 
 
 def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = None, root: int = 0) -> tuple[Any, Any]:
