@@ -376,5 +376,9 @@ def _tensors(given: Any) -> list[Any]:
 
 
 def _references(tensors: Sequence[Any]) -> list[int]:
-    """Return how often each tensor is referred to: also, as one reference, by C++ as a whole (torch 2.13)."""
-    return [sys.getrefcount(x) for x in tensors]
+    """Return how often each tensor is referred to, from Python and from C++.
+
+    In torch 2.13 C++ lets go of its own count first, then of Python's, for which it needs the interpreter; earlier
+    (torch 2.8) it needs it for a tensor that only C++ holds any more.
+    """
+    return [sys.getrefcount(x) + x._use_count() for x in tensors]
