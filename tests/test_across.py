@@ -245,17 +245,22 @@ def ended(pid, after_s):
     os.kill(pid, signal.SIGKILL)
 
 
+def last_sum(comm, wire):
+    """Sum 10 numbers of each rank's, leave the group, and return what came out."""
+    x = np.arange(10.0) * 4**comm.rank
+    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
+    comm.close()
+    wire.close()
+    return x
+
+
 def waiting(rendezvous):
     """Let rank 2 come late; return what this rank is warned of, and the sum."""
     comm, wire = joined(rendezvous, 4.0)
     warned = Warnings()
     if comm.rank == 2:
         time.sleep(3)
-    x = np.arange(10.0) * 4**comm.rank
-    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
-    comm.close()
-    wire.close()
-    return warned.texts, x
+    return warned.texts, last_sum(comm, wire)
 
 
 def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
@@ -283,11 +288,7 @@ def without_a_thread(rendezvous):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
         comm, wire = joined(rendezvous, 5.0)
-    x = np.arange(10.0) * 4**comm.rank
-    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
-    comm.close()
-    wire.close()
-    return warned.texts, x
+    return warned.texts, last_sum(comm, wire)
 
 
 def test_a_group_needs_no_thread_to_look_out():

@@ -58,8 +58,13 @@ sys.exit(launch([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1])))
 """
 
 
+def launching(count, code, *args):
+    """Return the command that launches so many ranks of a program."""
+    return [sys.executable, "-c", LAUNCHER, str(count), code, *args]
+
+
 def launcher(tmp_path, code, count=3):
-    command = [sys.executable, "-c", LAUNCHER, str(count), PROGRAM + code, str(tmp_path)]
+    command = launching(count, PROGRAM + code, str(tmp_path))
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -271,10 +276,8 @@ def test_no_thread_of_gloos_is_there_when_a_rank_ends(tmp_path, fails):
     """Whether a rank of the bench succeeds or fails, its groups are gone before its interpreter ends."""
     unwritable = str(tmp_path / "no folder" / "x.json") if fails else None
     request = replace(request_for(size=64, n=1), json=unwritable)
-    ran = subprocess.run(
-        [sys.executable, "-c", LAUNCHER, "1", THREADS_LEFT, request.written],
-        capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+    command = launching(1, THREADS_LEFT, request.written)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert ran.returncode == fails, ran.stderr
     left = [name for line in ran.stderr.splitlines() if line.startswith("[") for name in literal_eval(line)]
     assert left, ran.stderr
@@ -285,11 +288,7 @@ def test_no_thread_of_gloos_is_there_when_a_rank_ends(tmp_path, fails):
 def measured():
     """The rows of all cases, from one set of ranks."""
     written = json.dumps([request_for(*case[:3], roots=case[3]).written for case in CASES])
-    code = "import sys; from crossreduce.cli.launch import launch; sys.exit(launch(sys.argv[1:], 3))"
-    ran = subprocess.run(
-        [sys.executable, "-c", code, sys.executable, "-c", RANK, written],
-        capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+    ran = subprocess.run(launching(3, RANK, written), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert ran.returncode == 0, ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines()]
 

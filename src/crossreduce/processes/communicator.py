@@ -172,9 +172,14 @@ class Communicator(Member):
         return op is None and dtype in COMPLEX
 
     def abort(self) -> None:
-        """Leave the group at once, also in the middle of a call, which then fails on all ranks."""
+        """Leave the group at once, also in the middle of a call, which then fails on all ranks.
+
+        So does what else is under way on the wire.
+        """
         if not self._closed and os.getpid() == self._pid:
             self._give_up(self._interrupted("left"))
+            if self.wire is not None:  # ranks of one host may use its engine, too
+                self.wire.abort()
         self.close()
 
     def close(self) -> None:

@@ -77,8 +77,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End the group; what is under way fails."""
-        if not self.line.foreign:
-            _abort(self.communicator)
+        self.communicator.abort()
         self._end()
 
     # ---- reductions -----------------------------------------------------------------------------------------------
@@ -299,15 +298,8 @@ def close(line: Line, ours: Communicator) -> None:
     if line.close(_LEAVE_S):
         ours.close()
     else:
-        _abort(ours)
+        ours.abort()
         line.close(_LEAVE_S)
-
-
-def _abort(ours: Communicator) -> None:
-    """Make what is under way fail, in the inner engine too, whose threads would outlive the interpreter."""
-    ours.abort()
-    if ours.wire is not None:
-        ours.wire.abort()
 
 
 def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = None, root: int = 0) -> tuple[Any, Any]:
