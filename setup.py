@@ -62,8 +62,8 @@ kernels = extension(
     ],
 )
 arrays = extension(
-    "backends._numpy_arrays",
-    ["src/crossreduce/backends/native/numpy_arrays.cpp"],
+    "frameworks._numpy_arrays",
+    ["src/crossreduce/frameworks/native/numpy_arrays.cpp"],
     include_dirs=[numpy.get_include()],
 )
 free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # the stable ABI has no such builds yet

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import names
 
 from crossreduce import Chunk, Schedule, Step
-from crossreduce.schedule.collective import collective
+from crossreduce.export.collective import collective
 
 
 @st.composite

@@ -12,8 +12,8 @@ import numpy as np
 import oracle
 from ranks import Meet
 
-from crossreduce.processes.communicator import Communicator
-from crossreduce.processes.contract import Buffer
+from crossreduce.ranks.communicator import Communicator
+from crossreduce.transports.base import Buffer
 
 
 def buffer(array):

@@ -15,7 +15,7 @@ if names != "one":
     os.environ["CROSSREDUCE_HOST"] = names[me]
 
 import crossreduce as cr  # noqa: E402
-from crossreduce.processes import mpi  # noqa: E402
+from crossreduce.ranks import mpi  # noqa: E402
 
 DTYPES = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int8", "int64", "uint16", "complex64", "bool"]
 

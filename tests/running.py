@@ -3,8 +3,8 @@
 import oracle
 
 from crossreduce import ReduceOp
-from crossreduce.backends import get
-from crossreduce.execute import execute, ranges
+from crossreduce.engines.loop import execute, ranges
+from crossreduce.frameworks import get
 
 
 def bounds(schedule, size):

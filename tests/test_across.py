@@ -14,7 +14,7 @@ from ranks import SocketWire, ranks
 
 from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError
 from crossreduce.ops import ReduceOp
-from crossreduce.processes.communicator import Communicator
+from crossreduce.ranks.communicator import Communicator
 
 
 def on(*names):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import crossreduce as cr
-from crossreduce.processes.agreement import Said, described, disagreement, lost, named, stalled, timed_out
+from crossreduce.ranks.diagnostics import Said, described, disagreement, lost, named, stalled, timed_out
 
 SUM = described("all_reduce", "sum", dtype="float32", shape=(1024, 3))
 

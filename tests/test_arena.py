@@ -15,7 +15,8 @@ import pytest
 from crossreduce import kernels
 from crossreduce.errors import CollectiveTimeout, PeerLostError
 from crossreduce.kernels import Program, Segment
-from crossreduce.processes.arena import (
+from crossreduce.ranks.communicator import short
+from crossreduce.ranks.shared_memory import (
     DONE,
     LEFT,
     MISMATCH,
@@ -27,7 +28,6 @@ from crossreduce.processes.arena import (
     packed,
     unpacked,
 )
-from crossreduce.processes.communicator import short
 
 SLOT = 1 << 14
 native = kernels.native()

@@ -8,7 +8,7 @@ import pytest
 
 import crossreduce as cr
 from crossreduce import backends
-from crossreduce.backends.contract import Numbers
+from crossreduce.frameworks.base import Numbers
 
 pytestmark = pytest.mark.usefixtures("jax_")
 
@@ -158,8 +158,8 @@ def test_part_far_into_a_buffer(backend, jax_, monkeypatch):
     """A range beyond what an int32 can count is cut as any other."""
     flat = jax_.array(np.arange(12))
     near = backend.part(flat, 5, 9).tolist()
-    monkeypatch.setattr("crossreduce.backends.jax._LARGEST_INT32", 4)
-    monkeypatch.setattr("crossreduce.backends.jax._PART", None)
+    monkeypatch.setattr("crossreduce.frameworks.jax._LARGEST_INT32", 4)
+    monkeypatch.setattr("crossreduce.frameworks.jax._PART", None)
     assert backend.part(flat, 5, 9).tolist() == near == [5, 6, 7, 8]
 
 
@@ -288,7 +288,7 @@ def test_tracers_are_tracers_of_the_backend(jax, backend):
     """Under jit a copy is nothing: the tracer itself, wherever it is to go."""
 
     def check(x):
-        assert backends.backend_of(x) is backend
+        assert backends.framework_of(x) is backend
         assert backend.copy(x, "cpu:5") is x
         assert cr.PerReplica([x, x]).devices == ("cpu:0", "cpu:0#1")
         return x

@@ -10,7 +10,7 @@ import pytest
 from frameworks import NAMES, load
 
 import crossreduce as cr
-from crossreduce.backends import get
+from crossreduce.frameworks import get
 
 if "tensorflow" not in NAMES:
     pytest.skip("tensorflow is left out by CROSSREDUCE_TEST_FRAMEWORKS", allow_module_level=True)

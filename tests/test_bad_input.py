@@ -576,7 +576,7 @@ def test_a_framework_that_is_not_installed(name):
     out = python(
         f"""
         import crossreduce as cr
-        from crossreduce.backends import get
+        from crossreduce.frameworks import get
         class Foreign:
             device = "cpu"
         Foreign.__module__ = "{name}.somewhere"
@@ -607,7 +607,7 @@ def test_numpy_works_without_the_others():
 
 def test_there_is_no_backend_of_that_name():
     """An unknown framework's name is an error that lists those that are known."""
-    from crossreduce.backends import get
+    from crossreduce.frameworks import get
 
     with pytest.raises(cr.ArgumentError, match=r"no backend for this framework(.|\n)*numpy, torch, jax, tensorflow"):
         get("cupy")

@@ -12,8 +12,8 @@ import pytest
 
 from crossreduce.errors import PlanError, ScheduleError
 from crossreduce.planning import PLANNERS, plan, planned
-from crossreduce.processes.between import Exchange, Late, Lost, alike, cut, part, work
-from crossreduce.processes.courses import Numbers
+from crossreduce.ranks.exchange import Exchange, Late, Lost, alike, cut, part, work
+from crossreduce.ranks.programs import Numbers
 from crossreduce.schedule import Chunk, Schedule, Step, completing
 from crossreduce.topology import Topology
 

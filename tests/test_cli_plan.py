@@ -15,13 +15,13 @@ import crossreduce as cr
 from crossreduce.cli import main
 from crossreduce.cli.arguments import read_algorithms, read_link, read_members, read_node
 from crossreduce.cli.output import grouped
+from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.mscclpp import to_mscclpp_json
+from crossreduce.export.nccl_graph import to_nccl_graph_xml
+from crossreduce.export.trace import to_chrome_trace
 from crossreduce.options import ALGORITHMS
 from crossreduce.planning.bounds import COLLECTIVES
 from crossreduce.planning.explain import limited_by, shape
-from crossreduce.schedule.msccl import to_msccl_xml
-from crossreduce.schedule.mscclpp import to_mscclpp_json
-from crossreduce.schedule.nccl_graph import to_nccl_graph_xml
-from crossreduce.schedule.trace import to_chrome_trace
 from crossreduce.topology.machines import machine_names
 
 DGX = cr.Topology.machine("dgx-1v")
@@ -472,7 +472,11 @@ def test_a_failed_run_leaves_files_as_they_were(crossreduce, tmp_path, monkeypat
     picture, export = tmp_path / "a.svg", tmp_path / "a.json"
     for path in (picture, export):
         path.write_text("earlier")
-    last = "crossreduce.pictures.draw_schedule" if command == "plan" else "crossreduce.cli.topology.Topology.to_json"
+    last = (
+        "crossreduce.export.pictures.draw_schedule"
+        if command == "plan"
+        else "crossreduce.cli.topology.Topology.to_json"
+    )
     monkeypatch.setattr(last, fail)
     code, out, _ = crossreduce(command, "dgx-1v", "--export", export, "--picture", picture)
     assert (code, out) == (130 if isinstance(fault, KeyboardInterrupt) else 2, "")

@@ -232,7 +232,7 @@ import json, sys
 from dataclasses import asdict
 import torch.distributed as dist
 from crossreduce.cli import ranks
-from crossreduce.cli.engines import Torch
+from crossreduce.cli.peers import Torch
 import crossreduce.torch
 
 class Faulty(Torch):

@@ -26,9 +26,9 @@ from crossreduce.errors import (
     UnsupportedError,
 )
 from crossreduce.ops import INTEGERS, ReduceOp
-from crossreduce.processes import arena
-from crossreduce.processes.contract import Buffer
-from crossreduce.processes.courses import PIECE_BYTES, SMALL_BYTES
+from crossreduce.ranks import arena
+from crossreduce.ranks.programs import PIECE_BYTES, SMALL_BYTES
+from crossreduce.transports.base import Buffer
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossreduce.processes import courses
-from crossreduce.processes.courses import Numbers, flows, shares, ticks
+from crossreduce.ranks import courses
+from crossreduce.ranks.programs import Numbers, flows, shares, ticks
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
 ROOTED = ("reduce", "broadcast", "gather", "scatter")

@@ -18,11 +18,11 @@ from ranks import ranks
 
 import crossreduce as cr
 from crossreduce.cli import main
-from crossreduce.processes import record
-from crossreduce.processes.arena import LEFT
-from crossreduce.processes.communicator import Communicator
-from crossreduce.processes.contract import Buffer
-from crossreduce.processes.record import History, Op
+from crossreduce.ranks import record
+from crossreduce.ranks.communicator import Communicator
+from crossreduce.ranks.flight_recorder import History, Op
+from crossreduce.ranks.shared_memory import LEFT
+from crossreduce.transports.base import Buffer
 
 GOLDEN = Path(__file__).parent / "dumps"
 SUM = "all_reduce sum float32[10]"
@@ -172,7 +172,7 @@ def test_a_rank_killed_while_it_writes_leaves_no_half_dump(here):
     """Under a real name there is a whole file or none, whenever the writer is killed."""
     code = (
         "import os, sys\n"
-        "from crossreduce.processes import record\n"
+        "from crossreduce.ranks import record\n"
         "history = record.History(0, tuple(record.Op(k, 'x' * 1000, 0.0, None) for k in range(1, 2000)))\n"
         "dump = record.taken('world', '7', 0, ((0,),), 'why', [history])\n"
         "print('ready', flush=True)\n"

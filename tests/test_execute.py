@@ -13,7 +13,7 @@ from running import bounds, run, run_on
 from strategies import NAMED, arrays, device_counts, named, names, op_and_dtype, requests
 
 from crossreduce import Chunk, Schedule, ScheduleError, Step
-from crossreduce.backends.null import NullBackend
+from crossreduce.frameworks.null import NullFramework
 from crossreduce.planning import PLANNERS, planned
 
 sizes = st.integers(0, 40)
@@ -197,12 +197,12 @@ HALF = Fraction(1, 2)
 @pytest.mark.parametrize("size", [4, 0, None])
 def test_what_cannot_be_executed_is_refused_before_anything_is_done(schedule, text, size):
     """A schedule that verify refuses, or whose chunks differ, raises before one byte moves or one element is added."""
-    null = NullBackend()
+    null = NullFramework()
     flats = [null.zeros((size or 0,), "float32", name) for name in names(2)]
     for _ in range(2):  # the refusal is not forgotten
         with pytest.raises(ScheduleError, match=text):
             run_on(null, schedule, "sum", flats, size, "float32")
-    assert null.counts == NullBackend().counts
+    assert null.counts == NullFramework().counts
 
 
 def test_all_chunks_are_verified_not_only_those_with_elements():

@@ -31,10 +31,10 @@ from crossreduce import (
     kernels,
     pipeline,
 )
-from crossreduce.backends import backend_of, get
-from crossreduce.backends.null import NullBackend
-from crossreduce.execute import execute
-from crossreduce.host import HostPlan, Part, Piece, host_plan, program, run_on_host
+from crossreduce.engines.host import HostPlan, Part, Piece, host_plan, program, run_on_host
+from crossreduce.engines.loop import execute
+from crossreduce.frameworks import framework_of, get
+from crossreduce.frameworks.null import NullFramework
 from crossreduce.packing import Buffer, Span
 from crossreduce.planning import planned, planned_for
 from crossreduce.values import Mirrored, TensorSpec
@@ -541,7 +541,7 @@ def test_inputs_are_read_where_they_lie(framework):
     for dtype in DTYPES:
         xs = [np.ones(shape, np_dtype(dtype)) for shape in ((5,), (2, 3), (), (1000,))]
         arrays = [framework.array(x, k % 2) for k, x in enumerate(xs)]
-        backend = backend_of(arrays[0])
+        backend = framework_of(arrays[0])
         given = backend.readable([[backend.array(x)] for x in arrays])
         assert [pointed(item) for (item,) in given] == [address(framework, x) for x in arrays], dtype
 
@@ -887,7 +887,7 @@ def test_tensors_without_memory(kind, wanted):
 
 def test_devices_that_are_not_host_memory():
     """Only where all devices of all schedules are this host's memory do the kernels see a batch."""
-    null = NullBackend()
+    null = NullFramework()
 
     def on_host(sources, to, root=None):
         specs = (TensorSpec((5,), "float32"), TensorSpec((2, 3), "float32"))

@@ -12,8 +12,8 @@ import pytest
 from ranks import ranks
 
 from crossreduce.errors import ReductionError
-from crossreduce.processes import hosts
-from crossreduce.processes.hosts import meet
+from crossreduce.ranks import hosts
+from crossreduce.ranks.bootstrap import meet
 
 
 def bytes_for(count):

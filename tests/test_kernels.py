@@ -462,7 +462,7 @@ def test_large_arrays_go_past_the_cache_on_several_threads(isa, numbers):
 def test_the_backends_numbers_are_known(framework):
     """Whatever a backend's ``numbers`` names, there are kernels for it, and the laws here were tried on it."""
     from crossreduce import UnsupportedError
-    from crossreduce.backends import get
+    from crossreduce.frameworks import get
 
     backend = get(framework.name)
     for dtype in strategies.DTYPES:

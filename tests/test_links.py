@@ -15,8 +15,8 @@ from test_across import buffer, joined, on
 import crossreduce as cr
 from crossreduce.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
 from crossreduce.ops import ReduceOp
-from crossreduce.processes import links
-from crossreduce.processes.links import Speeds, measure, of_hosts, whole
+from crossreduce.ranks import links
+from crossreduce.ranks.measurement import Speeds, measure, of_hosts, whole
 
 
 def measured(rendezvous, seconds):
@@ -177,9 +177,9 @@ sys.path.insert(0, sys.argv[1])
 import numpy as np
 from ranks import Meet, SocketWire
 from crossreduce.ops import ReduceOp
-from crossreduce.processes.communicator import Communicator
-from crossreduce.processes.contract import Buffer
-from crossreduce.processes.links import measure
+from crossreduce.ranks.communicator import Communicator
+from crossreduce.transports.base import Buffer
+from crossreduce.ranks.measurement import measure
 path, rank, size, address = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 meet = Meet(path, rank, size)
 wire = SocketWire(meet, address)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from crossreduce.processes.lookout import Lookout
+from crossreduce.ranks.watchdog import Lookout
 
 
 class Slow:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import crossreduce as cr
-from crossreduce.processes import mpi
+from crossreduce.ranks import mpi
 
 HERE = Path(__file__).parent
 # PyPI's Open MPI puts it beside the interpreter. Root and few cores are what containers have.
@@ -66,7 +66,7 @@ from mpi4py import MPI
 if sys.argv[1] != "one":
     os.environ["CROSSREDUCE_HOST"] = "ab"[MPI.COMM_WORLD.Get_rank() // 2]
 import crossreduce as cr
-from crossreduce.processes import mpi
+from crossreduce.ranks import mpi
 group = mpi.join(timeout_s=3)
 group.barrier()
 try:
@@ -102,7 +102,7 @@ from mpi4py import MPI
 rank = MPI.COMM_WORLD.Get_rank()
 os.environ["CROSSREDUCE_HOST"] = "aabbb"[rank]
 import crossreduce as cr
-from crossreduce.processes import mpi
+from crossreduce.ranks import mpi
 group = mpi.join(timeout_s=20)
 group.barrier()
 began = time.monotonic()
@@ -135,7 +135,7 @@ def test_without_mpi_it_says_what_to_install(monkeypatch):
 
 def test_importing_it_imports_no_mpi():
     """The module can be imported where there is no MPI, and MPI starts only when a group is joined."""
-    code = "import sys; import crossreduce.processes.mpi; print('mpi4py' in sys.modules)"
+    code = "import sys; import crossreduce.mpi; print('mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

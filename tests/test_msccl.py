@@ -13,11 +13,11 @@ from msccl_machine import Machine, fault
 from strategies import ALGORITHMS, algorithms, names, requests
 
 from crossreduce import ArgumentError, Chunk, PlanError, Schedule, ScheduleError, Step, Topology
+from crossreduce.export.collective import collective
+from crossreduce.export.msccl.format import read_msccl_xml
+from crossreduce.export.msccl.verifier import verify_msccl_xml
+from crossreduce.export.msccl.writer import to_msccl_xml
 from crossreduce.planning import PLANNERS, direct, one_device, plan, ring
-from crossreduce.schedule.collective import collective
-from crossreduce.schedule.msccl import to_msccl_xml
-from crossreduce.schedule.msccl_verify import verify_msccl_xml
-from crossreduce.schedule.msccl_xml import read_msccl_xml
 
 
 def check_order(schedule, text):

@@ -11,9 +11,9 @@ from msccl_machine import RECEIVING, Machine, RunError, fault
 from strategies import names
 
 from crossreduce import ArgumentError, Chunk, Schedule, ScheduleError, Step
+from crossreduce.export.msccl.verifier import verify_msccl_xml
+from crossreduce.export.msccl.writer import to_msccl_xml
 from crossreduce.planning import PLANNERS, one_device
-from crossreduce.schedule.msccl import to_msccl_xml
-from crossreduce.schedule.msccl_verify import verify_msccl_xml
 
 
 def file(coll, chunks, *gpus, **attributes):

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from strategies import ALGORITHMS, algorithms, names, requests
 
 from crossreduce import ArgumentError, Chunk, PlanError, Schedule, Step, Topology
+from crossreduce.export.collective import collective
+from crossreduce.export.mscclpp import to_mscclpp_json
 from crossreduce.planning import PLANNERS, direct, one_device, plan, ring
-from crossreduce.schedule.collective import collective
-from crossreduce.schedule.mscclpp import to_mscclpp_json
 
 DATA = ("put", "re", "copy")
 

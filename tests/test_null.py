@@ -15,7 +15,7 @@ from crossreduce import (
     ReductionToOneDevice,
     UnsupportedError,
 )
-from crossreduce.backends.null import Counts, NullBackend
+from crossreduce.frameworks.null import Counts, NullFramework
 from crossreduce.packing import itemsize
 from crossreduce.planning import PLANNERS, planned
 
@@ -62,7 +62,7 @@ def test_counts_are_the_steps_own(algorithm, ask, op, dtype, size):
         schedule = planned(algorithm, ask.sources, ask.destinations)
     else:
         schedule = PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
-    null = NullBackend()
+    null = NullFramework()
     flats = [null.zeros((size,), dtype, source) for source in ask.sources]
     run_on(null, schedule, op, flats, size, dtype)
     half, mean = dtype in ("float16", "bfloat16"), op == "mean"
@@ -76,7 +76,7 @@ def test_counts_are_the_steps_own(algorithm, ask, op, dtype, size):
 
 def test_counts_of_ops():
     """The ops take null arrays like any others: ReductionToOneDevice of 4 moves 3 in and 3 out."""
-    null = NullBackend()
+    null = NullFramework()
     value = PerReplica([null.zeros((5, 2), "float64", f"cuda:{k}") for k in range(4)])
     assert value.devices == tuple(f"cuda:{k}" for k in range(4))
     result = ReductionToOneDevice().reduce("mean", value, value)
@@ -89,7 +89,7 @@ def test_counts_of_ops():
 @pytest.mark.parametrize("algorithm", NAMED)
 def test_results_have_shape_dtype_and_device(algorithm):
     """Results have what real arrays would have: the mean of int32 is float64, on each destination's device."""
-    null = NullBackend()
+    null = NullFramework()
     value = PerReplica([null.zeros((2, 3), "int32", name) for name in names(5)])
     for op, dtype in (("sum", "int32"), ("mean", "float64")):
         result = AllReduceCrossDeviceOps(algorithm, num_packs=2).reduce(op, value, value)
@@ -99,7 +99,7 @@ def test_results_have_shape_dtype_and_device(algorithm):
 @given(st.sampled_from([*FLOATS, *INTEGERS]), st.integers(0, 9))
 def test_a_copy_counts_its_bytes(dtype, size):
     """A copy to another device counts once, with its bytes; to its own device not at all."""
-    null = NullBackend()
+    null = NullFramework()
     x = null.zeros((size, 2), dtype, "cpu:0")
     assert null.copy(x, "cpu:0") is x
     assert null.counts == Counts()
@@ -108,8 +108,8 @@ def test_a_copy_counts_its_bytes(dtype, size):
 
 
 def test_backends_count_apart():
-    """Each NullBackend has counts of its own."""
-    one, other = NullBackend(), NullBackend()
+    """Each NullFramework has counts of its own."""
+    one, other = NullFramework(), NullFramework()
     one.copy(one.zeros((3,), "int8", "cpu:0"), "cpu:1")
     assert one.counts.bytes_moved == 3
     assert other.counts == Counts()
@@ -117,7 +117,7 @@ def test_backends_count_apart():
 
 def test_sparse_values_are_counted_too():
     """Slices are concatenated on one device: the values' and the indices' bytes both move."""
-    null = NullBackend()
+    null = NullFramework()
     value = PerReplica(
         [
             IndexedSlices(null.zeros((k + 1, 4), "float32", f"cuda:{k}"), null.zeros((k + 1,), "int32", f"cuda:{k}"))
@@ -134,4 +134,4 @@ def test_sparse_values_are_counted_too():
 def test_only_null_arrays(wrong):
     """Anything else than its own arrays is refused with a hint."""
     with pytest.raises(UnsupportedError, match=r"takes its own arrays only[\s\S]*null.zeros"):
-        NullBackend().array(wrong)
+        NullFramework().array(wrong)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from crossreduce.backends import numpy as backend
+from crossreduce.frameworks import numpy as backend
 
 
 class Subclass(np.ndarray):
@@ -15,7 +15,7 @@ class Subclass(np.ndarray):
 
 def test_the_compiled_functions_are_in_use():
     """The extension was built, and the backend uses it."""
-    from crossreduce.backends import _numpy_arrays
+    from crossreduce.frameworks import _numpy_arrays
 
     assert backend._uniform is _numpy_arrays.uniform
     assert backend._empty is _numpy_arrays.empty

@@ -12,7 +12,7 @@ from running import bounds
 from strategies import DTYPES, algorithms, arrays, dtypes, names, packings, shapes
 
 from crossreduce import ArgumentError
-from crossreduce.backends import get
+from crossreduce.frameworks import get
 from crossreduce.packing import MOST_PACKS, Packing, cuts, itemsize, layout
 from crossreduce.planning import PLANNERS
 from crossreduce.values import TensorSpec

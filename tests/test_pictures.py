@@ -27,7 +27,7 @@ from crossreduce import (
     Switch,
     Topology,
 )
-from crossreduce.pictures import PANELS, draw_schedule, draw_topology
+from crossreduce.export.pictures import PANELS, draw_schedule, draw_topology
 from crossreduce.planning import PLANNERS, hierarchical_copy, one_device, ring
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -486,7 +486,7 @@ def test_settings_are_neither_followed_nor_changed(tmp_path):
 
 DRAW = """
 import hashlib, sys
-import crossreduce.pictures as pictures
+import crossreduce.export.pictures as pictures
 assert "matplotlib" not in sys.modules
 from crossreduce import Topology
 from crossreduce.planning import direct

@@ -27,7 +27,7 @@ from crossreduce import (
     simulate,
     verify,
 )
-from crossreduce.backends.null import NullBackend
+from crossreduce.frameworks.null import NullFramework
 from crossreduce.planning import (
     PLANNERS,
     choose,
@@ -45,7 +45,7 @@ from crossreduce.schedule import pipelined
 
 def counts(schedule, size, dtype="float32"):
     """Run a sum of ``size`` elements a device on nothing, and return what was counted."""
-    null = NullBackend()
+    null = NullFramework()
     flats = [null.zeros((size,), dtype, schedule.devices[source]) for source in schedule.chunks[0].sources]
     run_on(null, schedule, "sum", flats, size, dtype)
     return null.counts

@@ -18,8 +18,8 @@ from ranks import Died, ranks
 from crossreduce.cli import main
 from crossreduce.errors import CollectiveTimeout, ContextError, MismatchError, PeerLostError
 from crossreduce.ops import ReduceOp
-from crossreduce.processes import arena, communicator, courses, record
-from crossreduce.processes.courses import PIECE_BYTES
+from crossreduce.ranks import arena, communicator, courses, record
+from crossreduce.ranks.programs import PIECE_BYTES
 
 
 @pytest.fixture(autouse=True)

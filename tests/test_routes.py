@@ -13,7 +13,7 @@ from running import run_on
 from strategies import algorithms, names, requests
 
 from crossreduce import Chunk, Route, Schedule, ScheduleError, Step, verify
-from crossreduce.backends.null import NullBackend
+from crossreduce.frameworks.null import NullFramework
 from crossreduce.planning import PLANNERS, ring
 
 BARE = Schedule(
@@ -210,7 +210,7 @@ def test_results_do_not_depend_on_routes(schedule):
     assert oracle.right(schedule, shuffles=1)
     counts = []
     for one in (schedule, replace(schedule, routes=())):
-        null = NullBackend()
+        null = NullFramework()
         flats = [null.zeros((50,), "float32", one.devices[source]) for source in one.chunks[0].sources]
         run_on(null, one, "sum", flats, 50, "float32")
         counts.append(null.counts)

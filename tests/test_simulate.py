@@ -14,7 +14,7 @@ from strategies import ALGORITHMS, algorithms, names, requests
 
 import crossreduce as cr
 from crossreduce import ArgumentError, Chunk, Link, PlanError, Route, Schedule, Simulation, Step, Topology, simulate
-from crossreduce.backends.null import NullBackend
+from crossreduce.frameworks.null import NullFramework
 from crossreduce.planning import PLANNERS, direct, halving_doubling, hierarchical_copy, one_device, ring
 from crossreduce.schedule import fluid_rate, pipelined
 from crossreduce.schedule.simulate import LEAST_PIECE
@@ -256,7 +256,7 @@ def test_bytes_are_those_that_the_null_backend_counts(data, algorithm, ask, kind
     dtype, width = kind
     topology = data.draw(wired(ask.devices))
     schedule = plan(algorithm, ask)
-    null = NullBackend()
+    null = NullFramework()
     run_on(null, schedule, "sum", [null.zeros((size,), dtype, source) for source in ask.sources], size, dtype)
     wanted = Counter()
     for (src, dst), moved in null.counts.bytes.items():

@@ -15,7 +15,7 @@ from strategies import NAMED, names, wired
 
 import crossreduce as cr
 from crossreduce import AllReduceCrossDeviceOps, HierarchicalCopyAllReduce, Link, PerReplica, Topology, simulate
-from crossreduce.backends.null import NullBackend
+from crossreduce.frameworks.null import NullFramework
 from crossreduce.options import ALGORITHMS
 from crossreduce.topology.machines import machine_names
 
@@ -180,7 +180,7 @@ def test_each_framework(algorithm, framework):
 @pytest.mark.parametrize("size", [10, 48 * 1024])
 def test_bytes_are_those_of_the_plan(algorithm, size):
     """What an op moves between devices is what cr.plan's schedule for so many bytes moves over the links."""
-    null = NullBackend()
+    null = NullFramework()
     value = PerReplica([null.zeros((size,), "float32", device) for device in DGX.devices])
     result = AllReduceCrossDeviceOps(algorithm, topology=DGX).reduce("sum", value, value)
     assert [(x.shape, x.device) for x in result] == [((size,), device) for device in DGX.devices]
@@ -197,7 +197,7 @@ def test_the_plan_follows_the_size():
     """ "auto" on a topology takes few rounds when small and fills the links when large, as cr.plan does."""
     moved = {}
     for size in (2, 1 << 22):
-        null = NullBackend()
+        null = NullFramework()
         value = PerReplica([null.zeros((size,), "float32", device) for device in DGX.devices])
         AllReduceCrossDeviceOps("auto", topology=DGX).reduce("sum", value, value)
         moved[size] = null.counts
@@ -212,7 +212,7 @@ def test_the_plan_follows_the_size():
 @pytest.mark.parametrize("packs", [1, 2, 8, 20])
 def test_packs_of_hierarchical_copy_have_different_roots(packs):
     """num_packs packs go along trees with different roots, so that no device's links carry more than they must."""
-    null = NullBackend()
+    null = NullFramework()
     value = PerReplica([null.zeros((40 * 1024,), "float32", device) for device in DGX.devices])
     HierarchicalCopyAllReduce(packs, topology=DGX).reduce("sum", value, value)
     trees = min(packs, 8)
@@ -228,7 +228,7 @@ def test_packs_of_hierarchical_copy_have_different_roots(packs):
 def test_what_is_not_joined_moves_nothing(algorithm):
     """Where the topology does not join the replicas, PlanError names the cut before anything moves."""
     links = [Link(*pair, 1) for k in (0, 2) for pair in itertools.permutations(names(4)[k : k + 2])]
-    null = NullBackend()
+    null = NullFramework()
     value = PerReplica([null.zeros((5,), "float32", device) for device in names(4)])
     ops = AllReduceCrossDeviceOps(algorithm, topology=Topology(names(4), links))
     for call in (lambda: ops.reduce("sum", value, value), lambda: ops.batch_reduce("sum", [(value, value)])):
@@ -236,14 +236,14 @@ def test_what_is_not_joined_moves_nothing(algorithm):
             cr.PlanError, match=r"needs a way from cpu:0 to cpu:2, cpu:3, and no link leads out of \{cpu:0"
         ):
             call()
-    assert null.counts == NullBackend().counts
+    assert null.counts == NullFramework().counts
     part = PerReplica(list(value)[:2], names(2))
     assert len(ops.reduce("sum", part, part)) == 2
 
 
 def test_devices_that_the_topology_lacks():
     """Replicas on devices of which the topology lacks some, or on more than it has, are a PlanError."""
-    null = NullBackend()
+    null = NullFramework()
     some = [null.zeros((5,), "float32", device) for device in ("cuda:0", "cpu:1")]
     with pytest.raises(cr.PlanError, match=r"the topology lacks a device[\s\S]*request for cuda:0, cpu:1"):
         AllReduceCrossDeviceOps("auto", topology=DGX).reduce("sum", PerReplica(some), "cuda:0")
@@ -257,7 +257,7 @@ def test_a_forest_without_a_topology():
     for n in (1, 2, 3, 7, 8):
         for packs in (0, 1, 3):
             check_sum(AllReduceCrossDeviceOps("forest", packs), n)
-    null = NullBackend()
+    null = NullFramework()
     value = PerReplica([null.zeros((840,), "float32", device) for device in names(5)])
     AllReduceCrossDeviceOps("forest").reduce("sum", value, value)
     assert null.counts.bytes == dict.fromkeys(itertools.permutations(names(5), 2), 2 * 840 * 4 // 5)

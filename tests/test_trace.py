@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from strategies import algorithms, names, requests
 
 from crossreduce import ArgumentError, Chunk, PlanError, Route, Schedule, Step, Topology, simulate
+from crossreduce.export.trace import to_chrome_trace
 from crossreduce.planning import PLANNERS, direct, one_device, ring
 from crossreduce.schedule import trace
-from crossreduce.schedule.trace import to_chrome_trace
 
 MICRO = Fraction(1, 10**6)
 
@@ -256,7 +256,7 @@ def test_bad_input_is_refused_as_simulate_does():
 PRINT = """
 from crossreduce import Topology
 from crossreduce.planning import direct
-from crossreduce.schedule.trace import to_chrome_trace
+from crossreduce.export.trace import to_chrome_trace
 topology = Topology.star(5, 25, 1e-6)
 print(to_chrome_trace(direct(topology.devices, packs=2), topology, 10**6))
 """

@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .backends import Array, Sparse, backend_of
-from .checks import check_apart, check_array, check_out, check_pairs, check_value, in_pair, per_replica, place
+from .autograph import unconverted
 from .devices import canonical
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
+from .frameworks import Array, Sparse, framework_of
 from .ops import ReduceOp, read_op
 from .options import CommunicationOptions, algorithm_name, count, read_options
 from .packing import Packing
 from .pipeline import Job, broadcast_array, reduce_batch, reduce_to_one, say_once
 from .topology import Topology
-from .tracing import unconverted
+from .validation import check_apart, check_array, check_out, check_pairs, check_value, in_pair, per_replica, place
 from .values import DistributedValues, Mirrored, PerReplica, describe
 
 Pair = tuple[PerReplica, tuple[str, ...]]
@@ -92,7 +92,7 @@ class CrossDeviceOps:
         hints = read_options(options)
         value = check_value(op, per_replica(per_replica_value)).with_out(None)
         devices = place(destinations)
-        value.backend.require(devices)
+        value.framework.require(devices)
         if out is None:
             result = self.reduce_implementation(op, value, devices, hints)
             return _delivered(result, devices, "reduce_implementation")
@@ -139,7 +139,7 @@ class CrossDeviceOps:
                 checked = check_value(op, per_replica(value)).with_out(None)
                 devices = checked.devices if destinations is value else place(destinations)
                 if devices is not checked.devices:
-                    checked.backend.require(devices)
+                    checked.framework.require(devices)
                 if out is not None:
                     found = check_out(outs[number], checked, devices)
                     checked = checked.with_out(found, fresh=checked is not value)
@@ -187,9 +187,9 @@ class CrossDeviceOps:
             raise ArgumentError(
                 message("broadcast takes one array.", shown(tensor), "one of its components, such as value[0]")
             )
-        backend = check_array(tensor)
+        framework = check_array(tensor)
         devices = place(destinations)
-        backend.require(devices)
+        framework.require(devices)
         return _delivered(self.broadcast_implementation(tensor, devices), devices, "broadcast_implementation")
 
     @unconverted
@@ -222,7 +222,7 @@ class CrossDeviceOps:
         hints = read_options(options)
         value = check_value(None, per_replica(per_replica_value), axis=axis)
         devices = place(destinations)
-        value.backend.require(devices)
+        value.framework.require(devices)
         result = self.gather_implementation(value, devices, value.axis, hints)
         return _delivered(result, devices, "gather_implementation")
 
@@ -274,8 +274,8 @@ class CrossDeviceOps:
     ) -> Mirrored:
         """Join checked components along a non-negative axis; by default on the first destination."""
         value = check_value(None, per_replica_value, axis=axis)
-        backend, main = value.backend, destinations[0]
-        whole = backend.concat([backend.copy(x, main) for x in value.arrays], axis)
+        framework, main = value.framework, destinations[0]
+        whole = framework.concat([framework.copy(x, main) for x in value.arrays], axis)
         return self.broadcast_implementation(whole, destinations)
 
 
@@ -334,7 +334,7 @@ class ReductionToOneDevice(_BatchReducing):
         jobs = [(check_value(reduce_op, value), devices) for value, devices in value_destination_pairs]
         if self._root is not None:
             for job in jobs:
-                job[0].backend.require((self._root,))
+                job[0].framework.require((self._root,))
         if self._accumulate is None:
             return reduce_to_one(reduce_op, jobs, self._root)
         if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -354,29 +354,29 @@ class ReductionToOneDevice(_BatchReducing):
         """Reduce one value by the caller's own function."""
         assert self._accumulate is not None
         value, destinations = job
-        backend, root = value.backend, self._root or destinations[0]
-        total = self._accumulate([backend.own(backend.copy(x, root)) for x in value.arrays])
-        if backend_of(total) is not backend:
+        framework, root = value.framework, self._root or destinations[0]
+        total = self._accumulate([framework.own(framework.copy(x, root)) for x in value.arrays])
+        if framework_of(total) is not framework:
             raise MismatchError(
                 message(
                     "accumulation_fn must return an array of the framework it was given.",
                     shown(total),
-                    f"a {backend.name} array",
+                    f"a {framework.name} array",
                 )
             )
-        total = backend.array(total)
-        if isinstance(total, Sparse) or backend.spec(total).shape != value.spec.shape:
+        total = framework.array(total)
+        if isinstance(total, Sparse) or framework.spec(total).shape != value.spec.shape:
             raise MismatchError(
                 message(
                     "accumulation_fn must return one array of the components' shape.",
-                    shown(total) if isinstance(total, Sparse) else str(backend.spec(total)),
+                    shown(total) if isinstance(total, Sparse) else str(framework.spec(total)),
                     f"an array like {value.spec}",
                 )
             )
-        dtype = backend.spec(total).dtype
-        numbers = backend.numbers(op, dtype, len(value))
+        dtype = framework.spec(total).dtype
+        numbers = framework.numbers(op, dtype, len(value))
         result = value.numbers.result if dtype in (value.spec.dtype, value.numbers.accumulator) else numbers.result
-        whole = backend.finish(total, numbers._replace(result=result))
+        whole = framework.finish(total, numbers._replace(result=result))
         return broadcast_array(whole, destinations, "one_device", None)
 
 
@@ -518,14 +518,14 @@ def _written(results: list[Mirrored], pairs: list[Job]) -> list[Mirrored]:
         if all(x is target for x, target in zip(result, out, strict=True)):
             continue
         for x, target, device in zip(result, out, devices, strict=True):
-            taken = value.backend.target(target, device)
-            given = value.backend.array(x) if backend_of(x) is value.backend else None
-            spec = None if given is None or isinstance(given, Sparse) else value.backend.spec(given)
-            if spec != value.backend.spec(taken):
-                wanted = f"an array like out's, {value.backend.name} {value.backend.spec(taken)}"
+            taken = value.framework.target(target, device)
+            given = value.framework.array(x) if framework_of(x) is value.framework else None
+            spec = None if given is None or isinstance(given, Sparse) else value.framework.spec(given)
+            if spec != value.framework.spec(taken):
+                wanted = f"an array like out's, {value.framework.name} {value.framework.spec(taken)}"
                 error = MismatchError(message("a result does not fit into out.", describe(x), wanted))
                 raise in_pair(error, pair, len(pairs))
-            copies.append((value.backend, taken, given))
-    for backend, taken, given in copies:
-        backend.write(taken, given)
+            copies.append((value.framework, taken, given))
+    for framework, taken, given in copies:
+        framework.write(taken, given)
     return [Mirrored.on(value.out.values, devices) for value, devices in pairs if value.out is not None]

@@ -2,7 +2,7 @@
 
 In: ``cuda:3``, ``GPU:3``, ``/gpu:3``, ``/job:worker/task:1/device:GPU:3``, ``host1/cuda:3``,
 ``cuda:0#2`` (the third logical device on one physical GPU).  Out: the canonical string.
-Knows nothing of which devices exist; that is a backend's to say.
+Knows nothing of which devices exist; that is a framework's to say.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def locate(array: object) -> str | None:
         return None if inner is None else locate(inner)
     if type(place) is str:
         return place or None
-    if str(place) == "meta":  # torch's tensors without elements are nowhere; its backend refuses them
+    if str(place) == "meta":  # torch's tensors without elements are nowhere; its framework refuses them
         return None
     if hasattr(place, "platform") and hasattr(place, "id"):
         return f"{place.platform}:{place.id}"

@@ -76,7 +76,7 @@ def accumulator(op: ReduceOp, dtype: str) -> str:
     """Return the name of the dtype in which ``op`` over components of ``dtype`` is accumulated.
 
     Half types accumulate in float32 and are rounded once at the end. The mean of integers
-    accumulates in float64, so that it cannot wrap round (sums up to 2**53 stay exact); a backend
+    accumulates in float64, so that it cannot wrap round (sums up to 2**53 stay exact); a framework
     without float64 uses its widest float. Everything else accumulates in its own dtype: integer
     sums and products wrap, as they do in every framework.
 

@@ -1,7 +1,7 @@
 """From tensors' shapes to flat buffers, and back.
 
 In: the specs of a batch, and how to pack.  Out: ``Buffer``s, which say where each tensor lies; a
-backend joins and cuts the arrays by them. Plans depend on shapes alone, so they are made once per
+framework joins and cuts the arrays by them. Plans depend on shapes alone, so they are made once per
 kind of batch.
 
 A batch is packed in one of three ways, and dtypes never mix:

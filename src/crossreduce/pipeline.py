@@ -13,15 +13,15 @@ from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from . import kernels
-from .backends import Array, Backend, Numbers, Sparse, backend_of
-from .checks import Checked, check_apart, in_pair, shared
 from .devices import locate, parse
-from .execute import Held, execute, ranges
-from .host import HostPlan, Part, Piece, host_plan, run_on_host
+from .engines.host import HostPlan, Part, Piece, host_plan, run_on_host
+from .engines.loop import Held, execute, ranges
+from .frameworks import Array, Framework, Numbers, Sparse, framework_of
 from .ops import ReduceOp
 from .packing import Buffer, Packing, Span, cuts, itemsize, layout
 from .planning import ROOTED, choose, planned, planned_for
 from .topology import Topology
+from .validation import Checked, check_apart, in_pair, shared
 from .values import Mirrored, PerReplica, TensorSpec
 
 _LOG: Final = logging.getLogger("crossreduce")
@@ -56,18 +56,18 @@ def reduce_batch(
     Raises:
       PlanError: the topology has no way for some of the data.
     """
-    ways: dict[tuple[Backend, tuple[str, ...], tuple[str, ...]], list[int]] = {}
+    ways: dict[tuple[Framework, tuple[str, ...], tuple[str, ...]], list[int]] = {}
     last: Any = None
     for number, (value, destinations) in enumerate(jobs):
         if not value.sparse:
-            way = value.backend, value.devices, destinations
+            way = value.framework, value.devices, destinations
             if way != last:  # neighbours mostly go the same way
                 last, members = way, ways.setdefault(way, [])
             members.append(number)
     runs: list[tuple[Group, list[int]]] = []
-    for (backend, sources, destinations), members in ways.items():
+    for (framework, sources, destinations), members in ways.items():
         specs = tuple(jobs[number][0].spec for number in members)
-        planned_groups = groups(backend, algorithm, sources, destinations, specs, packing, topology, root)
+        planned_groups = groups(framework, algorithm, sources, destinations, specs, packing, topology, root)
         runs.extend((group, [members[tensor] for tensor in group.tensors]) for group in planned_groups)
     into = bool(jobs) and all(value.out is not None and value.out.devices == where for value, where in jobs)
     if into and not (len(runs) == 1 and runs[0][0].on_host):
@@ -119,7 +119,7 @@ class Group:
 
 @lru_cache(maxsize=1024)
 def groups(
-    backend: Backend,
+    framework: Framework,
     algorithm: str,
     sources: tuple[str, ...],
     destinations: tuple[str, ...],
@@ -131,7 +131,7 @@ def groups(
     """Lay out and plan a batch whose tensors have the same sources and destinations; see ``reduce_batch``."""
     by_dtype: dict[object, list[Piece]] = {}
     for buffer in layout(specs, packing):
-        parts = _plan(backend, algorithm, sources, destinations, buffer, topology, root)
+        parts = _plan(framework, algorithm, sources, destinations, buffer, topology, root)
         alike = buffer.dtype if buffer.size is not None else len(by_dtype)
         by_dtype.setdefault(alike, []).append(Piece(parts, buffer))
     found = []
@@ -150,7 +150,7 @@ def _is_on_host(device: str) -> bool:
 
 
 def _plan(
-    backend: Backend,
+    framework: Framework,
     algorithm: str,
     sources: tuple[str, ...],
     destinations: tuple[str, ...],
@@ -184,7 +184,7 @@ def _plan(
         parts.append(Part(schedule, start, stop))
     for schedule in {part.schedule for part in (parts[0], parts[-1])}:
         if topology is not None:
-            backend.require(schedule.devices)  # a topology may lead through devices that no value is on
+            framework.require(schedule.devices)  # a topology may lead through devices that no value is on
         if _LOG.isEnabledFor(logging.INFO):
             say_once(f"new plan: {schedule.head}; devices {', '.join(schedule.devices)}")
     return tuple(parts)
@@ -202,40 +202,40 @@ def _run(group: Group, op: ReduceOp, jobs: Sequence[Job], into: bool) -> list[tu
       ArgumentError: components of ``out`` share memory where they must not.
     """
     values = [value for value, _ in jobs]
-    backend, numbers = values[0].backend, values[0].numbers
+    framework, numbers = values[0].framework, values[0].numbers
     outs = [value.out.values for value in values if value.out is not None] if into else []
     sources = None
     if group.on_host and not any(value.mixed for value in values):
-        sources = backend.readable([value.arrays for value in values])
+        sources = framework.readable([value.arrays for value in values])
     if sources is not None:
         if not into:
             shapes = group.shapes
-            blanks = backend.blank(shapes, numbers.result, len(group.destinations))
+            blanks = framework.blank(shapes, numbers.result, len(group.destinations))
             plan = _host_plan(group, op, numbers, len(blanks[0]))
-            run_on_host(plan, sources, backend.writable(blanks), backend.threads())
-            return backend.adopt(blanks, shapes, numbers.result, group.destinations)
+            run_on_host(plan, sources, framework.writable(blanks), framework.threads())
+            return framework.adopt(blanks, shapes, numbers.result, group.destinations)
         plan = _host_plan(group, op, numbers, len(group.destinations))
         try:
-            clash = run_on_host(plan, sources, backend.overwritable(outs), backend.threads(), apart=True)
+            clash = run_on_host(plan, sources, framework.overwritable(outs), framework.threads(), apart=True)
         except (BufferError, ValueError):
             check_apart(jobs)  # says which one cannot be written into, and why
             raise
         if clash is not None:
             raise in_pair(shared(clash[1]), group.tensors[clash[0]], len(jobs))
-        backend.overwritten(outs)
+        framework.overwritten(outs)
         return outs
     if into:
         check_apart(jobs)
     results: list[Any] = [None] * len(values)
     for (parts, buffer), members in _loose(group):
-        made = _run_loop(parts, backend, op, [values[member].arrays for member in members], buffer, numbers)
+        made = _run_loop(parts, framework, op, [values[member].arrays for member in members], buffer, numbers)
         for member, components in zip(members, made, strict=True):
             results[member] = components
     if not into:
         return results
     for out, components in zip(outs, results, strict=True):
         for target, x, device in zip(out, components, group.destinations, strict=True):
-            backend.write(backend.target(target, device), x)
+            framework.write(framework.target(target, device), x)
     return outs
 
 
@@ -279,7 +279,7 @@ def _only(piece: Piece, members: Sequence[int]) -> Piece:
 
 def _run_loop(
     parts: Sequence[Part],
-    backend: Backend,
+    framework: Framework,
     op: ReduceOp,
     arrays: list[list[Array]],
     buffer: Buffer,
@@ -296,20 +296,20 @@ def _run_loop(
     schedule = parts[0].schedule
     names = [schedule.devices[source] for source in schedule.chunks[0].sources]
     if buffer.size is None:
-        flats = [backend.copy(x, name) for x, name in zip(arrays[0], names, strict=True)]
-        held = execute(schedule, backend, op, flats, None, numbers)
-        return [tuple(own[0] if fresh else backend.own(own[0]) for own, fresh in held)]
+        flats = [framework.copy(x, name) for x, name in zip(arrays[0], names, strict=True)]
+        held = execute(schedule, framework, op, flats, None, numbers)
+        return [tuple(own[0] if fresh else framework.own(own[0]) for own, fresh in held)]
     flats = [
-        backend.pack([backend.copy(components[replica], name) for components in arrays])
+        framework.pack([framework.copy(components[replica], name) for components in arrays])
         for replica, name in enumerate(names)
     ]
     if len(parts) == 1:
-        held = execute(schedule, backend, op, flats, buffer.size, numbers)
+        held = execute(schedule, framework, op, flats, buffer.size, numbers)
     else:
         held = [Held([], False) for _ in schedule.chunks[0].destinations]
         for schedule, start, stop in parts:
             made = execute(
-                schedule, backend, op, [backend.part(flat, start, stop) for flat in flats], stop - start, numbers
+                schedule, framework, op, [framework.part(flat, start, stop) for flat in flats], stop - start, numbers
             )
             for whole, part in zip(held, made, strict=True):
                 whole.parts.extend(part.parts)
@@ -322,25 +322,25 @@ def _run_loop(
             for _, start, stop in ranges(schedule, end - base)
         ),
     )
-    unpacked = [backend.unpack(own, where, fresh) for own, fresh in held]
+    unpacked = [framework.unpack(own, where, fresh) for own, fresh in held]
     return list(zip(*unpacked, strict=True))
 
 
 def _reduce_sparse(value: Checked, destinations: tuple[str, ...], root: str | None) -> Mirrored:
     """List all replicas' slices together on one device and copy them to the destinations."""
-    backend, main = value.backend, root or destinations[0]
+    framework, main = value.framework, root or destinations[0]
     parts: list[Sparse] = [x for x in value.arrays if isinstance(x, Sparse)]
-    values = backend.concat([backend.copy(x.values, main) for x in parts], 0)
-    indices = backend.concat([backend.copy(x.indices, main) for x in parts], 0)
-    values = backend.finish(values, value.numbers)
+    values = framework.concat([framework.copy(x.values, main) for x in parts], 0)
+    indices = framework.concat([framework.copy(x.indices, main) for x in parts], 0)
+    values = framework.finish(values, value.numbers)
     shape = next((x.shape for x in parts if x.shape is not None), None)
     whole = Sparse(parts[0].kind, values, indices, shape)
-    return Mirrored.on(tuple(_sparse_copy(backend, whole, device) for device in destinations), destinations)
+    return Mirrored.on(tuple(_sparse_copy(framework, whole, device) for device in destinations), destinations)
 
 
-def _sparse_copy(backend: Backend, x: Sparse, device: str) -> Any:
-    values, indices = (backend.own(backend.copy(part, device)) for part in (x.values, x.indices))
-    return backend.sparse(x._replace(values=values, indices=indices))
+def _sparse_copy(framework: Framework, x: Sparse, device: str) -> Any:
+    values, indices = (framework.own(framework.copy(part, device)) for part in (x.values, x.indices))
+    return framework.sparse(x._replace(values=values, indices=indices))
 
 
 def broadcast_array(
@@ -350,18 +350,24 @@ def broadcast_array(
     topology: Topology | None,
 ) -> Mirrored:
     """Copy one array to all destinations along a schedule whose only source is the array's device."""
-    backend = backend_of(tensor)
-    x = backend.array(tensor)
+    framework = framework_of(tensor)
+    x = framework.array(tensor)
     if isinstance(x, Sparse):
-        return Mirrored.on(tuple(_sparse_copy(backend, x, device) for device in destinations), destinations)
+        return Mirrored.on(tuple(_sparse_copy(framework, x, device) for device in destinations), destinations)
     source = PerReplica([tensor]).devices
     if locate(tensor) in (None, "cpu") and destinations[0].startswith("cpu:"):
         source = destinations[:1]  # host memory is every cpu:k at once, so the array is there already
     value = Checked.on((tensor,), source)
-    value.backend, value.arrays, value.spec, value.sparse, value.mixed = backend, [x], backend.spec(x), False, False
+    value.framework, value.arrays, value.spec, value.sparse, value.mixed = (
+        framework,
+        [x],
+        framework.spec(x),
+        False,
+        False,
+    )
     value.numbers = Numbers(value.spec.dtype, value.spec.dtype, value.spec.dtype, 1)
     value.out = None
-    (group,) = groups(backend, algorithm, source, destinations, (value.spec,), Packing(), topology, None)
+    (group,) = groups(framework, algorithm, source, destinations, (value.spec,), Packing(), topology, None)
     (components,) = _run(group, ReduceOp.SUM, [(value, destinations)], False)
     return Mirrored.on(components, destinations)
 

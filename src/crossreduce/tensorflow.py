@@ -21,13 +21,13 @@ import tensorflow as tf
 from tensorflow.python.distribute.values import Mirrored as _Mirrored
 
 from . import cross_device_ops as own
-from .checks import check_pairs, in_pair
+from .autograph import unconverted
 from .devices import canonical, default_devices
 from .errors import ArgumentError, ReductionError, UnsupportedError, message, shown
 from .ops import DTYPES, read_op
 from .options import CommunicationOptions, read_options
 from .topology import Topology
-from .tracing import unconverted
+from .validation import check_pairs, in_pair
 from .values import DistributedValues, Mirrored, PerReplica
 
 __all__ = ["AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"]
@@ -334,7 +334,7 @@ def _filled(places: _Places, others: _Places) -> _Places:
 def _names(places: _Places) -> tuple[str, ...]:
     """Return this library's names of places.
 
-    One that nobody knows counts as on ``cpu:0``, which leaves it to TensorFlow's placer (``backends/tensorflow.py``).
+    One that nobody knows counts as on ``cpu:0``, which leaves it to TensorFlow's placer (``frameworks/tensorflow.py``).
     """
     return default_devices([canonical(place) if place else None for place in places])
 
@@ -355,7 +355,7 @@ def _variable(given: Any) -> Any:
 
 def _array(value: Any) -> Any:
     """Return a tensor, variable or slices as they are, and make a tensor of anything else."""
-    if isinstance(value, (*_ARRAYS, tf.SparseTensor, tf.RaggedTensor)):  # the backend says why it takes no such two
+    if isinstance(value, (*_ARRAYS, tf.SparseTensor, tf.RaggedTensor)):  # the framework says why it takes no such two
         return value
     try:
         return tf.convert_to_tensor(value)

@@ -11,12 +11,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .checks import uniform_value
+from .autograph import unconverted
 from .cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
 from .ops import ReduceOp, read_op
 from .options import CommunicationOptions
-from .tracing import unconverted
+from .validation import uniform_value
 from .values import DistributedValues, PerReplica, read_devices
 
 _NAMESPACE = "crossreduce"

@@ -10,9 +10,9 @@ import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
+from .autograph import unconverted
 from .devices import canonical, default_devices, locate
 from .errors import ArgumentError, message, shown
-from .tracing import unconverted
 
 
 class TensorSpec(NamedTuple):

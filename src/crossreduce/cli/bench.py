@@ -18,12 +18,12 @@ import numpy as np
 import typer
 
 from .. import AllReduceCrossDeviceOps, Mirrored, PerReplica, Topology
-from ..backends import FRAMEWORKS
 from ..errors import ArgumentError
+from ..frameworks import FRAMEWORKS
 from . import exact, nccl_tests, ranks
 from .arguments import MOST_DEVICES, at_least, one_of, read_algorithms, read_device_list, read_machine, read_nbytes
-from .frameworks import Framework, load
 from .output import json_file
+from .trainers import Trainer, load
 
 OPS: Final = {"sum": "sum", "prod": "product", "min": "min", "max": "max", "avg": "mean"}
 TYPES: Final = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "int": "int32"} | {
@@ -215,7 +215,7 @@ def _on(topology: Topology | None, names: tuple[str, ...]) -> Topology | None:
 
 
 def _rows(
-    framework: Framework,
+    framework: Trainer,
     config: nccl_tests.Config,
     algorithm: str,
     topology: Topology | None,
@@ -249,7 +249,7 @@ def _rows(
 
 
 def _timing(
-    framework: Framework,
+    framework: Trainer,
     config: nccl_tests.Config,
     ops: AllReduceCrossDeviceOps,
     op: str,
@@ -275,7 +275,7 @@ def _timing(
 
 
 def _timed(
-    framework: Framework, config: nccl_tests.Config, call: Callable[[], Mirrored], values: list[Any]
+    framework: Trainer, config: nccl_tests.Config, call: Callable[[], Mirrored], values: list[Any]
 ) -> tuple[list[float], Mirrored]:
     """Return the seconds of each call after those that warm up, and the last result."""
     times: list[float] = []

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..processes.agreement import named
-from ..processes.arena import LEFT
-from ..processes.record import Dump, Frame, History, Thread, read
+from ..ranks.diagnostics import named
+from ..ranks.flight_recorder import Dump, Frame, History, Thread, read
+from ..ranks.shared_memory import LEFT
 
 _SHOWN: Final = 3  # functions of a stack
 _SILENT: Final = ": it was stopped, busy elsewhere, or dead"

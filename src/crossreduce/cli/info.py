@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__, kernels
-from ..backends import FRAMEWORKS
+from ..frameworks import FRAMEWORKS
 from ..options import ALGORITHMS
 
 DISTRIBUTIONS: Final = {

@@ -86,7 +86,7 @@ def plan(
             exported.write_text(_exported(found, kind), "utf-8")
         tick("drawing")
         if drawing is not None:
-            from ..pictures import draw_schedule
+            from ..export.pictures import draw_schedule
 
             draw_schedule(found.schedule, found.topology, drawing)
     print(text)
@@ -111,19 +111,19 @@ def _format(path: Path | None, given: str | None) -> str:
 def _exported(found: Plan, kind: str) -> str:
     """Return a plan's schedule in a format."""
     if kind == "msccl":
-        from ..schedule.msccl import to_msccl_xml
+        from ..export.msccl.writer import to_msccl_xml
 
         return to_msccl_xml(found.schedule)
     if kind == "mscclpp":
-        from ..schedule.mscclpp import to_mscclpp_json
+        from ..export.mscclpp import to_mscclpp_json
 
         return to_mscclpp_json(found.schedule)
     if kind == "nccl-graph":
-        from ..schedule.nccl_graph import to_nccl_graph_xml
+        from ..export.nccl_graph import to_nccl_graph_xml
 
         return to_nccl_graph_xml(found.schedule, found.topology)
     if kind == "trace":
-        from ..schedule.trace import to_chrome_trace
+        from ..export.trace import to_chrome_trace
 
         return to_chrome_trace(found.schedule, found.topology, found.nbytes)
     return found.schedule.to_json()

@@ -28,8 +28,8 @@ import numpy as np
 
 from ..errors import BackendError, ReductionError, UnsupportedError, message
 from . import exact, nccl_tests
-from .engines import Engine, Mpi, Torch
 from .launch import launch
+from .peers import Engine, Mpi, Torch
 
 COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 PEERS: Final = ("gloo", "mpi")

@@ -127,7 +127,7 @@ def topology(
         exported = files.enter_context(whole_file("--export", export))
         report = _report(machine, chosen.topology)
         if drawing is not None:
-            from ..pictures import draw_topology
+            from ..export.pictures import draw_topology
 
             draw_topology(chosen.topology, drawing, title=_title(report))
         if exported is not None:

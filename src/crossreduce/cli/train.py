@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import AllReduceCrossDeviceOps, __version__, all_reduce
-from ..backends import FRAMEWORKS
-from ..backends.null import NullBackend
+from ..frameworks import FRAMEWORKS
+from ..frameworks.null import NullFramework
 from ..options import ALGORITHMS
 from .arguments import at_least, one_of, read_device_list
-from .frameworks import Framework, Tree, load
 from .output import json_file, progress
+from .trainers import Trainer, Tree, load
 
 Numbers = np.ndarray[Any, Any]
 
@@ -159,7 +159,7 @@ def batches(count: int, size: int, epochs: int, seed: int) -> Iterator[tuple[int
 
 
 def fit(
-    framework: Framework,
+    framework: Trainer,
     devices: tuple[str, ...],
     ops: AllReduceCrossDeviceOps,
     digits: Digits,
@@ -200,7 +200,7 @@ def fit(
 
 def bytes_moved(first: dict[str, Numbers], devices: tuple[str, ...], ops: AllReduceCrossDeviceOps) -> int:
     """Return how many bytes one step's reduction moves between devices, by doing it without elements."""
-    null = NullBackend()
+    null = NullFramework()
     trees = [{k: null.zeros(x.shape, x.dtype.name, device) for k, x in first.items()} for device in devices]
     all_reduce(trees, "sum", devices=devices, cross_device_ops=ops)
     return null.counts.bytes_moved

@@ -70,8 +70,8 @@ def _read(file: Path) -> Callable[[], str]:
             return f"{schedule.head}: right."
 
         return proved
-    from ..schedule.msccl_verify import verify_msccl_xml
-    from ..schedule.msccl_xml import JUDGED, read_msccl_xml
+    from ..export.msccl.format import JUDGED, read_msccl_xml
+    from ..export.msccl.verifier import verify_msccl_xml
 
     kind = read_msccl_xml(text).coll
     if kind not in JUDGED:

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..backends.contract import Numbers
-from ..backends.jax import BACKEND, finish
 from ..devices import host_devices
 from ..errors import ReductionError, UnsupportedError, message, shown
+from ..frameworks.base import Numbers
+from ..frameworks.jax import FRAMEWORK, finish
 from ..ops import FLOATS, ReduceOp, accumulator, read_op
 from ..options import algorithm_name, count
 from ..packing import itemsize
@@ -106,7 +106,7 @@ def all_reduce(
             # What varies over fewer of the other axes would, packed, vary over all that its neighbours do.
             groups.setdefault((leaf.dtype.name, varying(leaf)), []).append(number)
     for (dtype, _), members in groups.items():
-        numbers = BACKEND.numbers(op, dtype, way.devices)
+        numbers = FRAMEWORK.numbers(op, dtype, way.devices)
         for number, leaf in zip(members, _reduced([leaves[k] for k in members], op, numbers, way), strict=True):
             leaves[number] = leaf
     return jax.tree_util.tree_unflatten(structure, leaves)
@@ -142,10 +142,10 @@ def _sparse(leaf: Any, op: ReduceOp, way: Way) -> Any:
         raise UnsupportedError(
             message(f"the {op.value} of sparse values is not defined.", shown(leaf), "sum or mean, or dense arrays")
         )
-    found = BACKEND.array(leaf)
-    numbers = BACKEND.numbers(op, found.values.dtype.name, way.devices)
+    found = FRAMEWORK.array(leaf)
+    numbers = FRAMEWORK.numbers(op, found.values.dtype.name, way.devices)
     values, indices = (_gathered(part, way) for part in (found.values, found.indices))
-    return BACKEND.sparse(found._replace(values=finish(numbers, values), indices=indices))
+    return FRAMEWORK.sparse(found._replace(values=finish(numbers, values), indices=indices))
 
 
 def _gathered(x: Array, way: Way) -> Array:

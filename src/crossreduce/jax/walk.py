@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..backends.jax import FUNCTIONS
+from ..frameworks.jax import FUNCTIONS
 from ..ops import ReduceOp
 from ..schedule import Schedule
 from .permutes import Permute, Program, Table, program, ranges

@@ -3,7 +3,7 @@
 From the top: ``mirrored.py`` is the strategy; ``extended.py``, ``variables.py``, ``splitting.py``: what it makes;
 ``contexts.py``: what a replica sees of it, and which context a call stands in; ``crew.py``: threads, meetings,
 failures; ``regroup.py``: n trees into one of per-replica values, and back. No framework is imported here:
-``ReplicaBackend`` is what one has to say.
+``ReplicaFramework`` is what one has to say.
 """
 
 from .contexts import ReplicaContext

@@ -15,15 +15,15 @@ from numbers import Integral
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..backends import Array, Backend, ReplicaBackend, backend_of
 from ..devices import host_devices, locate, parse
 from ..errors import ArgumentError, ContextError, UnsupportedError, message, shown
+from ..frameworks import Array, Framework, ReplicaFramework, framework_of
 from ..ops import ReduceOp, read_op
 from ..options import CommunicationOptions, read_options
 from ..trees import flatten_tree, reduce_leaves, unflatten_tree
 from ..values import DistributedValues, describe
-from .crew import Call, Crew
 from .regroup import check_arguments, each, localized, placed, regroup
+from .replica_group import Call, Crew
 
 if TYPE_CHECKING:
     from .mirrored import MirroredStrategy
@@ -68,16 +68,16 @@ def require_cross_replica(what: str, remedy: str) -> None:
         )
 
 
-def replica_backend(value: Any) -> ReplicaBackend:
-    """Return the backend of an array that replicas may reduce.
+def replica_framework(value: Any) -> ReplicaFramework:
+    """Return the framework of an array that replicas may reduce.
 
     Raises:
       ArgumentError: it is no array.
       UnsupportedError: its framework has no replicas here.
     """
-    backend = _with_replicas(backend_of(value))
-    if backend is not None:
-        return backend
+    framework = _with_replicas(framework_of(value))
+    if framework is not None:
+        return framework
     raise UnsupportedError(
         message(
             "TensorFlow has a MirroredStrategy of its own, and crossreduce's takes none of its values.",
@@ -89,8 +89,8 @@ def replica_backend(value: Any) -> ReplicaBackend:
 
 
 @cache  # isinstance of a protocol looks at every method
-def _with_replicas(backend: Backend) -> ReplicaBackend | None:
-    return backend if isinstance(backend, ReplicaBackend) else None
+def _with_replicas(framework: Framework) -> ReplicaFramework | None:
+    return framework if isinstance(framework, ReplicaFramework) else None
 
 
 class ReplicaContext:
@@ -199,7 +199,7 @@ class ReplicaContext:
                 return self._all_reduce(op, list(grads), flatten_tree(list(grads))[1], hints)
 
             own = [leaves[k] for k in backward]
-            made = replica_backend(own[0]).differentiable(own, [results[k] for k in backward], gradient)
+            made = replica_framework(own[0]).differentiable(own, [results[k] for k in backward], gradient)
             for k, result in zip(backward, made, strict=True):
                 results[k] = result
         return results
@@ -251,7 +251,7 @@ class ReplicaContext:
             (total,) = self._all_reduce(ReduceOp.SUM, list(grads), flatten_tree(list(grads))[1], hints)
             return [total[part]]
 
-        (made,) = replica_backend(x).differentiable([x], [result], gradient)
+        (made,) = replica_framework(x).differentiable([x], [result], gradient)
         return made
 
     def merge_call(
@@ -320,7 +320,7 @@ class ReplicaContext:
 
 def _recorded(leaves: list[Any], structure: Any) -> tuple[bool, ...]:
     """Return for each leaf of a tree whether a gradient is to be made of it."""
-    return tuple(each(leaves, structure, lambda leaf: replica_backend(leaf).recorded(leaf)))
+    return tuple(each(leaves, structure, lambda leaf: replica_framework(leaf).recorded(leaf)))
 
 
 def _source(function: Callable[..., Any]) -> object:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ..checks import check_pairs
 from ..errors import ArgumentError, message, shown
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
+from ..validation import check_pairs
 from ..values import DistributedValues, Mirrored
 from .contexts import require_cross_replica
 from .regroup import arguments, regroup

@@ -13,19 +13,19 @@ from functools import cache, partial
 from numbers import Integral
 from typing import Any, Final
 
-from ..backends import Array, Modes, Numbers, ReplicaBackend, Sparse, backend_of, get
-from ..checks import check_array, check_value, per_replica
 from ..cross_device_ops import CrossDeviceOps
 from ..devices import host_devices, parse
 from ..errors import ArgumentError, ContextError, MismatchError, message, shown
+from ..frameworks import Array, Modes, Numbers, ReplicaFramework, Sparse, framework_of, get
 from ..ops import ReduceOp, read_op
 from ..options import CommunicationOptions, count, read_options
 from ..trees import check_ops, flatten_tree, unflatten_tree
+from ..validation import check_array, check_value, per_replica
 from ..values import DistributedValues, PerReplica, describe, read_devices
-from .contexts import Current, ReplicaContext, current, entered, replica_backend, require_cross_replica
-from .crew import TIMEOUT_S, Crew
+from .contexts import Current, ReplicaContext, current, entered, replica_framework, require_cross_replica
 from .extended import IN_A_REPLICA, Extended
 from .regroup import Whole, arguments, each, mapped, regroup
+from .replica_group import TIMEOUT_S, Crew
 from .splitting import DistributedDataset, ValueContext, split_tree
 
 _FRAMEWORKS: Final = ("torch", "jax")  # those whose modes are a thread's own
@@ -146,7 +146,7 @@ class MirroredStrategy:
         hints = read_options(options)
         n = self.num_replicas_in_sync
         crew = Crew(self._devices, hints.timeout_seconds or TIMEOUT_S)
-        modes = [backend.modes() for backend in _loaded()]
+        modes = [framework.modes() for framework in _loaded()]
         own = [arguments(args, kwargs, k, n) for k in range(n)]
         bodies = [
             partial(_live, ReplicaContext(self, k, crew), modes, fn, positional, named)
@@ -293,13 +293,13 @@ class MirroredStrategy:
                     "a PerReplica, such as run() returns",
                 )
             )
-        return backend_of(value).array(value) if isinstance(value, (int, float, complex)) else value
+        return framework_of(value).array(value) if isinstance(value, (int, float, complex)) else value
 
     def _reduce_along(self, op: ReduceOp, leaf: Any, axis: int) -> Array:
         """Reduce a value over the replicas and an axis: fold each component, then reduce what that gives."""
         value = per_replica(leaf)
-        backend = replica_backend(value[0])
-        arrays: list[Any] = [backend_of(x).array(x) for x in value]
+        framework = replica_framework(value[0])
+        arrays: list[Any] = [framework_of(x).array(x) for x in value]
         for x in arrays:
             inside = not isinstance(x, Sparse) and isinstance(axis, Integral) and -len(x.shape) <= axis < len(x.shape)
             if not inside or isinstance(axis, bool):
@@ -320,12 +320,12 @@ class MirroredStrategy:
             raise ArgumentError(
                 message(f"the {op.value} of no elements is not defined.", repr(value), "a batch that is not empty")
             )
-        numbers = backend.numbers(op, backend.spec(arrays[0]).dtype, sum(sizes))
-        folded = PerReplica.on(tuple(backend.fold(op, x, axis, numbers) for x in arrays), places)
+        numbers = framework.numbers(op, framework.spec(arrays[0]).dtype, sum(sizes))
+        folded = PerReplica.on(tuple(framework.fold(op, x, axis, numbers) for x in arrays), places)
         across = ReduceOp.SUM if op is ReduceOp.MEAN else op
         total = self._ops.reduce(across, folded, value.devices[0])[0]
         wide = Numbers(numbers.accumulator, numbers.accumulator, numbers.result, numbers.divisor)
-        return backend.finish(backend.array(total), wide)
+        return framework.finish(framework.array(total), wide)
 
 
 def get_strategy() -> MirroredStrategy:
@@ -368,14 +368,14 @@ def _default_replica() -> ReplicaContext:
     return ReplicaContext(_default(), 0, None)
 
 
-def _loaded() -> list[ReplicaBackend]:
-    """Return the backends of frameworks that are in use."""
+def _loaded() -> list[ReplicaFramework]:
+    """Return the frameworks of frameworks that are in use."""
     found = [get(name) for name in _FRAMEWORKS if sys.modules.get(name) is not None]
-    return [backend for backend in found if isinstance(backend, ReplicaBackend)]
+    return [framework for framework in found if isinstance(framework, ReplicaFramework)]
 
 
 def _accelerators() -> tuple[str, ...]:
-    return next((names for backend in _loaded() if (names := backend.accelerators())), ())
+    return next((names for framework in _loaded() if (names := framework.accelerators())), ())
 
 
 def _live(context: ReplicaContext, modes: list[Modes], fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -391,11 +391,11 @@ def _moved(leaf: Any, device: str) -> Any:
     if isinstance(leaf, Whole):
         raise ArgumentError(message("variables are replicated already.", repr(leaf), "hand it to run() as it is"))
     try:
-        backend = backend_of(leaf)
+        framework = framework_of(leaf)
     except ArgumentError:
         place = parse(device)
         if place.kind == "cpu" or not hasattr(leaf, "to"):
             return leaf
         return leaf.to(f"{place.kind}:{place.index}")
-    backend.require((device,))
-    return backend.copy(leaf, device) if hasattr(leaf, "shape") else leaf
+    framework.require((device,))
+    return framework.copy(leaf, device) if hasattr(leaf, "shape") else leaf

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..backends import backend_of
 from ..devices import default_devices, locate, parse
 from ..errors import ArgumentError, ReductionError, UnsupportedError, message, shown
+from ..frameworks import framework_of
 from ..trees import flatten_tree, flatten_trees, leaf_paths, unflatten_tree
 from ..values import DistributedValues, PerReplica
 
@@ -34,7 +34,7 @@ def placed(components: Sequence[Any], devices: tuple[str, ...]) -> PerReplica:
 def _location(x: Any) -> str | None:
     """Return where an array is; ``None`` for what is no array, or spread over several devices."""
     try:
-        backend_of(x)
+        framework_of(x)
         return locate(x)
     except (ArgumentError, UnsupportedError):
         return None

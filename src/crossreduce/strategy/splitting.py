@@ -8,8 +8,8 @@ from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from ..backends import Sparse, backend_of
 from ..errors import ArgumentError, MismatchError, UnsupportedError, message, shown
+from ..frameworks import Sparse, framework_of
 from ..trees import flatten_tree, leaf_paths, unflatten_tree
 from ..values import PerReplica, describe
 from .regroup import each
@@ -50,17 +50,17 @@ def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
             message(f"the arrays of a batch differ in size along axis {axis}.", found, "as many samples in each")
         )
     made = []
-    for backend, x in arrays:
+    for framework, x in arrays:
         along = (slice(None),) * (axis % len(x.shape))
         cut = [x[(*along, slice(*share))] for share in shares(x.shape[axis], len(devices))]
-        components = tuple(backend.copy(part, device) for part, device in zip(cut, devices, strict=True))
+        components = tuple(framework.copy(part, device) for part, device in zip(cut, devices, strict=True))
         made.append(PerReplica.on(components, devices))
     return unflatten_tree(structure, made)
 
 
 def _splittable(leaf: Any, axis: int, devices: tuple[str, ...]) -> tuple[Any, Any]:
-    backend = backend_of(leaf)
-    x = backend.array(leaf)
+    framework = framework_of(leaf)
+    x = framework.array(leaf)
     if isinstance(x, Sparse):
         raise UnsupportedError(message("sparse arrays cannot be split.", describe(leaf), "dense ones"))
     if not -len(x.shape) <= axis < len(x.shape):
@@ -71,8 +71,8 @@ def _splittable(leaf: Any, axis: int, devices: tuple[str, ...]) -> tuple[Any, An
                 "hand what is for all replicas to run() as it is",
             )
         )
-    backend.require(devices)
-    return backend, x
+    framework.require(devices)
+    return framework, x
 
 
 class DistributedDataset:

@@ -11,15 +11,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ..backends import Array, Backend, Sparse, Unwritable, backend_of
-from ..checks import place
 from ..cross_device_ops import AllReduceCrossDeviceOps
 from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, message, shown
+from ..frameworks import Array, Framework, Sparse, Unwritable, framework_of
 from ..ops import COMPLEX, FLOATS, INTEGERS, ReduceOp
+from ..validation import place
 from ..values import DistributedValues, Mirrored, PerReplica, describe
-from .contexts import Current, current, replica_backend
-from .crew import Call
+from .contexts import Current, current, replica_framework
 from .regroup import Whole, localized, placed
+from .replica_group import Call
 
 _UNDISTRIBUTED = AllReduceCrossDeviceOps("auto")  # copies a variable's first value, where there is no strategy
 _NUMBERS = (bool, int, float, complex)
@@ -130,7 +130,7 @@ class Variable(Whole):
         if here is not None:
             self._devices = here.strategy.devices
         copies = list(ops.broadcast(value, Mirrored.on(self._devices, self._devices)))
-        self._backend = replica_backend(copies[0])
+        self._backend = replica_framework(copies[0])
         first = self._backend.array(copies[0])
         if isinstance(first, Sparse):
             raise UnsupportedError(message("a variable is dense.", shown(value), "value.todense() or the like"))
@@ -344,15 +344,15 @@ class Variable(Whole):
 
     def _taken(self, value: Any, k: int) -> Array:
         """Return an array on a component's device, if it is like the component."""
-        backend = backend_of(value)
-        x = backend.array(value) if backend is self._backend else None
-        if x is None or isinstance(x, Sparse) or backend.spec(x) != self._spec:
+        framework = framework_of(value)
+        x = framework.array(value) if framework is self._backend else None
+        if x is None or isinstance(x, Sparse) or framework.spec(x) != self._spec:
             raise MismatchError(
                 message(
                     "a variable keeps its framework, shape and dtype.", f"{describe(value)} for {self}", f"{self._spec}"
                 )
             )
-        return backend.copy(x, self._devices[k])
+        return framework.copy(x, self._devices[k])
 
     def _put_all(self, how: str, values: Sequence[Any]) -> None:
         with _WRITING:
@@ -406,10 +406,10 @@ def _holds(dtype: str, number: complex) -> bool:
     return any(dtype in dtypes for dtypes in _DTYPES[kind:])
 
 
-def _filled(backend: Backend, x: Array, number: Any) -> Array:
+def _filled(framework: Framework, x: Array, number: Any) -> Array:
     """Return an array like another, of one number."""
-    if isinstance(backend, Unwritable):
+    if isinstance(framework, Unwritable):
         return x.at[...].set(number)
-    made = backend.own(backend.array(x))
+    made = framework.own(framework.array(x))
     made[...] = number
     return made

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from ..processes import links
+from ..ranks import measurement as links
 from ..topology import Topology
 from .group import Group, create
 from .hook import HookState, all_reduce_hook, communicator_of

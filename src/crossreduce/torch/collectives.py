@@ -18,9 +18,9 @@ from torch.distributed import ReduceOp as TorchOp
 
 from ..errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError, message
 from ..ops import ReduceOp
-from ..processes.agreement import described
-from ..processes.communicator import Communicator
-from ..processes.courses import reduction_numbers
+from ..ranks.communicator import Communicator
+from ..ranks.diagnostics import described
+from ..ranks.programs import reduction_numbers
 from .memory import NAMES, buffer, readable, settle, settle_all, shares, writable
 
 _OPS: Final = {

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import UnsupportedError, message
-from ..processes.communicator import Communicator
+from ..ranks.communicator import Communicator
+from ..transports.gloo import GlooWire
 from .collectives import Collectives
-from .line import Landing, Line, untraced
 from .memory import readable, settle_all, writable
+from .op_queue import Landing, Line, untraced
 from .rendezvous import StoreRendezvous
-from .wire import GlooWire
 
 _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # for ops that were started and are still under way when their group is destroyed

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, message, shown
-from ..processes.communicator import Communicator
+from ..ranks.communicator import Communicator
 from .collectives import Collectives
 from .group import Group, close, communicator, wait_in_backward
-from .line import Line
+from .op_queue import Line
 
 Hook = Callable[[Any, Any], Any]
 _NUMBER: Final = itertools.count()

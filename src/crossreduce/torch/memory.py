@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from ..ops import DTYPES
-from ..processes.contract import Buffer
+from ..transports.base import Buffer
 
 NAMES: Final = {getattr(torch, name): name for name in sorted(DTYPES) if hasattr(torch, name)}
 """The names of the dtypes that can be reduced; all others can only be moved, as bytes."""

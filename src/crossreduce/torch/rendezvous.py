@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from ..errors import CollectiveTimeout, PeerLostError, message
-from ..processes.agreement import named
+from ..ranks.diagnostics import named
 
 _CAUSE: Final = "cause"
 _PAUSES_S: Final = (0.0002, 0.02)  # one question takes 23 us of a TCPStore on the same host

@@ -1,0 +1,275 @@
+"""The four frameworks behind one face: put an array on a device, get it back, one training step.
+
+In: NumPy arrays and device names.  Out: a framework's arrays, and NumPy arrays again. This is the one
+file of the command line that imports a framework, and it does so inside functions only; everything
+else here speaks to ``Trainer``.
+"""
+
+# ruff: noqa: ARG002 - one face: not every framework needs every argument
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from ..devices import parse
+from ..frameworks import Array, get
+
+Tree = dict[str, Array]
+
+RATE: Final = 0.1
+MOMENTUM: Final = 0.9
+
+
+class Trainer(Protocol):
+    """What ``train`` and ``bench`` ask of a framework."""
+
+    version: str
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        """Import the framework and make these devices (canonical names) available."""
+
+    def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
+        """Return a copy of an array on a device."""
+
+    def get(self, x: Array) -> np.ndarray[Any, Any]:
+        """Return an array's elements in host memory."""
+
+    def wait(self, xs: Iterable[Array]) -> None:
+        """Return when these arrays are computed."""
+
+    def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
+        """Return the sum of the losses over a shard, which may be empty, and its gradient.
+
+        All arguments are on one device. The model is ``relu(images @ w1 + b1) @ w2 + b2`` with the
+        softmax cross entropy.
+        """
+
+    def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
+        """Return the parameters and the velocity after one step of SGD with momentum.
+
+        ``total`` is the gradient of the sum of the losses over ``size`` samples.
+        """
+
+
+class NumPy:
+    """NumPy: gradients by hand."""
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        self.version = np.__version__
+
+    def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
+        return x.copy()
+
+    def get(self, x: Array) -> np.ndarray[Any, Any]:
+        return np.asarray(x)
+
+    def wait(self, xs: Iterable[Array]) -> None:
+        pass
+
+    def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
+        hidden = np.maximum(images @ parameters["w1"] + parameters["b1"], 0)
+        logits = hidden @ parameters["w2"] + parameters["b2"]
+        logits -= logits.max(axis=1, keepdims=True)
+        chances = np.exp(logits)
+        sums = chances.sum(axis=1, keepdims=True)
+        rows = np.arange(len(labels))
+        loss = np.sum(np.log(sums[:, 0]) - logits[rows, labels])
+        errors = chances / sums
+        errors[rows, labels] -= 1
+        back = (errors @ parameters["w2"].T) * (hidden > 0)
+        return loss, {"w1": images.T @ back, "b1": back.sum(0), "w2": hidden.T @ errors, "b2": errors.sum(0)}
+
+    def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
+        return _momentum(parameters, velocity, total, size)
+
+
+class Torch:
+    """PyTorch: gradients by autograd."""
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        import torch
+
+        self._torch = torch
+        self.version = torch.__version__
+
+    def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
+        if x.dtype.name == "bfloat16":  # NumPy's is ml_dtypes', which torch does not read
+            host = self._torch.from_numpy(x.view(np.int16).copy()).view(self._torch.bfloat16)
+        else:
+            host = self._torch.from_numpy(x.copy())
+        place = parse(device)
+        return host if place.kind == "cpu" else host.to(f"{place.kind}:{place.index}")
+
+    def get(self, x: Array) -> np.ndarray[Any, Any]:
+        import ml_dtypes
+
+        host = x.detach().cpu()
+        if host.dtype == self._torch.bfloat16:
+            return np.asarray(host.view(self._torch.int16).numpy()).view(ml_dtypes.bfloat16)
+        return np.asarray(host.numpy())
+
+    def wait(self, xs: Iterable[Array]) -> None:
+        for device in {x.device for x in xs if x.device.type == "cuda"}:
+            self._torch.cuda.synchronize(device)
+
+    def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
+        # Shards are small: on a busy machine OpenMP's second thread made a run of 1.5 s take 78 s (2 cores).
+        self._torch.set_num_threads(1)
+        w1, b1, w2, b2 = leaves = [parameters[name].detach().requires_grad_() for name in ("w1", "b1", "w2", "b2")]
+        logits = (images @ w1 + b1).relu() @ w2 + b2
+        loss = self._torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        grads = self._torch.autograd.grad(loss, leaves)
+        return loss.detach(), dict(zip(("w1", "b1", "w2", "b2"), grads, strict=True))
+
+    def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
+        return _momentum(parameters, velocity, total, size)
+
+
+class Jax:
+    """JAX: gradients by ``jax.grad``, jitted."""
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        import jax
+
+        self._jax = jax
+        self.version = jax.__version__
+        with contextlib.suppress(RuntimeError):  # in use already: require() says if there are too few
+            jax.config.update("jax_num_cpu_devices", _cpus(devices))
+        jax.config.update("jax_enable_x64", True)  # else bench's int64 and double would be 32 bits wide
+        self._gradient = jax.jit(jax.value_and_grad(self._loss))
+        self._update = jax.jit(_momentum)
+
+    def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
+        place = parse(device)
+        return self._jax.device_put(x, self._jax.devices(place.kind)[place.index])
+
+    def get(self, x: Array) -> np.ndarray[Any, Any]:
+        return np.asarray(x)
+
+    def wait(self, xs: Iterable[Array]) -> None:
+        self._jax.block_until_ready(list(xs))
+
+    def _loss(self, parameters: Tree, images: Array, labels: Array) -> Array:
+        hidden = self._jax.nn.relu(images @ parameters["w1"] + parameters["b1"])
+        chances = self._jax.nn.log_softmax(hidden @ parameters["w2"] + parameters["b2"])
+        return -self._jax.numpy.take_along_axis(chances, labels[:, None], axis=1).sum()
+
+    def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
+        loss, grads = self._gradient(parameters, images, labels)
+        return loss, grads
+
+    def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
+        parameters, velocity = self._update(parameters, velocity, total, size)
+        return parameters, velocity
+
+
+class TensorFlow:
+    """TensorFlow: gradients by ``tf.GradientTape`` inside ``tf.function``."""
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        import tensorflow as tf
+
+        self._tf = tf
+        self.version = tf.__version__
+        with contextlib.suppress(RuntimeError):  # in use already: require() says if there are too few
+            tf.config.set_logical_device_configuration(
+                tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * _cpus(devices)
+            )
+        self._gradient = tf.function(self._loss, reduce_retracing=True)
+        self._update = tf.function(_momentum)
+
+    def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
+        place = parse(device)
+        with self._tf.device(f"{'GPU' if place.kind == 'cuda' else place.kind.upper()}:{place.index}"):
+            return self._tf.constant(x)
+
+    def get(self, x: Array) -> np.ndarray[Any, Any]:
+        return np.asarray(x.numpy())
+
+    def wait(self, xs: Iterable[Array]) -> None:
+        self._tf.test.experimental.sync_devices()
+
+    def _loss(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
+        with self._tf.GradientTape() as tape:
+            tape.watch(parameters)
+            hidden = self._tf.nn.relu(images @ parameters["w1"] + parameters["b1"])
+            logits = hidden @ parameters["w2"] + parameters["b2"]
+            loss = self._tf.reduce_sum(self._tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+        return loss, tape.gradient(loss, parameters)
+
+    def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
+        with self._tf.device(images.device):
+            loss, grads = self._gradient(parameters, images, labels)
+        return loss, grads
+
+    def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
+        with self._tf.device(parameters["w1"].device):
+            parameters, velocity = self._update(parameters, velocity, total, size)
+        return parameters, velocity
+
+
+_CLASSES: Final[dict[str, type[Trainer]]] = {"numpy": NumPy, "torch": Torch, "jax": Jax, "tensorflow": TensorFlow}
+
+
+def load(name: str, devices: tuple[str, ...]) -> Trainer:
+    """Return a framework that can use these devices.
+
+    Raises:
+      BackendError: it is not installed; the message names the extra.
+      DeviceError: one of the devices is not here.
+    """
+    _quiet()
+    framework = get(name)
+    trainer = _CLASSES[name](devices)
+    framework.require(devices)
+    return trainer
+
+
+def seen(name: str) -> str:
+    """Import a framework and say which devices it sees, in words."""
+    _quiet()
+    host = "cpu:k, as many as there are replicas"
+    if name == "torch":
+        import torch
+
+        return ", ".join(
+            [host, *(f"cuda:{k} ({torch.cuda.get_device_name(k)})" for k in range(torch.cuda.device_count()))]
+        )
+    if name == "jax":
+        import jax
+
+        found = ", ".join(f"{'cuda' if d.platform == 'gpu' else d.platform}:{d.id}" for d in jax.devices())
+        return f"{found} (more cpu:k with jax_num_cpu_devices)"
+    if name == "tensorflow":
+        import tensorflow as tf
+
+        found = ", ".join(str(parse(device.name)) for device in tf.config.list_logical_devices())
+        return f"{found} (more cpu:k as logical devices)"
+    return host
+
+
+def _quiet() -> None:
+    """Keep TensorFlow from logging; it reads these when it is imported. The user's own setting wins."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # that it is on is said at every log level (2.21)
+
+
+def _cpus(devices: tuple[str, ...]) -> int:
+    """Return how many devices in host memory the highest of these names needs."""
+    return 1 + max((parse(device).index for device in devices if parse(device).kind == "cpu"), default=0)
+
+
+def _momentum(parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
+    """Return ``update``'s results; operators are spelled alike in all frameworks."""
+    velocity = {name: MOMENTUM * velocity[name] + total[name] / size for name in parameters}
+    return {name: parameters[name] - RATE * velocity[name] for name in parameters}, velocity
+
+
+if __name__ == "__main__":  # crossreduce info asks in a process of its own, so that a crash stays there
+    print(seen(sys.argv[1]))

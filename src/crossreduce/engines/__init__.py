@@ -1,0 +1,1 @@
+"""Engines: each compiles a lowered program for some arrays and runs it."""

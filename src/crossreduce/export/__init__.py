@@ -1,0 +1,1 @@
+"""Exporters: a program or plan in the file formats of other tools."""

@@ -1,0 +1,1 @@
+"""MSCCL XML: the format, its writer, and the verifier of anyone's files."""

@@ -1,0 +1,325 @@
+"""Read MSCCL XML: the elements of a file as values, and which limits of its runtimes they keep.
+
+In: the text of a file for msccl-executor-nccl, microsoft/msccl or RCCL.  Out: an ``Algo``, or ScheduleError.
+What the steps compute is ``msccl_verify.py``'s to say.
+
+Source: msccl_parser.cc, msccl_parser.h and msccl_struct.h in github.com/Azure/msccl-executor-nccl and
+github.com/ROCm/rccl (src/misc/msccl, src/include/msccl); ir.py in github.com/microsoft/msccl-tools (msccl/language).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from ...errors import ScheduleError, message, shown
+
+REDUCING: Final = frozenset({"allreduce", "reduce", "reducescatter"})
+JUDGED: Final = REDUCING | {"broadcast", "allgather", "alltoall"}
+KNOWN: Final = JUDGED | {"alltoallv", "gather", "scatter", "send", "recv", "custom"}
+SENDS: Final = frozenset({"s", "rcs", "rrs", "rrcs"})
+RECEIVES: Final = frozenset({"r", "rcs", "rrs", "rrc", "rrcs"})
+READS: Final = frozenset({"s", "rrs", "rrc", "rrcs", "cpy", "re"})  # that read src
+WRITES: Final = frozenset({"r", "rcs", "rrc", "rrcs", "cpy", "re"})  # that write dst
+TYPES: Final = SENDS | RECEIVES | READS | WRITES | {"nop"}
+BUFFERS: Final = {"i": "input", "o": "output", "s": "scratch"}
+PROTOCOLS: Final = ("Simple", "LL", "LL128")
+
+LARGEST_COUNT: Final = 71  # MSCCL_MAX_COUNT is 72, and a step's cnt must be below it
+MOST_PEERS: Final = 32  # MSCCL_MAX_NUM_THREAD_BLOCKS_PER_CHANNEL: send peers, and receive peers, of a channel
+MOST_CHUNKS: Final = 32768  # an offset is an int16
+LAST_WAITED: Final = 127  # a dependency's threadblock is an int8
+LONGEST_TEXT: Final = 1 << 26
+
+_NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")  # the runtimes' strtol would read 010 as 8
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What reads MSCCL XML, and how much of it: channels, threadblocks of a GPU, steps of a threadblock, elements."""
+
+    name: str
+    channels: int
+    threadblocks: int
+    steps: int
+    elements: int
+
+
+# MAXCHANNELS in nccl's device.h; MSCCL_MAX_NUM_THREAD_BLOCKS and MSCCL_MAX_NUM_STEPS in msccl_struct.h, where earlier
+# versions had more; MAX_NODES in msccl_parser.h, of which a GPU needs one for the algo and for each gpu, and its own
+# threadblocks and steps.
+RUNTIMES: Final = {
+    "msccl": Runtime("msccl-executor-nccl", 32, 1024, 64, 32768),
+    "rccl": Runtime("RCCL", 128, 64, 64, 4096),
+}
+
+
+class Span(NamedTuple):
+    """Where a step reads or writes: a buffer ("i", "o" or "s") and the first chunk."""
+
+    buffer: str
+    offset: int
+
+
+class XmlStep(NamedTuple):
+    """A ``step`` element. ``threadblock`` and ``step`` are what it depends on; -1: nothing."""
+
+    type: str
+    src: Span
+    dst: Span
+    chunks: int
+    threadblock: int
+    step: int
+    signals: bool
+
+
+class Threadblock(NamedTuple):
+    """A ``tb`` element: the rank it sends to and the one it receives from (-1: none), its channel and steps."""
+
+    send: int
+    recv: int
+    channel: int
+    steps: tuple[XmlStep, ...]
+
+
+class Gpu(NamedTuple):
+    """A ``gpu`` element: how many chunks its three buffers have, and its threadblocks in the order of their ids."""
+
+    sizes: dict[str, int]
+    threadblocks: tuple[Threadblock, ...]
+
+
+class Algo(NamedTuple):
+    """An ``algo`` element. ``missing``: which of the nine attributes it lacks."""
+
+    name: str
+    proto: str
+    channels: int
+    chunks: int
+    coll: str
+    inplace: bool
+    outofplace: bool
+    min_bytes: int
+    max_bytes: int
+    gpus: tuple[Gpu, ...]
+    missing: tuple[str, ...]
+
+
+def read_msccl_xml(text: str) -> Algo:
+    """Read an MSCCL XML file: its elements and attributes, each checked by itself.
+
+    Document types and entities are refused, so reading takes time and memory in proportion to the text.
+
+    Raises:
+      ScheduleError: no such XML; an attribute is missing or no number; ids are not 0, 1, 2, ...
+
+    >>> from crossreduce.planning import ring
+    >>> from crossreduce.export.msccl.writer import to_msccl_xml
+    >>> read_msccl_xml(to_msccl_xml(ring(["cuda:0", "cuda:1"]))).gpus[1].threadblocks[0].steps[0].type
+    'rrc'
+    """
+    if not isinstance(text, str):
+        raise ScheduleError(message("MSCCL XML is text.", shown(text), "the content of a .xml file"))
+    if len(text) > LONGEST_TEXT:
+        raise ScheduleError(message(f"this text is longer than {LONGEST_TEXT} characters.", str(len(text))))
+    top = _parse(text)
+    at = f"algo {quoted(top.attributes.get('name', ''))}"
+    missing = tuple(name for name in ("name", "outofplace", "minBytes", "maxBytes") if name not in top.attributes)
+    count = top.number("ngpus", at, least=1)
+    gpus = [_read_gpu(child, at, count) for child in _ordered(top.children, "gpu", count, at)]
+    proto, coll = top.text("proto", at), top.text("coll", at)
+    if proto not in PROTOCOLS:
+        raise ScheduleError(message(f"{at}: unknown protocol.", shown(proto), "proto: " + ", ".join(PROTOCOLS)))
+    if coll not in KNOWN:
+        raise ScheduleError(message(f"{at}: unknown collective.", shown(coll), "coll: " + ", ".join(sorted(KNOWN))))
+    inplace = top.flag("inplace", at)
+    outofplace = not inplace if "outofplace" in missing else top.flag("outofplace", at)
+    if not inplace and not outofplace:
+        problem = f"{at}: neither in place nor out of place, so no call uses this file."
+        raise ScheduleError(message(problem, 'inplace="0" outofplace="0"', 'outofplace="1"'))
+    chunks = top.number("nchunksperloop", at, least=1, most=MOST_CHUNKS)
+    if coll in ("reducescatter", "allgather", "alltoall") and chunks % count:
+        problem = f"{at}: an {coll}'s chunks are spread evenly over the ranks."
+        raise ScheduleError(message(problem, f"{chunks} chunks, {count} ranks", f"a multiple of {count}"))
+    return Algo(
+        top.attributes.get("name", ""),
+        proto,
+        top.number("nchannels", at),
+        chunks,
+        coll,
+        inplace,
+        outofplace,
+        0 if "minBytes" in missing else top.number("minBytes", at),
+        0 if "maxBytes" in missing else top.number("maxBytes", at),
+        tuple(gpus),
+        missing,
+    )
+
+
+@dataclass
+class _Element:
+    name: str
+    attributes: dict[str, str]
+    line: int
+    children: list[_Element] = field(default_factory=list)
+
+    def text(self, key: str, at: str) -> str:
+        if key not in self.attributes:
+            problem = f"{at} (line {self.line}): <{self.name}> lacks the attribute {key}."
+            raise ScheduleError(message(problem, ", ".join(self.attributes) or "no attribute"))
+        return self.attributes[key]
+
+    def number(self, key: str, at: str, least: int = 0, most: int | None = None) -> int:
+        text = self.text(key, at)
+        value = int(text) if _NUMBER.fullmatch(text) else None
+        if value is None or value < least or (most is not None and value > most):
+            limits = f"at least {least}" if most is None else f"{least} to {most}"
+            problem = f"{at} (line {self.line}): {key} is a whole number."
+            raise ScheduleError(message(problem, shown(text), limits))
+        return value
+
+    def flag(self, key: str, at: str) -> bool:
+        return bool(self.number(key, at, most=1))
+
+
+_CHILDREN: Final = {"": "algo", "algo": "gpu", "gpu": "tb", "tb": "step", "step": ""}
+
+
+def _parse(text: str) -> _Element:
+    from xml.parsers import expat  # loaded with the first file that is read
+
+    parser = expat.ParserCreate()
+    open_elements = [_Element("", {}, 0)]
+
+    def start(name: str, attributes: dict[str, str]) -> None:
+        parent = open_elements[-1]
+        line = parser.CurrentLineNumber
+        if name != _CHILDREN[parent.name]:
+            inside = f"<{parent.name}>" if parent.name else "the file"
+            problem = f"line {line}: {inside} has no element <{name[:40]}>."
+            raise ScheduleError(message(problem, "", "algo > gpu > tb > step, as msccl-tools and RCCL have them"))
+        element = _Element(name, attributes, line)
+        parent.children.append(element)
+        open_elements.append(element)
+
+    def characters(data: str) -> None:
+        if data.strip():
+            raise ScheduleError(message(f"line {parser.CurrentLineNumber}: text between the elements.", shown(data)))
+
+    def refused(*_: object) -> None:
+        raise ScheduleError(f"line {parser.CurrentLineNumber}: document types and entities are not read.")
+
+    parser.StartElementHandler = start
+    parser.EndElementHandler = lambda _: open_elements.pop()
+    parser.CharacterDataHandler = characters
+    parser.StartDoctypeDeclHandler = refused
+    try:
+        parser.Parse(text, True)
+    except (expat.ExpatError, UnicodeError) as error:
+        raise ScheduleError(message(f"this is no XML: {error}.", shown(text), "MSCCL XML")) from error
+    return open_elements[0].children[0]
+
+
+def _ordered(elements: list[_Element], what: str, count: int | None, at: str) -> list[_Element]:
+    """Return elements in the order of their ids, which must be 0, 1, 2, ..."""
+    found = {element.number("id", at): element for element in elements}
+    wanted = len(elements) if count is None else count
+    if sorted(found) != list(range(len(elements))) or len(elements) != wanted:
+        given = ", ".join(element.attributes["id"] for element in elements) or "none"
+        raise ScheduleError(message(f"{at}: the ids of <{what}> are 0, 1, 2, ..., each once.", given, f"{wanted} ids"))
+    return [found[number] for number in range(wanted)]
+
+
+def _read_gpu(element: _Element, algo: str, ranks: int) -> Gpu:
+    at = f"{algo}, gpu {element.attributes['id']}"
+    sizes = {buffer: element.number(f"{buffer}_chunks", at) for buffer in BUFFERS}
+    blocks = []
+    for child in _ordered(element.children, "tb", None, at):
+        here = f"{at}, tb {child.attributes['id']}"
+        send, recv = (child.number(key, here, least=-1, most=ranks - 1) for key in ("send", "recv"))
+        if element.attributes["id"] in (str(send), str(recv)):
+            raise ScheduleError(f"{here}: a GPU cannot send to itself: send={send}, recv={recv}.")
+        channel = child.number("chan", here, least=-1)
+        steps = tuple(_read_step(step, number, here, send, recv) for number, step in enumerate(child.children))
+        blocks.append(Threadblock(send, recv, channel, steps))
+    return Gpu(sizes, tuple(blocks))
+
+
+def _read_step(element: _Element, number: int, block: str, send: int, recv: int) -> XmlStep:
+    at = f"{block}, step {number}"
+    if element.number("s", at) != number:
+        raise ScheduleError(message(f"{at}: steps are numbered 0, 1, 2, ...", f's="{element.attributes["s"]}"'))
+    kind = element.text("type", at)
+    if kind not in TYPES:
+        raise ScheduleError(message(f"{at}: unknown type.", shown(kind), "one of " + ", ".join(sorted(TYPES))))
+    if (kind in SENDS and send < 0) or (kind in RECEIVES and recv < 0):
+        raise ScheduleError(f"{at} ({kind}): the threadblock has no peer for it: send={send}, recv={recv}.")
+    spans = []
+    for end in ("src", "dst"):
+        buffer = element.text(f"{end}buf", at)
+        if buffer not in BUFFERS:
+            raise ScheduleError(message(f"{at}: unknown buffer.", shown(buffer), "i, o or s"))
+        spans.append(Span(buffer, element.number(f"{end}off", at, least=-1)))
+    count = element.number("cnt", at, least=0 if kind == "nop" else 1)
+    return XmlStep(
+        kind,
+        spans[0],
+        spans[1],
+        count,
+        element.number("depid", at, least=-1),
+        element.number("deps", at, least=-1),
+        element.flag("hasdep", at),
+    )
+
+
+def quoted(name: str) -> str:
+    """Return an algorithm's name for a message, cut to 60 characters."""
+    return f'"{name if len(name) <= 60 else name[:57] + "..."}"'
+
+
+def broken_limits(algo: Algo, runtime: Runtime) -> Iterator[str]:
+    """Yield in words why a runtime would refuse a file, or not run it as it is meant."""
+    if algo.missing:
+        yield f"{runtime.name} refuses a file without the attribute {', '.join(algo.missing)}"
+    if algo.channels > runtime.channels:
+        yield f"{runtime.name} has {runtime.channels} channels, the file needs {algo.channels}"
+    steps = [[step for block in gpu.threadblocks for step in block.steps] for gpu in algo.gpus]
+    blocks = [gpu.threadblocks for gpu in algo.gpus]
+    for what, most, needs in (
+        ("threadblocks a GPU", runtime.threadblocks, [len(mine) for mine in blocks]),
+        ("steps a threadblock", runtime.steps, [max((len(b.steps) for b in mine), default=0) for mine in blocks]),
+        (
+            "elements of XML a GPU",
+            runtime.elements,
+            [1 + len(blocks) + len(mine) + len(its) for mine, its in zip(blocks, steps, strict=True)],
+        ),
+        (
+            "ranks to send to on a channel",
+            MOST_PEERS,
+            [_most(b.channel for b in mine if b.send >= 0) for mine in blocks],
+        ),
+        (
+            "ranks to receive from on a channel",
+            MOST_PEERS,
+            [_most(b.channel for b in mine if b.recv >= 0) for mine in blocks],
+        ),
+        ("chunks a step", LARGEST_COUNT, [max((s.chunks for s in its if s.type != "nop"), default=0) for its in steps]),
+        (
+            "threadblocks to wait for",
+            LAST_WAITED + 1,
+            [max((s.threadblock for s in its), default=-1) + 1 for its in steps],
+        ),
+    ):
+        worst = max(range(len(needs)), key=needs.__getitem__)
+        if needs[worst] > most:
+            yield f"{runtime.name} has {most} {what}, gpu {worst} needs {needs[worst]}"
+    if any(block.channel < 0 for mine in blocks for block in mine):
+        yield f"{runtime.name} refuses a threadblock without a channel"
+
+
+def _most(values: Iterable[int]) -> int:
+    """Return how often the most frequent value appears."""
+    return max(Counter(values).values(), default=0)

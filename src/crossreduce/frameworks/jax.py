@@ -1,0 +1,447 @@
+"""JAX: arrays on its own devices when called eagerly, and traced under ``jit``, ``grad`` and ``vmap``.
+
+Eagerly each function is one dispatch of a compiled program, however many arrays it takes; results are
+committed to their device. While ``jit`` traces, where things run is XLA's business: a copy is nothing.
+
+JAX arrays cannot be written, but they can be deleted and donated, and what is one buffer with them dies then. So what
+the loop hands out has memory of its own. What is adopted from the kernels is one buffer an array on memory that all of
+a result's arrays share: XLA writes into none of it, donated or not, and the last of them frees it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from .. import kernels
+from ..devices import parse
+from ..errors import DeviceError, UnsupportedError, message, shown
+from ..kernels.reference import dtype_named
+from ..ops import COMPLEX, INTEGERS, ReduceOp, accumulator
+from ..packing import Cut
+from ..values import IndexedSlices, TensorSpec
+from .base import Array, Modes, Numbers, Sparse, Unwritable
+from .numpy import beyond
+
+FUNCTIONS: Final = {
+    ReduceOp.SUM: jnp.add,
+    ReduceOp.MEAN: jnp.add,
+    ReduceOp.MIN: jnp.minimum,
+    ReduceOp.MAX: jnp.maximum,
+    ReduceOp.PRODUCT: jnp.multiply,
+}
+_FOLDS: Final[dict[ReduceOp, Any]] = {
+    ReduceOp.SUM: jnp.sum,
+    ReduceOp.MEAN: jnp.sum,
+    ReduceOp.MIN: jnp.min,
+    ReduceOp.MAX: jnp.max,
+    ReduceOp.PRODUCT: jnp.prod,
+}
+# Of each setting that JAX keeps for a thread: the context manager that sets it. Older releases lack some.
+_MODES: Final[dict[str, Any]] = {
+    f"jax_{name}": getattr(jax, name)
+    for name in (
+        "default_device",
+        "enable_x64",
+        "default_matmul_precision",
+        "default_prng_impl",
+        "numpy_dtype_promotion",
+        "numpy_rank_promotion",
+        "debug_nans",
+        "debug_infs",
+        "disable_jit",
+    )
+    if hasattr(jax, name)
+}
+_X64: Final = frozenset({"float64", "complex128", "int64", "uint64"})
+_LARGEST_INT32: Final = 2**31 - 1
+
+
+@lru_cache(maxsize=256)
+def _name(dtype: Any) -> str:
+    return str(dtype.name)
+
+
+@lru_cache(maxsize=256)
+def _is_opaque(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
+
+
+@lru_cache(maxsize=1024)
+def _numbers(op: ReduceOp, dtype: str, count: int, x64: bool) -> Numbers:
+    computed = accumulator(op, dtype)
+    if computed == "float64" and dtype != "float64" and not x64:
+        computed = "float32"
+    result = dtype
+    if op is ReduceOp.MEAN and dtype in INTEGERS:
+        x = jax.ShapeDtypeStruct((), dtype)
+        result = jax.eval_shape(jnp.true_divide, x, x).dtype.name
+    return Numbers(dtype, computed, result, count if op is ReduceOp.MEAN else 1)
+
+
+@lru_cache(maxsize=1024)
+def _place(name: str) -> tuple[Any, SingleDeviceSharding]:
+    """Return the device that a name stands for, a logical device's physical one, and the sharding of arrays on it."""
+    device = parse(name)
+    found: dict[int, Any] = {}
+    if not device.host:
+        try:
+            # "cuda" is "gpu" to JAX. Ids, since they are what an array says of its device.
+            found = {d.id: d for d in jax.local_devices(backend={"cuda": "gpu"}.get(device.kind, device.kind))}
+        except RuntimeError:  # no such platform here
+            found = {}
+    if device.index in found:
+        return found[device.index], SingleDeviceSharding(found[device.index])
+    here = jax.local_devices()
+    raise DeviceError(
+        message(
+            "JAX has no such device in this process.",
+            name,
+            f"one of JAX's {len(here)} devices here ({here[0].platform}:{here[0].id}, ...), or, for more on the CPU, "
+            'jax.config.update("jax_num_cpu_devices", n) before JAX is first used',
+        )
+    )
+
+
+@lru_cache(maxsize=1024)
+def _require(devices: tuple[str, ...]) -> None:
+    for device in devices:
+        # Tracers count as on cpu:0 and its logical devices, even where JAX was told to leave the CPU alone.
+        if parse(device).physical != "cpu:0":
+            _place(device)
+
+
+def _is_somewhere(x: Array) -> bool:
+    """Return whether a tracer of ``grad`` or ``vmap`` stands for an array; ``jit``'s stand for none."""
+    while isinstance(x, jax.core.Tracer):
+        x = getattr(x, "primal", getattr(x, "val", None))
+    return isinstance(x, jax.Array)
+
+
+# What follows runs under jax.jit, compiled once for each combination of dtypes, shapes and static arguments.
+
+
+def _cast(x: Array, dtype: str) -> Array:
+    return x if x.dtype.name == dtype else x.astype(dtype)
+
+
+def _divided(x: Array, divisor: int) -> Array:
+    """Divide as IEEE 754 says, rounded once.
+
+    Of ``x / n`` with one ``n`` for all elements XLA's CPU compiler makes ``x * (1 / n)``, which is off by
+    one bit in a third of all float32s (n = 3, jaxlib 0.10.2), even where ``n`` is an argument or stands
+    behind an ``optimization_barrier``. So give it a divisor that depends on the element: that of a NaN
+    does not matter.
+    """
+    if x.dtype.name in COMPLEX:
+        return jax.lax.complex(_divided(x.real, divisor), _divided(x.imag, divisor))
+    return jax.lax.div(x, jax.lax.select(x == x, jax.lax.full_like(x, divisor), jax.lax.full_like(x, 1)))
+
+
+def finish(numbers: Numbers, x: Array) -> Array:
+    """Turn a whole, accumulated result into what is given back: divided, where it is a mean, and rounded."""
+    if numbers.divisor != 1:
+        x = _divided(_cast(x, numbers.accumulator), numbers.divisor)
+    return _cast(x, numbers.result)
+
+
+def _combine_traced(op: ReduceOp, numbers: Numbers, whole: bool, *xs: Array) -> Array:
+    function = FUNCTIONS[op]
+    total = _cast(xs[0], numbers.accumulator)
+    for x in xs[1:]:
+        total = function(total, _cast(x, numbers.accumulator))
+    return finish(numbers, total) if whole else total
+
+
+def _pack_traced(*xs: Array) -> Array:
+    return jnp.concatenate([x.reshape(-1) for x in xs])
+
+
+def _part_traced(flat: Array, start: Any, size: int) -> Array:
+    return jax.lax.dynamic_slice(flat.reshape(-1), (start,), (size,))
+
+
+def _far_part_traced(flat: Array, start: int, stop: int) -> Array:
+    return flat.reshape(-1)[start:stop]
+
+
+def _unpack_traced(cuts: tuple[Cut, ...], *parts: Array) -> tuple[Array, ...]:
+    flats = [part.reshape(-1) for part in parts]
+    tensors = []
+    for shape, pieces in cuts:
+        ranges = [flats[part][start:stop] for part, start, stop in pieces]
+        tensors.append((ranges[0] if len(ranges) == 1 else jnp.concatenate(ranges)).reshape(shape))
+    return tuple(tensors)
+
+
+def _concat_traced(axis: int, *xs: Array) -> Array:
+    return jnp.concatenate(xs, axis=axis)
+
+
+def _dense_traced(shape: tuple[int, ...], dtype: str, values: Array, indices: Array) -> Array:
+    return jnp.zeros(shape, dtype).at[indices].add(values.astype(dtype))
+
+
+_FINISH: Final = jax.jit(finish, static_argnums=0)
+_COMBINE: Final = jax.jit(_combine_traced, static_argnums=(0, 1, 2))
+_PACK: Final = jax.jit(_pack_traced)
+_PART: Final = jax.jit(_part_traced, static_argnums=2)
+_FAR_PART: Final = jax.jit(_far_part_traced, static_argnums=(1, 2))
+_UNPACK: Final = jax.jit(_unpack_traced, static_argnums=0)
+_OWN: Final = jax.jit(jnp.copy)
+_CONCAT: Final = jax.jit(_concat_traced, static_argnums=0)
+_DENSE: Final = jax.jit(_dense_traced, static_argnums=(0, 1))
+
+
+class Jax(Unwritable):
+    """The ``Framework`` of JAX arrays and tracers."""
+
+    name = "jax"
+    unwritable = "JAX arrays cannot be written into."
+    remedy = "leave out= out: the memory of results that are no longer held is used again"
+
+    def array(self, value: Any) -> Array | Sparse:
+        if isinstance(value, jax.Array):  # a tracer is one too
+            return self._plain(value)
+        if isinstance(value, IndexedSlices):
+            return Sparse("IndexedSlices", self._plain(value.values), self._plain(value.indices), value.dense_shape)
+        from jax.experimental import sparse  # slow to import, and most programs have no sparse arrays
+
+        if isinstance(value, sparse.BCOO) and value.n_batch == 0:
+            return Sparse("BCOO", self._plain(value.data), self._plain(value.indices), tuple(value.shape))
+        remedy = "a jax.Array, a BCOO without batch dimensions, or crossreduce.IndexedSlices"
+        if isinstance(value, sparse.BCOO):
+            remedy = "value.update_layout(n_batch=0)"
+        elif isinstance(value, sparse.JAXSparse):
+            remedy = "value.to_bcoo() or value.todense()"
+        raise UnsupportedError(message("this kind of JAX value cannot be reduced.", shown(value), remedy))
+
+    def _plain(self, value: Any) -> Array:
+        if isinstance(value, np.ndarray):  # the indices of slices, as a rule
+            return jnp.asarray(value)
+        if not isinstance(value, jax.Array):
+            raise UnsupportedError(
+                message("slices and their indices are of one framework.", shown(value), "a jax.Array")
+            )
+        if _is_opaque(value.dtype):
+            raise UnsupportedError(
+                message("arrays of PRNG keys cannot be reduced.", shown(value), "jax.random.key_data(value)")
+            )
+        if isinstance(value, jax.core.Tracer):
+            return value
+        if type(value.sharding) is not SingleDeviceSharding and len(value.devices()) != 1:
+            raise DeviceError(
+                message(
+                    "a replica's array must live on one device, and this one is spread over several.",
+                    shown(value.sharding),
+                    "hand over its addressable_shards, one a replica",
+                )
+            )
+        return value
+
+    def spec(self, x: Array) -> TensorSpec:
+        # Under jax.export a size may be a symbol.
+        return TensorSpec(tuple(n if type(n) is int else None for n in x.shape), _name(x.dtype))
+
+    def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
+        first, kind = values[0], type(values[0])
+        if isinstance(first, jax.core.Tracer) or not isinstance(first, jax.Array) or _is_opaque(first.dtype):
+            return None
+        shape, dtype = first.shape, first.dtype
+        for k, x in enumerate(values):
+            if type(x) is not kind or x.dtype != dtype or x.shape != shape or _on_cpu(x.sharding) != k:
+                return None
+        return TensorSpec(shape, _name(dtype))
+
+    def require(self, devices: tuple[str, ...]) -> None:
+        _require(devices)
+
+    def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
+        return _numbers(op, dtype, count, bool(jax.config.jax_enable_x64))
+
+    def copy(self, x: Array, device: str) -> Array:
+        if isinstance(x, jax.core.Tracer):
+            # The arrays inside grad and vmap lie somewhere, and an op wants its arguments in one place.
+            return jax.device_put(x, _place(device)[0]) if _is_somewhere(x) else x
+        place, sharding = _place(device)
+        # An array that is not committed would be computed with on the default device, wherever it lies.
+        if x.sharding == sharding:
+            return x if x.committed else jax.device_put(x, place)
+        # A device is quicker to name than a sharding (22 us, 35 us), but JAX then keeps the type of an array
+        # on a mesh of one device, and fails on host memory of the same device (0.10.2).
+        plain = type(x.sharding) is SingleDeviceSharding and x.sharding.memory_kind == sharding.memory_kind
+        return jax.device_put(x, place if plain else sharding)
+
+    def pack(self, xs: Sequence[Array]) -> Array:
+        # JAX has no views: a lone array keeps its shape until it is cut, since flattening would copy it.
+        return xs[0] if len(xs) == 1 else _PACK(*xs)
+
+    def part(self, flat: Array, start: int, stop: int) -> Array:
+        # The start is an argument, so that chunks of one size share one program; JAX's indices are int32.
+        return _PART(flat, start, stop - start) if stop <= _LARGEST_INT32 else _FAR_PART(flat, start, stop)
+
+    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
+        return _COMBINE(op, numbers, whole, *xs)
+
+    def finish(self, x: Array, numbers: Numbers) -> Array:
+        return x if numbers.divisor == 1 and _name(x.dtype) == numbers.result else _FINISH(numbers, x)
+
+    def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
+        if fresh and len(parts) == len(cuts) == 1 and parts[0].shape == cuts[0][0]:
+            return [parts[0]]
+        return list(_UNPACK(cuts, *parts))
+
+    def own(self, x: Array) -> Array:
+        return _OWN(x)
+
+    def concat(self, xs: Sequence[Array], axis: int) -> Array:
+        return _CONCAT(axis, *xs)
+
+    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+        if any(x.shape != xs[0].shape for x in xs):
+            raise UnsupportedError(
+                message(
+                    "replicas whose symbolic shapes differ cannot be shown to fit together.",
+                    ", ".join(str(x.shape) for x in xs),
+                    "the same symbols on all replicas",
+                )
+            )
+        return list(xs)
+
+    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+        indices = sparse.indices
+        if sparse.kind == "BCOO":
+            # Its own way: indices beyond the shape are padding, as fromdense(nse=...) makes it.
+            return self.sparse(sparse._replace(shape=shape, values=sparse.values.astype(dtype))).todense()
+        if indices.size and not isinstance(indices, jax.core.Tracer):
+            lowest, highest = int(indices.min()), int(indices.max())
+            if lowest < 0 or highest >= shape[0]:
+                raise beyond(lowest, highest, shape)
+        return _DENSE(shape, dtype, sparse.values, indices)
+
+    def sparse(self, sparse: Sparse) -> Any:
+        if sparse.kind == "IndexedSlices":
+            return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
+        from jax.experimental.sparse import BCOO
+
+        return BCOO((sparse.values, sparse.indices), shape=sparse.shape)
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        shardings = set()
+        for row in arrays:
+            weak = True
+            for x in row:
+                if isinstance(x, jax.core.Tracer):
+                    return None
+                shardings.add(x.sharding)  # much quicker than x.device
+                weak = weak and x.weak_type
+            if weak:  # scalars mostly; their sum is weak as well
+                return None
+        if any(_on_cpu(sharding) < 0 for sharding in shardings):
+            return None
+        views = [[np.asarray(x) for x in row] for row in arrays]  # copies nothing, and waits until it is computed
+        if views and views[0][0].dtype.kind == "V":
+            return [[x.view(np.uint16) for x in row] for row in views]  # no buffer can name bfloat16
+        return views
+
+    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        itemsize = dtype_named(dtype).itemsize
+        return [[kernels.memory(math.prod(shape) * itemsize)] for shape in shapes]
+
+    def adopt(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        # Memory aligned to 64 bytes becomes arrays as it is.
+        kind = dtype_named(dtype)
+        given = [np.frombuffer(memory, kind).reshape(shape) for (memory,), shape in zip(blanks, shapes, strict=True)]
+        # Arrays from when x64 was enabled stay what they are.
+        wide = kind.name in _X64 and not jax.config.jax_enable_x64
+        with jax.enable_x64(True) if wide else nullcontext():
+            return _on_all(given, devices)
+
+    def accelerators(self) -> tuple[str, ...]:
+        devices = jax.local_devices()
+        return tuple(_spelled(device) for device in devices if device.platform != "cpu")
+
+    def modes(self) -> Modes:
+        noted = {name: getattr(jax.config, name) for name in _MODES}
+
+        @contextmanager
+        def within(_: str) -> Iterator[None]:
+            with ExitStack() as stack:
+                for name, value in noted.items():
+                    if getattr(jax.config, name) is not value:
+                        stack.enter_context(_MODES[name](value))
+                yield
+
+        return within
+
+    def recorded(self, x: Any) -> bool:
+        parts = (x.values, x.indices) if isinstance(x, IndexedSlices) else (x, getattr(x, "data", None))
+        if any(isinstance(part, jax.core.Tracer) for part in parts):
+            raise UnsupportedError(
+                message(
+                    "a value that JAX traces cannot meet those of other replicas' threads.",
+                    shown(x),
+                    "reduce outside of jit, grad and vmap: the gradients, not the loss; under jax.shard_map, "
+                    "crossreduce.jax.all_reduce",
+                )
+            )
+        return False
+
+    def differentiable(
+        self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
+    ) -> list[Array]:
+        raise AssertionError("JAX records nothing that is not traced")
+
+    def held(self, old: Array | None, x: Array, device: str) -> Array:
+        return self.own(x)
+
+    def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
+        return _FOLDS[op](x.astype(numbers.accumulator), axis)
+
+
+def _spelled(device: Any) -> str:
+    return f"{'cuda' if device.platform == 'gpu' else device.platform}:{device.id}"
+
+
+@lru_cache(maxsize=1024)
+def _on_cpu(sharding: Any) -> int:
+    """Return the number of the CPU device that arrays of this sharding lie on, or -1."""
+    devices = sharding.device_set
+    (device,) = devices if len(devices) == 1 else (None,)
+    return device.id if device is not None and device.platform == "cpu" else -1
+
+
+def _on_all(xs: list[Any], devices: tuple[str, ...]) -> list[tuple[Array, ...]]:
+    """Make of each NumPy array one on each device; they share its memory."""
+    mirrored = _mirrored(devices)
+    if mirrored is None:  # logical devices of one physical device
+        shardings = [_place(device)[1] for device in devices]
+        made = jax.device_put([x for x in xs for _ in devices], shardings * len(xs))
+        return [tuple(made[k : k + len(devices)]) for k in range(0, len(made), len(devices))]
+    # One array on all devices, taken apart, is much quicker to make than one on each: 160 of 1 KiB on 8 devices
+    # take 14 ms, not 32.
+    found = []
+    for x in jax.device_put(xs, [mirrored] * len(xs)):
+        here = {shard.device: shard.data for shard in x.addressable_shards}
+        found.append(tuple(here[_place(device)[0]] for device in devices))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _mirrored(devices: tuple[str, ...]) -> NamedSharding | None:
+    """Return the sharding of arrays that are whole on each of several devices; ``None`` where two of them are one."""
+    places = [_place(device)[0] for device in devices]
+    return None if len(set(places)) < len(places) else NamedSharding(Mesh(np.array(places), ("all",)), PartitionSpec())
+
+
+FRAMEWORK = Jax()

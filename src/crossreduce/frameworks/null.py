@@ -1,0 +1,168 @@
+"""A framework that moves nothing and counts everything: what a schedule costs, known without running it.
+
+In: ``NullArray``s, which have a shape, a dtype and a device but no elements.  Out: the same, and
+``Counts``. Hand ``NullFramework().zeros(...)`` to any op of this library in place of arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ..errors import UnsupportedError, message, shown
+from ..ops import INTEGERS, ReduceOp, accumulator
+from ..packing import Cut, itemsize
+from ..values import IndexedSlices, TensorSpec
+from .base import Array, Numbers, Sparse
+
+
+@dataclass
+class Counts:
+    """What a run did. Copies inside one device are not counted."""
+
+    copies: int = 0
+    """How often a chunk went from one device to another."""
+    additions: int = 0
+    """How many elements were combined with another, whatever the op."""
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """How many bytes went from one device to another, by (src, dst)."""
+
+    @property
+    def bytes_moved(self) -> int:
+        """The bytes over all pairs of devices."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class NullArray:
+    """An array without elements."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    crossreduce_framework: NullFramework
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def like(self, shape: tuple[int, ...], dtype: str | None = None, device: str | None = None) -> NullArray:
+        return NullArray(shape, dtype or self.dtype, device or self.device, self.crossreduce_framework)
+
+
+class NullFramework:
+    """The ``Framework`` of ``NullArray``s, with the counts of everything that was done to them.
+
+    >>> from crossreduce import HierarchicalCopyAllReduce, PerReplica
+    >>> null = NullFramework()
+    >>> value = PerReplica([null.zeros((1000,), "float32", f"cuda:{k}") for k in range(4)])
+    >>> _ = HierarchicalCopyAllReduce().reduce("sum", value, value)
+    >>> null.counts.copies, null.counts.additions, null.counts.bytes["cuda:2", "cuda:0"]
+    (6, 3000, 4000)
+    """
+
+    name: Final = "null"
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+
+    def zeros(self, shape: tuple[int, ...], dtype: str, device: str) -> NullArray:
+        """Return an array that this framework counts."""
+        return NullArray(tuple(shape), dtype, device, self)
+
+    def array(self, value: Any) -> Array | Sparse:
+        if isinstance(value, IndexedSlices):
+            return Sparse("IndexedSlices", value.values, value.indices, value.dense_shape)
+        if isinstance(value, NullArray):
+            return value
+        raise UnsupportedError(
+            message("the null framework takes its own arrays only.", shown(value), "null.zeros(...)")
+        )
+
+    def spec(self, x: Array) -> TensorSpec:
+        return TensorSpec(x.shape, x.dtype)
+
+    def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
+        return None
+
+    def require(self, devices: tuple[str, ...]) -> None:
+        pass  # every device exists where nothing does
+
+    def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
+        result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
+        return Numbers(dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+
+    def copy(self, x: Array, device: str) -> Array:
+        if x.device == device:
+            return x
+        self.counts.copies += 1
+        self.counts.bytes[x.device, device] += x.size * itemsize(x.dtype)
+        return x.like(x.shape, device=device)
+
+    def pack(self, xs: Sequence[Array]) -> Array:
+        return xs[0].like((sum(x.size for x in xs),))
+
+    def part(self, flat: Array, start: int, stop: int) -> Array:
+        return flat.like((stop - start,))
+
+    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
+        self.counts.additions += (len(xs) - 1) * xs[0].size
+        return xs[0].like(xs[0].shape, numbers.result if whole else numbers.accumulator)
+
+    def finish(self, x: Array, numbers: Numbers) -> Array:
+        return x.like(x.shape, numbers.result)
+
+    def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
+        return [parts[0].like(shape) for shape, _ in cuts]
+
+    def own(self, x: Array) -> Array:
+        return x
+
+    def concat(self, xs: Sequence[Array], axis: int) -> Array:
+        shape = list(xs[0].shape)
+        shape[axis] = sum(x.shape[axis] for x in xs)
+        return xs[0].like(tuple(shape))
+
+    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+        return list(xs)  # every shape is known here
+
+    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+        return sparse.values.like(shape, dtype)
+
+    def sparse(self, sparse: Sparse) -> Any:
+        return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        return None  # there is nothing to read, and the loop is what it counts
+
+    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        raise AssertionError("the kernels read no null arrays")
+
+    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        raise AssertionError("the kernels read no null arrays")
+
+    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+        raise BufferError
+
+    def adopt(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        raise AssertionError("the kernels read no null arrays")
+
+    def threads(self) -> int | None:
+        return None
+
+    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
+        pass
+
+    def target(self, value: Any, device: str) -> Array:
+        return self.array(value)
+
+    def extent(self, x: Array) -> tuple[int, int, bool]:
+        return 0, 0, True
+
+    def write(self, target: Array, x: Array) -> None:
+        pass

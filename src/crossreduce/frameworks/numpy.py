@@ -1,0 +1,306 @@
+"""NumPy: host memory, which is every ``cpu:k`` at once.
+
+A copy between devices moves nothing; results get memory of their own when they are unpacked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache, lru_cache
+from typing import Any, Final
+
+import numpy as np
+
+from .. import kernels
+from ..devices import parse
+from ..errors import ArgumentError, DeviceError, UnsupportedError, message, shown
+from ..kernels.reference import dtype_named
+from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
+from ..packing import Cut
+from ..values import IndexedSlices, TensorSpec
+from .base import Array, Modes, Numbers, Sparse
+
+_UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
+@lru_cache(maxsize=256)
+def _name(dtype: np.dtype[Any]) -> str:
+    return dtype.name
+
+
+@lru_cache(maxsize=1024)
+def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
+    # NumPy's true division of any integers gives float64.
+    result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
+    return Numbers(dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+
+
+@lru_cache(maxsize=1024)
+def require_host(devices: tuple[str, ...], framework: str) -> None:
+    """Raise unless every device is host memory of this process."""
+    for device in devices:
+        place = parse(device)
+        if place.host or place.kind != "cpu":
+            raise DeviceError(
+                message(f"{framework} arrays live in this host's memory.", device, '"cpu:0", "cpu:1", ...')
+            )
+
+
+def _uniform_in_python(values: tuple[Any, ...]) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
+    first = values[0]
+    if type(first) is not np.ndarray or not first.dtype.isnative:
+        return None
+    dtype, shape = first.dtype, first.shape
+    alike = all(type(x) is np.ndarray and x.dtype is dtype and x.shape == shape for x in values)
+    return (shape, dtype) if alike else None
+
+
+def _empty_in_python(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
+    return [np.empty(shape, dtype) for _ in range(count)]
+
+
+try:  # the same, several times as fast
+    from . import _numpy_arrays
+
+    _uniform, _empty = _numpy_arrays.uniform, _numpy_arrays.empty
+except ImportError:
+    _uniform, _empty = _uniform_in_python, _empty_in_python
+
+
+class NumPy:
+    """The ``Framework`` of NumPy arrays and Python numbers."""
+
+    name = "numpy"
+
+    def array(self, value: Any) -> Array | Sparse:
+        if type(value) is np.ndarray and value.dtype.isnative:
+            return value
+        if isinstance(value, IndexedSlices):
+            return Sparse("IndexedSlices", self._plain(value.values), self._plain(value.indices), value.dense_shape)
+        return self._plain(value)
+
+    def _plain(self, value: Any) -> Array:
+        if isinstance(value, np.ma.MaskedArray):
+            raise UnsupportedError(
+                message("masked arrays cannot be reduced.", shown(value), "fill the masked elements: value.filled(0)")
+            )
+        array = np.asarray(value)
+        return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+    def spec(self, x: Array) -> TensorSpec:
+        return TensorSpec(x.shape, _name(x.dtype))
+
+    def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
+        found = _uniform(values)
+        return None if found is None else TensorSpec(found[0], _name(found[1]))
+
+    def require(self, devices: tuple[str, ...]) -> None:
+        require_host(devices, "NumPy")
+
+    def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
+        return _numbers(op, dtype, count)
+
+    def copy(self, x: Array, device: str) -> Array:
+        return x
+
+    def pack(self, xs: Sequence[Array]) -> Array:
+        if len(xs) == 1:
+            return xs[0].reshape(-1)
+        return np.concatenate(xs, axis=None)
+
+    def part(self, flat: Array, start: int, stop: int) -> Array:
+        return flat[start:stop]
+
+    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
+        ufunc = _UFUNCS[op]
+        with _quiet():
+            if spare >= 0:
+                out = ufunc(xs[0], xs[1], out=xs[spare])
+            elif numbers.accumulator == numbers.dtype:
+                out = ufunc(xs[0], xs[1])
+            else:
+                out = ufunc(xs[0], xs[1], dtype=dtype_named(numbers.accumulator))
+            out = np.asarray(out)  # of arrays without axes NumPy makes a scalar
+            for x in xs[2:]:
+                ufunc(out, x, out=out)
+            if whole:
+                if numbers.divisor != 1:
+                    _divide(out, numbers.divisor)
+                if numbers.result != numbers.accumulator:
+                    return out.astype(dtype_named(numbers.result))
+        return out
+
+    def finish(self, x: Array, numbers: Numbers) -> Array:
+        with _quiet():
+            if numbers.divisor != 1:
+                x = x.astype(dtype_named(numbers.accumulator))
+                _divide(x, numbers.divisor)
+            return x.astype(dtype_named(numbers.result), copy=False)
+
+    def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
+        if fresh and len(parts) == len(cuts) == 1:
+            return [parts[0].reshape(cuts[0][0])]
+        tensors = []
+        for shape, pieces in cuts:
+            if len(pieces) == 1:
+                ((part, start, stop),) = pieces
+                tensor = parts[part][start:stop].copy()
+            else:
+                tensor = np.concatenate([parts[part][start:stop] for part, start, stop in pieces])
+            tensors.append(tensor if len(shape) == 1 else tensor.reshape(shape))
+        return tensors
+
+    def own(self, x: Array) -> Array:
+        return np.array(x, order="C")
+
+    def concat(self, xs: Sequence[Array], axis: int) -> Array:
+        if len({x.dtype for x in xs}) > 1 and all(x.dtype.kind in "iu" for x in xs):
+            xs = [x.astype(np.int64) for x in xs]  # of int64 and uint64 NumPy would make float64
+        return np.concatenate(xs, axis=axis)
+
+    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+        return list(xs)  # every shape is known here
+
+    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+        indices = sparse.indices
+        if indices.size and (indices.min() < 0 or indices.max() >= shape[0]):
+            raise beyond(int(indices.min()), int(indices.max()), shape)
+        out = np.zeros(shape, dtype_named(dtype))
+        with _quiet():
+            np.add.at(out, indices, sparse.values)
+        return out
+
+    def sparse(self, sparse: Sparse) -> Any:
+        return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        if arrays and arrays[0][0].dtype.kind == "V":
+            return [[x.view(np.uint16) for x in row] for row in arrays]  # no buffer can name bfloat16
+        return arrays
+
+    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        return [_blank(shape, dtype_named(dtype), count) for shape in shapes]
+
+    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        found = self.readable(blanks)
+        assert found is not None
+        return found
+
+    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+        return self.writable(outs)
+
+    def adopt(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        return list(map(tuple, blanks))
+
+    def threads(self) -> int | None:
+        return None
+
+    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
+        pass
+
+    def target(self, value: Any, device: str) -> Array:
+        if type(value) is np.ndarray and value.flags.writeable and value.flags.c_contiguous and value.dtype.isnative:
+            return value
+        if not isinstance(value, np.ndarray):
+            given, remedy = f"a number ({type(value).__name__})", "numpy.array(x), an array of no axes, in its place"
+        else:
+            given = _kind(value)
+            plain = type(value) is not np.ndarray and not isinstance(value, np.ma.MaskedArray)
+            remedy = "numpy.asarray(x), the same memory" if plain else "numpy.empty(shape, dtype)"
+        raise UnsupportedError(message("results are written into writable NumPy arrays in C order.", given, remedy))
+
+    def extent(self, x: Array) -> tuple[int, int, bool]:
+        start = int(x.__array_interface__["data"][0])
+        if x.flags.c_contiguous:
+            return start, start + x.nbytes, True
+        low, high = np.lib.array_utils.byte_bounds(x)
+        return int(low), int(high), False
+
+    def write(self, target: Array, x: Array) -> None:
+        target[...] = x
+
+    def accelerators(self) -> tuple[str, ...]:
+        return ()
+
+    def modes(self) -> Modes:
+        return nullcontext  # NumPy's errstate is a context variable, which threads get otherwise
+
+    def recorded(self, x: Any) -> bool:
+        return False
+
+    def differentiable(
+        self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
+    ) -> list[Array]:
+        raise AssertionError("NumPy records nothing")
+
+    def held(self, old: Array | None, x: Array, device: str) -> Array:
+        made = self.own(x)
+        made.flags.writeable = False  # whoever has read it keeps what it was
+        return made
+
+    def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
+        dtype = dtype_named(numbers.accumulator)
+        return np.asarray(_UFUNCS[op].reduce(x.astype(dtype, copy=False), axis=axis, dtype=dtype))
+
+
+def _blank(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < kernels.KEPT_BYTES:
+        return _empty(shape, dtype, count)
+    offset = _offset()
+    return [np.frombuffer(kernels.memory(nbytes + offset), dtype, offset=offset).reshape(shape) for _ in range(count)]
+
+
+@cache
+def _offset() -> int:
+    """Return by how much NumPy's own large arrays miss a cache line.
+
+    Results miss it by as much (16 bytes, as a rule), since a line of results is then made of one line of each source;
+    of two each, it takes half as long again (benchmarks/host_reduction.py).
+    """
+    return int(np.empty(1 << 20, np.uint8).__array_interface__["data"][0] % 64)
+
+
+def _kind(x: Array) -> str:
+    """Say of an array what could keep it from being written into."""
+    flags = [] if x.flags.writeable else ["read-only"]
+    flags += [] if x.flags.c_contiguous else ["not in C order"]
+    flags += [] if x.dtype.isnative else ["of foreign byte order"]
+    return f"{type(x).__name__} {TensorSpec(x.shape, x.dtype.name)}, {', '.join(flags) or 'a subclass'}"
+
+
+def _quiet() -> np.errstate:
+    """Return the context in which infinities, NaN and underflow are results, not warnings."""
+    return np.errstate(all="ignore")
+
+
+def _divide(x: Array, divisor: int) -> None:
+    """Divide in place; of complex numbers each part, since NumPy's complex division rounds more than once."""
+    parts = (x.real, x.imag) if x.dtype.kind == "c" else (x,)
+    for part in parts:
+        np.true_divide(part, divisor, out=part)
+
+
+def beyond(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
+    """Return the error for sparse indices that lie outside of the dense shape."""
+    return ArgumentError(
+        message(
+            "a sparse array has an index beyond its dense shape.",
+            f"indices from {lowest} to {highest}, shape {shape}",
+            f"indices from 0 to {shape[0] - 1}",
+        )
+    )
+
+
+assert set(DTYPES) == {_name(dtype_named(name)) for name in DTYPES}
+FRAMEWORK = NumPy()

@@ -1,0 +1,358 @@
+"""TensorFlow: logical devices, eagerly and inside ``tf.function``.
+
+Each operation runs on its operands' device, whatever ``tf.device`` scope the caller is in. All of them
+have gradients, so a tape sees through a reduction. Raw ops are used because they skip most of the
+Python in front of a kernel, which is what an eager batch of small tensors spends its time on.
+
+Inside ``tf.function`` an argument does not say where it is, and counts as on ``cpu:0``; there it is
+left to TensorFlow's placer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from .. import kernels
+from ..devices import canonical, parse
+from ..errors import DeviceError, UnsupportedError, message, shown
+from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
+from ..packing import Cut, itemsize
+from ..values import IndexedSlices, TensorSpec
+from .base import Array, Numbers, Sparse, Unwritable
+from .numpy import beyond
+
+_RAW: Final = tf.raw_ops
+# All of them hand NaN on.
+_BINARY: Final[dict[ReduceOp, Any]] = {
+    ReduceOp.MIN: _RAW.Minimum,
+    ReduceOp.MAX: _RAW.Maximum,
+    ReduceOp.PRODUCT: _RAW.Mul,
+}
+_LOGICAL: Final[dict[ReduceOp, Any]] = {
+    ReduceOp.MIN: _RAW.LogicalAnd,
+    ReduceOp.MAX: _RAW.LogicalOr,
+    ReduceOp.PRODUCT: _RAW.LogicalAnd,
+}
+# AddN adds up to 9 tensors left to right; of more it sums groups of 8 first.
+_ADDN: Final = 9
+_NAMES: Final[dict[Any, str]] = {tf.as_dtype(name): name for name in DTYPES}
+_DTYPES: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@lru_cache(maxsize=1024)
+def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
+    result = dtype
+    if op is ReduceOp.MEAN and dtype in INTEGERS:  # as TensorFlow's true division has it
+        result = "float32" if itemsize(dtype) <= 2 else "float64"
+    return Numbers(dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+
+
+def _logical_devices() -> dict[str, str]:
+    """Return TensorFlow's names of the devices that are here, by canonical name."""
+    found = {}
+    for device in tf.config.list_logical_devices():
+        with contextlib.suppress(DeviceError):  # TPU_SYSTEM and the like hold no arrays
+            found[canonical(device.name)] = device.name
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _require(devices: tuple[str, ...]) -> None:
+    here = _logical_devices()
+    for device in devices:
+        if parse(device).physical not in here:
+            raise DeviceError(
+                message(
+                    "TensorFlow has no such logical device.",
+                    f"{device}; here are {', '.join(here)}",
+                    "one of these; or, before TensorFlow is first used, tf.config.set_logical_device_configuration("
+                    'tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * n)',
+                )
+            )
+
+
+@lru_cache(maxsize=4096)
+def _physical(device: str) -> str:
+    return parse(device).physical
+
+
+@lru_cache(maxsize=4096)
+def _scope(physical: str) -> str:
+    """Return the name of a device in full, as tensors have it."""
+    spec = tf.DeviceSpec.from_string(_logical_devices()[physical])
+    if spec.job is None:  # local ones are listed without
+        spec = spec.replace(job="localhost", replica=0, task=0)
+    return str(spec.to_string())
+
+
+def _at(x: Array) -> Any:
+    """Return the scope of an array's device; of none, where it does not say (the placer decides)."""
+    return tf.device(x.device or None)
+
+
+def _beside(x: Array) -> Any:
+    """Return the scope of an array's device; where it does not say, of the device where the placer will put it.
+
+    What joins many arrays belongs there: else each of them would travel by itself. (What combines arrays of several
+    devices is better left to the placer, as the graph optimizer merges additions that nothing holds in place.)
+    """
+    return tf.device(x.device) if x.device else tf.compat.v1.colocate_with(x)
+
+
+@lru_cache(maxsize=4096)
+def _constant(sizes: tuple[int, ...]) -> Any:
+    with tf.device("CPU:0"):
+        return tf.constant(sizes, tf.int64)
+
+
+def _sizes(*sizes: int) -> Any:
+    """Return sizes as TensorFlow takes them.
+
+    Eagerly it costs 40 us to make a tensor of a list, four times as much as the op that needs it.
+    A graph needs a constant of its own, for XLA to read.
+    """
+    return _constant(sizes) if tf.executing_eagerly() else np.array(sizes, np.int64)
+
+
+def _cast(x: Array, dtype: Any) -> Array:
+    return x if x.dtype == dtype else _RAW.Cast(x=x, DstT=dtype)
+
+
+class TensorFlow(Unwritable):
+    """The ``Framework`` of TensorFlow's tensors, variables and ``tf.IndexedSlices``."""
+
+    name = "tensorflow"
+    unwritable = "TensorFlow's tensors cannot be written into."
+    remedy = "leave out= out: the memory of results that are no longer held is used again; variable.assign(result)"
+
+    def array(self, value: Any) -> Array | Sparse:
+        if isinstance(value, IndexedSlices):
+            return Sparse("IndexedSlices", self._dense(value.values), self._dense(value.indices), value.dense_shape)
+        if isinstance(value, tf.IndexedSlices):
+            # A dense shape that tracing leaves open is not known here, and so not in the result.
+            known = None if value.dense_shape is None else tf.get_static_value(value.dense_shape)
+            shape = None if known is None else tuple(int(size) for size in known)
+            return Sparse("tf.IndexedSlices", self._dense(value.values), self._dense(value.indices), shape)
+        return self._dense(value)
+
+    def _dense(self, value: Any) -> Array:
+        if not isinstance(value, tf.Tensor):
+            inner = getattr(value, "value", None)  # of a Keras variable
+            if isinstance(inner, tf.Variable):
+                value = inner
+            if not isinstance(value, tf.Variable):
+                raise _unsupported(value)
+            value = tf.convert_to_tensor(value)
+        if value.dtype not in _NAMES or value.shape.rank is None:
+            raise _unsupported(value)
+        return value
+
+    def spec(self, x: Array) -> TensorSpec:
+        return TensorSpec(tuple(x.shape.as_list()), _NAMES[x.dtype])
+
+    def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
+        return None
+
+    def require(self, devices: tuple[str, ...]) -> None:
+        _require(devices)
+
+    def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
+        return _numbers(op, dtype, count)
+
+    def copy(self, x: Array, device: str) -> Array:
+        there, here = _physical(device), x.device
+        if (_physical(here) if here else "cpu:0") == there:
+            return x
+        with tf.device(_scope(there)):
+            return _RAW.Identity(input=x)
+
+    def pack(self, xs: Sequence[Array]) -> Array:
+        with _beside(xs[0]):
+            if len({x.dtype for x in xs}) > 1:  # some were sparse, and were made dense in a wider dtype
+                wide = max((x.dtype for x in xs), key=lambda dtype: dtype.size)
+                xs = [_cast(x, wide) for x in xs]
+            flats = [x if x.shape.rank == 1 else _RAW.Reshape(tensor=x, shape=_sizes(-1)) for x in xs]
+            return flats[0] if len(flats) == 1 else _RAW.ConcatV2(values=flats, axis=0)
+
+    def part(self, flat: Array, start: int, stop: int) -> Array:
+        with _at(flat):
+            return _RAW.Slice(input=flat, begin=_sizes(start), size=_sizes(stop - start))
+
+    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
+        wide = _DTYPES[numbers.accumulator]
+        with _at(xs[0]):
+            out = _cast(xs[0], wide)
+            if op in (ReduceOp.SUM, ReduceOp.MEAN):
+                # Where inputs must be cast, only one of them is held in the wider dtype at a time.
+                more = _ADDN - 1 if numbers.accumulator == numbers.dtype else 1
+                for k in range(1, len(xs), more):
+                    out = _RAW.AddN(inputs=[out, *(_cast(x, wide) for x in xs[k : k + more])])
+            else:
+                binary = (_LOGICAL if numbers.accumulator == "bool" else _BINARY)[op]
+                for x in xs[1:]:
+                    out = binary(x=out, y=_cast(x, wide))
+        return self.finish(out, numbers) if whole else out
+
+    def finish(self, x: Array, numbers: Numbers) -> Array:
+        if numbers.divisor == 1 and numbers.result == _NAMES[x.dtype]:
+            return x
+        with _at(x):
+            if numbers.divisor != 1:
+                x = _divided(_cast(x, _DTYPES[numbers.accumulator]), numbers.divisor)
+            return _cast(x, _DTYPES[numbers.result])
+
+    def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
+        # Nobody can write into a tensor, so memory may be shared and ``fresh`` does not matter. The
+        # pieces tile each part in order, so one split cuts it up.
+        sizes: list[list[int]] = [[] for _ in parts]
+        for _, pieces in cuts:
+            for part, start, stop in pieces:
+                sizes[part].append(stop - start)
+        with _at(parts[0]):
+            views = [
+                iter(
+                    [part]
+                    if len(along) == 1
+                    else _RAW.SplitV(value=part, size_splits=_sizes(*along), axis=0, num_split=len(along))
+                )
+                for part, along in zip(parts, sizes, strict=True)
+            ]
+            tensors = []
+            for shape, pieces in cuts:
+                found = [next(views[part]) for part, _, _ in pieces]
+                x = found[0] if len(found) == 1 else _RAW.ConcatV2(values=found, axis=0)
+                tensors.append(x if len(shape) == 1 else _RAW.Reshape(tensor=x, shape=_sizes(*shape)))
+        return tensors
+
+    def own(self, x: Array) -> Array:
+        return x
+
+    def concat(self, xs: Sequence[Array], axis: int) -> Array:
+        if len({x.dtype for x in xs}) > 1:  # indices, some of int32 and some of int64
+            xs = [_cast(x, tf.int64) for x in xs]
+        if len(xs) == 1:
+            return xs[0]
+        with _at(xs[0]):
+            return _RAW.ConcatV2(values=list(xs), axis=axis)
+
+    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+        if None not in spec.shape:
+            return [tf.ensure_shape(x, spec.shape) for x in xs]
+        sizes = [tf.shape(x) for x in xs]
+        same = [
+            tf.debugging.assert_equal(size, sizes[0], message="the replicas of one value differ in shape")
+            for size in sizes[1:]
+        ]
+        with tf.control_dependencies([check for check in same if check is not None]):
+            return [tf.ensure_shape(tf.identity(x), spec.shape) for x in xs]
+
+    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+        values, indices = _cast(sparse.values, _DTYPES[dtype]), sparse.indices
+        if not tf.is_symbolic_tensor(indices) and math.prod(indices.shape):
+            known = indices.numpy()
+            if known.min() < 0 or known.max() >= shape[0]:
+                raise beyond(int(known.min()), int(known.max()), shape)
+        with _at(values):
+            return _RAW.ScatterNd(
+                indices=tf.expand_dims(indices, 1), updates=values, shape=tf.constant(shape, indices.dtype)
+            )
+
+    def sparse(self, sparse: Sparse) -> Any:
+        if sparse.kind == "IndexedSlices":
+            return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
+        with _at(sparse.values):
+            shape = None if sparse.shape is None else tf.constant(sparse.shape, tf.int64)
+        return tf.IndexedSlices(sparse.values, sparse.indices, shape)
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        if not tf.executing_eagerly() or _is_recording():  # a tape sees operations only
+            return None
+        if not all(_is_cpu(x.device) for row in arrays for x in row):
+            return None
+        if arrays and arrays[0][0].dtype == tf.bfloat16:
+            return [[_RAW.Bitcast(input=x, type=tf.uint16) for x in row] for row in arrays]  # no buffer can name it
+        return arrays
+
+    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        size = itemsize(dtype)
+        return [[kernels.memory(math.prod(shape) * size)] for shape in shapes]
+
+    def adopt(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        # A copy to another logical device of the host shares memory.
+        made = [_adopted(memory, shape, dtype) for (memory,), shape in zip(blanks, shapes, strict=True)]
+        return [tuple(self.copy(x, device) for device in devices) for x in made]
+
+
+@lru_cache(maxsize=4096)
+def _is_cpu(device: str) -> bool:
+    return parse(canonical(device)).kind == "cpu"
+
+
+def _is_recording() -> bool:
+    """Return whether a gradient tape or a forward accumulator may be watching."""
+    from tensorflow.python.eager import record  # no public way to ask
+
+    return bool(record.could_possibly_record())
+
+
+def _adopted(memory: Any, shape: tuple[int, ...], dtype: str) -> Array:
+    """Return a tensor on cpu:0 that takes over aligned memory as it is."""
+    bits = dtype == "bfloat16"  # which NumPy cannot hand over
+    array = np.frombuffer(memory, np.uint16 if bits else dtype).reshape(shape)
+    x = tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    return _RAW.Bitcast(input=x, type=tf.bfloat16) if bits else x
+
+
+def _divided(x: Array, divisor: int) -> Array:
+    """Return ``x / divisor``, rounded once, so that the mean of n equal numbers is that number."""
+    if x.dtype.is_complex:  # TensorFlow's complex division rounds several times, and makes NaN of inf
+        return tf.complex(_divided(tf.math.real(x), divisor), _divided(tf.math.imag(x), divisor))
+    y = tf.constant(divisor, x.dtype)
+    if not tf.executing_eagerly():
+        # Grappler would multiply by a constant's rounded reciprocal; of this it does not know that it is one.
+        # (XLA does, and stays within one unit in the last place.)
+        y = _RAW.PlaceholderWithDefault(input=y, shape=())
+    return _RAW.RealDiv(x=x, y=y)
+
+
+def _unsupported(value: Any) -> UnsupportedError:
+    if isinstance(value, tf.Tensor) and value.shape.rank is None:
+        return UnsupportedError(
+            message(
+                "a tensor of unknown rank cannot be reduced; unknown sizes can.",
+                shown(value),
+                "tf.ensure_shape(tensor, [None, None]), with one None an axis; or an input_signature that says so",
+            )
+        )
+    if isinstance(value, tf.Tensor):
+        return UnsupportedError(
+            message(
+                f"tensors of dtype {value.dtype.name} cannot be reduced.",
+                shown(value),
+                "cast to one of " + ", ".join(sorted(_DTYPES)),
+            )
+        )
+    remedies = {
+        "SparseTensor": "tf.sparse.to_dense(value), or tf.IndexedSlices",
+        "RaggedTensor": "value.to_tensor(), or reduce value.flat_values",
+    }
+    kind = type(value).__name__
+    return UnsupportedError(
+        message(
+            f"a {kind} cannot be reduced.",
+            shown(value),
+            remedies.get(kind, "a tf.Tensor, tf.Variable or tf.IndexedSlices"),
+        )
+    )
+
+
+FRAMEWORK = TensorFlow()

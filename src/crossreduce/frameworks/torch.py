@@ -1,0 +1,435 @@
+"""PyTorch: host memory, which is every ``cpu:k`` at once, and each accelerator's own.
+
+Arrays are detached on their way in, so no operation here is recorded by autograd. Copies run on each
+device's current stream, as torch's own do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from .. import kernels
+from ..devices import parse
+from ..errors import DeviceError, UnsupportedError, message, shown
+from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
+from ..packing import Cut
+from ..values import IndexedSlices, TensorSpec
+from .base import Array, Modes, Numbers, Sparse
+from .numpy import beyond
+
+_BINARY: Final[dict[ReduceOp, Any]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MEAN: torch.add,
+    ReduceOp.MIN: torch.minimum,  # min and max hand NaN on; fmin and fmax would drop it
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+_MOST_AXES: Final = 64  # of the kernels' strided sources
+_KINDS: Final = ("cuda", "xpu", "mps")
+_NAMES: Final[dict[Any, str]] = {getattr(torch, name): name for name in DTYPES}
+_DTYPES: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
+# torch stores and copies these, and has no kernels that add or compare them.
+_INERT: Final = frozenset({"uint16", "uint32", "uint64"})
+
+
+@lru_cache(maxsize=1024)
+def _numbers(op: ReduceOp, dtype: str, count: int, default: Any) -> Numbers:
+    if dtype in _INERT:
+        raise UnsupportedError(
+            message(
+                f"PyTorch cannot compute with {dtype}.",
+                f"op {op.value}, dtype {dtype}",
+                "cast to a signed integer that is wide enough, such as torch.int64",
+            )
+        )
+    result = _NAMES[default] if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
+    return Numbers(dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+
+
+@lru_cache(maxsize=4096)
+def _place(device: str) -> Any:
+    """Return the physical ``torch.device`` that a canonical name stands for."""
+    place = parse(device)
+    return torch.device("cpu") if place.kind == "cpu" else torch.device(place.kind, place.index)
+
+
+def _count(kind: str) -> int:
+    module = getattr(torch, kind, None) if kind in _KINDS else None
+    return 0 if module is None else int(module.device_count())
+
+
+@lru_cache(maxsize=1024)
+def _require(devices: tuple[str, ...]) -> None:
+    for device in devices:
+        place = parse(device)
+        if place.host or (place.kind != "cpu" and place.index >= _count(place.kind)):
+            here = [f"{kind}:{index}" for kind in _KINDS for index in range(_count(kind))]
+            raise DeviceError(
+                message(
+                    "PyTorch has no such device in this process.",
+                    device,
+                    ", ".join(['"cpu:0", "cpu:1", ... (all host memory)', *(f'"{name}"' for name in here)])
+                    + (f'; "{here[0]}#1" is a second logical device on {here[0]}' if here else ""),
+                )
+            )
+
+
+class Torch:
+    """The ``Framework`` of PyTorch tensors and parameters."""
+
+    name = "torch"
+
+    def array(self, value: Any) -> Array | Sparse:
+        if isinstance(value, IndexedSlices):
+            return Sparse("IndexedSlices", self._plain(value.values), self._plain(value.indices), value.dense_shape)
+        if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
+            # As it is: coalescing would cost a sort, and duplicates add up wherever they are made dense.
+            value = value.detach()
+            return Sparse("torch.sparse_coo", self._plain(value._values()), value._indices().t(), tuple(value.shape))
+        return self._plain(value)
+
+    def _plain(self, value: Any) -> Array:
+        plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in _NAMES
+        if not plain or value.is_meta or value.is_nested or is_lazy(value) or hasattr(value, "__tensor_flatten__"):
+            raise _unsupported(value)
+        if value.requires_grad or type(value) is not torch.Tensor:
+            value = value.detach().as_subclass(torch.Tensor)
+        if value.is_conj() or value.is_neg():
+            value = value.resolve_conj().resolve_neg()
+        return value
+
+    def spec(self, x: Array) -> TensorSpec:
+        return TensorSpec(tuple(x.shape), _NAMES[x.dtype])
+
+    def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
+        first = values[0]
+        if type(first) is not torch.Tensor or first.dtype not in _NAMES or first.is_nested:
+            return None
+        dtype, shape = first.dtype, first.shape
+        for x in values:
+            if type(x) is not torch.Tensor or x.dtype is not dtype or x.is_nested or x.shape != shape:
+                return None
+            if not x.is_cpu or x.requires_grad or x.is_conj() or x.is_neg() or x.layout is not torch.strided:
+                return None
+        return TensorSpec(tuple(shape), _NAMES[dtype])
+
+    def require(self, devices: tuple[str, ...]) -> None:
+        _require(devices)
+
+    def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
+        # torch's true division of integers gives the default dtype, which may change between calls.
+        return _numbers(op, dtype, count, torch.get_default_dtype())
+
+    def copy(self, x: Array, device: str) -> Array:
+        place = _place(device)
+        return x if x.device == place else x.to(place)
+
+    def pack(self, xs: Sequence[Array]) -> Array:
+        if len(xs) == 1:
+            return xs[0].reshape(-1)
+        return torch.cat([x.reshape(-1) for x in xs])
+
+    def part(self, flat: Array, start: int, stop: int) -> Array:
+        return flat[start:stop]
+
+    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
+        binary, wide = _BINARY[op], _DTYPES[numbers.accumulator]
+        if spare >= 0:
+            out = binary(xs[0], xs[1], out=xs[spare])
+        elif xs[0].dtype is wide:
+            out = binary(xs[0], xs[1])
+        else:
+            out = xs[0].to(wide)
+            binary(out, xs[1], out=out)
+        for x in xs[2:]:
+            binary(out, x, out=out)
+        if whole:
+            if numbers.divisor != 1:
+                _divide_in_place(out, numbers.divisor)
+            return out.to(_DTYPES[numbers.result])
+        return out
+
+    def finish(self, x: Array, numbers: Numbers) -> Array:
+        if numbers.divisor != 1:
+            x = x.to(_DTYPES[numbers.accumulator], copy=True)
+            _divide_in_place(x, numbers.divisor)
+        return x.to(_DTYPES[numbers.result])
+
+    def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
+        if fresh and len(parts) == len(cuts) == 1:
+            return [parts[0].view(cuts[0][0])]
+        # The pieces tile each part in order, so one split cuts it up; what it gives are views.
+        sizes: list[list[int]] = [[] for _ in parts]
+        for _, pieces in cuts:
+            for part, start, stop in pieces:
+                sizes[part].append(stop - start)
+        views = [iter(part.split(along)) for part, along in zip(parts, sizes, strict=True)]
+        tensors = []
+        for shape, pieces in cuts:
+            if len(pieces) == 1:
+                tensors.append(next(views[pieces[0][0]]).view(shape).clone(memory_format=torch.contiguous_format))
+            else:
+                tensors.append(torch.cat([next(views[part]) for part, _, _ in pieces]).view(shape))
+        return tensors
+
+    def own(self, x: Array) -> Array:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def concat(self, xs: Sequence[Array], axis: int) -> Array:
+        return torch.cat(list(xs), dim=axis)
+
+    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+        return list(xs)  # every shape is known here
+
+    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+        values, indices = sparse.values, sparse.indices
+        columns = indices.long().reshape(len(indices), indices.shape[1] if indices.ndim > 1 else 1).unbind(1)
+        rows = torch.zeros_like(columns[0])
+        for axis, column in enumerate(columns):
+            if column.numel() and (column.min() < 0 or column.max() >= shape[axis]):
+                raise beyond(int(column.min()), int(column.max()), shape[axis:])
+            rows = rows * shape[axis] + column
+        values = values.to(_DTYPES[dtype])
+        out = values.new_zeros((math.prod(shape[: len(columns)]), *shape[len(columns) :]))
+        # Of the two, this is the one whose additions keep their order: index_put_ runs in parallel
+        # on the host, index_add_ on accelerators.
+        if out.device.type == "cpu":
+            out.index_add_(0, rows, values)
+        else:
+            out.index_put_((rows,), values, accumulate=True)
+        return out.view(shape)
+
+    def sparse(self, sparse: Sparse) -> Any:
+        if sparse.kind == "IndexedSlices":
+            return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
+        return torch.sparse_coo_tensor(sparse.indices.t(), sparse.values, sparse.shape, check_invariants=False)
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        if _is_transformed() or not all(x.is_cpu for row in arrays for x in row):
+            return None
+        if any(x.dim() > _MOST_AXES for row in arrays for x in row):
+            return None
+        found = [[x.data_ptr() if x.is_contiguous() else _strided(x) for x in row] for row in arrays]
+        if any(0 in row and any(_has_no_memory(x) for x in xs) for row, xs in zip(found, arrays, strict=True)):
+            return None
+        return found
+
+    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        return [_blank(shape, _DTYPES[dtype], count) for shape in shapes]
+
+    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        return [[x.data_ptr() for x in row] for row in blanks]
+
+    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+        if not all(x.is_cpu and x.is_contiguous() for row in outs for x in row) or any(map(_is_frozen, chain(*outs))):
+            raise BufferError
+        return [[x.data_ptr() for x in row] for row in outs]
+
+    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
+        for row in outs:
+            for x in row:
+                torch.autograd.graph.increment_version(x)  # whoever saved it for a backward pass must hear of it
+
+    def adopt(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        return list(map(tuple, blanks))
+
+    def threads(self) -> int | None:
+        return int(torch.get_num_threads())
+
+    def target(self, value: Any, device: str) -> Array:
+        x = self._plain(value)
+        if x.device != _place(device) or _is_transformed() or _has_no_memory(x) or _is_frozen(value):
+            raise UnsupportedError(
+                message(
+                    "results are written into plain tensors on their destination.",
+                    f"{type(value).__name__} on {value.device}, for {device}",
+                    "torch.empty(shape, dtype=..., device=...), outside of torch.func, dispatch and inference modes",
+                )
+            )
+        if x.data_ptr() != value.data_ptr() or not x.is_contiguous():
+            raise UnsupportedError(
+                message(
+                    "results are written into contiguous tensors.",
+                    f"{TensorSpec(tuple(value.shape), _NAMES[value.dtype])}, strides {tuple(value.stride())}",
+                    "torch.empty(shape, dtype=...), or tensor.contiguous()",
+                )
+            )
+        return x
+
+    def extent(self, x: Array) -> tuple[int, int, bool]:
+        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+        return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size(), bool(x.is_contiguous())
+
+    def write(self, target: Array, x: Array) -> None:
+        target.copy_(x)
+
+    def accelerators(self) -> tuple[str, ...]:
+        return tuple(f"{kind}:{index}" for kind in _KINDS for index in range(_count(kind)))
+
+    def modes(self) -> Modes:
+        inference, grad, default = (
+            torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(),
+            torch.get_default_device(),
+        )
+        casts = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in ("cpu", "cuda", "xpu")  # all that torch 2.4 can be asked about
+            if torch.is_autocast_enabled(kind)
+        ]
+
+        @contextmanager
+        def within(device: str) -> Iterator[None]:
+            place = parse(device)
+            here = place.kind != "cpu" and place.index < _count(place.kind)  # or it is another framework's
+            with ExitStack() as stack:
+                if here and place.kind == "cuda":
+                    stack.enter_context(torch.cuda.device(place.index))
+                if default.type != "cpu":  # torch.device is a context, too: new tensors go there
+                    stack.enter_context(_place(device) if here and default.type == place.kind else default)
+                stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
+                for kind, dtype, cached in casts:
+                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
+                yield
+
+        return within
+
+    def recorded(self, x: Any) -> bool:
+        if _is_transformed():
+            raise UnsupportedError(
+                message(
+                    "what torch.func, torch.compile or a dispatch mode transforms cannot meet other threads' tensors.",
+                    f"a {type(x).__name__} inside of such a transformation",
+                    "reduce outside of it: what torch.func.grad returns, not what it differentiates",
+                )
+            )
+        if not torch.is_grad_enabled():
+            return False
+        if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+            return bool(x.requires_grad)
+        parts = (x.values, x.indices) if isinstance(x, IndexedSlices) else (x,)
+        if any(isinstance(part, torch.Tensor) and part.requires_grad for part in parts):
+            raise UnsupportedError(
+                message("an all-reduce of sparse values has no gradient.", shown(x), "value.detach(), or dense values")
+            )
+        return False
+
+    def differentiable(
+        self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
+    ) -> list[Array]:
+        usual = [x.clone() if x.is_inference() else x for x in results]  # made by a caller in inference mode
+        return list(_Across.apply(gradient, usual, *xs))
+
+    def held(self, old: Array | None, x: Array, device: str) -> Array:
+        if old is None:
+            return self.own(x)
+        self.write(self.target(old, device), x)  # an optimizer may hold it
+        return old
+
+    def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
+        dtype = _DTYPES[numbers.accumulator]
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            return (torch.amin if op is ReduceOp.MIN else torch.amax)(x, axis).to(dtype)
+        return (torch.prod if op is ReduceOp.PRODUCT else torch.sum)(x, axis, dtype=dtype)
+
+
+class _Across(torch.autograd.Function):  # type: ignore[misc]
+    """Results that other replicas had a part in, as a function of this one's own tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Any, results: list[Array], *_: Array) -> tuple[Array, ...]:
+        ctx.of = gradient
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Array) -> tuple[Any, ...]:
+        return None, None, *ctx.of(grads)
+
+
+def _is_transformed() -> bool:
+    """Return whether tensors may stand for others: under torch.func, torch.compile or a dispatch mode."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _is_frozen(x: Array) -> bool:
+    """Return whether a tensor was made in inference mode and that is over: torch lets nobody write it."""
+    return bool(x.is_inference()) and not torch.is_inference_mode_enabled()
+
+
+def _has_no_memory(x: Array) -> bool:
+    """Return whether a tensor only stands for one: a fake one, or one of zeros that nobody wrote down."""
+    return bool(x.numel()) and x.data_ptr() == 0
+
+
+def _strided(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    size = x.element_size()
+    return x.data_ptr(), tuple(x.shape), tuple(step * size for step in x.stride())
+
+
+def _blank(shape: tuple[int, ...], dtype: Any, count: int) -> list[Any]:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < kernels.KEPT_BYTES:
+        return [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(count)]
+    return [torch.frombuffer(kernels.memory(nbytes), dtype=dtype).view(shape) for _ in range(count)]
+
+
+def _divide_in_place(x: Array, divisor: int) -> None:
+    """Divide, rounding once, so that the mean of n equal numbers is that number."""
+    if x.is_complex():  # torch's complex division rounds several times, and makes NaN of inf
+        x = torch.view_as_real(x)
+    # Accelerators multiply by the rounded reciprocal of a Python number, and 49 * (1 / 49) is not 1; by
+    # a tensor of their own they divide.
+    x.div_(divisor if x.device.type == "cpu" else x.new_full((), divisor))
+
+
+def _unsupported(value: Any) -> UnsupportedError:
+    if not isinstance(value, torch.Tensor):
+        return UnsupportedError(message("this is no tensor that can be reduced.", shown(value), "a torch.Tensor"))
+    # Its repr may need elements that are not there.
+    given = f"{type(value).__name__}, layout {value.layout}, dtype {value.dtype}, device {value.device}"
+    if is_lazy(value):
+        return UnsupportedError(message("a lazy parameter has no elements yet.", given, "run the module once"))
+    if value.is_meta:
+        return UnsupportedError(message("meta tensors have no elements.", given, "tensor.to_empty, or load the values"))
+    if value.is_quantized:
+        return UnsupportedError(message("quantized tensors cannot be reduced.", given, "tensor.dequantize()"))
+    if value.is_nested:
+        return UnsupportedError(
+            message("nested tensors cannot be reduced.", given, "reduce each of tensor.unbind(), or tensor.values()")
+        )
+    if hasattr(value, "full_tensor"):
+        return UnsupportedError(
+            message("a DTensor is spread over several devices.", given, "tensor.to_local() or tensor.full_tensor()")
+        )
+    if value.layout is not torch.strided:
+        return UnsupportedError(
+            message(
+                f"tensors of layout {value.layout} cannot be reduced.",
+                given,
+                "tensor.to_dense()" if "sparse" not in str(value.layout) else "tensor.to_sparse_coo() or .to_dense()",
+            )
+        )
+    if value.dtype not in _NAMES:
+        return UnsupportedError(
+            message(f"arrays of dtype {value.dtype} cannot be reduced.", given, "cast to one of " + ", ".join(_DTYPES))
+        )
+    return UnsupportedError(message("this tensor subclass wraps others.", given, "the tensors that it is made of"))
+
+
+FRAMEWORK = Torch()
