@@ -1,24 +1,25 @@
-"""How tests of the lower floors run a schedule: one place that knows the loop's arguments."""
+"""Run a schedule on flat arrays with the loop engine, as tests of the lower floors need it."""
 
 import oracle
 
 from crossreduce import ReduceOp
-from crossreduce.engines.loop import execute, ranges
+from crossreduce.engines.loop import run_program
 from crossreduce.frameworks import get
+from crossreduce.lowering import element_ranges, lower
 
 
 def bounds(schedule, size):
     """Return the elements ``(start, stop)`` of each part of a result."""
-    return tuple((start, stop) for _, start, stop in ranges(schedule, size))
+    return tuple((start, stop) for _, start, stop in element_ranges(lower(schedule), size))
 
 
-def run_on(backend, schedule, op, flats, size, dtype):
-    """Run ``op`` over one flat array a source; return each destination's ``(parts, fresh)``.
+def run_on(framework, schedule, op, flats, size, dtype):
+    """Run ``op`` over one flat array per source; return each destination's ``(parts, fresh)``.
 
-    ``size`` ``None``: arrays of any shape, taken whole.
+    ``size`` ``None``: arrays of any shape, which are not cut.
     """
-    op = ReduceOp(op)
-    return execute(schedule, backend, op, flats, size, backend.numbers(op, dtype, len(flats)))
+    numbers = framework.numbers(ReduceOp(op), dtype, len(flats))
+    return run_program(lower(schedule), framework, flats, size, numbers)
 
 
 def run(schedule, op, xs, size):

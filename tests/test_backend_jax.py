@@ -150,17 +150,17 @@ def test_unpack_hands_over_only_what_is_fresh(backend, jax_):
     assert backend.unpack([part], cuts, True)[0] is part
     (copy,) = backend.unpack([part], cuts, False)
     assert copy.unsafe_buffer_pointer() != part.unsafe_buffer_pointer()
-    assert backend.own(part).unsafe_buffer_pointer() != part.unsafe_buffer_pointer()
+    assert backend.clone(part).unsafe_buffer_pointer() != part.unsafe_buffer_pointer()
     assert copy.tolist() == part.tolist()
 
 
 def test_part_far_into_a_buffer(backend, jax_, monkeypatch):
     """A range beyond what an int32 can count is cut as any other."""
     flat = jax_.array(np.arange(12))
-    near = backend.part(flat, 5, 9).tolist()
+    near = backend.slice(flat, 5, 9).tolist()
     monkeypatch.setattr("crossreduce.frameworks.jax._LARGEST_INT32", 4)
     monkeypatch.setattr("crossreduce.frameworks.jax._PART", None)
-    assert backend.part(flat, 5, 9).tolist() == near == [5, 6, 7, 8]
+    assert backend.slice(flat, 5, 9).tolist() == near == [5, 6, 7, 8]
 
 
 # ---- arithmetic ---------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_tracers_are_tracers_of_the_backend(jax, backend):
 
     def check(x):
         assert backends.framework_of(x) is backend
-        assert backend.copy(x, "cpu:5") is x
+        assert backend.to_device(x, "cpu:5") is x
         assert cr.PerReplica([x, x]).devices == ("cpu:0", "cpu:0#1")
         return x
 

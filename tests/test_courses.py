@@ -172,7 +172,7 @@ def run(calls, ranks, draw, in_place=False):
                 value = functools.reduce(np.add, sources)
                 for spot in job.results:
                     at(spot, written=True)[:] = np.ascontiguousarray(value).view(np.uint8)
-                assert not job.past_cache or all(spot.region < 0 for spot in job.results), "a slot past the cache"
+                assert not job.streaming or all(spot.region < 0 for spot in job.results), "a slot past the cache"
         races = list(touched.races())
         assert not races, f"(slot, half), start, stop, rank, written: {races[:3]}"
     for call, buffers, results in zip(calls, memories, wanted, strict=True):
@@ -299,5 +299,5 @@ def test_what_goes_past_the_cache():
         for size, past in ((1 << 10, False), (1 << 20, True)):
             course = planned(Call(collective, size, "float32", None), 2)[0]
             jobs = [job for tick in course for job in tick]
-            assert any(job.past_cache for job in jobs) == past
-            assert not any(job.past_cache for job in jobs if any(spot.region >= 0 for spot in job.results))
+            assert any(job.streaming for job in jobs) == past
+            assert not any(job.streaming for job in jobs if any(spot.region >= 0 for spot in job.results))

@@ -456,8 +456,8 @@ def test_a_batch_is_one_run():
 class Counting:
     """A plan that notes how it is run."""
 
-    def run(self, sources, results, threads, past_cache, apart):
-        return threads, past_cache, apart
+    def run(self, sources, results, threads, streaming, apart):
+        return threads, streaming, apart
 
 
 @pytest.mark.parametrize(
@@ -480,9 +480,9 @@ def test_much_work_is_threaded_and_goes_past_the_cache(torch_):
 
     assert planned_for(kernels.THREADED_BYTES // 16, 2) == (True, False)
     assert planned_for(kernels.THREADED_BYTES // 16 - 1, 2) == (False, False)
-    assert planned_for(kernels.PAST_CACHE_BYTES // 8, 2) == (True, True)
-    assert planned_for(kernels.PAST_CACHE_BYTES // 8 - 1, 2) == (True, False)
-    assert planned_for(kernels.PAST_CACHE_BYTES // 16, 2, "mean", "int8") == (True, True)
+    assert planned_for(kernels.STREAMING_BYTES // 8, 2) == (True, True)
+    assert planned_for(kernels.STREAMING_BYTES // 8 - 1, 2) == (True, False)
+    assert planned_for(kernels.STREAMING_BYTES // 16, 2, "mean", "int8") == (True, True)
     backend = get("torch")
     assert backend.threads() == torch_.torch.get_num_threads()
     assert get("numpy").threads() is None

@@ -224,7 +224,7 @@ class How(NamedTuple):
     offsets: tuple[int, ...]
     in_place: tuple[tuple[int, int], ...]  # (result, source)
     threads: int
-    past_cache: bool
+    streaming: bool
     apart: bool
 
 
@@ -240,7 +240,7 @@ def hows(layouts=LAYOUTS, in_place=False):
         offsets=st.lists(st.integers(0, 64), min_size=1, max_size=5).map(tuple),
         in_place=some.map(tuple) if in_place else st.just(()),
         threads=st.integers(1, 3),
-        past_cache=st.booleans(),
+        streaming=st.booleans(),
         apart=st.booleans(),
     )
 
@@ -340,7 +340,7 @@ def contents(case, given):
 def check(case, how, plan):
     """A plan leaves the bytes that are wanted, inside of the results and around them."""
     given = batch(case, how)
-    assert plan.run(given.sources, given.results, how.threads, how.past_cache, how.apart) is None
+    assert plan.run(given.sources, given.results, how.threads, how.streaming, how.apart) is None
     for number, (got, right) in enumerate(zip(contents(case, given), wanted(case, how), strict=True)):
         if got != right:
             tensor, result = divmod(number, case.results)
@@ -419,7 +419,7 @@ def test_every_op_on_every_dtype(isa, numbers):
 
 
 @every_set
-@pytest.mark.parametrize("past_cache", [False, True])
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     "numbers",
     [
@@ -432,13 +432,13 @@ def test_every_op_on_every_dtype(isa, numbers):
     ],
     ids="-".join,
 )
-def test_every_alignment(isa, numbers, past_cache):
+def test_every_alignment(isa, numbers, streaming):
     """Wherever results begin, lines past the cache begin with a whole element, and sources lie anywhere beside them."""
     size = 17_000 // oracle.dtype_of(numbers[1]).itemsize  # enough that the wish to go past the cache is heard
     case = simple(*numbers, 2, size, results=2)._replace(segments=(Segment(0, 1, size, 0),))
     for offset in range(65):
         offsets = offset * 7 % 65, offset * 11 % 65, offset, offset if offset % 3 else offset + 16
-        check(case, PLAIN._replace(seed=offset, offsets=offsets, past_cache=past_cache), case.native(isa))
+        check(case, PLAIN._replace(seed=offset, offsets=offsets, streaming=streaming), case.native(isa))
 
 
 @every_set
@@ -456,7 +456,7 @@ def test_large_arrays_go_past_the_cache_on_several_threads(isa, numbers):
     """Shares of a thread, lines past the cache and what is left beside them meet without a gap."""
     case = simple(*numbers, 3, 300_007, results=3)._replace(segments=(Segment(0, 5, 300_000, 0),))
     for offsets in ((0,), (2, 64, 16), (1, 3)):
-        check(case, PLAIN._replace(kind="bytes", offsets=offsets, threads=3, past_cache=True), case.native(isa))
+        check(case, PLAIN._replace(kind="bytes", offsets=offsets, threads=3, streaming=True), case.native(isa))
 
 
 def test_the_backends_numbers_are_known(framework):

@@ -188,7 +188,7 @@ def test_unpack_undoes_pack(batch, packing, algorithm, n, data):
         flat = backend.pack([xs[span.tensor] for span in buffer.spans])
         assert flat.shape == (buffer.size,)
         schedule = PLANNERS[algorithm](names(n), packs=buffer.packs)
-        parts = [backend.part(flat, *bound) for bound in bounds(schedule, buffer.size)]
+        parts = [backend.slice(flat, *bound) for bound in bounds(schedule, buffer.size)]
         tensors = backend.unpack(parts, cuts(buffer.spans, bounds(schedule, buffer.size)), fresh=False)
         for span, tensor in zip(buffer.spans, tensors, strict=True):
             back[span.tensor] = tensor

@@ -19,9 +19,9 @@ from .frameworks import Array, Sparse, framework_of
 from .ops import ReduceOp, read_op
 from .options import CommunicationOptions, algorithm_name, count, read_options
 from .packing import Packing
-from .pipeline import Job, broadcast_array, reduce_batch, reduce_to_one, say_once
+from .pipeline import Job, broadcast_array, log_once, reduce_batch, reduce_to_one
 from .topology import Topology
-from .validation import check_apart, check_array, check_out, check_pairs, check_value, in_pair, per_replica, place
+from .validation import check_array, check_out, check_overlap, check_pairs, check_value, in_pair, per_replica, place
 from .values import DistributedValues, Mirrored, PerReplica, describe
 
 Pair = tuple[PerReplica, tuple[str, ...]]
@@ -237,7 +237,7 @@ class CrossDeviceOps:
         own = kind.reduce_implementation is _BatchReducing.reduce_implementation
         if own and batch is AllReduceCrossDeviceOps.batch_reduce_implementation:
             return True
-        check_apart(pairs)
+        check_overlap(pairs)
         return own and batch is ReductionToOneDevice.batch_reduce_implementation
 
     def reduce_implementation(
@@ -275,7 +275,7 @@ class CrossDeviceOps:
         """Join checked components along a non-negative axis; by default on the first destination."""
         value = check_value(None, per_replica_value, axis=axis)
         framework, main = value.framework, destinations[0]
-        whole = framework.concat([framework.copy(x, main) for x in value.arrays], axis)
+        whole = framework.concat([framework.to_device(x, main) for x in value.arrays], axis)
         return self.broadcast_implementation(whole, destinations)
 
 
@@ -336,7 +336,7 @@ class ReductionToOneDevice(_BatchReducing):
             for job in jobs:
                 job[0].framework.require((self._root,))
         if self._accumulate is None:
-            return reduce_to_one(reduce_op, jobs, self._root)
+            return reduce_to_one(jobs, self._root)
         if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ArgumentError(
                 message(
@@ -346,8 +346,7 @@ class ReductionToOneDevice(_BatchReducing):
                 )
             )
         return [
-            reduce_to_one(reduce_op, [job], self._root)[0] if job[0].sparse else self._accumulated(reduce_op, job)
-            for job in jobs
+            reduce_to_one([job], self._root)[0] if job[0].sparse else self._accumulated(reduce_op, job) for job in jobs
         ]
 
     def _accumulated(self, op: ReduceOp, job: Job) -> Mirrored:
@@ -355,7 +354,7 @@ class ReductionToOneDevice(_BatchReducing):
         assert self._accumulate is not None
         value, destinations = job
         framework, root = value.framework, self._root or destinations[0]
-        total = self._accumulate([framework.own(framework.copy(x, root)) for x in value.arrays])
+        total = self._accumulate([framework.clone(framework.to_device(x, root)) for x in value.arrays])
         if framework_of(total) is not framework:
             raise MismatchError(
                 message(
@@ -432,7 +431,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
     ) -> list[Mirrored]:
         jobs = [(check_value(reduce_op, value), devices) for value, devices in value_destination_pairs]
         packing = self._packing._replace(bytes_per_pack=options.bytes_per_pack)
-        return reduce_batch(reduce_op, jobs, packing, self._planner(options), self._topology, None)
+        return reduce_batch(jobs, packing, self._planner(options), self._topology, None)
 
     def broadcast_implementation(self, tensor: Any, destinations: tuple[str, ...]) -> Mirrored:
         return broadcast_array(tensor, destinations, self._planner(read_options(None)), self._topology)
@@ -441,7 +440,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
         """Return the algorithm to plan with; the options decide where the op leaves it open."""
         chosen = options.implementation if self._algorithm in ("auto", "nccl") else self._algorithm
         if chosen == "nccl" or (chosen == "auto" and self._algorithm == "nccl"):
-            say_once('"nccl" plans "auto": this release has no binding to NCCL')
+            log_once('"nccl" plans "auto": this release has no binding to NCCL')
             return "auto"
         return chosen
 
@@ -518,7 +517,7 @@ def _written(results: list[Mirrored], pairs: list[Job]) -> list[Mirrored]:
         if all(x is target for x, target in zip(result, out, strict=True)):
             continue
         for x, target, device in zip(result, out, devices, strict=True):
-            taken = value.framework.target(target, device)
+            taken = value.framework.writable_array(target, device)
             given = value.framework.array(x) if framework_of(x) is value.framework else None
             spec = None if given is None or isinstance(given, Sparse) else value.framework.spec(given)
             if spec != value.framework.spec(taken):

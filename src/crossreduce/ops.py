@@ -1,21 +1,21 @@
-"""The reductions, and which number formats they are computed in.
+"""Reduction ops, and the dtypes in which they are computed.
 
-In: a reduction's name and a dtype's name.  Out: whether the pair is defined, and the dtype to
-accumulate in.  Knows dtypes by name only, so it needs no framework.
+Input: an op's name and a dtype's name. Output: whether the pair is defined, and the dtype to accumulate in. Dtypes are
+names here, so no framework is needed.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Final
+from typing import Final, NamedTuple
 
 from .errors import ArgumentError, UnsupportedError, message, shown
 
 
 class ReduceOp(enum.Enum):
-    """What combines the components of a per-replica value, element by element.
+    """An elementwise reduction of the components of a per-replica value.
 
-    A name in any case stands for its member:
+    Names are accepted in any case:
 
     >>> ReduceOp("Mean") is ReduceOp.MEAN
     True
@@ -34,23 +34,23 @@ class ReduceOp(enum.Enum):
                 if member.value == value.lower():
                     return member
         remedy = "one of " + ", ".join(f'"{member.value}"' for member in cls) + ", or a ReduceOp"
-        if type(value).__module__.startswith("tensorflow."):  # its strategies do not look at the op they are given
+        if type(value).__module__.startswith("tensorflow."):  # its strategies accept any object as cross_device_ops
             remedy += "; as cross_device_ops of a tf.distribute.Strategy, crossreduce.tensorflow's op of the same name"
-        raise ArgumentError(message("there is no such reduction.", shown(value), remedy))
+        raise ArgumentError(message("this is not a known reduction.", shown(value), remedy))
 
     def __repr__(self) -> str:
         return f"ReduceOp.{self.name}"
 
 
 def read_op(op: object) -> ReduceOp:
-    """Return the reduction that a caller named.
+    """Return a ``ReduceOp``, given itself or its name.
 
     Raises:
-      ArgumentError: it is neither a ``ReduceOp`` nor the name of one.
+      ArgumentError: it is neither.
     """
     if isinstance(op, (ReduceOp, str)):
         return ReduceOp(op)
-    return ReduceOp._missing_(op)  # Enum would compare it, and an array has no one answer to that
+    return ReduceOp._missing_(op)  # Enum would compare it with ==, which arrays answer elementwise
 
 
 HALVES: Final = frozenset({"float16", "bfloat16"})
@@ -60,8 +60,28 @@ INTEGERS: Final = frozenset({f"{sign}int{bits}" for sign in ("", "u") for bits i
 DTYPES: Final = FLOATS | COMPLEX | INTEGERS | {"bool"}
 
 
+class Numbers(NamedTuple):
+    """How a reduction is computed: the op, three dtypes by name, and the divisor of the result (1: none)."""
+
+    op: ReduceOp
+    dtype: str
+    accumulator: str
+    result: str
+    divisor: int
+
+    @property
+    def kernel_op(self) -> str:
+        """The op that combines two values: a mean is a sum that is divided at the end."""
+        return "sum" if self.op is ReduceOp.MEAN else self.op.value
+
+
+def copying(dtype: str) -> Numbers:
+    """Return the ``Numbers`` of a copy."""
+    return Numbers(ReduceOp.SUM, dtype, dtype, dtype, 1)
+
+
 def require_dtype(dtype: str) -> None:
-    """Raise ``UnsupportedError`` for a dtype that this library does not know."""
+    """Raise ``UnsupportedError`` for a dtype that this library does not support."""
     if dtype not in DTYPES:
         raise UnsupportedError(
             message(
@@ -75,10 +95,9 @@ def require_dtype(dtype: str) -> None:
 def accumulator(op: ReduceOp, dtype: str) -> str:
     """Return the name of the dtype in which ``op`` over components of ``dtype`` is accumulated.
 
-    Half types accumulate in float32 and are rounded once at the end. The mean of integers
-    accumulates in float64, so that it cannot wrap round (sums up to 2**53 stay exact); a framework
-    without float64 uses its widest float. Everything else accumulates in its own dtype: integer
-    sums and products wrap, as they do in every framework.
+    Half types accumulate in float32 and are rounded once at the end. The mean of integers accumulates in float64, so
+    that it cannot overflow (sums up to 2**53 are exact); a framework without float64 uses its widest float. Everything
+    else accumulates in its own dtype: integer sums and products wrap around, as in every framework.
 
     Raises:
       UnsupportedError: ``op`` is not defined for ``dtype``.

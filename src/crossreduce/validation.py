@@ -14,8 +14,8 @@ from typing import Any
 from . import kernels
 from .devices import canonical, host_devices
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
-from .frameworks import Array, Framework, Numbers, Sparse, framework_of, known_framework
-from .ops import HALVES, ReduceOp, require_dtype
+from .frameworks import KNOWN, Array, Framework, Sparse, framework_of
+from .ops import HALVES, Numbers, ReduceOp, require_dtype
 from .values import DistributedValues, IndexedSlices, PerReplica, TensorSpec, describe
 
 
@@ -140,7 +140,7 @@ def uniform_value(op: ReduceOp, values: tuple[Any, ...], devices: tuple[str, ...
     A short cut for what most calls give: plain arrays in host memory, all alike. ``devices``: ``None`` for those that
     ``PerReplica`` would name.
     """
-    framework = known_framework(values[0])
+    framework = KNOWN.get(type(values[0]))
     spec = None if framework is None else framework.uniform(values)
     if framework is None or spec is None:
         return None
@@ -200,7 +200,7 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
             spec = common
         checked.spec = spec
         if not agree or None in spec.shape:  # as far as tracing knows, they fit; make sure when they run
-            checked.arrays = framework.alike(arrays, spec)
+            checked.arrays = framework.require_alike(arrays, spec)
     checked.numbers = framework.numbers(op, checked.spec.dtype, len(values))
     if any(kinds) and not checked.sparse:
         checked.arrays = [_dense(framework, x, checked.spec, checked.numbers.accumulator) for x in arrays]
@@ -232,7 +232,7 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
     framework, spec = value.framework, TensorSpec(value.spec.shape, value.numbers.result)
     if framework.uniform(out.values) != spec:
         found = [(framework_of(x), x, device) for x, device in zip(out.values, destinations, strict=True)]
-        specs = [(of.name, of.spec(of.target(x, device))) for of, x, device in found]
+        specs = [(of.name, of.spec(of.writable_array(x, device))) for of, x, device in found]
         if any(each != (framework.name, spec) for each in specs):
             each = "; ".join(f"{name} {spec}" for name, spec in specs)
             remedy = f"arrays that are {framework.name} {spec}"
@@ -242,7 +242,7 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
     return out
 
 
-def check_apart(jobs: Sequence[tuple[Checked, tuple[str, ...]]]) -> None:
+def check_overlap(jobs: Sequence[tuple[Checked, tuple[str, ...]]]) -> None:
     """Raise where an array of ``out`` cannot be written, or shares memory where it must not.
 
     That is with another one, or with an input, unless it is exactly one of its own value.
@@ -253,23 +253,23 @@ def check_apart(jobs: Sequence[tuple[Checked, tuple[str, ...]]]) -> None:
             continue
         framework = value.framework
         try:
-            targets = [framework.target(x, device) for x, device in zip(value.out, destinations, strict=True)]
+            targets = [framework.writable_array(x, device) for x, device in zip(value.out, destinations, strict=True)]
         except ReductionError as error:
             raise in_pair(error, pair, len(jobs)) from None
-        own = [framework.extent(x) for x in targets]
+        own = [framework.memory_range(x) for x in targets]
         extents.extend((start, stop, pair, k) for k, (start, stop, _) in enumerate(own))
         arrays = list(value.arrays)
         if value.mixed:  # what was sparse is looked at as it came
             given = [framework.array(x) for x in value.values]
             arrays += [part for x in given if isinstance(x, Sparse) for part in (x.values, x.indices)]
-        inputs = [framework.extent(x) for x in arrays]
+        inputs = [framework.memory_range(x) for x in arrays]
         extents.extend((start, stop, pair, -1) for start, stop, dense in inputs if (start, stop, dense) not in own)
-    found = kernels.clash(extents)
+    found = kernels.find_overlap(extents)
     if found is not None:
-        raise in_pair(shared(found[1]), found[0], len(jobs))
+        raise in_pair(overlap_error(found[1]), found[0], len(jobs))
 
 
-def shared(number: int) -> ArgumentError:
+def overlap_error(number: int) -> ArgumentError:
     """Return the error for a component of ``out`` that shares memory where it must not."""
     return ArgumentError(
         message(
@@ -313,7 +313,7 @@ def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str
                 "IndexedSlices(values, indices, dense_shape)",
             )
         )
-    return framework.dense(x, shape, dtype)
+    return framework.to_dense(x, shape, dtype)
 
 
 def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: list[Any]) -> TensorSpec:
@@ -373,7 +373,7 @@ def _check_gather(checked: Checked, axis: Any) -> None:
     framework, dtype = checked.framework, checked.spec.dtype
     if any(isinstance(x, Sparse) for x in checked.arrays):
         wide = "float32" if dtype in HALVES else dtype
-        numbers = Numbers(dtype, wide, dtype, 1)
+        numbers = Numbers(ReduceOp.SUM, dtype, wide, dtype, 1)
         checked.arrays = [
             framework.finish(_dense(framework, x, spec, wide), numbers)
             for x, spec in zip(checked.arrays, specs, strict=True)

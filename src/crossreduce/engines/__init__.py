@@ -1,1 +1,1 @@
-"""Engines: each compiles a lowered program for some arrays and runs it."""
+"""Engines: each compiles lowered programs for some kinds of arrays and runs them. See ``base.py``."""

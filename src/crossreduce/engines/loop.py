@@ -1,176 +1,204 @@
-"""The one loop that walks a schedule and calls a framework.
+"""The loop engine: runs programs instruction by instruction with a framework's own operations.
 
-In: a schedule and the flat arrays of its sources.  Out: each destination's chunks. Nothing runs that
-``verify`` has not accepted; that is done once per schedule. The loop uses Python ints only, so it
-traces under ``jax.jit`` and ``tf.function`` as it is.
+Input: a layout. Output: results. It runs any arrays of any framework on any devices, also traced or recorded ones: it
+uses Python ints only, so it traces under ``jax.jit`` and ``tf.function``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..errors import ScheduleError, message
-from ..frameworks import Array, Framework, Numbers
-from ..ops import ReduceOp
-from ..schedule import Schedule, completing
+from ..frameworks import Array, Framework
+from ..lowering import Program, element_ranges
+from ..ops import Numbers
+from ..packing import Span, cuts, itemsize
+from .base import Layout, LoweredBuffer
+
+JOINED_BYTES: Final = 16384  # in host memory larger tensors are not packed: they can be reduced without a copy
 
 
-class Move(NamedTuple):
-    """A step, ready to run.
+class LoopEngine:
+    """See ``engines.base.Engine``."""
 
-    ``whole``: it makes the chunk's result whole. ``spare``: which of its first two inputs the loop made
-    and reads no more, or -1 (see ``Framework.combine``).
+    name = "loop"
+    checks_overlap = False
+
+    def supports(self, layout: Layout) -> bool:
+        """Return ``True``: this engine runs everything."""
+        return True
+
+    def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
+        """Return the arrays themselves."""
+        return arrays
+
+    def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> LoopExecutable:
+        """Return the executable of a layout."""
+        return LoopExecutable(layout, numbers)
+
+
+class LoopExecutable:
+    """Packs, runs and unpacks buffer after buffer. See ``engines.base.Executable``."""
+
+    def __init__(self, layout: Layout, numbers: Numbers) -> None:
+        self._framework, self._numbers, self._destinations = layout.framework, numbers, layout.destinations
+        self._jobs = _jobs(layout)
+
+    def run(self, operands: Any, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
+        """Reduce arrays; results are copied into ``out`` if it was given."""
+        results: list[Any] = [None] * len(operands)
+        for lowered, members in self._jobs:
+            made = _reduce_buffer(lowered, self._framework, [operands[k] for k in members], self._numbers)
+            for member, components in zip(members, made, strict=True):
+                results[member] = components
+        if out is None:
+            return results
+        for targets, components in zip(out, results, strict=True):
+            for target, x, device in zip(targets, components, self._destinations, strict=True):
+                self._framework.write(self._framework.writable_array(target, device), x)
+        return out
+
+
+def _jobs(layout: Layout) -> list[tuple[LoweredBuffer, tuple[int, ...]]]:
+    """Return the buffers that are reduced one after another, with the positions of their tensors.
+
+    In host memory a large tensor has a buffer of its own, since packing it with others only costs copies there. Buffers
+    that are cut into packs or chunks stay as they are: other cuts would change the order of additions.
     """
+    jobs = []
+    at = 0
+    for lowered in layout.buffers:
+        buffer, ranges = lowered
+        members = range(len(buffer.spans))
+        if layout.on_host and layout.is_sized and len(ranges) == 1 and len(ranges[0].program.chunks) == 1:
+            small = [span.size * itemsize(buffer.dtype) <= JOINED_BYTES for span in buffer.spans]
+            runs = [[k for k in members if small[k]], *([k] for k in members if not small[k])]
+            jobs += [(_subset(lowered, run), tuple(at + k for k in run)) for run in runs if run]
+        else:
+            jobs.append((lowered, tuple(at + k for k in members)))
+        at += len(members)
+    return jobs
 
-    chunk: int
-    dst: int
-    srcs: tuple[int, ...]
-    whole: bool
-    spare: int
+
+def _subset(lowered: LoweredBuffer, members: Sequence[int]) -> LoweredBuffer:
+    """Return some tensors of a buffer as a buffer of their own, with the same program."""
+    buffer, (only,) = lowered
+    spans: list[Span] = []
+    size = 0
+    for span in (buffer.spans[k] for k in members):
+        spans.append(span._replace(start=size))
+        size += span.size
+    return LoweredBuffer(buffer._replace(size=size, spans=tuple(spans)), (only._replace(stop=size),))
 
 
-class Held(NamedTuple):
-    """What one destination holds in the end: its parts, one a chunk, in order.
+def _reduce_buffer(
+    lowered: LoweredBuffer, framework: Framework, arrays: list[Sequence[Array]], numbers: Numbers
+) -> list[tuple[Array, ...]]:
+    """Pack, reduce and unpack one buffer.
 
-    ``fresh``: it is one part, which the loop made, and no other destination holds the same memory.
+    Args:
+      arrays: for each of the buffer's spans its components, in the order of the program's sources.
+    Returns:
+      For each span the result's components, in the order of the program's destinations.
+    """
+    buffer, ranges = lowered
+    program = ranges[0].program
+    names = [program.devices[source] for source in program.chunks[0].sources]
+    if buffer.size is None:
+        flats = [framework.to_device(x, name) for x, name in zip(arrays[0], names, strict=True)]
+        outputs = run_program(program, framework, flats, None, numbers)
+        return [tuple(parts[0] if fresh else framework.clone(parts[0]) for parts, fresh in outputs)]
+    flats = [
+        framework.pack([framework.to_device(components[replica], name) for components in arrays])
+        for replica, name in enumerate(names)
+    ]
+    if len(ranges) == 1:
+        outputs = run_program(program, framework, flats, buffer.size, numbers)
+    else:
+        outputs = [Output([], False) for _ in program.chunks[0].destinations]
+        for program, start, stop in ranges:
+            slices = [framework.slice(flat, start, stop) for flat in flats]
+            for output, part in zip(
+                outputs, run_program(program, framework, slices, stop - start, numbers), strict=True
+            ):
+                output.parts.extend(part.parts)
+    del flats
+    bounds = tuple(
+        (base + start, base + stop)
+        for program, base, end in ranges
+        for _, start, stop in element_ranges(program, end - base)
+    )
+    pieces = cuts(buffer.spans, bounds)
+    unpacked = [framework.unpack(parts, pieces, fresh) for parts, fresh in outputs]
+    return list(zip(*unpacked, strict=True))
+
+
+class Output(NamedTuple):
+    """One destination's result: its parts, one per element range, in order.
+
+    ``fresh``: it is one part, which the loop made, and no other destination has the same memory.
     """
 
     parts: list[Array]
     fresh: bool
 
 
-@lru_cache(maxsize=1024)
-def prepare(schedule: Schedule) -> tuple[tuple[Move, ...], ...]:
-    """Verify a schedule, once, and return each chunk's steps in an order in which they can run one by one.
+def run_program(
+    program: Program, framework: Framework, flats: Sequence[Array], size: int | None, numbers: Numbers
+) -> list[Output]:
+    """Run a program whose chunks all have the same sources and destinations.
 
-    All of its chunks must have the same sources and destinations. Beyond that they have nothing to do with
-    each other, so one goes through all its rounds before the next begins: what is freed on the way is used
-    again, and may still be in the cache.
-    """
-    if any(chunk[1:] != schedule.chunks[0][1:] for chunk in schedule.chunks):
-        problem = "only schedules whose chunks all have the same sources and destinations can be executed."
-        raise ScheduleError(message(problem, _given(schedule), "all_reduce, reduce or broadcast"))
-    flags = completing(schedule)
-    moves = [
-        Move(*step, whole, -1)
-        for steps, wholes in zip(schedule.rounds, flags, strict=True)
-        for step, whole in zip(steps, wholes, strict=True)
-    ]
-    by_chunk: list[list[Move]] = [[] for _ in schedule.chunks]
-    for move, spare in zip(moves, _spares(schedule, moves), strict=True):
-        by_chunk[move.chunk].append(move._replace(spare=spare))
-    return tuple(map(tuple, by_chunk))
-
-
-def _given(schedule: Schedule) -> str:
-    return f"{schedule.collective} by {schedule.algorithm}, {len(schedule.chunks)} chunks"
-
-
-def _spares(schedule: Schedule, moves: list[Move]) -> list[int]:
-    """Say for each move which of its first two inputs may be overwritten by its result.
-
-    A value may be that a combination made, that is not whole yet (a whole one may be of another
-    dtype), and that nothing reads later, under any name: copies may share its memory.
-    """
-    makers: dict[tuple[int, int], int] = {}  # which move made what a device now holds of a chunk
-    last_read: dict[int, int] = {}
-    inputs: list[list[int]] = []
-    for number, move in enumerate(moves):
-        read = [makers.get((move.chunk, src), -1) for src in move.srcs]
-        last_read.update(dict.fromkeys(read, number))
-        inputs.append(read)
-        makers[move.chunk, move.dst] = read[0] if len(read) == 1 else number
-    kept = {makers.get((c, dst), -1) for c, chunk in enumerate(schedule.chunks) for dst in chunk.destinations}
-    return [
-        next(
-            (
-                k
-                for k, maker in enumerate(read[:2])
-                if maker >= 0
-                and not moves[maker].whole
-                and maker not in kept
-                and last_read[maker] == number
-                and read.count(maker) == 1
-            ),
-            -1,
-        )
-        if len(read) > 1
-        else -1
-        for number, read in enumerate(inputs)
-    ]
-
-
-@lru_cache(maxsize=4096)
-def ranges(schedule: Schedule, size: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the chunks that have elements in a buffer of ``size``, as ``(chunk, start, stop)``.
-
-    An empty buffer goes through one chunk, to get the result's dtype.
-
-    >>> from crossreduce.planning import direct
-    >>> ranges(direct(["cpu:0", "cpu:1", "cpu:2"]), 2)
-    ((1, 0, 1), (2, 1, 2))
-    """
-    spans = enumerate(schedule.spans(size))
-    return tuple((c, start, stop) for c, (start, stop) in spans if stop > start) or ((0, 0, 0),)
-
-
-def execute(
-    schedule: Schedule,
-    framework: Framework,
-    op: ReduceOp,
-    flats: Sequence[Array],
-    size: int | None,
-    numbers: Numbers,
-) -> list[Held]:
-    """Run a schedule whose chunks all have the same sources and destinations.
+    Chunks do not depend on each other, so one chunk runs to its end before the next begins: freed memory is used
+    again, and may still be in the cache. A framework's ``to_device`` may return the same array where memory is shared,
+    and ``slice`` and ``pack`` may return views; so no array is written except for donated ones.
 
     Args:
-      schedule: what to do.
-      framework: the framework of the arrays.
-      op: what combines them.
-      flats: one flat array a source, in the order of the schedule's sources, each on its device.
-      size: elements in each; ``None``: arrays of any shape are taken whole, by a schedule of one chunk.
-      numbers: the dtypes to compute in, from ``framework.numbers``.
+      program: what to do.
+      framework: of the arrays.
+      flats: one flat array per source, in the order of the program's sources, each on its device.
+      size: elements in each; ``None``: arrays of unknown size pass as they are through a program of one chunk.
+      numbers: how the reduction is computed.
     Returns:
-      For each destination, in order, its part of each of ``ranges``.
+      For each destination, in order, its part of each of ``element_ranges``.
     Raises:
-      ScheduleError: ``verify`` refuses the schedule, or its chunks differ in sources or destinations.
+      ScheduleError: arrays of unknown size with a program of several chunks.
     """
-    moves, devices = prepare(schedule), schedule.devices
-    _, sources, destinations = schedule.chunks[0]
-    if size is None and len(schedule.chunks) > 1:
-        problem = "arrays of open size need a schedule of one chunk."
-        raise ScheduleError(message(problem, _given(schedule), "one_device"))
+    _, sources, destinations, _, _ = program.chunks[0]
+    if size is None and len(program.chunks) > 1:
+        problem = "arrays of unknown size need a schedule of one chunk."
+        given = f"{program.collective} by {program.algorithm}, {len(program.chunks)} chunks"
+        raise ScheduleError(message(problem, given, "one_device"))
     finish_first = len(sources) == 1 and (numbers.divisor != 1 or numbers.result != numbers.dtype)
-    parts: list[list[Array]] = [[] for _ in destinations]
-    made: set[int] = set()  # the devices whose cell the loop allocated
-    active = ((0, 0, 0),) if size is None else ranges(schedule, size)
+    outputs: list[list[Array]] = [[] for _ in destinations]
+    fresh: list[bool] = []
+    active = ((0, 0, 0),) if size is None else element_ranges(program, size)
     for chunk, start, stop in active:
-        cells: dict[int, Array] = {}  # by device
-        for source, flat in zip(sources, flats, strict=True):
-            x = flat if len(active) == 1 else framework.part(flat, start, stop)
-            cells[source] = framework.finish(x, numbers) if finish_first else x
-        made.clear()
-        for _, dst, srcs, whole, spare in moves[chunk]:
-            here = devices[dst]
-            if len(srcs) == 1:
-                before = cells[srcs[0]]
-                cells[dst] = framework.copy(before, here)
-                if cells[dst] is not before or srcs[0] in made:
-                    made.add(dst)
-                else:
-                    made.discard(dst)
+        values: dict[int, Array] = {}
+        made: set[int] = set()  # the values whose memory the loop allocated
+        for k, flat in enumerate(flats):
+            x = flat if len(active) == 1 else framework.slice(flat, start, stop)
+            values[k] = framework.finish(x, numbers) if finish_first else x
+        code = program.chunks[chunk]
+        for value, (device, operands, _, final, last_uses, donated) in enumerate(code.instructions, len(sources)):
+            here = program.devices[device]
+            xs = [framework.to_device(values[operand], here) for operand in operands]
+            if len(xs) > 1:
+                values[value] = framework.combine(xs, numbers, final, donated)
+                made.add(value)
             else:
-                xs = [cells[src] if src == dst else framework.copy(cells[src], here) for src in srcs]
-                cells[dst] = framework.combine(op, xs, numbers, whole, spare)
-                made.add(dst)
-        for own, dst in zip(parts, destinations, strict=True):
-            own.append(cells[dst])
-    results: list[Held] = []
-    taken: set[int] = set()
-    for own, dst in zip(parts, destinations, strict=True):
-        results.append(Held(own, len(own) == 1 and dst in made and id(own[0]) not in taken))
-        taken.add(id(own[0]))
-    return results
+                values[value] = xs[0]
+                if xs[0] is not values[operands[0]] or operands[0] in made:
+                    made.add(value)
+            for operand in last_uses:
+                del values[operand]
+        taken: set[int] = set()
+        for parts, result in zip(outputs, code.results, strict=True):
+            x = values[result]
+            parts.append(x)
+            fresh.append(len(active) == 1 and result in made and id(x) not in taken)
+            taken.add(id(x))
+    return [Output(parts, own) for parts, own in zip(outputs, fresh, strict=False)]
+
+
+ENGINE: Final = LoopEngine()

@@ -26,7 +26,8 @@ from typing import Any, Final, NamedTuple
 
 from ..devices import parse
 from ..errors import ArgumentError, BackendError, message, shown
-from ..schedule import Schedule, completing, fluid_rate, simulate
+from ..lowering import lower
+from ..schedule import Schedule, fluid_rate, simulate
 from ..schedule.simulate import way
 from ..topology import Topology
 
@@ -389,19 +390,15 @@ class _Tree(NamedTuple):
 
 def _trees(schedule: Schedule, topology: Topology) -> list[_Tree]:
     """Return what each chunk's moves make, chunks of the same moves together."""
-    finishes = completing(schedule)
-    whole = {(c, chunk.sources[0]) for c, chunk in enumerate(schedule.chunks) if len(chunk.sources) == 1}
-    roots = [frozenset(chunk.sources if len(chunk.sources) == 1 else ()) for chunk in schedule.chunks]
-    moves: list[list[tuple[int, int, tuple[str, ...] | None, bool]]] = [[] for _ in schedule.chunks]
-    for r, (steps, flags) in enumerate(zip(schedule.rounds, finishes, strict=True)):
-        made = set()
-        for (c, dst, srcs), finish in zip(steps, flags, strict=True):
-            moves[c] += [(src, dst, schedule.through(r, c, src, dst), (c, src) in whole) for src in srcs if src != dst]
-            if finish:
-                roots[c] |= {dst}
-            if finish or (len(srcs) == 1 and (c, srcs[0]) in whole):
-                made.add((c, dst))
-        whole |= made
+    program = lower(schedule)
+    roots = [
+        frozenset(chunk.sources if len(chunk.sources) == 1 else (i.device for i in chunk.instructions if i.final))
+        for chunk in program.chunks
+    ]
+    moves: list[list[tuple[int, int, tuple[str, ...] | None, bool]]] = [[] for _ in program.chunks]
+    for transfers in program.transfers:
+        for c, src, dst, through, final in transfers:
+            moves[c].append((src, dst, through, final))
     alike: dict[Any, list[int]] = {}
     for c, made_of in enumerate(moves):
         alike.setdefault((roots[c], tuple(made_of)), []).append(c)

@@ -1,7 +1,8 @@
-"""One file a framework, the same functions in the same order; nothing else here imports a framework.
+"""Array operations of each framework: one file per framework, with the same functions in the same order.
 
-In: an array, or a framework's name.  Out: its ``Framework``. A framework is imported when its first
-array arrives, not before.
+Input: an array, or a framework's name. Output: its ``Framework``. A framework is imported when its first array arrives,
+not before; no other package here imports one, except for the engines' access to memory and the framework's own
+top-level module.
 """
 
 from __future__ import annotations
@@ -12,48 +13,46 @@ from typing import Any, Final
 
 from ..errors import ArgumentError, BackendError, message, shown
 from ..values import IndexedSlices
-from .base import Array, Framework, Modes, Numbers, ReplicaFramework, Sparse, Unwritable
+from .base import Array, Framework, Immutable, ReplicaFramework, Sparse, ThreadModes
 
 __all__ = [
     "FRAMEWORKS",
+    "KNOWN",
     "Array",
     "Framework",
-    "Modes",
-    "Numbers",
+    "Immutable",
     "ReplicaFramework",
     "Sparse",
-    "Unwritable",
+    "ThreadModes",
     "framework_of",
     "get",
-    "known_framework",
 ]
 
 FRAMEWORKS: Final = ("numpy", "torch", "jax", "tensorflow")
 _ROOTS: Final = {name: name for name in FRAMEWORKS} | {"jaxlib": "jax"}
 _SCALARS: Final = (bool, int, float, complex)
-_KNOWN: Final[dict[type, Framework]] = {}  # by the type of an array: looked up for every leaf of every call
+KNOWN: Final[dict[type, Framework]] = {}
+"""The framework of each type that ``framework_of`` has met; callers look it up for every leaf of every call."""
 
 
 @cache
 def get(name: str) -> Framework:
-    """Return the framework of a framework, importing it if need be.
+    """Return a framework by name, importing it on first use.
 
     Raises:
-      ArgumentError: there is no framework of this name.
+      ArgumentError: the name is unknown.
       BackendError: the framework is not installed; the message names the extra.
 
     >>> get("numpy").name
     'numpy'
     """
     if name not in FRAMEWORKS:
-        raise ArgumentError(
-            message("there is no framework for this framework.", shown(name), "one of " + ", ".join(FRAMEWORKS))
-        )
+        raise ArgumentError(message("this framework is not supported.", shown(name), "one of " + ", ".join(FRAMEWORKS)))
     try:
         importlib.import_module(name)
     except ImportError as error:
         raise BackendError(
-            f'framework "{name}" was asked for, but {name} cannot be imported: {error}\n'
+            f'framework "{name}" was requested, but {name} cannot be imported: {error}\n'
             f"  try:   pip install 'crossreduce[{name}]'"
         ) from error
     framework: Framework = importlib.import_module(f".{name}", __name__).FRAMEWORK
@@ -61,36 +60,31 @@ def get(name: str) -> Framework:
 
 
 def framework_of(value: Any) -> Framework:
-    """Return the framework whose arrays ``value`` belongs to. Python numbers count as NumPy's.
+    """Return the framework that an array belongs to. Python numbers belong to NumPy.
 
     Raises:
-      ArgumentError: it is no array of any framework known here.
+      ArgumentError: it is not an array of a supported framework.
     """
     kind = type(value)
-    framework = _KNOWN.get(kind)
+    framework = KNOWN.get(kind)
     if framework is None:
         framework = _of_type(kind)
         if framework is not None:
-            _KNOWN[kind] = framework
+            KNOWN[kind] = framework
     if framework is not None:
         return framework
     if isinstance(value, IndexedSlices):
         return framework_of(value.values)
     own: Framework | None = getattr(value, "crossreduce_framework", None)
-    if own is not None:  # an array that carries its framework, as the null framework's do
+    if own is not None:  # an array with its own framework, such as a NullArray
         return own
     raise ArgumentError(
         message(
-            "this is no array.",
+            "this is not an array.",
             shown(value),
             "a NumPy, PyTorch, JAX or TensorFlow array, a sparse one, or a number",
         )
     )
-
-
-def known_framework(value: Any) -> Framework | None:
-    """Return the framework of an array whose type was met before; else ``None``."""
-    return _KNOWN.get(type(value))
 
 
 def _of_type(kind: type) -> Framework | None:

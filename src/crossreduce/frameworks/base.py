@@ -1,8 +1,9 @@
-"""What the execution loop asks of a framework: ``Framework``, a dozen small functions.
+"""The array operations that the library requires from a framework.
 
-Arrays are whatever the framework calls so; ``Array`` is ``Any`` because four frameworks share no type.
-No function may write into an array it was given, ``combine``'s spare one apart. Sizes are Python ints,
-so the loop traces under ``jax.jit`` and ``tf.function``.
+Arrays are of the framework's own type; ``Array`` is ``Any`` because four frameworks have no common type. No function
+may write into an array that it receives, except for ``combine``'s donated one and ``write``. Sizes are Python ints, so
+everything here also traces under ``jax.jit`` and ``tf.function``. Access to memory is the engines' business (see
+``engines/host/``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..errors import UnsupportedError, message, shown
-from ..ops import ReduceOp
+from ..ops import Numbers, ReduceOp
 from ..packing import Cut
 from ..values import TensorSpec
 
@@ -20,10 +21,10 @@ Array = Any
 
 
 class Sparse(NamedTuple):
-    """A sparse array taken apart.
+    """The parts of a sparse array.
 
-    ``kind`` names the class it came as, so that it can be given back in it; ``indices`` has one row
-    for each slice, shape ``(k,)`` or ``(k, d)`` where the first ``d`` axes are sparse.
+    ``kind`` names its class, so that a result can be returned in the same class; ``indices`` has one row per slice,
+    shape ``(k,)`` or ``(k, d)`` where the first ``d`` axes are sparse.
     """
 
     kind: str
@@ -32,212 +33,155 @@ class Sparse(NamedTuple):
     shape: tuple[int, ...] | None
 
 
-class Numbers(NamedTuple):
-    """In which dtypes a reduction is computed, by name, and what the whole is divided by (1: nothing)."""
+class Immutable:
+    """Mixin for frameworks with immutable arrays: ``out=`` is refused."""
 
-    dtype: str
-    accumulator: str
-    result: str
-    divisor: int
-
-
-class Unwritable:
-    """What frameworks have in common whose arrays nobody can write: results are memory, adopted when it is filled."""
-
-    unwritable: str
-    """Says so, and what to do instead, in two sentences of an error."""
+    immutable: str
+    """The error's first line."""
     remedy: str
+    """What to do instead."""
 
-    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        return blanks
+    def writable_array(self, value: Any, device: str) -> Array:
+        raise UnsupportedError(message(self.immutable, shown(value), self.remedy))
 
-    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        raise BufferError
-
-    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
-        raise AssertionError(self.unwritable)
-
-    def target(self, value: Any, device: str) -> Array:
-        raise UnsupportedError(message(self.unwritable, shown(value), self.remedy))
-
-    def extent(self, x: Array) -> tuple[int, int, bool]:
-        raise AssertionError(self.unwritable)
+    def memory_range(self, x: Array) -> tuple[int, int, bool]:
+        raise AssertionError(self.immutable)
 
     def write(self, target: Array, x: Array) -> None:
-        raise AssertionError(self.unwritable)
-
-    def threads(self) -> int | None:
-        return None
+        raise AssertionError(self.immutable)
 
 
 class Framework(Protocol):
-    """A framework's arrays, as the loop sees them."""
+    """Array operations of one framework."""
 
     name: str
 
     def __hash__(self) -> int:
-        """Frameworks are keys of caches."""
+        """Frameworks are cache keys."""
 
     def array(self, value: Any) -> Array | Sparse:
-        """Take what a user calls an array: detach parameters, read variables, take sparse ones apart.
+        """Convert a user's value: detach parameters, read variables, split sparse arrays into their parts.
 
         Raises:
           UnsupportedError: a kind of array that cannot be reduced (masked, ragged, quantized, ...).
         """
 
     def spec(self, x: Array) -> TensorSpec:
-        """Return shape and dtype; ``None`` for a size that tracing leaves open."""
+        """Return shape and dtype; a size that tracing leaves unknown is ``None``."""
 
     def uniform(self, values: tuple[Any, ...]) -> TensorSpec | None:
-        """Return the spec of values in host memory that ``array`` would take as they are, if all have the same one.
+        """Return the common spec of plain arrays in host memory that ``array`` would return unchanged.
 
-        A short cut for what most calls give: ``None`` is always right.
+        A fast path for the most common arguments: returning ``None`` is always correct.
         """
 
     def require(self, devices: tuple[str, ...]) -> None:
-        """Raise ``DeviceError`` where one of these devices (canonical names) is not here."""
+        """Raise ``DeviceError`` if one of these devices (canonical names) does not exist here."""
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
         """Return how ``op`` over ``count`` components of ``dtype`` is computed.
 
         Raises:
-          UnsupportedError: ``op`` is not defined for ``dtype``, or the framework cannot add it.
+          UnsupportedError: ``op`` is not defined for ``dtype``, or the framework cannot compute it.
         """
 
-    def copy(self, x: Array, device: str) -> Array:
-        """Return ``x`` on ``device``: itself where it is there already or memory is shared."""
+    def to_device(self, x: Array, device: str) -> Array:
+        """Return ``x`` on ``device``: ``x`` itself if it is there already or if memory is shared."""
 
     def pack(self, xs: Sequence[Array]) -> Array:
         """Return the elements of arrays of one dtype and device, in C order, as one flat array.
 
-        Of a single array this may be a view, or the array itself in its own shape.
+        For a single array the result may be a view, or the array itself in its own shape.
         """
 
-    def part(self, flat: Array, start: int, stop: int) -> Array:
-        """Return a range of a flat array's elements; this may be a view."""
+    def slice(self, flat: Array, start: int, stop: int) -> Array:
+        """Return a range of a flat array's elements; it may be a view."""
 
-    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
+    def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
         """Return ``xs`` combined in the listed order, left to right, in ``numbers.accumulator``.
 
-        All are on one device; each is of ``numbers.dtype`` or ``numbers.accumulator``. ``whole``: this makes
-        the result whole, so ``finish`` it. ``spare``: 0 or 1 where ``xs[0]`` or ``xs[1]`` is of
-        ``numbers.accumulator``, was made by the loop and is read no more, so that its memory may
-        become the result's; else -1, and the result is a new array.
+        All are on one device; each is of ``numbers.dtype`` or ``numbers.accumulator``. If ``final``, the result is
+        finished (see ``finish``). If ``donated`` is 0 or 1, that array is of ``numbers.accumulator`` and its memory may
+        become the result's; if it is -1, the result is a new array.
         """
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
-        """Divide by the divisor where there is one and return the result's dtype. May return ``x``."""
+        """Divide by the divisor, if there is one, and return the result's dtype. May return ``x``."""
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
-        """Cut a flat buffer's parts into tensors (see ``packing.cuts``), each with memory of its own.
+        """Split a flat buffer's parts into tensors (see ``packing.cuts``), each with its own memory.
 
-        ``fresh``: nobody else holds the parts, so one that is a whole tensor may be handed over.
+        ``fresh``: no other reference to the parts exists, so a part that is exactly one tensor may be returned.
         """
 
-    def own(self, x: Array) -> Array:
-        """Return a copy of ``x`` that shares memory with nothing (or ``x``, where nobody can write it)."""
+    def clone(self, x: Array) -> Array:
+        """Return a copy of ``x`` that shares memory with nothing (or ``x``, if its class is immutable)."""
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
-        """Return a new array that joins arrays on one device along an axis; integers may widen."""
+        """Return a new array that joins arrays on one device along an axis; integer dtypes may be widened."""
 
-    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        """Return arrays that tracing leaves open, made sure to be of one shape, which fits ``spec``, when they run.
-
-        Raises:
-          UnsupportedError: the framework cannot make sure of that.
-        """
-
-    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
-        """Return a new dense array of ``dtype``; slices that stand more than once add up in it.
+    def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+        """Return traced arrays of partly unknown shape with a check, at run time, that they have one shape.
 
         Raises:
-          ArgumentError: an index beyond the shape (where values can be looked at).
+          UnsupportedError: the framework has no such check.
         """
 
-    def sparse(self, sparse: Sparse) -> Any:
-        """Put a sparse array together again, in the class that ``sparse.kind`` names."""
-
-    # What follows lets the kernels work on arrays in host memory (see ``host.py``). Nested sequences have a row
-    # for each tensor of a batch, in it an array for each replica or destination.
-
-    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
-        """Return what the kernels read in place of the arrays: buffers, addresses or strided addresses.
-
-        ``None``, and the loop takes the arrays: some are traced, or on an accelerator, or watched by a gradient tape.
-        """
-
-    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        """Return memory for ``count`` results of each shape: new arrays, or ``kernels.memory`` to adopt.
-
-        One for all of them suffices where nobody can write into results: ``adopt`` shares it.
-        """
-
-    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        """Return what the kernels write into in place of blanks."""
-
-    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        """Return what the kernels write into in place of users' arrays.
+    def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+        """Return a new dense array of ``dtype``; slices with the same index are added.
 
         Raises:
-          BufferError, ValueError: one that ``target`` would refuse (or the kernels find out).
+          ArgumentError: an index is outside the shape (if values can be read).
         """
 
-    def adopt(
-        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
-    ) -> list[tuple[Array, ...]]:
-        """Return the arrays, one a device, that filled blanks have become."""
+    def rebuild_sparse(self, sparse: Sparse) -> Any:
+        """Return a sparse array of the class that ``sparse.kind`` names."""
 
-    def threads(self) -> int | None:
-        """Return how many threads the framework wants to be used on the host; ``None``: it does not say."""
-
-    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
-        """Hear that users' arrays were written into."""
-
-    def target(self, value: Any, device: str) -> Array:
-        """Take a user's array that is to be written into.
+    def writable_array(self, value: Any, device: str) -> Array:
+        """Convert a user's array that a result will be written into.
 
         Raises:
-          UnsupportedError: it cannot be written into, is not one run of memory in C order, or not on the device.
+          UnsupportedError: it is read-only, is not contiguous in C order, or is not on the device.
         """
 
-    def extent(self, x: Array) -> tuple[int, int, bool]:
-        """Return where an array begins and ends in memory, and whether it is one run of memory in C order."""
+    def memory_range(self, x: Array) -> tuple[int, int, bool]:
+        """Return the addresses of an array's first byte and of the one after its last, and whether it is contiguous."""
 
     def write(self, target: Array, x: Array) -> None:
-        """Copy an array of the same shape, dtype and device into a target."""
+        """Copy an array of the same shape, dtype and device into ``target``."""
 
 
-Modes = Callable[[str], AbstractContextManager[object]]
-"""Takes a device's name; inside of what it returns, a thread computes in the modes that another one was in."""
+ThreadModes = Callable[[str], AbstractContextManager[object]]
+"""Takes a device's name and returns a context in which a thread has the modes of the thread that recorded them."""
 
 
 @runtime_checkable
 class ReplicaFramework(Framework, Protocol):
-    """What else a framework says that can have its replicas in threads of one process (see ``strategy/``).
+    """What ``MirroredStrategy`` requires in addition, from frameworks whose replicas run in threads of one process.
 
-    TensorFlow does not: it has a ``tf.distribute.MirroredStrategy`` of its own.
+    TensorFlow does not implement it: it has its own ``tf.distribute.MirroredStrategy``.
     """
 
     def accelerators(self) -> tuple[str, ...]:
-        """Return the names of the devices here that are not the host."""
+        """Return the names of the devices here other than the host."""
 
-    def modes(self) -> Modes:
-        """Note what the framework keeps for the calling thread alone: whether gradients are recorded, precisions."""
+    def thread_modes(self) -> ThreadModes:
+        """Record the framework's settings of the calling thread: gradient recording, precision, default device."""
 
-    def recorded(self, x: Any) -> bool:
-        """Return whether the calling thread records what is done with an array, for a gradient.
+    def is_recorded(self, x: Any) -> bool:
+        """Return whether the calling thread records operations on an array for a gradient.
 
         Raises:
-          UnsupportedError: it is traced, or sparse and recorded; such an array cannot meet those of other threads.
+          UnsupportedError: it is traced, or sparse and recorded; such an array cannot be reduced across threads.
         """
 
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        """Return ``results`` as a function of recorded ``xs`` whose gradients ``gradient`` makes of the results'."""
+        """Return ``results`` as a function of recorded ``xs``; ``gradient`` maps the results' gradients to theirs."""
 
-    def held(self, old: Array | None, x: Array, device: str) -> Array:
-        """Return what a variable is to hold: memory of its own, or ``old``, written, where others may hold it."""
+    def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
+        """Return the array that a variable stores: its own copy, or ``old`` overwritten if others may refer to it."""
 
-    def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
-        """Return an array combined along one of its axes, in ``numbers.accumulator``."""
+    def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
+        """Return an array reduced along one of its axes, in ``numbers.accumulator``."""

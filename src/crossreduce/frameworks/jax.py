@@ -10,25 +10,22 @@ a result's arrays share: XLA writes into none of it, donated or not, and the las
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
-from .. import kernels
 from ..devices import parse
 from ..errors import DeviceError, UnsupportedError, message, shown
-from ..kernels.reference import dtype_named
-from ..ops import COMPLEX, INTEGERS, ReduceOp, accumulator
+from ..ops import COMPLEX, INTEGERS, Numbers, ReduceOp, accumulator
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
-from .base import Array, Modes, Numbers, Sparse, Unwritable
+from .base import Array, Immutable, Sparse, ThreadModes
 from .numpy import beyond
 
 FUNCTIONS: Final = {
@@ -61,7 +58,6 @@ _MODES: Final[dict[str, Any]] = {
     )
     if hasattr(jax, name)
 }
-_X64: Final = frozenset({"float64", "complex128", "int64", "uint64"})
 _LARGEST_INT32: Final = 2**31 - 1
 
 
@@ -84,11 +80,11 @@ def _numbers(op: ReduceOp, dtype: str, count: int, x64: bool) -> Numbers:
     if op is ReduceOp.MEAN and dtype in INTEGERS:
         x = jax.ShapeDtypeStruct((), dtype)
         result = jax.eval_shape(jnp.true_divide, x, x).dtype.name
-    return Numbers(dtype, computed, result, count if op is ReduceOp.MEAN else 1)
+    return Numbers(op, dtype, computed, result, count if op is ReduceOp.MEAN else 1)
 
 
 @lru_cache(maxsize=1024)
-def _place(name: str) -> tuple[Any, SingleDeviceSharding]:
+def place(name: str) -> tuple[Any, SingleDeviceSharding]:
     """Return the device that a name stands for, a logical device's physical one, and the sharding of arrays on it."""
     device = parse(name)
     found: dict[int, Any] = {}
@@ -116,7 +112,7 @@ def _require(devices: tuple[str, ...]) -> None:
     for device in devices:
         # Tracers count as on cpu:0 and its logical devices, even where JAX was told to leave the CPU alone.
         if parse(device).physical != "cpu:0":
-            _place(device)
+            place(device)
 
 
 def _is_somewhere(x: Array) -> bool:
@@ -153,12 +149,12 @@ def finish(numbers: Numbers, x: Array) -> Array:
     return _cast(x, numbers.result)
 
 
-def _combine_traced(op: ReduceOp, numbers: Numbers, whole: bool, *xs: Array) -> Array:
-    function = FUNCTIONS[op]
+def _combine_traced(numbers: Numbers, final: bool, *xs: Array) -> Array:
+    function = FUNCTIONS[numbers.op]
     total = _cast(xs[0], numbers.accumulator)
     for x in xs[1:]:
         total = function(total, _cast(x, numbers.accumulator))
-    return finish(numbers, total) if whole else total
+    return finish(numbers, total) if final else total
 
 
 def _pack_traced(*xs: Array) -> Array:
@@ -191,7 +187,7 @@ def _dense_traced(shape: tuple[int, ...], dtype: str, values: Array, indices: Ar
 
 
 _FINISH: Final = jax.jit(finish, static_argnums=0)
-_COMBINE: Final = jax.jit(_combine_traced, static_argnums=(0, 1, 2))
+_COMBINE: Final = jax.jit(_combine_traced, static_argnums=(0, 1))
 _PACK: Final = jax.jit(_pack_traced)
 _PART: Final = jax.jit(_part_traced, static_argnums=2)
 _FAR_PART: Final = jax.jit(_far_part_traced, static_argnums=(1, 2))
@@ -201,11 +197,11 @@ _CONCAT: Final = jax.jit(_concat_traced, static_argnums=0)
 _DENSE: Final = jax.jit(_dense_traced, static_argnums=(0, 1))
 
 
-class Jax(Unwritable):
+class Jax(Immutable):
     """The ``Framework`` of JAX arrays and tracers."""
 
     name = "jax"
-    unwritable = "JAX arrays cannot be written into."
+    immutable = "JAX arrays cannot be written into."
     remedy = "leave out= out: the memory of results that are no longer held is used again"
 
     def array(self, value: Any) -> Array | Sparse:
@@ -257,7 +253,7 @@ class Jax(Unwritable):
             return None
         shape, dtype = first.shape, first.dtype
         for k, x in enumerate(values):
-            if type(x) is not kind or x.dtype != dtype or x.shape != shape or _on_cpu(x.sharding) != k:
+            if type(x) is not kind or x.dtype != dtype or x.shape != shape or cpu_number(x.sharding) != k:
                 return None
         return TensorSpec(shape, _name(dtype))
 
@@ -267,29 +263,29 @@ class Jax(Unwritable):
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
         return _numbers(op, dtype, count, bool(jax.config.jax_enable_x64))
 
-    def copy(self, x: Array, device: str) -> Array:
+    def to_device(self, x: Array, device: str) -> Array:
         if isinstance(x, jax.core.Tracer):
             # The arrays inside grad and vmap lie somewhere, and an op wants its arguments in one place.
-            return jax.device_put(x, _place(device)[0]) if _is_somewhere(x) else x
-        place, sharding = _place(device)
+            return jax.device_put(x, place(device)[0]) if _is_somewhere(x) else x
+        there, sharding = place(device)
         # An array that is not committed would be computed with on the default device, wherever it lies.
         if x.sharding == sharding:
-            return x if x.committed else jax.device_put(x, place)
+            return x if x.committed else jax.device_put(x, there)
         # A device is quicker to name than a sharding (22 us, 35 us), but JAX then keeps the type of an array
         # on a mesh of one device, and fails on host memory of the same device (0.10.2).
         plain = type(x.sharding) is SingleDeviceSharding and x.sharding.memory_kind == sharding.memory_kind
-        return jax.device_put(x, place if plain else sharding)
+        return jax.device_put(x, there if plain else sharding)
 
     def pack(self, xs: Sequence[Array]) -> Array:
         # JAX has no views: a lone array keeps its shape until it is cut, since flattening would copy it.
         return xs[0] if len(xs) == 1 else _PACK(*xs)
 
-    def part(self, flat: Array, start: int, stop: int) -> Array:
+    def slice(self, flat: Array, start: int, stop: int) -> Array:
         # The start is an argument, so that chunks of one size share one program; JAX's indices are int32.
         return _PART(flat, start, stop - start) if stop <= _LARGEST_INT32 else _FAR_PART(flat, start, stop)
 
-    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
-        return _COMBINE(op, numbers, whole, *xs)
+    def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
+        return _COMBINE(numbers, final, *xs)
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
         return x if numbers.divisor == 1 and _name(x.dtype) == numbers.result else _FINISH(numbers, x)
@@ -299,13 +295,13 @@ class Jax(Unwritable):
             return [parts[0]]
         return list(_UNPACK(cuts, *parts))
 
-    def own(self, x: Array) -> Array:
+    def clone(self, x: Array) -> Array:
         return _OWN(x)
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
         return _CONCAT(axis, *xs)
 
-    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+    def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
         if any(x.shape != xs[0].shape for x in xs):
             raise UnsupportedError(
                 message(
@@ -316,62 +312,29 @@ class Jax(Unwritable):
             )
         return list(xs)
 
-    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+    def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         indices = sparse.indices
         if sparse.kind == "BCOO":
             # Its own way: indices beyond the shape are padding, as fromdense(nse=...) makes it.
-            return self.sparse(sparse._replace(shape=shape, values=sparse.values.astype(dtype))).todense()
+            return self.rebuild_sparse(sparse._replace(shape=shape, values=sparse.values.astype(dtype))).todense()
         if indices.size and not isinstance(indices, jax.core.Tracer):
             lowest, highest = int(indices.min()), int(indices.max())
             if lowest < 0 or highest >= shape[0]:
                 raise beyond(lowest, highest, shape)
         return _DENSE(shape, dtype, sparse.values, indices)
 
-    def sparse(self, sparse: Sparse) -> Any:
+    def rebuild_sparse(self, sparse: Sparse) -> Any:
         if sparse.kind == "IndexedSlices":
             return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
         from jax.experimental.sparse import BCOO
 
         return BCOO((sparse.values, sparse.indices), shape=sparse.shape)
 
-    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
-        shardings = set()
-        for row in arrays:
-            weak = True
-            for x in row:
-                if isinstance(x, jax.core.Tracer):
-                    return None
-                shardings.add(x.sharding)  # much quicker than x.device
-                weak = weak and x.weak_type
-            if weak:  # scalars mostly; their sum is weak as well
-                return None
-        if any(_on_cpu(sharding) < 0 for sharding in shardings):
-            return None
-        views = [[np.asarray(x) for x in row] for row in arrays]  # copies nothing, and waits until it is computed
-        if views and views[0][0].dtype.kind == "V":
-            return [[x.view(np.uint16) for x in row] for row in views]  # no buffer can name bfloat16
-        return views
-
-    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        itemsize = dtype_named(dtype).itemsize
-        return [[kernels.memory(math.prod(shape) * itemsize)] for shape in shapes]
-
-    def adopt(
-        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
-    ) -> list[tuple[Array, ...]]:
-        # Memory aligned to 64 bytes becomes arrays as it is.
-        kind = dtype_named(dtype)
-        given = [np.frombuffer(memory, kind).reshape(shape) for (memory,), shape in zip(blanks, shapes, strict=True)]
-        # Arrays from when x64 was enabled stay what they are.
-        wide = kind.name in _X64 and not jax.config.jax_enable_x64
-        with jax.enable_x64(True) if wide else nullcontext():
-            return _on_all(given, devices)
-
     def accelerators(self) -> tuple[str, ...]:
         devices = jax.local_devices()
         return tuple(_spelled(device) for device in devices if device.platform != "cpu")
 
-    def modes(self) -> Modes:
+    def thread_modes(self) -> ThreadModes:
         noted = {name: getattr(jax.config, name) for name in _MODES}
 
         @contextmanager
@@ -384,7 +347,7 @@ class Jax(Unwritable):
 
         return within
 
-    def recorded(self, x: Any) -> bool:
+    def is_recorded(self, x: Any) -> bool:
         parts = (x.values, x.indices) if isinstance(x, IndexedSlices) else (x, getattr(x, "data", None))
         if any(isinstance(part, jax.core.Tracer) for part in parts):
             raise UnsupportedError(
@@ -402,10 +365,10 @@ class Jax(Unwritable):
     ) -> list[Array]:
         raise AssertionError("JAX records nothing that is not traced")
 
-    def held(self, old: Array | None, x: Array, device: str) -> Array:
-        return self.own(x)
+    def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
+        return self.clone(x)
 
-    def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
+    def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         return _FOLDS[op](x.astype(numbers.accumulator), axis)
 
 
@@ -414,34 +377,11 @@ def _spelled(device: Any) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _on_cpu(sharding: Any) -> int:
-    """Return the number of the CPU device that arrays of this sharding lie on, or -1."""
+def cpu_number(sharding: Any) -> int:
+    """Return the number of the CPU device that arrays of this sharding are on, or -1."""
     devices = sharding.device_set
     (device,) = devices if len(devices) == 1 else (None,)
     return device.id if device is not None and device.platform == "cpu" else -1
-
-
-def _on_all(xs: list[Any], devices: tuple[str, ...]) -> list[tuple[Array, ...]]:
-    """Make of each NumPy array one on each device; they share its memory."""
-    mirrored = _mirrored(devices)
-    if mirrored is None:  # logical devices of one physical device
-        shardings = [_place(device)[1] for device in devices]
-        made = jax.device_put([x for x in xs for _ in devices], shardings * len(xs))
-        return [tuple(made[k : k + len(devices)]) for k in range(0, len(made), len(devices))]
-    # One array on all devices, taken apart, is much quicker to make than one on each: 160 of 1 KiB on 8 devices
-    # take 14 ms, not 32.
-    found = []
-    for x in jax.device_put(xs, [mirrored] * len(xs)):
-        here = {shard.device: shard.data for shard in x.addressable_shards}
-        found.append(tuple(here[_place(device)[0]] for device in devices))
-    return found
-
-
-@lru_cache(maxsize=1024)
-def _mirrored(devices: tuple[str, ...]) -> NamedSharding | None:
-    """Return the sharding of arrays that are whole on each of several devices; ``None`` where two of them are one."""
-    places = [_place(device)[0] for device in devices]
-    return None if len(set(places)) < len(places) else NamedSharding(Mesh(np.array(places), ("all",)), PartitionSpec())
 
 
 FRAMEWORK = Jax()

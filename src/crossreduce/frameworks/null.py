@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..errors import UnsupportedError, message, shown
-from ..ops import INTEGERS, ReduceOp, accumulator
+from ..ops import INTEGERS, Numbers, ReduceOp, accumulator
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
-from .base import Array, Numbers, Sparse
+from .base import Array, Sparse
 
 
 @dataclass
@@ -93,9 +93,9 @@ class NullFramework:
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
         result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
-        return Numbers(dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+        return Numbers(op, dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
 
-    def copy(self, x: Array, device: str) -> Array:
+    def to_device(self, x: Array, device: str) -> Array:
         if x.device == device:
             return x
         self.counts.copies += 1
@@ -105,12 +105,12 @@ class NullFramework:
     def pack(self, xs: Sequence[Array]) -> Array:
         return xs[0].like((sum(x.size for x in xs),))
 
-    def part(self, flat: Array, start: int, stop: int) -> Array:
+    def slice(self, flat: Array, start: int, stop: int) -> Array:
         return flat.like((stop - start,))
 
-    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
+    def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
         self.counts.additions += (len(xs) - 1) * xs[0].size
-        return xs[0].like(xs[0].shape, numbers.result if whole else numbers.accumulator)
+        return xs[0].like(xs[0].shape, numbers.result if final else numbers.accumulator)
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
         return x.like(x.shape, numbers.result)
@@ -118,7 +118,7 @@ class NullFramework:
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         return [parts[0].like(shape) for shape, _ in cuts]
 
-    def own(self, x: Array) -> Array:
+    def clone(self, x: Array) -> Array:
         return x
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
@@ -126,42 +126,19 @@ class NullFramework:
         shape[axis] = sum(x.shape[axis] for x in xs)
         return xs[0].like(tuple(shape))
 
-    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+    def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
         return list(xs)  # every shape is known here
 
-    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+    def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         return sparse.values.like(shape, dtype)
 
-    def sparse(self, sparse: Sparse) -> Any:
+    def rebuild_sparse(self, sparse: Sparse) -> Any:
         return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
 
-    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
-        return None  # there is nothing to read, and the loop is what it counts
-
-    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        raise AssertionError("the kernels read no null arrays")
-
-    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        raise AssertionError("the kernels read no null arrays")
-
-    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        raise BufferError
-
-    def adopt(
-        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
-    ) -> list[tuple[Array, ...]]:
-        raise AssertionError("the kernels read no null arrays")
-
-    def threads(self) -> int | None:
-        return None
-
-    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
-        pass
-
-    def target(self, value: Any, device: str) -> Array:
+    def writable_array(self, value: Any, device: str) -> Array:
         return self.array(value)
 
-    def extent(self, x: Array) -> tuple[int, int, bool]:
+    def memory_range(self, x: Array) -> tuple[int, int, bool]:
         return 0, 0, True
 
     def write(self, target: Array, x: Array) -> None:

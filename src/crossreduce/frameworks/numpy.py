@@ -5,22 +5,20 @@ A copy between devices moves nothing; results get memory of their own when they 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 
-from .. import kernels
 from ..devices import parse
 from ..errors import ArgumentError, DeviceError, UnsupportedError, message, shown
 from ..kernels.reference import dtype_named
-from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
+from ..ops import DTYPES, INTEGERS, Numbers, ReduceOp, accumulator
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
-from .base import Array, Modes, Numbers, Sparse
+from .base import Array, Sparse, ThreadModes
 
 _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
     ReduceOp.SUM: np.add,
@@ -40,7 +38,7 @@ def _name(dtype: np.dtype[Any]) -> str:
 def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
     # NumPy's true division of any integers gives float64.
     result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
-    return Numbers(dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+    return Numbers(op, dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
 
 
 @lru_cache(maxsize=1024)
@@ -63,16 +61,10 @@ def _uniform_in_python(values: tuple[Any, ...]) -> tuple[tuple[int, ...], np.dty
     return (shape, dtype) if alike else None
 
 
-def _empty_in_python(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
-    return [np.empty(shape, dtype) for _ in range(count)]
-
-
-try:  # the same, several times as fast
-    from . import _numpy_arrays
-
-    _uniform, _empty = _numpy_arrays.uniform, _numpy_arrays.empty
+try:  # the same function, several times faster
+    from ._numpy_arrays import uniform as _uniform
 except ImportError:
-    _uniform, _empty = _uniform_in_python, _empty_in_python
+    _uniform = _uniform_in_python
 
 
 class NumPy:
@@ -108,7 +100,7 @@ class NumPy:
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
         return _numbers(op, dtype, count)
 
-    def copy(self, x: Array, device: str) -> Array:
+    def to_device(self, x: Array, device: str) -> Array:
         return x
 
     def pack(self, xs: Sequence[Array]) -> Array:
@@ -116,14 +108,14 @@ class NumPy:
             return xs[0].reshape(-1)
         return np.concatenate(xs, axis=None)
 
-    def part(self, flat: Array, start: int, stop: int) -> Array:
+    def slice(self, flat: Array, start: int, stop: int) -> Array:
         return flat[start:stop]
 
-    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
-        ufunc = _UFUNCS[op]
+    def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
+        ufunc = _UFUNCS[numbers.op]
         with _quiet():
-            if spare >= 0:
-                out = ufunc(xs[0], xs[1], out=xs[spare])
+            if donated >= 0:
+                out = ufunc(xs[0], xs[1], out=xs[donated])
             elif numbers.accumulator == numbers.dtype:
                 out = ufunc(xs[0], xs[1])
             else:
@@ -131,7 +123,7 @@ class NumPy:
             out = np.asarray(out)  # of arrays without axes NumPy makes a scalar
             for x in xs[2:]:
                 ufunc(out, x, out=out)
-            if whole:
+            if final:
                 if numbers.divisor != 1:
                     _divide(out, numbers.divisor)
                 if numbers.result != numbers.accumulator:
@@ -158,7 +150,7 @@ class NumPy:
             tensors.append(tensor if len(shape) == 1 else tensor.reshape(shape))
         return tensors
 
-    def own(self, x: Array) -> Array:
+    def clone(self, x: Array) -> Array:
         return np.array(x, order="C")
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
@@ -166,10 +158,10 @@ class NumPy:
             xs = [x.astype(np.int64) for x in xs]  # of int64 and uint64 NumPy would make float64
         return np.concatenate(xs, axis=axis)
 
-    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+    def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
         return list(xs)  # every shape is known here
 
-    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+    def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         indices = sparse.indices
         if indices.size and (indices.min() < 0 or indices.max() >= shape[0]):
             raise beyond(int(indices.min()), int(indices.max()), shape)
@@ -178,37 +170,10 @@ class NumPy:
             np.add.at(out, indices, sparse.values)
         return out
 
-    def sparse(self, sparse: Sparse) -> Any:
+    def rebuild_sparse(self, sparse: Sparse) -> Any:
         return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
 
-    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
-        if arrays and arrays[0][0].dtype.kind == "V":
-            return [[x.view(np.uint16) for x in row] for row in arrays]  # no buffer can name bfloat16
-        return arrays
-
-    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        return [_blank(shape, dtype_named(dtype), count) for shape in shapes]
-
-    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        found = self.readable(blanks)
-        assert found is not None
-        return found
-
-    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        return self.writable(outs)
-
-    def adopt(
-        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
-    ) -> list[tuple[Array, ...]]:
-        return list(map(tuple, blanks))
-
-    def threads(self) -> int | None:
-        return None
-
-    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
-        pass
-
-    def target(self, value: Any, device: str) -> Array:
+    def writable_array(self, value: Any, device: str) -> Array:
         if type(value) is np.ndarray and value.flags.writeable and value.flags.c_contiguous and value.dtype.isnative:
             return value
         if not isinstance(value, np.ndarray):
@@ -219,7 +184,7 @@ class NumPy:
             remedy = "numpy.asarray(x), the same memory" if plain else "numpy.empty(shape, dtype)"
         raise UnsupportedError(message("results are written into writable NumPy arrays in C order.", given, remedy))
 
-    def extent(self, x: Array) -> tuple[int, int, bool]:
+    def memory_range(self, x: Array) -> tuple[int, int, bool]:
         start = int(x.__array_interface__["data"][0])
         if x.flags.c_contiguous:
             return start, start + x.nbytes, True
@@ -232,10 +197,10 @@ class NumPy:
     def accelerators(self) -> tuple[str, ...]:
         return ()
 
-    def modes(self) -> Modes:
+    def thread_modes(self) -> ThreadModes:
         return nullcontext  # NumPy's errstate is a context variable, which threads get otherwise
 
-    def recorded(self, x: Any) -> bool:
+    def is_recorded(self, x: Any) -> bool:
         return False
 
     def differentiable(
@@ -243,32 +208,14 @@ class NumPy:
     ) -> list[Array]:
         raise AssertionError("NumPy records nothing")
 
-    def held(self, old: Array | None, x: Array, device: str) -> Array:
-        made = self.own(x)
+    def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
+        made = self.clone(x)
         made.flags.writeable = False  # whoever has read it keeps what it was
         return made
 
-    def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
+    def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         dtype = dtype_named(numbers.accumulator)
         return np.asarray(_UFUNCS[op].reduce(x.astype(dtype, copy=False), axis=axis, dtype=dtype))
-
-
-def _blank(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < kernels.KEPT_BYTES:
-        return _empty(shape, dtype, count)
-    offset = _offset()
-    return [np.frombuffer(kernels.memory(nbytes + offset), dtype, offset=offset).reshape(shape) for _ in range(count)]
-
-
-@cache
-def _offset() -> int:
-    """Return by how much NumPy's own large arrays miss a cache line.
-
-    Results miss it by as much (16 bytes, as a rule), since a line of results is then made of one line of each source;
-    of two each, it takes half as long again (benchmarks/host_reduction.py).
-    """
-    return int(np.empty(1 << 20, np.uint8).__array_interface__["data"][0] % 64)
 
 
 def _kind(x: Array) -> str:

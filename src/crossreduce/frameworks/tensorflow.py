@@ -19,13 +19,12 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from .. import kernels
 from ..devices import canonical, parse
 from ..errors import DeviceError, UnsupportedError, message, shown
-from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
+from ..ops import DTYPES, INTEGERS, Numbers, ReduceOp, accumulator
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
-from .base import Array, Numbers, Sparse, Unwritable
+from .base import Array, Immutable, Sparse
 from .numpy import beyond
 
 _RAW: Final = tf.raw_ops
@@ -51,7 +50,7 @@ def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
     result = dtype
     if op is ReduceOp.MEAN and dtype in INTEGERS:  # as TensorFlow's true division has it
         result = "float32" if itemsize(dtype) <= 2 else "float64"
-    return Numbers(dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+    return Numbers(op, dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
 
 
 def _logical_devices() -> dict[str, str]:
@@ -125,11 +124,11 @@ def _cast(x: Array, dtype: Any) -> Array:
     return x if x.dtype == dtype else _RAW.Cast(x=x, DstT=dtype)
 
 
-class TensorFlow(Unwritable):
+class TensorFlow(Immutable):
     """The ``Framework`` of TensorFlow's tensors, variables and ``tf.IndexedSlices``."""
 
     name = "tensorflow"
-    unwritable = "TensorFlow's tensors cannot be written into."
+    immutable = "TensorFlow's tensors cannot be written into."
     remedy = "leave out= out: the memory of results that are no longer held is used again; variable.assign(result)"
 
     def array(self, value: Any) -> Array | Sparse:
@@ -166,7 +165,7 @@ class TensorFlow(Unwritable):
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
         return _numbers(op, dtype, count)
 
-    def copy(self, x: Array, device: str) -> Array:
+    def to_device(self, x: Array, device: str) -> Array:
         there, here = _physical(device), x.device
         if (_physical(here) if here else "cpu:0") == there:
             return x
@@ -181,24 +180,24 @@ class TensorFlow(Unwritable):
             flats = [x if x.shape.rank == 1 else _RAW.Reshape(tensor=x, shape=_sizes(-1)) for x in xs]
             return flats[0] if len(flats) == 1 else _RAW.ConcatV2(values=flats, axis=0)
 
-    def part(self, flat: Array, start: int, stop: int) -> Array:
+    def slice(self, flat: Array, start: int, stop: int) -> Array:
         with _at(flat):
             return _RAW.Slice(input=flat, begin=_sizes(start), size=_sizes(stop - start))
 
-    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
+    def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
         wide = _DTYPES[numbers.accumulator]
         with _at(xs[0]):
             out = _cast(xs[0], wide)
-            if op in (ReduceOp.SUM, ReduceOp.MEAN):
+            if numbers.op in (ReduceOp.SUM, ReduceOp.MEAN):
                 # Where inputs must be cast, only one of them is held in the wider dtype at a time.
                 more = _ADDN - 1 if numbers.accumulator == numbers.dtype else 1
                 for k in range(1, len(xs), more):
                     out = _RAW.AddN(inputs=[out, *(_cast(x, wide) for x in xs[k : k + more])])
             else:
-                binary = (_LOGICAL if numbers.accumulator == "bool" else _BINARY)[op]
+                binary = (_LOGICAL if numbers.accumulator == "bool" else _BINARY)[numbers.op]
                 for x in xs[1:]:
                     out = binary(x=out, y=_cast(x, wide))
-        return self.finish(out, numbers) if whole else out
+        return self.finish(out, numbers) if final else out
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
         if numbers.divisor == 1 and numbers.result == _NAMES[x.dtype]:
@@ -231,7 +230,7 @@ class TensorFlow(Unwritable):
                 tensors.append(x if len(shape) == 1 else _RAW.Reshape(tensor=x, shape=_sizes(*shape)))
         return tensors
 
-    def own(self, x: Array) -> Array:
+    def clone(self, x: Array) -> Array:
         return x
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
@@ -242,7 +241,7 @@ class TensorFlow(Unwritable):
         with _at(xs[0]):
             return _RAW.ConcatV2(values=list(xs), axis=axis)
 
-    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+    def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
         if None not in spec.shape:
             return [tf.ensure_shape(x, spec.shape) for x in xs]
         sizes = [tf.shape(x) for x in xs]
@@ -253,7 +252,7 @@ class TensorFlow(Unwritable):
         with tf.control_dependencies([check for check in same if check is not None]):
             return [tf.ensure_shape(tf.identity(x), spec.shape) for x in xs]
 
-    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+    def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         values, indices = _cast(sparse.values, _DTYPES[dtype]), sparse.indices
         if not tf.is_symbolic_tensor(indices) and math.prod(indices.shape):
             known = indices.numpy()
@@ -264,52 +263,12 @@ class TensorFlow(Unwritable):
                 indices=tf.expand_dims(indices, 1), updates=values, shape=tf.constant(shape, indices.dtype)
             )
 
-    def sparse(self, sparse: Sparse) -> Any:
+    def rebuild_sparse(self, sparse: Sparse) -> Any:
         if sparse.kind == "IndexedSlices":
             return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
         with _at(sparse.values):
             shape = None if sparse.shape is None else tf.constant(sparse.shape, tf.int64)
         return tf.IndexedSlices(sparse.values, sparse.indices, shape)
-
-    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
-        if not tf.executing_eagerly() or _is_recording():  # a tape sees operations only
-            return None
-        if not all(_is_cpu(x.device) for row in arrays for x in row):
-            return None
-        if arrays and arrays[0][0].dtype == tf.bfloat16:
-            return [[_RAW.Bitcast(input=x, type=tf.uint16) for x in row] for row in arrays]  # no buffer can name it
-        return arrays
-
-    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        size = itemsize(dtype)
-        return [[kernels.memory(math.prod(shape) * size)] for shape in shapes]
-
-    def adopt(
-        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
-    ) -> list[tuple[Array, ...]]:
-        # A copy to another logical device of the host shares memory.
-        made = [_adopted(memory, shape, dtype) for (memory,), shape in zip(blanks, shapes, strict=True)]
-        return [tuple(self.copy(x, device) for device in devices) for x in made]
-
-
-@lru_cache(maxsize=4096)
-def _is_cpu(device: str) -> bool:
-    return parse(canonical(device)).kind == "cpu"
-
-
-def _is_recording() -> bool:
-    """Return whether a gradient tape or a forward accumulator may be watching."""
-    from tensorflow.python.eager import record  # no public way to ask
-
-    return bool(record.could_possibly_record())
-
-
-def _adopted(memory: Any, shape: tuple[int, ...], dtype: str) -> Array:
-    """Return a tensor on cpu:0 that takes over aligned memory as it is."""
-    bits = dtype == "bfloat16"  # which NumPy cannot hand over
-    array = np.frombuffer(memory, np.uint16 if bits else dtype).reshape(shape)
-    x = tf.experimental.dlpack.from_dlpack(array.__dlpack__())
-    return _RAW.Bitcast(input=x, type=tf.bfloat16) if bits else x
 
 
 def _divided(x: Array, divisor: int) -> Array:

@@ -10,19 +10,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from .. import kernels
 from ..devices import parse
 from ..errors import DeviceError, UnsupportedError, message, shown
-from ..ops import DTYPES, INTEGERS, ReduceOp, accumulator
+from ..ops import DTYPES, INTEGERS, Numbers, ReduceOp, accumulator
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
-from .base import Array, Modes, Numbers, Sparse
+from .base import Array, Sparse, ThreadModes
 from .numpy import beyond
 
 _BINARY: Final[dict[ReduceOp, Any]] = {
@@ -32,10 +30,9 @@ _BINARY: Final[dict[ReduceOp, Any]] = {
     ReduceOp.MAX: torch.maximum,
     ReduceOp.PRODUCT: torch.mul,
 }
-_MOST_AXES: Final = 64  # of the kernels' strided sources
 _KINDS: Final = ("cuda", "xpu", "mps")
 _NAMES: Final[dict[Any, str]] = {getattr(torch, name): name for name in DTYPES}
-_DTYPES: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
+DTYPES_BY_NAME: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
 # torch stores and copies these, and has no kernels that add or compare them.
 _INERT: Final = frozenset({"uint16", "uint32", "uint64"})
 
@@ -51,7 +48,7 @@ def _numbers(op: ReduceOp, dtype: str, count: int, default: Any) -> Numbers:
             )
         )
     result = _NAMES[default] if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
-    return Numbers(dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+    return Numbers(op, dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
 
 
 @lru_cache(maxsize=4096)
@@ -128,7 +125,7 @@ class Torch:
         # torch's true division of integers gives the default dtype, which may change between calls.
         return _numbers(op, dtype, count, torch.get_default_dtype())
 
-    def copy(self, x: Array, device: str) -> Array:
+    def to_device(self, x: Array, device: str) -> Array:
         place = _place(device)
         return x if x.device == place else x.to(place)
 
@@ -137,13 +134,13 @@ class Torch:
             return xs[0].reshape(-1)
         return torch.cat([x.reshape(-1) for x in xs])
 
-    def part(self, flat: Array, start: int, stop: int) -> Array:
+    def slice(self, flat: Array, start: int, stop: int) -> Array:
         return flat[start:stop]
 
-    def combine(self, op: ReduceOp, xs: Sequence[Array], numbers: Numbers, whole: bool, spare: int) -> Array:
-        binary, wide = _BINARY[op], _DTYPES[numbers.accumulator]
-        if spare >= 0:
-            out = binary(xs[0], xs[1], out=xs[spare])
+    def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
+        binary, wide = _BINARY[numbers.op], DTYPES_BY_NAME[numbers.accumulator]
+        if donated >= 0:
+            out = binary(xs[0], xs[1], out=xs[donated])
         elif xs[0].dtype is wide:
             out = binary(xs[0], xs[1])
         else:
@@ -151,17 +148,17 @@ class Torch:
             binary(out, xs[1], out=out)
         for x in xs[2:]:
             binary(out, x, out=out)
-        if whole:
+        if final:
             if numbers.divisor != 1:
                 _divide_in_place(out, numbers.divisor)
-            return out.to(_DTYPES[numbers.result])
+            return out.to(DTYPES_BY_NAME[numbers.result])
         return out
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
         if numbers.divisor != 1:
-            x = x.to(_DTYPES[numbers.accumulator], copy=True)
+            x = x.to(DTYPES_BY_NAME[numbers.accumulator], copy=True)
             _divide_in_place(x, numbers.divisor)
-        return x.to(_DTYPES[numbers.result])
+        return x.to(DTYPES_BY_NAME[numbers.result])
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         if fresh and len(parts) == len(cuts) == 1:
@@ -180,16 +177,16 @@ class Torch:
                 tensors.append(torch.cat([next(views[part]) for part, _, _ in pieces]).view(shape))
         return tensors
 
-    def own(self, x: Array) -> Array:
+    def clone(self, x: Array) -> Array:
         return x.clone(memory_format=torch.contiguous_format)
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
         return torch.cat(list(xs), dim=axis)
 
-    def alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
+    def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
         return list(xs)  # every shape is known here
 
-    def dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
+    def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         values, indices = sparse.values, sparse.indices
         columns = indices.long().reshape(len(indices), indices.shape[1] if indices.ndim > 1 else 1).unbind(1)
         rows = torch.zeros_like(columns[0])
@@ -197,7 +194,7 @@ class Torch:
             if column.numel() and (column.min() < 0 or column.max() >= shape[axis]):
                 raise beyond(int(column.min()), int(column.max()), shape[axis:])
             rows = rows * shape[axis] + column
-        values = values.to(_DTYPES[dtype])
+        values = values.to(DTYPES_BY_NAME[dtype])
         out = values.new_zeros((math.prod(shape[: len(columns)]), *shape[len(columns) :]))
         # Of the two, this is the one whose additions keep their order: index_put_ runs in parallel
         # on the host, index_add_ on accelerators.
@@ -207,48 +204,14 @@ class Torch:
             out.index_put_((rows,), values, accumulate=True)
         return out.view(shape)
 
-    def sparse(self, sparse: Sparse) -> Any:
+    def rebuild_sparse(self, sparse: Sparse) -> Any:
         if sparse.kind == "IndexedSlices":
             return IndexedSlices(sparse.values, sparse.indices, sparse.shape)
         return torch.sparse_coo_tensor(sparse.indices.t(), sparse.values, sparse.shape, check_invariants=False)
 
-    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
-        if _is_transformed() or not all(x.is_cpu for row in arrays for x in row):
-            return None
-        if any(x.dim() > _MOST_AXES for row in arrays for x in row):
-            return None
-        found = [[x.data_ptr() if x.is_contiguous() else _strided(x) for x in row] for row in arrays]
-        if any(0 in row and any(_has_no_memory(x) for x in xs) for row, xs in zip(found, arrays, strict=True)):
-            return None
-        return found
-
-    def blank(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        return [_blank(shape, _DTYPES[dtype], count) for shape in shapes]
-
-    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        return [[x.data_ptr() for x in row] for row in blanks]
-
-    def overwritable(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        if not all(x.is_cpu and x.is_contiguous() for row in outs for x in row) or any(map(_is_frozen, chain(*outs))):
-            raise BufferError
-        return [[x.data_ptr() for x in row] for row in outs]
-
-    def overwritten(self, outs: Sequence[Sequence[Array]]) -> None:
-        for row in outs:
-            for x in row:
-                torch.autograd.graph.increment_version(x)  # whoever saved it for a backward pass must hear of it
-
-    def adopt(
-        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
-    ) -> list[tuple[Array, ...]]:
-        return list(map(tuple, blanks))
-
-    def threads(self) -> int | None:
-        return int(torch.get_num_threads())
-
-    def target(self, value: Any, device: str) -> Array:
+    def writable_array(self, value: Any, device: str) -> Array:
         x = self._plain(value)
-        if x.device != _place(device) or _is_transformed() or _has_no_memory(x) or _is_frozen(value):
+        if x.device != _place(device) or is_transformed() or has_no_memory(x) or is_frozen(value):
             raise UnsupportedError(
                 message(
                     "results are written into plain tensors on their destination.",
@@ -266,7 +229,7 @@ class Torch:
             )
         return x
 
-    def extent(self, x: Array) -> tuple[int, int, bool]:
+    def memory_range(self, x: Array) -> tuple[int, int, bool]:
         reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
         return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size(), bool(x.is_contiguous())
 
@@ -276,7 +239,7 @@ class Torch:
     def accelerators(self) -> tuple[str, ...]:
         return tuple(f"{kind}:{index}" for kind in _KINDS for index in range(_count(kind)))
 
-    def modes(self) -> Modes:
+    def thread_modes(self) -> ThreadModes:
         inference, grad, default = (
             torch.is_inference_mode_enabled(),
             torch.is_grad_enabled(),
@@ -304,8 +267,8 @@ class Torch:
 
         return within
 
-    def recorded(self, x: Any) -> bool:
-        if _is_transformed():
+    def is_recorded(self, x: Any) -> bool:
+        if is_transformed():
             raise UnsupportedError(
                 message(
                     "what torch.func, torch.compile or a dispatch mode transforms cannot meet other threads' tensors.",
@@ -330,14 +293,14 @@ class Torch:
         usual = [x.clone() if x.is_inference() else x for x in results]  # made by a caller in inference mode
         return list(_Across.apply(gradient, usual, *xs))
 
-    def held(self, old: Array | None, x: Array, device: str) -> Array:
+    def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         if old is None:
-            return self.own(x)
-        self.write(self.target(old, device), x)  # an optimizer may hold it
+            return self.clone(x)
+        self.write(self.writable_array(old, device), x)  # an optimizer may hold it
         return old
 
-    def fold(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
-        dtype = _DTYPES[numbers.accumulator]
+    def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
+        dtype = DTYPES_BY_NAME[numbers.accumulator]
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             return (torch.amin if op is ReduceOp.MIN else torch.amax)(x, axis).to(dtype)
         return (torch.prod if op is ReduceOp.PRODUCT else torch.sum)(x, axis, dtype=dtype)
@@ -356,7 +319,7 @@ class _Across(torch.autograd.Function):  # type: ignore[misc]
         return None, None, *ctx.of(grads)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Return whether tensors may stand for others: under torch.func, torch.compile or a dispatch mode."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
@@ -367,26 +330,14 @@ def _is_transformed() -> bool:
     )
 
 
-def _is_frozen(x: Array) -> bool:
+def is_frozen(x: Array) -> bool:
     """Return whether a tensor was made in inference mode and that is over: torch lets nobody write it."""
     return bool(x.is_inference()) and not torch.is_inference_mode_enabled()
 
 
-def _has_no_memory(x: Array) -> bool:
+def has_no_memory(x: Array) -> bool:
     """Return whether a tensor only stands for one: a fake one, or one of zeros that nobody wrote down."""
     return bool(x.numel()) and x.data_ptr() == 0
-
-
-def _strided(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    size = x.element_size()
-    return x.data_ptr(), tuple(x.shape), tuple(step * size for step in x.stride())
-
-
-def _blank(shape: tuple[int, ...], dtype: Any, count: int) -> list[Any]:
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < kernels.KEPT_BYTES:
-        return [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(count)]
-    return [torch.frombuffer(kernels.memory(nbytes), dtype=dtype).view(shape) for _ in range(count)]
 
 
 def _divide_in_place(x: Array, divisor: int) -> None:
@@ -426,9 +377,8 @@ def _unsupported(value: Any) -> UnsupportedError:
             )
         )
     if value.dtype not in _NAMES:
-        return UnsupportedError(
-            message(f"arrays of dtype {value.dtype} cannot be reduced.", given, "cast to one of " + ", ".join(_DTYPES))
-        )
+        remedy = "cast to one of " + ", ".join(DTYPES_BY_NAME)
+        return UnsupportedError(message(f"arrays of dtype {value.dtype} cannot be reduced.", given, remedy))
     return UnsupportedError(message("this tensor subclass wraps others.", given, "the tensors that it is made of"))
 
 

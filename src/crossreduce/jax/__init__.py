@@ -20,12 +20,11 @@ from jax import lax
 
 from ..devices import host_devices
 from ..errors import ReductionError, UnsupportedError, message, shown
-from ..frameworks.base import Numbers
 from ..frameworks.jax import FRAMEWORK, finish
-from ..ops import FLOATS, ReduceOp, accumulator, read_op
+from ..ops import FLOATS, Numbers, ReduceOp, accumulator, read_op
 from ..options import algorithm_name, count
 from ..packing import itemsize
-from ..pipeline import say_once
+from ..pipeline import log_once
 from ..planning import hierarchical_copy, planned, planned_for
 from ..schedule import Schedule
 from ..topology import Topology
@@ -145,7 +144,7 @@ def _sparse(leaf: Any, op: ReduceOp, way: Way) -> Any:
     found = FRAMEWORK.array(leaf)
     numbers = FRAMEWORK.numbers(op, found.values.dtype.name, way.devices)
     values, indices = (_gathered(part, way) for part in (found.values, found.indices))
-    return FRAMEWORK.sparse(found._replace(values=finish(numbers, values), indices=indices))
+    return FRAMEWORK.rebuild_sparse(found._replace(values=finish(numbers, values), indices=indices))
 
 
 def _gathered(x: Array, way: Way) -> Array:
@@ -224,7 +223,7 @@ def _schedule(way: Way, op: ReduceOp, nbytes: int) -> Schedule | None:
 
 def _say(way: Way, what: str) -> None:
     if _LOG.isEnabledFor(logging.INFO):
-        say_once(f"new plan: {what}; over {named(way.axes)} of {way.devices}")
+        log_once(f"new plan: {what}; over {named(way.axes)} of {way.devices}")
 
 
 @lru_cache(maxsize=256)

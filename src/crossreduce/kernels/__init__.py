@@ -1,12 +1,13 @@
-"""Kernels for host memory: the compiled ones, and the same functions in NumPy as fallback and oracle.
+"""Kernels for host memory: compiled ones, and the same functions in NumPy as fallback and oracle.
 
-In: a program (what is added to what, in which order), spans, and arrays as buffers or addresses.  Out: filled
-results. A ``Plan`` reads every source once and writes every result once, a cache line at a time, however many steps
-the program has; tensors are read and written where they lie. It knows no schedules, devices or frameworks.
+Input: fused programs (what is combined with what, in which order), element ranges, and arrays as buffers or
+addresses. Output: filled results. A ``Kernel`` reads every source once and writes every result once, a cache line at
+a time, however many steps a program has; tensors stay where they are in memory. There are no schedules, devices or
+frameworks here.
 
-The compiled kernels choose their instruction set when they are loaded: ``avx512``, ``avx2`` or ``baseline``. The
-environment decides over that: ``CROSSREDUCE_KERNELS`` names one of them, or ``numpy``; ``CROSSREDUCE_NUM_THREADS``
-says how many threads may work on one reduction.
+The compiled kernels choose their instruction set when they are loaded: ``avx512``, ``avx2`` or ``baseline``. Two
+environment variables override the defaults: ``CROSSREDUCE_KERNELS`` names an instruction set, or ``numpy``;
+``CROSSREDUCE_NUM_THREADS`` sets the number of threads of one reduction.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from ..errors import ArgumentError, BackendError, message, shown
 
 _LOG: Final = logging.getLogger("crossreduce")
 
-# A result of at least so many bytes, of all replicas together, goes past the cache: it would not stay in it anyway.
-PAST_CACHE_BYTES: Final = 1 << 22
-# Results of at least so many bytes are in memory that is kept for the next results (see ``memory``). Smaller ones come
-# from the framework's own allocator, which keeps what is below the C library's threshold for mapping, 128 KiB at first.
-KEPT_BYTES: Final = 1 << 17
-# Below so many bytes read and written, waking another thread costs more than it helps.
+# Results of at least this many bytes, of all replicas together, are written with streaming stores: they do not fit into
+# the cache anyway.
+STREAMING_BYTES: Final = 1 << 22
+# Results of at least this many bytes use memory from a pool (see ``memory``). Smaller ones come from the framework's
+# allocator; the C library itself reuses blocks below its mmap threshold, 128 KiB at first.
+POOLED_BYTES: Final = 1 << 17
+# Below this many bytes read and written, waking another thread costs more time than it saves.
 THREADED_BYTES: Final = 1 << 20
 
 
-class Program(NamedTuple):
-    """What is done to each element.
+class FusedProgram(NamedTuple):
+    """What is computed for each element.
 
-    An operand is a source, ``0, 1, ...``, or a slot, ``~0, ~1, ...``, which holds a value on the way. ``folds``
-    run in order: ``(slot, *operands)`` combines the operands, left to right, in the accumulator's dtype, and leaves the
-    value in the slot; the slot itself may be the first operand and no other. ``results`` says for each
-    result which operand it is.
+    An operand is a source, ``0, 1, ...``, or a slot, ``~0, ~1, ...``, which stores an intermediate value. ``folds``
+    run in order: ``(slot, *operands)`` combines the operands, left to right, in the accumulator's dtype, and leaves
+    the value in the slot; that slot may be the first operand, but no other. ``results`` lists the operand that each
+    result is.
     """
 
     slots: int
@@ -46,7 +48,7 @@ class Program(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Elements ``start`` to ``stop`` of a tensor, counted in C order, and the number of the program that makes them."""
+    """Elements ``start`` to ``stop`` of a tensor, in C order, and the number of the program that computes them."""
 
     tensor: int
     start: int
@@ -54,16 +56,16 @@ class Segment(NamedTuple):
     program: int
 
 
-class Plan(Protocol):
-    """A batch of tensors of one dtype, ready to run as often as one likes."""
+class Kernel(Protocol):
+    """A compiled batch of tensors of one dtype, which can run any number of times."""
 
     def run(
         self,
         sources: Sequence[Sequence[Any]],
         results: Sequence[Sequence[Any]],
         threads: int,
-        past_cache: bool,
-        apart: bool,
+        streaming: bool,
+        check_overlap: bool,
     ) -> tuple[int, int] | None:
         """Reduce a batch.
 
@@ -71,12 +73,12 @@ class Plan(Protocol):
           sources: for each tensor its sources, each an object with the buffer protocol, an address (an int;
             C order), or ``(address, shape, strides)`` with strides in bytes.
           results: for each tensor its results, each a writable buffer or an address, in C order.
-          threads: how many may work, the caller included.
-          past_cache: whether results are written past the cache.
-          apart: first look whether results share memory with each other, or with a source other than by being
-            exactly that source of the same tensor; if so, nothing is written.
+          threads: the number of threads, the caller's included.
+          streaming: whether results are written with streaming stores, which bypass the cache.
+          check_overlap: first check whether a result shares memory with another result, or with a source unless
+            it is exactly that source of the same tensor. If so, nothing is written.
         Returns:
-          ``(tensor, result)`` of a result that is not apart, else ``None``.
+          ``(tensor, result)`` of a result that shares memory, else ``None``.
         """
 
 
@@ -86,81 +88,82 @@ def native() -> Any:
     try:
         return importlib.import_module("._native", __name__)
     except ImportError as error:
-        _LOG.info("kernels: no compiled ones here (%s); NumPy computes instead", error)
+        _LOG.info("the compiled kernels are not installed (%s); NumPy is used instead", error)
         return None
 
 
 @cache
 def instruction_set() -> str:
-    """Return what the kernels run on: ``"avx512"``, ``"avx2"``, ``"baseline"`` or ``"numpy"``.
+    """Return the instruction set of the kernels: ``"avx512"``, ``"avx2"``, ``"baseline"`` or ``"numpy"``.
 
     Raises:
-      BackendError: ``CROSSREDUCE_KERNELS`` names something that this machine or this build does not have.
+      BackendError: ``CROSSREDUCE_KERNELS`` names a set that this machine or this build does not support.
     """
     here = [*(native().supported() if native() else []), "numpy"]
     wanted = os.environ.get("CROSSREDUCE_KERNELS") or here[0]
     if wanted not in here:
         raise BackendError(
             message(
-                "CROSSREDUCE_KERNELS names kernels that cannot run here.", shown(wanted), "one of " + ", ".join(here)
+                "CROSSREDUCE_KERNELS names kernels that this machine cannot run.",
+                shown(wanted),
+                "one of " + ", ".join(here),
             )
         )
     return wanted
 
 
-def plan(
+def compile_kernel(
     op: str,
-    numbers: tuple[str, str, str, int],
+    dtypes: tuple[str, str, str],
+    divisor: int,
     sources: int,
     results: int,
     sizes: tuple[int, ...],
-    programs: tuple[Program, ...],
+    programs: tuple[FusedProgram, ...],
     segments: tuple[Segment, ...],
-) -> Plan:
-    """Return a plan for the kernels that run here.
+) -> Kernel:
+    """Return a kernel for the instruction set in use.
 
     Args:
       op: ``"sum"``, ``"min"``, ``"max"`` or ``"product"``.
-      numbers: the dtypes of sources, accumulator and results, by name, and what results are divided by.
-      sources: how many each tensor has.
-      results: how many each tensor has.
+      dtypes: of sources, accumulator and results, by name.
+      divisor: results are divided by it.
+      sources: the number of sources of each tensor.
+      results: the number of results of each tensor.
       sizes: of the tensors, in elements.
-      programs: what is done.
-      segments: where. Elements that are in none are not written.
+      programs: what is computed.
+      segments: where. Elements outside all segments are not written.
 
     >>> import numpy as np
-    >>> mean = plan("sum", ("float16", "float32", "float16", 2), 2, 1, (2,), (Program(1, ((0, 0, 1),), (~0,)),),
-    ...             (Segment(0, 0, 2, 0),))
+    >>> mean = compile_kernel("sum", ("float16", "float32", "float16"), 2, 2, 1, (2,),
+    ...                       (FusedProgram(1, ((0, 0, 1),), (~0,)),), (Segment(0, 0, 2, 0),))
     >>> out = np.empty(2, np.float16)
     >>> mean.run([[np.float16([40000, 1]), np.float16([40000, 2])]], [[out]], 1, False, False)
     >>> out
     array([4.0e+04, 1.5e+00], dtype=float16)
     """
     chosen = instruction_set()
-    dtype, accumulator, result, divisor = numbers
     if chosen == "numpy":
-        from .reference import Plan as Reference
+        from .reference import ReferenceKernel
 
-        return Reference(op, dtype, accumulator, result, divisor, sources, results, sizes, programs, segments)
-    made: Plan = native().Plan(
-        chosen, op, dtype, accumulator, result, divisor, sources, results, sizes, programs, segments
-    )
+        return ReferenceKernel(op, *dtypes, divisor, sources, results, sizes, programs, segments)
+    made: Kernel = native().Kernel(chosen, op, *dtypes, divisor, sources, results, sizes, programs, segments)
     return made
 
 
-def clash(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int] | None:
+def find_overlap(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int] | None:
     """Return the first result that shares memory with another result or with a source.
 
     Args:
-      extents: ``(start, stop, tensor, result)``, the addresses of an array's first byte and of the one after its last;
-        ``result`` is -1 for a source. A source that is a result itself is left out.
+      extents: ``(start, stop, tensor, result)``: the addresses of an array's first byte and of the byte after its
+        last; ``result`` is -1 for a source. A source that is itself a result is left out.
     Returns:
       The ``(tensor, result)``, or ``None``. Empty arrays share nothing.
 
-    >>> clash([(0, 8, 0, 0), (8, 16, 0, 1), (0, 4, 1, -1)])
+    >>> find_overlap([(0, 8, 0, 0), (8, 16, 0, 1), (0, 4, 1, -1)])
     (0, 0)
     """
-    reached = reached_by_result = (0, 0, -1)  # how far what begins earlier reaches, and which result it is
+    reached = reached_by_result = (0, 0, -1)  # the furthest end of the arrays so far, and which result it is
     for start, stop, tensor, result in sorted(extent for extent in extents if extent[1] > extent[0]):
         other = reached if result >= 0 else reached_by_result
         if other[0] > start:
@@ -172,9 +175,9 @@ def clash(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int] | Non
 
 
 def memory(nbytes: int) -> Any:
-    """Return new memory with the buffer protocol, aligned to 64 bytes; what is in it is undefined.
+    """Return new memory with the buffer protocol, aligned to 64 bytes; its content is undefined.
 
-    When it is freed, it is kept for the next that asks for as many bytes (see ``usage``).
+    Freed memory is kept in a pool and reused for requests of the same size (see ``usage``).
     """
     if native():
         return native().Memory(nbytes)
@@ -184,7 +187,7 @@ def memory(nbytes: int) -> Any:
 
 
 def usage() -> dict[str, int]:
-    """Return the bytes of ``memory`` in use (``live``), kept for reuse (``kept``), and the most ever in use (``peak``).
+    """Return the bytes of ``memory`` in use (``live``), pooled (``kept``), and the most ever in use (``peak``).
 
     ``live`` and ``kept`` together never exceed ``peak``.
     """
@@ -193,25 +196,25 @@ def usage() -> dict[str, int]:
 
 
 def empty_cache() -> None:
-    """Give the memory that is kept for reuse back to the system."""
+    """Return pooled memory to the system."""
     if native():
         native().drop_kept()
 
 
 def threads() -> int:
-    """Return how many threads may work on one reduction.
+    """Return the number of threads of one reduction.
 
-    ``CROSSREDUCE_NUM_THREADS``; else as many as the process may use CPUs, but no more than ``OMP_NUM_THREADS`` (of a
-    list the first; what OpenMP would not read counts as not set).
+    This is ``CROSSREDUCE_NUM_THREADS``; else the number of CPUs that the process may use, but at most
+    ``OMP_NUM_THREADS`` (of a list the first; values that OpenMP would not read are ignored).
 
     Raises:
-      ArgumentError: ``CROSSREDUCE_NUM_THREADS`` is no number from 1 to 4096.
+      ArgumentError: ``CROSSREDUCE_NUM_THREADS`` is not an integer from 1 to 4096.
     """
     own = os.environ.get("CROSSREDUCE_NUM_THREADS")
     if own:
         found = _count(own)
         if found is None:
-            problem = "CROSSREDUCE_NUM_THREADS must be a whole number from 1 to 4096."
+            problem = "CROSSREDUCE_NUM_THREADS must be an integer from 1 to 4096."
             raise ArgumentError(message(problem, shown(own), "CROSSREDUCE_NUM_THREADS=4"))
         return found
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -219,7 +222,7 @@ def threads() -> int:
 
 
 def _count(text: str) -> int | None:
-    """Return the number of threads that a text names, if it does."""
+    """Return a text as a number of threads, or ``None``."""
     text = text.strip()
     sane = text.isascii() and text.isdecimal() and len(text) <= 8
     return int(text) if sane and 0 < int(text) <= 4096 else None

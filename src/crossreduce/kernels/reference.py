@@ -13,7 +13,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from . import clash
+from . import find_overlap
 
 # The elements in a tile: intermediate values stay in the second-level cache, and a call's cost is spread out.
 _TILE: Final = 1 << 15
@@ -111,8 +111,8 @@ def _array(operand: Any, dtype: np.dtype[Any], size: int) -> Any:
     return np.frombuffer(view.cast("B") if view.nbytes else b"", dtype)
 
 
-class Plan:
-    """See ``crossreduce.kernels.plan``."""
+class ReferenceKernel:
+    """See ``crossreduce.kernels.compile_kernel``."""
 
     def __init__(
         self,
@@ -139,17 +139,17 @@ class Plan:
         sources: Sequence[Sequence[Any]],
         results: Sequence[Sequence[Any]],
         threads: int,
-        past_cache: bool,
-        apart: bool,
+        streaming: bool,
+        check_overlap: bool,
     ) -> tuple[int, int] | None:
-        """See ``crossreduce.kernels.Plan``."""
+        """See ``crossreduce.kernels.Kernel``."""
         dtype, _, result = self._dtypes
         ins = [self._views(given, dtype, size) for given, size in zip(sources, self._sizes, strict=True)]
         outs = [
             [x.reshape(-1) for x in self._views(given, result, size)]
             for given, size in zip(results, self._sizes, strict=True)
         ]
-        if apart and (found := _overlap(ins, outs)) is not None:
+        if check_overlap and (found := _overlap(ins, outs)) is not None:
             return found
         with np.errstate(all="ignore"):
             for tensor, start, stop, number in self._segments:
@@ -202,7 +202,7 @@ def _overlap(ins: list[list[Any]], outs: list[list[Any]]) -> tuple[int, int] | N
         extents.extend((*bounds, tensor, number) for number, bounds in enumerate(own))
         bounds = [(x, np.lib.array_utils.byte_bounds(x)) for x in sources]
         extents.extend((*at, tensor, -1) for x, at in bounds if at not in own or not x.flags.c_contiguous)
-    return clash(extents)
+    return find_overlap(extents)
 
 
 def memory(nbytes: int) -> Any:

@@ -18,8 +18,9 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from .. import kernels
+from ..lowering import DeviceProgram, for_device, lower
 from ..packing import itemsize
-from ..schedule import Schedule, Step, completing
+from ..schedule import Schedule
 from ..transports.base import Pending, Wire
 from .programs import LINE, Numbers, kernel_plan
 
@@ -43,110 +44,6 @@ class Late(TimeoutError):  # noqa: N818
         self.rank = rank
 
 
-class Value(NamedTuple):
-    """What a host holds of a chunk at some time. ``whole``: it is a result; else a partial one."""
-
-    chunk: int
-    whole: bool
-
-
-class Fold(NamedTuple):
-    """Value ``made`` is the combination of the operands, in order; ``whole``: it is divided and rounded."""
-
-    made: int
-    operands: tuple[int, ...]
-    whole: bool
-
-
-class Turn(NamedTuple):
-    """What one host does in a round. Values and hosts by their numbers, messages in their order on the wire."""
-
-    sends: tuple[tuple[int, int], ...]
-    receives: tuple[tuple[int, int], ...]
-    folds: tuple[Fold, ...]
-
-
-class Part(NamedTuple):
-    """What one host does in a schedule.
-
-    Args:
-      values: all that it holds, one after the other; the first ``given`` are its own partial results, by chunk.
-      turns: one a round.
-      results: for each chunk the value that is its result here; -1: none is wanted.
-    """
-
-    values: tuple[Value, ...]
-    given: int
-    turns: tuple[Turn, ...]
-    results: tuple[int, ...]
-
-    @property
-    def wanted(self) -> bool:
-        """Whether this host is a destination."""
-        return any(value >= 0 for value in self.results)
-
-
-@lru_cache(maxsize=1024)
-def part(schedule: Schedule, host: int) -> Part:
-    """Return what a host does in a schedule that ``verify`` accepts; steps that nobody depends on are left out.
-
-    Raises:
-      ScheduleError: the schedule is wrong.
-
-    >>> from crossreduce.planning import direct
-    >>> for turn in part(direct(["cpu:0", "cpu:1"]), 0).turns:
-    ...     print(*turn)
-    ((1, 1),) ((2, 1),) (Fold(made=3, operands=(0, 2), whole=True),)
-    ((3, 1),) ((4, 1),) ()
-    """
-    rounds = _needed(schedule)
-    values = [Value(chunk, False) for chunk in range(len(schedule.chunks))]
-    cells: dict[tuple[int, int], Value] = {}  # what every host holds, for its kind
-    for c, chunk in enumerate(schedule.chunks):
-        cells.update(((c, source), Value(c, False)) for source in chunk.sources)
-    own = {c: c for c, chunk in enumerate(schedule.chunks) if host in chunk.sources}
-    turns = []
-    for steps in rounds:
-        sends, receives, folds = [], [], []
-        held, before = dict(own), dict(cells)
-        for (c, dst, srcs), whole in steps:
-            kind = Value(c, whole or (len(srcs) == 1 and before[c, srcs[0]].whole))
-            cells[c, dst] = kind
-            operands = []
-            for src in srcs:
-                if src == host and dst != host:
-                    sends.append((held[c], dst))
-                elif dst == host and src != host:
-                    receives.append((len(values), src))
-                    operands.append(len(values))
-                    values.append(before[c, src])
-                elif dst == host:
-                    operands.append(held[c])
-            if len(operands) > 1:
-                folds.append(Fold(len(values), tuple(operands), whole))
-                operands = [len(values)]
-                values.append(kind)
-            if operands:
-                own[c] = operands[0]
-        turns.append(Turn(tuple(sends), tuple(receives), tuple(folds)))
-    results = (own[c] if host in chunk.destinations else -1 for c, chunk in enumerate(schedule.chunks))
-    return Part(tuple(values), len(schedule.chunks), tuple(turns), tuple(results))
-
-
-def _needed(schedule: Schedule) -> list[list[tuple[Step, bool]]]:
-    """Return the steps of each round that some destination depends on, and whether each makes a chunk whole."""
-    flags = completing(schedule)
-    wanted = {(c, dst) for c, chunk in enumerate(schedule.chunks) for dst in chunk.destinations}
-    rounds: list[list[tuple[Step, bool]]] = []
-    for steps, wholes in zip(reversed(schedule.rounds), reversed(flags), strict=True):
-        last = {(step.chunk, step.dst): k for k, step in enumerate(steps)}  # of two that write the same
-        kept = [k for k in sorted(last.values()) if (steps[k].chunk, steps[k].dst) in wanted]
-        wanted -= {(steps[k].chunk, steps[k].dst) for k in kept}
-        wanted |= {(steps[k].chunk, src) for k in kept for src in steps[k].srcs}
-        rounds.append([(steps[k], wholes[k]) for k in kept if steps[k].srcs != (steps[k].dst,)])
-    return rounds[::-1]
-
-
 class Layout(NamedTuple):
     """Where each value of a piece lies in the memory of a piece, and its size: bytes, elements. ``room``: of all."""
 
@@ -155,14 +52,14 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def layout(found: Part, schedule: Schedule, size: int, accumulator: str, result: str) -> Layout:
+def layout(found: DeviceProgram, schedule: Schedule, size: int, accumulator: str, result: str) -> Layout:
     """Lay out the values of a piece of ``size`` elements: its partial result in one run, then all others."""
     spans = schedule.spans(size)
     places, at = [], 0
     for number, (chunk, whole) in enumerate(found.values):
         start, stop = spans[chunk]
         nbytes = (stop - start) * itemsize(result if whole else accumulator)
-        if number < found.given:
+        if number < len(schedule.chunks):
             places.append((start * itemsize(accumulator), nbytes, stop - start))
             at = -(-size * itemsize(accumulator) // LINE) * LINE
         else:
@@ -171,7 +68,7 @@ def layout(found: Part, schedule: Schedule, size: int, accumulator: str, result:
     return Layout(tuple(places), at)
 
 
-def _folding(numbers: Numbers, operands: int, whole: bool, size: int) -> kernels.Plan:
+def _folding(numbers: Numbers, operands: int, whole: bool, size: int) -> kernels.Kernel:
     """Return the plan of a fold, whose operands are partial results."""
     numbers = numbers._replace(dtype=numbers.accumulator)
     if not whole:
@@ -181,7 +78,7 @@ def _folding(numbers: Numbers, operands: int, whole: bool, size: int) -> kernels
 
 def delay(schedule: Schedule, single: bool) -> int:
     """Return in how many ticks after its own a piece is whole, 1 at least; a single piece waits for nobody."""
-    return max(1, (1 if single else LAG) * len(schedule.rounds) - 1)
+    return max(1, (1 if single else LAG) * schedule.round_count - 1)
 
 
 class Work(NamedTuple):
@@ -198,7 +95,7 @@ class Work(NamedTuple):
       room: bytes of a piece's memory.
     """
 
-    part: Part
+    part: DeviceProgram
     peers: tuple[int, ...]
     layouts: tuple[Layout, ...]
     numbers: Numbers
@@ -223,7 +120,7 @@ def work(schedule: Schedule, host: int, peers: tuple[int, ...], sizes: tuple[int
       sizes: elements of each piece.
       numbers: what is computed.
     """
-    found = part(schedule, host)
+    found = for_device(lower(schedule), host)
     late = delay(schedule, len(sizes) == 1)
     layouts = tuple(layout(found, schedule, size, numbers.accumulator, numbers.result) for size in sizes)
     # Receives are posted a tick early, and a piece's memory is used again when its last sends are LAG ticks old.
@@ -289,7 +186,7 @@ class Exchange:
 
     def _due(self, tick: int) -> Iterator[tuple[int, int]]:
         """Yield the pieces that do a round in a tick, and which round."""
-        for r in range(len(self._part.turns)):
+        for r in range(len(self._part.rounds)):
             piece = tick - self._work.lag * r
             if 0 <= piece < len(self._work.layouts):
                 yield piece, r
@@ -299,7 +196,7 @@ class Exchange:
             if r == 0:
                 self._wait(self._sending[piece % self._work.window])
             base, made, posted = self.partial(piece), self._work.layouts[piece], []
-            for value, src in self._part.turns[r].receives:
+            for value, src in self._part.rounds[r].receives:
                 place, nbytes, _ = made.places[value]
                 if nbytes:
                     rank = self._work.peers[src]
@@ -308,7 +205,7 @@ class Exchange:
 
     def _send(self, piece: int, r: int) -> None:
         base, made, sending = self.partial(piece), self._work.layouts[piece], self._sending[piece % self._work.window]
-        for value, dst in self._part.turns[r].sends:
+        for value, dst in self._part.rounds[r].sends:
             place, nbytes, _ = made.places[value]
             if nbytes:
                 rank = self._work.peers[dst]
@@ -317,7 +214,7 @@ class Exchange:
     def _finish(self, piece: int, r: int) -> None:
         self._wait(self._receiving.pop((piece, r)))
         base, places = self.partial(piece), self._work.layouts[piece].places
-        for made, operands, whole in self._part.turns[r].folds:
+        for made, operands, whole in self._part.rounds[r].combinations:
             at, nbytes, size = places[made]
             if nbytes:
                 plan = _folding(self._work.numbers, len(operands), whole, size)

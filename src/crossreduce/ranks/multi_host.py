@@ -92,7 +92,7 @@ class Across:
           text: what the call is, in words; all ranks must say the same.
         """
         if size == 0:
-            nothing = kernels.native().Course([[]] * 3)
+            nothing = kernels.native().RankProgram([[]] * 3)
             return Crossing(nothing, 3, text, None, _digest(text, ""), (), 0)
         nbytes = itemsize(numbers.dtype)
         main = None if root is None else next(k for k, ranks in enumerate(self.hosts) if root in ranks)
@@ -108,8 +108,8 @@ class Across:
             work = between.work(schedule, order.index(self.host), peers, mine, numbers)
         late = between.delay(schedule, len(sizes) == 1)
         ticks = laid.ticks(work, late)
-        course = kernels.native().Course([[ready(job, using) for job, using in tick] for tick in ticks])
-        takes = laid.takes() if work is not None and work.part.wanted else ()
+        course = kernels.native().RankProgram([[ready(job, using) for job, using in tick] for tick in ticks])
+        takes = laid.takes() if work is not None and any(value >= 0 for value in work.part.results) else ()
         return Crossing(
             course, len(ticks), text, work, _digest(text, f"{schedule.to_json()} {sizes}"), takes, laid.result
         )
@@ -222,7 +222,7 @@ class _Laid:
             -(-(b - a) * self.nbytes // LINE) * LINE for ends in self.stripes for a, b in pairwise(ends)
         )
         assert self.out_at + 2 * self.out_room <= SLOT_BYTES // 2, "a piece does not fit a slot"
-        self.past = self.starts[-1] * self.nbytes >= kernels.PAST_CACHE_BYTES
+        self.past = self.starts[-1] * self.nbytes >= kernels.STREAMING_BYTES
 
     def ticks(self, work: between.Work | None, late: int) -> list[list[tuple[Job, Numbers]]]:
         """Return the jobs of each tick: a piece is copied in, reduced a tick later, and copied out when it is whole."""

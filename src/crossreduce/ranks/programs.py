@@ -18,9 +18,9 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from .. import kernels
-from ..engines.host import program
 from ..errors import UnsupportedError, message
-from ..kernels import PAST_CACHE_BYTES, Program, Segment
+from ..kernels import STREAMING_BYTES, FusedProgram, Segment
+from ..lowering import fused, lower
 from ..ops import INTEGERS, ReduceOp, accumulator
 from ..packing import itemsize
 from ..planning import direct
@@ -67,7 +67,7 @@ class Job(NamedTuple):
     size: int
     sources: tuple[Spot, ...]
     results: tuple[Spot, ...]
-    past_cache: bool = False
+    streaming: bool = False
 
 
 Tick = tuple[Job, ...]
@@ -159,7 +159,7 @@ def ticks(flows: tuple[Flow, ...], size: int, numbers: Numbers, rank: int, ranks
     step = piece_size(flows, size, nbytes)
     starts = range(0, size, step)
     small = len(flows) == 1 and len(flows[0].sources) > 1 and size * nbytes <= SMALL_BYTES
-    past = size * nbytes * len(flows) >= PAST_CACHE_BYTES
+    past = size * nbytes * len(flows) >= STREAMING_BYTES
     mine = _Pieces(flows, nbytes, rank, ranks, step, small, past)
     reducing = any(len(flow.sources) > 1 for flow in flows) and not small
     stages = [mine.copy_in, mine.reduce, mine.copy_out] if reducing else [mine.copy_in, mine.take]
@@ -288,23 +288,24 @@ def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 def native_course(flows: tuple[Flow, ...], size: int, numbers: Numbers, rank: int, ranks: int) -> tuple[Any, int]:
     """Return a rank's course, ready for ``Arena.begin``, and how many ticks it has."""
     made = ticks(flows, size, numbers, rank, ranks)
-    return kernels.native().Course([[ready(job, numbers) for job in tick] for tick in made]), len(made)
+    return kernels.native().RankProgram([[ready(job, numbers) for job in tick] for tick in made]), len(made)
 
 
-def ready(job: Job, numbers: Numbers) -> tuple[kernels.Plan, tuple[Spot, ...], tuple[Spot, ...], bool]:
+def ready(job: Job, numbers: Numbers) -> tuple[kernels.Kernel, tuple[Spot, ...], tuple[Spot, ...], bool]:
     """Return a job as the native course takes it."""
-    return kernel_plan(numbers, job.size, len(job.sources), len(job.results)), job.sources, job.results, job.past_cache
+    return kernel_plan(numbers, job.size, len(job.sources), len(job.results)), job.sources, job.results, job.streaming
 
 
 @lru_cache(maxsize=4096)
-def kernel_plan(numbers: Numbers, size: int, sources: int, results: int) -> kernels.Plan:
+def kernel_plan(numbers: Numbers, size: int, sources: int, results: int) -> kernels.Kernel:
     """Return the plan that combines ``size`` elements of the sources, in order, or copies those of the only one."""
     op, dtype, accumulator, result, divisor = numbers
-    whole = (Segment(0, 0, size, 0),)
+    everything = (Segment(0, 0, size, 0),)
     if sources == 1:
-        copying = Program(0, (), (0,) * results)
-        kinds = (dtype, dtype, dtype, 1) if result == dtype else (dtype, accumulator, result, 1)
-        return kernels.plan("sum", kinds, 1, results, (size,), (copying,), whole)
-    reducing = program(direct([f"cpu:{k}" for k in range(sources)]), 0, 1)
+        copying = FusedProgram(0, (), (0,) * results)
+        kinds = (dtype, dtype, dtype) if result == dtype else (dtype, accumulator, result)
+        return kernels.compile_kernel("sum", kinds, 1, 1, results, (size,), (copying,), everything)
+    reducing = fused(lower(direct([f"cpu:{k}" for k in range(sources)])).chunks[0], 1)
     reducing = reducing._replace(results=reducing.results * results)
-    return kernels.plan(op, (dtype, accumulator, result, divisor), sources, results, (size,), (reducing,), whole)
+    kinds = (dtype, accumulator, result)
+    return kernels.compile_kernel(op, kinds, divisor, sources, results, (size,), (reducing,), everything)

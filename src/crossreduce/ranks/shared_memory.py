@@ -45,12 +45,12 @@ class Arena:
         self.host, self.me, self.fd = host, host.index(rank), fd
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.me)
         threads = max(1, kernels.threads() // len(host))
-        self._native = kernels.native().Arena(fd, self.me, len(host), slot, spin_s, threads)
+        self._native = kernels.native().SharedMemory(fd, self.me, len(host), slot, spin_s, threads)
 
     @staticmethod
     def nbytes(ranks: int, slot: int) -> int:
         """Return how much memory so many ranks with slots of ``slot`` bytes share."""
-        return int(kernels.native().Arena.bytes(ranks, slot))
+        return int(kernels.native().SharedMemory.bytes(ranks, slot))
 
     def begin(self, course: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
         """Begin the next op and do the ticks before ``until``; see ``DONE`` and its neighbours for what is returned."""
@@ -124,7 +124,7 @@ class Arena:
 
     def give_up(self, error: ReductionError) -> None:
         """Say why nothing goes on, for all ranks of this host; the first cause stands."""
-        self._native.give_up(packed(error))
+        self._native.abort(packed(error))
 
     def cause(self) -> ReductionError | None:
         """Return why nothing goes on, if so; the same on all ranks of this host."""

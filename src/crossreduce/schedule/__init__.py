@@ -1,12 +1,12 @@
-"""Schedules: who sends what to whom, in which order, the proof that it adds up, and how long it takes.
+"""Schedules: who sends what to whom, in which order, the proof of the result, and the predicted time.
 
-``schedule.py`` is the value, ``verify.py`` counts contributions, ``simulate.py`` seconds and bytes. Knows no
-arrays, frameworks or clocks.
+``schedule.py`` defines the value, ``verify.py`` proves it, ``simulate.py`` predicts seconds and bytes. There are no
+arrays, frameworks or clocks here.
 """
 
-from .schedule import Chunk, Route, Schedule, Step
+from .schedule import Chunk, Route, Schedule, Step, live_rounds
 from .simulate import MOST_BYTES, Simulation, fluid_rate, pipelined, simulate
-from .verify import completing, verify
+from .verify import verify
 
 __all__ = [
     "MOST_BYTES",
@@ -15,8 +15,8 @@ __all__ = [
     "Schedule",
     "Simulation",
     "Step",
-    "completing",
     "fluid_rate",
+    "live_rounds",
     "pipelined",
     "simulate",
     "verify",

@@ -1,7 +1,7 @@
-"""``Schedule``: a reduction written down as steps, before one byte moves.
+"""``Schedule``: a collective written as rounds of steps, before one byte moves.
 
-A schedule does not know the buffer's size: chunks are shares of it, and ``spans(size)`` says which
-elements they are. So one schedule serves every size, and equal requests give equal schedules.
+A schedule does not depend on the buffer's size: chunks are shares of the buffer, and ``spans(size)`` returns their
+elements. So one schedule serves every size, and equal requests give equal schedules.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FORMAT: Final = "crossreduce.schedule/1"
 
 
 class Chunk(NamedTuple):
-    """A share of the flat buffer: who contributes to it, and who needs its result.
+    """A share of the flat buffer, the devices that contribute to it and the devices that need its result.
 
-    Devices are numbers: positions in the schedule's ``devices``. The five collectives differ only
-    here: an all-reduce has every device in both, a broadcast one source, a reduce-scatter one
-    destination a chunk, an all-gather one source a chunk.
+    Devices are numbers: positions in the schedule's ``devices``. The five collectives differ only here: an
+    all-reduce has every device in both lists, a broadcast has one source, a reduce-scatter has one destination per
+    chunk, an all-gather one source per chunk.
     """
 
     share: Fraction
@@ -34,10 +34,10 @@ class Chunk(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Device ``dst`` takes a chunk from the devices ``srcs``.
+    """Device ``dst`` replaces its value of a chunk by the combination of the values of ``srcs``.
 
-    One source: ``dst`` replaces what it holds by a copy. More: it holds their combination, in the
-    listed order; its own part counts only where ``dst`` is listed too.
+    With one source this is a copy. Several values are combined in the listed order; the old value of ``dst`` is one
+    of them only if ``dst`` is listed. All values are read as the previous round left them.
     """
 
     chunk: int
@@ -46,9 +46,9 @@ class Step(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The switches (or devices that only forward) on the way from ``src`` to ``dst``, for one chunk.
+    """The switches (or devices that only forward) between ``src`` and ``dst``, for one chunk.
 
-    ``round``: in which round; ``None``: in all rounds that no other route is for.
+    ``round``: the round that it applies to; ``None``: all rounds without a route of their own.
     """
 
     chunk: int
@@ -63,26 +63,29 @@ Round = tuple[Step, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A whole collective: the steps of a round may run together, in any order.
+    """A complete collective. Rounds are synchronous.
+
+    Every step of a round reads the values that the previous round left, and no two steps of a round write the same
+    chunk on the same device (``verify`` checks it). So the steps of a round can run at the same time.
 
     Args:
-      collective: its name, for readers; what counts is who is in each chunk's sources and destinations.
+      collective: its name, for readers; the sources and destinations of the chunks define the collective.
       algorithm: the planner's name.
-      devices: canonical names; all numbers below are positions in it.
+      devices: canonical names; all numbers below are positions in this tuple.
       chunks: shares that add up to 1.
-      rounds: steps that may run together, round after round.
-      pieces: into how many pipelined pieces each chunk may be cut; results do not depend on it.
-      routes: where a chunk takes another way between two devices than ``Topology.route`` gives; results do
+      rounds: the steps of each round.
+      pieces: the number of pipelined pieces that each chunk may be cut into; results do not depend on it.
+      routes: where a chunk takes another route between two devices than ``Topology.route`` returns; results do
         not depend on them.
     Raises:
-      ScheduleError: a number that is no position, a share below 0, shares that do not add up to 1, two
+      ScheduleError: a number that is not a position, a share below 0, shares that do not add up to 1, two
         routes for the same chunk and devices.
 
     >>> pair = Chunk(Fraction(1), sources=(0, 1), destinations=(0, 1))
-    >>> schedule = Schedule("all_reduce", "by hand", ("cpu:0", "cpu:1"), (pair,),
+    >>> schedule = Schedule("all_reduce", "custom", ("cpu:0", "cpu:1"), (pair,),
     ...                     ((Step(0, 0, (0, 1)),), (Step(0, 1, (0,)),)))
     >>> print(schedule)
-    all_reduce by hand: 2 devices, 1 chunk, 2 rounds, 2 steps
+    all_reduce custom: 2 devices, 1 chunk, 2 rounds, 2 steps
       round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
       round 1: chunk 0: cpu:1 <- cpu:0
     >>> Schedule.from_json(schedule.to_json()) == schedule
@@ -98,27 +101,27 @@ class Schedule:
     routes: tuple[Route, ...] = ()
 
     def __post_init__(self) -> None:
-        # Lists would let a schedule change after it was made.
+        # Lists could be changed after the schedule was made.
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "chunks", tuple(Chunk(share, tuple(s), tuple(d)) for share, s, d in self.chunks))
         steps_of = (tuple(Step(chunk, dst, tuple(srcs)) for chunk, dst, srcs in steps) for steps in self.rounds)
         object.__setattr__(self, "rounds", tuple(steps_of))
         n = len(self.devices)
         for route in self.routes:
-            if len(route) not in (4, 5) or isinstance(route[3], str):  # tuple() would make switches of its letters
+            if len(route) not in (4, 5) or isinstance(route[3], str):  # tuple() would split it into letters
                 raise _malformed("a route is malformed", route, n)
         routes = tuple(Route(chunk, src, dst, tuple(through), *when) for chunk, src, dst, through, *when in self.routes)
         object.__setattr__(self, "routes", routes)
         if len(set(self.devices)) != n:
-            raise ScheduleError(message("a schedule has each device once.", ", ".join(self.devices)))
+            raise ScheduleError(message("each device may appear only once in a schedule.", ", ".join(self.devices)))
         for number, chunk in enumerate(self.chunks):
             if chunk.share < 0 or not _positions(chunk.sources, n) or not _positions(chunk.destinations, n):
                 raise _malformed(f"chunk {number} is malformed", chunk, n)
         if sum(chunk.share for chunk in self.chunks) != 1:
             raise ScheduleError(
                 message(
-                    "the chunks must cover the buffer: their shares add up to 1.",
-                    f"shares {', '.join(str(chunk.share) for chunk in self.chunks) or 'of no chunk'}",
+                    "the chunks must cover the buffer: their shares must add up to 1.",
+                    f"shares {', '.join(str(chunk.share) for chunk in self.chunks) or 'none'}",
                 )
             )
         for r, steps in enumerate(self.rounds):
@@ -134,20 +137,20 @@ class Schedule:
             if not (0 <= route.chunk < len(self.chunks) and _positions(ends, n) and named and known):
                 raise _malformed("a route is malformed", route, n)
         if len({(*route[:3], route.round) for route in self.routes}) < len(self.routes):
-            raise ScheduleError(message("a chunk has one route between two devices.", shown(self.routes)))
+            raise ScheduleError(message("a chunk can have only one route between two devices.", shown(self.routes)))
         if self.pieces < 1:
-            raise ScheduleError(message("a chunk is cut into at least one piece.", shown(self.pieces), "pieces=1"))
+            raise ScheduleError(message("pieces must be at least 1.", shown(self.pieces), "pieces=1"))
 
     @cached_property
     def _hash(self) -> int:
         return hash(self._parts)
 
     def __hash__(self) -> int:
-        # A schedule is a key in the caches of every call: its thousands of steps are hashed once.
+        # A schedule is a cache key in every call: its thousands of steps are hashed once.
         return self._hash
 
     def __reduce__(self) -> tuple[type[Schedule], tuple[Any, ...]]:
-        # Without the cached hash, which is another one in another process.
+        # Without the cached hash, which differs between processes.
         return Schedule, self._parts
 
     @property
@@ -155,9 +158,9 @@ class Schedule:
         return self.collective, self.algorithm, self.devices, self.chunks, self.rounds, self.pieces, self.routes
 
     def cut_into(self, pieces: int) -> Schedule:
-        """Return the same schedule with chunks cut into so many pieces; both share all of their steps."""
+        """Return the same schedule with another number of pieces; both share the tuples of steps."""
         if pieces < 1:
-            raise ScheduleError(message("a chunk is cut into at least one piece.", shown(pieces), "pieces=1"))
+            raise ScheduleError(message("pieces must be at least 1.", shown(pieces), "pieces=1"))
         other = object.__new__(Schedule)
         parts = ("collective", "algorithm", "devices", "chunks", "rounds", "routes")
         other.__dict__.update({name: getattr(self, name) for name in parts}, pieces=pieces)
@@ -166,20 +169,24 @@ class Schedule:
     def spans(self, size: int) -> tuple[tuple[int, int], ...]:
         """Return each chunk's range of elements ``(start, stop)`` in a flat buffer of ``size`` elements.
 
-        Every boundary is rounded once, so the chunks cover the buffer and equal shares differ by at
-        most one element.
+        Each boundary is rounded only once, so the chunks cover the buffer and equal shares differ by at most one
+        element.
 
         >>> from crossreduce.planning import direct
         >>> direct(["cpu:0", "cpu:1", "cpu:2"]).spans(10)
         ((0, 3), (3, 6), (6, 10))
         """
-        ends = [int(end * size) for end in accumulate(chunk.share for chunk in self.chunks)]
-        return tuple(zip([0, *ends[:-1]], ends, strict=True))
+        return spans((chunk.share for chunk in self.chunks), size)
 
     @property
     def steps(self) -> int:
-        """How many steps there are in all rounds."""
+        """The number of steps in all rounds."""
         return sum(map(len, self.rounds))
+
+    @property
+    def round_count(self) -> int:
+        """The number of rounds."""
+        return len(self.rounds)
 
     def to_json(self) -> str:
         """Return the schedule as JSON text; equal schedules give the same bytes."""
@@ -201,12 +208,12 @@ class Schedule:
         """Read a schedule back from ``to_json``'s text.
 
         Raises:
-          ScheduleError: the text is no JSON, of another format, or lacks a part.
+          ScheduleError: the text is not JSON, is of another format, or lacks a part.
         """
         try:
             read: dict[str, Any] = json.loads(text)
             if read["format"] != FORMAT:
-                raise KeyError(read["format"])  # noqa: TRY301 - one handler says what every fault means
+                raise KeyError(read["format"])  # noqa: TRY301 - one handler reports all faults
             return cls(
                 _text(read["collective"]),
                 _text(read["algorithm"]),
@@ -226,11 +233,11 @@ class Schedule:
             raise
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise ScheduleError(
-                message(f"this is no schedule in JSON: {error!r}.", shown(text), f'text of format "{FORMAT}"')
+                message(f"this text is not a schedule in JSON: {error!r}.", shown(text), f'text of format "{FORMAT}"')
             ) from error
 
     def describe(self, step: Step) -> str:
-        """Return a step in words: ``chunk 0: cpu:0 <- cpu:0 + cpu:1``."""
+        """Return a step as text: ``chunk 0: cpu:0 <- cpu:0 + cpu:1``."""
         srcs = " + ".join(self.devices[src] for src in step.srcs)
         return f"chunk {step.chunk}: {self.devices[step.dst]} <- {srcs}"
 
@@ -239,12 +246,12 @@ class Schedule:
         return {(*route[:3], route.round): route.through for route in self.routes}
 
     def through(self, r: int, chunk: int, src: int, dst: int) -> tuple[str, ...] | None:
-        """Return the nodes that a move passes in round ``r``; ``None``: as the topology routes it."""
+        """Return the nodes that a transfer passes in round ``r``; ``None``: the topology's own route."""
         return self._through.get((chunk, src, dst, r), self._through.get((chunk, src, dst, None)))
 
     @property
     def head(self) -> str:
-        """The schedule in one line: its kind and its counts."""
+        """One line with the collective, the algorithm and the counts."""
         return (
             f"{self.collective} {self.algorithm}: {_many(len(self.devices), 'device')}, "
             f"{_many(len(self.chunks), 'chunk')}, {_many(len(self.rounds), 'round')}, {_many(self.steps, 'step')}"
@@ -253,6 +260,31 @@ class Schedule:
     def __str__(self) -> str:
         lines = [f"  round {r}: {self.describe(step)}" for r, steps in enumerate(self.rounds) for step in steps]
         return "\n".join([self.head, *lines])
+
+
+def spans(shares: Iterable[Fraction], size: int) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of elements of consecutive shares of a buffer: see ``Schedule.spans``."""
+    ends = [int(end * size) for end in accumulate(shares)]
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def live_rounds(schedule: Schedule) -> list[list[Step]]:
+    """Return the steps of each round that the result of some destination depends on; rounds may be empty.
+
+    Steps that copy a device's value to itself are dropped too.
+
+    >>> from crossreduce.planning import direct
+    >>> [len(steps) for steps in live_rounds(direct(["cpu:0", "cpu:1"]))]
+    [2, 2]
+    """
+    live = {(c, dst) for c, chunk in enumerate(schedule.chunks) for dst in chunk.destinations}
+    rounds = []
+    for steps in reversed(schedule.rounds):
+        kept = [step for step in steps if (step.chunk, step.dst) in live and step.srcs != (step.dst,)]
+        live.difference_update((step.chunk, step.dst) for step in kept)
+        live.update((step.chunk, src) for step in kept for src in step.srcs)
+        rounds.append(kept)
+    return rounds[::-1]
 
 
 def _positions(numbers: Iterable[int], n: int) -> bool:
@@ -266,25 +298,25 @@ def _malformed(problem: str, given: object, n: int) -> ScheduleError:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not a string")
     return value
 
 
 def _share(value: object) -> Fraction:
     if not re.fullmatch(r"[0-9]{1,100}(/[0-9]{1,100})?", _text(value)):  # "1e99999999" would take hours
-        raise ValueError(f"{value!r} is no share")
+        raise ValueError(f"{value!r} is not a share")
     return Fraction(_text(value))
 
 
 def _list(value: object) -> list[object]:
     if not isinstance(value, list):
-        raise TypeError(f"{value!r} is no list")
+        raise TypeError(f"{value!r} is not a list")
     return value
 
 
 def _int(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not an integer")
     return value
 
 

@@ -320,7 +320,7 @@ class ReplicaContext:
 
 def _recorded(leaves: list[Any], structure: Any) -> tuple[bool, ...]:
     """Return for each leaf of a tree whether a gradient is to be made of it."""
-    return tuple(each(leaves, structure, lambda leaf: replica_framework(leaf).recorded(leaf)))
+    return tuple(each(leaves, structure, lambda leaf: replica_framework(leaf).is_recorded(leaf)))
 
 
 def _source(function: Callable[..., Any]) -> object:

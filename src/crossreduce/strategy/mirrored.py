@@ -16,8 +16,8 @@ from typing import Any, Final
 from ..cross_device_ops import CrossDeviceOps
 from ..devices import host_devices, parse
 from ..errors import ArgumentError, ContextError, MismatchError, message, shown
-from ..frameworks import Array, Modes, Numbers, ReplicaFramework, Sparse, framework_of, get
-from ..ops import ReduceOp, read_op
+from ..frameworks import Array, ReplicaFramework, Sparse, ThreadModes, framework_of, get
+from ..ops import Numbers, ReduceOp, read_op
 from ..options import CommunicationOptions, count, read_options
 from ..trees import check_ops, flatten_tree, unflatten_tree
 from ..validation import check_array, check_value, per_replica
@@ -146,7 +146,7 @@ class MirroredStrategy:
         hints = read_options(options)
         n = self.num_replicas_in_sync
         crew = Crew(self._devices, hints.timeout_seconds or TIMEOUT_S)
-        modes = [framework.modes() for framework in _loaded()]
+        modes = [framework.thread_modes() for framework in _loaded()]
         own = [arguments(args, kwargs, k, n) for k in range(n)]
         bodies = [
             partial(_live, ReplicaContext(self, k, crew), modes, fn, positional, named)
@@ -321,10 +321,10 @@ class MirroredStrategy:
                 message(f"the {op.value} of no elements is not defined.", repr(value), "a batch that is not empty")
             )
         numbers = framework.numbers(op, framework.spec(arrays[0]).dtype, sum(sizes))
-        folded = PerReplica.on(tuple(framework.fold(op, x, axis, numbers) for x in arrays), places)
+        folded = PerReplica.on(tuple(framework.reduce_axis(op, x, axis, numbers) for x in arrays), places)
         across = ReduceOp.SUM if op is ReduceOp.MEAN else op
         total = self._ops.reduce(across, folded, value.devices[0])[0]
-        wide = Numbers(numbers.accumulator, numbers.accumulator, numbers.result, numbers.divisor)
+        wide = Numbers(op, numbers.accumulator, numbers.accumulator, numbers.result, numbers.divisor)
         return framework.finish(framework.array(total), wide)
 
 
@@ -378,7 +378,7 @@ def _accelerators() -> tuple[str, ...]:
     return next((names for framework in _loaded() if (names := framework.accelerators())), ())
 
 
-def _live(context: ReplicaContext, modes: list[Modes], fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _live(context: ReplicaContext, modes: list[ThreadModes], fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """What a replica's thread does."""
     with entered(Current(context.strategy, context)), ExitStack() as stack:
         for within in modes:
@@ -398,4 +398,4 @@ def _moved(leaf: Any, device: str) -> Any:
             return leaf
         return leaf.to(f"{place.kind}:{place.index}")
     framework.require((device,))
-    return framework.copy(leaf, device) if hasattr(leaf, "shape") else leaf
+    return framework.to_device(leaf, device) if hasattr(leaf, "shape") else leaf

@@ -53,7 +53,7 @@ def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
     for framework, x in arrays:
         along = (slice(None),) * (axis % len(x.shape))
         cut = [x[(*along, slice(*share))] for share in shares(x.shape[axis], len(devices))]
-        components = tuple(framework.copy(part, device) for part, device in zip(cut, devices, strict=True))
+        components = tuple(framework.to_device(part, device) for part, device in zip(cut, devices, strict=True))
         made.append(PerReplica.on(components, devices))
     return unflatten_tree(structure, made)
 

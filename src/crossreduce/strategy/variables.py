@@ -13,7 +13,7 @@ from typing import Any
 
 from ..cross_device_ops import AllReduceCrossDeviceOps
 from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, message, shown
-from ..frameworks import Array, Framework, Sparse, Unwritable, framework_of
+from ..frameworks import Array, Framework, Immutable, Sparse, framework_of
 from ..ops import COMPLEX, FLOATS, INTEGERS, ReduceOp
 from ..validation import place
 from ..values import DistributedValues, Mirrored, PerReplica, describe
@@ -134,7 +134,7 @@ class Variable(Whole):
         first = self._backend.array(copies[0])
         if isinstance(first, Sparse):
             raise UnsupportedError(message("a variable is dense.", shown(value), "value.todense() or the like"))
-        held = [self._backend.held(None, x, device) for x, device in zip(copies, self._devices, strict=True)]
+        held = [self._backend.variable_value(None, x, device) for x, device in zip(copies, self._devices, strict=True)]
         self._components = held
         self._spec = self._backend.spec(first)
         if self._aggregation is VariableAggregation.MEAN and self._spec.dtype in INTEGERS | {"bool"}:
@@ -352,7 +352,7 @@ class Variable(Whole):
                     "a variable keeps its framework, shape and dtype.", f"{describe(value)} for {self}", f"{self._spec}"
                 )
             )
-        return framework.copy(x, self._devices[k])
+        return framework.to_device(x, self._devices[k])
 
     def _put_all(self, how: str, values: Sequence[Any]) -> None:
         with _WRITING:
@@ -361,7 +361,7 @@ class Variable(Whole):
                 self._put(k, new)
 
     def _put(self, k: int, new: Array) -> None:
-        self._components[k] = self._backend.held(self._components[k], new, self._devices[k])
+        self._components[k] = self._backend.variable_value(self._components[k], new, self._devices[k])
 
 
 class Component:
@@ -408,8 +408,8 @@ def _holds(dtype: str, number: complex) -> bool:
 
 def _filled(framework: Framework, x: Array, number: Any) -> Array:
     """Return an array like another, of one number."""
-    if isinstance(framework, Unwritable):
+    if isinstance(framework, Immutable):
         return x.at[...].set(number)
-    made = framework.own(framework.array(x))
+    made = framework.clone(framework.array(x))
     made[...] = number
     return made

@@ -227,7 +227,7 @@ bool SharedMemory::work(const std::vector<Work> &works) {
         for (const Spot &spot : one.sources) sources.push_back({at(spot), nullptr});
         for (const Spot &spot : one.results) results.push_back(at(spot));
         const int helping = traffic(*one.plan) < THREADED ? 1 : threads;
-        if (!run(*one.plan, sources, results, helping, one.past_cache)) return false;
+        if (!run(*one.plan, sources, results, helping, one.streaming)) return false;
     }
     return true;
 }

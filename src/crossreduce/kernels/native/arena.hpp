@@ -20,7 +20,7 @@ struct Spot { // where an operand of a job lies
 struct Work { // a run of a plan
     const Plan *plan;
     std::vector<Spot> sources, results;
-    bool past_cache;
+    bool streaming;
 };
 
 struct Course {

@@ -48,13 +48,13 @@ bool read_spots(PyObject *given, size_t count, int64_t bytes, std::vector<Spot> 
 
 bool read_work(PyObject *given, CourseObject &self, std::vector<Work> &works) {
     PyObject *plan, *sources, *results;
-    int past_cache;
-    if (!PyTuple_Check(given)) return malformed("a job is (plan, sources, results, past_cache)");
-    if (!PyArg_ParseTuple(given, "OOOp", &plan, &sources, &results, &past_cache)) return false;
+    int streaming;
+    if (!PyTuple_Check(given)) return malformed("a job is (plan, sources, results, streaming)");
+    if (!PyArg_ParseTuple(given, "OOOp", &plan, &sources, &results, &streaming)) return false;
     const Plan *found = plan_of(plan);
     if (found == nullptr || PyList_Append(self.plans, plan) < 0) return false;
     if (found->sizes.size() != 1) return malformed("a job's plan is of one tensor");
-    works.push_back({found, {}, {}, past_cache != 0});
+    works.push_back({found, {}, {}, streaming != 0});
     Work &work = works.back();
     const int64_t size = found->sizes[0];
     return read_spots(sources, static_cast<size_t>(found->sources), size * static_cast<int64_t>(SIZES[found->dtype]),
@@ -107,7 +107,7 @@ void course_dealloc(PyObject *object) {
 PyType_Slot course_slots[] = {{Py_tp_new, reinterpret_cast<void *>(course_new)},
                               {Py_tp_dealloc, reinterpret_cast<void *>(course_dealloc)},
                               {0, nullptr}};
-PyType_Spec course_spec = {"crossreduce.kernels._native.Course", sizeof(CourseObject), 0, Py_TPFLAGS_DEFAULT,
+PyType_Spec course_spec = {"crossreduce.kernels._native.RankProgram", sizeof(CourseObject), 0, Py_TPFLAGS_DEFAULT,
                            course_slots};
 
 // Arena
@@ -256,7 +256,7 @@ PyObject *arena_abandon(PyObject *object, PyObject *) {
     Py_RETURN_NONE;
 }
 
-PyObject *arena_give_up(PyObject *object, PyObject *args) {
+PyObject *arena_abort(PyObject *object, PyObject *args) {
     const char *text;
     Py_ssize_t length;
     if (!PyArg_ParseTuple(args, "y#", &text, &length) || !usable(arena_of(object), false)) return nullptr;
@@ -339,7 +339,7 @@ PyMethodDef arena_methods[] = {
      "advance(until, slice_s): do the ticks before `until`; 0 done, 1 still waiting for others, 2 their ops differ, 3 "
      "given up, 4 no memory."},
     {"abandon", arena_abandon, METH_NOARGS, "End the op under way: on all ranks, in the same tick."},
-    {"give_up", arena_give_up, METH_VARARGS, "give_up(cause): say why nothing goes on; the first cause stands."},
+    {"abort", arena_abort, METH_VARARGS, "abort(cause): say why nothing goes on; the first cause stands."},
     {"cause", arena_cause, METH_NOARGS, "The cause that was put up; empty: none."},
     {"address", arena_address, METH_VARARGS, "address(rank): where the half of its slot begins that this op uses."},
     {"close", arena_close, METH_NOARGS, "Let go of the memory; the arena is of no use afterwards."},
@@ -353,13 +353,13 @@ PyType_Slot arena_slots[] = {{Py_tp_new, reinterpret_cast<void *>(arena_new)},
                              {Py_tp_dealloc, reinterpret_cast<void *>(arena_dealloc)},
                              {Py_tp_methods, arena_methods},
                              {0, nullptr}};
-PyType_Spec arena_spec = {"crossreduce.kernels._native.Arena", sizeof(ArenaObject), 0, Py_TPFLAGS_DEFAULT, arena_slots};
+PyType_Spec arena_spec = {"crossreduce.kernels._native.SharedMemory", sizeof(ArenaObject), 0, Py_TPFLAGS_DEFAULT, arena_slots};
 
 } // namespace
 
 int add_arena(PyObject *module) {
     Ref course(PyType_FromSpec(&course_spec)), arena(PyType_FromSpec(&arena_spec));
     if (!course || !arena) return -1;
-    if (PyModule_AddObjectRef(module, "Course", course.object) < 0) return -1;
-    return PyModule_AddObjectRef(module, "Arena", arena.object);
+    if (PyModule_AddObjectRef(module, "RankProgram", course.object) < 0) return -1;
+    return PyModule_AddObjectRef(module, "SharedMemory", arena.object);
 }

@@ -48,7 +48,7 @@ struct Run {
     const Plan &plan;
     const std::vector<Operand> &sources;
     const std::vector<char *> &results;
-    bool past_cache, by_line;
+    bool streaming, by_line;
     Numbers numbers;
     int64_t tile, share;     // elements
     std::vector<long> first; // the first share of each segment, and their number
@@ -133,7 +133,7 @@ void walk_part(const Walk &walk, const Numbers &n, size_t start, size_t count, A
 }
 
 // Walk any number of units: to where lines of the first result begin, through whole lines, and what is left.
-void walk_all(const Walk &walk, const Numbers &n, size_t count, bool past_cache, Target *targets, size_t results,
+void walk_all(const Walk &walk, const Numbers &n, size_t count, bool streaming, Target *targets, size_t results,
               Arena arena) {
     size_t head = 0;
     if (results > 0 && count >= MANY_LINES * n.line) {
@@ -141,7 +141,7 @@ void walk_all(const Walk &walk, const Numbers &n, size_t count, bool past_cache,
         if (off % (n.out * n.units) == 0) head = off / n.out; // whole elements
         for (size_t r = 0; r < results; r++)
             targets[r].past =
-                past_cache && (reinterpret_cast<uintptr_t>(targets[r].data + head * n.out) & (LINE - 1)) == 0;
+                streaming && (reinterpret_cast<uintptr_t>(targets[r].data + head * n.out) & (LINE - 1)) == 0;
     }
     if (head > 0) walk_part(walk, n, 0, head, arena);
     const size_t whole = head + (count - head) / n.line * n.line;
@@ -217,7 +217,7 @@ void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t st
     const size_t count = route(plan, program, results, offset * n.out, values, targets,
                                [&](int value) { return place(value); });
     walk_all({folds, program.folds.size(), values, count, plan.divisor}, n, static_cast<size_t>(stop - start) * n.units,
-             run.past_cache && !in_place(run, segment.tensor), targets, static_cast<size_t>(plan.results), arena);
+             run.streaming && !in_place(run, segment.tensor), targets, static_cast<size_t>(plan.results), arena);
 }
 
 // Tile by tile: sources that are many, strided or to be converted; intermediate values are a tile each.
@@ -249,7 +249,7 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
         }
         return Place{data, n.in, false};
     };
-    const bool past_cache = run.past_cache && !in_place(run, segment.tensor);
+    const bool streaming = run.streaming && !in_place(run, segment.tensor);
     Place operands[SIDE_BY_SIDE + 1];
     for (size_t f = 0; f < program.folds.size(); f++) {
         const Combination &one = program.folds[f];
@@ -265,7 +265,7 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
                     targets[r] = {results[r] + static_cast<size_t>(start) * SIZES[plan.result], false};
                 const Fold fold = {operands, taken, nullptr, 0};
                 const Value value = {{nullptr, 0, false}, true, targets, static_cast<size_t>(plan.results)};
-                walk_all({&fold, 1, &value, 1, plan.divisor}, n, count, past_cache, targets, value.count, arena);
+                walk_all({&fold, 1, &value, 1, plan.divisor}, n, count, streaming, targets, value.count, arena);
                 return;
             }
             const Fold fold = {operands, taken, slot(~one.out), n.acc};
@@ -281,7 +281,7 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
         values[v].last = false;
         Target *to = const_cast<Target *>(values[v].to);
         if (!n.after) {
-            walk_all({nullptr, 0, &values[v], 1, plan.divisor}, n, count, past_cache, to, values[v].count, arena);
+            walk_all({nullptr, 0, &values[v], 1, plan.divisor}, n, count, streaming, to, values[v].count, arena);
             continue;
         }
         Target whole = {finished, false};
@@ -291,7 +291,7 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
         tiles.convert[plan.accumulator][plan.result](converted, finished, size);
         const Value bytes = {{converted, 1, false}, false, to, values[v].count};
         const Numbers raw = {tiles.same[SUM][U8], LINE, 1, 1, 1, 1, false, false};
-        walk_all({nullptr, 0, &bytes, 1, 1}, raw, size * out, past_cache, to, values[v].count, arena);
+        walk_all({nullptr, 0, &bytes, 1, 1}, raw, size * out, streaming, to, values[v].count, arena);
     }
 }
 
@@ -414,12 +414,12 @@ int64_t traffic(const Plan &plan) {
 }
 
 bool run(const Plan &plan, const std::vector<Operand> &sources, const std::vector<char *> &results, int threads,
-         bool past_cache) {
+         bool streaming) {
     Numbers n = numbers_of(plan);
     bool by_line = !n.before && !n.after && plan.by_line;
     for (const Operand &source : sources) by_line = by_line && source.strided == nullptr;
     if (by_line && plan.dtype == BF16 && plan.accumulator == F32) n.walker = plan.tiles->pairs[plan.op];
-    Run run{plan, sources, results, past_cache, by_line, n, 0, 0, {}};
+    Run run{plan, sources, results, streaming, by_line, n, 0, 0, {}};
     const size_t widest = std::max({SIZES[plan.dtype], SIZES[plan.accumulator], SIZES[plan.result]});
     run.tile = static_cast<int64_t>(plan.tile_bytes / widest);
     const auto size = static_cast<int64_t>(SIZES[plan.dtype]);

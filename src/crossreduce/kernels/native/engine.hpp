@@ -64,4 +64,4 @@ int64_t traffic(const Plan &plan);
 // memory, or exactly a source's of the same tensor and place. `threads` counts the caller. Returns false where a
 // thread's working memory could not be allocated; then nothing was written.
 bool run(const Plan &plan, const std::vector<Operand> &sources, const std::vector<char *> &results, int threads,
-         bool past_cache);
+         bool streaming);

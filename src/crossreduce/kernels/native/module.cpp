@@ -317,12 +317,12 @@ bool read_given(const Plan &plan, PyObject *sources, PyObject *results, Given &g
     return true;
 }
 
-// run(sources, results, threads, past_cache, apart) -> None, or (tensor, result) of a result that overlaps
+// run(sources, results, threads, streaming, apart) -> None, or (tensor, result) of a result that overlaps
 PyObject *plan_run(PyObject *object, PyObject *args) {
     const Plan &plan = *reinterpret_cast<PlanObject *>(object)->plan;
     PyObject *sources, *results;
-    int threads, past_cache, apart;
-    if (!PyArg_ParseTuple(args, "OOipp", &sources, &results, &threads, &past_cache, &apart)) return nullptr;
+    int threads, streaming, apart;
+    if (!PyArg_ParseTuple(args, "OOipp", &sources, &results, &threads, &streaming, &apart)) return nullptr;
     if (threads < 1) {
         PyErr_SetString(PyExc_ValueError, "there must be one thread at least");
         return nullptr;
@@ -340,7 +340,7 @@ PyObject *plan_run(PyObject *object, PyObject *args) {
         } else {
             PyThreadState *state = PyEval_SaveThread();
             try {
-                done = run(plan, given.sources, given.results, threads, past_cache != 0);
+                done = run(plan, given.sources, given.results, threads, streaming != 0);
             } catch (const std::bad_alloc &) {
                 done = false;
             }
@@ -355,7 +355,7 @@ PyObject *plan_run(PyObject *object, PyObject *args) {
 
 PyMethodDef plan_methods[] = {
     {"run", plan_run, METH_VARARGS,
-     "run(sources, results, threads, past_cache, apart): for each tensor a list of sources and one of results, each a "
+     "run(sources, results, threads, streaming, apart): for each tensor a list of sources and one of results, each a "
      "buffer or an address; a source also (address, shape, strides). apart: look for results that overlap first, and "
      "return (tensor, result) of one where there is, with nothing written."},
     {nullptr, nullptr, 0, nullptr}};
@@ -364,7 +364,7 @@ PyType_Slot plan_slots[] = {{Py_tp_new, reinterpret_cast<void *>(plan_new)},
                             {Py_tp_dealloc, reinterpret_cast<void *>(plan_dealloc)},
                             {Py_tp_methods, plan_methods},
                             {0, nullptr}};
-PyType_Spec plan_spec = {"crossreduce.kernels._native.Plan", sizeof(PlanObject), 0, Py_TPFLAGS_DEFAULT, plan_slots};
+PyType_Spec plan_spec = {"crossreduce.kernels._native.Kernel", sizeof(PlanObject), 0, Py_TPFLAGS_DEFAULT, plan_slots};
 
 // Memory
 
@@ -451,7 +451,7 @@ PyMethodDef functions[] = {
 int fill(PyObject *module) {
     Ref plan(PyType_FromSpec(&plan_spec)), memory(PyType_FromSpec(&memory_spec));
     if (!plan || !memory) return -1;
-    if (PyModule_AddObjectRef(module, "Plan", plan.object) < 0) return -1;
+    if (PyModule_AddObjectRef(module, "Kernel", plan.object) < 0) return -1;
     if (PyModule_AddObjectRef(module, "Memory", memory.object) < 0) return -1;
     return add_arena(module);
 }

@@ -1,0 +1,172 @@
+"""The protocol of engines, and the function that selects them.
+
+Input: a ``Layout``, tensors with the programs that reduce them. Output: the engines that can run it, best first. An
+engine compiles a layout once and then runs it on any number of arrays. Everything it needs from a call is in its
+arguments: engines import nothing from ``torch/``, ``jax/``, ``tensorflow.py`` or ``strategy/``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Final, NamedTuple, Protocol
+
+from ..devices import parse
+from ..errors import ScheduleError, message
+from ..frameworks import Array, Framework
+from ..lowering import Program
+from ..ops import Numbers
+from ..packing import Buffer, itemsize
+
+ENGINES: Final = ("null", "host", "loop")
+"""Modules of this package, in the order in which ``select`` tries them; each defines ``ENGINE``."""
+
+
+class ProgramRange(NamedTuple):
+    """A range of a buffer's elements and the program that reduces it."""
+
+    program: Program
+    start: int
+    stop: int
+
+
+class LoweredBuffer(NamedTuple):
+    """A flat buffer and the ranges that tile it."""
+
+    buffer: Buffer
+    ranges: tuple[ProgramRange, ...]
+
+
+@dataclass(frozen=True, eq=False)  # layouts are cached, so identity is enough: a cheap cache key
+class Layout:
+    """Tensors of one dtype with the same sources and destinations, and the programs that reduce them.
+
+    Args:
+      framework: of the arrays.
+      tensors: their positions in the caller's batch, in the order in which the buffers list them.
+      buffers: where the tensors are in flat buffers, and the programs.
+      sources: the device of each replica's component.
+      destinations: the device of each component of the results.
+      mixed: some components were sparse and were made dense, perhaps in a wider dtype.
+    Raises:
+      ScheduleError: the chunks of a program differ in their sources or destinations.
+    """
+
+    framework: Framework
+    tensors: tuple[int, ...]
+    buffers: tuple[LoweredBuffer, ...]
+    sources: tuple[str, ...]
+    destinations: tuple[str, ...]
+    mixed: bool = False
+
+    def __post_init__(self) -> None:
+        for program in self.programs:
+            if not program.uniform:
+                problem = "engines run only schedules whose chunks all have the same sources and destinations."
+                given = f"{program.collective} by {program.algorithm}, {len(program.chunks)} chunks"
+                raise ScheduleError(message(problem, given, "all_reduce, reduce or broadcast"))
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs of all ranges."""
+        return tuple(part.program for lowered in self.buffers for part in lowered.ranges)
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the tensors."""
+        return [span.shape for lowered in self.buffers for span in lowered.buffer.spans]
+
+    @cached_property
+    def is_sized(self) -> bool:
+        """Whether all sizes are known; a tensor whose size tracing leaves unknown has a layout of its own."""
+        return self.buffers[0].buffer.size is not None
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of one replica's tensors."""
+        return sum((buffer.size or 0) * itemsize(buffer.dtype) for buffer, _ in self.buffers)
+
+    @cached_property
+    def on_host(self) -> bool:
+        """Whether all devices of all programs are this host's memory."""
+        return all(_is_host_memory(device) for program in self.programs for device in program.devices)
+
+    @cached_property
+    def engines(self) -> tuple[Engine, ...]:
+        """The engines that can run this layout, best first: see ``select``."""
+        return select(self)
+
+
+class OverlapError(Exception):
+    """Result number ``result`` of tensor ``tensor`` shares memory with another result or with an input."""
+
+    def __init__(self, tensor: int, result: int) -> None:
+        super().__init__(tensor, result)
+        self.tensor, self.result = tensor, result
+
+
+class Executable(Protocol):
+    """A compiled layout, which can run any number of times, in several threads at once."""
+
+    def run(self, operands: Any, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
+        """Reduce arrays.
+
+        Args:
+          operands: from ``Engine.bind``.
+          out: for each tensor the arrays to write its results into; ``None``: the results are new arrays.
+        Returns:
+          For each tensor its results, in the order of the destinations; ``out`` itself if it was given.
+        Raises:
+          OverlapError: arrays of ``out`` share memory, if the engine ``checks_overlap``. Nothing was written.
+          BufferError, ValueError: likewise, an array of ``out`` cannot be written into.
+        """
+
+
+class Engine(Protocol):
+    """One way to run programs. Adding one takes its file, its name in ``ENGINES``, a row in the tests and the docs."""
+
+    name: str
+
+    def __hash__(self) -> int:
+        """Engines are cache keys."""
+
+    checks_overlap: bool
+    """Whether executables check ``out`` themselves; else the caller does so before ``run``."""
+
+    def supports(self, layout: Layout) -> bool:
+        """Return whether this engine can run a layout, as far as its framework, devices and sizes tell."""
+
+    def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
+        """Return the form in which ``Executable.run`` reads these arrays: for each tensor its components.
+
+        ``None``: the engine cannot run these arrays after all, for example because they are traced.
+        """
+
+    def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:
+        """Return the executable of a layout; callers cache it.
+
+        Args:
+          layout: one that the engine supports.
+          numbers: how the reduction is computed.
+          with_out: whether ``run`` will write into the caller's arrays.
+        """
+
+
+def select(layout: Layout) -> tuple[Engine, ...]:
+    """Return the engines that support a layout, best first. The last one can run any arrays."""
+    return tuple(engine for engine in map(engine_named, ENGINES) if engine.supports(layout))
+
+
+@lru_cache(maxsize=64)
+def engine_named(name: str) -> Engine:
+    """Return an engine, importing its module on first use."""
+    engine: Engine = importlib.import_module(f".{name}", __package__).ENGINE
+    return engine
+
+
+@lru_cache(maxsize=4096)
+def _is_host_memory(device: str) -> bool:
+    place = parse(device)
+    return place.kind == "cpu" and not place.host

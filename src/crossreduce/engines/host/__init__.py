@@ -1,0 +1,119 @@
+"""The host engine: compiled kernels reduce whole batches in host memory, where the arrays are.
+
+Input: a layout. Output: one kernel, compiled once. All devices of a host share one memory, so a program's copies are
+not needed: only the order of combination remains, and a chain of combinations is one pass over the data.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ... import kernels
+from ...frameworks import Array
+from ...kernels import FusedProgram, Kernel, Segment
+from ...lowering import element_ranges, fused
+from ...ops import Numbers
+from ...packing import itemsize
+from ..base import Layout, OverlapError
+from .memory import HostMemory, host_memory
+
+
+class HostEngine:
+    """See ``engines.base.Engine``."""
+
+    name = "host"
+    checks_overlap = True
+
+    def supports(self, layout: Layout) -> bool:
+        """Return whether all devices are host memory, sizes are known and the framework gives access to memory."""
+        known = layout.is_sized and layout.on_host and not layout.mixed
+        return known and host_memory(layout.framework.name) is not None
+
+    def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
+        """Return buffers or addresses; ``None`` for arrays that are traced, recorded or on an accelerator."""
+        memory = host_memory(layout.framework.name)
+        assert memory is not None
+        return memory.readable(arrays)
+
+    def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> HostExecutable:
+        """Return the executable of a layout."""
+        return HostExecutable(layout, numbers, with_out)
+
+
+class HostExecutable:
+    """A kernel and the memory of its results. See ``engines.base.Executable``.
+
+    Where results are immutable, one is computed and all destinations share its memory.
+    """
+
+    def __init__(self, layout: Layout, numbers: Numbers, with_out: bool) -> None:
+        memory = host_memory(layout.framework.name)
+        assert memory is not None
+        self._memory: HostMemory = memory
+        self._shapes, self._dtype, self._destinations = layout.shapes, numbers.result, layout.destinations
+        self._count = 1 if memory.shares_results and not with_out else len(layout.destinations)
+        self._kernel = kernel(layout, numbers, self._count)
+        written = layout.nbytes // itemsize(numbers.dtype) * self._count * itemsize(numbers.result)
+        self._streaming = written >= kernels.STREAMING_BYTES
+        self._threaded = written + layout.nbytes * len(layout.sources) >= kernels.THREADED_BYTES
+
+    def run(self, operands: Any, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
+        """Reduce arrays in one run of the kernel."""
+        memory = self._memory
+        threads = 1
+        if self._threaded:
+            limit = memory.threads()
+            threads = kernels.threads() if limit is None else min(kernels.threads(), limit)
+        if out is None:
+            blanks = memory.allocate(self._shapes, self._dtype, self._count)
+            self._kernel.run(operands, memory.writable(blanks), threads, self._streaming, False)
+            return memory.wrap(blanks, self._shapes, self._dtype, self._destinations)
+        overlap = self._kernel.run(operands, memory.writable_outputs(out), threads, self._streaming, True)
+        if overlap is not None:
+            raise OverlapError(*overlap)
+        memory.mark_dirty(out)
+        return out
+
+
+def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
+    """Return the kernel of a layout that writes the first ``results`` results of each tensor."""
+    programs: dict[FusedProgram, int] = {}
+    segments: list[Segment] = []
+    sizes: list[int] = []
+    for buffer, ranges in layout.buffers:
+        spans = [
+            (len(sizes) + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans) if span.size
+        ]
+        sizes.extend(span.size for span in buffer.spans)
+        first = 0  # of the spans that end after the current position
+        for program, base, end in ranges:
+            for chunk, low, high in element_ranges(program, end - base):
+                low, high = base + low, base + high
+                number = programs.setdefault(fused(program.chunks[chunk], results), len(programs))
+                while first < len(spans) and spans[first][2] <= low:
+                    first += 1
+                for tensor, start, stop in itertools.islice(spans, first, None):
+                    if start >= high:
+                        break
+                    segment = Segment(tensor, max(low, start) - start, min(high, stop) - start, number)
+                    last = segments[-1] if segments else None
+                    if last is not None and (last.tensor, last.stop, last.program) == (tensor, segment.start, number):
+                        segments[-1] = last._replace(stop=segment.stop)
+                    else:
+                        segments.append(segment)
+    dtypes = numbers.dtype, numbers.accumulator, numbers.result
+    return kernels.compile_kernel(
+        numbers.kernel_op,
+        dtypes,
+        numbers.divisor,
+        len(layout.sources),
+        results,
+        tuple(sizes),
+        tuple(programs),
+        tuple(segments),
+    )
+
+
+ENGINE: Final = HostEngine()

@@ -1,0 +1,82 @@
+"""The memory of JAX arrays on CPU devices.
+
+Results are one buffer per array on memory that all arrays of a result share. XLA writes into none of them, donated or
+not, and the memory is freed with the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ...frameworks import Array
+from ...frameworks.jax import cpu_number, place
+from ...kernels.reference import dtype_named
+from .memory import SharedResults
+
+_X64: Final = frozenset({"float64", "complex128", "int64", "uint64"})
+
+
+class JaxMemory(SharedResults):
+    """See ``HostMemory``."""
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        shardings = set()
+        for row in arrays:
+            weak = True
+            for x in row:
+                if isinstance(x, jax.core.Tracer):
+                    return None
+                shardings.add(x.sharding)  # much faster than x.device
+                weak = weak and x.weak_type
+            if weak:  # mostly scalars; their sum has a weak type as well
+                return None
+        if any(cpu_number(sharding) < 0 for sharding in shardings):
+            return None
+        views = [[np.asarray(x) for x in row] for row in arrays]  # no copy; waits until the array is computed
+        if views and views[0][0].dtype.kind == "V":
+            return [[x.view(np.uint16) for x in row] for row in views]  # the buffer protocol has no bfloat16
+        return views
+
+    def wrap(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        # JAX uses memory that is aligned to 64 bytes without copying it.
+        kind = dtype_named(dtype)
+        filled = [np.frombuffer(memory, kind).reshape(shape) for (memory,), shape in zip(blanks, shapes, strict=True)]
+        # Arrays that were made while x64 was enabled keep their dtype.
+        wide = kind.name in _X64 and not jax.config.jax_enable_x64
+        with jax.enable_x64(True) if wide else nullcontext():
+            return _on_all(filled, devices)
+
+
+def _on_all(xs: list[Any], devices: tuple[str, ...]) -> list[tuple[Array, ...]]:
+    """Return each NumPy array as one array per device, all on its memory."""
+    replicated = _replicated(devices)
+    if replicated is None:  # logical devices of one physical device
+        shardings = [place(device)[1] for device in devices]
+        made = jax.device_put([x for x in xs for _ in devices], shardings * len(xs))
+        return [tuple(made[k : k + len(devices)]) for k in range(0, len(made), len(devices))]
+    # One array on all devices, split into its shards, is much faster to make than one array per device: 160 arrays
+    # of 1 KiB on 8 devices take 14 ms instead of 32.
+    found = []
+    for x in jax.device_put(xs, [replicated] * len(xs)):
+        here = {shard.device: shard.data for shard in x.addressable_shards}
+        found.append(tuple(here[place(device)[0]] for device in devices))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _replicated(devices: tuple[str, ...]) -> NamedSharding | None:
+    """Return the sharding of arrays that are complete on each device; ``None`` if two names are one device."""
+    places = [place(device)[0] for device in devices]
+    return None if len(set(places)) < len(places) else NamedSharding(Mesh(np.array(places), ("all",)), PartitionSpec())
+
+
+MEMORY: Final = JaxMemory()

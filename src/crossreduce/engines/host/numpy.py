@@ -1,0 +1,73 @@
+"""The memory of NumPy arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+
+from ... import kernels
+from ...frameworks import Array
+from ...kernels.reference import dtype_named
+
+
+def _empty_in_python(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
+    return [np.empty(shape, dtype) for _ in range(count)]
+
+
+try:  # the same function, several times faster
+    from ...frameworks._numpy_arrays import empty as _empty
+except ImportError:
+    _empty = _empty_in_python
+
+
+class NumPyMemory:
+    """See ``HostMemory``. Arrays have the buffer protocol, so the kernels read and write them as they are."""
+
+    shares_results = False
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+        if arrays and arrays[0][0].dtype.kind == "V":
+            return [[x.view(np.uint16) for x in row] for row in arrays]  # the buffer protocol has no bfloat16
+        return arrays
+
+    def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        kind = dtype_named(dtype)
+        return [_allocate(shape, kind, count) for shape in shapes]
+
+    writable = writable_outputs = readable
+
+    def wrap(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        return list(map(tuple, blanks))
+
+    def threads(self) -> int | None:
+        return None
+
+    def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
+        pass
+
+
+def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < kernels.POOLED_BYTES:
+        return _empty(shape, dtype, count)
+    offset = _offset()
+    return [np.frombuffer(kernels.memory(nbytes + offset), dtype, offset=offset).reshape(shape) for _ in range(count)]
+
+
+@cache
+def _offset() -> int:
+    """Return the offset of NumPy's own large arrays from a cache line, usually 16 bytes.
+
+    Results get the same offset, so that a cache line of results needs one line of each source; with two lines each,
+    a reduction takes half as long again (benchmarks/host_reduction.py).
+    """
+    return int(np.empty(1 << 20, np.uint8).__array_interface__["data"][0] % 64)
+
+
+MEMORY: Final = NumPyMemory()

@@ -1,0 +1,72 @@
+"""The memory of PyTorch tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Final
+
+import torch
+
+from ... import kernels
+from ...frameworks import Array
+from ...frameworks.torch import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
+
+_MOST_AXES: Final = 64  # of a strided source of the kernels
+
+
+class TorchMemory:
+    """See ``HostMemory``. The kernels get addresses; strided tensors are read where they are."""
+
+    shares_results = False
+
+    def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
+        if is_transformed() or not all(x.is_cpu for row in arrays for x in row):
+            return None
+        if any(x.dim() > _MOST_AXES for row in arrays for x in row):
+            return None
+        found = [[x.data_ptr() if x.is_contiguous() else _strided(x) for x in row] for row in arrays]
+        if any(0 in row and any(has_no_memory(x) for x in xs) for row, xs in zip(found, arrays, strict=True)):
+            return None
+        return found
+
+    def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
+        kind = DTYPES_BY_NAME[dtype]
+        return [_allocate(shape, kind, count) for shape in shapes]
+
+    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        return [[x.data_ptr() for x in row] for row in blanks]
+
+    def writable_outputs(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+        if not all(x.is_cpu and x.is_contiguous() for row in outs for x in row) or any(map(is_frozen, chain(*outs))):
+            raise BufferError("a tensor cannot be written into")
+        return [[x.data_ptr() for x in row] for row in outs]
+
+    def wrap(
+        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
+    ) -> list[tuple[Array, ...]]:
+        return list(map(tuple, blanks))
+
+    def threads(self) -> int | None:
+        return int(torch.get_num_threads())
+
+    def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
+        for row in outs:
+            for x in row:
+                torch.autograd.graph.increment_version(x)  # so that autograd detects a stale saved tensor
+
+
+def _strided(x: Array) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    size = x.element_size()
+    return x.data_ptr(), tuple(x.shape), tuple(step * size for step in x.stride())
+
+
+def _allocate(shape: tuple[int, ...], dtype: Any, count: int) -> list[Any]:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < kernels.POOLED_BYTES:
+        return [torch.empty(shape, dtype=dtype, device="cpu") for _ in range(count)]
+    return [torch.frombuffer(kernels.memory(nbytes), dtype=dtype).view(shape) for _ in range(count)]
+
+
+MEMORY: Final = TorchMemory()

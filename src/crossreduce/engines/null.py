@@ -1,0 +1,82 @@
+"""The null engine: moves nothing and counts the transfers and combinations of a program.
+
+Input: a layout of ``NullArray``s. Output: results without elements, and the framework's ``Counts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ..frameworks import Array
+from ..frameworks.null import NullArray, NullFramework
+from ..lowering import element_ranges
+from ..ops import Numbers
+from ..packing import itemsize
+from .base import Layout
+
+
+class NullEngine:
+    """See ``engines.base.Engine``."""
+
+    name = "null"
+    checks_overlap = False
+
+    def supports(self, layout: Layout) -> bool:
+        """Return whether the arrays are ``NullArray``s."""
+        return isinstance(layout.framework, NullFramework)
+
+    def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
+        """Return the arrays themselves."""
+        return arrays
+
+    def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> NullExecutable:
+        """Return the executable of a layout."""
+        return NullExecutable(layout, numbers)
+
+
+class NullExecutable:
+    """Counts one run of a layout. See ``engines.base.Executable``."""
+
+    def __init__(self, layout: Layout, numbers: Numbers) -> None:
+        self._layout, self._numbers = layout, numbers
+
+    def run(self, operands: Any, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
+        """Count what an engine with separate devices would do, and return arrays without elements."""
+        layout, numbers = self._layout, self._numbers
+        assert isinstance(layout.framework, NullFramework)
+        for components in operands:
+            for x, device in zip(components, layout.sources, strict=True):
+                layout.framework.to_device(x, device)  # a component that is elsewhere is moved first
+        for buffer, ranges in layout.buffers:
+            assert buffer.size is not None, "every shape is known here"
+            for program, start, stop in ranges:
+                for chunk, low, high in element_ranges(program, stop - start):
+                    self._count(program.chunks[chunk], program.devices, high - low)
+        if out is not None:
+            return out
+        framework = layout.framework
+        return [
+            tuple(NullArray(shape, numbers.result, device, framework) for device in layout.destinations)
+            for shape in layout.shapes
+        ]
+
+    def _count(self, code: Any, names: tuple[str, ...], size: int) -> None:
+        numbers, counts = self._numbers, self._layout.framework.counts  # type: ignore[attr-defined]
+        one = len(code.sources) == 1
+        dtypes = [numbers.result if one else numbers.dtype] * len(code.sources)
+        places = code.devices
+        for instruction in code.instructions:
+            for operand in instruction.operands:
+                src, dst = places[operand], instruction.device
+                if src != dst:
+                    counts.copies += 1
+                    counts.bytes[names[src], names[dst]] += size * itemsize(dtypes[operand])
+            if len(instruction.operands) == 1:
+                dtypes.append(dtypes[instruction.operands[0]])
+            else:
+                counts.additions += (len(instruction.operands) - 1) * size
+                dtypes.append(numbers.result if instruction.final else numbers.accumulator)
+
+
+ENGINE: Final = NullEngine()

@@ -1,0 +1,407 @@
+"""The one lowering: a verified schedule becomes a ``Program``, which every engine and every exporter consumes.
+
+Input: a ``Schedule``. Output: a ``Program`` in static single assignment: each chunk has numbered values, and each
+instruction makes one value on one device. Instructions that no destination needs are removed, the instruction that
+produces the fully reduced chunk is marked as final, and the last use of every value is known. The program stores no
+sizes, dtypes or arrays, so one program serves every size.
+
+Two views suit two kinds of engine: ``fused`` (devices share memory: copies are gone, chains of combinations are one
+pass) and ``for_device`` (devices exchange messages: sends, receives and combinations of one device).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from .kernels import FusedProgram
+from .schedule import Route, Schedule, live_rounds, verify
+from .schedule.schedule import spans
+
+
+class Instruction(NamedTuple):
+    """Makes one value of a chunk on ``device``: a copy of one operand, or the combination of several.
+
+    Args:
+      device: where the value is made.
+      operands: values, combined in this order. Those of other devices have to be sent.
+      round: the schedule's round.
+      final: the combination contains every contribution once: divide and round here, and only here.
+      last_uses: the operands that no later instruction reads and that are not results.
+      donated: the position, 0 or 1, of an operand whose memory the result may take over; -1: none. Such an operand
+        is a combination that is not final and that no later instruction reads, also not as a copy that may share
+        its memory.
+    """
+
+    device: int
+    operands: tuple[int, ...]
+    round: int
+    final: bool
+    last_uses: tuple[int, ...]
+    donated: int
+
+
+class ChunkProgram(NamedTuple):
+    """The instructions of one chunk.
+
+    Value k is the input of ``sources[k]``; instruction k makes value ``len(sources) + k``.
+
+    Args:
+      share: of the buffer.
+      sources: the devices that contribute.
+      destinations: the devices that need the result.
+      instructions: in an order in which they can run one by one.
+      results: the value that each destination keeps.
+    """
+
+    share: Fraction
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    results: tuple[int, ...]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of each value."""
+        return (*self.sources, *(instruction.device for instruction in self.instructions))
+
+
+class Numbered(NamedTuple):
+    """An instruction with its chunk and the number of the value that it makes."""
+
+    chunk: int
+    value: int
+    instruction: Instruction
+
+
+class Transfer(NamedTuple):
+    """A value of a chunk that moves from ``src`` to ``dst``.
+
+    ``through``: the nodes that the schedule routes it through; ``None``: the topology's own route. ``final``: whether
+    the value is fully reduced.
+    """
+
+    chunk: int
+    src: int
+    dst: int
+    through: tuple[str, ...] | None
+    final: bool
+
+
+@dataclass(frozen=True, eq=False)  # lower() is cached, so identity is enough: a cheap cache key
+class Program:
+    """A verified schedule in static single assignment.
+
+    Args:
+      collective: the schedule's.
+      algorithm: the schedule's.
+      devices: canonical names; devices are numbered by their position.
+      chunks: the instructions of each chunk.
+      rounds: how many rounds the schedule has.
+      pieces: the number of pipelined pieces per chunk.
+      routes: the schedule's own routes through switches.
+
+    >>> from crossreduce.planning import one_device
+    >>> print(lower(one_device(["cpu:0", "cpu:1"])))
+    all_reduce one_device: 2 devices, 1 chunk, 2 instructions
+      chunk 0: v2 on cpu:0 = v0 + v1 (final)
+      chunk 0: v3 on cpu:1 = v2
+    """
+
+    collective: str
+    algorithm: str
+    devices: tuple[str, ...]
+    chunks: tuple[ChunkProgram, ...]
+    rounds: int
+    pieces: int
+    routes: tuple[Route, ...]
+
+    @cached_property
+    def by_round(self) -> tuple[tuple[Numbered, ...], ...]:
+        """The instructions of each round, chunk by chunk. All of them read values of earlier rounds."""
+        rounds: list[list[Numbered]] = [[] for _ in range(self.rounds)]
+        for c, chunk in enumerate(self.chunks):
+            for value, instruction in enumerate(chunk.instructions, start=len(chunk.sources)):
+                rounds[instruction.round].append(Numbered(c, value, instruction))
+        return tuple(map(tuple, rounds))
+
+    @cached_property
+    def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
+        """The transfers of each round, chunk by chunk: every operand that is on another device."""
+        through = {(*route[:3], route.round): route.through for route in self.routes}
+        places = [chunk.devices for chunk in self.chunks]
+        final = [[len(chunk.sources) == 1] * len(chunk.sources) for chunk in self.chunks]
+        for known, chunk in zip(final, self.chunks, strict=True):
+            for instruction in chunk.instructions:
+                copied = len(instruction.operands) == 1 and known[instruction.operands[0]]
+                known.append(instruction.final or copied)
+        return tuple(
+            tuple(
+                Transfer(c, src, instruction.device, through.get((*ends, r), through.get((*ends, None))), final[c][v])
+                for c, _, instruction in instructions
+                for v in instruction.operands
+                if (src := places[c][v]) != instruction.device
+                for ends in [(c, src, instruction.device)]
+            )
+            for r, instructions in enumerate(self.by_round)
+        )
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether all chunks have the same sources and destinations."""
+        return len({(chunk.sources, chunk.destinations) for chunk in self.chunks}) == 1
+
+    def spans(self, size: int) -> tuple[tuple[int, int], ...]:
+        """Return each chunk's range of elements in a buffer of ``size`` elements: see ``Schedule.spans``."""
+        return spans((chunk.share for chunk in self.chunks), size)
+
+    def __str__(self) -> str:
+        count = sum(len(chunk.instructions) for chunk in self.chunks)
+        plural = "" if len(self.chunks) == 1 else "s"
+        lines = [
+            f"{self.collective} {self.algorithm}: {len(self.devices)} devices, {len(self.chunks)} chunk{plural}, "
+            f"{count} instructions"
+        ]
+        for c, chunk in enumerate(self.chunks):
+            for value, instruction in enumerate(chunk.instructions, start=len(chunk.sources)):
+                operands = " + ".join(f"v{operand}" for operand in instruction.operands)
+                final = " (final)" if instruction.final else ""
+                lines.append(f"  chunk {c}: v{value} on {self.devices[instruction.device]} = {operands}{final}")
+        return "\n".join(lines)
+
+
+@lru_cache(maxsize=4096)
+def element_ranges(program: Program, size: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the chunks that have elements in a buffer of ``size``, as ``(chunk, start, stop)``.
+
+    An empty buffer passes through one chunk, so that its result gets the right dtype.
+
+    >>> from crossreduce.planning import direct
+    >>> element_ranges(lower(direct(["cpu:0", "cpu:1", "cpu:2"])), 2)
+    ((1, 0, 1), (2, 1, 2))
+    """
+    spans = enumerate(program.spans(size))
+    return tuple((c, start, stop) for c, (start, stop) in spans if stop > start) or ((0, 0, 0),)
+
+
+@lru_cache(maxsize=1024)
+def lower(schedule: Schedule) -> Program:
+    """Verify a schedule and return its program; both are done once for each schedule.
+
+    Raises:
+      ScheduleError: ``verify`` rejects the schedule.
+    """
+    verify(schedule)
+    read: list[list[tuple[int, int, tuple[int, ...]]]] = [[] for _ in schedule.chunks]  # round, device, operands
+    current = [{source: k for k, source in enumerate(chunk.sources)} for chunk in schedule.chunks]
+    for r, steps in enumerate(live_rounds(schedule)):
+        made = []
+        for chunk, dst, srcs in steps:
+            made.append((chunk, dst, len(schedule.chunks[chunk].sources) + len(read[chunk])))
+            read[chunk].append((r, dst, tuple(current[chunk][src] for src in srcs)))
+        for chunk, dst, value in made:
+            current[chunk][dst] = value
+    chunks = []
+    for (share, sources, destinations), instructions, cells in zip(schedule.chunks, read, current, strict=True):
+        results = tuple(cells[dst] for dst in destinations)
+        chunks.append(ChunkProgram(share, sources, destinations, _finished(sources, instructions, results), results))
+    return Program(
+        schedule.collective,
+        schedule.algorithm,
+        schedule.devices,
+        tuple(chunks),
+        len(schedule.rounds),
+        schedule.pieces,
+        schedule.routes,
+    )
+
+
+def _finished(
+    sources: tuple[int, ...], read: list[tuple[int, int, tuple[int, ...]]], results: tuple[int, ...]
+) -> tuple[Instruction, ...]:
+    """Return a chunk's instructions with final flags and liveness."""
+    inputs, everyone = len(sources), (1 << len(sources)) - 1
+    contributions = [1 << k for k in range(inputs)]
+    # Copies may share memory with what they copy: ``origin`` is the input or combination behind each value.
+    origin = list(range(inputs))
+    last_read: dict[int, int] = {}  # by value
+    last_read_origin: dict[int, int] = {}
+    for value, (_, _, operands) in enumerate(read, start=inputs):
+        bits = 0
+        for operand in operands:
+            bits |= contributions[operand]  # no doubles: live instructions of a verified schedule have none
+            last_read[operand] = value
+            last_read_origin[origin[operand]] = value
+        contributions.append(bits)
+        origin.append(origin[operands[0]] if len(operands) == 1 else value)
+    final = [len(operands) > 1 and contributions[inputs + k] == everyone for k, (_, _, operands) in enumerate(read)]
+    kept = {origin[result] for result in results}
+    made = []
+    for value, (r, device, operands) in enumerate(read, start=inputs):
+        last_uses = tuple(v for v in dict.fromkeys(operands) if last_read[v] == value and v not in results)
+        origins = [origin[operand] for operand in operands]
+        donated = -1
+        if len(operands) > 1:
+            for k, start in enumerate(origins[:2]):
+                taken = start < inputs or final[start - inputs] or start in kept or origins.count(start) > 1
+                if not taken and last_read_origin[start] == value:
+                    donated = k
+                    break
+        made.append(Instruction(device, operands, r, final[value - inputs], last_uses, donated))
+    return tuple(made)
+
+
+@lru_cache(maxsize=4096)
+def fused(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
+    """Return what a chunk's instructions compute for the first ``results`` destinations (``None``: all).
+
+    Copies are gone. Equal combinations are computed once. A value that only the first operand of another combination
+    reads is folded into it. The order of combination does not change, so results stay the same to the bit.
+
+    >>> from crossreduce.planning import direct, hierarchical_copy
+    >>> fused(lower(direct(["cpu:0", "cpu:1", "cpu:2"])).chunks[1])
+    FusedProgram(slots=1, folds=((0, 0, 1, 2),), results=(-1, -1, -1))
+    >>> fused(lower(hierarchical_copy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"])).chunks[0]).folds
+    ((0, 2, 3), (1, 0, 1, -1))
+    """
+    inputs = len(chunk.sources)
+    number = list(range(inputs))  # of each of the chunk's values, among inputs and folds
+    known: dict[tuple[int, ...], int] = {}
+    for instruction in chunk.instructions:
+        operands = tuple(number[operand] for operand in instruction.operands)
+        if len(operands) == 1:
+            number.append(operands[0])
+        else:
+            number.append(known.setdefault(operands, inputs + len(known)))
+    folds = {fold: list(read) for read, fold in known.items()}
+    wanted = [number[result] for result in chunk.results[:results]]
+    needed = set(wanted)
+    for value in reversed(folds):
+        if value in needed:
+            needed.update(folds[value])
+    folds = {fold: read for fold, read in folds.items() if fold in needed}
+    reads = Counter([*wanted, *(operand for read in folds.values() for operand in read)])
+    joined = set()
+    for read in folds.values():
+        if read[0] in folds and reads[read[0]] == 1:
+            joined.add(read[0])
+            read[:1] = folds[read[0]]
+    return _with_slots({fold: read for fold, read in folds.items() if fold not in joined}, wanted)
+
+
+def _with_slots(folds: dict[int, list[int]], results: list[int]) -> FusedProgram:
+    """Assign a slot to each value; slots of values that are not read any more are used again."""
+    last_read = {operand: value for value, operands in folds.items() for operand in operands}
+    slot_of: dict[int, int] = {}
+    free: list[int] = []
+    slots = 0
+    written = []
+    for value, operands in folds.items():
+        dying = [x for x in dict.fromkeys(operands) if x in folds and last_read[x] == value and x not in results]
+        read = [~slot_of[x] if x in folds else x for x in operands]
+        if operands[0] in dying and operands.count(operands[0]) == 1:
+            slot_of[value] = slot_of[operands[0]]
+            dying.remove(operands[0])
+        elif free:
+            slot_of[value] = free.pop()
+        else:
+            slot_of[value] = slots
+            slots += 1
+        free.extend(slot_of[x] for x in dying)
+        written.append((slot_of[value], *read))
+    return FusedProgram(slots, tuple(written), tuple(~slot_of[x] if x in folds else x for x in results))
+
+
+class LocalValue(NamedTuple):
+    """A value that one device stores. ``final``: fully reduced, in the result's dtype; else an accumulator."""
+
+    chunk: int
+    final: bool
+
+
+class Combination(NamedTuple):
+    """Local value ``made`` is the combination of the local values ``operands``, in order; see ``Instruction.final``."""
+
+    made: int
+    operands: tuple[int, ...]
+    final: bool
+
+
+class DeviceRound(NamedTuple):
+    """What one device does in a round: send, receive, then combine.
+
+    Sends and receives are ``(local value, other device)``. Two devices list the messages between them in the same
+    order. What is sent was complete when the round began; a combination waits for the receives of its operands.
+    """
+
+    sends: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int], ...]
+    combinations: tuple[Combination, ...]
+
+
+class DeviceProgram(NamedTuple):
+    """One device's part in a program.
+
+    Args:
+      values: all values that the device stores, numbered in this order; the first are its inputs, one for each chunk
+        (unused for chunks to which the device does not contribute).
+      rounds: one for each round of the schedule.
+      results: for each chunk the local value that is its result here; -1: the device is not a destination.
+    """
+
+    values: tuple[LocalValue, ...]
+    rounds: tuple[DeviceRound, ...]
+    results: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def for_device(program: Program, device: int) -> DeviceProgram:
+    """Return what one device does, for engines whose devices exchange messages.
+
+    Every read of another device's value is a message, as in the simulation.
+
+    >>> from crossreduce.planning import direct
+    >>> for done in for_device(lower(direct(["cpu:0", "cpu:1"])), 0).rounds:
+    ...     print(*done)
+    ((1, 1),) ((2, 1),) (Combination(made=3, operands=(0, 2), final=True),)
+    ((3, 1),) ((4, 1),) ()
+    """
+    values = [LocalValue(c, False) for c in range(len(program.chunks))]
+    local: dict[tuple[int, int], int] = {}  # the local number of each value on this device
+    final: set[tuple[int, int]] = set()  # of all devices
+    places = [chunk.devices for chunk in program.chunks]
+    for c, chunk in enumerate(program.chunks):
+        local.update(((c, k), c) for k, source in enumerate(chunk.sources) if source == device)
+    rounds = []
+    for instructions in program.by_round:
+        sends, receives, combinations = [], [], []
+        for c, value, instruction in instructions:
+            if instruction.final or (len(instruction.operands) == 1 and (c, instruction.operands[0]) in final):
+                final.add((c, value))
+            operands = []
+            for operand in instruction.operands:
+                src = places[c][operand]
+                if src == device != instruction.device:
+                    sends.append((local[c, operand], instruction.device))
+                elif src != device == instruction.device:
+                    receives.append((len(values), src))
+                    operands.append(len(values))
+                    values.append(LocalValue(c, (c, operand) in final))
+                elif src == device:
+                    operands.append(local[c, operand])
+            if instruction.device == device:
+                local[c, value] = operands[0]
+                if len(operands) > 1:
+                    local[c, value] = len(values)
+                    combinations.append(Combination(len(values), tuple(operands), instruction.final))
+                    values.append(LocalValue(c, instruction.final))
+        rounds.append(DeviceRound(tuple(sends), tuple(receives), tuple(combinations)))
+    results = [-1] * len(program.chunks)
+    for c, chunk in enumerate(program.chunks):
+        for dst, result in zip(chunk.destinations, chunk.results, strict=True):
+            if dst == device:
+                results[c] = local[c, result]
+    return DeviceProgram(tuple(values), tuple(rounds), tuple(results))
