@@ -977,7 +977,7 @@ def test_without_the_extension_numpy_computes_and_says_so_once():
     done = run_python(ABSENT + CHOSEN)
     name, module, out, off, size, usage, heard = json.loads(done.stdout)
     assert (name, module) == ("numpy", "crossreduce.kernels.reference")
-    assert (out, off, size, usage) == ([2, 3, 40000], 0, 1000, {"live": 0, "kept": 0, "peak": 0})
+    assert (out, off, size, usage) == ([2, 3, 40000], 0, 1000, {"live": 0, "pooled": 0, "peak": 0})
     ((logger, level, text),) = heard
     assert (logger, level) == ("crossreduce", "INFO")
     assert "NumPy computes instead" in text
@@ -1042,7 +1042,7 @@ def test_freed_memory_is_used_again():
     held = address(first)
     before = kernels.usage()
     del first
-    assert kernels.usage()["kept"] == before["kept"] + 123_457
+    assert kernels.usage()["pooled"] == before["pooled"] + 123_457
     assert address(kernels.memory(123_456)) != held
     again = kernels.memory(123_457)
     assert address(again) == held
@@ -1065,7 +1065,7 @@ def test_the_cache_can_be_emptied():
     for nbytes in (0, 1, 100, 1 << 22):
         kernels.memory(nbytes)
     kernels.empty_cache()
-    assert kernels.usage()["kept"] == 0
+    assert kernels.usage()["pooled"] == 0
     assert bytes(held) == b"\t" * 5000
 
 
@@ -1089,7 +1089,7 @@ for _ in range(2000):
     now, held = kernels.usage(), sum(map(len, live))
     most = max(most, held)
     assert (now["live"], now["peak"]) == (held, most), (now, held, most)
-    assert now["live"] + now["kept"] <= now["peak"], now
+    assert now["live"] + now["pooled"] <= now["peak"], now
     starts = sorted((np.frombuffer(x, np.uint8).ctypes.data, len(x)) for x in live if len(x))
     assert all(a + n <= b for (a, n), (b, _) in zip(starts, starts[1:]))
 """

@@ -72,11 +72,11 @@ def test_the_memory_of_freed_results_serves_the_next():
         assert 0 <= kernels.usage()["live"] - before - REPLICAS * NBYTES <= REPLICAS * 64  # to begin where NumPy would
         del result
         usage = kernels.usage()
-        assert usage["kept"] >= REPLICAS * NBYTES
-        assert usage["live"] + usage["kept"] <= usage["peak"]
+        assert usage["pooled"] >= REPLICAS * NBYTES
+        assert usage["live"] + usage["pooled"] <= usage["peak"]
     assert len(addresses) == 1
     kernels.empty_cache()
-    assert kernels.usage()["kept"] == 0
+    assert kernels.usage()["pooled"] == 0
 
 
 PEAK = """

@@ -187,18 +187,18 @@ def memory(nbytes: int) -> Any:
 
 
 def usage() -> dict[str, int]:
-    """Return the bytes of ``memory`` in use (``live``), pooled (``kept``), and the most ever in use (``peak``).
+    """Return the bytes of ``memory`` in use (``live``), pooled (``pooled``), and the most ever in use (``peak``).
 
-    ``live`` and ``kept`` together never exceed ``peak``.
+    ``live`` and ``pooled`` together never exceed ``peak``.
     """
-    found: dict[str, int] = native().usage() if native() else {"live": 0, "kept": 0, "peak": 0}
+    found: dict[str, int] = native().usage() if native() else {"live": 0, "pooled": 0, "peak": 0}
     return found
 
 
 def empty_cache() -> None:
     """Return pooled memory to the system."""
     if native():
-        native().drop_kept()
+        native().empty_pool()
 
 
 def threads() -> int:

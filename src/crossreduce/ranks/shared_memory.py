@@ -50,7 +50,7 @@ class Arena:
     @staticmethod
     def nbytes(ranks: int, slot: int) -> int:
         """Return how much memory so many ranks with slots of ``slot`` bytes share."""
-        return int(kernels.native().SharedMemory.bytes(ranks, slot))
+        return int(kernels.native().SharedMemory.nbytes(ranks, slot))
 
     def begin(self, course: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
         """Begin the next op and do the ticks before ``until``; see ``DONE`` and its neighbours for what is returned."""
@@ -62,7 +62,7 @@ class Arena:
 
     def abandon(self) -> None:
         """End the op under way; all ranks of the host do so in the same tick."""
-        self._native.abandon()
+        self._native.end_op()
 
     def _outcome(self, outcome: int) -> int:
         if outcome > BROKEN:

@@ -171,7 +171,7 @@ void arena_dealloc(PyObject *object) {
     release(object);
 }
 
-PyObject *arena_bytes(PyObject *, PyObject *args) {
+PyObject *arena_nbytes(PyObject *, PyObject *args) {
     int ranks;
     long long slot;
     if (!PyArg_ParseTuple(args, "iL", &ranks, &slot)) return nullptr;
@@ -249,7 +249,7 @@ PyObject *arena_advance(PyObject *object, PyObject *args) {
     return go_on(arena_of(object), until, slice_s);
 }
 
-PyObject *arena_abandon(PyObject *object, PyObject *) {
+PyObject *arena_end_op(PyObject *object, PyObject *) {
     if (!usable(arena_of(object), true)) return nullptr;
     arena_of(object)->memory->abandon();
     Py_CLEAR(arena_of(object)->running);
@@ -332,13 +332,13 @@ PyObject *arena_close(PyObject *object, PyObject *) {
 }
 
 PyMethodDef arena_methods[] = {
-    {"bytes", arena_bytes, METH_VARARGS | METH_STATIC, "bytes(ranks, slot): how large the memory has to be."},
+    {"nbytes", arena_nbytes, METH_VARARGS | METH_STATIC, "nbytes(ranks, slot): how large the memory has to be."},
     {"begin", arena_begin, METH_VARARGS,
      "begin(course, addresses, text, until, slice_s): begin an op, then as advance. The memory must stay until it is over."},
     {"advance", arena_advance, METH_VARARGS,
      "advance(until, slice_s): do the ticks before `until`; 0 done, 1 still waiting for others, 2 their ops differ, 3 "
      "given up, 4 no memory."},
-    {"abandon", arena_abandon, METH_NOARGS, "End the op under way: on all ranks, in the same tick."},
+    {"end_op", arena_end_op, METH_NOARGS, "End the op under way: on all ranks, in the same tick."},
     {"abort", arena_abort, METH_VARARGS, "abort(cause): say why nothing goes on; the first cause stands."},
     {"cause", arena_cause, METH_NOARGS, "The cause that was put up; empty: none."},
     {"address", arena_address, METH_VARARGS, "address(rank): where the half of its slot begins that this op uses."},

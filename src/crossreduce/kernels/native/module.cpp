@@ -416,7 +416,7 @@ PyType_Spec memory_spec = {"crossreduce.kernels._native.Memory", sizeof(MemoryOb
 
 PyObject *usage(PyObject *, PyObject *) {
     Usage now = memory_usage();
-    return Py_BuildValue("{s:n,s:n,s:n}", "live", static_cast<Py_ssize_t>(now.live), "kept",
+    return Py_BuildValue("{s:n,s:n,s:n}", "live", static_cast<Py_ssize_t>(now.live), "pooled",
                          static_cast<Py_ssize_t>(now.kept), "peak", static_cast<Py_ssize_t>(now.peak));
 }
 
@@ -444,7 +444,7 @@ PyObject *helpers(PyObject *, PyObject *) { return PyLong_FromLong(pool_size());
 PyMethodDef functions[] = {
     {"supported", supported, METH_NOARGS, "The instruction sets that are compiled in and run here, best first."},
     {"usage", usage, METH_NOARGS, "Bytes of result memory: live, kept for reuse, and the most that were live."},
-    {"drop_kept", drop, METH_NOARGS, "Return the kept memory to the system."},
+    {"empty_pool", drop, METH_NOARGS, "Return the kept memory to the system."},
     {"helpers", helpers, METH_NOARGS, "How many threads of the pool this process has."},
     {nullptr, nullptr, 0, nullptr}};
 
