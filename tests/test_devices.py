@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossreduce import DeviceError
-from crossreduce.devices import Device, canonical, default_devices, host_devices, locate, parse
+from crossreduce.devices import Device, canonical, parse
+from crossreduce.values import default_devices, host_devices, locate
 
 READ = {
     "cpu:0": "cpu:0",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from crossreduce import ArgumentError, BackendError, ReduceOp, kernels
 from crossreduce.kernels import Program, Segment, reference
-from crossreduce.ops import INTEGERS, accumulator
+from crossreduce.ops import ACCUMULATORS, INTEGERS
 
 NATIVE = kernels.native()
 # Where nothing was compiled one set is left, so that its tests fail and none is left out.
@@ -39,7 +39,7 @@ def _numbers():
                 for wide, narrow in itertools.product(("float64", "float32"), strategies.FLOATS):
                     yield op, dtype, wide, narrow
             else:
-                yield op, dtype, accumulator(ReduceOp(op), dtype), dtype
+                yield op, dtype, ACCUMULATORS[ReduceOp(op), dtype], dtype
 
 
 NUMBERS = tuple(_numbers())
@@ -490,7 +490,7 @@ def test_reductions_are_right(isa, dtype, data):
     for op in strategies.ops_for(dtype):
         result = "float64" if op == "mean" and dtype in INTEGERS else dtype
         out = np.zeros(size, storage(result))
-        plan = simple(op, dtype, accumulator(ReduceOp(op), dtype), result, n, size).native(isa)
+        plan = simple(op, dtype, ACCUMULATORS[ReduceOp(op), dtype], result, n, size).native(isa)
         plan.run([[np.array(x).view(storage(dtype)) for x in xs]], [[out]], 2, True, True)
         oracle.check(out.view(oracle.dtype_of(result)), op, xs)
 

@@ -10,8 +10,8 @@ from oracle import dtype_of
 from strategies import COMPLEX, DTYPES, INTEGERS, OPS
 
 from crossreduce import ArgumentError, CollectiveHints, CommunicationOptions, ReduceOp, UnsupportedError
-from crossreduce.ops import accumulator
-from crossreduce.options import ALGORITHMS, DEFAULT, algorithm_name, count, read_options
+from crossreduce.options import ALGORITHMS, DEFAULT, algorithm_name, count
+from crossreduce.validation import read_options
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -58,11 +58,11 @@ def test_accumulators(op, dtype):
     due = wanted(op, dtype)
     if due is None:
         with pytest.raises(UnsupportedError, match=f"op {op}, dtype {dtype}") as caught:
-            accumulator(ReduceOp(op), dtype)
+            ACCUMULATORS[ReduceOp(op), dtype]
         assert isinstance(caught.value, TypeError)
         assert "\n  try:" in str(caught.value)
     else:
-        assert accumulator(ReduceOp(op), dtype) == due
+        assert ACCUMULATORS[ReduceOp(op), dtype] == due
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -72,7 +72,7 @@ def test_accumulators(op, dtype):
 def test_unknown_dtypes_are_refused(op, dtype):
     """A dtype that no framework can add up is named, with those that will do."""
     with pytest.raises(UnsupportedError, match=rf"dtype {dtype} cannot be reduced[\s\S]*bfloat16, bool, complex128"):
-        accumulator(ReduceOp(op), dtype)
+        ACCUMULATORS[ReduceOp(op), dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -80,7 +80,7 @@ def test_accumulator_is_no_narrower(dtype):
     """No accumulator holds less than its dtype, so nothing is lost on the way in."""
     for op in OPS:
         if wanted(op, dtype):
-            wide = dtype_of(accumulator(ReduceOp(op), dtype))
+            wide = dtype_of(ACCUMULATORS[ReduceOp(op), dtype])
             assert wide.itemsize >= dtype_of(dtype).itemsize
 
 

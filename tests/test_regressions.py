@@ -13,8 +13,8 @@ import pytest
 
 import crossreduce as cr
 from crossreduce import devices, pipeline
-from crossreduce.devices import default_devices
 from crossreduce.planning import planned
+from crossreduce.values import default_devices
 
 
 def slices(rows, dtype, shape=(2, 1)):

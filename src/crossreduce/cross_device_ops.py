@@ -16,12 +16,23 @@ from .autograph import unconverted
 from .devices import canonical
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
 from .frameworks import Array, Sparse, framework_of
-from .ops import ReduceOp, read_op
-from .options import CommunicationOptions, algorithm_name, count, read_options
+from .ops import ReduceOp
+from .options import CommunicationOptions, algorithm_name, count
 from .packing import Packing
 from .pipeline import Job, broadcast_array, log_once, reduce_batch, reduce_to_one
 from .topology import Topology
-from .validation import check_array, check_out, check_overlap, check_pairs, check_value, in_pair, per_replica, place
+from .validation import (
+    check_array,
+    check_out,
+    check_overlap,
+    check_pairs,
+    check_value,
+    in_pair,
+    per_replica,
+    place,
+    read_op,
+    read_options,
+)
 from .values import DistributedValues, Mirrored, PerReplica, describe
 
 Pair = tuple[PerReplica, tuple[str, ...]]

@@ -17,12 +17,13 @@ from typing import Any, Final
 import numpy as np
 
 from .errors import ArgumentError, BackendError, CollectiveTimeout, message, shown
-from .ops import INTEGERS, ReduceOp, read_op, require_dtype
+from .ops import INTEGERS, ReduceOp, require_dtype
 from .ranks.communicator import Communicator
 from .ranks.diagnostics import described, named
 from .ranks.measurement import measure
 from .topology import Topology
 from .transports.base import Buffer
+from .validation import read_op
 
 Array = np.ndarray[Any, Any]
 

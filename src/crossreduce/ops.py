@@ -42,17 +42,6 @@ class ReduceOp(enum.Enum):
         return f"ReduceOp.{self.name}"
 
 
-def read_op(op: object) -> ReduceOp:
-    """Return a ``ReduceOp``, given itself or its name.
-
-    Raises:
-      ArgumentError: it is neither.
-    """
-    if isinstance(op, (ReduceOp, str)):
-        return ReduceOp(op)
-    return ReduceOp._missing_(op)  # Enum would compare it with ==, which arrays answer elementwise
-
-
 HALVES: Final = frozenset({"float16", "bfloat16"})
 FLOATS: Final = HALVES | {"float32", "float64"}
 COMPLEX: Final = frozenset({"complex64", "complex128"})
@@ -69,10 +58,9 @@ class Numbers(NamedTuple):
     result: str
     divisor: int
 
-    @property
-    def kernel_op(self) -> str:
-        """The op that combines two values: a mean is a sum that is divided at the end."""
-        return "sum" if self.op is ReduceOp.MEAN else self.op.value
+
+KERNEL_OPS: Final = {op: "sum" if op is ReduceOp.MEAN else op.value for op in ReduceOp}
+"""The op that combines two values, as the kernels name it: a mean is a sum that is divided at the end."""
 
 
 def copying(dtype: str) -> Numbers:
@@ -92,38 +80,40 @@ def require_dtype(dtype: str) -> None:
         )
 
 
-def accumulator(op: ReduceOp, dtype: str) -> str:
-    """Return the name of the dtype in which ``op`` over components of ``dtype`` is accumulated.
+class _Accumulators(dict[tuple[ReduceOp, str], str]):
+    def __missing__(self, key: tuple[ReduceOp, str]) -> str:
+        op, dtype = key
+        require_dtype(dtype)
+        given = f"op {op.value}, dtype {dtype}"
+        if dtype == "bool":
+            remedy = 'cast to an integer, or use "max" (any) or "min" (all)'
+            raise UnsupportedError(message(f"the {op.value} of bools is not defined.", given, remedy))
+        remedy = "reduce the real part, or the magnitude"
+        raise UnsupportedError(message("complex numbers have no order.", given, remedy))
 
-    Half types accumulate in float32 and are rounded once at the end. The mean of integers accumulates in float64, so
-    that it cannot overflow (sums up to 2**53 are exact); a framework without float64 uses its widest float. Everything
-    else accumulates in its own dtype: integer sums and products wrap around, as in every framework.
 
-    Raises:
-      UnsupportedError: ``op`` is not defined for ``dtype``.
-
-    >>> accumulator(ReduceOp.MEAN, "float16"), accumulator(ReduceOp.SUM, "int8")
-    ('float32', 'int8')
-    """
-    require_dtype(dtype)
-    if dtype == "bool" and op in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise UnsupportedError(
-            message(
-                f"the {op.value} of bools is not defined.",
-                f"op {op.value}, dtype bool",
-                'cast to an integer, or use "max" (any) or "min" (all)',
-            )
-        )
-    if dtype in COMPLEX and op in (ReduceOp.MIN, ReduceOp.MAX):
-        raise UnsupportedError(
-            message(
-                "complex numbers have no order.",
-                f"op {op.value}, dtype {dtype}",
-                "reduce the real part, or the magnitude",
-            )
-        )
+def _accumulator(op: ReduceOp, dtype: str) -> str:
     if dtype in HALVES and op not in (ReduceOp.MIN, ReduceOp.MAX):
         return "float32"
-    if dtype in INTEGERS and op is ReduceOp.MEAN:
-        return "float64"
-    return dtype
+    return "float64" if dtype in INTEGERS and op is ReduceOp.MEAN else dtype
+
+
+def _is_defined(op: ReduceOp, dtype: str) -> bool:
+    if dtype == "bool":
+        return op not in (ReduceOp.SUM, ReduceOp.MEAN)
+    return dtype not in COMPLEX or op not in (ReduceOp.MIN, ReduceOp.MAX)
+
+
+ACCUMULATORS: Final = _Accumulators(
+    {(op, dtype): _accumulator(op, dtype) for op in ReduceOp for dtype in sorted(DTYPES) if _is_defined(op, dtype)}
+)
+"""The dtype in which an op over components of a dtype is accumulated: ``ACCUMULATORS[op, dtype]``.
+
+Half types accumulate in float32 and are rounded once at the end. The mean of integers accumulates in float64, so that
+it cannot overflow (sums up to 2**53 are exact); a framework without float64 uses its widest float. Everything else
+accumulates in its own dtype: integer sums and products wrap around, as in every framework. A pair that is not defined
+raises ``UnsupportedError``.
+
+>>> ACCUMULATORS[ReduceOp.MEAN, "float16"], ACCUMULATORS[ReduceOp.SUM, "int8"]
+('float32', 'int8')
+"""

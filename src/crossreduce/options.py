@@ -90,14 +90,3 @@ class CollectiveHints(CommunicationOptions):
 
 
 DEFAULT: Final = CommunicationOptions()
-
-
-def read_options(options: object) -> CommunicationOptions:
-    """Return the options of a call: the default for ``None``; anything of another kind is an error."""
-    if options is None:
-        return DEFAULT
-    if isinstance(options, CommunicationOptions):
-        return options
-    raise ArgumentError(
-        message("options must be CommunicationOptions.", shown(options), "CommunicationOptions(bytes_per_pack=...)")
-    )

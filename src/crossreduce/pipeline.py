@@ -12,8 +12,16 @@ from functools import lru_cache
 from typing import Any, Final
 
 from . import kernels
-from .devices import locate
-from .engines.base import Engine, Executable, Layout, LoweredBuffer, OverlapError, ProgramRange
+from .engines.base import (
+    ENGINES,
+    Engine,
+    Executable,
+    Layout,
+    LoweredBuffer,
+    OverlapError,
+    ProgramRange,
+    engine_named,
+)
 from .frameworks import Array, Framework, Sparse, framework_of
 from .lowering import lower
 from .ops import Numbers, copying
@@ -21,7 +29,7 @@ from .packing import Buffer, Packing, itemsize, layout
 from .planning import ROOTED, choose, planned, planned_for
 from .topology import Topology
 from .validation import Checked, check_overlap, in_pair, overlap_error
-from .values import Mirrored, PerReplica, TensorSpec
+from .values import Mirrored, PerReplica, TensorSpec, locate
 
 _LOG: Final = logging.getLogger("crossreduce")
 
@@ -163,6 +171,16 @@ def _plan(
     return tuple(ranges)
 
 
+def select(layout: Layout, arrays: Sequence[Sequence[Array]]) -> tuple[Engine, Any]:
+    """Return the first engine that can run a layout with these arrays, and the arrays in the form that it reads."""
+    for engine in map(engine_named, ENGINES):
+        if engine.supports(layout):
+            operands = engine.bind(layout, arrays)
+            if operands is not None:
+                return engine, operands
+    raise AssertionError("the last engine runs any arrays")
+
+
 @lru_cache(maxsize=1024)
 def _compiled(engine: Engine, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:
     return engine.compile(layout, numbers, with_out)
@@ -180,13 +198,8 @@ def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> Sequence[Sequen
       ArgumentError: components of ``out`` share memory where they must not.
     """
     values = [value for value, _ in jobs]
-    numbers = values[0].numbers
-    arrays = [value.arrays for value in values]
-    for engine in layout.engines:
-        operands = engine.bind(layout, arrays)
-        if operands is not None:
-            break
-    executable = _compiled(engine, layout, numbers, with_out)
+    engine, operands = select(layout, [value.arrays for value in values])
+    executable = _compiled(engine, layout, values[0].numbers, with_out)
     if not with_out:
         return executable.run(operands, None)
     if not engine.checks_overlap:

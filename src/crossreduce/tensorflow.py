@@ -22,13 +22,13 @@ from tensorflow.python.distribute.values import Mirrored as _Mirrored
 
 from . import cross_device_ops as own
 from .autograph import unconverted
-from .devices import canonical, default_devices
+from .devices import canonical
 from .errors import ArgumentError, ReductionError, UnsupportedError, message, shown
-from .ops import DTYPES, read_op
-from .options import CommunicationOptions, read_options
+from .ops import DTYPES
+from .options import CommunicationOptions
 from .topology import Topology
-from .validation import check_pairs, in_pair
-from .values import DistributedValues, Mirrored, PerReplica
+from .validation import check_pairs, in_pair, read_op, read_options
+from .values import DistributedValues, Mirrored, PerReplica, default_devices
 
 __all__ = ["AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"]
 

@@ -14,9 +14,9 @@ from typing import Any
 from .autograph import unconverted
 from .cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
-from .ops import ReduceOp, read_op
+from .ops import ReduceOp
 from .options import CommunicationOptions
-from .validation import uniform_value
+from .validation import read_op, uniform_value
 from .values import DistributedValues, PerReplica, read_devices
 
 _NAMESPACE = "crossreduce"

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import kernels
-from .devices import canonical, host_devices
+from .devices import canonical
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
 from .frameworks import KNOWN, Array, Framework, Sparse, framework_of
 from .ops import HALVES, Numbers, ReduceOp, require_dtype
-from .values import DistributedValues, IndexedSlices, PerReplica, TensorSpec, describe
+from .options import DEFAULT, CommunicationOptions
+from .values import DistributedValues, IndexedSlices, PerReplica, TensorSpec, describe, host_devices
 
 
 class Checked(PerReplica):
@@ -53,6 +54,28 @@ class Checked(PerReplica):
             return other.with_out(out, fresh=True)
         self.out = out
         return self
+
+
+def read_op(op: object) -> ReduceOp:
+    """Return a ``ReduceOp``, given itself or its name.
+
+    Raises:
+      ArgumentError: it is neither.
+    """
+    if isinstance(op, (ReduceOp, str)):
+        return ReduceOp(op)
+    return ReduceOp._missing_(op)  # Enum would compare it with ==, which arrays answer elementwise
+
+
+def read_options(options: object) -> CommunicationOptions:
+    """Return the options of a call: the default for ``None``; anything of another kind is an error."""
+    if options is None:
+        return DEFAULT
+    if isinstance(options, CommunicationOptions):
+        return options
+    raise ArgumentError(
+        message("options must be CommunicationOptions.", shown(options), "CommunicationOptions(bytes_per_pack=...)")
+    )
 
 
 def per_replica(value: Any) -> PerReplica:

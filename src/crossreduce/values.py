@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 from .autograph import unconverted
-from .devices import canonical, default_devices, locate
-from .errors import ArgumentError, message, shown
+from .devices import Device, canonical, parse
+from .errors import ArgumentError, DeviceError, message, shown
 
 
 class TensorSpec(NamedTuple):
@@ -204,6 +206,70 @@ def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
             )
         )
     return names
+
+
+def locate(array: object) -> str | None:
+    """Return where an array says it is, or ``None`` where it does not say (a tracer, a list).
+
+    Reads the ``device`` attribute that the array API standard asks for: NumPy's and torch's are
+    "cpu" without an index, which stands for all of host memory; torch's and TensorFlow's others
+    name one device; JAX's is an object with a platform and a number.
+    """
+    if type(array) in (bool, int, float, complex):
+        return "cpu"
+    try:
+        place = array.device  # type: ignore[attr-defined]
+    except Exception:  # noqa: BLE001 - JAX's tracers raise an error of their own
+        # Those of grad and vmap hold an array that has a device, as JAX's sparse arrays do.
+        if type(array).__module__.partition(".")[0] == "numpy":  # arrays of NumPy 1 do not say it
+            return "cpu"
+        inner = next((getattr(array, name) for name in ("data", "primal", "val") if hasattr(array, name)), None)
+        return None if inner is None else locate(inner)
+    if type(place) is str:
+        return place or None
+    if str(place) == "meta":  # torch's tensors without elements are nowhere; its framework refuses them
+        return None
+    if hasattr(place, "platform") and hasattr(place, "id"):
+        return f"{place.platform}:{place.id}"
+    if hasattr(place, "device_set"):
+        raise DeviceError(
+            message(
+                "a replica's array must live on one device, and this one is spread over several.",
+                shown(place),
+                "hand over its addressable_shards, one a replica",
+            )
+        )
+    return str(place) or None
+
+
+@lru_cache(maxsize=1024)
+def host_devices(n: int) -> tuple[str, ...]:
+    """Return the names of ``n`` logical devices in this host's memory: ``cpu:0`` to ``cpu:n-1``."""
+    return tuple(f"cpu:{k}" for k in range(n))
+
+
+def default_devices(places: list[str | None]) -> tuple[str, ...]:
+    """Name a device for each of several arrays, given where each of them is.
+
+    Host memory (``"cpu"``) has as many devices as there are arrays. Arrays that share one physical
+    device become its logical devices, so that one GPU can stand in for many. An array that does
+    not say where it is counts as on ``cpu:0``.
+
+    >>> default_devices(["cpu", "cpu"]), default_devices(["cuda:0", "cuda:0", "cuda:1"])
+    (('cpu:0', 'cpu:1'), ('cuda:0', 'cuda:0#1', 'cuda:1'))
+    """
+    if all(place == "cpu" for place in places):
+        return host_devices(len(places))
+    names: dict[str, None] = {}
+    used: dict[Device, int] = {}  # how many logical devices of a physical one have a name
+    for k, place in enumerate(places):
+        device = parse(f"cpu:{k}" if place == "cpu" else place or "cpu:0")
+        logical = used.get(device, 0)
+        while (name := str(replace(device, logical=device.logical + logical))) in names:
+            logical += 1
+        used[device] = logical + 1
+        names[name] = None
+    return tuple(names)
 
 
 def describe(value: Any) -> str:

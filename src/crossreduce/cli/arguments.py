@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from .. import Topology
-from ..devices import canonical, host_devices, parse
+from ..devices import canonical, parse
 from ..errors import ArgumentError
 from ..options import ALGORITHMS
 from ..topology.kinds import SPEEDS
-from ..values import read_devices
+from ..values import host_devices, read_devices
 from .output import grouped
 
 # JAX and TensorFlow make every device up to the last one named, so a slip of the finger must not ask for 10**9.

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..kernels.reference import dtype_named
+from ..frameworks.numpy import dtype_named
 
 Numbers = np.ndarray[Any, Any]
 

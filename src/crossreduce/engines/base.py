@@ -1,8 +1,8 @@
-"""The protocol of engines, and the function that selects them.
+"""The protocol of engines, and their registry.
 
-Input: a ``Layout``, tensors with the programs that reduce them. Output: the engines that can run it, best first. An
-engine compiles a layout once and then runs it on any number of arrays. Everything it needs from a call is in its
-arguments: engines import nothing from ``torch/``, ``jax/``, ``tensorflow.py`` or ``strategy/``.
+An engine compiles a ``Layout``, tensors with the programs that reduce them, once and then runs it on any number of
+arrays. Everything it needs from a call is in its arguments: engines import nothing from ``torch/``, ``jax/``,
+``tensorflow.py`` or ``strategy/``. ``pipeline.select`` chooses the engine of a call.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 
-from ..devices import parse
 from ..errors import ScheduleError, message
 from ..frameworks import Array, Framework
 from ..lowering import Program
 from ..ops import Numbers
 from ..packing import Buffer, itemsize
 
-ENGINES: Final = ("null", "host", "loop")
-"""Modules of this package, in the order in which ``select`` tries them; each defines ``ENGINE``."""
+ENGINES: Final = ["host", "null", "loop"]
+"""Modules of this package that define ``ENGINE``, in the order in which they are tried. The last one runs anything."""
 
 
 class ProgramRange(NamedTuple):
@@ -91,12 +90,7 @@ class Layout:
     @cached_property
     def on_host(self) -> bool:
         """Whether all devices of all programs are this host's memory."""
-        return all(_is_host_memory(device) for program in self.programs for device in program.devices)
-
-    @cached_property
-    def engines(self) -> tuple[Engine, ...]:
-        """The engines that can run this layout, best first: see ``select``."""
-        return select(self)
+        return all(device.startswith("cpu:") for program in self.programs for device in program.devices)
 
 
 class OverlapError(Exception):
@@ -154,19 +148,8 @@ class Engine(Protocol):
         """
 
 
-def select(layout: Layout) -> tuple[Engine, ...]:
-    """Return the engines that support a layout, best first. The last one can run any arrays."""
-    return tuple(engine for engine in map(engine_named, ENGINES) if engine.supports(layout))
-
-
 @lru_cache(maxsize=64)
 def engine_named(name: str) -> Engine:
     """Return an engine, importing its module on first use."""
     engine: Engine = importlib.import_module(f".{name}", __package__).ENGINE
     return engine
-
-
-@lru_cache(maxsize=4096)
-def _is_host_memory(device: str) -> bool:
-    place = parse(device)
-    return place.kind == "cpu" and not place.host

@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from ..devices import parse
 from ..errors import DeviceError, UnsupportedError, message, shown
-from ..ops import COMPLEX, INTEGERS, Numbers, ReduceOp, accumulator
+from ..ops import ACCUMULATORS, COMPLEX, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Immutable, Sparse, ThreadModes
@@ -73,7 +73,7 @@ def _is_opaque(dtype: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def _numbers(op: ReduceOp, dtype: str, count: int, x64: bool) -> Numbers:
-    computed = accumulator(op, dtype)
+    computed = ACCUMULATORS[op, dtype]
     if computed == "float64" and dtype != "float64" and not x64:
         computed = "float32"
     result = dtype

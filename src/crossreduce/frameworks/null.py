@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..errors import UnsupportedError, message, shown
-from ..ops import INTEGERS, Numbers, ReduceOp, accumulator
+from ..ops import ACCUMULATORS, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Sparse
@@ -93,7 +93,7 @@ class NullFramework:
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
         result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
-        return Numbers(op, dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+        return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
 
     def to_device(self, x: Array, device: str) -> Array:
         if x.device == device:

@@ -10,12 +10,11 @@ from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 
-from ..devices import parse
 from ..errors import ArgumentError, DeviceError, UnsupportedError, message, shown
-from ..kernels.reference import dtype_named
-from ..ops import DTYPES, INTEGERS, Numbers, ReduceOp, accumulator
+from ..ops import ACCUMULATORS, DTYPES, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Sparse, ThreadModes
@@ -30,6 +29,12 @@ _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
 
 
 @lru_cache(maxsize=256)
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the NumPy dtype with this name; bfloat16 is that of ml_dtypes."""
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+@lru_cache(maxsize=256)
 def _name(dtype: np.dtype[Any]) -> str:
     return dtype.name
 
@@ -38,18 +43,16 @@ def _name(dtype: np.dtype[Any]) -> str:
 def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
     # NumPy's true division of any integers gives float64.
     result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
-    return Numbers(op, dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+    return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
 
 
 @lru_cache(maxsize=1024)
 def require_host(devices: tuple[str, ...], framework: str) -> None:
     """Raise unless every device is host memory of this process."""
     for device in devices:
-        place = parse(device)
-        if place.host or place.kind != "cpu":
-            raise DeviceError(
-                message(f"{framework} arrays live in this host's memory.", device, '"cpu:0", "cpu:1", ...')
-            )
+        if not device.startswith("cpu:"):
+            problem = f"{framework} arrays are in this host's memory."
+            raise DeviceError(message(problem, device, '"cpu:0", "cpu:1", ...'))
 
 
 def _uniform_in_python(values: tuple[Any, ...]) -> tuple[tuple[int, ...], np.dtype[Any]] | None:

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from ..devices import canonical, parse
 from ..errors import DeviceError, UnsupportedError, message, shown
-from ..ops import DTYPES, INTEGERS, Numbers, ReduceOp, accumulator
+from ..ops import ACCUMULATORS, DTYPES, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Immutable, Sparse
@@ -50,7 +50,7 @@ def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
     result = dtype
     if op is ReduceOp.MEAN and dtype in INTEGERS:  # as TensorFlow's true division has it
         result = "float32" if itemsize(dtype) <= 2 else "float64"
-    return Numbers(op, dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+    return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
 
 
 def _logical_devices() -> dict[str, str]:

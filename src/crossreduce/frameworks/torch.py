@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ..devices import parse
 from ..errors import DeviceError, UnsupportedError, message, shown
-from ..ops import DTYPES, INTEGERS, Numbers, ReduceOp, accumulator
+from ..ops import ACCUMULATORS, DTYPES, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Sparse, ThreadModes
@@ -48,7 +48,7 @@ def _numbers(op: ReduceOp, dtype: str, count: int, default: Any) -> Numbers:
             )
         )
     result = _NAMES[default] if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
-    return Numbers(op, dtype, accumulator(op, dtype), result, count if op is ReduceOp.MEAN else 1)
+    return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
 
 
 @lru_cache(maxsize=4096)

@@ -18,17 +18,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..devices import host_devices
 from ..errors import ReductionError, UnsupportedError, message, shown
 from ..frameworks.jax import FRAMEWORK, finish
-from ..ops import FLOATS, Numbers, ReduceOp, accumulator, read_op
+from ..ops import ACCUMULATORS, FLOATS, Numbers, ReduceOp
 from ..options import algorithm_name, count
 from ..packing import itemsize
 from ..pipeline import log_once
 from ..planning import hierarchical_copy, planned, planned_for
 from ..schedule import Schedule
 from ..topology import Topology
-from ..values import IndexedSlices
+from ..validation import read_op
+from ..values import IndexedSlices, host_devices
 from .permutes import program
 from .walk import along
 from .way import Array, Way, named, read_way, vary, varying
@@ -126,7 +126,7 @@ def _dense(leaf: Any, op: ReduceOp, way: Way) -> Array:
     except (TypeError, ValueError, OverflowError) as error:  # an OverflowError: 2**70
         remedy = "arrays, and numbers that fit their dtype; None for nothing"
         raise UnsupportedError(message("this is no array for JAX.", shown(leaf), remedy)) from error
-    accumulator(op, array.dtype.name)  # raises where the op is not defined
+    ACCUMULATORS[op, array.dtype.name]  # raises where the op is not defined
     return vary(array, way) if way.checked else array
 
 

@@ -21,7 +21,7 @@ from .. import kernels
 from ..errors import UnsupportedError, message
 from ..kernels import STREAMING_BYTES, FusedProgram, Segment
 from ..lowering import fused, lower
-from ..ops import INTEGERS, ReduceOp, accumulator
+from ..ops import ACCUMULATORS, INTEGERS, ReduceOp
 from ..packing import itemsize
 from ..planning import direct
 
@@ -79,7 +79,7 @@ def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
     Raises:
       UnsupportedError: the op is not defined for the dtype, or its result would be of another.
     """
-    wide = accumulator(op, dtype)
+    wide = ACCUMULATORS[op, dtype]
     if op is ReduceOp.MEAN and dtype in INTEGERS:
         problem = "the mean of integers is no integer."
         raise UnsupportedError(message(problem, f"op mean, dtype {dtype}", "the sum and a division, or floats"))

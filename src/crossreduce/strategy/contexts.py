@@ -15,13 +15,14 @@ from numbers import Integral
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..devices import host_devices, locate, parse
+from ..devices import parse
 from ..errors import ArgumentError, ContextError, UnsupportedError, message, shown
 from ..frameworks import Array, Framework, ReplicaFramework, framework_of
-from ..ops import ReduceOp, read_op
-from ..options import CommunicationOptions, read_options
+from ..ops import ReduceOp
+from ..options import CommunicationOptions
 from ..trees import flatten_tree, reduce_leaves, unflatten_tree
-from ..values import DistributedValues, describe
+from ..validation import read_op, read_options
+from ..values import DistributedValues, describe, host_devices, locate
 from .regroup import check_arguments, each, localized, placed, regroup
 from .replica_group import Call, Crew
 

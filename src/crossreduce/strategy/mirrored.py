@@ -14,14 +14,14 @@ from numbers import Integral
 from typing import Any, Final
 
 from ..cross_device_ops import CrossDeviceOps
-from ..devices import host_devices, parse
+from ..devices import parse
 from ..errors import ArgumentError, ContextError, MismatchError, message, shown
 from ..frameworks import Array, ReplicaFramework, Sparse, ThreadModes, framework_of, get
-from ..ops import Numbers, ReduceOp, read_op
-from ..options import CommunicationOptions, count, read_options
+from ..ops import Numbers, ReduceOp
+from ..options import CommunicationOptions, count
 from ..trees import check_ops, flatten_tree, unflatten_tree
-from ..validation import check_array, check_value, per_replica
-from ..values import DistributedValues, PerReplica, describe, read_devices
+from ..validation import check_array, check_value, per_replica, read_op, read_options
+from ..values import DistributedValues, PerReplica, describe, host_devices, read_devices
 from .contexts import Current, ReplicaContext, current, entered, replica_framework, require_cross_replica
 from .extended import IN_A_REPLICA, Extended
 from .regroup import Whole, arguments, each, mapped, regroup

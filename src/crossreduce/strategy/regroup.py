@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..devices import default_devices, locate, parse
+from ..devices import parse
 from ..errors import ArgumentError, ReductionError, UnsupportedError, message, shown
 from ..frameworks import framework_of
 from ..trees import flatten_tree, flatten_trees, leaf_paths, unflatten_tree
-from ..values import DistributedValues, PerReplica
+from ..values import DistributedValues, PerReplica, default_devices, locate
 
 
 class Whole(DistributedValues):

@@ -17,9 +17,9 @@ from functools import cached_property
 from numbers import Rational, Real
 from typing import Any, Final, NamedTuple
 
-from ..devices import canonical, host_devices
+from ..devices import canonical
 from ..errors import ArgumentError, message, shown
-from ..values import read_devices
+from ..values import host_devices, read_devices
 
 FORMAT: Final = "crossreduce.topology/1"
 _MOST: Final = 10**12  # what a float can still count with, in GB/s or seconds

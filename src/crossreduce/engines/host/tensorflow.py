@@ -12,7 +12,7 @@ import tensorflow as tf
 from ...devices import canonical, parse
 from ...frameworks import Array
 from ...frameworks.tensorflow import FRAMEWORK
-from .memory import SharedResults
+from . import SharedResults
 
 
 class TensorFlowMemory(SharedResults):
