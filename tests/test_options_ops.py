@@ -10,6 +10,7 @@ from oracle import dtype_of
 from strategies import COMPLEX, DTYPES, INTEGERS, OPS
 
 from crossreduce import ArgumentError, CollectiveHints, CommunicationOptions, ReduceOp, UnsupportedError
+from crossreduce.ops import ACCUMULATORS
 from crossreduce.options import ALGORITHMS, DEFAULT, algorithm_name, count
 from crossreduce.validation import read_options
 
