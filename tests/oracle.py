@@ -6,10 +6,8 @@ it, and what a schedule leaves on each device.  Nothing here imports crossreduce
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -177,88 +175,57 @@ def contributions(n: int, dtype: str = "int64", shape: tuple[int, ...] = ()) -> 
     return [np.full(shape, (n + 1) ** device, made) for device in range(n)]
 
 
-# A schedule's steps, run on a dict of Python ints. Only its plain numbers are read: chunks of
+# A schedule's steps, run on a dict of Python ints. Only plain numbers of the schedule are read: chunks of
 # (share, sources, destinations), rounds of (chunk, dst, srcs).
 
 Cells = dict[tuple[int, int], int]
 
 
-class MissingError(Exception):
-    """A step reads what its source does not hold."""
+class WrongStepError(Exception):
+    """A step reads a cell that stores nothing, or writes a cell that another step of its round writes, too."""
 
 
 def start(schedule: Any) -> Cells:
-    """Return what each source holds at first: ``(n + 1) ** device``, for n devices."""
+    """Return the initial value of each source: ``(n + 1) ** device``, for n devices."""
     base = len(schedule.devices) + 1
     return {(c, s): base**s for c, (_, sources, _) in enumerate(schedule.chunks) for s in sources}
 
 
-def run(schedule: Any, order: str | random.Random = "forward") -> Cells:
-    """Run a schedule's steps; return what each device holds of each chunk in the end.
+def run(schedule: Any) -> Cells:
+    """Run a schedule's steps and return each device's final value of each chunk.
+
+    Every step of a round reads the values that the previous round left.
 
     Args:
       schedule: anything with ``devices``, ``chunks`` and ``rounds``.
-      order: how each round's steps run: "forward", "reversed", "together" (all read before any writes; the
-        writes come in the listed order), "together reversed", or as a ``random.Random`` has it.
     Raises:
-      MissingError: a step reads a cell that holds nothing.
+      WrongStepError: a step reads a cell that stores nothing, or two steps of a round write the same cell.
     """
     cells = start(schedule)
     for steps in schedule.rounds:
-        listed = list(steps)
-        together = order in ("together", "together reversed")
-        if order in ("reversed", "together reversed"):
-            listed.reverse()
-        elif isinstance(order, random.Random):
-            order.shuffle(listed)
-            together = order.random() < 0.3
-        source = dict(cells) if together else cells
-        for chunk, dst, srcs in listed:
-            if any((chunk, src) not in source for src in srcs):
-                raise MissingError(f"chunk {chunk}: device {dst} reads {srcs}")
-            cells[chunk, dst] = sum(source[chunk, src] for src in srcs)
+        written: Cells = {}
+        for chunk, dst, srcs in steps:
+            if (chunk, dst) in written:
+                raise WrongStepError(f"chunk {chunk}: two steps of a round write device {dst}")
+            if any((chunk, src) not in cells for src in srcs):
+                raise WrongStepError(f"chunk {chunk}: device {dst} reads {srcs}")
+            written[chunk, dst] = sum(cells[chunk, src] for src in srcs)
+        cells |= written
     return cells
 
 
-def orders(schedule: Any, shuffles: int = 4) -> Iterator[str | random.Random]:
-    """Yield the orders in which ``right`` runs a schedule."""
-    yield from ("forward", "reversed", "together", "together reversed")
-    yield from (random.Random(seed) for seed in range(shuffles))
-
-
-def right(schedule: Any, shuffles: int = 4) -> bool:
-    """Return whether each destination ends up with each source's contribution once, in every order."""
+def right(schedule: Any) -> bool:
+    """Return whether each destination receives each source's contribution exactly once."""
     base = len(schedule.devices) + 1
-    for order in orders(schedule, shuffles):
-        try:
-            cells = run(schedule, order)
-        except MissingError:
-            return False
-        for c, (_, sources, destinations) in enumerate(schedule.chunks):
-            wanted = sum(base**source for source in sources)
-            if any(cells.get((c, dst)) != wanted for dst in destinations):
-                return False
-    return True
-
-
-def right_in_every_order(schedule: Any, most: int = 50_000) -> bool:
-    """As ``right``, with every permutation of every round, one by one and together; for few steps only."""
-    base = len(schedule.devices) + 1
-    ways = [list(itertools.product(itertools.permutations(steps), (False, True))) for steps in schedule.rounds]
-    assert math.prod(map(len, ways)) <= most
-    for way in itertools.product(*ways):
-        cells = start(schedule)
-        for listed, together in way:
-            source = dict(cells) if together else cells
-            for chunk, dst, srcs in listed:
-                if any((chunk, src) not in source for src in srcs):
-                    return False
-                cells[chunk, dst] = sum(source[chunk, src] for src in srcs)
-        for c, (_, sources, destinations) in enumerate(schedule.chunks):
-            wanted = sum(base**source for source in sources)
-            if any(cells.get((c, dst)) != wanted for dst in destinations):
-                return False
-    return True
+    try:
+        cells = run(schedule)
+    except WrongStepError:
+        return False
+    return all(
+        cells.get((c, dst)) == sum(base**source for source in sources)
+        for c, (_, sources, destinations) in enumerate(schedule.chunks)
+        for dst in destinations
+    )
 
 
 def depth(schedule: Any) -> int:

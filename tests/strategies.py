@@ -16,7 +16,15 @@ from crossreduce import Link, Topology
 from crossreduce.packing import Packing
 
 # The planners of plain lists of devices, which share one signature; "forest" plans on a topology only.
-ALGORITHMS = ("one_device", "hierarchical_copy", "ring", "halving_doubling", "direct")
+ALGORITHMS = (
+    "one_device",
+    "hierarchical_copy",
+    "ring",
+    "halving_doubling",
+    "recursive_doubling",
+    "direct",
+    "one_shot",
+)
 NAMED = (*ALGORITHMS, "forest")
 OPS = ("sum", "mean", "min", "max", "product")
 FLOATS = ("float16", "bfloat16", "float32", "float64")

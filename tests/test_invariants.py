@@ -42,7 +42,6 @@ FLOORS = (
     ("engines",),
     ("ranks",),
     ("validation",),
-    ("outputs",),
     ("pipeline",),
     ("cross_device_ops",),
     ("trees",),

@@ -1,20 +1,20 @@
-"""The exceptions of crossreduce.
+"""Every exception that crossreduce raises on purpose.
 
     ReductionError
-    ├── ArgumentError      (ValueError)   an argument is invalid: a value, a name, a count, a destination
-    │   ├── AxisError      (NameError)    a JAX program has no axis with this name
-    │   ├── DeviceError                   a device's name cannot be parsed, or the device does not exist here
-    │   └── MismatchError                 the replicas of one value, or the calls of ranks, differ
-    ├── UnsupportedError   (TypeError)    an operation is not defined for this kind of argument
-    ├── PlanError          (ValueError)   no schedule exists for this request
-    ├── ScheduleError      (ValueError)   a schedule does not compute its collective
-    ├── ContextError       (RuntimeError) a call from the wrong context: inside or outside a replica
-    ├── StalledError       (TimeoutError) replicas waited too long for other replicas
-    ├── CollectiveTimeout  (TimeoutError) ranks waited too long for other ranks; .ranks: which
+    ├── ArgumentError      (ValueError)   an argument is wrong: a value, a name, a count, a destination
+    │   ├── AxisError      (NameError)    a JAX program has no axis of this name
+    │   ├── DeviceError                   a device's name cannot be read, or there is no such device here
+    │   └── MismatchError                 the replicas of one value, or the calls of ranks, do not fit together
+    ├── UnsupportedError   (TypeError)    a kind of thing that cannot be used so: a dtype under an op, a class
+    ├── PlanError          (ValueError)   no schedule can be made for this request
+    ├── ScheduleError      (ValueError)   a schedule does not compute what it claims
+    ├── ContextError       (RuntimeError) a call stands where it cannot: in a replica, or outside of one
+    ├── StalledError       (TimeoutError) replicas waited too long for others
+    ├── CollectiveTimeout  (TimeoutError) ranks waited too long for others; .ranks: for which
     ├── PeerLostError      (ConnectionError) ranks died, left or were interrupted; .ranks: which
-    └── BackendError       (ImportError)  a framework or library that is not installed
+    └── BackendError       (ImportError)  a framework was asked for that is not installed
 
-Each message states what was wrong, what was given, and what to do.
+Each message says what was wrong, what was given, and what to do.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from collections.abc import Iterable
 
 
 class ReductionError(Exception):
-    """The base class of all errors of this library."""
+    """The root of all errors of this library."""
 
     pair: int | None = None
-    """The number of the pair of a batch that the error is about, if it is about one."""
+    """Which pair of a batch the error is about, where it is about one."""
 
     def prefix(self, where: str, pair: int | None = None) -> None:
-        """Put the position of the error in front of its text; an earlier position is replaced."""
+        """Say in front of the text where the error was found; a place that was said before is replaced."""
         text = str(self).removeprefix(f"pair {self.pair}: ")
         self.args = (f"{where}: {text}",)
         self.pair = pair
 
 
-# Inside tf.function, AutoGraph raises an error again in its own class only if this holds; any other error becomes a
-# StagingError.
+# Inside tf.function, AutoGraph raises an error anew as what it is only where this holds; any other arrives
+# as a StagingError.
 ReductionError.__init__ = Exception.__init__  # type: ignore[method-assign]
 
 
 class ArgumentError(ReductionError, ValueError):
-    """An argument is invalid."""
+    """An argument has a value that cannot be used."""
 
 
 class AxisError(ArgumentError, NameError):
-    """A JAX program has no axis with this name."""
+    """A JAX program has no axis of the name that was given."""
 
 
 class DeviceError(ArgumentError):
-    """A device's name cannot be parsed, or the device does not exist here."""
+    """A device's name cannot be read, or names a device that is not here."""
 
 
 class MismatchError(ArgumentError):
-    """The replicas of one value differ in shape, dtype, framework or structure, or ranks differ in their calls."""
+    """The replicas of one value differ in shape, dtype, framework or structure; or ranks in what they call."""
 
 
 class UnsupportedError(ReductionError, TypeError):
-    """The operation is not defined for this kind of argument."""
+    """An argument is of a kind that the operation is not defined for."""
 
 
 class PlanError(ReductionError, ValueError):
-    """No schedule exists for these devices, links and this algorithm."""
+    """No schedule exists for the devices, links and algorithm that were named."""
 
 
 class ScheduleError(ReductionError, ValueError):
@@ -69,25 +69,25 @@ class ScheduleError(ReductionError, ValueError):
 
 
 class ContextError(ReductionError, RuntimeError):
-    """A call from the wrong context: inside a replica instead of outside, or the other way round."""
+    """A call that belongs to another context: to a replica's, or to that of all replicas."""
 
 
 class StalledError(ReductionError, TimeoutError):
-    """Replicas waited for other replicas for longer than the timeout."""
+    """Replicas waited for others for longer than the timeout."""
 
 
 class _RanksError(ReductionError):
-    """An error that some ranks caused. The ranks survive pickling and copying."""
+    """An error that some ranks are to blame for. It keeps them when it is pickled or copied."""
 
     ranks: tuple[int, ...]
 
     def __init__(self, text: str, ranks: Iterable[int] = ()) -> None:
-        """Create an error with a text and the ranks that caused it."""
+        """Say what happened, and which ranks did it."""
         super().__init__(text)
         self.ranks = tuple(ranks)
 
 
-class CollectiveTimeout(_RanksError, TimeoutError):  # noqa: N818 - a timeout is an error
+class CollectiveTimeout(_RanksError, TimeoutError):  # noqa: N818 - the name says what it is
     """Ranks waited for ``ranks`` for longer than the timeout; their group cannot be used any more."""
 
 
@@ -96,11 +96,11 @@ class PeerLostError(_RanksError, ConnectionError):
 
 
 class BackendError(ReductionError, ImportError):
-    """A framework or library is required that is not installed."""
+    """An array framework was asked for that is not installed."""
 
 
 def message(problem: str, given: str = "", remedy: str = "") -> str:
-    """Return an error's text: the problem, then what was given, then what to do.
+    """Lay out an error's text: the problem, then what was given, then what to do.
 
     >>> print(message("num_packs must not be negative.", "-1", "0 switches packing off"))
     num_packs must not be negative.
@@ -123,7 +123,7 @@ def shown(value: object, limit: int = 120) -> str:
     """
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # noqa: BLE001 - a broken __repr__ must not hide the error that is being reported
+    except Exception:  # noqa: BLE001 - a caller's broken __repr__ must not hide the error that is being reported
         text = "<no repr>"
     if len(text) > limit:
         text = text[: limit - 3] + "..."

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from .bounds import Bound, Cut, bound
 from .choice import PLANNERS, ROOTED, choose, planned, planned_for
-from .planners import direct, halving_doubling, hierarchical_copy, one_device, ring
+from .planners import (
+    direct,
+    halving_doubling,
+    hierarchical_copy,
+    one_device,
+    one_shot,
+    recursive_doubling,
+    ring,
+)
 from .plans import Plan, plan
 
 __all__ = [
@@ -23,8 +31,10 @@ __all__ = [
     "halving_doubling",
     "hierarchical_copy",
     "one_device",
+    "one_shot",
     "plan",
     "planned",
     "planned_for",
+    "recursive_doubling",
     "ring",
 ]

@@ -14,7 +14,15 @@ from ..errors import PlanError, message, shown
 from ..schedule import Schedule, verify
 from ..topology import Topology
 from .forest import forest
-from .planners import direct, halving_doubling, hierarchical_copy, one_device, ring
+from .planners import (
+    direct,
+    halving_doubling,
+    hierarchical_copy,
+    one_device,
+    one_shot,
+    recursive_doubling,
+    ring,
+)
 from .plans import planned_on
 from .views import reached
 
@@ -23,7 +31,9 @@ PLANNERS: Final[dict[str, Callable[..., Schedule]]] = {
     "hierarchical_copy": hierarchical_copy,
     "ring": ring,
     "halving_doubling": halving_doubling,
+    "recursive_doubling": recursive_doubling,
     "direct": direct,
+    "one_shot": one_shot,
 }
 
 # The planners whose packs have roots, which rotate; the others' packs are all alike.

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from ..errors import PlanError, message
-from ..schedule import Chunk, Schedule, Step
+from ..schedule import Chunk, Schedule, Step, live_rounds
 from ..values import read_devices
 
 
@@ -266,7 +267,7 @@ def halving_doubling(
     return _schedule("halving_doubling", request, width, moves)
 
 
-def direct(
+def recursive_doubling(
     devices: Sequence[str],
     sources: Sequence[str] | None = None,
     destinations: Sequence[str] | None = None,
@@ -274,7 +275,76 @@ def direct(
     packs: int = 1,
     first: int = 0,
 ) -> Schedule:
-    """Plan that every destination reduces its own share and then gathers the others' shares.
+    """Plan pairwise exchanges of everything, at distances 1, 2, 4, ...
+
+    An all-reduce takes log2(n) rounds, the fewest in which every device sends to one device at a time; in each of
+    them every device sends its whole buffer. If the number of sources is not a power of two, each source beyond the
+    largest power first adds its data to that of a partner, and receives the result from it at the end. Both devices of
+    a pair combine their values in the same order, so every destination receives the same bits.
+
+    Args:
+      devices: names; sources are paired in this order.
+      sources: the devices that contribute; ``None``: all.
+      destinations: the devices that need the result; ``None``: all. Destinations that are not paired receive it at
+        the end, along a binomial tree. Exchanges that no destination needs are left out, so a reduce to one device is
+        a binomial tree, too.
+      packs: the number of equal packs of the buffer; all take the same route, at the same time.
+      first: ignored; all planners accept it, and this schedule has no root that could rotate.
+    Returns:
+      A schedule of log2(n) rounds for an all-reduce of n = 2**k devices, of 2 more for other n.
+    Raises:
+      PlanError: as ``one_device``.
+
+    >>> print(recursive_doubling(["cpu:0", "cpu:1"]))
+    all_reduce recursive_doubling: 2 devices, 1 chunk, 1 round, 2 steps
+      round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
+      round 0: chunk 0: cpu:1 <- cpu:0 + cpu:1
+
+    Source: Thakur, Rabenseifner & Gropp, Optimization of collective communication operations in
+    MPICH, IJHPCA 19(1), 2005.
+    """
+    request = _request(devices, sources, destinations, packs, first)
+    width = 1 << (len(request.sources).bit_length() - 1)
+    core, beyond = request.sources[:width], request.sources[width:]
+    levels = width.bit_length() - 1
+
+    def moves(pack: int) -> Moves:
+        for partner, extra in zip(core, beyond, strict=False):
+            yield 0, Step(0, partner, (partner, extra))
+        for level in range(levels):
+            far = 1 << level
+            for i in range(width):
+                yield level + 1, Step(0, core[i], (core[i & ~far], core[i | far]))
+        after = levels + 1
+        holders = list(core)
+        partner_of = dict(zip(beyond, core, strict=False))
+        waiting = [d for d in request.destinations if d not in core]
+        extras = [d for d in waiting if d in partner_of]
+        for dst in extras:
+            yield after, Step(0, dst, (partner_of[dst],))
+        waiting = [d for d in waiting if d not in partner_of]
+        free = [d for d in core if d not in {partner_of[dst] for dst in extras}]
+        while waiting:
+            pairs = list(zip(free, waiting, strict=False))
+            for holder, dst in pairs:
+                yield after, Step(0, dst, (holder,))
+            holders += [*extras, *(dst for _, dst in pairs)]
+            extras, waiting, free, after = [], waiting[len(pairs) :], holders, after + 1
+
+    schedule = _schedule("recursive_doubling", request, 1, moves)
+    return replace(schedule, rounds=tuple(tuple(steps) for steps in live_rounds(schedule)))
+
+
+def direct(
+    devices: Sequence[str],
+    sources: Sequence[str] | None = None,
+    destinations: Sequence[str] | None = None,
+    *,
+    packs: int = 1,
+    first: int = 0,
+    owners: Sequence[str] | None = None,
+) -> Schedule:
+    """Plan that every owner reduces one share of the buffer and then sends it to all destinations.
 
     Two rounds, as few bytes as a ring, and every element is combined in the order of the devices,
     so its bits equal those of ``one_device``. It needs a link between every two devices.
@@ -283,12 +353,14 @@ def direct(
       devices: names, in the order in which components are combined.
       sources: the devices that contribute; ``None``: all.
       destinations: the devices that need the result; ``None``: all.
-      packs: into how many equal packs the buffer is cut before each is shared out.
-      first: which destination takes the first share of the first pack.
+      packs: the number of equal packs of the buffer; each is divided into one share per owner.
+      first: which owner reduces the first share of the first pack.
+      owners: the devices that reduce one share each; ``None``: the destinations. With all devices as owners, a
+        reduce to one root is shared by all of them.
     Returns:
       A schedule of at most 2 rounds.
     Raises:
-      PlanError: as ``one_device``.
+      PlanError: as ``one_device``; or an owner is not one of the devices.
 
     >>> print(direct(["cpu:0", "cpu:1"]))
     all_reduce direct: 2 devices, 2 chunks, 2 rounds, 4 steps
@@ -298,18 +370,58 @@ def direct(
       round 1: chunk 1: cpu:0 <- cpu:1
     """
     request = _request(devices, sources, destinations, packs, first)
-    shares = len(request.destinations)
+    shared = request.destinations if owners is None else _positions(request.devices, owners, "the owners")
 
     def moves(pack: int) -> Moves:
-        for chunk in range(shares):
-            owner = request.destinations[(chunk + pack) % shares]
+        for chunk in range(len(shared)):
+            owner = shared[(chunk + pack) % len(shared)]
             if request.sources != (owner,):
                 yield 0, Step(chunk, owner, request.sources)
             for dst in request.destinations:
                 if dst != owner:
                     yield 1, Step(chunk, dst, (owner,))
 
-    return _schedule("direct", request, shares, moves)
+    return _schedule("direct", request, len(shared), moves)
+
+
+def one_shot(
+    devices: Sequence[str],
+    sources: Sequence[str] | None = None,
+    destinations: Sequence[str] | None = None,
+    *,
+    packs: int = 1,
+    first: int = 0,
+) -> Schedule:
+    """Plan that every destination reads the original of every source and combines them all.
+
+    One round, the fewest, at the price of the most bytes: every destination receives the whole buffer of every other
+    source. The fastest plan for small buffers. Every element is combined in the order of the sources, so its bits
+    equal those of ``one_device``. It needs a link from every source to every destination.
+
+    Args:
+      devices: names, in the order in which components are combined.
+      sources: the devices that contribute; ``None``: all.
+      destinations: the devices that need the result; ``None``: all.
+      packs: the number of equal packs of the buffer; all take the same route, at the same time.
+      first: ignored; all planners accept it, and this schedule has no root that could rotate.
+    Returns:
+      A schedule of at most 1 round.
+    Raises:
+      PlanError: as ``one_device``.
+
+    >>> print(one_shot(["cpu:0", "cpu:1"]))
+    all_reduce one_shot: 2 devices, 1 chunk, 1 round, 2 steps
+      round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
+      round 0: chunk 0: cpu:1 <- cpu:0 + cpu:1
+    """
+    request = _request(devices, sources, destinations, packs, first)
+
+    def moves(pack: int) -> Moves:
+        for dst in request.destinations:
+            if request.sources != (dst,):
+                yield 0, Step(0, dst, request.sources)
+
+    return _schedule("one_shot", request, 1, moves)
 
 
 def _request(
@@ -326,17 +438,23 @@ def _request(
         raise PlanError(
             message("the buffer is cut into 1, 2, ... packs.", f"packs={packs!r}, first={first!r}", "packs=1")
         )
-    everyone = tuple(range(len(names)))
+    return Request(
+        names,
+        _positions(names, sources, "the sources"),
+        _positions(names, destinations, "the destinations"),
+        packs,
+        first,
+    )
 
-    def positions(chosen: Sequence[str] | None, what: str) -> tuple[int, ...]:
-        if chosen is None:
-            return everyone
-        found = tuple(_position(names, name, what) for name in read_devices(chosen))
-        if not found:
-            raise PlanError(message(f"{what} must be at least one device.", "none", ", ".join(names)))
-        return found
 
-    return Request(names, positions(sources, "the sources"), positions(destinations, "the destinations"), packs, first)
+def _positions(names: tuple[str, ...], chosen: Sequence[str] | None, what: str) -> tuple[int, ...]:
+    """Return the positions of devices in ``names``; ``None``: of all."""
+    if chosen is None:
+        return tuple(range(len(names)))
+    found = tuple(_position(names, name, what) for name in read_devices(chosen))
+    if not found:
+        raise PlanError(message(f"{what} must be at least one device.", "none", ", ".join(names)))
+    return found
 
 
 def _position(names: tuple[str, ...], name: str, what: str) -> int:

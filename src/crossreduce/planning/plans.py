@@ -6,7 +6,7 @@ for its size and simulated; "auto" is the quickest of all algorithms in simulati
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -24,7 +24,7 @@ from .derived import all_gather, reduce_scatter
 from .explain import duration, limited_by, many, percent, shape, size, tree_lines
 from .forest import forest
 from .hierarchy import centre, hierarchies
-from .planners import direct, halving_doubling, hierarchical_copy, one_device
+from .planners import direct, halving_doubling, hierarchical_copy, one_device, one_shot, recursive_doubling
 from .rings import rings
 from .views import require_ways
 
@@ -316,7 +316,7 @@ def candidates(
         made = [all_gather(schedule) for schedule in turned]
     elif collective == "reduce_scatter":
         n = len(sources)
-        if algorithm in ("one_device", "hierarchical_copy", "halving_doubling"):
+        if algorithm in ("one_device", "hierarchical_copy", "halving_doubling", "recursive_doubling", "one_shot"):
             whole = candidates(topology, "all_reduce", sources, sources, algorithm, n, 0, None)
         elif algorithm == "ring":  # the ring's last stop of the k-th chunk is then the k-th device
             whole = candidates(topology, "all_reduce", sources, sources, algorithm, 1, 1, None)
@@ -330,7 +330,13 @@ def candidates(
     else:
         members = tuple(dict.fromkeys([*sources, *destinations, *([] if root is None else [root])]))
         options = {"root": root} if algorithm == "one_device" else {}
-        planner = {"one_device": one_device, "direct": direct, "halving_doubling": halving_doubling}[algorithm]
+        planner: Callable[..., Schedule] = {
+            "one_device": one_device,
+            "direct": direct,
+            "halving_doubling": halving_doubling,
+            "recursive_doubling": recursive_doubling,
+            "one_shot": one_shot,
+        }[algorithm]
         made = [planner(members, sources, destinations, packs=packs, first=first, **options)]
     made = [replace(schedule, collective=collective) for schedule in made]
     for schedule in made:
