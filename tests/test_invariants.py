@@ -42,6 +42,7 @@ FLOORS = (
     ("engines",),
     ("ranks",),
     ("validation",),
+    ("outputs",),
     ("pipeline",),
     ("cross_device_ops",),
     ("trees",),

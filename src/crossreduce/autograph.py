@@ -1,8 +1,8 @@
-"""What tells tracers to call this library as it is, not to rewrite it.
+"""A marker that keeps TensorFlow's AutoGraph from rewriting functions of this library.
 
-Under ``tf.function``, AutoGraph reads the source of every function it meets and rewrites its loops and
-branches. Here they only steer what is known while tracing, so that costs seconds (5.7 s against 0.07 s
-for a first trace) and changes nothing.
+Under ``tf.function``, AutoGraph reads the source of every function that it meets and rewrites its loops and branches.
+In this library these depend only on values that are known while tracing, so rewriting them changes nothing and costs
+seconds (5.7 s instead of 0.07 s for a first trace).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def unconverted(function: Function) -> Function:
-    """Mark a function, and what it calls, as none that AutoGraph rewrites; TensorFlow need not be there.
+    """Mark a function, and the functions that it calls, so that AutoGraph does not rewrite them.
 
-    Source: this attribute is what tf.autograph.experimental.do_not_convert sets
+    TensorFlow does not have to be installed. Source: tf.autograph.experimental.do_not_convert sets this attribute
     (``do_not_convert`` in tensorflow/python/autograph/impl/api.py).
     """
     function.autograph_info__ = {}  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Device names: one spelling inside, every usual spelling read.
+"""Device names: one canonical spelling inside, all usual spellings accepted.
 
-In: ``cuda:3``, ``GPU:3``, ``/gpu:3``, ``/job:worker/task:1/device:GPU:3``, ``host1/cuda:3``,
-``cuda:0#2`` (the third logical device on one physical GPU).  Out: the canonical string.
-Knows nothing of which devices exist; that is a framework's to say.
+Input: ``cuda:3``, ``GPU:3``, ``/gpu:3``, ``/job:worker/task:1/device:GPU:3``, ``host1/cuda:3``, ``cuda:0#2`` (the third
+logical device on one physical GPU). Output: the canonical string. Whether a device exists is not checked here; the
+frameworks do that.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Final
 
 from .errors import DeviceError, message, shown
 
-# GPU is TensorFlow's word, CUDA torch's and JAX's; the other kinds are spelled alike everywhere.
+# TensorFlow writes GPU; torch and JAX write CUDA. The other kinds have one spelling everywhere.
 KINDS: Final = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "mps": "mps", "xpu": "xpu"}
 SPELLINGS: Final = '"cpu:0", "cuda:3", "host1/cuda:3", "cuda:0#2", "GPU:3", "/job:worker/task:1/device:GPU:3"'
 
 _PLACE: Final = re.compile(r"(?:device:)?([a-z]+)(?::([0-9]{1,9}))?(?:#([0-9]{1,9}))?", re.IGNORECASE)
 _HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_JOB: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*")  # without "-", so that job-task names one of each
+_JOB: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*")  # without "-", so that job-task is unambiguous
 _NUMBER: Final = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device's name, taken apart. ``host`` is empty for this process's own host."""
+    """The parts of a device's name. ``host`` is empty for this process's own host."""
 
     host: str
     kind: str
@@ -41,7 +41,7 @@ class Device:
 
     @property
     def physical(self) -> str:
-        """The physical device that this one is a part of.
+        """The physical device that this logical device is on.
 
         >>> parse("cuda:0#2").physical
         'cuda:0'
@@ -50,13 +50,13 @@ class Device:
 
 
 def parse(name: str) -> Device:
-    """Take a device's name apart.
+    """Parse a device's name.
 
-    Parts that are left out default to this host, index 0 and logical device 0. TensorFlow's job
-    and task name a host, ``worker-1``; task 0 of ``/job:localhost`` is this one. Its replica is ignored.
+    Missing parts default to this host, index 0 and logical device 0. TensorFlow's job and task become a host,
+    ``worker-1``; task 0 of ``/job:localhost`` is this host. The replica in TensorFlow's names is ignored.
 
     Raises:
-      DeviceError: the name is empty or cannot be read.
+      DeviceError: the name is empty or cannot be parsed.
 
     >>> str(parse("/job:localhost/replica:0/task:0/device:GPU:3")), str(parse("host1/cuda:3"))
     ('cuda:3', 'host1/cuda:3')
@@ -85,7 +85,7 @@ def _parse(name: str) -> Device:
 
 
 def canonical(name: str) -> str:
-    """Return a device's name in the one spelling that this library uses.
+    """Return a device's name in the canonical spelling.
 
     >>> [canonical(name) for name in ("GPU:3", "/gpu:3", "cuda:0#2", "CPU", "cuda:0#0")]
     ['cuda:3', 'cuda:3', 'cuda:0#2', 'cpu:0', 'cuda:0']
@@ -108,5 +108,5 @@ def _tensorflow_host(name: str, parts: list[str]) -> str:
 
 def _unreadable(name: object) -> DeviceError:
     empty = isinstance(name, str) and not name
-    problem = "a device's name must not be empty." if empty else "no device is spelled like this."
+    problem = "a device's name must not be empty." if empty else "this device name cannot be parsed."
     return DeviceError(message(problem, shown(name), f"a name such as {SPELLINGS}"))

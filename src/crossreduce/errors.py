@@ -1,20 +1,20 @@
-"""Every exception that crossreduce raises on purpose.
+"""The exceptions of crossreduce.
 
     ReductionError
-    ├── ArgumentError      (ValueError)   an argument is wrong: a value, a name, a count, a destination
-    │   ├── AxisError      (NameError)    a JAX program has no axis of this name
-    │   ├── DeviceError                   a device's name cannot be read, or there is no such device here
-    │   └── MismatchError                 the replicas of one value, or the calls of ranks, do not fit together
-    ├── UnsupportedError   (TypeError)    a kind of thing that cannot be used so: a dtype under an op, a class
-    ├── PlanError          (ValueError)   no schedule can be made for this request
-    ├── ScheduleError      (ValueError)   a schedule does not compute what it claims
-    ├── ContextError       (RuntimeError) a call stands where it cannot: in a replica, or outside of one
-    ├── StalledError       (TimeoutError) replicas waited too long for others
-    ├── CollectiveTimeout  (TimeoutError) ranks waited too long for others; .ranks: for which
+    ├── ArgumentError      (ValueError)   an argument is invalid: a value, a name, a count, a destination
+    │   ├── AxisError      (NameError)    a JAX program has no axis with this name
+    │   ├── DeviceError                   a device's name cannot be parsed, or the device does not exist here
+    │   └── MismatchError                 the replicas of one value, or the calls of ranks, differ
+    ├── UnsupportedError   (TypeError)    an operation is not defined for this kind of argument
+    ├── PlanError          (ValueError)   no schedule exists for this request
+    ├── ScheduleError      (ValueError)   a schedule does not compute its collective
+    ├── ContextError       (RuntimeError) a call from the wrong context: inside or outside a replica
+    ├── StalledError       (TimeoutError) replicas waited too long for other replicas
+    ├── CollectiveTimeout  (TimeoutError) ranks waited too long for other ranks; .ranks: which
     ├── PeerLostError      (ConnectionError) ranks died, left or were interrupted; .ranks: which
-    └── BackendError       (ImportError)  a framework was asked for that is not installed
+    └── BackendError       (ImportError)  a framework or library that is not installed
 
-Each message says what was wrong, what was given, and what to do.
+Each message states what was wrong, what was given, and what to do.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from collections.abc import Iterable
 
 
 class ReductionError(Exception):
-    """The root of all errors of this library."""
+    """The base class of all errors of this library."""
 
     pair: int | None = None
-    """Which pair of a batch the error is about, where it is about one."""
+    """The number of the pair of a batch that the error is about, if it is about one."""
 
     def prefix(self, where: str, pair: int | None = None) -> None:
-        """Say in front of the text where the error was found; a place that was said before is replaced."""
+        """Put the position of the error in front of its text; an earlier position is replaced."""
         text = str(self).removeprefix(f"pair {self.pair}: ")
         self.args = (f"{where}: {text}",)
         self.pair = pair
 
 
-# Inside tf.function, AutoGraph raises an error anew as what it is only where this holds; any other arrives
-# as a StagingError.
+# Inside tf.function, AutoGraph raises an error again in its own class only if this holds; any other error becomes a
+# StagingError.
 ReductionError.__init__ = Exception.__init__  # type: ignore[method-assign]
 
 
 class ArgumentError(ReductionError, ValueError):
-    """An argument has a value that cannot be used."""
+    """An argument is invalid."""
 
 
 class AxisError(ArgumentError, NameError):
-    """A JAX program has no axis of the name that was given."""
+    """A JAX program has no axis with this name."""
 
 
 class DeviceError(ArgumentError):
-    """A device's name cannot be read, or names a device that is not here."""
+    """A device's name cannot be parsed, or the device does not exist here."""
 
 
 class MismatchError(ArgumentError):
-    """The replicas of one value differ in shape, dtype, framework or structure; or ranks in what they call."""
+    """The replicas of one value differ in shape, dtype, framework or structure, or ranks differ in their calls."""
 
 
 class UnsupportedError(ReductionError, TypeError):
-    """An argument is of a kind that the operation is not defined for."""
+    """The operation is not defined for this kind of argument."""
 
 
 class PlanError(ReductionError, ValueError):
-    """No schedule exists for the devices, links and algorithm that were named."""
+    """No schedule exists for these devices, links and this algorithm."""
 
 
 class ScheduleError(ReductionError, ValueError):
@@ -69,25 +69,25 @@ class ScheduleError(ReductionError, ValueError):
 
 
 class ContextError(ReductionError, RuntimeError):
-    """A call that belongs to another context: to a replica's, or to that of all replicas."""
+    """A call from the wrong context: inside a replica instead of outside, or the other way round."""
 
 
 class StalledError(ReductionError, TimeoutError):
-    """Replicas waited for others for longer than the timeout."""
+    """Replicas waited for other replicas for longer than the timeout."""
 
 
 class _RanksError(ReductionError):
-    """An error that some ranks are to blame for. It keeps them when it is pickled or copied."""
+    """An error that some ranks caused. The ranks survive pickling and copying."""
 
     ranks: tuple[int, ...]
 
     def __init__(self, text: str, ranks: Iterable[int] = ()) -> None:
-        """Say what happened, and which ranks did it."""
+        """Create an error with a text and the ranks that caused it."""
         super().__init__(text)
         self.ranks = tuple(ranks)
 
 
-class CollectiveTimeout(_RanksError, TimeoutError):  # noqa: N818 - the name says what it is
+class CollectiveTimeout(_RanksError, TimeoutError):  # noqa: N818 - a timeout is an error
     """Ranks waited for ``ranks`` for longer than the timeout; their group cannot be used any more."""
 
 
@@ -96,11 +96,11 @@ class PeerLostError(_RanksError, ConnectionError):
 
 
 class BackendError(ReductionError, ImportError):
-    """An array framework was asked for that is not installed."""
+    """A framework or library is required that is not installed."""
 
 
 def message(problem: str, given: str = "", remedy: str = "") -> str:
-    """Lay out an error's text: the problem, then what was given, then what to do.
+    """Return an error's text: the problem, then what was given, then what to do.
 
     >>> print(message("num_packs must not be negative.", "-1", "0 switches packing off"))
     num_packs must not be negative.
@@ -123,7 +123,7 @@ def shown(value: object, limit: int = 120) -> str:
     """
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # noqa: BLE001 - a caller's broken __repr__ must not hide the error that is being reported
+    except Exception:  # noqa: BLE001 - a broken __repr__ must not hide the error that is being reported
         text = "<no repr>"
     if len(text) > limit:
         text = text[: limit - 3] + "..."

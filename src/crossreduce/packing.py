@@ -1,15 +1,13 @@
-"""From tensors' shapes to flat buffers, and back.
+"""From the shapes of tensors to flat buffers, and back.
 
-In: the specs of a batch, and how to pack.  Out: ``Buffer``s, which say where each tensor lies; a
-framework joins and cuts the arrays by them. Plans depend on shapes alone, so they are made once per
-kind of batch.
+Input: the specs of a batch, and the packing options. Output: ``Buffer``s, which give the position of each tensor; the
+frameworks join and cut arrays accordingly. Layouts depend on shapes only, so they are made once for each kind of batch.
 
-A batch is packed in one of three ways, and dtypes never mix:
+A batch is packed in one of two ways, and dtypes never mix:
 
-* ``bytes_per_pack`` > 0, or ``num_packs`` > 0: all tensors of a dtype lie in one buffer, in order, and
-  the buffer is cut into packs whose sizes differ by at most one element. A pack's boundary may lie
-  inside a tensor.
-* ``num_packs`` = 0: each tensor is a buffer of its own, except that runs of small tensors share one
+* ``bytes_per_pack`` > 0, or ``num_packs`` > 0: all tensors of a dtype are in one buffer, in order, and the buffer is
+  cut into packs whose sizes differ by at most one element. A pack's boundary may be inside a tensor.
+* ``num_packs`` = 0: each tensor has its own buffer, except that runs of small tensors share one
   (``agg_small_grads_max_bytes``, ``agg_small_grads_max_group``).
 """
 
@@ -24,8 +22,7 @@ from .errors import ArgumentError, message
 from .ops import INTEGERS
 from .values import TensorSpec
 
-# Every few packs are one run of the loop: more of them than this is a slip, such as bytes_per_pack=1
-# for a model, and would take minutes.
+# More packs than this are a mistake, such as bytes_per_pack=1 for a model, and would take minutes.
 MOST_PACKS: Final = 10_000
 
 BITS: Final = {name: int("".join(filter(str.isdigit, name))) for name in INTEGERS} | {
@@ -34,7 +31,7 @@ BITS: Final = {name: int("".join(filter(str.isdigit, name))) for name in INTEGER
 
 
 class Packing(NamedTuple):
-    """How to pack: the arguments of ``AllReduceCrossDeviceOps`` and of its options."""
+    """The packing arguments of ``AllReduceCrossDeviceOps`` and of its options."""
 
     num_packs: int = 0
     bytes_per_pack: int = 0
@@ -43,7 +40,7 @@ class Packing(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Where a tensor lies in a flat buffer, in elements. ``tensor`` is its place in the batch."""
+    """The position of a tensor in a flat buffer, in elements. ``tensor`` is its number in the batch."""
 
     tensor: int
     start: int
@@ -52,9 +49,9 @@ class Span(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A flat buffer of one dtype, the tensors in it, and into how many packs it is cut.
+    """A flat buffer of one dtype, the tensors in it, the number of packs, and the root of the first pack.
 
-    ``size`` is ``None`` for a tensor whose shape tracing leaves open; it is reduced whole.
+    ``size`` is ``None`` for a tensor whose shape tracing leaves unknown; it is not packed and not cut.
     """
 
     dtype: str
@@ -68,7 +65,7 @@ Cut = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element.
+    """Return the number of bytes of one element.
 
     >>> itemsize("bfloat16")
     2
@@ -78,13 +75,11 @@ def itemsize(dtype: str) -> int:
 
 @lru_cache(maxsize=1024)
 def layout(specs: tuple[TensorSpec, ...], packing: Packing) -> tuple[Buffer, ...]:
-    """Say which tensors share which buffers.
+    """Return the buffers of a batch; each tensor is in exactly one.
 
     Args:
       specs: the batch, in order.
-      packing: how to pack.
-    Returns:
-      The buffers. Each tensor lies in exactly one.
+      packing: the options.
     Raises:
       ArgumentError: more than ``MOST_PACKS`` packs would result.
 
@@ -102,14 +97,14 @@ def layout(specs: tuple[TensorSpec, ...], packing: Packing) -> tuple[Buffer, ...
 
 @lru_cache(maxsize=4096)
 def cuts(spans: tuple[Span, ...], bounds: tuple[tuple[int, int], ...]) -> tuple[Cut, ...]:
-    """Say for each tensor which ranges of which parts it is made of.
+    """Return the ranges of the buffer's parts that each tensor consists of.
 
     Args:
       spans: the tensors of one buffer.
-      bounds: the elements ``(start, stop)`` of the buffer that each part holds, in order.
+      bounds: the elements ``(start, stop)`` of the buffer that each part contains, in order.
     Returns:
-      For each tensor its shape and its pieces ``(part, start, stop)``, counted within the part. An
-      empty tensor is an empty piece of the first part.
+      For each tensor its shape and its pieces ``(part, start, stop)``, counted within the part. An empty tensor is an
+      empty piece of the first part.
 
     >>> cuts((Span(0, 0, 3, (3,)), Span(1, 3, 2, (2,))), ((0, 2), (2, 5)))
     (((3,), ((0, 0, 2), (1, 0, 1))), ((2,), ((1, 1, 3),)))
@@ -130,7 +125,7 @@ def cuts(spans: tuple[Span, ...], bounds: tuple[tuple[int, int], ...]) -> tuple[
 
 
 def _small_runs(specs: tuple[TensorSpec, ...], packing: Packing) -> list[list[int]]:
-    """Split the batch into runs: neighbours that are small and of one dtype go together."""
+    """Split the batch into runs: neighbours that are small and of one dtype are joined."""
     runs: list[list[int]] = []
     for tensor, spec in enumerate(specs):
         if (
@@ -172,7 +167,7 @@ def _buffer(specs: tuple[TensorSpec, ...], tensors: list[int], packing: Packing,
             message(
                 f"{start} elements of {dtype} would be cut into {packs} packs; {MOST_PACKS} is the most.",
                 f"num_packs={packing.num_packs}, bytes_per_pack={packing.bytes_per_pack}",
-                "fewer packs, or more bytes a pack",
+                "fewer packs, or more bytes per pack",
             )
         )
     return Buffer(dtype, start, tuple(spans), packs, first)

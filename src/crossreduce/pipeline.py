@@ -25,15 +25,14 @@ from .engines.base import (
 from .frameworks import Array, Framework, Sparse, framework_of
 from .lowering import lower
 from .ops import Numbers, copying
+from .outputs import Job, check_overlap, in_pair, overlap_error
 from .packing import Buffer, Packing, itemsize, layout
 from .planning import ROOTED, choose, planned, planned_for
 from .topology import Topology
-from .validation import Checked, check_overlap, in_pair, overlap_error
+from .validation import Checked
 from .values import Mirrored, PerReplica, TensorSpec, locate
 
 _LOG: Final = logging.getLogger("crossreduce")
-
-Job = tuple[Checked, tuple[str, ...]]  # a validated value and the devices of its result
 
 
 def reduce_batch(

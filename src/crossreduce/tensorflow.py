@@ -26,8 +26,9 @@ from .devices import canonical
 from .errors import ArgumentError, ReductionError, UnsupportedError, message, shown
 from .ops import DTYPES
 from .options import CommunicationOptions
+from .outputs import in_pair
 from .topology import Topology
-from .validation import check_pairs, in_pair, read_op, read_options
+from .validation import check_pairs, read_op, read_options
 from .values import DistributedValues, Mirrored, PerReplica, default_devices
 
 __all__ = ["AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"]

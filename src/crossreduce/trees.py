@@ -1,7 +1,7 @@
-"""The everyday call: ``all_reduce`` of pytrees, one a replica.
+"""The everyday call: ``all_reduce`` of pytrees, one per replica.
 
-In: n trees of arrays.  Out: n reduced trees. Trees are taken apart by optree; dataclasses that it
-does not know are taught to it, in a namespace of our own.
+Input: n trees of arrays. Output: n reduced trees. optree flattens the trees; dataclasses that it does not support are
+registered with it, in a namespace of this library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .values import DistributedValues, PerReplica, read_devices
 
 _NAMESPACE = "crossreduce"
 _DEFAULT = AllReduceCrossDeviceOps("auto")
-_TAUGHT: set[type] = set()  # the dataclasses that optree was taught
+_REGISTERED: set[type] = set()  # dataclasses
 _LOCK = threading.Lock()
 
 
@@ -35,35 +35,34 @@ def all_reduce(
     options: CommunicationOptions | None = None,
     out: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Reduce n pytrees, one a replica, leaf by leaf, and give every replica the result.
+    """Reduce n pytrees, one per replica, leaf by leaf, and return the result for every replica.
 
     Args:
-      trees: a list, always read as one tree a replica: an array, or dicts, lists, tuples, named tuples,
-        dataclasses and other pytree nodes of arrays and numbers, all of one structure. Leaves may be sparse,
-        torch Parameters or tf.Variables, and of different dtypes, shapes, devices and frameworks. Of
-        dataclasses the fields come back, and nothing else that an instance holds.
+      trees: a list with one tree per replica: an array, or dicts, lists, tuples, named tuples, dataclasses and other
+        pytree nodes of arrays and numbers, all of one structure. Leaves may be sparse, torch Parameters or
+        tf.Variables, and of different dtypes, shapes, devices and frameworks. Dataclasses are rebuilt from their
+        fields; other attributes of an instance are lost.
       op: a ``ReduceOp`` or its name.
-      devices: a device for each replica; ``None``: each leaf stays where it is.
+      devices: one device per replica; ``None``: each leaf stays on its device.
       cross_device_ops: how to reduce; ``None``: ``AllReduceCrossDeviceOps("auto")``.
       options: hints for this call.
-      out: n trees of the same structure whose leaves the results are written into (see
-        ``CrossDeviceOps.reduce``); the inputs themselves reduce in place.
+      out: n trees of the same structure; the results are written into their leaves (see ``CrossDeviceOps.reduce``).
+        With the inputs themselves as ``out`` the reduction is in place.
     Returns:
-      n trees of the same structure, with ``out``'s leaves where it is given. Leaf k of tree i is the reduction
-      of all trees' leaf k, on the device of tree i's; all n have the same bits, and none shares memory with
-      another or with an input.
-      Numbers come back as NumPy arrays of no axes.
+      n trees of the same structure, with the leaves of ``out`` if it is given. Leaf k of tree i is the reduction of
+      leaf k of all trees, on the device of tree i's leaf; all n have the same bits, and none shares memory with
+      another or with an input. Numbers become 0-d NumPy arrays.
     Raises:
-      MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework;
-        the leaf's path and all replicas are named.
-      ArgumentError: no trees, a leaf that is no array, a wrong argument.
-      UnsupportedError: the op is not defined for a leaf's dtype; a class where an op's instance is meant.
+      MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework; the leaf's path
+        and all replicas are named.
+      ArgumentError: there are no trees, a leaf is not an array, or another argument is invalid.
+      UnsupportedError: the op is not defined for a leaf's dtype; a class instead of an instance was given.
 
     >>> import numpy as np
     >>> grads = [{"w": np.full((2, 2), float(k)), "b": np.float32(k)} for k in range(3)]
     >>> all_reduce(grads, "mean")[2]["w"].tolist()
     [[1.0, 1.0], [1.0, 1.0]]
-    >>> buffers = [np.empty(3) for _ in range(2)]  # once; no step of the loop allocates results
+    >>> buffers = [np.empty(3) for _ in range(2)]  # once: no iteration allocates results
     >>> for step in range(3):
     ...     _ = all_reduce([np.full(3, step + 0.0), np.full(3, 1.0)], out=buffers)
     >>> buffers[1]
@@ -77,7 +76,7 @@ def all_reduce(
         or not isinstance(trees, Iterable)
     ):
         raise ArgumentError(
-            message("all_reduce takes a list with one tree a replica.", shown(trees), "list(value), or [tree, tree]")
+            message("all_reduce takes a list with one tree per replica.", shown(trees), "list(value), or [tree, tree]")
         )
     given = list(trees)
     if not given:
@@ -85,7 +84,9 @@ def all_reduce(
     names = None if devices is None else read_devices(devices)
     if names is not None and len(names) != len(given):
         raise ArgumentError(
-            message("all_reduce needs one device a replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None")
+            message(
+                "all_reduce needs one device per replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None"
+            )
         )
     leaves, structure = flatten_trees(given)
     columns = reduce_leaves(leaves, structure, op, names, ops, options, out)
@@ -103,7 +104,7 @@ def reduce_leaves(
     options: CommunicationOptions | None,
     out: Sequence[Any] | None = None,
 ) -> list[tuple[Any, ...]]:
-    """Reduce trees that were taken apart by ``flatten_trees``; return each leaf's results. Errors name the leaf."""
+    """Reduce trees that ``flatten_trees`` flattened, and return each leaf's results. Errors name the leaf."""
     pairs: list[tuple[PerReplica, PerReplica]] = []
     for number, components in enumerate(leaves):
         try:
@@ -116,19 +117,19 @@ def reduce_leaves(
     try:
         reduced = ops.batch_reduce(op, pairs, options, out=targets)
     except ReductionError as error:
-        if error.pair is not None:  # the batch numbers its pairs; whoever passed a tree knows paths
+        if error.pair is not None:  # the batch numbers its pairs; the caller of a tree needs paths
             error.prefix(f"leaf {leaf_paths(structure)[error.pair]}")
         raise
     return [result.values for result in reduced]
 
 
 def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]]) -> list[PerReplica]:
-    """Return for each leaf the arrays that its results are written into."""
+    """Return the arrays that each leaf's results are written into."""
     given = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
     replicas = len(pairs[0][0]) if pairs else len(given)
     if hasattr(out, "shape") or len(given) != replicas:
         raise ArgumentError(
-            message("out takes one tree a replica, as the trees themselves.", shown(out), f"a list of {replicas} trees")
+            message("out takes one tree per replica, like the trees.", shown(out), f"a list of {replicas} trees")
         )
     leaves, found = flatten_trees(given)
     if found != structure:
@@ -139,10 +140,10 @@ def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]
 
 
 def check_ops(ops: object) -> CrossDeviceOps:
-    """Return what reduces; ``None``: ``AllReduceCrossDeviceOps("auto")``.
+    """Return the ops of a call; for ``None``, ``AllReduceCrossDeviceOps("auto")``.
 
     Raises:
-      UnsupportedError: it is a class, or anything else that is no ``CrossDeviceOps``.
+      UnsupportedError: it is a class, or not a ``CrossDeviceOps``.
     """
     if ops is None:
         return _DEFAULT
@@ -150,11 +151,11 @@ def check_ops(ops: object) -> CrossDeviceOps:
         return ops
     what = "an instance of CrossDeviceOps, not the class" if isinstance(ops, type) else "a CrossDeviceOps"
     remedy = 'crossreduce.AllReduceCrossDeviceOps("ring")'
-    raise UnsupportedError(message(f"cross_device_ops must be {what} of crossreduce's.", shown(ops), remedy))
+    raise UnsupportedError(message(f"cross_device_ops must be {what} of crossreduce.", shown(ops), remedy))
 
 
 def flatten_trees(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
-    """Return each leaf's components over the replicas, and the common structure."""
+    """Return each leaf's components, one per replica, and the common structure."""
     flat = [flatten_tree(tree) for tree in trees]
     structures = [structure for _, structure in flat]
     if any(structure != structures[0] for structure in structures):
@@ -165,7 +166,7 @@ def flatten_trees(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
 
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
-    """Flatten a tree; a dataclass that optree takes for a leaf is registered, and the tree flattened again.
+    """Flatten a tree. A dataclass that optree treats as a leaf is registered, and the tree is flattened again.
 
     Raises:
       ArgumentError: the tree contains itself.
@@ -179,7 +180,7 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
             given = f"a {type(tree).__name__}"
             raise ArgumentError(message("a tree is too deep, or contains itself.", given, "a flatter tree")) from error
         kinds = {kind for kind in set(map(type, leaves)) if dataclasses.is_dataclass(kind)}
-        # Arrays may be dataclasses too (a framework's own), but they have a shape.
+        # An array class of a framework may be a dataclass too, but it has a shape.
         unknown = {type(leaf) for leaf in leaves if type(leaf) in kinds and not hasattr(leaf, "shape")}
         if not unknown:
             return leaves, structure
@@ -188,22 +189,22 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
 
 
 def leaf_paths(structure: Any) -> list[str]:
-    """Return where each leaf is, as one would write it: ``tree['w'][0]``."""
+    """Return the path of each leaf as a Python expression: ``tree['w'][0]``."""
     return [accessor.codify("tree") for accessor in structure.accessors()]
 
 
 def _outline(structures: list[Any], replica: int) -> str:
-    """Say how a replica's tree differs from the first replica's: by its leaves, or else by its nodes."""
+    """Return how a replica's tree differs from the first replica's: by its leaves, or else by its nodes."""
     paths, others = leaf_paths(structures[replica]), set(leaf_paths(structures[int(replica == 0)]))
     own = [path for path in paths if path not in others]
     if not own and set(paths) == others:
         return shown(structures[replica], 200)
     found = f"{len(paths)} leaves"
-    return found + (f", of which only here {', '.join(own[:3])}{', ...' * (len(own) > 3)}" if own else "")
+    return found + (f", only here: {', '.join(own[:3])}{', ...' * (len(own) > 3)}" if own else "")
 
 
 def unflatten_tree(structure: Any, leaves: Iterable[Any]) -> Any:
-    """Put a tree together again."""
+    """Rebuild a tree from its leaves."""
     import optree
 
     return optree.tree_unflatten(structure, leaves)
@@ -218,13 +219,13 @@ def _register(kind: type) -> None:
         return [getattr(node, name) for name in names], None, names
 
     def unflatten(_: Any, children: Iterable[Any]) -> Any:
-        made: Any = object.__new__(kind)  # what else an input holds may be out of date, or its own
+        made: Any = object.__new__(kind)  # other attributes of an input may be out of date
         for name, child in zip(names, children, strict=True):
             object.__setattr__(made, name, child)
         return made
 
     with _LOCK:
-        if kind not in _TAUGHT:
+        if kind not in _REGISTERED:
             entry = optree.DataclassEntry
             optree.register_pytree_node(kind, flatten, unflatten, path_entry_type=entry, namespace=_NAMESPACE)
-            _TAUGHT.add(kind)
+            _REGISTERED.add(kind)

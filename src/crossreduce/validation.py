@@ -1,32 +1,31 @@
-"""What stands at the door: every argument is checked here, before an array is touched.
+"""Argument validation: every argument is checked here, before an array is read.
 
-In: what a caller gave.  Out: ``Checked`` values and canonical device names, or an error that says what
-was given and what to do.
+Input: the caller's arguments. Output: ``Checked`` values and canonical device names, or an error that states what was
+given and what to do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from . import kernels
 from .devices import canonical
-from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
+from .errors import ArgumentError, MismatchError, UnsupportedError, message, shown
 from .frameworks import KNOWN, Array, Framework, Sparse, framework_of
 from .ops import HALVES, Numbers, ReduceOp, require_dtype
 from .options import DEFAULT, CommunicationOptions
-from .values import DistributedValues, IndexedSlices, PerReplica, TensorSpec, describe, host_devices
+from .values import DistributedValues, IndexedSlices, Mirrored, PerReplica, TensorSpec, describe, host_devices
 
 
 class Checked(PerReplica):
-    """A ``PerReplica`` whose components were found to fit together, and what was found out.
+    """A validated ``PerReplica``, with the facts that the validation found.
 
-    ``arrays`` are the components as the framework takes them: all of them sparse (``sparse``), or all dense. A
-    value that is sparse on some replicas only has been made dense. ``spec`` is that of a component (of
-    its slices, where it is sparse). ``mixed``: sparse components were made dense, perhaps in a wider dtype. ``out`` are
-    the arrays that the result is to be written into, where the caller gave some.
+    ``arrays`` are the components as the framework computes with them: all of them sparse (``sparse``), or all dense.
+    A value that is sparse on only some replicas has been made dense. ``spec`` is the spec of a component (of its
+    slices, if it is sparse). ``mixed``: sparse components were made dense, perhaps in a wider dtype. ``out`` are the
+    arrays that the result will be written into, if the caller gave them.
     """
 
     __slots__ = ("arrays", "axis", "framework", "mixed", "numbers", "op", "out", "sparse", "spec")
@@ -44,7 +43,7 @@ class Checked(PerReplica):
         return repr(PerReplica.on(self.values, self.devices))
 
     def with_out(self, out: DistributedValues | None, fresh: bool = False) -> Checked:
-        """Return the same value whose result goes into ``out``: this one, if it is ``fresh``: held by nobody else."""
+        """Return the same value with another ``out``: this object if it is ``fresh`` (nothing else refers to it)."""
         if self.out is out:
             return self
         if not fresh:
@@ -68,7 +67,11 @@ def read_op(op: object) -> ReduceOp:
 
 
 def read_options(options: object) -> CommunicationOptions:
-    """Return the options of a call: the default for ``None``; anything of another kind is an error."""
+    """Return the options of a call; the default for ``None``.
+
+    Raises:
+      ArgumentError: they are not ``CommunicationOptions``.
+    """
     if options is None:
         return DEFAULT
     if isinstance(options, CommunicationOptions):
@@ -79,10 +82,10 @@ def read_options(options: object) -> CommunicationOptions:
 
 
 def per_replica(value: Any) -> PerReplica:
-    """Return a distributed value as it is; a single array or number as one replica's.
+    """Return a distributed value unchanged, and a single array or number as the value of one replica.
 
     Raises:
-      ArgumentError: anything else, a list of arrays included.
+      ArgumentError: it is anything else, including a list of arrays.
     """
     if isinstance(value, PerReplica):
         return value
@@ -93,16 +96,16 @@ def per_replica(value: Any) -> PerReplica:
             message("a value to reduce must be a PerReplica or an array.", shown(value), "PerReplica([a, b, ...])")
         )
     if isinstance(value, type):
-        raise UnsupportedError(message("a class stands where a value is meant.", shown(value), "an instance of it"))
+        raise UnsupportedError(message("a class was given instead of a value.", shown(value), "an instance of it"))
     framework_of(value)
     return PerReplica([value])
 
 
-def place(destinations: Any) -> tuple[str, ...]:
-    """Return the devices that a ``destinations`` argument names.
+def device_names(destinations: Any) -> tuple[str, ...]:
+    """Return the devices of a ``destinations`` argument.
 
     Raises:
-      ArgumentError: it is no distributed value, device name, array, variable or parameter.
+      ArgumentError: it is not a distributed value, device name, array, variable or parameter.
     """
     if isinstance(destinations, DistributedValues):
         return destinations.devices
@@ -122,11 +125,11 @@ def place(destinations: Any) -> tuple[str, ...]:
 
 
 def check_array(value: Any) -> Framework:
-    """Return the framework of one array, dense or sparse, whose dtype this library knows.
+    """Return the framework of one array, dense or sparse.
 
     Raises:
-      ArgumentError: it is no array.
-      UnsupportedError: a kind of array or a dtype that cannot be used.
+      ArgumentError: it is not an array.
+      UnsupportedError: a kind of array or a dtype that this library does not support.
     """
     framework = framework_of(value)
     x = framework.array(value)
@@ -138,7 +141,7 @@ def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     """Return the pairs of value and destinations as a list.
 
     Raises:
-      ArgumentError: ``pairs`` cannot be iterated, or an element is no pair.
+      ArgumentError: ``pairs`` is not iterable, or an element is not a pair.
     """
     if not isinstance(pairs, Iterable) or isinstance(pairs, (str, bytes, dict, DistributedValues)):
         raise ArgumentError(
@@ -151,17 +154,16 @@ def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise ArgumentError(
                 message(
-                    f"element {number} of value_destination_pairs is no pair.", shown(pair), "(value, destinations)"
+                    f"element {number} of value_destination_pairs is not a pair.", shown(pair), "(value, destinations)"
                 )
             )
     return found
 
 
 def uniform_value(op: ReduceOp, values: tuple[Any, ...], devices: tuple[str, ...] | None) -> Checked | None:
-    """Return values that need no further look as a checked one; ``None``: see ``check_value``.
+    """Return plain arrays of one shape and dtype in host memory as a validated value; ``None``: use ``check_value``.
 
-    A short cut for what most calls give: plain arrays in host memory, all alike. ``devices``: ``None`` for those that
-    ``PerReplica`` would name.
+    This is a fast path for the most common arguments. ``devices``: ``None`` for the names that ``PerReplica`` assigns.
     """
     framework = KNOWN.get(type(values[0]))
     spec = None if framework is None else framework.uniform(values)
@@ -176,16 +178,16 @@ def uniform_value(op: ReduceOp, values: tuple[Any, ...], devices: tuple[str, ...
 
 
 def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None) -> Checked:
-    """Check that the components fit together and that ``op`` is defined for them.
+    """Check that the components agree and that ``op`` is defined for them.
 
     Args:
       op: the reduction; ``None`` for a gather.
-      value: what to check; one that was checked for this op comes back as it is.
-      axis: for a gather, the axis along which components may differ.
+      value: the value; one that was validated for this op before is returned unchanged.
+      axis: for a gather, the axis along which components may differ in size.
     Raises:
       MismatchError: components of different framework, dtype or shape; all of them are named.
       UnsupportedError: ``op`` is not defined for the dtype, or not for sparse values.
-      ArgumentError: a component is no array, or there is no such axis.
+      ArgumentError: a component is not an array, or the axis does not exist.
     """
     if type(value) is Checked and value.op is op and (op is not None or value.axis == axis):
         return value
@@ -195,7 +197,7 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
     framework = framework_of(values[0])
     kind = type(values[0])
     for component in values:
-        # IndexedSlices are of one type, whatever is in them.
+        # The type of IndexedSlices does not tell the framework of their arrays.
         if (type(component) is not kind or kind is IndexedSlices) and framework_of(component) is not framework:
             raise _mismatch(value, "are of different frameworks", [framework_of(v).name for v in values])
     framework.require(value.devices)
@@ -222,7 +224,7 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
                 raise _mismatch(value, "differ in shape or dtype", specs)
             spec = common
         checked.spec = spec
-        if not agree or None in spec.shape:  # as far as tracing knows, they fit; make sure when they run
+        if not agree or None in spec.shape:  # tracing cannot tell: check it at run time
             checked.arrays = framework.require_alike(arrays, spec)
     checked.numbers = framework.numbers(op, checked.spec.dtype, len(values))
     if any(kinds) and not checked.sparse:
@@ -230,88 +232,37 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
     return checked
 
 
-def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> DistributedValues:
-    """Return the arrays that a value's result is to be written into, one a destination.
+def check_result(result: Any, destinations: tuple[str, ...], method: str) -> Mirrored:
+    """Return what a custom implementation returned, if it is a ``Mirrored`` on the destinations.
 
     Raises:
-      ArgumentError: ``out`` is no distributed value, or on other devices.
-      MismatchError: its components differ from the result in framework, shape or dtype.
-      UnsupportedError: they cannot be written into, or the result is sparse.
+      UnsupportedError: it is not.
     """
-    if value.sparse:
-        raise UnsupportedError(
-            message("sparse results have sizes of their own.", f"out for {describe(value[0])}", "leave out= out")
-        )
-    if not isinstance(out, DistributedValues) or out.devices != destinations:
-        raise ArgumentError(
-            message(
-                "out must be a PerReplica or Mirrored on the destinations, in their order.",
-                f"a {type(out).__name__}"
-                if not isinstance(out, DistributedValues)
-                else f"out on {', '.join(out.devices)}",
-                f"PerReplica([array, ...], devices={list(destinations)})",
-            )
-        )
-    framework, spec = value.framework, TensorSpec(value.spec.shape, value.numbers.result)
-    if framework.uniform(out.values) != spec:
-        found = [(framework_of(x), x, device) for x, device in zip(out.values, destinations, strict=True)]
-        specs = [(of.name, of.spec(of.writable_array(x, device))) for of, x, device in found]
-        if any(each != (framework.name, spec) for each in specs):
-            each = "; ".join(f"{name} {spec}" for name, spec in specs)
-            remedy = f"arrays that are {framework.name} {spec}"
-            if spec.dtype != value.spec.dtype:
-                remedy += f", as the {value.op.value if value.op else 'result'} of {value.spec.dtype} is"
-            raise MismatchError(message("the arrays of out must be like the result.", each, remedy))
-    return out
+    if isinstance(result, Mirrored) and result.devices == destinations:
+        return result
+    problem = f"{method} must return a Mirrored on the destinations."
+    raise UnsupportedError(message(problem, shown(result), f"Mirrored([...], devices={list(destinations)})"))
 
 
-def check_overlap(jobs: Sequence[tuple[Checked, tuple[str, ...]]]) -> None:
-    """Raise where an array of ``out`` cannot be written, or shares memory where it must not.
+def check_results(results: Any, destinations: list[tuple[str, ...]], ops: str) -> list[Mirrored]:
+    """Return what a batch implementation of class ``ops`` returned, if it is a list of one ``Mirrored`` per pair.
 
-    That is with another one, or with an input, unless it is exactly one of its own value.
+    Raises:
+      UnsupportedError: it is not.
     """
-    extents: list[tuple[int, int, int, int]] = []  # start, stop, the pair, and which result, or -1
-    for pair, (value, destinations) in enumerate(jobs):
-        if value.out is None:
-            continue
-        framework = value.framework
-        try:
-            targets = [framework.writable_array(x, device) for x, device in zip(value.out, destinations, strict=True)]
-        except ReductionError as error:
-            raise in_pair(error, pair, len(jobs)) from None
-        own = [framework.memory_range(x) for x in targets]
-        extents.extend((start, stop, pair, k) for k, (start, stop, _) in enumerate(own))
-        arrays = list(value.arrays)
-        if value.mixed:  # what was sparse is looked at as it came
-            given = [framework.array(x) for x in value.values]
-            arrays += [part for x in given if isinstance(x, Sparse) for part in (x.values, x.indices)]
-        inputs = [framework.memory_range(x) for x in arrays]
-        extents.extend((start, stop, pair, -1) for start, stop, dense in inputs if (start, stop, dense) not in own)
-    found = kernels.find_overlap(extents)
-    if found is not None:
-        raise in_pair(overlap_error(found[1]), found[0], len(jobs))
-
-
-def overlap_error(number: int) -> ArgumentError:
-    """Return the error for a component of ``out`` that shares memory where it must not."""
-    return ArgumentError(
-        message(
-            "results cannot be written into arrays that share memory.",
-            f"component {number} of out shares memory with another one, or with an input other than by being it",
-            "arrays of their own, or exactly the value's own",
-        )
-    )
-
-
-def in_pair(error: ReductionError, pair: int, pairs: int) -> ReductionError:
-    """Return an error that says which pair of a batch it is about; a single value has no number."""
-    if pairs > 1:
-        error.prefix(f"pair {pair}", pair)
-    return error
+    if not isinstance(results, list) or len(results) != len(destinations):
+        problem = f"{ops}.batch_reduce_implementation must return a list of one Mirrored per pair."
+        raise UnsupportedError(message(problem, f"{shown(results)} for {len(destinations)} pairs"))
+    return [
+        result
+        if type(result) is Mirrored and result.devices == devices
+        else check_result(result, devices, "batch_reduce_implementation")
+        for result, devices in zip(results, destinations, strict=True)
+    ]
 
 
 def _common(specs: list[TensorSpec]) -> TensorSpec | None:
-    """Return what several specs have in common, or ``None``; a size that is not known fits any."""
+    """Return the spec that several specs agree on, or ``None``; an unknown size agrees with any."""
     if len({(spec.dtype, len(spec.shape)) for spec in specs}) > 1:
         return None
     sizes: list[int | None] = []
@@ -324,7 +275,7 @@ def _common(specs: list[TensorSpec]) -> TensorSpec | None:
 
 
 def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str) -> Array:
-    """Return a component as a dense array; a sparse one's slices are added up in ``dtype``."""
+    """Return a component as a dense array; slices of a sparse one are added in ``dtype``."""
     if not isinstance(x, Sparse):
         return x
     shape = tuple(size for size in spec.shape if size is not None)
@@ -340,11 +291,11 @@ def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str
 
 
 def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: list[Any]) -> TensorSpec:
-    """Check sparse components against each other and against dense ones; return the common spec."""
+    """Check sparse components against each other and against dense ones, and return their common spec."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise UnsupportedError(
             message(
-                "sparse values can be added, and nothing else.",
+                "sparse values can only be added.",
                 f"{shown(op)} of {describe(value.values[0])}",
                 '"sum" or "mean", or make them dense first',
             )
@@ -356,12 +307,12 @@ def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: 
         kinds = [x.kind if isinstance(x, Sparse) else "dense" for x in arrays]
         found = [f"{spec}, {kind}" for spec, kind in zip(specs, kinds, strict=True)]
         which = "sparse" if len(sparse) == len(arrays) else "sparse and dense"
-        raise _mismatch(value, f"are {which} arrays that do not fit together", found)
+        raise _mismatch(value, f"are {which} arrays that do not agree", found)
     return framework.spec(sparse[0].values) if len(sparse) == len(arrays) else spec
 
 
 def _dense_spec(framework: Framework, x: Array | Sparse) -> TensorSpec:
-    """Return the spec that a component has, or would have if it were dense; what is not known is ``None``."""
+    """Return the spec of a component, or of its dense form; unknown sizes are ``None``."""
     if not isinstance(x, Sparse):
         return framework.spec(x)
     slices = framework.spec(x.values)
@@ -383,15 +334,15 @@ def _check_gather(checked: Checked, axis: Any) -> None:
     if not -ndim <= number < ndim or isinstance(axis, bool):
         raise ArgumentError(
             message(
-                "gather needs an axis of its components.",
+                "the components do not have this axis.",
                 f"axis={axis!r}, components such as {specs[0]}",
-                f"an axis from {-ndim} to {ndim - 1}" if ndim else "components of one axis: x.reshape(1), axis=0",
+                f"an axis from {-ndim} to {ndim - 1}" if ndim else "components with one axis: x.reshape(1), axis=0",
             )
         )
     checked.axis = number % ndim
     others = [spec._replace(shape=spec.shape[: checked.axis] + spec.shape[checked.axis + 1 :]) for spec in specs]
     if _common(others) is None or any(len(spec.shape) != ndim for spec in specs):
-        raise _mismatch(checked, f"differ in dtype or in another axis than {checked.axis}", specs)
+        raise _mismatch(checked, f"differ in dtype, or in an axis other than {checked.axis}", specs)
     checked.spec = specs[0]
     framework, dtype = checked.framework, checked.spec.dtype
     if any(isinstance(x, Sparse) for x in checked.arrays):
@@ -409,5 +360,5 @@ def _mismatch(value: PerReplica, problem: str, found: Iterable[object]) -> Misma
         for number, (device, text) in enumerate(zip(value.devices, found, strict=True))
     )
     return MismatchError(
-        message(f"the replicas of one value {problem}.", each, "one framework, dtype and shape on all replicas")
+        message(f"the replicas of one value {problem}.", each, "the same framework, dtype and shape on all replicas")
     )

@@ -1,7 +1,7 @@
-"""The values that go in and come out: one component a replica, each on its device.
+"""Distributed values: one component per replica, each on its device.
 
-In: arrays of any framework.  Out: ``PerReplica`` and ``Mirrored``, and ``IndexedSlices`` for sparse
-ones.  They hold what they are given and never touch an element.
+Input: arrays of any framework. Output: ``PerReplica`` and ``Mirrored`` values, and ``IndexedSlices`` for sparse arrays.
+They store references and never read an element.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .errors import ArgumentError, DeviceError, message, shown
 
 
 class TensorSpec(NamedTuple):
-    """The shape and the dtype's name of an array. A size that tracing leaves open is ``None``."""
+    """The shape and the dtype's name of an array. A size that tracing leaves unknown is ``None``."""
 
     shape: tuple[int | None, ...]
     dtype: str
@@ -28,16 +28,16 @@ class TensorSpec(NamedTuple):
 
 
 class IndexedSlices:
-    """A sparse array: ``values[k]`` is a slice at row ``indices[k]`` of an otherwise zero array.
+    """A sparse array: ``values[k]`` is row ``indices[k]`` of an array that is zero elsewhere.
 
-    Rows that are listed twice add up, as in TensorFlow's class of this name.
+    Rows that are listed twice are added, as in TensorFlow's class of this name.
 
     Args:
       values: shape ``(k, *rest)``, any framework.
       indices: integers, shape ``(k,)``, of the same framework.
-      dense_shape: the shape of the whole array, ``(rows, *rest)``; ``None`` where it is not known.
+      dense_shape: the shape of the dense array, ``(rows, *rest)``; ``None`` if it is not known.
     Raises:
-      ArgumentError: the shapes do not fit together.
+      ArgumentError: the shapes do not agree.
 
     >>> IndexedSlices([[1.0, 2.0]], [3], dense_shape=(5, 2))
     IndexedSlices(values=float64[1, 2], indices=int64[1], dense_shape=(5, 2))
@@ -54,20 +54,20 @@ class IndexedSlices:
         if len(rows) < 1 or len(count) != 1 or (None not in (rows[0], count[0]) and rows[0] != count[0]):
             raise ArgumentError(
                 message(
-                    "IndexedSlices need one index for each slice.",
+                    "IndexedSlices need one index per slice.",
                     f"values of shape {rows}, indices of shape {count}",
                     "values of shape (k, ...) and indices of shape (k,)",
                 )
             )
         if "int" not in str(self.indices.dtype):
             raise ArgumentError(
-                message("the indices of slices are integers.", describe(self.indices), "indices of int64 or int32")
+                message("the indices of slices must be integers.", describe(self.indices), "int64 or int32 indices")
             )
         shape = self.dense_shape
         if shape is not None and (len(shape) != len(rows) or shape[1:] != rows[1:]) and None not in rows[1:]:
             raise ArgumentError(
                 message(
-                    "dense_shape does not fit the slices.",
+                    "dense_shape does not agree with the slices.",
                     f"values of shape {rows}, dense_shape {shape}",
                     f"(rows, {', '.join(map(str, rows[1:]))})".replace(", )", ",)"),
                 )
@@ -75,7 +75,7 @@ class IndexedSlices:
 
     @property
     def device(self) -> Any:
-        """Where the slices are, as their framework says it."""
+        """The device of the slices, in the framework's own form."""
         return self.values.device
 
     def __repr__(self) -> str:
@@ -86,7 +86,7 @@ class IndexedSlices:
 
 
 class DistributedValues:
-    """What ``PerReplica`` and ``Mirrored`` have in common: components and their devices."""
+    """The base class of ``PerReplica`` and ``Mirrored``: components and their devices."""
 
     __slots__ = ("_devices", "_values")
     _values: tuple[Any, ...]
@@ -97,16 +97,16 @@ class DistributedValues:
         kind = type(self).__name__
         if isinstance(values, (str, bytes, dict)) or hasattr(values, "shape") or not isinstance(values, Iterable):
             raise ArgumentError(
-                message(f"{kind} takes a list with one array a replica.", shown(values), f"{kind}([a, b, ...])")
+                message(f"{kind} takes a list with one array per replica.", shown(values), f"{kind}([a, b, ...])")
             )
         self._values = tuple(values)
         for number, value in enumerate(self._values):
             if value is None or isinstance(value, (list, tuple, dict, set, str, bytes, DistributedValues)):
                 raise ArgumentError(
                     message(
-                        f"component {number} of a {kind} is no array.",
+                        f"component {number} of a {kind} is not an array.",
                         shown(value),
-                        "one array a replica; crossreduce.all_reduce takes dicts, lists and other trees",
+                        "one array per replica; crossreduce.all_reduce takes dicts, lists and other trees",
                     )
                 )
         if not self._values:
@@ -120,13 +120,13 @@ class DistributedValues:
                     message(
                         f"{kind} needs one device for each component.",
                         f"{len(self._values)} components, {len(self._devices)} devices",
-                        "leave devices out, and each component stays where it is",
+                        "devices=None: each component stays on its device",
                     )
                 )
 
     @classmethod
     def on(cls, values: tuple[Any, ...], devices: tuple[str, ...]) -> Self:
-        """Make one from parts that are known to be right; nothing is checked."""
+        """Return a value made of valid parts; nothing is checked."""
         made = cls.__new__(cls)
         made._values = values
         made._devices = devices
@@ -139,7 +139,7 @@ class DistributedValues:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The components' devices, canonical names, in the same order."""
+        """The devices of the components, canonical names, in the same order."""
         return self._devices
 
     def __len__(self) -> int:
@@ -157,16 +157,16 @@ class DistributedValues:
 
 
 class PerReplica(DistributedValues):
-    """One component a replica, each different: what a reduction takes.
+    """One component per replica, each with its own content: the input of a reduction.
 
     Args:
       values: the components, in the order of the replicas: arrays or sparse arrays of one framework.
-      devices: a device's name for each. Left out, each component stays where its framework says it
-        is; arrays in host memory are on ``cpu:0``, ``cpu:1``, ... (see ``default_devices``). Given,
-        a component that is elsewhere is copied there when it is reduced.
+      devices: one device name per component. ``None``: each component stays on the device that its framework reports;
+        arrays in host memory are on ``cpu:0``, ``cpu:1``, ... (see ``default_devices``). A component on another device
+        than its name is copied there when it is reduced.
     Raises:
-      ArgumentError: no components, or not as many devices as components, or a device twice.
-      DeviceError: a device's name cannot be read.
+      ArgumentError: there are no components, the number of devices differs, or a device is listed twice.
+      DeviceError: a device's name cannot be parsed.
 
     >>> import numpy as np
     >>> PerReplica([np.zeros(3, "float32"), np.ones(3, "float32")])
@@ -180,7 +180,7 @@ class PerReplica(DistributedValues):
 
 
 class Mirrored(DistributedValues):
-    """The same components on every device: what a reduction gives back.
+    """The same content on every device: the result of a reduction.
 
     >>> import numpy as np
     >>> len(Mirrored([np.ones(2), np.ones(2)]))
@@ -191,7 +191,12 @@ class Mirrored(DistributedValues):
 
 
 def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
-    """Return canonical names, or raise where a name cannot be read or stands twice."""
+    """Return canonical names.
+
+    Raises:
+      ArgumentError: it is not a list of names, or a device is listed twice.
+      DeviceError: a name cannot be parsed.
+    """
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise ArgumentError(message("devices must be a list of names.", shown(devices), '["cpu:0", "cpu:1"]'))
     given = list(devices)
@@ -200,43 +205,42 @@ def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ArgumentError(
             message(
-                f"each device may stand only once, and {', '.join(twice)} stands more often.",
+                f"each device may be listed only once: {', '.join(twice)} is listed more often.",
                 ", ".join(str(name) for name in given),
-                f'logical devices of the same physical one, such as "{twice[0].split("#")[0]}#1"',
+                f'logical devices of the same physical device, such as "{twice[0].split("#")[0]}#1"',
             )
         )
     return names
 
 
 def locate(array: object) -> str | None:
-    """Return where an array says it is, or ``None`` where it does not say (a tracer, a list).
+    """Return the device that an array reports, or ``None`` if it reports none (a tracer, a list).
 
-    Reads the ``device`` attribute that the array API standard asks for: NumPy's and torch's are
-    "cpu" without an index, which stands for all of host memory; torch's and TensorFlow's others
-    name one device; JAX's is an object with a platform and a number.
+    This reads the ``device`` attribute of the array API standard: NumPy's and torch's "cpu" without an index is all of
+    host memory; torch's and TensorFlow's other names are single devices; JAX's is an object with a platform and an id.
     """
     if type(array) in (bool, int, float, complex):
         return "cpu"
     try:
         place = array.device  # type: ignore[attr-defined]
-    except Exception:  # noqa: BLE001 - JAX's tracers raise an error of their own
-        # Those of grad and vmap hold an array that has a device, as JAX's sparse arrays do.
-        if type(array).__module__.partition(".")[0] == "numpy":  # arrays of NumPy 1 do not say it
+    except Exception:  # noqa: BLE001 - JAX's tracers raise their own kind of error
+        # Tracers of grad and vmap, and JAX's sparse arrays, contain an array that has a device.
+        if type(array).__module__.partition(".")[0] == "numpy":  # arrays of NumPy 1 have no such attribute
             return "cpu"
         inner = next((getattr(array, name) for name in ("data", "primal", "val") if hasattr(array, name)), None)
         return None if inner is None else locate(inner)
     if type(place) is str:
         return place or None
-    if str(place) == "meta":  # torch's tensors without elements are nowhere; its framework refuses them
+    if str(place) == "meta":  # torch's tensors without elements have no device; frameworks/torch.py refuses them
         return None
     if hasattr(place, "platform") and hasattr(place, "id"):
         return f"{place.platform}:{place.id}"
     if hasattr(place, "device_set"):
         raise DeviceError(
             message(
-                "a replica's array must live on one device, and this one is spread over several.",
+                "a replica's array must be on one device, and this one is spread over several.",
                 shown(place),
-                "hand over its addressable_shards, one a replica",
+                "its addressable_shards, one per replica",
             )
         )
     return str(place) or None
@@ -249,11 +253,10 @@ def host_devices(n: int) -> tuple[str, ...]:
 
 
 def default_devices(places: list[str | None]) -> tuple[str, ...]:
-    """Name a device for each of several arrays, given where each of them is.
+    """Return a device name for each of several arrays, given the device that each of them reports.
 
-    Host memory (``"cpu"``) has as many devices as there are arrays. Arrays that share one physical
-    device become its logical devices, so that one GPU can stand in for many. An array that does
-    not say where it is counts as on ``cpu:0``.
+    Host memory (``"cpu"``) has one device per array. Arrays on one physical device get its logical devices, so that one
+    GPU can stand in for many. An array that reports no device is on ``cpu:0``.
 
     >>> default_devices(["cpu", "cpu"]), default_devices(["cuda:0", "cuda:0", "cuda:1"])
     (('cpu:0', 'cpu:1'), ('cuda:0', 'cuda:0#1', 'cuda:1'))
@@ -261,7 +264,7 @@ def default_devices(places: list[str | None]) -> tuple[str, ...]:
     if all(place == "cpu" for place in places):
         return host_devices(len(places))
     names: dict[str, None] = {}
-    used: dict[Device, int] = {}  # how many logical devices of a physical one have a name
+    used: dict[Device, int] = {}  # the number of named logical devices of each physical device
     for k, place in enumerate(places):
         device = parse(f"cpu:{k}" if place == "cpu" else place or "cpu:0")
         logical = used.get(device, 0)
@@ -273,7 +276,7 @@ def default_devices(places: list[str | None]) -> tuple[str, ...]:
 
 
 def describe(value: Any) -> str:
-    """Return an array's dtype and shape in few characters; anything else as its repr.
+    """Return an array's dtype and shape as a short text; any other object as its repr.
 
     >>> describe(3)
     '3 (int)'
@@ -283,7 +286,7 @@ def describe(value: Any) -> str:
     try:
         name = getattr(value.dtype, "name", None) or str(value.dtype).removeprefix("torch.")
         return str(TensorSpec(tuple(value.shape), name))
-    except Exception:  # noqa: BLE001 - whatever it is, a repr must not fail
+    except Exception:  # noqa: BLE001 - a repr must not fail
         return shown(value, 60)
 
 
@@ -293,7 +296,7 @@ def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
     except TypeError:
         shape = (-1,)
     if min(shape, default=0) < 0:
-        raise ArgumentError(message("dense_shape must be the sizes of an array.", shown(sizes), "(rows, ...)"))
+        raise ArgumentError(message("dense_shape must be the shape of an array.", shown(sizes), "(rows, ...)"))
     return shape
 
 

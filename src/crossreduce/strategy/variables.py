@@ -15,7 +15,7 @@ from ..cross_device_ops import AllReduceCrossDeviceOps
 from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, message, shown
 from ..frameworks import Array, Framework, Immutable, Sparse, framework_of
 from ..ops import COMPLEX, FLOATS, INTEGERS, ReduceOp
-from ..validation import place
+from ..validation import device_names
 from ..values import DistributedValues, Mirrored, PerReplica, describe
 from .contexts import Current, current, replica_framework
 from .regroup import Whole, localized, placed
@@ -126,7 +126,7 @@ class Variable(Whole):
             )
         self._strategy = None if here is None else here.strategy
         ops = _UNDISTRIBUTED if here is None else here.strategy.cross_device_ops
-        self._devices = place(value) if here is None and not isinstance(value, _NUMBERS) else ("cpu:0",)
+        self._devices = device_names(value) if here is None and not isinstance(value, _NUMBERS) else ("cpu:0",)
         if here is not None:
             self._devices = here.strategy.devices
         copies = list(ops.broadcast(value, Mirrored.on(self._devices, self._devices)))
