@@ -198,6 +198,27 @@ def test_planning_schedule_and_topology_are_pure(path):
     assert not used & IMPURE, f"{name(path)} uses {used & IMPURE}"
 
 
+# Of all modules, these may read the rounds of a schedule; everything else consumes the program that lower() returns.
+READERS_OF_ROUNDS = ("schedule.", "planning.", "lowering")
+NOT_YET = {"export.collective", "export.trace", "jax.walk", "jax.permutes"}  # they are being moved to programs
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if name(path)], ids=name)
+def test_only_planning_and_lowering_read_rounds(path):
+    """No module outside schedule/, planning/ and lowering.py has an attribute access ``.rounds``.
+
+    ``Schedule`` is the only class with an attribute of this name, so none of them can interpret a schedule itself.
+    """
+    module = name(path)
+    used = any(
+        isinstance(node, ast.Attribute) and node.attr == "rounds" for node in ast.walk(ast.parse(path.read_text()))
+    )
+    if module in NOT_YET:
+        assert used, f"take {module} off the list"
+    elif not f"{module}.".startswith(READERS_OF_ROUNDS):
+        assert not used, f"{module} reads .rounds"
+
+
 CHILD = """
 import json, sys, time
 start = time.perf_counter()

@@ -17,6 +17,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from .errors import ScheduleError, message
 from .kernels import FusedProgram
 from .schedule import Route, Schedule, live_rounds, verify
 from .schedule.schedule import spans
@@ -100,7 +101,7 @@ class Program:
       algorithm: the schedule's.
       devices: canonical names; devices are numbered by their position.
       chunks: the instructions of each chunk.
-      rounds: how many rounds the schedule has.
+      round_count: the number of rounds of the schedule.
       pieces: the number of pipelined pieces per chunk.
       routes: the schedule's own routes through switches.
 
@@ -115,14 +116,14 @@ class Program:
     algorithm: str
     devices: tuple[str, ...]
     chunks: tuple[ChunkProgram, ...]
-    rounds: int
+    round_count: int
     pieces: int
     routes: tuple[Route, ...]
 
     @cached_property
     def by_round(self) -> tuple[tuple[Numbered, ...], ...]:
         """The instructions of each round, chunk by chunk. All of them read values of earlier rounds."""
-        rounds: list[list[Numbered]] = [[] for _ in range(self.rounds)]
+        rounds: list[list[Numbered]] = [[] for _ in range(self.round_count)]
         for c, chunk in enumerate(self.chunks):
             for value, instruction in enumerate(chunk.instructions, start=len(chunk.sources)):
                 rounds[instruction.round].append(Numbered(c, value, instruction))
@@ -149,10 +150,16 @@ class Program:
             for r, instructions in enumerate(self.by_round)
         )
 
-    @cached_property
-    def uniform(self) -> bool:
-        """Whether all chunks have the same sources and destinations."""
-        return len({(chunk.sources, chunk.destinations) for chunk in self.chunks}) == 1
+    def require_uniform(self) -> None:
+        """Raise unless all chunks have the same sources and destinations, as engines for whole arrays require.
+
+        Raises:
+          ScheduleError: they differ.
+        """
+        if len({(chunk.sources, chunk.destinations) for chunk in self.chunks}) > 1:
+            problem = "only schedules whose chunks all have the same sources and destinations can run on whole arrays."
+            given = f"{self.collective} by {self.algorithm}, {len(self.chunks)} chunks"
+            raise ScheduleError(message(problem, given, "all_reduce, reduce or broadcast"))
 
     def spans(self, size: int) -> tuple[tuple[int, int], ...]:
         """Return each chunk's range of elements in a buffer of ``size`` elements: see ``Schedule.spans``."""
@@ -213,7 +220,7 @@ def lower(schedule: Schedule) -> Program:
         schedule.algorithm,
         schedule.devices,
         tuple(chunks),
-        len(schedule.rounds),
+        schedule.round_count,
         schedule.pieces,
         schedule.routes,
     )
@@ -330,7 +337,7 @@ class Combination(NamedTuple):
     final: bool
 
 
-class DeviceRound(NamedTuple):
+class DeviceStage(NamedTuple):
     """What one device does in a round: send, receive, then combine.
 
     Sends and receives are ``(local value, other device)``. Two devices list the messages between them in the same
@@ -348,12 +355,12 @@ class DeviceProgram(NamedTuple):
     Args:
       values: all values that the device stores, numbered in this order; the first are its inputs, one for each chunk
         (unused for chunks to which the device does not contribute).
-      rounds: one for each round of the schedule.
+      stages: one per round of the schedule.
       results: for each chunk the local value that is its result here; -1: the device is not a destination.
     """
 
     values: tuple[LocalValue, ...]
-    rounds: tuple[DeviceRound, ...]
+    stages: tuple[DeviceStage, ...]
     results: tuple[int, ...]
 
 
@@ -364,8 +371,8 @@ def for_device(program: Program, device: int) -> DeviceProgram:
     Every read of another device's value is a message, as in the simulation.
 
     >>> from crossreduce.planning import direct
-    >>> for done in for_device(lower(direct(["cpu:0", "cpu:1"])), 0).rounds:
-    ...     print(*done)
+    >>> for stage in for_device(lower(direct(["cpu:0", "cpu:1"])), 0).stages:
+    ...     print(*stage)
     ((1, 1),) ((2, 1),) (Combination(made=3, operands=(0, 2), final=True),)
     ((3, 1),) ((4, 1),) ()
     """
@@ -375,7 +382,7 @@ def for_device(program: Program, device: int) -> DeviceProgram:
     places = [chunk.devices for chunk in program.chunks]
     for c, chunk in enumerate(program.chunks):
         local.update(((c, k), c) for k, source in enumerate(chunk.sources) if source == device)
-    rounds = []
+    stages = []
     for instructions in program.by_round:
         sends, receives, combinations = [], [], []
         for c, value, instruction in instructions:
@@ -398,10 +405,10 @@ def for_device(program: Program, device: int) -> DeviceProgram:
                     local[c, value] = len(values)
                     combinations.append(Combination(len(values), tuple(operands), instruction.final))
                     values.append(LocalValue(c, instruction.final))
-        rounds.append(DeviceRound(tuple(sends), tuple(receives), tuple(combinations)))
+        stages.append(DeviceStage(tuple(sends), tuple(receives), tuple(combinations)))
     results = [-1] * len(program.chunks)
     for c, chunk in enumerate(program.chunks):
         for dst, result in zip(chunk.destinations, chunk.results, strict=True):
             if dst == device:
                 results[c] = local[c, result]
-    return DeviceProgram(tuple(values), tuple(rounds), tuple(results))
+    return DeviceProgram(tuple(values), tuple(stages), tuple(results))

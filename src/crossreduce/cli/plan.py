@@ -147,7 +147,7 @@ def _report(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:
         "roots": trees.roots,
         "depth": trees.depth,
         "chunks": len(schedule.chunks),
-        "rounds": len(schedule.rounds),
+        "rounds": schedule.round_count,
         "steps": schedule.steps,
         "pieces": schedule.pieces,
         "others": {name: {"seconds": seconds, "rate": exact(rate)} for name, (seconds, rate) in found.others().items()},

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 
-from ..errors import ScheduleError, message
 from ..frameworks import Array, Framework
 from ..lowering import Program
 from ..ops import Numbers
@@ -62,10 +61,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for program in self.programs:
-            if not program.uniform:
-                problem = "engines run only schedules whose chunks all have the same sources and destinations."
-                given = f"{program.collective} by {program.algorithm}, {len(program.chunks)} chunks"
-                raise ScheduleError(message(problem, given, "all_reduce, reduce or broadcast"))
+            program.require_uniform()
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:

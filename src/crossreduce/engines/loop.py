@@ -162,8 +162,10 @@ def run_program(
     Returns:
       For each destination, in order, its part of each of ``element_ranges``.
     Raises:
-      ScheduleError: arrays of unknown size with a program of several chunks.
+      ScheduleError: arrays of unknown size with a program of several chunks, or chunks that differ in their sources or
+        destinations.
     """
+    program.require_uniform()
     _, sources, destinations, _, _ = program.chunks[0]
     if size is None and len(program.chunks) > 1:
         problem = "arrays of unknown size need a schedule of one chunk."

@@ -186,7 +186,7 @@ class Exchange:
 
     def _due(self, tick: int) -> Iterator[tuple[int, int]]:
         """Yield the pieces that do a round in a tick, and which round."""
-        for r in range(len(self._part.rounds)):
+        for r in range(len(self._part.stages)):
             piece = tick - self._work.lag * r
             if 0 <= piece < len(self._work.layouts):
                 yield piece, r
@@ -196,7 +196,7 @@ class Exchange:
             if r == 0:
                 self._wait(self._sending[piece % self._work.window])
             base, made, posted = self.partial(piece), self._work.layouts[piece], []
-            for value, src in self._part.rounds[r].receives:
+            for value, src in self._part.stages[r].receives:
                 place, nbytes, _ = made.places[value]
                 if nbytes:
                     rank = self._work.peers[src]
@@ -205,7 +205,7 @@ class Exchange:
 
     def _send(self, piece: int, r: int) -> None:
         base, made, sending = self.partial(piece), self._work.layouts[piece], self._sending[piece % self._work.window]
-        for value, dst in self._part.rounds[r].sends:
+        for value, dst in self._part.stages[r].sends:
             place, nbytes, _ = made.places[value]
             if nbytes:
                 rank = self._work.peers[dst]
@@ -214,7 +214,7 @@ class Exchange:
     def _finish(self, piece: int, r: int) -> None:
         self._wait(self._receiving.pop((piece, r)))
         base, places = self.partial(piece), self._work.layouts[piece].places
-        for made, operands, whole in self._part.rounds[r].combinations:
+        for made, operands, whole in self._part.stages[r].combinations:
             at, nbytes, size = places[made]
             if nbytes:
                 plan = _folding(self._work.numbers, len(operands), whole, size)
