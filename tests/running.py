@@ -1,11 +1,23 @@
-"""Run a schedule on flat arrays with the loop engine, as tests of the lower floors need it."""
+"""Run a schedule on flat arrays: with the loop, as tests of the lower floors need it, or with any engine."""
+
+import sys
+from contextlib import contextmanager
 
 import oracle
+import recording
 
 from crossreduce import ReduceOp
+from crossreduce.engines import base
+from crossreduce.engines.base import Layout, LoweredBuffer, ProgramRange, engine_named
 from crossreduce.engines.loop import run_program
 from crossreduce.frameworks import get
 from crossreduce.lowering import element_ranges, lower
+from crossreduce.packing import Buffer, Span
+
+sys.modules["crossreduce.engines.recording"] = recording  # as if it were a file of that package
+
+ENGINES = ("host", "loop", "recording")
+"""The table: every engine that computes on NumPy arrays. The laws run on each."""
 
 
 def bounds(schedule, size):
@@ -14,7 +26,7 @@ def bounds(schedule, size):
 
 
 def run_on(framework, schedule, op, flats, size, dtype):
-    """Run ``op`` over one flat array per source; return each destination's ``(parts, fresh)``.
+    """Run the loop over one flat array per source; return each destination's ``(parts, fresh)``.
 
     ``size`` ``None``: arrays of any shape, which are not cut.
     """
@@ -23,5 +35,33 @@ def run_on(framework, schedule, op, flats, size, dtype):
 
 
 def run(schedule, op, xs, size):
-    """Run ``op`` over NumPy arrays."""
+    """Run the loop over NumPy arrays."""
     return run_on(get("numpy"), schedule, op, xs, size, oracle.name_of(xs[0]))
+
+
+def run_engine(engine, schedule, op, xs, framework=None, out=None):
+    """Run an engine on one tensor of any shape, one array per source; return each destination's array."""
+    framework = framework or get("numpy")
+    spec = framework.spec(xs[0])
+    program, size = lower(schedule), xs[0].size
+    chunk = program.chunks[0]
+    sources, destinations = (tuple(program.devices[k] for k in part) for part in (chunk.sources, chunk.destinations))
+    buffer = Buffer(spec.dtype, size, (Span(0, 0, size, spec.shape),), 1, 0)
+    lowered = LoweredBuffer(buffer, (ProgramRange(program, 0, size),))
+    layout = Layout(framework, (0,), (lowered,), sources, destinations)
+    chosen = engine_named(engine)
+    assert chosen.supports(layout)
+    executable = chosen.compile(layout, framework.numbers(ReduceOp(op), spec.dtype, len(xs)), out is not None)
+    (results,) = executable.run(chosen.bind(layout, [list(xs)]), None if out is None else [out])
+    return list(results)
+
+
+@contextmanager
+def only(name):
+    """Let the pipeline select this engine, or the loop for arrays that it cannot run."""
+    before = list(base.ENGINES)
+    base.ENGINES[:] = dict.fromkeys([name, "loop"])
+    try:
+        yield engine_named(name)
+    finally:
+        base.ENGINES[:] = before

@@ -1,0 +1,442 @@
+"""The host engine's access to memory: arrays are read in place, and results are the memory that the kernels wrote."""
+
+import contextlib
+import gc
+import itertools
+import subprocess
+import sys
+from unittest import mock
+
+import numpy as np
+import oracle
+import pytest
+import strategies
+from engine_runs import engine_runs, on_devices
+from expect import result_dtype
+from frameworks import DTYPES, np_dtype
+
+import crossreduce as cr
+from crossreduce import PerReplica, kernels
+from crossreduce.engines.host import host_memory
+from crossreduce.frameworks import framework_of
+from crossreduce.values import Mirrored
+
+OPS = cr.AllReduceCrossDeviceOps()
+LARGE = kernels.POOLED_BYTES  # from this size on, every framework's results are in the pool's memory
+
+
+# ---- Where the elements are ---------------------------------------------------------------------------------------
+
+
+def address(framework, x):
+    """Return the address of an array's first element."""
+    if framework.name == "numpy":
+        return x.ctypes.data
+    if framework.name == "torch":
+        return x.data_ptr()
+    if framework.name == "jax":
+        return x.unsafe_buffer_pointer()
+    if x.dtype == framework.tf.bfloat16:  # the buffer protocol has no bfloat16
+        x = framework.tf.bitcast(x, framework.tf.uint16)
+    return np.asarray(memoryview(x)).ctypes.data
+
+
+def pointed(item):
+    """Return the address that the kernels get for an array."""
+    if isinstance(item, int):
+        return item
+    return item[0] if isinstance(item, tuple) else np.asarray(memoryview(item)).ctypes.data
+
+
+@contextlib.contextmanager
+def blocks():
+    """Record the address ranges of the memory that is allocated for results."""
+    made, memory = [], kernels.memory
+
+    def noted(nbytes):
+        block = memory(nbytes)
+        start = np.frombuffer(block, np.uint8).ctypes.data if nbytes else 0
+        made.append(range(start, start + nbytes))
+        return block
+
+    with mock.patch.object(kernels, "memory", noted):
+        yield made
+
+
+def live(framework):
+    """Return the bytes of results in use. JAX frees the memory that it wraps at its next call."""
+    framework.array(np.zeros(1))
+    return kernels.usage()["live"]
+
+
+def put(framework, xs):
+    return PerReplica(framework.arrays(xs), strategies.names(len(xs)))
+
+
+def test_inputs_are_read_in_place(framework):
+    """The kernels get the addresses of the arrays' own elements: inputs are not copied."""
+    for dtype in DTYPES:
+        xs = [np.ones(shape, np_dtype(dtype)) for shape in ((5,), (2, 3), (), (1000,))]
+        arrays = [framework.array(x, k % 2) for k, x in enumerate(xs)]
+        own = framework_of(arrays[0])
+        given = host_memory(own.name).readable([[own.array(x)] for x in arrays])
+        assert [pointed(item) for (item,) in given] == [address(framework, x) for x in arrays], dtype
+
+
+def test_large_results_wrap_the_kernels_memory(framework):
+    """A large result is the memory that the kernels wrote, and returns it to the pool when it is freed.
+
+    Where arrays are immutable, all devices' results share one memory.
+    """
+    gc.collect()
+    before = live(framework)
+    for dtype in DTYPES:
+        size = LARGE // np_dtype(dtype).itemsize
+        op = "max" if dtype == "bool" else "product"
+        value = put(framework, [np.ones((size, 1), np_dtype(dtype)) for _ in range(3)])
+        with blocks() as made:
+            result = OPS.reduce(op, value, value)
+        assert len(made) == (3 if framework.mutable else 1)
+        places = [address(framework, y) for y in result]
+        assert all(at in block and at + LARGE - 1 in block for at, block in zip(places, itertools.cycle(made))), dtype
+        assert LARGE <= len(made[0]) < LARGE + 64
+        assert live(framework) - before == len(made) * len(made[0])
+        last = result[2]
+        del result
+        assert live(framework) - before == len(made[0])
+        del last
+        assert live(framework) == before
+
+
+def test_results_outlive_everything_else(framework):
+    """A result keeps its memory while it is referenced, whatever else was freed and reduced since."""
+    gc.collect()
+    before = live(framework)
+    held = {}
+    for dtype, shape in itertools.product(DTYPES, [(), (0,), (3, 0), (1,), (65, 5), (LARGE + 3,)]):
+        op, due = ("max", 1) if dtype == "bool" else ("sum", 6)
+        value = put(framework, [np.full(shape, k, np_dtype(dtype)) for k in (1, 2, 3)])
+        held[dtype, shape] = OPS.reduce(op, value, value)[1], due
+        value = put(framework, [np.full(shape, 0, np_dtype(dtype))] * 3)
+        OPS.reduce("product", value, value)  # into the memory that was freed
+    del value
+    gc.collect()
+    for (dtype, shape), (y, due) in held.items():
+        found = framework.to_numpy(y)
+        assert found.shape == shape
+        assert found.dtype == np_dtype(dtype)
+        assert (found == due).all(), (dtype, shape)
+    del y, found
+    held.clear()
+    assert live(framework) == before
+
+
+def test_small_results_are_the_frameworks_own(framework):
+    """Results below the pool's threshold come from the framework's own allocator, if it can allocate empty arrays."""
+    value = put(framework, [np.ones(LARGE // 4 - 1, "float32")] * 2)
+    with blocks() as made:
+        OPS.reduce("sum", value, value)
+    assert len(made) == (0 if framework.mutable else 1)
+
+
+# ---- Other memory layouts -----------------------------------------------------------------------------------------
+
+
+def check_result(framework, op, arrays, ops=OPS):
+    """The kernels reduce arrays as they reduce the same numbers in C order."""
+    xs = [np.array(framework.to_numpy(x), order="C") for x in arrays]
+    xs = [x.astype(x.dtype.newbyteorder("=")) for x in xs]
+    value = PerReplica(arrays, strategies.names(len(arrays)))
+    with engine_runs() as runs:
+        result = ops.reduce(op, value, value)
+    assert runs == ["host"]
+    for y in result:
+        oracle.check(framework.to_numpy(y), op, xs, result=result_dtype(framework, op, xs[0].dtype.name))
+
+
+def numpy_layouts(x):
+    yield "transposed", np.ascontiguousarray(x.T).T
+    yield "sliced", np.repeat(x, 2, 1)[:, ::2]
+    yield "reversed", x[::-1, ::-1]
+    yield "repeated", np.broadcast_to(x[:1], x.shape)
+    yield "moved", np.moveaxis(np.ascontiguousarray(np.moveaxis(x.reshape(3, 2, 5), 0, 2)), 2, 0).reshape(3, 2, 5)
+    yield "foreign", x.astype(x.dtype.newbyteorder(">"))
+    yield "foreign and reversed", x.astype(x.dtype.newbyteorder(">"))[::-1]
+    yield "unaligned", np.frombuffer(b"?" + x.tobytes(), np.uint8)[1:].view(x.dtype).reshape(x.shape)
+    yield "64 axes", x.reshape((1,) * 62 + x.shape).swapaxes(0, 63)
+    yield "empty", x[:0].T
+    scalar = np.zeros(3, x.dtype)
+    scalar[1] = x[0, 0]
+    yield "0-d", scalar[1:2].reshape(())
+    locked = x.copy()
+    locked.flags.writeable = False
+    yield "read-only", locked
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "complex64", "bfloat16"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_numpy_arrays_of_any_layout(numpy_, dtype, op):
+    """Positive, negative and zero strides, foreign byte order, unaligned and read-only arrays are read in place."""
+    x = (np.arange(30).reshape(3, 10) - 11).astype(np_dtype(dtype))
+    for name, array in numpy_layouts(x):
+        if "foreign" in name and dtype == "bfloat16":
+            continue  # ml_dtypes has no foreign byte order
+        check_result(numpy_, op, [array, array])
+        check_result(numpy_, op, [np.ones(array.shape, array.dtype), array, array])
+    transposed = np.ascontiguousarray(x.T).T
+    given = host_memory("numpy").readable([[transposed, x[::-1]]])[0]
+    assert [pointed(item) for item in given] == [transposed.ctypes.data, x[::-1].ctypes.data]
+
+
+def torch_layouts(torch, x):
+    yield "transposed", x.t().contiguous().t()
+    yield "sliced", x.repeat_interleave(2, 1)[:, ::2]
+    yield "flipped", x.flip(0)
+    yield "expanded", x[:1].expand(x.shape)
+    yield "one number", x[0, 0].expand(x.shape)
+    yield "channels last", x.reshape(1, 3, 2, 5).contiguous(memory_format=torch.channels_last)
+    yield "offset", torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].reshape(x.shape)
+    yield "empty", x[:0].t()
+    yield "0-d", x[1, 1]
+    yield "windows", x.reshape(-1).as_strided((4, 6), (2, 1))
+    yield "parameter", torch.nn.Parameter(x.t().contiguous().t(), requires_grad=x.is_floating_point())
+    if x.is_complex():
+        yield "conjugated", x.conj()
+        yield "conjugated and transposed", x.mH
+    yield "negated", torch._neg_view(x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "complex64"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_torch_tensors_of_any_layout(torch_, dtype, op):
+    """Strides, memory formats, lazy conjugates and negatives, and parameters are reduced as the numbers they mean."""
+    torch = torch_.torch
+    x = torch_.array((np.arange(30).reshape(3, 10) - 11).astype(np_dtype(dtype)))
+    for name, tensor in torch_layouts(torch, x):
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        check_torch(torch_, op, [tensor, plain], name)
+        check_torch(torch_, op, [plain, tensor, tensor], name)
+    for name in ("transposed", "channels last", "expanded"):
+        tensor = dict(torch_layouts(torch, x))[name]
+        assert pointed(host_memory("torch").readable([[tensor]])[0][0]) == tensor.data_ptr()
+
+
+def check_torch(torch_, op, tensors, name):
+    xs = [torch_.to_numpy(x.detach().resolve_conj().resolve_neg().contiguous()) for x in tensors]
+    value = PerReplica(tensors)
+    with engine_runs() as runs:
+        result = OPS.reduce(op, value, value)
+    assert runs == ["host"], name
+    for y in result:
+        assert y.is_contiguous()
+        assert not y.requires_grad
+        oracle.check(torch_.to_numpy(y), op, xs, result=result_dtype(torch_, op, xs[0].dtype.name))
+
+
+def test_jax_arrays_of_another_layout(jax_):
+    """An array that is stored transposed is read with its strides."""
+    jax = jax_.jax
+    from jax.experimental.layout import Format, Layout
+
+    x = np.arange(12.0).reshape(3, 4)
+    place = jax.sharding.SingleDeviceSharding(jax_.devices[0])
+    array = jax.device_put(x, Format(Layout((1, 0)), place))
+    check_result(jax_, "sum", [array, jax_.array(x, 1)])
+    check_result(jax_, "sum", [array, array, array])
+
+
+# ---- JAX: deleted and donated arrays ------------------------------------------------------------------------------
+
+
+def test_inputs_may_be_deleted(jax_):
+    """Results do not depend on their inputs, nor on each other, once they exist."""
+    value = put(jax_, [np.full(LARGE, k, "float32") for k in (1, 2, 3)])
+    result = OPS.reduce("sum", value, value)
+    for x in value:
+        x.delete()
+    result[0].delete()
+    assert (jax_.to_numpy(result[1]) == 6).all()
+    assert (jax_.to_numpy(result[2]) == 6).all()
+
+
+@pytest.mark.parametrize("size", [5, LARGE])
+def test_a_result_may_be_donated(jax_, size):
+    """Overwriting a donated result changes no other result, and no later reduction."""
+    value = put(jax_, [np.full(size, k, "float32") for k in (1, 2, 3)])
+    result = OPS.reduce("sum", value, value)
+    donated = jax_.jax.jit(lambda x: x * 2 + 1, donate_argnums=0)(result[0])
+    again = OPS.reduce("mean", value, value)
+    assert (jax_.to_numpy(donated) == 13).all()
+    assert all((jax_.to_numpy(y) == 6).all() for y in result.values[1:])
+    assert all((jax_.to_numpy(y) == 2).all() for y in again)
+    assert all((jax_.to_numpy(x) == k + 1).all() for k, x in enumerate(value))
+
+
+def test_a_donated_input(jax_):
+    """Donating an input after the call does not change the results."""
+    value = put(jax_, [np.full(LARGE, k, "float32") for k in (1, 2)])
+    result = OPS.reduce("sum", value, value)
+    assert (jax_.to_numpy(jax_.jax.jit(lambda x: x - 9, donate_argnums=0)(value[0])) == -8).all()
+    assert all((jax_.to_numpy(y) == 3).all() for y in result)
+
+
+def test_arrays_that_are_still_computed(jax_):
+    """The kernels wait until an array is computed."""
+    jnp = jax_.jax.numpy
+    late = jax_.jax.jit(lambda x: jnp.linalg.matrix_power(x, 9))
+    x = jax_.array(np.eye(300, dtype="float32") * 2)
+    value = PerReplica([late(x), late(x)], strategies.names(2))
+    assert (jax_.to_numpy(OPS.reduce("sum", value, value)[0]) == np.eye(300) * 1024).all()
+
+
+# ---- Arrays that only the loop can run ----------------------------------------------------------------------------
+
+
+def looped(function, *args):
+    """Return the result of a function that must reduce with the loop."""
+    with engine_runs() as runs:
+        found = function(*args)
+    assert runs
+    assert set(runs) == {"loop"}
+    return found
+
+
+def test_a_gradient_tape(tensorflow_):
+    """Under a tape, gradients flow through a reduction; where recording is stopped, the kernels run."""
+    tf = tensorflow_.tf
+    x, y = tensorflow_.array(np.arange(3.0), 0), tensorflow_.array(np.ones(3), 1)
+    with tf.GradientTape() as tape:
+        tape.watch([x, y])
+        total = tf.reduce_sum(looped(cr.all_reduce, [x, y])[0] ** 2)
+        with tape.stop_recording(), engine_runs() as runs:
+            assert cr.all_reduce([x, y])[1].numpy().tolist() == [1, 2, 3]
+        assert runs == ["host"]
+    assert [g.numpy().tolist() for g in tape.gradient(total, [x, y])] == [[2, 4, 6]] * 2
+
+
+def test_a_forward_accumulator(tensorflow_):
+    """Forward-mode derivatives flow through a reduction."""
+    tf = tensorflow_.tf
+    x, y = tensorflow_.array(np.arange(3.0), 0), tensorflow_.array(np.ones(3), 1)
+    with tf.autodiff.ForwardAccumulator(x, tf.constant([1.0, 2.0, 3.0], tf.float64)) as watching:
+        mean = looped(lambda: cr.all_reduce([x, y], "mean"))[1]
+    assert watching.jvp(mean).numpy().tolist() == [0.5, 1, 1.5]
+
+
+def test_tf_functions_and_what_they_call(tensorflow_):
+    """A graph is traced through the loop; a py_function inside a graph runs eagerly, on the kernels."""
+    tf = tensorflow_.tf
+    x = tensorflow_.array(np.arange(3.0))
+    assert looped(lambda: tf.function(lambda a: cr.all_reduce([a, a])[0])(x)).numpy().tolist() == [0, 2, 4]
+    with engine_runs() as runs:
+        assert tf.py_function(lambda a: cr.all_reduce([a, a])[0], [x], tf.float64).numpy().tolist() == [0, 2, 4]
+    assert runs == ["host"]
+
+
+def test_scopes_and_variables_of_tf(tensorflow_):
+    """Results are on their devices, whatever scope the caller is in; variables are read."""
+    tf = tensorflow_.tf
+    with tf.device("/CPU:4"):
+        variable = tf.Variable([1.0, 2.0])
+        value = PerReplica([variable, tensorflow_.array(np.ones(2, "float32"), 2)])
+        with engine_runs() as runs:
+            result = OPS.reduce("sum", value, value)
+    assert runs == ["host"]
+    assert result.devices == ("cpu:4", "cpu:2")
+    assert [tensorflow_.device_of(y) for y in result] == ["cpu:4", "cpu:2"]
+    variable.assign([9.0, 9.0])
+    assert [y.numpy().tolist() for y in result] == [[2, 3]] * 2
+
+
+def test_jax_transformations(jax_):
+    """jit, grad, jvp and vmap trace through the loop."""
+    jax, jnp = jax_.jax, jax_.jax.numpy
+    x = jnp.arange(3.0)
+    assert looped(lambda: jax.jit(lambda a, b: cr.all_reduce([a, b])[0])(x, x)).tolist() == [0, 2, 4]
+    assert looped(lambda: jax.grad(lambda a: cr.all_reduce([a, 2 * a])[0].sum())(x)).tolist() == [3, 3, 3]
+    assert looped(lambda: jax.jvp(lambda a: cr.all_reduce([a, a])[0], (x,), (x,)))[1].tolist() == [0, 2, 4]
+    stacked = jnp.stack([x, x + 1])
+    assert looped(lambda: jax.vmap(lambda a: cr.all_reduce([a, a])[0])(stacked)).tolist() == [[0, 2, 4], [2, 4, 6]]
+    with jax.disable_jit(), engine_runs() as runs:
+        assert cr.all_reduce([x, x])[0].tolist() == [0, 2, 4]
+    assert runs == ["host"]
+
+
+def test_torch_transformations_and_modes(torch_):
+    """Tensors of vmap and dispatch modes run on the loop; a mode of torch functions makes no difference."""
+    torch = torch_.torch
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Passing(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x = torch.arange(3.0)
+    stacked = torch.stack([x, x + 1])
+    assert looped(lambda: torch.func.vmap(lambda a: cr.all_reduce([a, a])[0])(stacked)).tolist() == [
+        [0, 2, 4],
+        [2, 4, 6],
+    ]
+    with Watching():
+        assert looped(lambda: cr.all_reduce([x, x]))[0].tolist() == [0, 2, 4]
+    assert "aten.add.Tensor" in seen
+    with FakeTensorMode() as mode:
+        fakes = looped(lambda: cr.all_reduce([mode.from_tensor(x), mode.from_tensor(x)]))
+    assert all(isinstance(y, FakeTensor) and y.shape == x.shape for y in fakes)
+    with Passing(), torch.device("meta"), engine_runs() as runs:
+        found = cr.all_reduce([torch.ones(LARGE, device="cpu")] * 2)
+    assert runs == ["host"]
+    assert all(y.device.type == "cpu" and (y == 2).all() for y in found)
+
+
+NO_MEMORY = """
+import sys
+import torch
+import crossreduce as cr
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    fake = torch.ones(3)
+ones = torch.ones(3)
+if sys.argv[1] == "zero":
+    print([x.tolist() for x in cr.all_reduce([torch._efficientzerotensor((3,)), ones])])
+else:
+    print([tuple(x.shape) for x in cr.all_reduce([fake, fake])])
+"""
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("zero", [[1.0] * 3] * 2), ("fake", [(3,)] * 2)])
+def test_tensors_without_memory(kind, wanted):
+    """Tensors without memory (lazy zeros, fake tensors) are reduced by the loop."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NO_MEMORY, kind], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout.strip()) == (0, str(wanted)), ran.stderr
+
+
+def test_values_that_were_partly_sparse(framework):
+    """Slices are added into dense arrays first, perhaps in a wider dtype, and the loop reduces those."""
+    for kind in framework.kinds:
+        slices = framework.sparse(kind, np.full((2, 3), 2, "float16"), np.array([0, 2]), (4, 3))
+        value = PerReplica([slices, framework.array(np.ones((4, 3), "float16"), 1)], strategies.names(2))
+        result = looped(lambda value=value: OPS.reduce("sum", value, value))
+        for y in result:
+            assert framework.to_numpy(y).tolist() == [[3.0] * 3, [1.0] * 3, [3.0] * 3, [1.0] * 3]
+            assert framework.to_numpy(y).dtype == "float16"
+
+
+def test_results_are_mirrored(framework):
+    """Results are plain arrays in a Mirrored, one memory per destination unless arrays are immutable."""
+    value = put(framework, [np.ones(3, "float32"), np.ones(3, "float32")])
+    result = OPS.reduce("sum", value, on_devices(strategies.names(4)))
+    assert type(result) is Mirrored
+    assert len({address(framework, y) for y in result}) == (4 if framework.mutable else 1)
+    assert [framework.to_numpy(y).tolist() for y in result] == [[2.0] * 3] * 4
