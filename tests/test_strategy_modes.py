@@ -1,4 +1,4 @@
-"""What frameworks keep for each thread: gradients through all_reduce, torch's and JAX's modes, modules, tracing."""
+"""Frameworks in replicas: gradients through all_reduce, modes of threads, modules, tracing."""
 
 import copy
 import subprocess
@@ -22,8 +22,8 @@ def leaves(n, shape=(3,)):
 
 @pytest.mark.parametrize("n", COUNTS)
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_the_gradient_of_an_all_reduce_is_that_of_the_same_function_in_one_thread(torch_, n, op):
-    """backward through all_reduce gives each replica the gradient that autograd gives of all losses' sum."""
+def test_the_gradient_of_an_all_reduce_equals_that_of_one_thread(torch_, n, op):
+    """backward through all_reduce gives each replica the gradient of the sum of all losses."""
     scale = [torch.tensor([k + 1.0, 2.0, -k]) for k in range(n)]
     xs, ys = leaves(n), leaves(n, ())
 
@@ -48,12 +48,12 @@ def test_the_gradient_of_an_all_reduce_is_that_of_the_same_function_in_one_threa
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_the_gradient_of_an_all_gather_is_its_own_part_of_the_sum(torch_, n):
-    """backward through all_gather gives each replica the sum of the replicas' gradients for its own rows."""
+    """backward through all_gather gives each replica the sum of the replicas' gradients of its rows."""
     xs = [torch.arange(2.0 * (k + 1), dtype=torch.float64).reshape(k + 1, 2).requires_grad_() for k in range(n)]
 
     def step(x):
-        whole = context().all_gather({"x": x, "n": torch.ones(1)}, 0)["x"]
-        (whole * whole * (context().replica_id_in_sync_group + 1.0)).sum().backward()
+        gathered = context().all_gather({"x": x, "n": torch.ones(1)}, 0)["x"]
+        (gathered * gathered * (context().replica_id_in_sync_group + 1.0)).sum().backward()
         return x.grad
 
     got = cr.MirroredStrategy(n).run(step, args=(cr.PerReplica(xs),))
@@ -74,12 +74,12 @@ def test_second_gradients(torch_):
     xs = leaves(3)
     first, second = cr.MirroredStrategy(3).run(step, args=(cr.PerReplica(xs),))
     for x, a, b in zip(xs, first, second, strict=True):
-        assert a.tolist() == (3 * 3 * x**2).tolist()  # the sum over three replicas' losses, each y
+        assert a.tolist() == (3 * 3 * x**2).tolist()  # summed over the losses of three replicas, each of which is y
         assert b.tolist() == (3 * 3 * 2 * x).tolist()
 
 
-def test_gradients_are_never_lost_in_silence(torch_):
-    """What has no gradient says so: other ops, sparse values, replicas that disagree, a backward pass after the run."""
+def test_gradients_are_never_lost_silently(torch_):
+    """Without a gradient there is an error: other ops, sparse values, mismatches, a backward pass after the run."""
     strategy = cr.MirroredStrategy(2)
     xs = cr.PerReplica(leaves(2))
     with pytest.raises(cr.UnsupportedError, match="an all-reduce by max has no gradient"):
@@ -95,7 +95,7 @@ def test_gradients_are_never_lost_in_silence(torch_):
     with pytest.raises(cr.MismatchError, match=r"(?s)replica 0.*with gradients; replica 1.*float64\[3\]\n"):
         strategy.run(lambda x: context().all_reduce("sum", x), args=(half,))
     late = strategy.run(lambda x: context().all_reduce("sum", x), args=(xs,))
-    with pytest.raises(cr.ContextError, match=r"(?s)has returned and can meet the others no more.*backward"):
+    with pytest.raises(cr.ContextError, match=r"(?s)has already returned, so it cannot wait for the others.*backward"):
         late[0].sum().backward()
 
     def one_alone(x):
@@ -112,8 +112,8 @@ def test_gradients_are_never_lost_in_silence(torch_):
         strategy.run(functional, args=(xs,))
 
 
-def test_replicas_inherit_torchs_modes(torch_):
-    """Grad mode, inference mode, autocast and the default device of the caller are those of its replicas."""
+def test_replicas_inherit_torch_modes(torch_):
+    """Replicas have the caller's grad mode, inference mode, autocast and default device."""
 
     def modes():
         return (
@@ -135,7 +135,7 @@ def test_replicas_inherit_torchs_modes(torch_):
         assert check()[0::4] == (False, False)
     with torch.inference_mode():
         assert check()[:2] == (False, True)
-    with torch.inference_mode():  # which a replica may leave
+    with torch.inference_mode():  # a replica may leave it
 
         def differentiates(x):
             with torch.inference_mode(False):
@@ -152,8 +152,8 @@ def test_replicas_inherit_torchs_modes(torch_):
     assert check() == (True, False, False, "cpu", True)
 
 
-def test_replicas_inherit_jaxs_settings(jax_):
-    """JAX's settings of the calling thread are those of its replicas."""
+def test_replicas_inherit_jax_settings(jax_):
+    """Replicas have the JAX settings of the calling thread."""
     import jax
     import jax.numpy as jnp
 
@@ -169,8 +169,8 @@ def test_replicas_inherit_jaxs_settings(jax_):
     assert strategy.run(seen)[1].values == (0, 0)
 
 
-def test_jaxs_traced_values_are_refused(jax_):
-    """Inside jit and grad all_reduce says that replicas' threads cannot meet there; outside it reduces gradients."""
+def test_traced_jax_values_are_refused(jax_):
+    """Inside jit and grad all_reduce is an error; outside it reduces gradients."""
     import jax
 
     strategy = cr.MirroredStrategy(2)
@@ -187,7 +187,7 @@ def test_jaxs_traced_values_are_refused(jax_):
 
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_replicated_modules_train_as_one(torch_, n):
-    """n copies of a module with optimizers of their own, on shares of each batch, stay equal to the bit, and to one."""
+    """n copies of a module, each with its optimizer and share of a batch, stay bitwise equal, and learn like one."""
     rng = np.random.default_rng(1)
     x = torch.tensor(rng.standard_normal((22, 5)))
     y = torch.tensor(rng.standard_normal((22, 2)))
@@ -233,7 +233,7 @@ def test_replicated_modules_train_as_one(torch_, n):
 
 
 def test_importing_and_numpy_replicas_load_no_framework():
-    """Replicas of NumPy arrays import neither torch nor JAX, and run where an import is switched off."""
+    """Replicas of NumPy arrays import neither torch nor JAX, and run if importing JAX fails."""
     code = """
 import sys
 import numpy as np
@@ -249,8 +249,8 @@ cr.MirroredStrategy(2).run(lambda: 1)
 
 
 @pytest.mark.parametrize("kind", ["tpu", "cuda"])
-def test_devices_of_another_framework_are_none_of_torchs_business(torch_, kind):
-    """Replicas on devices that only another framework has run, though torch is imported."""
+def test_devices_of_another_framework_do_not_affect_torch(torch_, kind):
+    """Replicas run on devices that only another framework has, even if torch is imported."""
     first = torch.cuda.device_count() if kind == "cuda" else 0
     strategy = cr.MirroredStrategy([f"{kind}:{first}", f"{kind}:{first + 1}"])
     assert strategy.run(lambda: context().replica_id_in_sync_group).values == (0, 1)
@@ -258,7 +258,7 @@ def test_devices_of_another_framework_are_none_of_torchs_business(torch_, kind):
 
 @pytest.mark.gpu
 def test_replicas_on_one_gpu(torch_):
-    """Logical devices of one GPU are replicas; gradients and results stay there, and None means every GPU."""
+    """Replicas can be logical devices of one GPU; gradients and results stay there, and None means every GPU."""
     assert cr.MirroredStrategy().devices == tuple(f"cuda:{k}" for k in range(torch.cuda.device_count()))
     strategy = cr.MirroredStrategy(["cuda:0", "cuda:0#1", "cuda:0#2"])
     model = strategy.replicate(torch.nn.Linear(3, 1))

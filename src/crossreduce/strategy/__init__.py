@@ -1,20 +1,16 @@
-"""``MirroredStrategy``: n replicas of a function, each in a thread of its own, that meet to reduce.
+"""``MirroredStrategy``: n replicas of a function, one thread per replica, that reduce together.
 
-From the top: ``mirrored.py`` is the strategy; ``extended.py``, ``variables.py``, ``splitting.py``: what it makes;
-``contexts.py``: what a replica sees of it, and which context a call stands in; ``crew.py``: threads, meetings,
-failures; ``regroup.py``: n trees into one of per-replica values, and back. No framework is imported here:
-``ReplicaFramework`` is what one has to say.
+Files, each importing only the ones before it: ``replica_group.py``: threads, waiting and failures; ``regroup.py``: n
+trees into one tree of per-replica values, and back; ``base.py``: a strategy's devices and ops; ``contexts.py``: the
+current context, and a replica's view of its strategy; ``splitting.py``, ``variables.py`` and ``extended.py``: parts of
+a strategy; ``mirrored.py``: the strategy; ``default.py``: the strategy outside of all strategies. Frameworks are used
+through ``frameworks.ReplicaFramework`` only.
 """
 
-from .contexts import ReplicaContext
+from .contexts import ReplicaContext, has_strategy, in_cross_replica_context
+from .default import get_replica_context, get_strategy
 from .extended import Extended
-from .mirrored import (
-    MirroredStrategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
+from .mirrored import MirroredStrategy
 from .splitting import DistributedDataset, ValueContext
 from .variables import Variable, VariableAggregation, VariableSynchronization
 

@@ -1,8 +1,8 @@
-"""What a replica sees of its strategy, and in which context a call stands.
+"""The context of the current call, and the view that a replica has of its strategy.
 
-There are two kinds of contexts, as in ``tf.distribute``: a replica's, inside of ``run``, where arrays are one
-replica's own; and the cross-replica context, inside of ``scope`` and ``merge_call``, where values of all replicas are
-at hand. Which one it is lies in a context variable, so threads and tasks of others see nothing of it.
+As in ``tf.distribute`` there are two kinds of contexts. In the context of a replica, inside ``run``, arrays belong to
+one replica. In the cross-replica context, inside ``scope`` and ``merge_call``, the values of all replicas are
+available. The current context is stored in a context variable, so other threads and tasks are not affected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from functools import cache
 from numbers import Integral
 from types import BuiltinFunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..devices import parse
 from ..errors import ArgumentError, ContextError, UnsupportedError, message, shown
@@ -23,17 +23,17 @@ from ..options import CommunicationOptions
 from ..trees import flatten_tree, reduce_leaves, unflatten_tree
 from ..validation import read_op, read_options
 from ..values import DistributedValues, describe, host_devices, locate
-from .regroup import check_arguments, each, localized, placed, regroup
-from .replica_group import Call, Crew
+from .base import Strategy
+from .regroup import check_arguments, localize, map_leaves, per_replica_on, regroup
+from .replica_group import CollectiveCall, ReplicaGroup
 
-if TYPE_CHECKING:
-    from .mirrored import MirroredStrategy
+REDUCE_IN_A_REPLICA: Final = "get_replica_context().all_reduce, or merge_call(lambda strategy, x: ..., args=(x,))"
 
 
 class Current(NamedTuple):
-    """Where a call stands: in a replica of a strategy, or, without one, in its cross-replica context."""
+    """The context of a call: a replica of a strategy or, if ``replica`` is ``None``, its cross-replica context."""
 
-    strategy: MirroredStrategy
+    strategy: Strategy
     replica: ReplicaContext | None
 
 
@@ -41,61 +41,94 @@ _CURRENT: ContextVar[Current | None] = ContextVar("crossreduce_current", default
 
 
 def current() -> Current | None:
-    """Return where this call stands; ``None``: outside of all strategies."""
+    """Return the context of this call; ``None`` outside of all strategies."""
     return _CURRENT.get()
 
 
 @contextmanager
-def entered(here: Current) -> Iterator[None]:
-    """Let calls stand elsewhere for a while."""
-    token = _CURRENT.set(here)
+def enter(context: Current) -> Iterator[None]:
+    """Make a context the current one until the block ends."""
+    token = _CURRENT.set(context)
     try:
         yield
     finally:
         _CURRENT.reset(token)
 
 
-def require_cross_replica(what: str, remedy: str) -> None:
-    """Raise where a call that is for all replicas stands in one of them.
+def has_strategy() -> bool:
+    """Return whether this call is inside a strategy's ``scope`` or ``run``."""
+    here = current()
+    return here is not None and not here.strategy._is_default
+
+
+def in_cross_replica_context() -> bool:
+    """Return whether this call is inside ``scope`` or ``merge_call``, and not in a replica."""
+    here = current()
+    return here is not None and here.replica is None
+
+
+@contextmanager
+def cross_replica_context(strategy: Strategy) -> Iterator[None]:
+    """Enter a strategy's cross-replica context.
 
     Raises:
-      ContextError: it does.
+      ContextError: inside a replica, or inside another strategy's scope.
+    """
+    require_cross_replica("scope()", "create variables and use the scope before run()")
+    here = current()
+    if here is not None and here.strategy is not strategy and has_strategy():
+        raise ContextError(
+            message(
+                "a strategy is used inside another strategy's scope.",
+                f"{strategy} inside {here.strategy}",
+                "leave that scope first; one strategy can have all devices",
+            )
+        )
+    with enter(Current(strategy, None)):
+        yield
+
+
+def require_cross_replica(name: str, remedy: str) -> None:
+    """Raise if the current call is inside a replica.
+
+    Raises:
+      ContextError: it is.
     """
     here = current()
     if here is not None and here.replica is not None:
         k = here.replica.replica_id_in_sync_group
         raise ContextError(
-            message(f"{what} belongs to the cross-replica context.", f"a call of it inside replica {k}", remedy)
+            message(f"{name} can only be called in the cross-replica context.", f"a call inside replica {k}", remedy)
         )
 
 
 def replica_framework(value: Any) -> ReplicaFramework:
-    """Return the framework of an array that replicas may reduce.
+    """Return the framework of an array that replicas can reduce.
 
     Raises:
-      ArgumentError: it is no array.
-      UnsupportedError: its framework has no replicas here.
+      ArgumentError: it is not an array.
+      UnsupportedError: its framework does not support replicas in threads.
     """
-    framework = _with_replicas(framework_of(value))
+    framework = _as_replica_framework(framework_of(value))
     if framework is not None:
         return framework
     raise UnsupportedError(
         message(
-            "TensorFlow has a MirroredStrategy of its own, and crossreduce's takes none of its values.",
+            "crossreduce's MirroredStrategy does not support TensorFlow, which has its own.",
             describe(value),
             "tf.distribute.MirroredStrategy(cross_device_ops=crossreduce.tensorflow.HierarchicalCopyAllReduce()), and "
-            "inside of it tf.distribute.get_replica_context()",
+            "inside it tf.distribute.get_replica_context()",
         )
     )
 
 
-@cache  # isinstance of a protocol looks at every method
-def _with_replicas(framework: Framework) -> ReplicaFramework | None:
+@cache  # isinstance of a protocol looks up every method
+def _as_replica_framework(framework: Framework) -> ReplicaFramework | None:
     return framework if isinstance(framework, ReplicaFramework) else None
 
 
 class ReplicaContext:
-    """One replica's view of its strategy, from ``get_replica_context`` inside of ``run``.
+    """One replica's view of its strategy; ``get_replica_context`` returns it inside ``run``.
 
     >>> from crossreduce import MirroredStrategy, get_replica_context
     >>> def step():
@@ -105,69 +138,70 @@ class ReplicaContext:
     111.0
     """
 
-    def __init__(self, strategy: MirroredStrategy, replica: int, crew: Crew | None) -> None:
+    def __init__(self, strategy: Strategy, replica: int, group: ReplicaGroup | None) -> None:
         self._strategy = strategy
         self._replica = replica
-        self._crew = crew  # None: the one replica outside of all strategies, which waits for nobody
+        self._group = group  # None: the single replica outside of all strategies, which has no others to wait for
 
     def __repr__(self) -> str:
         return f"ReplicaContext(replica {self._replica} of {self.num_replicas_in_sync}, on {self.devices[0]})"
 
     @property
-    def strategy(self) -> MirroredStrategy:
-        """The strategy whose replica this is."""
+    def strategy(self) -> Strategy:
+        """The replica's strategy."""
         return self._strategy
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """The replica's number, from 0."""
+        """The replica's number, starting at 0."""
         return self._replica
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return self._strategy.num_replicas_in_sync
 
     @property
     def devices(self) -> tuple[str]:
-        """The replica's device, a tuple of one name."""
+        """The replica's device, as a tuple of one name."""
         return (self._strategy.devices[self._replica],)
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Reduce a tree with those of the other replicas, which must call this as well; return this replica's result.
 
-        All leaves are reduced in one ``batch_reduce`` of the strategy's ops. A torch tensor that requires gradients
-        gives one that does: the gradient of a sum is the sum of the replicas' gradients, that of a mean their
-        mean. So ``backward`` waits for the other replicas, too.
+        All leaves are reduced in one ``batch_reduce`` of the strategy's ops. Results of torch tensors that require
+        gradients require them, too: the gradient of a sum is the sum of the replicas' gradients, and that of a mean is
+        their mean. So ``backward`` waits for the other replicas as well.
 
         Args:
           reduce_op: a ``ReduceOp`` or its name, the same on all replicas.
-          value: a tree as ``crossreduce.all_reduce`` takes it; of distributed values in it, this replica's component.
-          options: hints for this call, the same on all replicas; ``timeout_seconds``: how long to wait for the others.
+          value: a tree, as for ``crossreduce.all_reduce``; of distributed values in it, this replica's component.
+          options: hints for this call, the same on all replicas. ``timeout_seconds``: how long to wait for the others.
         Returns:
-          The tree with its leaves reduced; each stays on its device, and numbers become arrays of no axes.
+          The tree with its leaves reduced. Each leaf stays on its device, and numbers become arrays without axes.
         Raises:
-          MismatchError: the replicas want different things; each is named with what it wants.
-          StalledError: others did not come within the timeout.
-          ContextError: this is not the replica that calls.
+          MismatchError: the replicas make different calls; the message lists them.
+          StalledError: other replicas did not call within the timeout.
+          ContextError: this is not the context of the calling replica.
           ArgumentError, UnsupportedError: as ``crossreduce.all_reduce``; a value that JAX traces; min, max and product
             of tensors that require gradients; TensorFlow's tensors.
         """
-        self._require_here("all_reduce")
+        self._require_current("all_reduce")
         op = read_op(reduce_op)
         hints = read_options(options)
-        leaves, structure = self._taken_apart(value)
+        leaves, structure = self._flatten(value)
         return unflatten_tree(structure, self._all_reduce(op, leaves, structure, hints))
 
-    def _taken_apart(self, value: Any) -> tuple[list[Any], Any]:
-        """Return a tree's leaves, of distributed values this replica's component, and its structure."""
+    def _flatten(self, value: Any) -> tuple[list[Any], Any]:
+        """Return a tree's leaves (of distributed values this replica's component) and its structure."""
         leaves, structure = flatten_tree(value)
         if any(isinstance(leaf, DistributedValues) for leaf in leaves):
-            leaves, structure = flatten_tree(localized(value, self._replica, self.num_replicas_in_sync, whole=False))
+            own = localize(value, self._replica, self.num_replicas_in_sync, keep_variables=False)
+            leaves, structure = flatten_tree(own)
         return leaves, structure
 
     def _all_reduce(self, op: ReduceOp, leaves: list[Any], structure: Any, hints: CommunicationOptions) -> list[Any]:
-        """Reduce a tree's leaves; backward passes come straight here, maybe in a thread of the framework's."""
+        """Reduce a tree's leaves. Backward passes call this directly, possibly in a thread of the framework."""
         recorded = _recorded(leaves, structure)
         backward = [k for k, has_gradient in enumerate(recorded) if has_gradient]
         if backward and op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -180,20 +214,21 @@ class ReplicaContext:
             )
         strategy = self._strategy
         if backward:
-            _require_backward(strategy.devices)
+            _require_own_accelerators(strategy.devices)
 
-        def wants() -> str:
-            what = describe(leaves[0]) if len(leaves) == 1 else f"{len(leaves)} arrays"
+        def description() -> str:
+            arrays = describe(leaves[0]) if len(leaves) == 1 else f"{len(leaves)} arrays"
             tree = "" if structure.is_leaf() else f" in {shown(structure).rpartition(' (')[0]}"
-            return f"all_reduce {op.value} of {what}{tree}{' with gradients' * bool(backward)}{_hinted(hints)}"
+            return f"all_reduce {op.value} of {arrays}{tree}{' with gradients' * bool(backward)}{_with_hints(hints)}"
 
         def merge(lists: list[list[Any]]) -> list[Any]:
-            ops, devices = strategy.cross_device_ops, _names(lists, strategy.devices)
+            ops, devices = strategy.cross_device_ops, _host_names(lists, strategy.devices)
             reduced = reduce_leaves(list(zip(*lists, strict=True)), structure, op, devices, ops, hints)
             return [[column[k] for column in reduced] for k in range(len(lists))]
 
         key = ("all_reduce", op, structure, hints, recorded)
-        results: list[Any] = self._meet(Call(key, wants, leaves, merge, hints.timeout_seconds))
+        call = CollectiveCall(key, description, leaves, merge, hints.timeout_seconds)
+        results: list[Any] = self._rendezvous(call)
         if backward:
 
             def gradient(grads: Sequence[Array]) -> list[Array]:
@@ -206,46 +241,48 @@ class ReplicaContext:
         return results
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Join a tree's arrays with those of the other replicas along an axis, in the order of the replicas.
+        """Concatenate a tree's arrays with those of the other replicas along an axis, in the order of the replicas.
 
         Args:
-          value: a tree of arrays, which may differ from replica to replica in size along ``axis``. The gradient of
-            a torch tensor in it is the sum of those that the replicas have for its part.
+          value: a tree of arrays, whose sizes along ``axis`` may differ between replicas. The gradient of a torch
+            tensor in it is the sum of the replicas' gradients of its part.
           axis: from ``-ndim`` to ``ndim - 1``.
           options: as for ``all_reduce``.
         Returns:
-          The tree with the joined arrays.
+          The tree with the concatenated arrays.
         Raises:
-          As ``all_reduce``; and ArgumentError where there is no such axis.
+          As ``all_reduce``; and ArgumentError if an array does not have this axis.
         """
-        self._require_here("all_gather")
+        self._require_current("all_gather")
         hints = read_options(options)
-        leaves, structure = self._taken_apart(value)
+        leaves, structure = self._flatten(value)
         recorded = _recorded(leaves, structure)
         strategy = self._strategy
 
-        def wants() -> str:
-            return f"all_gather along axis {axis} of {', '.join(map(describe, leaves[:3]))}{_hinted(hints)}"
+        def description() -> str:
+            return f"all_gather along axis {axis} of {', '.join(map(describe, leaves[:3]))}{_with_hints(hints)}"
 
         def merge(lists: list[list[Any]]) -> list[Any]:
-            def joined(components: tuple[Any, ...]) -> tuple[Any, ...]:
-                together = placed(components, strategy.devices)
-                return strategy.cross_device_ops.gather(together, together, axis, hints).values
+            def concatenate(components: tuple[Any, ...]) -> tuple[Any, ...]:
+                joined = per_replica_on(strategy.devices, components)
+                return strategy.cross_device_ops.gather(joined, joined, axis, hints).values
 
-            columns = each(zip(*lists, strict=True), structure, joined)
+            columns = map_leaves(zip(*lists, strict=True), structure, concatenate)
             sizes = [[x.shape[axis] if has else 0 for x, has in zip(own, recorded, strict=True)] for own in lists]
             return [([column[k] for column in columns], sizes) for k in range(len(lists))]
 
         key = ("all_gather", int(axis) if isinstance(axis, Integral) else repr(axis), structure, hints, recorded)
-        results, sizes = self._meet(Call(key, wants, leaves, merge, hints.timeout_seconds))
+        results, sizes = self._rendezvous(CollectiveCall(key, description, leaves, merge, hints.timeout_seconds))
         for k, x in enumerate(leaves):
             if recorded[k]:
                 start = sum(others[k] for others in sizes[: self._replica])
-                results[k] = self._gathered(x, results[k], axis % x.ndim, start, hints)
+                results[k] = self._differentiable_gather(x, results[k], axis % x.ndim, start, hints)
         return unflatten_tree(structure, results)
 
-    def _gathered(self, x: Array, result: Array, axis: int, start: int, hints: CommunicationOptions) -> Array:
-        """Return a gathered array whose gradient is the sum of the replicas' gradients, cut to this one's part."""
+    def _differentiable_gather(
+        self, x: Array, result: Array, axis: int, start: int, hints: CommunicationOptions
+    ) -> Array:
+        """Return a gathered array whose gradient is this replica's part of the sum of the replicas' gradients."""
         part = (*(slice(None),) * axis, slice(start, start + x.shape[axis]))
 
         def gradient(grads: Sequence[Array]) -> list[Array]:
@@ -260,17 +297,17 @@ class ReplicaContext:
     ) -> Any:
         """Call a function once for all replicas, which must call this as well, in the cross-replica context.
 
-        It runs in the thread that called ``run``, while the replicas wait. Where the replicas' functions differ in
-        what they close over, the first replica's is called.
+        The function runs in the thread that called ``run``, while the replicas wait. If the replicas pass functions
+        with different closures, the first replica's function is called.
 
         Args:
-          merge_fn: gets the strategy, then the arguments.
-          args: the replicas' trees are regrouped: an array is a ``PerReplica`` to ``merge_fn``.
-          kwargs: likewise.
+          merge_fn: receives the strategy, then the arguments.
+          args: the replicas' trees are regrouped: an array arrives at ``merge_fn`` as a ``PerReplica``.
+          kwargs: the same for keyword arguments.
         Returns:
-          The tree that it returned; of distributed values in it this replica's component.
+          The tree that ``merge_fn`` returned; of distributed values in it, this replica's component.
         Raises:
-          What it raises; and as ``all_reduce``.
+          The exception that ``merge_fn`` raised; and as ``all_reduce``.
 
         >>> from crossreduce import MirroredStrategy, get_replica_context
         >>> def step():
@@ -280,7 +317,7 @@ class ReplicaContext:
         >>> [int(x) for x in MirroredStrategy(2).run(step)]
         [1, 1]
         """
-        self._require_here("merge_call")
+        self._require_current("merge_call")
         if not callable(merge_fn):
             raise ArgumentError(
                 message("merge_fn must be a function of the strategy.", shown(merge_fn), "merge_call(fn)")
@@ -289,68 +326,74 @@ class ReplicaContext:
         strategy, n = self._strategy, self.num_replicas_in_sync
         name = getattr(merge_fn, "__name__", type(merge_fn).__name__)
 
-        def merge(parts: list[Any]) -> list[Any]:
-            positional, named = regroup([[list(a), dict(kw)] for _, a, kw in parts], strategy.devices)
-            result = parts[0][0](strategy, *positional, **named)
-            return [localized(result, k, n) for k in range(n)]
+        def merge(calls: list[Any]) -> list[Any]:
+            positional, named = regroup([[list(a), dict(kw)] for _, a, kw in calls], strategy.devices)
+            result = calls[0][0](strategy, *positional, **named)
+            return [localize(result, k, n) for k in range(n)]
 
-        key = ("merge_call", _source(merge_fn), len(args))
-        return self._meet(Call(key, lambda: f"merge_call of {name}", (merge_fn, args, kwargs or {}), merge))
+        key = ("merge_call", _code(merge_fn), len(args))
+        call = CollectiveCall(key, lambda: f"merge_call of {name}", (merge_fn, args, kwargs or {}), merge)
+        return self._rendezvous(call)
 
-    def _meet(self, call: Call) -> Any:
-        """Wait for the other replicas; what they want is done in the cross-replica context."""
-        if self._crew is not None:
-            return self._crew.meet(self._replica, call)
-        with entered(Current(self._strategy, None)):
+    def _rendezvous(self, call: CollectiveCall) -> Any:
+        """Wait until all replicas have called; the call is executed in the cross-replica context."""
+        if self._group is not None:
+            return self._group.rendezvous(self._replica, call)
+        with enter(Current(self._strategy, None)):
             return call.merge([call.value])[0]
 
-    def _require_here(self, what: str) -> None:
+    def _require_current(self, name: str) -> None:
         here = current()
         replica = None if here is None else here.replica
-        if replica is not self and self._crew is not None:
-            k = self._replica
-            place = "outside of all replicas" if replica is None else f"in {replica}"
+        if replica is not self and self._group is not None:
+            caller = "outside of all replicas" if replica is None else f"in {replica}"
             raise ContextError(
                 message(
-                    f"{what} of a replica is called where another one, or none, runs.",
-                    f"the context of replica {k} on {self.devices[0]}, {place}",
-                    "get_replica_context() inside of the function that run() calls",
+                    f"{name} was called on the context of a replica that is not the current one.",
+                    f"the context of replica {self._replica} on {self.devices[0]}, called {caller}",
+                    "get_replica_context() inside the function that run() calls",
                 )
             )
 
 
 def _recorded(leaves: list[Any], structure: Any) -> tuple[bool, ...]:
-    """Return for each leaf of a tree whether a gradient is to be made of it."""
-    return tuple(each(leaves, structure, lambda leaf: replica_framework(leaf).is_recorded(leaf)))
+    """Return for each leaf of a tree whether its framework records operations on it for a gradient."""
+    return tuple(map_leaves(leaves, structure, lambda leaf: replica_framework(leaf).is_recorded(leaf)))
 
 
-def _source(function: Callable[..., Any]) -> object:
-    """Return what is equal of functions that replicas have each made for themselves from the same lines."""
-    function = getattr(function, "func", function)  # a partial's
-    same = function if isinstance(function, BuiltinFunctionType) else type(function)
-    return getattr(function, "__code__", same)
+def _code(function: Callable[..., Any]) -> object:
+    """Return an object that is equal for functions that the replicas have made from the same source lines."""
+    function = getattr(function, "func", function)  # of a partial
+    default = function if isinstance(function, BuiltinFunctionType) else type(function)
+    return getattr(function, "__code__", default)
 
 
-def _require_backward(devices: tuple[str, ...]) -> None:
-    """Raise where replicas share an accelerator: torch has one thread for each, and it cannot wait for itself."""
+def _require_own_accelerators(devices: tuple[str, ...]) -> None:
+    """Raise if replicas share an accelerator: torch runs backward passes in one thread per accelerator.
+
+    That thread would wait for itself.
+
+    Raises:
+      UnsupportedError: they do.
+    """
     places = [parse(name) for name in devices]
     shared = [str(place) for place in places if place.logical and place.kind != "cpu"]
     if shared:
         raise UnsupportedError(
             message(
-                "gradients pass through an all-reduce only where each replica has an accelerator of its own.",
+                "gradients of an all-reduce require that each replica has an accelerator of its own.",
                 f"replicas on {', '.join(devices)}",
-                "reduce the gradients after backward(), and detach what is reduced before",
+                "reduce the gradients after backward(), and detach other tensors before they are reduced",
             )
         )
 
 
-def _hinted(hints: CommunicationOptions) -> str:
+def _with_hints(hints: CommunicationOptions) -> str:
     return "" if hints is read_options(None) else f" with {hints}"
 
 
-def _names(lists: list[list[Any]], devices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the replicas' devices where all arrays lie in host memory, and so do not say which; else ``None``."""
+def _host_names(lists: list[list[Any]], devices: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the replicas' devices if all arrays are in host memory and so do not name a device; else ``None``."""
     if devices == host_devices(len(devices)) or any(locate(x) != "cpu" for own in lists for x in own):
         return None
     return devices if all(name.startswith("cpu:") for name in devices) else None

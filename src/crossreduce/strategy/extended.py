@@ -1,29 +1,25 @@
-"""``strategy.extended``: what libraries and optimizers call, in the cross-replica context."""
+"""``strategy.extended``: the calls that libraries and optimizers make in the cross-replica context."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from ..errors import ArgumentError, message, shown
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
 from ..validation import check_pairs
 from ..values import DistributedValues, Mirrored
-from .contexts import require_cross_replica
-from .regroup import arguments, regroup
+from .base import Strategy
+from .contexts import REDUCE_IN_A_REPLICA, cross_replica_context, require_cross_replica
+from .regroup import local_arguments, regroup
 from .variables import Component, Variable
-
-if TYPE_CHECKING:
-    from .mirrored import MirroredStrategy
-
-IN_A_REPLICA: Final = "get_replica_context().all_reduce, or merge_call(lambda strategy, x: ..., args=(x,))"
 
 
 class Extended:
-    """What libraries and optimizers call: ``strategy.extended``, as in ``tf.distribute``."""
+    """The calls of libraries and optimizers: ``strategy.extended``, as in ``tf.distribute``."""
 
-    def __init__(self, strategy: MirroredStrategy) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
     @property
@@ -41,11 +37,11 @@ class Extended:
         """Reduce one value and put the result on destinations; see ``CrossDeviceOps.reduce``.
 
         Args:
-          destinations: as there; ``None``: all replicas' devices.
+          destinations: as for ``CrossDeviceOps.reduce``; ``None``: all replicas' devices.
         """
-        require_cross_replica("reduce_to", IN_A_REPLICA)
-        with self._strategy.scope():
-            return self._strategy.cross_device_ops.reduce(reduce_op, value, self._places(destinations), options)
+        require_cross_replica("reduce_to", REDUCE_IN_A_REPLICA)
+        with cross_replica_context(self._strategy):
+            return self._strategy.cross_device_ops.reduce(reduce_op, value, self._destinations(destinations), options)
 
     def batch_reduce_to(
         self,
@@ -54,16 +50,16 @@ class Extended:
         options: CommunicationOptions | None = None,
     ) -> list[Mirrored]:
         """Reduce several values, each to its own destinations; see ``CrossDeviceOps.batch_reduce``."""
-        require_cross_replica("batch_reduce_to", IN_A_REPLICA)
-        pairs = [(value, self._places(places)) for value, places in check_pairs(value_destination_pairs)]
-        with self._strategy.scope():
+        require_cross_replica("batch_reduce_to", REDUCE_IN_A_REPLICA)
+        pairs = [(value, self._destinations(given)) for value, given in check_pairs(value_destination_pairs)]
+        with cross_replica_context(self._strategy):
             return self._strategy.cross_device_ops.batch_reduce(reduce_op, pairs, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Mirrored:
         """Copy one array to destinations; see ``CrossDeviceOps.broadcast`` and ``reduce_to``."""
-        require_cross_replica("broadcast_to", "every replica has the array already")
-        with self._strategy.scope():
-            return self._strategy.cross_device_ops.broadcast(tensor, self._places(destinations))
+        require_cross_replica("broadcast_to", "use the array directly: every replica has it")
+        with cross_replica_context(self._strategy):
+            return self._strategy.cross_device_ops.broadcast(tensor, self._destinations(destinations))
 
     def update(
         self,
@@ -75,16 +71,16 @@ class Extended:
         """Call a function for each component of a variable, one after another, in the cross-replica context.
 
         Args:
-          var: a variable, whose components come as ``Component``s, to read and to assign to; or any distributed
-            value, whose components come as they are.
-          fn: gets the component, then the arguments.
+          var: a variable, whose components are passed as ``Component``s, which can be read and assigned; or any
+            distributed value, whose components are passed directly.
+          fn: receives the component, then the arguments.
           args: trees; of distributed values in them, the component of the same replica.
-          kwargs: likewise.
+          kwargs: the same for keyword arguments.
         Returns:
-          What the calls returned, as ``run`` returns it.
+          The results of the calls, regrouped as by ``run``.
         Raises:
-          ContextError: inside of a replica.
-          ArgumentError: no distributed value, or one with another number of components.
+          ContextError: inside a replica.
+          ArgumentError: ``var`` is not a distributed value, or has another number of components.
 
         >>> import numpy as np
         >>> from crossreduce import MirroredStrategy, PerReplica
@@ -105,14 +101,14 @@ class Extended:
                 )
             )
         made = []
-        with self._strategy.scope():
+        with cross_replica_context(self._strategy):
             for k in range(n):
                 component = Component(var, k) if isinstance(var, Variable) else var[k]
-                positional, named = arguments(args, kwargs, k, n, whole=False)
+                positional, named = local_arguments(args, kwargs, k, n, keep_variables=False)
                 result = fn(component, *positional, **named)
                 made.append(None if isinstance(result, Component) else result)
         return regroup(made, self._strategy.devices)
 
-    def _places(self, destinations: Any) -> Any:
+    def _destinations(self, given: Any) -> Any:
         devices = self._strategy.devices
-        return Mirrored.on(devices, devices) if destinations is None else destinations
+        return Mirrored.on(devices, devices) if given is None else given

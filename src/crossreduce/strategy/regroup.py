@@ -1,6 +1,6 @@
-"""n trees, one a replica, into one tree of per-replica values, and back.
+"""Combine one tree per replica into one tree of per-replica values, and split such a tree again.
 
-In and out: pytrees. Arrays are looked at only for where they are.
+Input and output: pytrees. The only property of an array that matters here is its device.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from ..trees import flatten_tree, flatten_trees, leaf_paths, unflatten_tree
 from ..values import DistributedValues, PerReplica, default_devices, locate
 
 
-class Whole(DistributedValues):
-    """Distributed values that replicas get whole: variables."""
+class DistributedVariable(DistributedValues):
+    """Base class of variables. Replicas receive the variable itself, not one of its components."""
 
     __slots__ = ()
 
 
-def placed(components: Sequence[Any], devices: tuple[str, ...]) -> PerReplica:
-    """Return one component a replica, on the replicas' devices, or where their framework says that they are.
+def per_replica_on(devices: tuple[str, ...], components: Sequence[Any]) -> PerReplica:
+    """Return one component per replica, on the replicas' devices or on the devices that the framework reports.
 
-    What is no array (a module), and arrays in host memory, are on the replicas' devices, where that can be.
+    Objects that are not arrays (modules), and arrays in host memory if all devices are, count as on the replicas'
+    devices.
     """
     places = [_location(x) for x in components]
     anywhere = None in places or (set(places) == {"cpu"} and all(parse(name).kind == "cpu" for name in devices))
@@ -32,7 +33,7 @@ def placed(components: Sequence[Any], devices: tuple[str, ...]) -> PerReplica:
 
 
 def _location(x: Any) -> str | None:
-    """Return where an array is; ``None`` for what is no array, or spread over several devices."""
+    """Return an array's device; ``None`` if it is not an array, or is spread over several devices."""
     try:
         framework_of(x)
         return locate(x)
@@ -41,21 +42,20 @@ def _location(x: Any) -> str | None:
 
 
 def regroup(trees: list[Any], devices: tuple[str, ...]) -> Any:
-    """Return one tree in the place of n: of each leaf a ``PerReplica``, whatever n is.
+    """Return one tree for n trees. Each leaf is a ``PerReplica``, for any n.
 
-    What is no value of a replica stays as it is where all replicas agree on it: None, strings, and
-    distributed values, variables among them. (TensorFlow unwraps whatever is the same object, so that
-    one replica gives other types than two.)
+    None, strings and distributed values (variables included) are kept if all replicas have the same one. (TensorFlow
+    unwraps every object that all replicas share, so one replica gives other types than two.)
 
     Raises:
       MismatchError: the trees differ in structure.
       ArgumentError: distributed values that differ.
     """
     leaves, structure = flatten_trees(trees)
-    return unflatten_tree(structure, [_regrouped(components, devices) for components in leaves])
+    return unflatten_tree(structure, [_regroup_leaf(components, devices) for components in leaves])
 
 
-def _regrouped(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
+def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
     first = components[0]
     if isinstance(first, (str, bytes)) and all(type(x) is type(first) and x == first for x in components):
         return first
@@ -64,32 +64,32 @@ def _regrouped(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
             return first
         raise ArgumentError(
             message(
-                "a replica's result cannot hold values of all replicas, unless it is the same on all.",
+                "a replica can return a distributed value only if all replicas return the same one.",
                 shown(first),
                 "return the replica's own component",
             )
         )
-    return placed(components, devices)
+    return per_replica_on(devices, components)
 
 
-def localized(tree: Any, replica: int, n: int, *, whole: bool = True) -> Any:
-    """Return a tree in which a replica's component stands for each distributed value.
+def localize(tree: Any, replica: int, n: int, *, keep_variables: bool = True) -> Any:
+    """Return a tree with each distributed value replaced by a replica's component.
 
-    A tree without any comes back as the same object.
+    A tree without distributed values is returned itself.
 
     Args:
       tree: the tree.
-      replica: whose components.
-      n: how many replicas there are.
-      whole: variables stay as they are: they know themselves which replica asks.
+      replica: the replica's number.
+      n: the number of replicas.
+      keep_variables: variables are kept; they return the current replica's component themselves.
     Raises:
       ArgumentError: a distributed value with another number of components.
     """
-    return mapped(tree, lambda leaf: _component(leaf, replica, n, whole))
+    return map_tree(tree, lambda leaf: _component(leaf, replica, n, keep_variables))
 
 
 def check_arguments(args: Any, kwargs: Any) -> None:
-    """Raise where a function's arguments are no tuple (or list) and no dict.
+    """Raise if a function's arguments are not a tuple (or list) and a dict.
 
     Raises:
       ArgumentError: they are not.
@@ -99,53 +99,52 @@ def check_arguments(args: Any, kwargs: Any) -> None:
         raise ArgumentError(message("args must be a tuple, and kwargs a dict.", given, "args=(x,)"))
 
 
-def arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any] | None, replica: int, n: int, *, whole: bool = True
+def local_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None, replica: int, n: int, *, keep_variables: bool = True
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return a call's arguments for a replica, each ``localized`` by itself. Errors name the argument."""
-
+    """Return a call's arguments for a replica: ``localize`` of each one. Errors name the argument."""
     check_arguments(args, kwargs)
 
-    def own(where: str, value: Any) -> Any:
+    def local(name: object, value: Any) -> Any:
         try:
-            return localized(value, replica, n, whole=whole)
+            return localize(value, replica, n, keep_variables=keep_variables)
         except ReductionError as error:
-            error.prefix(where)
+            error.prefix(f"argument {name}")
             raise
 
-    positional = [own(f"argument {k}", value) for k, value in enumerate(args)]
-    return positional, {name: own(f"argument {name}", value) for name, value in (kwargs or {}).items()}
+    positional = [local(k, value) for k, value in enumerate(args)]
+    return positional, {name: local(name, value) for name, value in (kwargs or {}).items()}
 
 
-def _component(leaf: Any, replica: int, n: int, whole: bool) -> Any:
-    if not isinstance(leaf, DistributedValues) or (whole and isinstance(leaf, Whole)):
+def _component(leaf: Any, replica: int, n: int, keep_variables: bool) -> Any:
+    if not isinstance(leaf, DistributedValues) or (keep_variables and isinstance(leaf, DistributedVariable)):
         return leaf
     if len(leaf) != n:
         raise ArgumentError(
             message(
                 "a distributed value needs one component for each replica.",
                 f"{len(leaf)} components on {', '.join(leaf.devices)}, for {n} replicas",
-                "a value of this strategy, or one of its components, which all replicas then get",
+                "a value of this strategy; or one of its components, which all replicas then receive",
             )
         )
     return leaf[replica]
 
 
-def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a tree with each leaf replaced; the very tree, where no leaf is. Errors name the leaf.
+def map_tree(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a tree with a function's results as leaves; the same tree if no leaf changes. Errors name the leaf.
 
     Raises:
       ArgumentError: the tree contains itself.
     """
     leaves, structure = flatten_tree(tree)
-    made = each(leaves, structure, function)
+    made = map_leaves(leaves, structure, function)
     if all(new is old for new, old in zip(made, leaves, strict=True)):
         return tree
     return unflatten_tree(structure, made)
 
 
-def each(leaves: Iterable[Any], structure: Any, function: Callable[[Any], Any]) -> list[Any]:
-    """Call a function for each leaf of a tree; its errors say which leaf."""
+def map_leaves(leaves: Iterable[Any], structure: Any, function: Callable[[Any], Any]) -> list[Any]:
+    """Return a function's result for each leaf of a tree. Its errors name the leaf."""
     made = []
     for number, leaf in enumerate(leaves):
         try:

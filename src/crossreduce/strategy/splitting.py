@@ -1,4 +1,7 @@
-"""A batch's share for each replica."""
+"""Split batches into one share per replica.
+
+Input: a tree of arrays and the replicas' devices. Output: the same tree with ``PerReplica`` values.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ArgumentError, MismatchError, UnsupportedError, message, shown
 from ..frameworks import Sparse, framework_of
 from ..trees import flatten_tree, leaf_paths, unflatten_tree
 from ..values import PerReplica, describe
-from .regroup import each
-
-if TYPE_CHECKING:
-    from .mirrored import MirroredStrategy
+from .contexts import require_cross_replica
+from .regroup import map_leaves
 
 
 @dataclass(frozen=True)
 class ValueContext:
-    """For which replica a value is made: its number, how many there are, and its device."""
+    """The replica for which a value is created: its number, the number of replicas, and its device."""
 
     replica_id_in_sync_group: int
     num_replicas_in_sync: int
@@ -28,7 +29,7 @@ class ValueContext:
 
 
 def shares(size: int, n: int) -> list[tuple[int, int]]:
-    """Return from where to where each of ``n`` shares goes; they differ by at most one, and the first are larger.
+    """Return start and end of each of ``n`` shares. Sizes differ by at most one; the first shares are the larger ones.
 
     >>> shares(5, 3), shares(1, 3)
     ([(0, 2), (2, 4), (4, 5)], [(0, 1), (1, 1), (1, 1)])
@@ -39,10 +40,11 @@ def shares(size: int, n: int) -> list[tuple[int, int]]:
 
 def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
     """Return a tree of each array's shares along an axis, each on its device; see ``MirroredStrategy.split``."""
+    require_cross_replica("split", "split before run(), and pass the shares as arguments")
     if not isinstance(axis, Integral) or isinstance(axis, bool):
-        raise ArgumentError(message("axis must be a whole number.", shown(axis), "0"))
+        raise ArgumentError(message("axis must be an integer.", shown(axis), "0"))
     leaves, structure = flatten_tree(batch)
-    arrays = each(leaves, structure, lambda leaf: _splittable(leaf, axis, devices))
+    arrays = map_leaves(leaves, structure, lambda leaf: _splittable(leaf, axis, devices))
     sizes = {x.shape[axis] for _, x in arrays}
     if len(sizes) > 1:
         found = ", ".join(f"{path}: {describe(leaf)}" for path, leaf in zip(leaf_paths(structure), leaves, strict=True))
@@ -62,13 +64,13 @@ def _splittable(leaf: Any, axis: int, devices: tuple[str, ...]) -> tuple[Any, An
     framework = framework_of(leaf)
     x = framework.array(leaf)
     if isinstance(x, Sparse):
-        raise UnsupportedError(message("sparse arrays cannot be split.", describe(leaf), "dense ones"))
+        raise UnsupportedError(message("sparse arrays cannot be split.", describe(leaf), "dense arrays"))
     if not -len(x.shape) <= axis < len(x.shape):
         raise ArgumentError(
             message(
                 f"an array without axis {axis} cannot be split along it.",
                 describe(leaf),
-                "hand what is for all replicas to run() as it is",
+                "pass values that all replicas share to run() unsplit",
             )
         )
     framework.require(devices)
@@ -78,14 +80,14 @@ def _splittable(leaf: Any, axis: int, devices: tuple[str, ...]) -> tuple[Any, An
 class DistributedDataset:
     """Batches of a dataset, each split over the replicas; from ``MirroredStrategy.distribute_dataset``."""
 
-    def __init__(self, strategy: MirroredStrategy, batches: Iterable[Any], axis: int) -> None:
+    def __init__(self, devices: tuple[str, ...], batches: Iterable[Any], axis: int) -> None:
         if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
-            raise ArgumentError(message("a dataset is an iterable of batches.", shown(batches), "[batch, batch]"))
-        self._strategy, self._batches, self._axis = strategy, batches, axis
+            raise ArgumentError(message("a dataset must be an iterable of batches.", shown(batches), "[batch, batch]"))
+        self._devices, self._batches, self._axis = devices, batches, axis
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
-            yield self._strategy.split(batch, self._axis)
+            yield split_tree(batch, self._axis, self._devices)
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]  # a generator has none, and says so
+        return len(self._batches)  # type: ignore[arg-type]  # raises TypeError for a generator

@@ -1,7 +1,8 @@
-"""Variables: one component a replica, kept alike (mirrored), or joined when they are read (sync-on-read).
+"""Variables: one component per replica, kept equal (mirrored), or aggregated when they are read (sync-on-read).
 
-Assignments replace NumPy and JAX arrays, which nobody can write: what was read stays what it was. Torch tensors are
-written in place, so whoever holds a component (an optimizer) sees it.
+Input: assignments in replicas or in the cross-replica context. Output: the current value. An assignment replaces NumPy
+and JAX arrays, which are read-only, so arrays that were read before do not change. Torch tensors are written in place,
+so an optimizer that refers to a component uses the new value.
 """
 
 from __future__ import annotations
@@ -11,22 +12,21 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ..cross_device_ops import AllReduceCrossDeviceOps
+from ..cross_device_ops import CrossDeviceOps
 from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, message, shown
 from ..frameworks import Array, Framework, Immutable, Sparse, framework_of
 from ..ops import COMPLEX, FLOATS, INTEGERS, ReduceOp
-from ..validation import device_names
+from ..trees import check_ops
+from ..validation import check_array, device_names
 from ..values import DistributedValues, Mirrored, PerReplica, describe
 from .contexts import Current, current, replica_framework
-from .regroup import Whole, localized, placed
-from .replica_group import Call
+from .regroup import DistributedVariable, localize, per_replica_on
+from .replica_group import CollectiveCall
 
-_UNDISTRIBUTED = AllReduceCrossDeviceOps("auto")  # copies a variable's first value, where there is no strategy
 _NUMBERS = (bool, int, float, complex)
-_DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)  # that hold them, each those of all before it
+_DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)  # the dtypes of each of _NUMBERS, which fit into the later ones, too
 
-
-_WRITING = threading.RLock()  # runs of several threads may assign to one variable, whose components stay alike
+_WRITING = threading.RLock()  # several threads may run replicas that assign to one variable
 
 
 class _Named(enum.Enum):
@@ -36,14 +36,14 @@ class _Named(enum.Enum):
             if isinstance(value, str) and member.value == value.lower():
                 return member
         names = ", ".join(f'"{member.value}"' for member in cls)
-        raise ArgumentError(message(f"there is no such {cls.__name__}.", shown(value), f"one of {names}"))
+        raise ArgumentError(message(f"invalid {cls.__name__}.", shown(value), f"one of {names}"))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
 
 
 class VariableSynchronization(_Named):
-    """When the components of a variable are joined: when it is written, or when it is read. AUTO: when written.
+    """Whether the components of a variable are aggregated when it is written or when it is read. AUTO: when written.
 
     >>> VariableSynchronization("On_Read")
     VariableSynchronization.ON_READ
@@ -55,7 +55,7 @@ class VariableSynchronization(_Named):
 
 
 class VariableAggregation(_Named):
-    """How the replicas' values of a variable become one.
+    """How the replicas' values of a variable are combined.
 
     >>> VariableAggregation("mean")
     VariableAggregation.MEAN
@@ -70,25 +70,24 @@ class VariableAggregation(_Named):
 _OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
 
 
-class Variable(Whole):
-    """A value that outlives a step, with one component for each replica of the strategy in whose scope it is made.
+class Variable(DistributedVariable):
+    """A value that persists between steps, with one component per replica of the strategy in whose scope it is created.
 
-    Mirrored (``ON_WRITE``, what ``AUTO`` means): all components are alike. A replica's assignment is joined with
-    those of the others, which must assign as well, by ``aggregation``. Sync-on-read (``ON_READ``): each replica reads
-    and writes its own component, without waiting; read in the cross-replica context, they are joined by
-    ``aggregation``.
+    Mirrored (``ON_WRITE``, the meaning of ``AUTO``): all components are equal. All replicas must assign, and their
+    values are combined by ``aggregation``. Sync-on-read (``ON_READ``): each replica reads and writes its own component,
+    without waiting; in the cross-replica context, reading combines the components by ``aggregation``.
 
-    In the cross-replica context, an assigned array is the same for all. A ``PerReplica`` is joined first where the
-    variable is mirrored, and taken component by component where it is not. What is assigned to a sync-on-read sum is
-    its sum: the first component gets it, the others 0.
+    In the cross-replica context, an assigned array goes to all components. A ``PerReplica`` is combined first if the
+    variable is mirrored, and assigned component by component if it is not. A value that is assigned to a sync-on-read
+    sum becomes the sum: the first component receives it, and the others become 0.
 
     Args:
       initial_value: an array or number, or a function that returns one.
-      name: for messages.
+      name: for error messages.
       synchronization: a ``VariableSynchronization`` or its name.
       aggregation: a ``VariableAggregation`` or its name.
     Raises:
-      ArgumentError: no array; an unknown name; the mean of an integer variable.
+      ArgumentError: the value is not an array; an unknown name; the mean of an integer variable.
 
     >>> import numpy as np
     >>> from crossreduce import MirroredStrategy, get_replica_context
@@ -100,7 +99,7 @@ class Variable(Whole):
     6
     """
 
-    __slots__ = ("_aggregation", "_backend", "_components", "_name", "_spec", "_strategy", "_synchronization")
+    __slots__ = ("_aggregation", "_components", "_framework", "_name", "_spec", "_strategy", "_synchronization")
 
     def __init__(
         self,
@@ -119,28 +118,30 @@ class Variable(Whole):
         if here is not None and here.replica is not None:
             raise ContextError(
                 message(
-                    "variables are made in the cross-replica context.",
-                    f"Variable({describe(value)}) inside of {here.replica}",
+                    "variables must be created in the cross-replica context.",
+                    f"Variable({describe(value)}) inside {here.replica}",
                     "with strategy.scope(): Variable(...), before run",
                 )
             )
+        if not isinstance(value, DistributedValues):
+            check_array(value)
         self._strategy = None if here is None else here.strategy
-        ops = _UNDISTRIBUTED if here is None else here.strategy.cross_device_ops
         self._devices = device_names(value) if here is None and not isinstance(value, _NUMBERS) else ("cpu:0",)
         if here is not None:
             self._devices = here.strategy.devices
-        copies = list(ops.broadcast(value, Mirrored.on(self._devices, self._devices)))
-        self._backend = replica_framework(copies[0])
-        first = self._backend.array(copies[0])
+        copies = list(self._ops.broadcast(value, Mirrored.on(self._devices, self._devices)))
+        self._framework = replica_framework(copies[0])
+        first = self._framework.array(copies[0])
         if isinstance(first, Sparse):
-            raise UnsupportedError(message("a variable is dense.", shown(value), "value.todense() or the like"))
-        held = [self._backend.variable_value(None, x, device) for x, device in zip(copies, self._devices, strict=True)]
-        self._components = held
-        self._spec = self._backend.spec(first)
+            raise UnsupportedError(message("a variable must be dense.", shown(value), "a dense array"))
+        self._components = [
+            self._framework.variable_value(None, x, device) for x, device in zip(copies, self._devices, strict=True)
+        ]
+        self._spec = self._framework.spec(first)
         if self._aggregation is VariableAggregation.MEAN and self._spec.dtype in INTEGERS | {"bool"}:
             raise ArgumentError(
                 message(
-                    "the mean of integers is a float, which an integer variable cannot hold.",
+                    "the mean of integers is a float, which an integer variable cannot store.",
                     f"{self._spec}, aggregation mean",
                     'a float, or aggregation="sum"',
                 )
@@ -153,18 +154,18 @@ class Variable(Whole):
 
     @property
     def name(self) -> str | None:
-        """The name it was given."""
+        """The variable's name."""
         return self._name
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When components are joined; never ``AUTO``."""
+        """When components are aggregated: ``ON_WRITE`` or ``ON_READ``."""
         on_read = self._synchronization is VariableSynchronization.ON_READ
         return VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How components become one."""
+        """How components are combined."""
         return self._aggregation
 
     def __len__(self) -> int:
@@ -183,41 +184,41 @@ class Variable(Whole):
         )
 
     def value(self) -> Array:
-        """Return this replica's component; in the cross-replica context the first one, or, sync-on-read, all in one.
+        """Return this replica's component; in the cross-replica context the first one, or (sync-on-read) all combined.
 
-        It is the component itself, where it is one: a NumPy or JAX array that no assignment changes, or a torch tensor
-        that each assignment writes into (``clone()`` what is to stay).
+        A component is returned without a copy: a NumPy or JAX array never changes, but each assignment writes into a
+        torch tensor (``clone()`` it to keep its value).
 
         Raises:
           ArgumentError: a sync-on-read variable without aggregation, read in the cross-replica context.
-          ContextError: inside of another strategy.
+          ContextError: inside a strategy that does not own the variable.
         """
         here = self._here()
         if here is not None and here.replica is not None and self._strategy is not None:
             return self._components[here.replica.replica_id_in_sync_group]
-        joined = self.synchronization is VariableSynchronization.ON_READ and len(self._components) > 1
-        if not joined or self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        combined = self.synchronization is VariableSynchronization.ON_READ and len(self._components) > 1
+        if not combined or self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return self._components[0]
-        return self._joined(self._components)[0]
+        return self._combine(self._components)[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        made = self.value()
-        found = made.__array__() if dtype is None else made.__array__(dtype)
-        if copy is False and found is not made:
-            raise ValueError("a variable's value becomes a NumPy array of this dtype only as a copy")
-        return found.copy() if copy else found
+        value = self.value()
+        array = value.__array__() if dtype is None else value.__array__(dtype)
+        if copy is False and array is not value:
+            raise ValueError("a NumPy array of this dtype can only be a copy of the variable's value")
+        return array.copy() if copy else array
 
     def assign(self, value: Any) -> Variable:
-        """Give the variable another value of its shape and dtype.
+        """Set the variable to another value of its shape and dtype.
 
         Args:
-          value: an array of the variable's framework, shape and dtype; for a variable of no axes a number, too.
+          value: an array of the variable's framework, shape and dtype; for a variable without axes also a number.
         Returns:
           The variable.
         Raises:
           MismatchError: another shape or dtype; replicas that assign to different variables.
           ArgumentError: a replica assigns to a mirrored variable without aggregation.
-          ContextError: inside of another strategy than the variable's.
+          ContextError: inside a strategy that does not own the variable.
         """
         return self._assign("assign", value)
 
@@ -225,8 +226,8 @@ class Variable(Whole):
         """Add to the variable; see ``assign``. Numbers are added to every element.
 
         Raises:
-          As ``assign``; ContextError for a sync-on-read sum in the cross-replica context: it has no one component
-          to add to.
+          As ``assign``; ContextError for a sync-on-read sum in the cross-replica context: no single component stores
+          the sum.
         """
         return self._assign("assign_add", value)
 
@@ -234,14 +235,23 @@ class Variable(Whole):
         """Subtract from the variable; see ``assign_add``."""
         return self._assign("assign_sub", value)
 
+    @property
+    def _ops(self) -> CrossDeviceOps:
+        return check_ops(None) if self._strategy is None else self._strategy.cross_device_ops
+
     def _here(self) -> Current | None:
+        """Return the current context.
+
+        Raises:
+          ContextError: it belongs to a strategy that does not own the variable.
+        """
         here = current()
         if here is not None and self._strategy is not None and here.strategy is not self._strategy:
             raise ContextError(
                 message(
-                    "a variable is used inside of another strategy than its own.",
+                    "a variable is used inside a strategy that does not own it.",
                     f"{self} in a context of {here.strategy}",
-                    "one strategy a program",
+                    "one strategy per program",
                 )
             )
         return here
@@ -255,23 +265,23 @@ class Variable(Whole):
         if self._strategy is None:
             raise ContextError(
                 message(
-                    "a variable that was made outside of the strategy's scope has one component for all replicas.",
+                    "a variable that was created outside the strategy's scope has one component for all replicas.",
                     f"{how} of {self} in {here.replica}",
                     "with strategy.scope(): Variable(...)",
                 )
             )
         k, n = here.replica.replica_id_in_sync_group, len(self._components)
-        value = value.value() if isinstance(value, Variable) else localized(value, k, n)
+        value = value.value() if isinstance(value, Variable) else localize(value, k, n)
         if not mirrored:
             self._put(k, self._changed(how, k, value))
             return self
         self._require_aggregation(f"{how} of {self} in {here.replica}")
 
         def merge(values: list[Any]) -> list[None]:
-            self._put_all(how, self._joined(values))
+            self._put_all(how, self._combine(values))
             return [None] * n
 
-        here.replica._meet(Call((how, id(self)), lambda: f"{how} of {self}", value, merge))
+        here.replica._rendezvous(CollectiveCall((how, id(self)), lambda: f"{how} of {self}", value, merge))
         return self
 
     def _assign_all(self, how: str, value: Any, mirrored: bool) -> None:
@@ -281,11 +291,11 @@ class Variable(Whole):
             value = value.value()
         if isinstance(value, DistributedValues):
             if len(value) != n:
-                given = f"{len(value)} components for {n}"
-                raise MismatchError(message("a distributed value needs a component for each of the variable's.", given))
+                problem = "an assigned distributed value must have as many components as the variable."
+                raise MismatchError(message(problem, f"{len(value)} components for {n}"))
             if mirrored and isinstance(value, PerReplica):
                 self._require_aggregation(f"{how} of {value} to {self}")
-                self._put_all(how, self._joined(value.values))
+                self._put_all(how, self._combine(value.values))
             else:
                 self._put_all(how, list(value))
             return
@@ -295,25 +305,25 @@ class Variable(Whole):
         if how != "assign":
             raise ContextError(
                 message(
-                    "a sync-on-read sum has no one component to add to.",
+                    "a sync-on-read sum has no single component to add to.",
                     f"{how} of {self} in the cross-replica context",
                     "assign, or assign_add in the replicas",
                 )
             )
-        self._put_all("assign", [value, *(_filled(self._backend, x, 0) for x in self._components[1:])])
+        self._put_all("assign", [value, *(_filled(self._framework, x, 0) for x in self._components[1:])])
 
-    def _require_aggregation(self, what: str) -> None:
+    def _require_aggregation(self, assignment: str) -> None:
         if self._aggregation is VariableAggregation.NONE:
             raise ArgumentError(
                 message(
-                    "replicas cannot assign to a mirrored variable that has no aggregation.",
-                    what,
+                    "replicas cannot assign to a mirrored variable without aggregation.",
+                    assignment,
                     'Variable(..., aggregation="mean"), "sum" or "only_first_replica"; or synchronization="on_read"',
                 )
             )
 
-    def _joined(self, values: Sequence[Any]) -> list[Any]:
-        """Return the replicas' values as one, for each replica."""
+    def _combine(self, values: Sequence[Any]) -> list[Any]:
+        """Return the replicas' values combined by the aggregation, once for each replica."""
         if self._aggregation is VariableAggregation.NONE:
             raise ArgumentError(
                 message(
@@ -324,28 +334,31 @@ class Variable(Whole):
             )
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return [values[0]] * len(values)
-        together = placed(values, self._devices)
-        ops = _UNDISTRIBUTED if self._strategy is None else self._strategy.cross_device_ops
-        joined = ops.reduce(_OPS[self._aggregation], together, together)
+        given = per_replica_on(self._devices, values)
+        combined = self._ops.reduce(_OPS[self._aggregation], given, given)
         numbers = all(isinstance(value, _NUMBERS) for value in values)
-        return [x.item() for x in joined] if numbers else list(joined)
+        return [x.item() for x in combined] if numbers else list(combined)
 
     def _changed(self, how: str, k: int, value: Any) -> Array:
-        """Return what a component becomes, checked."""
+        """Return a component's new value, checked."""
         old = self._components[k]
         if how != "assign":
-            plain: Any = self._backend.array(old)  # without gradients
-            number = value if isinstance(value, _NUMBERS) else self._taken(value, k)
+            plain: Any = self._framework.array(old)  # without gradients
+            number = value if isinstance(value, _NUMBERS) else self._on_device(value, k)
             new = plain + number if how == "assign_add" else plain - number
-            return self._taken(new, k)
-        if isinstance(value, _NUMBERS) and self._spec.shape == () and _holds(self._spec.dtype, value):
-            return _filled(self._backend, self._backend.array(old), value)
-        return self._taken(value, k)
+            return self._on_device(new, k)
+        if isinstance(value, _NUMBERS) and self._spec.shape == () and _fits(value, self._spec.dtype):
+            return _filled(self._framework, self._framework.array(old), value)
+        return self._on_device(value, k)
 
-    def _taken(self, value: Any, k: int) -> Array:
-        """Return an array on a component's device, if it is like the component."""
+    def _on_device(self, value: Any, k: int) -> Array:
+        """Return an array on a component's device.
+
+        Raises:
+          MismatchError: it differs from the variable in framework, shape or dtype.
+        """
         framework = framework_of(value)
-        x = framework.array(value) if framework is self._backend else None
+        x = framework.array(value) if framework is self._framework else None
         if x is None or isinstance(x, Sparse) or framework.spec(x) != self._spec:
             raise MismatchError(
                 message(
@@ -356,16 +369,16 @@ class Variable(Whole):
 
     def _put_all(self, how: str, values: Sequence[Any]) -> None:
         with _WRITING:
-            changed = [self._changed(how, k, value) for k, value in enumerate(values)]  # all or none
+            changed = [self._changed(how, k, value) for k, value in enumerate(values)]  # may raise
             for k, new in enumerate(changed):
                 self._put(k, new)
 
     def _put(self, k: int, new: Array) -> None:
-        self._components[k] = self._backend.variable_value(self._components[k], new, self._devices[k])
+        self._components[k] = self._framework.variable_value(self._components[k], new, self._devices[k])
 
 
 class Component:
-    """One component of a variable, as ``extended.update`` hands it over: read, assigned and added to on its own."""
+    """One component of a variable, which ``extended.update`` passes to its function to read and to assign."""
 
     def __init__(self, variable: Variable, replica: int) -> None:
         self._variable = variable
@@ -376,23 +389,23 @@ class Component:
 
     @property
     def device(self) -> str:
-        """Where it is."""
+        """The component's device."""
         return self._variable.devices[self._replica]
 
     def value(self) -> Array:
-        """Return the array."""
+        """Return the component's array."""
         return self._variable[self._replica]
 
     def assign(self, value: Any) -> Component:
-        """Give it another value of its shape and dtype."""
+        """Set the component to another value of its shape and dtype."""
         return self._change("assign", value)
 
     def assign_add(self, value: Any) -> Component:
-        """Add to it."""
+        """Add to the component."""
         return self._change("assign_add", value)
 
     def assign_sub(self, value: Any) -> Component:
-        """Subtract from it."""
+        """Subtract from the component."""
         return self._change("assign_sub", value)
 
     def _change(self, how: str, value: Any) -> Component:
@@ -400,14 +413,14 @@ class Component:
         return self
 
 
-def _holds(dtype: str, number: complex) -> bool:
-    """Return whether numbers of this kind are numbers of a dtype: no float is an integer."""
+def _fits(number: complex, dtype: str) -> bool:
+    """Return whether a dtype can represent numbers of this kind: an integer dtype cannot represent floats."""
     kind = next(k for k, types in enumerate(_NUMBERS) if isinstance(number, types))
     return any(dtype in dtypes for dtypes in _DTYPES[kind:])
 
 
 def _filled(framework: Framework, x: Array, number: Any) -> Array:
-    """Return an array like another, of one number."""
+    """Return an array of the shape and dtype of another, filled with a number."""
     if isinstance(framework, Immutable):
         return x.at[...].set(number)
     made = framework.clone(framework.array(x))

@@ -1,0 +1,280 @@
+"""How runs end: timeouts, threads and processes that replicas start, interrupts, and memory that is freed."""
+
+import contextvars
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+
+import crossreduce as cr
+
+context = cr.get_replica_context
+BRIEF = cr.CommunicationOptions(timeout_seconds=0.3)
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
+
+
+def number():
+    return context().replica_id_in_sync_group
+
+
+def notes(error):
+    return "\n".join(error.__notes__)
+
+
+class OwnError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("of_the_call", [True, False])
+def test_a_replica_that_does_not_call_is_named_after_the_timeout(of_the_call):
+    """Waiting longer than the timeout of the call or the run is a StalledError that lists the missing replicas."""
+    resume = threading.Event()
+
+    def step():
+        if number() == 1:
+            resume.wait(20)
+            return
+        context().all_reduce("sum", 1.0, BRIEF if of_the_call else None)
+
+    began = time.monotonic()
+    with pytest.raises(
+        TimeoutError, match="replica 1 on cpu:1 is still computing; replica 2 on cpu:2 waits in"
+    ) as caught:
+        cr.MirroredStrategy(3).run(step, options=None if of_the_call else BRIEF)
+    assert type(caught.value) is cr.StalledError
+    assert 0.3 <= time.monotonic() - began < 5
+    assert "still computing after 0.3 s, and left running: replica 1" in notes(caught.value)
+    resume.set()
+    for thread in threading.enumerate():
+        if thread.name == "crossreduce replica 1":
+            thread.join(20)
+
+
+def test_only_waiting_counts_for_the_timeout():
+    """Computing never times out; neither do calls that together take longer than the timeout."""
+
+    def step():
+        time.sleep(0.5)
+        for _ in range(4):
+            context().all_reduce("sum", 1.0)
+            time.sleep(0.15)
+        return 1
+
+    assert cr.MirroredStrategy(2).run(step, options=BRIEF).values == (1, 1)
+
+
+@pytest.mark.parametrize("seconds", [1e10, float("inf")])
+def test_a_timeout_may_be_longer_than_a_lock_accepts(seconds):
+    """Timeouts that are too long for a lock, infinity included, are accepted."""
+    options = cr.CommunicationOptions(timeout_seconds=seconds)
+
+    def step():
+        time.sleep(0.05 * number())
+        return context().all_reduce("sum", 1.0, options)
+
+    assert cr.MirroredStrategy(2).run(step, options=options).values == (2, 2)
+
+
+def test_a_replica_that_catches_the_stop_is_stopped_again():
+    """A replica that catches the exception that stops it is stopped at each later call; run ends when it returns."""
+    caught = []
+
+    def step():
+        context().all_reduce("sum", 1.0)
+        if number() == 0:
+            raise OwnError
+        for _ in range(3):
+            try:
+                context().all_reduce("sum", 1.0)
+            except BaseException as error:
+                caught.append(type(error).__name__)
+
+    with pytest.raises(OwnError):
+        cr.MirroredStrategy(2).run(step)
+    assert caught == ["Stopped"] * 3
+
+
+def test_a_replica_makes_one_call_at_a_time():
+    """Two threads of one replica cannot call at the same time; the second call is a ContextError."""
+    errors = []
+
+    def second(here):
+        time.sleep(0.1)
+        try:
+            here.all_reduce("sum", 1.0)
+        except cr.ContextError as error:
+            errors.append(str(error))
+
+    def step():
+        here = context()
+        if here.replica_id_in_sync_group == 0:
+            thread = threading.Thread(target=contextvars.copy_context().run, args=(second, here))
+            thread.start()
+            here.all_reduce("sum", 1.0)
+            thread.join()
+        else:
+            time.sleep(0.3)
+            here.all_reduce("sum", 1.0)
+
+    cr.MirroredStrategy(2).run(step)
+    assert len(errors) == 1
+    assert "a replica can make one collective call at a time" in errors[0]
+
+
+def test_a_thread_that_outlives_its_replica_never_waits_forever():
+    """A thread of a replica that calls after all have returned, or while they return, raises an error at once."""
+    for _ in range(30):
+        threads, errors = [], []
+
+        def work(here, errors=errors):
+            try:
+                here.all_reduce("sum", 1.0)
+            except (cr.ContextError, cr.MismatchError) as error:
+                errors.append(error)
+
+        def step(work=work, threads=threads):
+            threads.append(threading.Thread(target=contextvars.copy_context().run, args=(work, context()), daemon=True))
+            threads[-1].start()
+
+        try:
+            cr.MirroredStrategy(1).run(step)
+        except cr.MismatchError as error:
+            assert "replica 0 on cpu:0 has returned" in str(error)  # noqa: PT017 - the thread may also have been faster
+        threads[0].join(20)
+        assert not threads[0].is_alive()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_call_in_a_forked_process_is_an_error():
+    """In a child process of a replica a call of the context is an error; no thread there would answer it."""
+
+    def step():
+        if number() == 0:
+            child = os.fork()
+            if not child:
+                try:
+                    context().all_reduce("sum", 1.0)
+                except cr.ContextError as error:
+                    os._exit(7 if "a forked process has no other replicas" in str(error) else 8)
+                finally:
+                    os._exit(9)
+            deadline = time.monotonic() + 20
+            while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if not ended[0]:
+                os.kill(child, signal.SIGKILL)
+                ended = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(ended[1]) == 7
+        return context().all_reduce("sum", 1.0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python and JAX warn of forks in processes with threads
+        assert cr.MirroredStrategy(2).run(step).values == (2, 2)
+
+
+def test_reduced_arrays_are_freed():
+    """After an all_reduce its inputs are freed, while the replicas continue to compute."""
+    alive = []
+
+    def step():
+        x = np.ones(3)
+        seen = weakref.ref(x)
+        context().all_reduce("sum", x)
+        del x
+        deadline = time.monotonic() + 5  # the caller's thread may not sleep again yet
+        while seen() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        alive.append(seen() is not None)
+
+    cr.MirroredStrategy(2).run(step)
+    assert alive == [False, False]
+
+
+def test_objects_of_a_failed_step_are_freed():
+    """Objects that a failed step created are freed at once: no cycle of frames refers to them."""
+
+    class Large:
+        pass
+
+    seen = []
+
+    def step():
+        made = Large()
+        seen.append(weakref.ref(made))
+        context().all_reduce("sum", 1.0)
+        raise OwnError
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(OwnError):
+            cr.MirroredStrategy(1).run(step)
+        # pytest drops its reference to the exception at the end of the block
+        assert [ref() for ref in seen] == [None]
+    finally:
+        gc.enable()
+
+
+def test_a_thread_that_cannot_start_ends_the_run(monkeypatch):
+    """If the system cannot start a thread, the running ones are stopped and the system's error is raised."""
+    start, started = threading.Thread.start, []
+
+    def limited(self):
+        if self.name.startswith("crossreduce"):
+            started.append(self)
+            if len(started) == 3:
+                raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        cr.MirroredStrategy(4).run(lambda: context().all_reduce("sum", 1.0))
+
+
+CTRL_C = """
+import os, signal, sys, threading, time
+import crossreduce as cr
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def step():
+    k = cr.get_replica_context().replica_id_in_sync_group
+    if k == 0:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+    if MERGE:
+        cr.get_replica_context().merge_call(lambda strategy: time.sleep(20))
+    cr.get_replica_context().all_reduce("sum", 1.0)
+    if k == 0:
+        time.sleep(20)
+    print("continued")
+MERGE = sys.argv[1] == "merge"
+if MERGE:
+    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    old, os.kill = os.kill, lambda *args: None
+try:
+    cr.MirroredStrategy(3).run(step)
+except KeyboardInterrupt:
+    print([t.name for t in threading.enumerate() if t.name.startswith("crossreduce")])
+"""
+
+
+@pytest.mark.parametrize("where", ["wait", "merge"])
+def test_ctrl_c_releases_all_threads(where):
+    """KeyboardInterrupt in the caller, while it waits or merges, stops all replicas."""
+    code = CTRL_C
+    if where == "merge":
+        code = code.replace("old, os.kill = os.kill, lambda *args: None", "kill = os.kill").replace(
+            "        os.kill(os.getpid(), signal.SIGINT)\n", "        pass\n"
+        )
+    began = time.monotonic()
+    ran = subprocess.run([sys.executable, "-c", code, where], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.stdout == "[]\n", ran.stderr
+    assert time.monotonic() - began < 15

@@ -1,0 +1,218 @@
+"""MirroredStrategy in the cross-replica context: reduce, gather, split, replicate and extended."""
+
+import itertools
+
+import numpy as np
+import oracle
+import pytest
+from expect import digits
+
+import crossreduce as cr
+
+COUNTS = (1, 2, 3, 5, 8, 9)
+context = cr.get_replica_context
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
+
+
+def values(library, xs):
+    return cr.PerReplica(library.arrays(xs))
+
+
+@pytest.mark.parametrize("n", COUNTS)
+def test_reduce_and_gather_return_one_array_per_leaf(library, n):
+    """reduce and gather of a result of run return one array per leaf, on the first replica's device."""
+    strategy = cr.MirroredStrategy(n)
+    xs = digits(n, (3,))
+    tree = strategy.run(lambda x: {"x": x, "n": 2}, args=(values(library, xs),))
+    total = strategy.reduce("sum", tree)
+    oracle.check(library.to_numpy(total["x"]), "sum", xs)
+    assert total["n"] == 2 * n
+    assert library.device_of(total["x"]) in ("cpu", "cpu:0")
+    joined = strategy.gather(tree["x"], axis=-1)
+    assert library.to_numpy(joined).tolist() == np.concatenate(xs).tolist()
+    again = strategy.run(lambda x: context().all_gather({"x": x}, 0)["x"], args=(tree["x"],))
+    assert all(library.to_numpy(x).tolist() == np.concatenate(xs).tolist() for x in again)
+
+
+@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("total", [0, 1, 4, 7, 20])
+def test_reduce_along_an_axis_counts_elements(library, n, total):
+    """Along an axis of uneven shares the mean counts all samples, and min and max skip empty shares."""
+    strategy = cr.MirroredStrategy(n)
+    batch = np.random.default_rng(total).integers(-9, 10, (total, 2)).astype(np.float32)
+    split = strategy.split(library.array(batch))
+    for op in ("sum", "mean", "min", "max", "product"):
+        if total == 0 and op in ("mean", "min", "max"):
+            with pytest.raises(cr.ArgumentError, match=f"the {op} of no elements"):
+                strategy.reduce(op, split, axis=0)
+            continue
+        got = library.to_numpy(strategy.reduce(op, split, axis=0))
+        rows = list(batch) if total else [np.float32([op == "product"] * 2)]
+        oracle.check(got, op, rows, depth=total + n)
+    numbers = np.random.default_rng(n).integers(-9, 10, (5, total)).astype(np.int32)
+    summed = library.to_numpy(strategy.reduce("sum", strategy.split(library.array(numbers), axis=1), axis=-1))
+    assert summed.dtype == np.int32
+    assert summed.tolist() == numbers.sum(1).tolist()
+
+
+def test_reduce_along_an_axis_accumulates_like_other_reductions(library):
+    """Along an axis, too, half types are added in float32 and rounded once; the mean of integers is a float."""
+    strategy = cr.MirroredStrategy(3)
+    halves = values(library, [np.full(2, 40000, np.float16)] * 3)
+    got = library.to_numpy(strategy.reduce("mean", halves, axis=0))
+    assert (got.dtype, got.item()) == (np.float16, 40000)
+    small = values(library, [np.array([100, 101], np.int8)] * 3)
+    got = library.to_numpy(strategy.reduce("mean", small, axis=0))
+    assert (got.dtype.name, got.item()) == (library.mean_dtype("int8"), 100.5)
+
+
+def test_reduce_of_a_single_array():
+    """A single array is its own mean, min and max; its sum is defined only for one replica or for 0."""
+    x = np.array([1.0, 2.0])
+    strategy = cr.MirroredStrategy(3)
+    for op in ("mean", "min", "max"):
+        assert strategy.reduce(op, x) is x
+    with pytest.raises(cr.ArgumentError, match="the sum of a single array over 3 replicas"):
+        strategy.reduce("sum", x)
+    assert strategy.reduce("sum", {"a": 0, "b": 0.0})["b"] == 0.0
+    assert cr.MirroredStrategy(1).reduce("sum", x) is x
+    with pytest.raises(cr.ArgumentError, match="not a known reduction"):
+        strategy.reduce("avg", cr.PerReplica([1, 2, 3]))
+    with pytest.raises(cr.ArgumentError, match="no such axis"):
+        strategy.reduce("sum", cr.PerReplica([x] * 3), axis=1)
+    assert strategy.reduce("sum", cr.PerReplica([x] * 3), axis=np.int64(0)) == 9
+    with pytest.raises(cr.MismatchError) as caught:
+        strategy.reduce("sum", cr.PerReplica([x, x, x[:1]]))
+    assert "reduce(..., axis=...)" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("other", [np.ones(2, np.float32), np.ones(2, np.int64), np.ones((2, 1))])
+def test_replicas_that_differ_are_not_reduced_along_an_axis(library, other):
+    """Along an axis, too, different dtypes or shapes are an error that lists them; nothing is cast."""
+    value = values(library, [np.ones(2), np.ones(3), other])
+    with pytest.raises(cr.MismatchError, match=r"(?s)replica 1 on cpu:1: float64\[3\]; replica 2 on cpu:2"):
+        cr.MirroredStrategy(3).reduce("sum", value, axis=0)
+
+
+@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("size", [0, 1, 2, 7, 24])
+def test_shares_tile_the_batch(library, n, size):
+    """Shares are consecutive parts of the batch; they differ by at most one sample, and each is on its device."""
+    strategy = cr.MirroredStrategy(n)
+    batch = np.arange(size * 3).reshape(size, 3)
+    tree = strategy.split({"x": library.array(batch), "y": (library.array(batch[:, 0]),)})
+    parts = [library.to_numpy(x) for x in tree["x"]]
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert np.concatenate(parts).tolist() == batch.tolist()
+    assert [len(y) for y in tree["y"][0]] == sizes
+    assert tree["x"].devices == strategy.devices
+    assert all(library.device_of(x) in ("cpu", f"cpu:{k}") for k, x in enumerate(tree["x"]))
+    columns = strategy.split(library.array(batch.T), axis=np.int64(-1))  # any integer type
+    assert [library.to_numpy(x).tolist() for x in columns] == [part.T.tolist() for part in parts]
+
+
+def test_wrong_batches():
+    """Arrays of different sizes or without the axis, and other objects, are errors that name the leaf."""
+    strategy = cr.MirroredStrategy(2)
+    with pytest.raises(cr.MismatchError, match=r"(?s)size along axis 0.*\['a'\]: int64\[3\].*\['b'\]: int64\[4\]"):
+        strategy.split({"a": np.arange(3), "b": np.arange(4)})
+    with pytest.raises(cr.ArgumentError, match=r"leaf tree\['b'\]: an array without axis 0"):
+        strategy.split({"a": np.arange(3), "b": 1.0})
+    with pytest.raises(cr.ArgumentError, match="this is not an array"):
+        strategy.split({"a": "text"})
+    with pytest.raises(cr.ArgumentError, match="axis must be an integer"):
+        strategy.split(np.arange(3), axis="x")
+    with pytest.raises(cr.UnsupportedError, match="sparse arrays cannot be split"):
+        strategy.split(cr.IndexedSlices(np.ones((1, 2)), np.array([0])))
+
+
+def test_a_dataset_is_split_batch_by_batch():
+    """distribute_dataset splits each batch when it is reached, on every pass, uneven last batches included."""
+    strategy = cr.MirroredStrategy(3)
+    data = np.arange(10)
+    batches = [data[k : k + 4] for k in range(0, 10, 4)]
+    dataset = strategy.distribute_dataset(batches)
+    assert len(dataset) == 3
+    for _ in range(2):
+        sizes = [[len(x) for x in batch] for batch in dataset]
+        assert sizes == [[2, 1, 1], [2, 1, 1], [1, 1, 0]]
+        assert sum(int(strategy.reduce("sum", batch, axis=0)) for batch in dataset) == 45
+    endless = iter(strategy.distribute_dataset(itertools.repeat(data)))
+    assert len(next(endless)) == 3
+    with pytest.raises(cr.ArgumentError, match="a dataset must be an iterable"):
+        strategy.distribute_dataset(5)
+
+
+def test_values_are_created_replica_by_replica(library):
+    """distribute_values_from_function calls once per replica, in order, and returns per-replica values."""
+    strategy = cr.MirroredStrategy(3)
+    made = strategy.distribute_values_from_function(
+        lambda here: {
+            "x": library.array(np.full(2, here.replica_id_in_sync_group), here.replica_id_in_sync_group),
+            "d": here.device,
+            "n": here.num_replicas_in_sync,
+        }
+    )
+    assert [library.to_numpy(x).tolist() for x in made["x"]] == [[0, 0], [1, 1], [2, 2]]
+    assert made["x"].devices == ("cpu:0", "cpu:1", "cpu:2")
+    assert list(made["d"]) == list(strategy.devices)
+    assert made["n"].values == (3, 3, 3)
+
+
+def test_replicate_copies_to_each_device(library):
+    """replicate gives each replica its own copy, on its device, and preserves references between objects."""
+    strategy = cr.MirroredStrategy(3)
+    x = library.array(np.arange(3.0))
+    copies = strategy.replicate({"x": x})["x"]
+    for k, y in enumerate(copies):
+        assert library.to_numpy(y).tolist() == [0, 1, 2]
+        assert library.device_of(y) in ("cpu", f"cpu:{k}")
+        assert not library.shares(x, y)
+        assert not any(library.shares(y, z) for z in copies.values[:k])
+
+    class Node:
+        other = None
+
+    a, b = Node(), Node()
+    a.other = b
+    firsts, seconds = strategy.replicate((a, b))
+    assert all(first.other is second for first, second in zip(firsts, seconds, strict=True))
+    assert len({id(node) for node in firsts}) == 3
+    with strategy.scope():
+        variable = cr.Variable(1.0)
+    with pytest.raises(cr.ArgumentError, match="already replicated"):
+        strategy.replicate({"v": variable})
+
+
+def test_local_results_are_the_components():
+    """local_results returns a distributed value's components, and any other value as the only one."""
+    strategy = cr.MirroredStrategy(2)
+    assert strategy.local_results(cr.PerReplica([1, 2])) == (1, 2)
+    assert strategy.local_results("x") == ("x",)
+
+
+def test_extended_reduces_and_broadcasts(library):
+    """extended's calls take destinations, of which None means all devices; update calls a function per replica."""
+    n = 3
+    strategy = cr.MirroredStrategy(n)
+    xs = digits(n, (2,))
+    value = values(library, xs)
+    everywhere = strategy.extended.reduce_to("sum", value, None)
+    assert everywhere.devices == strategy.devices
+    (there,) = strategy.extended.reduce_to("sum", value, "cpu:2")
+    oracle.check(library.to_numpy(there), "sum", xs)
+    first, second = strategy.extended.batch_reduce_to("max", [(value, None), (value, "cpu:1")])
+    assert (first.devices, second.devices) == (strategy.devices, ("cpu:1",))
+    copies = strategy.extended.broadcast_to(library.array(xs[1]))
+    assert [library.to_numpy(x).tolist() for x in copies] == [xs[1].tolist()] * n
+    log = strategy.extended.update(
+        value, lambda x, k, same: (library.to_numpy(x).tolist(), k, same), args=(cr.PerReplica([7, 8, 9]), 1)
+    )
+    assert log[1].values == (7, 8, 9)
+    with pytest.raises(cr.ArgumentError, match="update takes a variable"):
+        strategy.extended.update(xs[0], print)
+    with pytest.raises(cr.ArgumentError, match="is not a pair"):
+        strategy.extended.batch_reduce_to("sum", [value])
+    assert strategy.extended.batch_reduce_to("sum", []) == []
