@@ -32,7 +32,7 @@ import numpy as np
 from common import RESULTS, keep, summary
 
 import crossreduce as cr
-from crossreduce.cli.launch import launch
+from crossreduce.cli.bench.launch import launch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import namespaces

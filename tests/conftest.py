@@ -79,6 +79,33 @@ def library(request):
 
 
 @pytest.fixture
+def crossreduce(capsys, monkeypatch):
+    """Return a function that runs a command line in this process and returns its exit code, stdout and stderr."""
+    from crossreduce.cli import main
+
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*args):
+        with pytest.raises(SystemExit, match=r"^\d+$") as stopped:
+            main([str(arg) for arg in args])
+        return stopped.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def printed(crossreduce):
+    """Return a function that runs a command line, which must succeed without messages, and returns its stdout."""
+
+    def run(*args):
+        code, out, error = crossreduce(*args)
+        assert (code, error) == (0, "")
+        return out
+
+    return run
+
+
+@pytest.fixture
 def no_thread_stays():
     """After every test there are as many threads as before."""
     before = set(threading.enumerate())

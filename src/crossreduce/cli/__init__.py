@@ -1,14 +1,14 @@
-"""The command line: ``crossreduce topology``, ``plan``, ``verify``, ``train``, ``bench`` and ``info``.
+"""The command line: ``crossreduce topology``, ``plan``, ``verify``, ``train``, ``bench``, ``doctor`` and ``info``.
 
-In: the words of a command line.  Out: text, the files that are asked for, and an exit code:
+Input: the arguments of a command line. Output: text, the requested files, and an exit code:
 
-    0    done
-    1    it ran, and something is wrong (a checked sum, replicas that drifted apart, a file that verify refutes)
-    2    it did not run: a wrong argument, no way for the data, a file that cannot be read, a framework or
-         extra that is not installed
-    130  interrupted with Ctrl-C, 143: terminated; no file is left half-written
+    0    success
+    1    the command ran and found a fault: a wrong sum, replicas that differ, a file that ``verify`` rejects
+    2    the command did not run: a wrong argument, devices without a path between them, a file that cannot be
+         read, a framework or extra that is not installed
+    130  interrupted by Ctrl-C, 143: terminated; no file is half-written
 
-A user of the public face like any other. Importing it needs neither typer nor a framework.
+The commands use the public API only. Importing this module needs neither typer nor a framework.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
     Args:
-      args: the words after ``crossreduce``; ``None``: those of this process.
+      args: the arguments after ``crossreduce``; ``None``: those of this process.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an orderly exit, which removes temporary files
@@ -56,10 +56,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _raise_again(lost: sys.UnraisableHookArgs) -> None:
-    """Raise an interruption again, a moment later, that Python could not let out of where it was raised.
+    """Raise an interruption again, 10 ms later, if Python could not propagate it from where it was raised.
 
-    Such places are callbacks of weak references, of which every import has one, and ``__del__``: 1 in 100 runs
-    that were terminated while they imported went on.
+    Python drops exceptions in callbacks of weak references, of which every import has one, and in ``__del__``: 1 in
+    100 runs that were terminated during their imports continued.
     """
     error = lost.exc_value
     if not isinstance(error, (SystemExit, KeyboardInterrupt)):

@@ -1,4 +1,4 @@
-"""The typer application: its commands, and what they have in common."""
+"""The typer application: its commands and their common settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from .bench import bench
+from .bench.command import bench
 from .doctor import doctor
 from .info import info
 from .plan import plan
@@ -21,13 +21,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(topology)
-app.command()(plan)
-app.command()(verify)
-app.command()(train)
-app.command()(bench)
-app.command()(doctor)
-app.command()(info)
+for command in (topology, plan, verify, train, bench, doctor, info):
+    app.command()(command)
 
 
 @app.callback(invoke_without_command=True)

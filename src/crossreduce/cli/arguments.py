@@ -1,6 +1,6 @@
-"""What the words of a command line mean.
+"""Values of command-line options.
 
-In: the text or number of one option.  Out: a value, or an ``ArgumentError`` of one line.
+Input: the text or number of one option. Output: its value, or an ``ArgumentError`` of one line.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..topology.kinds import SPEEDS
 from ..values import host_devices, read_devices
 from .output import grouped
 
-# JAX and TensorFlow make every device up to the last one named, so a slip of the finger must not ask for 10**9.
-MOST_DEVICES: Final = 4096
+# JAX and TensorFlow create every device up to the highest index, so a typing error must not create 10**9 of them.
+MAX_DEVICES: Final = 4096
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_SIZE: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([kmg]?)(?:i?b)?", re.IGNORECASE)
+_NBYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([kmg]?)(?:i?b)?", re.IGNORECASE)
 
 
 def at_least(least: int, option: str, value: int) -> int:
-    """Return a number that is not too small.
+    """Return ``value`` if it is not below ``least``.
 
     >>> at_least(1, "--epochs", 3)
     3
@@ -37,7 +37,7 @@ def at_least(least: int, option: str, value: int) -> int:
 
 
 def one_of(choices: Iterable[str], option: str, value: str) -> str:
-    """Return a word that is one of the choices."""
+    """Return ``value`` if it is one of the choices."""
     choices = list(choices)
     if value not in choices:
         raise ArgumentError(f'{option} must be one of {", ".join(choices)}, not "{value}".')
@@ -45,14 +45,14 @@ def one_of(choices: Iterable[str], option: str, value: str) -> str:
 
 
 def read_device_list(option: str, text: str) -> tuple[str, ...]:
-    """Return the devices of a number, which counts devices in host memory, or of a list of names.
+    """Return devices by their names, or by a number: so many devices in host memory.
 
     >>> read_device_list("--devices", "2"), read_device_list("--devices", "cpu:1,GPU:0")
     (('cpu:0', 'cpu:1'), ('cpu:1', 'cuda:0'))
     """
     if re.fullmatch(r"[+-]?[0-9]+", text.strip()):
         count = at_least(1, option, int(text))
-        if count <= MOST_DEVICES:
+        if count <= MAX_DEVICES:
             return host_devices(count)
     else:
         try:
@@ -60,13 +60,13 @@ def read_device_list(option: str, text: str) -> tuple[str, ...]:
         except ArgumentError as error:
             why = str(error).partition("\n")[0]
             raise ArgumentError(f'{option} takes a number, or names such as "cpu:0,cpu:1": "{text}": {why}') from error
-        if all(parse(name).index < MOST_DEVICES for name in names):
+        if all(parse(name).index < MAX_DEVICES for name in names):
             return names
-    raise ArgumentError(f"{option} takes at most {MOST_DEVICES} devices, not {text}.")
+    raise ArgumentError(f"{option} takes at most {MAX_DEVICES} devices, not {text}.")
 
 
 def read_algorithms(option: str, text: str) -> list[str]:
-    """Return the algorithms of a list; "all" is every planner (not auto and nccl, which choose one of them).
+    """Return the algorithms of a list; "all": every algorithm except auto and nccl, which select another one.
 
     >>> read_algorithms("--algorithm", "ring, forest")
     ['ring', 'forest']
@@ -77,12 +77,12 @@ def read_algorithms(option: str, text: str) -> list[str]:
 
 
 def read_nbytes(option: str, text: str) -> int:
-    """Return a number of bytes; K, M and G are powers of 1024, as nccl-tests has it.
+    """Return a number of bytes; K, M and G are powers of 1024, as in nccl-tests.
 
     >>> read_nbytes("-e", "128M")
     134217728
     """
-    match = _SIZE.fullmatch(text.strip())
+    match = _NBYTES.fullmatch(text.strip())
     if match is None:
         raise ArgumentError(f'{option} takes bytes such as 8, 64K or 128M, not "{text}".')
     return int(float(match[1]) * _UNITS[match[2].lower()])
@@ -93,7 +93,7 @@ def read_machine(
 ) -> Topology:
     """Return the topology of a machine of the library, of a file, or of ``this`` machine.
 
-    A machine's name is taken for a file's where it has a / or the suffix .json, .xml or .txt.
+    Text with a / or with the suffix .json, .xml or .txt is a file's name.
 
     >>> read_machine("DGX-1")
     Topology(8 devices, 32 links: cuda:0, cuda:1, cuda:2, cuda:3, cuda:4, cuda:5, cuda:6, cuda:7)
@@ -104,7 +104,7 @@ def read_machine(
         return Topology.machine(text, hosts, speeds=speeds, nics=nics, in_network=in_network)
     if (hosts, speeds, nics, in_network) != (1, "raw", None, False):
         raise ArgumentError(
-            f"--hosts, --speeds, --nics and --in-network are for the library's machines, not for {text}."
+            f"--hosts, --speeds, --nics and --in-network apply to the library's machines only, not to {text}."
         )
     try:
         return Topology.discover() if text == "this" else Topology.load(text)
@@ -126,7 +126,7 @@ def _is_file(text: str) -> bool:
 
 
 def read_node(option: str, text: str, topology: Topology) -> str:
-    """Return a device or switch that is named, or numbered as ``crossreduce topology`` shows them.
+    """Return a device or switch by its name, or by its number in the output of ``crossreduce topology``.
 
     >>> [read_node("--root", text, Topology.star(4)) for text in ("2", "CPU:3", "4", "switch")]
     ['cpu:2', 'cpu:3', 'switch', 'switch']
@@ -142,33 +142,37 @@ def read_node(option: str, text: str, topology: Topology) -> str:
             if canonical(name) in topology.nodes:
                 return canonical(name)
         except ArgumentError:
-            pass  # no device's name either
+            pass  # not another spelling of a device either
     known = grouped(topology.nodes)
     known = known if len(known) <= 120 else known[:117] + "..."
-    raise ArgumentError(f'{option}: there is no "{name}" among 0 to {len(topology.nodes) - 1}, {known}.')
+    raise ArgumentError(f'{option}: "{name}" is not one of 0 to {len(topology.nodes) - 1}, {known}.')
 
 
-def read_members(option: str, text: str, topology: Topology) -> tuple[str, ...]:
-    """Return the devices of a list of positions and names, each once.
+def read_subset(option: str, text: str, topology: Topology) -> tuple[str, ...]:
+    """Return devices of a topology from a list of numbers and names; each may appear only once.
 
-    >>> read_members("--devices", "0,cpu:3", Topology.ring(4))
+    >>> read_subset("--devices", "0,cpu:3", Topology.ring(4))
     ('cpu:0', 'cpu:3')
     """
     names = [read_node(option, part, topology) for part in text.split(",")]
     for name in names:
-        if names.count(name) > 1 or name not in topology.devices:
-            raise ArgumentError(f"{option} takes devices, each once, and {name} is a switch or stands twice.")
+        if name not in topology.devices:
+            raise ArgumentError(f"{option} takes devices only, and {name} is a switch.")
+        if names.count(name) > 1:
+            raise ArgumentError(f"{option} takes each device once, and {name} appears twice.")
     return tuple(names)
 
 
 def read_link(option: str, text: str, topology: Topology) -> tuple[str, str]:
-    """Return the two ends of a link, "0-3" by position or "cuda:0,nvswitch" by name.
+    """Return the two ends of a link, "0-3" by number or "cuda:0,nvswitch" by name.
 
     >>> read_link("--without-link", "0-3", Topology.ring(4)), read_link("--without-link", "1,cpu:2", Topology.ring(4))
     (('cpu:0', 'cpu:3'), ('cpu:1', 'cpu:2'))
     """
-    ends = text.split("," if "," in text else "-")  # names may have a -
+    ends = text.split("," if "," in text else "-")  # names may contain a -
     if len(ends) != 2 or ("," not in text and not re.fullmatch("[0-9 ]+-[0-9 ]+", text)):
-        raise ArgumentError(f'{option} takes two positions such as 0-3, or two names such as cuda:0,cuda:3: "{text}".')
+        raise ArgumentError(
+            f'{option} takes two numbers such as 0-3, or two names such as cuda:0,cuda:3, not "{text}".'
+        )
     a, b = (read_node(option, end, topology) for end in ends)
     return a, b

@@ -1,8 +1,7 @@
-"""``crossreduce info``: what is installed here, and which devices it sees.
+"""``crossreduce info``: list the installed frameworks and the devices that are available to them.
 
-Out: a table or JSON. Versions are read without importing. Each framework is then imported in a
-process of its own, all at once, so that one that is broken, or takes the process down with it, is
-reported like any other.
+Output: a table or JSON. Versions are read without imports. Each framework is then imported in a process of its own,
+all in parallel, so that a framework that is broken, or crashes its process, is reported like any other.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ TIMEOUT_S: Final = 120
 
 
 def info(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show versions, frameworks, the devices they see, and the algorithms."""
+    """Show versions, frameworks with their devices, and algorithms."""
     with ThreadPoolExecutor() as pool:
-        frameworks = dict(zip(FRAMEWORKS, pool.map(look, FRAMEWORKS), strict=True))
+        frameworks = dict(zip(FRAMEWORKS, pool.map(framework_info, FRAMEWORKS), strict=True))
     report = {
         "crossreduce": __version__,
         "python": platform.python_version(),
@@ -54,12 +53,12 @@ def info(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fal
         show(report)
 
 
-def look(name: str) -> dict[str, Any]:
-    """Return a framework's version, its devices, and what went wrong; ``None`` for what there is not."""
+def framework_info(name: str) -> dict[str, Any]:
+    """Return a framework's version, its devices and its error; ``None`` for each that it does not have."""
     found = installed(name)
     if found is None:
         return {"version": None, "devices": None, "error": f"not installed  try: pip install 'crossreduce[{name}]'"}
-    command = [sys.executable, "-m", f"{__package__}.frameworks", name]
+    command = [sys.executable, "-m", f"{__package__}.trainers", name]
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
@@ -75,7 +74,7 @@ def look(name: str) -> dict[str, Any]:
 
 
 def installed(name: str) -> str | None:
-    """Return a framework's version without importing it, or ``None`` where it is not installed."""
+    """Return a framework's version without importing it; ``None``: it is not installed."""
     for distribution in DISTRIBUTIONS[name]:
         try:
             return metadata.version(distribution)
@@ -85,13 +84,13 @@ def installed(name: str) -> str | None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the report for people."""
+    """Print the report as a table."""
     console = Console()
     about = Table.grid(padding=(0, 2))
     about.add_row("crossreduce", report["crossreduce"])
     about.add_row("Python", report["python"])
     about.add_row("platform", report["platform"])
-    why = "none were compiled" if kernels.native() is None else "CROSSREDUCE_KERNELS says so"
+    why = "the compiled kernels are not installed" if kernels.native() is None else "selected by CROSSREDUCE_KERNELS"
     about.add_row("kernels", f"NumPy: {why}" if report["kernels"] == "numpy" else f"compiled, {report['kernels']}")
     about.add_row("threads", str(report["threads"]))
     about.add_row("algorithms", ", ".join(report["algorithms"]))

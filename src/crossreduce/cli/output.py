@@ -1,6 +1,6 @@
-"""Where results go: files that appear whole or not at all, and the terminal.
+"""Output of the commands: files that are replaced atomically, and the terminal.
 
-Out: a file in one ``rename``, so that a reader, or an interruption, never sees half of it.
+A file is replaced by one ``rename``, so a reader never sees half of it, even if the command is interrupted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
 
 
 @contextmanager
-def whole_file(option: str, path: Path | None) -> Iterator[Path | None]:
-    """Check now that a file can be written, and yield an empty one beside it that takes its place in the end.
+def atomic_file(option: str, path: Path | None) -> Iterator[Path | None]:
+    """Check that a file can be written, and yield an empty temporary file that replaces it at the end of the block.
 
-    It has the suffix of ``path``. A block that fails, or writes nothing into it, leaves the target as it was. With
-    ``path`` ``None`` there is no file.
+    The temporary file is in the same folder and has the same suffix. If the block fails, or writes nothing into it,
+    the target is not changed. If ``path`` is ``None``, this yields ``None``.
 
     Raises:
-      ArgumentError: the path cannot be written, or is no regular file.
+      ArgumentError: the path cannot be written, or is not a regular file.
     """
     if path is None:
         yield None
@@ -38,7 +38,7 @@ def whole_file(option: str, path: Path | None) -> Iterator[Path | None]:
     target = Path(os.path.realpath(path))
     # A rename over /dev/null or a pipe would replace it.
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
-        raise ArgumentError(f"{option} {path} cannot be written: it is no regular file, or write-protected.")
+        raise ArgumentError(f"{option} {path} cannot be written: it is not a regular file, or it is write-protected.")
     try:
         number, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=path.suffix)
         os.close(number)
@@ -57,12 +57,12 @@ def whole_file(option: str, path: Path | None) -> Iterator[Path | None]:
 
 
 @contextmanager
-def json_file(option: str, path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Check now that a file can be written, and yield the function that writes it: ``whole_file`` for JSON.
+def atomic_json(option: str, path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Check that a file can be written, and yield the function that writes it: ``atomic_file`` for JSON.
 
-    With ``path`` ``None`` the function does nothing.
+    If ``path`` is ``None``, the function does nothing.
     """
-    with whole_file(option, path) as file:
+    with atomic_file(option, path) as file:
 
         def write(report: dict[str, Any]) -> None:
             if file is not None:
@@ -78,22 +78,27 @@ def _umask() -> int:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar on a terminal, and nothing elsewhere; yield the function that moves it on by one."""
+def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on a terminal only; yield the function that advances it by one and changes its text."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(description, total=total)
         yield lambda text: bar.update(task, advance=1, description=text)
 
 
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines and flush, so that a reader of a pipe sees them at once."""
+    print("\n".join(lines), flush=True)
+
+
 def grouped(names: Iterable[str]) -> str:
-    """Return names with those that count up joined.
+    """Return names as one text in which consecutive numbers are ranges.
 
     >>> grouped(["host0/cuda:0", "host0/cuda:1", "host0/cuda:2", "host0/cuda:5", "nvswitch"])
     'host0/cuda:0-2,5 nvswitch'
     """
-    groups: list[tuple[str, list[list[int]]]] = []  # what stands before the number, and runs of numbers
+    groups: list[tuple[str, list[list[int]]]] = []  # a prefix, and the first and last number of each range
     for name in names:
         match = _NUMBERED.fullmatch(name)
         if match is None:

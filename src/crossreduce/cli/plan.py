@@ -1,6 +1,7 @@
-"""``crossreduce plan``: the fastest schedule of a collective on a wiring, how good it is, and files that others run.
+"""``crossreduce plan``: plan a collective on a topology, compare it with its bound, and export the schedule.
 
-In: a machine, a file or ``this``, a collective, bytes.  Out: an explanation or JSON, the steps, a picture, an export.
+Input: a machine, a file or ``this`` machine, a collective, a number of bytes. Output: an explanation or JSON, the
+steps, a picture, a file in the format of another tool.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..options import ALGORITHMS
 from ..planning.bounds import COLLECTIVES
 from ..planning.explain import shape
 from .arguments import at_least, one_of, read_nbytes, read_node
-from .output import progress, whole_file
+from .output import atomic_file, progress
 from .topology import (
     MACHINE,
     Devices,
@@ -29,9 +30,9 @@ from .topology import (
     Picture,
     Speeds,
     WithoutLink,
-    bounded,
+    bound_json,
     check_picture,
-    exact,
+    rate_json,
     select,
 )
 
@@ -42,10 +43,10 @@ SUFFIXES: Final = {".xml": "msccl", ".trace.json": "trace", ".json": "schedule"}
 def plan(
     machine: Annotated[str, typer.Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}.")],
     collective: Annotated[str, typer.Option(help=", ".join(COLLECTIVES))] = "all_reduce",
-    nbytes: Annotated[str, typer.Option(help="Of the whole buffer; K, M, G are powers of 1024.")] = "64M",
+    nbytes: Annotated[str, typer.Option(help="Bytes of the buffer; K, M, G are powers of 1024.")] = "64M",
     algorithm: Annotated[str, typer.Option(help=", ".join(ALGORITHMS))] = "auto",
-    root: Annotated[str | None, typer.Option(help="Position or name; none: the best one.")] = None,
-    packs: Annotated[int, typer.Option(help="Trees of one_device and hierarchical_copy.")] = 1,
+    root: Annotated[str | None, typer.Option(help="Root, by number or name. Default: the best one.")] = None,
+    packs: Annotated[int, typer.Option(help="Number of trees of one_device and hierarchical_copy.")] = 1,
     devices: Devices = None,
     without_link: WithoutLink = None,
     hosts: Hosts = 1,
@@ -56,15 +57,17 @@ def plan(
     export: Annotated[Path | None, typer.Option(help="Write the schedule to this file.")] = None,
     format: Annotated[  # noqa: A002 - the option's name
         str | None,
-        typer.Option(help=f"Of the export: {', '.join(FORMATS)}. None: by its suffix, .xml, .json or .trace.json."),
+        typer.Option(
+            help=f"Format of the export: {', '.join(FORMATS)}. Default: by the suffix .xml, .json or .trace.json."
+        ),
     ] = None,
-    steps: Annotated[bool, typer.Option("--steps", help="Print the schedule too.")] = False,
+    steps: Annotated[bool, typer.Option("--steps", help="Also print the steps of the schedule.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Plan a collective: who sends what to whom, how fast it is, and what limits it.
+    """Plan a collective: its schedule, its predicted time and its limit.
 
-    Times are simulated, from the links' bandwidths and latencies. Exits
-    with 2 where no way leads from some device to another.
+    Times are simulated from the bandwidths and latencies of the links. The
+    exit code is 2 if some devices have no path between them.
     """
     one_of(COLLECTIVES, "--collective", collective)
     one_of(ALGORITHMS, "--algorithm", algorithm)
@@ -73,18 +76,18 @@ def plan(
     check_picture(picture)
     kind = _format(export, format)
     chosen = select(machine, hosts, speeds, nics, in_network, devices, without_link)
-    main = None if root is None else read_node("--root", root, chosen.whole)
+    main = None if root is None else read_node("--root", root, chosen.machine)
     with ExitStack() as stack:
-        drawing = stack.enter_context(whole_file("--picture", picture))
-        exported = stack.enter_context(whole_file("--export", export))
-        tick = stack.enter_context(progress("planning", 4))
+        drawing = stack.enter_context(atomic_file("--picture", picture))
+        exported = stack.enter_context(atomic_file("--export", export))
+        advance = stack.enter_context(progress("planning", 4))
         found = planned(chosen.topology, collective, size, algorithm, root=main, packs=packs)
-        tick("comparing")
+        advance("comparing")
         text = json_module.dumps(_report(machine, found, with_steps=steps), indent=2) if json else found.explain()
-        tick("exporting")
+        advance("exporting")
         if exported is not None:
             exported.write_text(_exported(found, kind), "utf-8")
-        tick("drawing")
+        advance("drawing")
         if drawing is not None:
             from ..export.pictures import draw_schedule
 
@@ -95,10 +98,10 @@ def plan(
 
 
 def _format(path: Path | None, given: str | None) -> str:
-    """Return the export's format: the one that is given, or the one of the file's suffix."""
+    """Return the export's format: the given one, or the one of the file's suffix."""
     if given is not None:
         if path is None:
-            raise ArgumentError("--format is of a file: name it with --export.")
+            raise ArgumentError("--format needs a file: give it with --export.")
         return one_of(FORMATS, "--format", given)
     if path is None:
         return ""
@@ -140,8 +143,8 @@ def _report(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:
         "algorithm": found.algorithm,
         "seconds": found.seconds,
         "algbw_gb_per_s": found.algbw,
-        "rate": exact(found.rate),
-        "bound": bounded(limit),
+        "rate": rate_json(found.rate),
+        "bound": bound_json(limit),
         "ratio": {"exact": str(found.ratio), "value": float(found.ratio)},
         "k": {"exact": str(trees.k), "value": float(trees.k)},
         "roots": trees.roots,
@@ -150,6 +153,8 @@ def _report(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:
         "rounds": schedule.round_count,
         "steps": schedule.steps,
         "pieces": schedule.pieces,
-        "others": {name: {"seconds": seconds, "rate": exact(rate)} for name, (seconds, rate) in found.others().items()},
+        "others": {
+            name: {"seconds": seconds, "rate": rate_json(rate)} for name, (seconds, rate) in found.others().items()
+        },
     }
     return report | ({"schedule": json_module.loads(schedule.to_json())} if with_steps else {})

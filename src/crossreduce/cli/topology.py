@@ -1,7 +1,7 @@
-"""``crossreduce topology``: what is wired to what, and what no schedule can beat on it.
+"""``crossreduce topology``: show the links of a topology and the bounds of the collectives on it.
 
-In: a machine of the library, a file or ``this``, perhaps some of its devices and without some links.  Out: tables,
-JSON, a topology's file, a picture.
+Input: a machine of the library, a file or ``this`` machine; optionally only some of its devices and links. Output:
+tables, JSON, a topology file, a picture.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ from ..errors import ArgumentError, PlanError
 from ..planning.bounds import COLLECTIVES
 from ..planning.explain import limited_by
 from ..topology.machines import machine_names
-from .arguments import read_link, read_machine, read_members
-from .output import grouped, progress, whole_file
+from .arguments import read_link, read_machine, read_subset
+from .output import atomic_file, grouped, progress
 
 MOST_LINES: Final = 200
-"""How many lines the list of links has; all links are in the JSON."""
+"""The limit of lines in the list of links; the JSON contains all links."""
 
-# Of every command that plans: which wiring. Positions are those of the whole machine.
+# Options of every command that plans: they select the topology. Numbers are positions in the complete machine.
 MACHINE: Final = "a machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m) or: this"
-Hosts = Annotated[int, typer.Option("--hosts", help="How many of the machine, and the network between them.")]
-Speeds = Annotated[str, typer.Option("--speeds", help="raw: as built; effective: as NCCL and RCCL count on.")]
-Nics = Annotated[str | None, typer.Option("--nics", help="Which of the machine's networks joins the hosts.")]
-InNetwork = Annotated[bool, typer.Option("--in-network", help="Switches that can combine and multicast do.")]
+Hosts = Annotated[int, typer.Option("--hosts", help="Connect this number of machines by their network.")]
+Speeds = Annotated[
+    str, typer.Option("--speeds", help="raw: rates of the hardware; effective: rates that NCCL and RCCL assume.")
+]
+Nics = Annotated[str | None, typer.Option("--nics", help="The network that connects the hosts.")]
+InNetwork = Annotated[bool, typer.Option("--in-network", help="Let capable switches combine and multicast.")]
 Devices = Annotated[
-    str | None, typer.Option("--devices", help="Only these, by position or name: 0,1,4 or cuda:0,cuda:1.")
+    str | None, typer.Option("--devices", help="Use only these devices, by number or name: 0,1,4 or cuda:0,cuda:1.")
 ]
 WithoutLink = Annotated[
-    list[str] | None, typer.Option("--without-link", help="Not this one: 0-3 or cuda:0,cuda:3. Repeatable.")
+    list[str] | None, typer.Option("--without-link", help="Remove this link: 0-3 or cuda:0,cuda:3. Repeatable.")
 ]
-Picture = Annotated[Path | None, typer.Option("--picture", help="Draw it: a .svg or .png file.")]
+Picture = Annotated[Path | None, typer.Option("--picture", help="Draw a picture: a .svg or .png file.")]
 
 
 class Selection(NamedTuple):
-    """What the command line names, and what it selects of that."""
+    """The named machine, and the selected part of it."""
 
-    whole: Topology
+    machine: Topology
     topology: Topology
 
 
@@ -61,34 +63,33 @@ def select(
     without_link: list[str] | None,
 ) -> Selection:
     """Return a topology and the selected part of it."""
-    whole = read_machine(machine, hosts, speeds, nics, in_network)
-    topology = whole
+    complete = topology = read_machine(machine, hosts, speeds, nics, in_network)
     for text in without_link or ():
-        topology = topology.without_link(*read_link("--without-link", text, whole))
+        topology = topology.without_link(*read_link("--without-link", text, complete))
     if devices is not None:
-        topology = topology.subset(read_members("--devices", devices, whole))
-    return Selection(whole, topology)
+        topology = topology.subset(read_subset("--devices", devices, complete))
+    return Selection(complete, topology)
 
 
 def check_picture(path: Path | None) -> None:
-    """Raise unless a picture can have this name."""
+    """Raise unless a picture can be written in the format of this suffix."""
     if path is not None and path.suffix.lower() not in (".svg", ".png"):
         raise ArgumentError(f"--picture takes a .svg or .png file, not {path}.")
 
 
-def exact(value: Fraction | None) -> dict[str, Any] | None:
-    """Return a rate for JSON: the exact number as text, and the nearest one that JSON has.
+def rate_json(value: Fraction | None) -> dict[str, Any] | None:
+    """Return a rate for JSON: the exact fraction as text, and the nearest float.
 
-    >>> exact(Fraction(64, 3))
+    >>> rate_json(Fraction(64, 3))
     {'exact': '64/3', 'gb_per_s': 21.333333333333332}
     """
     return None if value is None else {"exact": str(value), "gb_per_s": float(value)}
 
 
-def bounded(limit: Bound) -> dict[str, Any]:
+def bound_json(limit: Bound) -> dict[str, Any]:
     """Return a bound for JSON."""
     return {
-        "algbw": exact(limit.algbw),
+        "algbw": rate_json(limit.algbw),
         "limited_by": "nothing has to move" if limit.algbw is None else limited_by(limit),
         "tight_cut": [node for node in limit.topology.nodes if node in limit.tight_cut],
     }
@@ -96,7 +97,7 @@ def bounded(limit: Bound) -> dict[str, Any]:
 
 def topology(
     machine: Annotated[
-        str | None, typer.Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}. None: lists the machines.")
+        str | None, typer.Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}. Without it: list the machines.")
     ] = None,
     hosts: Hosts = 1,
     speeds: Speeds = "raw",
@@ -108,14 +109,14 @@ def topology(
     export: Annotated[Path | None, typer.Option(help="Write the topology to this .json file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what is wired to what, and the bounds of the five collectives.
+    """Show the links of a topology and the bounds of the five collectives.
 
-    Without an argument: the machines of the library. A bound is what no
-    schedule can beat, as bytes of the whole buffer by time.
+    Without an argument, list the machines of the library. A bound is the
+    highest rate that any schedule can reach: bytes of the buffer per time.
     """
     if machine is None:
         if devices or without_link or picture or export or nics or in_network or (hosts, speeds) != (1, "raw"):
-            raise ArgumentError("name a machine or a file, such as dgx-1v, for these options.")
+            raise ArgumentError("these options need a machine or a file, such as dgx-1v.")
         _list(as_json=json)
         return
     check_picture(picture)
@@ -123,8 +124,8 @@ def topology(
         raise ArgumentError(f"--export takes a .json file, not {export}.")
     chosen = select(machine, hosts, speeds, nics, in_network, devices, without_link)
     with ExitStack() as files:
-        drawing = files.enter_context(whole_file("--picture", picture))
-        exported = files.enter_context(whole_file("--export", export))
+        drawing = files.enter_context(atomic_file("--picture", picture))
+        exported = files.enter_context(atomic_file("--export", export))
         report = _report(machine, chosen.topology)
         if drawing is not None:
             from ..export.pictures import draw_topology
@@ -146,7 +147,7 @@ def _list(*, as_json: bool) -> None:
     if as_json:
         print(json_module.dumps({"crossreduce": __version__, "machines": machines}, indent=2))
         return
-    table = Table("machine", "devices", "what it is")
+    table = Table("machine", "devices", "description")
     for entry in machines:
         table.add_row(*map(str, entry.values()))
     Console(markup=False, emoji=False).print(table)
@@ -157,10 +158,10 @@ def _report(machine: str, topology: Topology) -> dict[str, Any]:
     for device in topology.devices:
         hosts[parse(device).host].append(device)
     bounds = {}
-    with progress(COLLECTIVES[0], len(COLLECTIVES)) as tick:
+    with progress(COLLECTIVES[0], len(COLLECTIVES)) as advance:
         for collective, following in zip(COLLECTIVES, (*COLLECTIVES[1:], ""), strict=True):
             bounds[collective] = _bound(topology, collective)
-            tick(following)
+            advance(following)
     return {
         "crossreduce": __version__,
         "machine": machine,
@@ -173,9 +174,9 @@ def _report(machine: str, topology: Topology) -> dict[str, Any]:
 
 
 def _bound(topology: Topology, collective: str) -> dict[str, Any]:
-    """Return a bound for JSON; where there is no way for the data, why."""
+    """Return a bound for JSON, or an error: some devices have no path between them."""
     try:
-        return {**bounded(bound(topology, collective)), "error": None}
+        return {**bound_json(bound(topology, collective)), "error": None}
     except PlanError as error:
         return {"algbw": None, "limited_by": None, "tight_cut": [], "error": str(error).partition("\n")[0]}
 
@@ -202,36 +203,36 @@ def _show(report: dict[str, Any], chosen: Selection) -> None:
     about.add_row("islands", "1" if len(islands) == 1 else f"{len(islands)}: {', '.join(map(grouped, islands))}")
     console.print(about)
     console.print()
-    places = {node: str(number) for number, node in enumerate(chosen.whole.nodes)}
-    matrix = _matrix(topology, places) if 2 * len(topology.nodes) < console.width else []
+    numbers = {node: str(number) for number, node in enumerate(chosen.machine.nodes)}
+    matrix = _matrix(topology, numbers) if 2 * len(topology.nodes) < console.width else []
     if matrix and len(matrix[0]) <= console.width:
         console.print("GB/s of each link, from row to column")
         console.print(*matrix, sep="\n", soft_wrap=True)
     else:
         console.print("GB/s of each link")
-        console.print(*_list_of_links(topology, places), sep="\n", soft_wrap=True)
+        console.print(*_list_of_links(topology, numbers), sep="\n", soft_wrap=True)
     console.print()
-    table = Table("no schedule beats", "GB/s", "exactly", "limited by")
+    table = Table("upper bound of", "GB/s", "exact", "limited by")
     for collective, entry in report["bounds"].items():
         rate = entry["algbw"]
-        numbers = ("-", "-") if rate is None else (f"{rate['gb_per_s']:.2f}", rate["exact"])
-        table.add_row(collective, *numbers, entry["error"] or entry["limited_by"])
+        rates = ("-", "-") if rate is None else (f"{rate['gb_per_s']:.2f}", rate["exact"])
+        table.add_row(collective, *rates, entry["error"] or entry["limited_by"])
     console.print(table)
 
 
-def _matrix(topology: Topology, places: dict[str, str]) -> list[str]:
-    """Return the links as a matrix, a line a node; positions stand over the columns."""
+def _matrix(topology: Topology, numbers: dict[str, str]) -> list[str]:
+    """Return the links as a matrix with one line per node; the column headers are the nodes' numbers."""
     nodes = topology.nodes
     cells = [[_gb_per_s(link.bandwidth) if (link := topology.link(a, b)) else "." for b in nodes] for a in nodes]
-    width = max(len(text) for row in [*cells, list(places.values())] for text in row)
-    names = [f"{places[node]:>{len(places[nodes[-1]])}} {node}" for node in nodes]
+    width = max(len(text) for row in [*cells, list(numbers.values())] for text in row)
+    names = [f"{numbers[node]:>{len(numbers[nodes[-1]])}} {node}" for node in nodes]
     first = max(map(len, names))
-    rows = [("", [places[node] for node in nodes]), *zip(names, cells, strict=True)]
+    rows = [("", [numbers[node] for node in nodes]), *zip(names, cells, strict=True)]
     return [f"{name:{first}}  " + " ".join(f"{text:>{width}}" for text in row) for name, row in rows]
 
 
-def _list_of_links(topology: Topology, places: dict[str, str]) -> list[str]:
-    """Return the links as a line for each node, or for all that have links of the same speeds to the same nodes."""
+def _list_of_links(topology: Topology, numbers: dict[str, str]) -> list[str]:
+    """Return the links, one line per node; nodes with the same links share a line."""
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for node in topology.nodes:
         speeds: defaultdict[Fraction, list[str]] = defaultdict(list)
@@ -239,9 +240,9 @@ def _list_of_links(topology: Topology, places: dict[str, str]) -> list[str]:
             speeds[link.bandwidth].append(link.dst)
         to = "; ".join(f"{_gb_per_s(speed)} to {grouped(speeds[speed])}" for speed in sorted(speeds, reverse=True))
         alike[to or "nothing"].append(node)
-    lines = [f"{grouped(places[node] for node in nodes)} {grouped(nodes)}: {to}" for to, nodes in alike.items()]
+    lines = [f"{grouped(numbers[node] for node in nodes)} {grouped(nodes)}: {to}" for to, nodes in alike.items()]
     more = len(lines) - MOST_LINES
-    return lines[:MOST_LINES] + ([f"and {more} more lines: --json has all"] if more > 0 else [])
+    return lines[:MOST_LINES] + ([f"and {more} more lines; --json lists all links"] if more > 0 else [])
 
 
 def _gb_per_s(bandwidth: Fraction) -> str:

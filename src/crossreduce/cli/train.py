@@ -1,8 +1,8 @@
-"""``crossreduce train``: a small classifier of handwritten digits, trained data-parallel.
+"""``crossreduce train``: train a small classifier of handwritten digits, data-parallel.
 
-In: options.  Out: a table, and a JSON file where one is asked for. Every replica holds its own copy
-of the parameters on its own device; after each step's reduction all copies have the same bits, which
-is checked at the end. The losses are those of one device, up to the rounding of float32.
+Input: options. Output: a table and, on request, a JSON file. Every replica has its own copy of the parameters on its
+own device. All copies have the same bits after each step, which is checked at the end. The losses equal those of one
+device, up to the rounding of float32.
 
 Source of the data: E. Alpaydin & C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine
 Learning Repository, 1998; the 1,797 images of 8 x 8 that scikit-learn ships.
@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -29,10 +30,8 @@ from ..frameworks import FRAMEWORKS
 from ..frameworks.null import NullFramework
 from ..options import ALGORITHMS
 from .arguments import at_least, one_of, read_device_list
-from .output import json_file, progress
+from .output import atomic_json, progress
 from .trainers import Trainer, Tree, load
-
-Numbers = np.ndarray[Any, Any]
 
 TEST_SIZE = 360
 HIDDEN = 64
@@ -41,15 +40,15 @@ HIDDEN = 64
 class Digits(NamedTuple):
     """Images of shape ``(k, 64)``, float32 from 0 to 1, and labels of shape ``(k,)``, int64 from 0 to 9."""
 
-    images: Numbers
-    labels: Numbers
-    test_images: Numbers
-    test_labels: Numbers
+    images: NDArray[Any]
+    labels: NDArray[Any]
+    test_images: NDArray[Any]
+    test_labels: NDArray[Any]
 
 
 @dataclass
 class Run:
-    """What a training run did."""
+    """The measurements and the final parameters of a training run."""
 
     losses: list[float]
     """The mean loss over each step's global batch, before its update."""
@@ -57,25 +56,25 @@ class Run:
     """The mean loss over each epoch's samples."""
     reduction_s: float
     total_s: float
-    replicas: list[dict[str, Numbers]]
-    """The final parameters of each replica."""
+    replicas: list[dict[str, NDArray[Any]]]
+    """Each replica's final parameters."""
 
 
 def train(
     framework: Annotated[str, typer.Option(help=", ".join(FRAMEWORKS))] = "numpy",
-    devices: Annotated[str, typer.Option(help="How many replicas, or their devices: cpu:0,cpu:1")] = "8",
+    devices: Annotated[str, typer.Option(help="Number of replicas, or their devices: cpu:0,cpu:1")] = "8",
     algorithm: Annotated[str, typer.Option(help=", ".join(ALGORITHMS))] = "auto",
-    num_packs: Annotated[int, typer.Option(help="Packs that the gradients are joined in; 0: no packing.")] = 1,
-    epochs: Annotated[int, typer.Option(help="How often every sample is seen.")] = 20,
-    batch_size: Annotated[int, typer.Option(help="Samples a step, over all replicas.")] = 64,
-    seed: Annotated[int, typer.Option(help="Decides the first parameters and the order of samples.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the results and every loss to this file.")] = None,
+    num_packs: Annotated[int, typer.Option(help="Number of packs for the gradients; 0: no packing.")] = 1,
+    epochs: Annotated[int, typer.Option(help="Number of passes over the samples.")] = 20,
+    batch_size: Annotated[int, typer.Option(help="Samples per step, over all replicas.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the initial parameters and of the order of samples.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the results and all losses to this file.")] = None,
 ) -> None:
     """Train a classifier of handwritten digits, data-parallel.
 
     Each replica computes the gradient over its share of the batch, the
     gradients are summed by all_reduce, and each replica updates its own copy
-    of the parameters. Exits with 1 if the copies differ in a single bit.
+    of the parameters. The exit code is 1 if the copies differ in any bit.
     """
     one_of(FRAMEWORKS, "--framework", framework)
     names = read_device_list("--devices", devices)
@@ -83,19 +82,19 @@ def train(
     at_least(1, "--epochs", epochs)
     at_least(1, "--batch-size", batch_size)
     at_least(0, "--seed", seed)
-    with json_file("--json", json) as write:
-        here = load(framework, names)
+    with atomic_json("--json", json) as write:
+        trainer = load(framework, names)
         digits = load_digits()
         first = initial(seed)
         order = list(batches(len(digits.labels), batch_size, epochs, seed))
-        with progress("training", len(order)) as tick:
-            run = fit(here, names, ops, digits, first, order, tick)
+        with progress("training", len(order)) as advance:
+            run = fit(trainer, names, ops, digits, first, order, advance)
         report = {
             "crossreduce": __version__,
             "python": platform.python_version(),
             "numpy": np.__version__,
             "framework": framework,
-            "framework_version": here.version,
+            "framework_version": trainer.version,
             "devices": list(names),
             "algorithm": algorithm,
             "num_packs": num_packs,
@@ -116,12 +115,12 @@ def train(
         write(report)
     show(report)
     if not report["replicas_identical"]:
-        print("crossreduce: the replicas' parameters differ, and must not.", file=sys.stderr)
+        print("crossreduce: the replicas' parameters differ, but all must have the same bits.", file=sys.stderr)
         raise typer.Exit(1)
 
 
 def load_digits() -> Digits:
-    """Return the digits that scikit-learn ships, split the same way every time."""
+    """Return the digits that scikit-learn ships, always split in the same way."""
     from sklearn.datasets import load_digits as load_bunch
 
     bunch = load_bunch()
@@ -131,8 +130,8 @@ def load_digits() -> Digits:
     return Digits(images[rest], labels[rest], images[test], labels[test])
 
 
-def initial(seed: int) -> dict[str, Numbers]:
-    """Return a network's first parameters, float32: 64 inputs, one hidden layer, 10 outputs.
+def initial(seed: int) -> dict[str, NDArray[Any]]:
+    """Return a network's initial parameters, float32: 64 inputs, one hidden layer, 10 outputs.
 
     Source of the scale: He et al., Delving deep into rectifiers, ICCV 2015.
     """
@@ -145,7 +144,7 @@ def initial(seed: int) -> dict[str, Numbers]:
     }
 
 
-def batches(count: int, size: int, epochs: int, seed: int) -> Iterator[tuple[int, Numbers]]:
+def batches(count: int, size: int, epochs: int, seed: int) -> Iterator[tuple[int, NDArray[Any]]]:
     """Yield each step's epoch and the indices of its samples; an epoch's last batch may be smaller.
 
     >>> [(epoch, len(batch)) for epoch, batch in batches(5, 3, 2, seed=0)]
@@ -159,62 +158,62 @@ def batches(count: int, size: int, epochs: int, seed: int) -> Iterator[tuple[int
 
 
 def fit(
-    framework: Trainer,
+    trainer: Trainer,
     devices: tuple[str, ...],
     ops: AllReduceCrossDeviceOps,
     digits: Digits,
-    first: dict[str, Numbers],
-    order: list[tuple[int, Numbers]],
-    tick: Callable[[str], None],
+    first: dict[str, NDArray[Any]],
+    order: list[tuple[int, NDArray[Any]]],
+    advance: Callable[[str], None],
 ) -> Run:
-    """Train on the batches of ``order`` and return what happened."""
-    parameters: list[Tree] = [{k: framework.put(x, device) for k, x in first.items()} for device in devices]
-    velocity: list[Tree] = [{k: framework.put(0 * x, device) for k, x in first.items()} for device in devices]
+    """Train on the batches of ``order``, in this order, and return the run."""
+    parameters: list[Tree] = [{k: trainer.put(x, device) for k, x in first.items()} for device in devices]
+    velocity: list[Tree] = [{k: trainer.put(0 * x, device) for k, x in first.items()} for device in devices]
     losses: list[float] = []
     sums = [0.0] * (order[-1][0] + 1)
     reduction_s, began = 0.0, time.perf_counter()
     for epoch, batch in order:
         shards = [
-            (framework.put(digits.images[part], device), framework.put(digits.labels[part], device))
+            (trainer.put(digits.images[part], device), trainer.put(digits.labels[part], device))
             for part, device in zip(np.array_split(batch, len(devices)), devices, strict=True)
         ]
-        pairs = [framework.gradient(own, *shard) for own, shard in zip(parameters, shards, strict=True)]
+        pairs = [trainer.gradient(own, *shard) for own, shard in zip(parameters, shards, strict=True)]
         grads = [tree for _, tree in pairs]
-        framework.wait(x for tree in grads for x in tree.values())
+        trainer.wait(x for tree in grads for x in tree.values())
         before = time.perf_counter()
         totals = all_reduce(grads, "sum", devices=devices, cross_device_ops=ops)
-        framework.wait(x for tree in totals for x in tree.values())
+        trainer.wait(x for tree in totals for x in tree.values())
         reduction_s += time.perf_counter() - before
         for replica, total in enumerate(totals):
-            parameters[replica], velocity[replica] = framework.update(
+            parameters[replica], velocity[replica] = trainer.update(
                 parameters[replica], velocity[replica], total, len(batch)
             )
-        loss = math.fsum(float(framework.get(loss)) for loss, _ in pairs)
+        loss = math.fsum(float(trainer.get(loss)) for loss, _ in pairs)
         losses.append(loss / len(batch))
         sums[epoch] += loss
-        tick(f"epoch {epoch + 1:3}  loss {losses[-1]:.4f}")
-    replicas = [{k: framework.get(x) for k, x in own.items()} for own in parameters]
+        advance(f"epoch {epoch + 1:3}  loss {losses[-1]:.4f}")
+    replicas = [{k: trainer.get(x) for k, x in own.items()} for own in parameters]
     total_s = time.perf_counter() - began
     return Run(losses, [loss / len(digits.labels) for loss in sums], reduction_s, total_s, replicas)
 
 
-def bytes_moved(first: dict[str, Numbers], devices: tuple[str, ...], ops: AllReduceCrossDeviceOps) -> int:
-    """Return how many bytes one step's reduction moves between devices, by doing it without elements."""
+def bytes_moved(first: dict[str, NDArray[Any]], devices: tuple[str, ...], ops: AllReduceCrossDeviceOps) -> int:
+    """Return how many bytes one step's reduction moves between devices, as counted by the null engine."""
     null = NullFramework()
     trees = [{k: null.zeros(x.shape, x.dtype.name, device) for k, x in first.items()} for device in devices]
     all_reduce(trees, "sum", devices=devices, cross_device_ops=ops)
     return null.counts.bytes_moved
 
 
-def accuracy(parameters: dict[str, Numbers], images: Numbers, labels: Numbers) -> float:
-    """Return the share of images that the network labels rightly."""
+def accuracy(parameters: dict[str, NDArray[Any]], images: NDArray[Any], labels: NDArray[Any]) -> float:
+    """Return the share of images that the network classifies correctly."""
     hidden = np.maximum(images @ parameters["w1"] + parameters["b1"], 0)
     guesses = (hidden @ parameters["w2"] + parameters["b2"]).argmax(axis=1)
     return float((guesses == labels).mean())
 
 
-def same_bits(replicas: list[dict[str, Numbers]]) -> bool:
-    """Say whether all replicas hold the same parameters, to the bit.
+def same_bits(replicas: list[dict[str, NDArray[Any]]]) -> bool:
+    """Return whether all replicas have the same parameters, to the bit.
 
     >>> same_bits([{"w": np.zeros(2)}, {"w": -np.zeros(2)}])
     False

@@ -1,11 +1,10 @@
-"""The four frameworks behind one face: put an array on a device, get it back, one training step.
+"""Adapters of the four frameworks for ``train`` and ``bench``: copies to and from devices, and one training step.
 
-In: NumPy arrays and device names.  Out: a framework's arrays, and NumPy arrays again. This is the one
-file of the command line that imports a framework, and it does so inside functions only; everything
-else here speaks to ``Trainer``.
+Input: NumPy arrays and device names. Output: a framework's arrays, or NumPy arrays. This module imports frameworks, and
+only inside functions; the rest of the command line uses ``Trainer``. (``bench`` for ranks also imports PyTorch.)
 """
 
-# ruff: noqa: ARG002 - one face: not every framework needs every argument
+# ruff: noqa: ARG002 - one protocol: not every framework needs every argument
 
 from __future__ import annotations
 
@@ -27,24 +26,24 @@ MOMENTUM: Final = 0.9
 
 
 class Trainer(Protocol):
-    """What ``train`` and ``bench`` ask of a framework."""
+    """The operations that ``train`` and ``bench`` require from a framework."""
 
     version: str
 
     def __init__(self, devices: tuple[str, ...]) -> None:
-        """Import the framework and make these devices (canonical names) available."""
+        """Import the framework and create these devices (canonical names)."""
 
     def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
         """Return a copy of an array on a device."""
 
     def get(self, x: Array) -> np.ndarray[Any, Any]:
-        """Return an array's elements in host memory."""
+        """Return an array as a NumPy array."""
 
     def wait(self, xs: Iterable[Array]) -> None:
-        """Return when these arrays are computed."""
+        """Block until these arrays are computed."""
 
     def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
-        """Return the sum of the losses over a shard, which may be empty, and its gradient.
+        """Return the sum of the losses over a shard, which may be empty, and the gradient of the sum.
 
         All arguments are on one device. The model is ``relu(images @ w1 + b1) @ w2 + b2`` with the
         softmax cross entropy.
@@ -57,8 +56,8 @@ class Trainer(Protocol):
         """
 
 
-class NumPy:
-    """NumPy: gradients by hand."""
+class NumPyTrainer:
+    """NumPy: explicit formulas for the gradient."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         self.version = np.__version__
@@ -89,8 +88,8 @@ class NumPy:
         return _momentum(parameters, velocity, total, size)
 
 
-class Torch:
-    """PyTorch: gradients by autograd."""
+class TorchTrainer:
+    """PyTorch: gradients by ``torch.autograd``."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         import torch
@@ -99,7 +98,7 @@ class Torch:
         self.version = torch.__version__
 
     def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
-        if x.dtype.name == "bfloat16":  # NumPy's is ml_dtypes', which torch does not read
+        if x.dtype.name == "bfloat16":  # the NumPy dtype of ml_dtypes, which torch cannot read
             host = self._torch.from_numpy(x.view(np.int16).copy()).view(self._torch.bfloat16)
         else:
             host = self._torch.from_numpy(x.copy())
@@ -131,17 +130,17 @@ class Torch:
         return _momentum(parameters, velocity, total, size)
 
 
-class Jax:
-    """JAX: gradients by ``jax.grad``, jitted."""
+class JaxTrainer:
+    """JAX: gradients by ``jax.value_and_grad`` under ``jax.jit``."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         import jax
 
         self._jax = jax
         self.version = jax.__version__
-        with contextlib.suppress(RuntimeError):  # in use already: require() says if there are too few
+        with contextlib.suppress(RuntimeError):  # JAX runs already: require() raises if devices are missing
             jax.config.update("jax_num_cpu_devices", _cpus(devices))
-        jax.config.update("jax_enable_x64", True)  # else bench's int64 and double would be 32 bits wide
+        jax.config.update("jax_enable_x64", True)  # without it int64 and float64 arrays have 32 bits
         self._gradient = jax.jit(jax.value_and_grad(self._loss))
         self._update = jax.jit(_momentum)
 
@@ -169,7 +168,7 @@ class Jax:
         return parameters, velocity
 
 
-class TensorFlow:
+class TensorFlowTrainer:
     """TensorFlow: gradients by ``tf.GradientTape`` inside ``tf.function``."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
@@ -177,7 +176,7 @@ class TensorFlow:
 
         self._tf = tf
         self.version = tf.__version__
-        with contextlib.suppress(RuntimeError):  # in use already: require() says if there are too few
+        with contextlib.suppress(RuntimeError):  # TensorFlow runs already: require() raises if devices are missing
             tf.config.set_logical_device_configuration(
                 tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * _cpus(devices)
             )
@@ -214,15 +213,20 @@ class TensorFlow:
         return parameters, velocity
 
 
-_CLASSES: Final[dict[str, type[Trainer]]] = {"numpy": NumPy, "torch": Torch, "jax": Jax, "tensorflow": TensorFlow}
+_CLASSES: Final[dict[str, type[Trainer]]] = {
+    "numpy": NumPyTrainer,
+    "torch": TorchTrainer,
+    "jax": JaxTrainer,
+    "tensorflow": TensorFlowTrainer,
+}
 
 
 def load(name: str, devices: tuple[str, ...]) -> Trainer:
-    """Return a framework that can use these devices.
+    """Return the trainer of a framework, which can use these devices.
 
     Raises:
-      BackendError: it is not installed; the message names the extra.
-      DeviceError: one of the devices is not here.
+      BackendError: the framework is not installed; the message names the extra.
+      DeviceError: this machine does not have one of the devices.
     """
     _quiet()
     framework = get(name)
@@ -231,10 +235,10 @@ def load(name: str, devices: tuple[str, ...]) -> Trainer:
     return trainer
 
 
-def seen(name: str) -> str:
-    """Import a framework and say which devices it sees, in words."""
+def available_devices(name: str) -> str:
+    """Import a framework and return its devices as text."""
     _quiet()
-    host = "cpu:k, as many as there are replicas"
+    host = "cpu:k, one for each replica"
     if name == "torch":
         import torch
 
@@ -255,21 +259,21 @@ def seen(name: str) -> str:
 
 
 def _quiet() -> None:
-    """Keep TensorFlow from logging; it reads these when it is imported. The user's own setting wins."""
+    """Disable TensorFlow's log messages by variables that it reads at import, unless the user has set them."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # that it is on is said at every log level (2.21)
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # TensorFlow 2.21 logs at every level if it is on
 
 
 def _cpus(devices: tuple[str, ...]) -> int:
-    """Return how many devices in host memory the highest of these names needs."""
+    """Return how many devices in host memory are needed for the highest of these indices."""
     return 1 + max((parse(device).index for device in devices if parse(device).kind == "cpu"), default=0)
 
 
 def _momentum(parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
-    """Return ``update``'s results; operators are spelled alike in all frameworks."""
+    """Return the results of ``update``; all frameworks support these operators."""
     velocity = {name: MOMENTUM * velocity[name] + total[name] / size for name in parameters}
     return {name: parameters[name] - RATE * velocity[name] for name in parameters}, velocity
 
 
-if __name__ == "__main__":  # crossreduce info asks in a process of its own, so that a crash stays there
-    print(seen(sys.argv[1]))
+if __name__ == "__main__":  # ``crossreduce info`` runs this in a process of its own, which may crash
+    print(available_devices(sys.argv[1]))

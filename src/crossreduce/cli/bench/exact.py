@@ -1,9 +1,8 @@
-"""Inputs whose reduction is known exactly, whatever the order: an element is right or wrong.
+"""Inputs whose reduction is exact in any order of combination, so that each element is either right or wrong.
 
-In: an op, a dtype, a number of devices.  Out: one array a device, and the result. Integers may wrap,
-which is exact; floats hold integers small enough that no order of additions rounds. The values are
-random, so that a lost, doubled, swapped or misplaced contribution shows. (nccl-tests' verifiable/
-has the same aim.)
+Input: an op, a dtype, a number of devices. Output: one array per device, and the result. Integers may wrap, which is
+exact; floats are integers so small that no order of additions rounds. The values are random, so that a lost, doubled,
+swapped or misplaced contribution changes the result. (nccl-tests' verifiable/ has the same purpose.)
 """
 
 from __future__ import annotations
@@ -11,28 +10,27 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..frameworks.numpy import dtype_named
+from ...frameworks.numpy import dtype_named
 
-Numbers = np.ndarray[Any, Any]
-
-# Arrays repeat after so many elements. It is prime, so that a shift by a chunk or a pack does not fit.
+# Arrays repeat this number of elements. It is prime, so an array that is shifted by a chunk or a pack is wrong.
 PERIOD: Final = 65_537
-# Up to so many devices may contribute a factor of 2 to a product; float16 ends at 2**15.
+# The number of devices that may contribute a factor of 2 to a product; the largest power of 2 in float16 is 2**15.
 _DOUBLINGS: Final = 8
-# A mean must be an integer: both of a pair of devices are up to 7 away from one from 8 to 23, on either side.
+# A mean must be an integer: the devices of a pair are up to 7 above and below an integer from 8 to 23.
 _SPREAD: Final = 7
-# What every integer up to is exact in: 2 to the digits of the significand.
+# All integers up to this one are exact: 2 to the number of significand digits.
 _EXACT: Final = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**53}
 
 
-def inputs(op: str, dtype: str, n: int) -> list[Numbers]:
+def inputs(op: str, dtype: str, n: int) -> list[NDArray[Any]]:
     """Return one array of ``PERIOD`` elements for each of ``n`` devices.
 
     Args:
       op: sum, product, min, max or mean.
-      dtype: an integer's or a float's name.
-      n: how many devices.
+      dtype: the name of an integer or floating-point dtype.
+      n: the number of devices.
     """
     rng = np.random.default_rng([n, len(op)])
     kind = dtype_named(dtype)
@@ -54,8 +52,8 @@ def inputs(op: str, dtype: str, n: int) -> list[Numbers]:
     return [rng.integers(-top, top, PERIOD, endpoint=True).astype(kind) for _ in range(n)]
 
 
-def result(op: str, arrays: list[Numbers]) -> Numbers:
-    """Return the reduction of ``inputs``, by a bare loop that shares no code with the library.
+def result(op: str, arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    """Return the reduction of ``inputs``, computed by a loop that shares no code with the library.
 
     >>> arrays = inputs("mean", "int8", 3)
     >>> bool((result("mean", arrays) == sum(x.astype(int) for x in arrays) / 3).all())
@@ -65,22 +63,22 @@ def result(op: str, arrays: list[Numbers]) -> Numbers:
     if op == "mean":
         return np.asarray(sum(x.astype(np.int64) for x in arrays) // len(arrays)).astype(kind)
     wide = kind if kind.kind in "iu" else np.dtype(np.float64)
-    whole = arrays[0].astype(wide)
+    total = arrays[0].astype(wide)
     for x in arrays[1:]:
         y = x.astype(wide)
         if op == "sum":
-            whole = whole + y
+            total = total + y
         elif op == "product":
-            whole = whole * y
+            total = total * y
         else:
-            whole = np.where(x < whole, y, whole) if op == "min" else np.where(x > whole, y, whole)
-    return whole.astype(kind)
+            total = np.where(x < total, y, total) if op == "min" else np.where(x > total, y, total)
+    return total.astype(kind)
 
 
-def wrong(got: Numbers, pattern: Numbers, count: int) -> int:
-    """Return how many of ``count`` elements are not those of the repeated pattern; NaN never is.
+def wrong(got: NDArray[Any], pattern: NDArray[Any], count: int) -> int:
+    """Return how many of ``count`` elements differ from the repeated pattern. NaN always differs.
 
-    A mean of integers may come as a float of any width: the pattern's values are exact in all.
+    The result of a mean of integers may be a float of any width: the pattern's values are exact in all of them.
     """
     if got.shape != (count,):
         return max(count, 1)

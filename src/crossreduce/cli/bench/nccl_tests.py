@@ -1,9 +1,10 @@
-"""The text and the JSON of nccl-tests, which existing parsers read: formats only, no measuring.
+"""The text and JSON formats of nccl-tests, which existing parsers read.
 
-In: a ``Config`` and ``Row``s.  Out: lines and dicts. Columns and keys are those of nccl-tests 2.19.6
-(src/util.cu). What differs: the first line names this library; the in-place columns are N/A (null in
-JSON) where arrays cannot be written (JAX, TensorFlow), for broadcasts, and for ranks' gathers and scatters;
-``env`` is empty, where nccl-tests writes the whole environment, secrets included; keys of our own are added.
+Input: a ``Config`` and ``Row``s. Output: lines and dicts. Columns and keys are those of nccl-tests 2.19.6
+(src/util.cu), with these differences: the first line names this library; the in-place columns are N/A (null in JSON)
+for arrays that cannot be written (JAX, TensorFlow), for broadcasts, and for gathers and scatters of ranks; ``env`` is
+empty, whereas nccl-tests writes all environment variables, secrets included; keys of this library are added. Nothing
+is measured here.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .. import __version__
-from ..devices import parse
+from ... import __version__
+from ...devices import parse
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured; names as in nccl-tests' ``config``, sizes in bytes."""
+    """The settings of a run; names as in the ``config`` of nccl-tests, sizes in bytes."""
 
     framework: str
     framework_version: str
@@ -42,7 +43,14 @@ class Config:
     validation: int
     per_iter_timing: bool
     processes: tuple[tuple[int, str], ...] = ()
-    """The pid and the host of each rank; none where this process drives all devices. Their algorithms are backends."""
+    """The pid and host of each rank, whose ``algorithms`` are backends; empty: this process drives all devices."""
+
+    def sizes(self) -> Iterator[int]:
+        """Yield the sizes in bytes, in nccl-tests' order."""
+        nbytes = self.minimum_bytes
+        while nbytes <= self.maximum_bytes:
+            yield nbytes
+            nbytes = nbytes * self.step_factor if self.step_factor > 1 else nbytes + self.step_bytes
 
     @property
     def program(self) -> str:
@@ -58,14 +66,14 @@ class Config:
 
 
 def busbw_factor(collective: str, ranks: int) -> float:
-    """Return what a collective's algorithm bandwidth is multiplied by, as in nccl-tests' doc/PERFORMANCE.md."""
+    """Return busbw / algbw of a collective, as defined in nccl-tests' doc/PERFORMANCE.md."""
     shared = (ranks - 1) / ranks
     return {"all_reduce": 2 * shared, "all_gather": shared, "reduce_scatter": shared}.get(collective, 1.0)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The calls of one size, out of place or in place. ``nwrong`` is ``None`` where it was not checked."""
+    """The calls of one size, out of place or in place. ``nwrong`` is ``None`` if the elements were not checked."""
 
     size: int
     times_s: tuple[float, ...]
@@ -74,12 +82,12 @@ class Timing:
 
     @property
     def time_us(self) -> float:
-        """The mean time of a call, which is what nccl-tests' time is."""
+        """The mean time of a call, which nccl-tests calls time."""
         return 1e6 * sum(self.times_s) / len(self.times_s)
 
     @property
     def algbw(self) -> float:
-        """Bytes of one replica by time, in GB/s of 1e9."""
+        """Bytes of one replica divided by time, in GB/s (1e9)."""
         return self.size / self.time_us / 1e3
 
     @property
@@ -87,7 +95,7 @@ class Timing:
         return self.algbw * self.busbw_factor
 
     def per_iter(self) -> dict[str, Any]:
-        """Return the statistics over the calls."""
+        """Return statistics of the calls' times."""
         times = np.sort(np.array(self.times_s)) * 1e6
         return {
             "min_us": float(times[0]),
@@ -117,7 +125,7 @@ class Row:
 
     @property
     def timings(self) -> list[Timing]:
-        """Both, or the one there is."""
+        """The timings of both forms, or of the only one."""
         return [self.out_of_place] if self.in_place is None else [self.out_of_place, self.in_place]
 
 
@@ -125,7 +133,7 @@ def header(config: Config) -> list[str]:
     """Return the lines before the tables."""
     step = f"{config.step_factor}(factor)" if config.step_factor > 1 else f"{config.step_bytes}(bytes)"
     lines = [
-        f"# crossreduce version {__version__} engine={config.framework}-{config.framework_version} "
+        f"# crossreduce version {__version__} framework={config.framework}-{config.framework_version} "
         f"transport={config.transport}",
         f"# Collective test starting: {config.program}",
         f"# nThread 1 nGpus {_driven(config)} minBytes {config.minimum_bytes} maxBytes {config.maximum_bytes} "
@@ -148,7 +156,7 @@ def header(config: Config) -> list[str]:
 
 
 def devices(config: Config) -> list[dict[str, Any]]:
-    """Return the devices as nccl-tests' JSON has them; ``device_hex`` is this library's name."""
+    """Return the devices in nccl-tests' keys; ``device_hex`` is this library's name of the device."""
     places = config.processes or [(os.getpid(), socket.gethostname())] * len(config.devices)
     host = "host memory" if config.processes else "host memory (in-process emulation)"
     return [
@@ -166,7 +174,7 @@ def devices(config: Config) -> list[dict[str, Any]]:
 
 
 def table_header(config: Config, algorithm: str) -> list[str]:
-    """Return the lines over the rows of one algorithm, or of one backend of ranks."""
+    """Return the column headers for one algorithm, or for one backend of ranks."""
     sub = ["time", "algbw", "busbw", "#wrong"], ["(us)", "(GB/s)", "(GB/s)", ""]
     left = f"# {'':10}  {'':12}  {'':8}  {'':6}  {'':6}"
     if config.per_iter_timing:
@@ -204,7 +212,7 @@ def _cells(config: Config, timing: Timing | None) -> list[str]:
 
 
 def footer(config: Config, rows: list[Row]) -> list[str]:
-    """Return the lines after the tables; as in nccl-tests, what is out of bounds is counted in timings."""
+    """Return the lines after the tables; like nccl-tests, count the timings that have wrong elements."""
     bad = _bad(rows)
     return [
         f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}",
@@ -215,7 +223,7 @@ def footer(config: Config, rows: list[Row]) -> list[str]:
 
 
 def report(config: Config, rows: list[Row], args: list[str], start_time: str) -> dict[str, Any]:
-    """Return the whole run in nccl-tests' keys, where "true" and "false" are strings, with ours added."""
+    """Return the run in nccl-tests' keys, where "true" and "false" are strings, with this library's keys added."""
     factor = config.step_factor > 1
     return {
         "version": 2,  # of this layout, nccl-tests' JSON_FILE_VERSION
@@ -263,7 +271,7 @@ def results(config: Config, rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def ratios(rows: list[Row], peers: dict[str, list[Row]]) -> list[dict[str, Any]]:
-    """Return for each row the median times of the peers' by its own, in place where there is such a form."""
+    """Return for each row the peers' median times divided by its own, in place if that form was measured."""
 
     def median(row: Row) -> float:
         return float(np.median((row.in_place or row.out_of_place).times_s))
@@ -285,7 +293,7 @@ def ratio_lines(found: list[dict[str, Any]]) -> list[str]:
         return f"# {size:>10}  {root:>6}  " + "  ".join(f"{cell:>8}" for cell in cells)
 
     return [
-        "# Median times of the peers, by crossreduce's: above 1 it is the quicker one",
+        "# Median times of the peers divided by those of crossreduce: above 1 crossreduce is faster",
         line("size", "root", found[0]["by_peer"]),
         *(line(row["size"], row["root"], (f"{ratio:.2f}x" for ratio in row["by_peer"].values())) for row in found),
     ]
@@ -318,7 +326,7 @@ def _timing(timing: Timing) -> dict[str, Any]:
 
 
 def _driven(config: Config) -> int:
-    """Return how many devices a process drives."""
+    """Return the number of devices per process."""
     return 1 if config.processes else len(config.devices)
 
 
@@ -345,7 +353,7 @@ def _bool(value: bool) -> str:
 
 
 def _fit(value: float, width: int) -> str:
-    """Return a number in at most ``width`` characters, as nccl-tests' getFloatStr does.
+    """Return a number in at most ``width`` characters, like getFloatStr of nccl-tests.
 
     >>> [_fit(x, 6) for x in (1.234, 123.456, 1234.56, 123456.7)]
     ['1.23', '123.46', '1234.6', '123457']

@@ -1,0 +1,201 @@
+"""The options of ``crossreduce bench``, which are those of nccl-tests.
+
+Input: options. Output: a ``BenchRequest``, which either the devices of this process or ranks run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from ... import Topology
+from ...errors import ArgumentError
+from ...frameworks import FRAMEWORKS
+from ...planning.bounds import COLLECTIVES
+from ..arguments import MAX_DEVICES, at_least, one_of, read_algorithms, read_device_list, read_machine, read_nbytes
+from . import devices as in_process
+from . import nccl_tests, ranks
+from .request import BenchRequest
+
+OPS: Final = {"sum": "sum", "prod": "product", "min": "min", "max": "max", "avg": "mean"}
+TYPES: Final = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "int": "int32"} | {
+    name: name for name in ("int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "bfloat16")
+}
+
+
+def bench(
+    minbytes: Annotated[str, typer.Option("-b", "--minbytes", help="First size; K, M, G are powers of 1024.")] = "32M",
+    maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", help="Last size.")] = "32M",
+    stepfactor: Annotated[int, typer.Option("-f", "--stepfactor", help="Multiply sizes by this (2 or more).")] = 1,
+    stepbytes: Annotated[str, typer.Option("-i", "--stepbytes", help="Without -f: add this to sizes.")] = "1M",
+    iters: Annotated[int, typer.Option("-n", "--iters", help="Timed calls per size.")] = 20,
+    warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", help="Untimed calls before, at each size.")] = 1,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "-g",
+            "--ngpus",
+            "--devices",
+            help="Number of devices, or their names: cpu:0,cpu:1. Default: the topology's, or 8.",
+        ),
+    ] = None,
+    op: Annotated[str, typer.Option("-o", "--op", help=", ".join(OPS))] = "sum",
+    datatype: Annotated[
+        str, typer.Option("-d", "--datatype", help="half, float, double, bfloat16, int8, uint8, ...; or NumPy's names")
+    ] = "float",
+    root: Annotated[str, typer.Option("-r", "--root", help="Root of reduce and broadcast: a rank, or all.")] = "0",
+    check: Annotated[int, typer.Option("-c", "--check", help="1: check all elements of the results; 0: do not.")] = 1,
+    average: Annotated[
+        int,
+        typer.Option("-a", "--average", help="Time of ranks: 0: rank 0's, 1: average, 2: minimum, 3: maximum."),
+    ] = 1,
+    json: Annotated[Path | None, typer.Option("-J", "--json", help="Write nccl-tests' JSON to this file.")] = None,
+    per_iter_report: Annotated[
+        int, typer.Option("-I", "--per_iter_report", help="1: add columns i_min, i_max, i_p99 and i_cv%.")
+    ] = 0,
+    algorithm: Annotated[
+        str, typer.Option("-A", "--algorithm", "--algo", help="A name, a list, or all: one table each.")
+    ] = "auto",
+    num_packs: Annotated[int, typer.Option(help="Number of packs that the array is cut into; 0: no packing.")] = 1,
+    collective: Annotated[
+        str, typer.Option(help=f"{', '.join(in_process.COLLECTIVES)}; with ranks also all_gather, reduce_scatter.")
+    ] = "all_reduce",
+    framework: Annotated[str, typer.Option(help=", ".join(FRAMEWORKS))] = "numpy",
+    topology: Annotated[
+        str | None,
+        typer.Option(metavar="MACHINE|FILE|this", help="Plan on this topology; its first devices are measured."),
+    ] = None,
+    launch: Annotated[
+        int | None,
+        typer.Option("--launch", metavar="N", help="Start and measure N ranks, one process each. Or use torchrun."),
+    ] = None,
+    peers: Annotated[
+        str, typer.Option(help="With ranks: also measure these backends, and print ratios: gloo, mpi.")
+    ] = "",
+) -> None:
+    """Time a collective and print the table of nccl-tests.
+
+    Time is the mean over the calls, each until its results are ready; the
+    JSON also contains median and p99. In place, results are written over the
+    inputs (out=). This is N/A (null in JSON) for broadcasts, for means of
+    integers, and for JAX and TensorFlow, whose arrays cannot be written.
+
+    Devices in host memory are an emulation, which compares algorithms; their
+    times do not predict those of GPUs.
+
+    With --launch, or under torchrun, each rank is a process, and the backend
+    crossreduce of torch.distributed is measured.
+
+    The exit code is 1 if an element is wrong. The inputs are such that their
+    reduction is exact in any order.
+    """
+    in_ranks = launch is not None or ranks.is_rank()
+    if in_ranks:
+        count = _rank_count(launch, devices, algorithm, num_packs, framework, topology)
+        planned_on, names = None, ("cpu:0",) * count
+        framework = "torch"
+    else:
+        if peers:
+            raise ArgumentError("--peers needs ranks: add --launch N, or start this command with torchrun.")
+        machine = None if topology is None else read_machine(topology)
+        names = read_device_list("--devices", devices or str(8 if machine is None else len(machine.devices)))
+        planned_on = None if machine is None else _renamed(machine, names)
+    low, high = read_nbytes("--minbytes", minbytes), read_nbytes("--maxbytes", maxbytes)
+    if high < at_least(1, "--minbytes", low):
+        raise ArgumentError(f"--maxbytes must be at least --minbytes, but {maxbytes} is less than {minbytes}.")
+    nccl_type = _nccl_type(datatype)
+    op = one_of(OPS, "--op", {long: short for short, long in OPS.items()}.get(op, op))
+    one_of(FRAMEWORKS, "--framework", framework)
+    one_of(COLLECTIVES if in_ranks else in_process.COLLECTIVES, "--collective", collective)
+    one_of("0123", "--average", str(average))
+    at_least(0, "--num-packs", num_packs)
+    roots = _roots(root, collective, len(names))
+    chosen = (ranks.OURS,) if in_ranks else tuple(read_algorithms("--algorithm", algorithm))
+    config = nccl_tests.Config(
+        framework=framework,
+        framework_version="",
+        collective=collective,
+        algorithms=chosen,
+        num_packs=num_packs,
+        devices=names,
+        minimum_bytes=low,
+        maximum_bytes=high,
+        step_bytes=at_least(1, "--stepbytes", read_nbytes("--stepbytes", stepbytes)),
+        step_factor=at_least(1, "--stepfactor", stepfactor),
+        warmup_iters=at_least(0, "--warmup_iters", warmup_iters),
+        iterations=at_least(1, "--iters", iters),
+        validation=at_least(0, "--check", check),
+        per_iter_timing=at_least(0, "--per_iter_report", per_iter_report) > 0,
+    )
+    redop = "none" if collective in ("broadcast", "all_gather") else op
+    request = BenchRequest(
+        config=config,
+        op=OPS.get(redop, "sum"),
+        redop=redop,
+        dtype=TYPES[nccl_type],
+        nccl_type=nccl_type,
+        roots=roots,
+        json=None if json is None else str(json.absolute()),
+        args=tuple(sys.argv),
+        average=average,
+        backends=(ranks.OURS, *_peers(peers)) if in_ranks else (),
+    )
+    code = ranks.measure(request, launch) if in_ranks else in_process.measure(request, planned_on, topology)
+    raise typer.Exit(code)
+
+
+def _rank_count(
+    launch: int | None, devices: str | None, algorithm: str, num_packs: int, framework: str, topology: str | None
+) -> int:
+    """Return the number of ranks, and raise if an option is given that applies to the devices of one process only."""
+    if launch is not None and ranks.is_rank():
+        raise ArgumentError("--launch starts ranks, but this process is a rank already: omit it under torchrun.")
+    given = {
+        "--devices": devices is not None,
+        "--algorithm": algorithm != "auto",
+        "--num-packs": num_packs != 1,
+        "--framework": framework not in ("numpy", "torch"),
+        "--topology": topology is not None,
+    }
+    if any(given.values()):
+        wrong = ", ".join(option for option in given if given[option])
+        raise ArgumentError(f"{wrong}: not with ranks, which are processes with one tensor each in host memory.")
+    count = int(os.environ["WORLD_SIZE"]) if launch is None else at_least(1, "--launch", launch)
+    if count > MAX_DEVICES:
+        raise ArgumentError(f"--launch takes at most {MAX_DEVICES} ranks, not {count}.")
+    return count
+
+
+def _peers(text: str) -> list[str]:
+    """Return the backends of a list, each once."""
+    return list(dict.fromkeys(one_of(ranks.PEERS, "--peers", name.strip()) for name in text.split(",") if name.strip()))
+
+
+def _renamed(topology: Topology, names: tuple[str, ...]) -> Topology:
+    """Return the topology with its first devices renamed to the measured ones, unless it has devices of these names."""
+    if set(names) <= set(topology.devices):
+        return topology
+    if len(names) > len(topology.devices):
+        raise ArgumentError(f"--devices: the topology has {len(topology.devices)} devices, not {len(names)}.")
+    return topology.subset(topology.devices[: len(names)]).renamed(names)
+
+
+def _nccl_type(name: str) -> str:
+    """Return nccl-tests' name of a dtype, which may also be spelled as in NumPy."""
+    short = {"float16": "half", "float32": "float", "float64": "double", "char": "int8", "int": "int32"}
+    return one_of(TYPES, "--datatype", short.get(name, name))
+
+
+def _roots(text: str, collective: str, n: int) -> tuple[int, ...]:
+    """Return the ranks to measure as root; (-1,) for collectives without a root."""
+    if collective not in ("reduce", "broadcast"):
+        return (-1,)
+    if text in ("all", "-1"):
+        return tuple(range(n))
+    if not text.isdecimal() or int(text) >= n:
+        raise ArgumentError(f'--root must be a rank from 0 to {n - 1}, or all, not "{text}".')
+    return (int(text),)

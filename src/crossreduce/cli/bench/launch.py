@@ -1,0 +1,106 @@
+"""Start the ranks of ``crossreduce bench --launch`` on this host, and terminate all of them if one fails.
+
+Input: a command line and the number of ranks. Output: an exit code. The ranks read the environment variables of
+torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import IO, Any, Final
+
+_GRACE_S: Final = 1.0  # after one rank failed, the others of its group have time to report their own errors
+_TERMINATE_S: Final = 3.0
+_PAUSE_S: Final = 0.02
+_SHOWN_NBYTES: Final = 20_000  # of the standard error of the failed rank
+
+
+def launch(command: list[str], count: int) -> int:
+    """Run a command ``count`` times in parallel, as the ranks of one group, and wait for them.
+
+    The standard output of rank 0 is that of this process. Standard error is shown at the end: that of the first rank
+    that failed, else that of rank 0. All ranks have ended when this returns or raises, also after Ctrl-C.
+
+    Returns:
+      0, or the exit code of the first failed rank; 1 if a signal terminated it.
+    """
+    with ExitStack() as stack:
+        # This socket is bound but does not listen: no other process gets the port, and rank 0, which also sets
+        # SO_REUSEADDR, can listen on it.
+        reserved = stack.enter_context(socket.socket())
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+        common["MASTER_PORT"] = str(reserved.getsockname()[1])
+        inherited = {"OMP_NUM_THREADS": "1", **os.environ, **common}  # torchrun's default: ranks share the cores
+        outputs: list[IO[bytes]] = []
+        ranks: list[subprocess.Popen[bytes]] = []
+        stack.callback(terminate, ranks)
+        for rank in range(count):
+            outputs.append(stack.enter_context(tempfile.TemporaryFile()))
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else outputs[rank],
+                    stderr=outputs[rank],
+                    env={**inherited, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
+            )
+        failed = _first_failed(ranks)
+        if failed is not None:
+            deadline = time.monotonic() + _GRACE_S
+            while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+                time.sleep(_PAUSE_S)
+        terminate(ranks)
+        shown = _tail(outputs[failed or 0])
+        if failed is None:
+            sys.stderr.write(shown)
+            return 0
+        code = ranks[failed].returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code != 1 or shown:  # code 1 without output: a checked element is wrong, as the table shows
+            sys.stderr.write(f"{shown}{'' if not shown or shown.endswith(chr(10)) else chr(10)}")
+            sys.stderr.write(f"crossreduce: rank {failed} {how}; the other ranks were terminated.\n")
+        return max(1, code)
+
+
+def terminate(processes: Sequence[subprocess.Popen[Any]], timeout_s: float = _TERMINATE_S) -> None:
+    """Terminate the processes that still run, kill them after ``timeout_s``, and wait for all."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _first_failed(ranks: list[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until a rank fails and return it; ``None``: all ranks succeeded."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        for rank, code in enumerate(codes):
+            if code:
+                return rank
+        if None not in codes:
+            return None
+        time.sleep(_PAUSE_S)
+
+
+def _tail(file: IO[bytes]) -> str:
+    """Return the end of a file as text."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - _SHOWN_NBYTES))
+    return file.read().decode("utf-8", "replace")

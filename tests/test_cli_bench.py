@@ -1,0 +1,277 @@
+"""``crossreduce bench`` for the devices of one process: nccl-tests' table and JSON, sizes, roots, checked results."""
+
+import itertools
+import json
+import os
+import re
+
+import numpy as np
+import pytest
+from command_line import ROW
+
+import crossreduce as cr
+from crossreduce.cli.arguments import read_algorithms
+from crossreduce.cli.bench import exact
+from crossreduce.engines.host import HostExecutable
+from crossreduce.options import ALGORITHMS
+
+DGX = cr.Topology.machine("dgx-1v")
+
+
+def test_bench_prints_the_header_of_nccl_tests(crossreduce):
+    """The output has nccl-tests' header and footer lines, and a line about the emulation."""
+    code, out, _ = crossreduce("bench", "-b", "8", "-e", "32", "-f", "2", "-n", "2", "-g", "2")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0].startswith(
+        f"# crossreduce version {cr.__version__} framework=numpy-{np.__version__} transport=in-process"
+    )
+    assert lines[1] == "# Collective test starting: all_reduce_perf"
+    assert lines[2] == (
+        "# nThread 1 nGpus 2 minBytes 8 maxBytes 32 step: 2(factor) warmup iters: 1 iters: 2 agg iters: 1 "
+        "validation: 1 graph: 0 unalign: 0"
+    )
+    assert "IN-PROCESS EMULATION" in lines[4]
+    assert "NOT GPU NUMBERS" in lines[4]
+    ranks = re.findall(
+        r"^#  Rank +(\d+) Group +0 Pid +(\d+) on +\S+ device +(\d+) \[([^]]+)\] \S.*$", out, re.MULTILINE
+    )
+    assert ranks == [("0", str(os.getpid()), "0", "cpu:0"), ("1", str(os.getpid()), "1", "cpu:1")]
+    start = lines.index("# Using devices") + 6
+    # nccl-tests 2.19.6, src/util.cu, writeResultHeader.
+    expected = """\
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)             (us)  (GB/s)  (GB/s)"""
+    assert [line.rstrip() for line in lines[start - 1 : start + 3]] == expected.splitlines()
+    assert re.fullmatch(
+        r"# Out of bounds values : 0 OK\n# Avg bus bandwidth    : [\d.e-]+ \n#\n"
+        r"# Collective test concluded: all_reduce_perf",
+        "\n".join(lines[-4:]),
+    )
+
+
+def test_bench_rows_parse_and_their_numbers_agree(crossreduce):
+    """Each row has nccl-tests' columns; algbw is size by time and busbw 2 (n-1)/n of it."""
+    code, out, _ = crossreduce("bench", "-b", "64K", "-e", "0.25m", "-f", "2", "-n", "3", "-g", "4", "-d", "float64")
+    rows = [match.groupdict() for match in ROW.finditer(out)]
+    assert code == 0
+    assert [int(row["size"]) for row in rows] == [1 << 16, 1 << 17, 1 << 18]
+    for row in rows:
+        assert (row["type"], row["redop"], row["root"], row["wrong"]) == ("double", "sum", "-1", "0")
+        assert int(row["count"]) * 8 == int(row["size"])
+        assert row["wrong_in"] == "0"
+        for place in ("", "_in"):
+            algbw = int(row["size"]) / float(row["time" + place]) / 1e3
+            # Time is printed to a hundredth or a tenth of a microsecond.
+            assert float(row["algbw" + place]) == pytest.approx(algbw, abs=0.006, rel=0.002)
+            assert float(row["busbw" + place]) == pytest.approx(1.5 * algbw, abs=0.006, rel=0.002)
+    assert not [line for line in out.splitlines() if not line.startswith("#") and not ROW.match(line)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--framework", "jax"), ("--framework", "tensorflow"), ("--collective", "broadcast"), ("-o", "avg", "-d", "int")],
+    ids=" ".join,
+)
+def test_bench_has_no_in_place_form(crossreduce, tmp_path, options, jax_, tensorflow_):
+    """In place is N/A, and null in JSON, for immutable arrays, broadcasts, and results of another dtype."""
+    path = tmp_path / "bench.json"
+    code, out, _ = crossreduce("bench", "-b", "64", "-e", "64", "-n", "1", "-g", "2", "-J", path, *options)
+    assert code == 0
+    assert [m["time_in"] for m in ROW.finditer(out)] == ["N/A"]
+    assert [row["in_place"] for row in json.loads(path.read_text())["results"]] == [None]
+
+
+def test_bench_steps_like_nccl_tests(crossreduce):
+    """Without -f sizes grow by -i; a size is rounded down to a multiple of the element size."""
+    _, out, _ = crossreduce("bench", "-b", "10", "-e", "40", "-i", "10", "-n", "1", "-g", "2", "-w", "0", "-c", "0")
+    assert [(m["size"], m["count"], m["wrong"]) for m in ROW.finditer(out)] == [
+        ("8", "2", "N/A"), ("20", "5", "N/A"), ("28", "7", "N/A"), ("40", "10", "N/A"),
+    ]  # fmt: skip
+    assert "step: 10(bytes)" in out
+
+
+def test_bench_per_iteration_columns(crossreduce):
+    """-I adds min, max, p99 and the coefficient of variation, in nccl-tests' order."""
+    _, out, _ = crossreduce("bench", "-b", "8", "-e", "8", "-n", "5", "-g", "2", "-I", "1")
+    names = next(line.split() for line in out.splitlines() if " i_cv% " in line)
+    measured = ["time", "algbw", "busbw", "#wrong", "i_min", "i_max", "i_p99", "i_cv%"]
+    assert names == ["#", "size", "count", "type", "redop", "root", *measured, *measured]
+    cells = next(line.split() for line in out.splitlines() if not line.startswith("#"))
+    for place in (0, 8):
+        mean, lowest, highest, p99 = (float(cells[k + place]) for k in (5, 9, 10, 11))
+        assert lowest <= mean <= highest == p99
+
+
+def test_bench_json_has_the_keys_of_nccl_tests_and_no_environment(crossreduce, tmp_path, monkeypatch):
+    """The JSON has nccl-tests' keys; env is empty, and no variable's value is anywhere in it."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "fake-5f1d0a-secret")
+    monkeypatch.setenv("NCCL_FAKE_TOKEN", "fake-77c3e9-token")
+    path = tmp_path / "bench.json"
+    code, out, _ = crossreduce(
+        "bench", "-b", "8", "-e", "64", "-f", "8", "-n", "4", "-g", "3", "-A", "ring,direct", "-J", path
+    )
+    text = path.read_text()
+    report = json.loads(text)
+    assert code == 0
+    assert "fake-" not in text + out
+    assert report["env"] == {}
+    assert {
+        "version", "start_time", "args", "env", "nccl_version", "config", "devices", "results", "out_of_bounds",
+        "average_bus_bandwidth", "errors", "end_time",
+    } <= report.keys()  # fmt: skip
+    assert {
+        "nthreads", "ngpus", "minimum_bytes", "maximum_bytes", "step_factor", "warmup_iters", "iterations",
+        "aggregated_iterations", "validation",
+    } <= report["config"].keys()  # fmt: skip
+    assert [device["device_hex"] for device in report["devices"]] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert {"rank", "group", "pid", "hostname", "device", "device_hex", "device_info"} == report["devices"][0].keys()
+    assert [(r["algorithm"], r["size"]) for r in report["results"]] == list(
+        itertools.product(["ring", "direct"], [8, 64])
+    )
+    for row in report["results"]:
+        assert row["in_place"].keys() == row["out_of_place"].keys()
+        assert row["in_place"]["nwrong"] == 0
+        assert len(row["in_place_per_iter"]["times_us"]) == 4
+        assert row["out_of_place"].keys() == {"time", "alg_bw", "bus_bw", "nwrong"}
+        assert row["out_of_place"]["nwrong"] == 0
+        assert (row["count"], row["type"], row["redop"], row["root"]) == (row["size"] // 4, "float", "sum", "-1")
+        stats = row["out_of_place_per_iter"]
+        assert len(stats["times_us"]) == row["actual_iterations"] == 4
+        assert stats["p50_us"] == pytest.approx(np.median(stats["times_us"]))
+        assert stats["min_us"] <= stats["p50_us"] <= stats["p95_us"] <= stats["p99_us"] == stats["max_us"]
+        assert row["out_of_place"]["time"] == pytest.approx(np.mean(stats["times_us"]))
+    assert report["out_of_bounds"] == {"count": 0, "okay": "true"}
+    places = ("out_of_place", "in_place")
+    mean = np.mean([row[place]["bus_bw"] for row in report["results"] for place in places])
+    assert report["average_bus_bandwidth"]["bandwidth"] == pytest.approx(mean)
+
+
+def test_bench_finds_a_wrong_element(crossreduce, tmp_path, monkeypatch):
+    """A wrong element is counted on every destination, also in place; the footer has FAILED, the exit code is 1."""
+    right = HostExecutable.run
+
+    def wrong(self, operands, out):
+        results = right(self, operands, out)
+        for x in results[0]:
+            x[5] += 1
+        return results
+
+    monkeypatch.setattr(HostExecutable, "run", wrong)
+    path = tmp_path / "bench.json"
+    code, out, _ = crossreduce(
+        "bench", "-b", "64", "-e", "128", "-f", "2", "-n", "1", "-g", "4", "-A", "one_device", "-J", path
+    )
+    report = json.loads(path.read_text())
+    assert code == 1
+    assert [(match["wrong"], match["wrong_in"]) for match in ROW.finditer(out)] == [("4", "4")] * 2
+    assert "# Out of bounds values : 4 FAILED" in out
+    assert report["out_of_bounds"] == {"count": 4, "okay": "false"}
+    assert [row[place]["nwrong"] for row in report["results"] for place in ("out_of_place", "in_place")] == [4] * 4
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])
+@pytest.mark.parametrize("datatype", ["int8", "uint8", "int32", "int64", "half", "bfloat16", "float", "double"])
+def test_bench_is_right_for_every_op_and_type(crossreduce, op, datatype):
+    """Every op on every type, by every algorithm, on odd and even numbers of devices, has no wrong element."""
+    for n in (2, 5):
+        code, out, error = crossreduce(
+            "bench", "-b", "600", "-e", "600", "-n", "1", "-w", "0", "-g", n, "-o", op, "-d", datatype, "-A", "all"
+        )
+        assert (code, error) == (0, "")
+        assert [match["wrong"] for match in ROW.finditer(out)] == ["0"] * len(read_algorithms("-A", "all"))
+
+
+@pytest.mark.parametrize("collective", ["reduce", "broadcast"])
+def test_bench_measures_every_root(crossreduce, collective):
+    """reduce and broadcast are measured from every requested root, and their busbw equals their algbw."""
+    line = "bench -b 1M -e 1M -n 1 -g 3 -r all -A auto,ring --collective"
+    code, out, _ = crossreduce(*line.split(), collective)
+    rows = [match.groupdict() for match in ROW.finditer(out)]
+    assert code == 0
+    assert f"# Collective test starting: {collective}_perf" in out
+    assert [row["root"] for row in rows] == ["0", "1", "2"] * 2
+    assert {row["redop"] for row in rows} == {"none" if collective == "broadcast" else "sum"}
+    assert all(row["algbw"] == row["busbw"] and row["wrong"] == "0" for row in rows)
+
+
+@pytest.mark.parametrize("op", ["sum", "product", "min", "max", "mean"])
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("n", [1, 2, 7, 24])
+def test_inputs_are_exact_in_every_order_and_detect_each_loss(op, dtype, n):
+    """Reduced in their dtype in any order, inputs give ``result``; with a lost or doubled one they do not."""
+    arrays = exact.inputs(op, dtype, n)
+    whole = exact.result(op, arrays)
+    combine = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum, "mean": np.add}[op]
+    kind = exact.dtype_named("float32" if op == "mean" else dtype)
+
+    def reduced(xs):
+        total = xs[0].astype(kind)
+        for x in xs[1:]:
+            total = combine(total, x.astype(kind))
+        return total / len(arrays) if op == "mean" else total
+
+    assert {x.dtype for x in arrays} == {whole.dtype} == {exact.dtype_named(dtype)}
+    assert {x.shape for x in arrays} == {(exact.PERIOD,)}
+    for seed in range(4):
+        order = np.random.default_rng(seed).permutation(n)
+        assert (reduced([arrays[k] for k in order]) == whole).all()
+    for k in range(n):
+        if n > 1:
+            assert (reduced(arrays[:k] + arrays[k + 1 :]) != whole).any()
+        if op in ("sum", "product", "mean"):
+            assert (reduced([*arrays, arrays[k]]) != whole).any()
+
+
+def test_all_algorithms_are_all_planners():
+    """ "all" is every algorithm that is a planner, the forest included; auto and nccl only select one."""
+    assert read_algorithms("-A", "all") == [name for name in ALGORITHMS if name not in ("auto", "nccl")]
+    assert "forest" in read_algorithms("-A", "all")
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
+def test_bench_plans_on_a_topology(printed, tmp_path, monkeypatch, collective):
+    """Every algorithm runs on a machine's topology and all of its devices, without a wrong element."""
+    used = set()
+
+    class Ops(cr.AllReduceCrossDeviceOps):
+        def __init__(self, *args, topology):
+            used.add(topology)
+            super().__init__(*args, topology=topology)
+
+    monkeypatch.setattr("crossreduce.cli.bench.devices.AllReduceCrossDeviceOps", Ops)
+    path = tmp_path / "bench.json"
+    small = ["-b", 600, "-e", 600, "-n", 1, "-w", 0, "-A", "all", "--collective", collective, "-J", path]
+    out = printed("bench", "--topology", "ncv4", *small)
+    report = json.loads(path.read_text())
+    assert used == {cr.Topology.machine("ncv4").renamed([f"cpu:{k}" for k in range(4)])}
+    assert "\n# Planned on the topology: ncv4\n" in out
+    assert report["crossreduce"]["topology"] == "ncv4"
+    assert [row["algorithm"] for row in report["results"]] == read_algorithms("-A", "all")
+    assert {row["out_of_place"]["nwrong"] for row in report["results"]} == {0}
+    assert len(report["devices"]) == 4
+
+
+def test_bench_takes_the_first_devices_of_a_topology(printed, crossreduce, tmp_path):
+    """Fewer devices than the topology has are its first ones; more devices, or devices without a path, are rejected."""
+    small = ["bench", "-b", 8, "-e", 8, "-n", 1, "--topology"]
+    assert "device  2 [cpu:2]" in printed(*small, "dgx-1v", "-g", 3)
+    code, out, error = crossreduce(*small, "dgx-1v", "-g", 9)
+    assert (code, out, error) == (2, "", "crossreduce: --devices: the topology has 8 devices, not 9.\n")
+    path = tmp_path / "apart.json"
+    path.write_text(DGX.subset(["cuda:0", "cuda:5"]).to_json())
+    code, _, error = crossreduce(*small, path)
+    assert code == 2
+    assert "needs a way from cpu:0 to cpu:1, and no link leads out of {cpu:0}." in error
+
+
+def test_bench_forwards_through_devices_that_are_not_measured(printed, tmp_path):
+    """If the names are the topology's own, its other devices remain, and data may be forwarded through them."""
+    path = tmp_path / "line.json"
+    line = cr.Topology.mesh(1, 3)
+    path.write_text(cr.Topology(("cpu:0", "cpu:2", "cpu:1"), line.links).to_json())
+    assert "# Out of bounds values : 0 OK" in printed(
+        "bench", "-b", 8, "-e", 8, "-n", 1, "--topology", path, "-g", "cpu:0,cpu:2"
+    )

@@ -1,0 +1,200 @@
+"""``crossreduce topology``: machines, links, bounds, selections and files."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+from command_line import expanded
+
+import crossreduce as cr
+from crossreduce.planning.bounds import COLLECTIVES
+from crossreduce.planning.explain import limited_by
+from crossreduce.topology.machines import machine_names
+
+DGX = cr.Topology.machine("dgx-1v")
+TOPO_M = """\
+\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity
+GPU0\t X \tNV4\tSYS\tSYS\t0-7
+GPU1\tNV4\t X \tSYS\tSYS\t0-7
+GPU2\tSYS\tSYS\t X \tNV4\t8-15
+GPU3\tSYS\tSYS\tNV4\t X \t8-15
+"""
+
+
+def test_machines_are_listed(printed):
+    """Without an argument every machine of the library is listed, with its number of devices and its description."""
+    out = printed("topology")
+    report = json.loads(printed("topology", "--json"))
+    assert report["crossreduce"] == cr.__version__
+    assert [(entry["name"], entry["description"]) for entry in report["machines"]] == list(machine_names())
+    for entry in report["machines"]:
+        assert entry["devices"] == len(cr.Topology.machine(entry["name"]).devices)
+        assert re.search(rf"│ {entry['name']} +│ {entry['devices']} +│ {entry['description'][:30]}", out)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def asymmetric(n):
+    """Return a topology whose links differ from those in the other direction."""
+    rows = [[0 if a == b else (7 * a + 11 * b) % 5 * 2.5 + a for b in range(n)] for a in range(n)]
+    return cr.Topology.from_matrix(rows, [f"cuda:{k}" for k in range(n)])
+
+
+def test_a_topology_is_a_matrix(printed, tmp_path):
+    """Each cell of the matrix is the link from the row's node to the column's; the table has the exact bounds."""
+    path = tmp_path / "a.json"
+    for name, topology in (("dgx-1v", DGX), (path, asymmetric(8))):
+        path.write_text(topology.to_json())
+        lines = printed("topology", name).splitlines()
+        start = lines.index("GB/s of each link, from row to column")
+        assert lines[start + 1].split() == [str(k) for k in range(8)]
+        for k, line in enumerate(lines[start + 2 : start + 10]):
+            number, node, *cells = line.split()
+            assert (number, node) == (str(k), f"cuda:{k}")
+            links = [topology.link(node, f"cuda:{j}") for j in range(8)]
+            assert cells == ["." if link is None else f"{float(link.bandwidth):g}" for link in links]
+        for collective in COLLECTIVES:
+            exact = cr.bound(topology, collective).algbw
+            row = rf"│ {collective} +│ {float(exact):.2f} +│ {exact} +│ (the|every) "
+            assert [line for line in lines if re.match(row, line)]
+        assert max(map(len, lines[1:])) <= 80
+
+
+@pytest.mark.parametrize("line", ["hgx-h100 --hosts 2", "tpu-v4", "gb200-nvl72", "pcie-8 --speeds effective", "a.json"])
+def test_a_large_topology_is_a_list(printed, monkeypatch, tmp_path, line):
+    """If the matrix is too wide, lines list every link with its speed and both ends, and nothing else."""
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.chdir(tmp_path)
+    name, *options = line.split()
+    if name == "a.json":
+        topology = asymmetric(12)
+        Path(name).write_text(topology.to_json())
+    else:
+        speeds = "effective" if "effective" in line else "raw"
+        topology = cr.Topology.machine(name, 2 if "hosts" in line else 1, speeds=speeds)
+    out = printed("topology", name, *options)
+    lines = out[out.index("GB/s of each link\n") :].partition("\n\n")[0].splitlines()[1:]
+    found = set()
+    for where, nodes, to in (re.fullmatch(r"([0-9,-]+) (.+?): (.+)", line).groups() for line in lines):
+        assert [topology.nodes[int(number)] for number in expanded(where)] == expanded(nodes)
+        for part in to.split("; "):
+            speed, _, ends = part.partition(" to ")
+            found |= {(src, dst, speed) for src in expanded(nodes) for dst in expanded(ends)}
+    assert found == {(link.src, link.dst, f"{float(link.bandwidth):.4g}") for link in topology.links}
+
+
+@pytest.mark.parametrize(
+    ("line", "topology"),
+    [
+        ("dgx-1v", DGX),
+        ("DGX-1 --hosts 2 --nics edr-1", cr.Topology.machine("dgx-1v", 2, nics="edr-1")),
+        ("hgx-h100 --in-network", cr.Topology.machine("hgx-h100", in_network=True)),
+        ("mi300x --speeds effective", cr.Topology.machine("mi300x", speeds="effective")),
+        ("dgx-1v --devices 4,cuda:0,GPU:1", DGX.subset(["cuda:4", "cuda:0", "cuda:1"])),
+        (
+            "dgx-1v --devices 2,1,0 --without-link 0-1 --without-link cuda:7,4",
+            DGX.without_link("cuda:0", "cuda:1").subset(["cuda:2", "cuda:1", "cuda:0"]),
+        ),
+        ("pcie-8 --without-link 0-8", cr.Topology.machine("pcie-8").without_link("cuda:0", "plx0")),
+        ("this", cr.Topology.discover()),
+    ],
+)
+def test_the_selection_is_that_of_the_library(printed, line, topology):
+    """The JSON has the topology that the library returns for the same options, its islands, hosts and bounds."""
+    report = json.loads(printed("topology", *line.split(), "--json"))
+    assert cr.Topology.from_json(json.dumps(report["topology"])) == topology
+    assert report["islands"] == [list(island) for island in topology.islands]
+    assert [device for host in report["hosts"].values() for device in host] == list(topology.devices)
+    assert list(report["bounds"]) == list(COLLECTIVES)
+    for collective, entry in report["bounds"].items():
+        if "pcie-8" in line:
+            assert entry["algbw"] is None
+            assert f"{collective} needs a way from cuda:" in entry["error"]
+            continue
+        limit = cr.bound(topology, collective)
+        assert entry["error"] is None
+        assert set(entry["tight_cut"]) == limit.tight_cut
+        if limit.algbw is None:
+            assert (entry["algbw"], entry["limited_by"]) == (None, "nothing has to move")
+        else:
+            assert entry["algbw"] == {"exact": str(limit.algbw), "gb_per_s": float(limit.algbw)}
+            assert entry["limited_by"] == limited_by(limit)
+
+
+def test_numbers_are_positions_in_the_complete_machine(printed):
+    """The output for a part of a machine shows the numbers by which the devices were selected."""
+    out = printed("topology", "dgx-1v", "--devices", "6,2,5")
+    assert re.search(r"^ +6 +2 +5\n6 cuda:6 .*\n2 cuda:2 .*\n5 cuda:5 ", out, re.MULTILINE)
+
+
+def test_a_topology_in_pieces_is_shown(printed):
+    """For a topology in pieces the links are shown, and instead of the bounds the cut that no link leaves."""
+    out = printed("topology", "dgx-1v", "--devices", "0,5")
+    assert "0 cuda:0  . ." in out
+    first, *rest = out[out.index("│ all_reduce ") :].splitlines()
+    cells = [first, *itertools.takewhile(lambda line: line.startswith("│     "), rest)]
+    assert " ".join(line.split("│")[-2].strip() for line in cells) == (
+        "all_reduce needs a way from cuda:0 to cuda:5, and no link leads out of {cuda:0}."
+    )
+
+
+def test_a_topology_can_be_exported_and_loaded(printed, tmp_path):
+    """--export writes the topology's JSON, which every command accepts as FILE."""
+    path = tmp_path / "box.json"
+    printed("topology", "hgx-h100", "--hosts", 2, "--in-network", "--export", path)
+    topology = cr.Topology.load(path)
+    assert topology == cr.Topology.machine("hgx-h100", 2, in_network=True)
+    assert path.read_text() == topology.to_json() + "\n"
+    assert json.loads(printed("topology", path, "--json"))["topology"] == json.loads(path.read_text())
+    planned = printed("plan", path, "--collective", "all_gather", "--devices", "0,1,8,host1/cuda:1")
+    four = topology.subset([topology.devices[k] for k in (0, 1, 8, 9)])
+    assert planned == cr.plan(four, "all_gather").explain() + "\n"
+
+
+def test_a_file_and_a_machine_are_distinguished(printed, crossreduce, tmp_path, monkeypatch):
+    """A name without a suffix is a file unless a machine has this name; a name with a / is always a file."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("wiring", "dgx-1v"):
+        Path(name).write_text(TOPO_M)
+    four = json.loads(cr.Topology.load("wiring").to_json())
+    assert len(four["devices"]) == 4
+    assert json.loads(printed("topology", "wiring", "--json"))["topology"] == four
+    assert json.loads(printed("topology", "./dgx-1v", "--json"))["topology"] == four
+    assert json.loads(printed("topology", "dgx-1v", "--json"))["topology"] == json.loads(DGX.to_json())
+    code, out, error = crossreduce("topology", "wirings")
+    assert (code, out) == (2, "")
+    assert "there is no machine of this name." in error
+
+
+def test_names_are_printed_unchanged(printed, tmp_path, monkeypatch):
+    """Text in a file's name that looks like markup or an emoji of rich is printed unchanged."""
+    monkeypatch.chdir(tmp_path)
+    name = "[red]a:smile:.json"
+    Path(name).write_text(DGX.to_json())
+    assert printed("topology", name).splitlines()[0] == name
+
+
+def test_a_truncated_file_is_rejected(crossreduce, tmp_path):
+    """A topology file that is truncated anywhere is rejected with one error, without a traceback."""
+    for name, text in {"a.json": DGX.to_json()[:-1], "a.txt": TOPO_M[: TOPO_M.rindex("X")]}.items():
+        path = tmp_path / name
+        for end in (*range(0, len(text), len(text) // 8), len(text)):
+            path.write_text(text[:end])
+            for command in ("topology", "plan"):
+                code, out, error = crossreduce(command, path)
+                assert (code, out) == (2, ""), end
+                assert error.startswith(f"crossreduce: {path}: ")
+
+
+def test_a_file_is_replaced_atomically(printed, tmp_path):
+    """A reader that opened the earlier file can still read all of it; a symbolic link remains one."""
+    path, link = tmp_path / "a.bin", tmp_path / "a.svg"
+    path.write_text("earlier")
+    link.symlink_to(path)
+    with path.open() as reader:
+        printed("topology", "dgx-1v", "--picture", link)
+        assert reader.read() == "earlier"
+    assert link.is_symlink()
+    assert path.read_bytes().startswith(b"<?xml")
+    assert sorted(tmp_path.iterdir()) == [path, link]
