@@ -1,23 +1,25 @@
-"""Laws that hold for whatever hypothesis draws: any request, dtype, op, algorithm and packing."""
+"""Laws of the cross-device ops, for any request, dtype, op, algorithm and packing that hypothesis draws."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 import oracle
+import pytest
 import strategies
 from expect import check, check_memory, result_dtype, unchanged
 from frameworks import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running import ENGINES, only
 
 import crossreduce as cr
 
-# JAX compiles anew for each shape, so it gets few; all others any.
+# JAX compiles for each shape, so it gets few shapes; the others get any.
 FEW_SHAPES = st.sampled_from([(), (0,), (5,), (3, 2)])
 
 
 class Call(NamedTuple):
-    """A batch: rows of (op's arrays, destinations), the op's name, and how to reduce."""
+    """A batch: the op's name, rows of (arrays, request), the cross-device ops and the options."""
 
     op: str
     rows: list[tuple[list[np.ndarray[Any, Any]], tuple[str, ...]]]
@@ -26,7 +28,7 @@ class Call(NamedTuple):
 
 
 def dtypes_of(framework):
-    """Every framework has the common ones; NumPy the wider unsigned integers too."""
+    """Return the dtypes of a framework: the common ones; for NumPy also the wider unsigned integers."""
     return strategies.dtypes if framework.name == "numpy" else st.sampled_from(DTYPES)
 
 
@@ -60,9 +62,19 @@ def put(framework, xs, ask):
 
 
 def test_any_batch(framework):
-    """Any batch of any values, to any destinations, by any algorithm and packing, equals the oracle; inputs stay."""
+    """Any batch, destinations, algorithm and packing give the oracle's results, and inputs are not written."""
+    check_any_batch(framework, framework.examples)
 
-    @settings(max_examples=framework.examples)
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "host"])
+def test_any_batch_on_every_engine(numpy_, engine):
+    """The same law holds on every engine of the table; the host engine is the one that NumPy arrays get anyway."""
+    with only(engine):
+        check_any_batch(numpy_, numpy_.examples // 2)
+
+
+def check_any_batch(framework, examples):
+    @settings(max_examples=examples)
     @given(calls(framework, most=5 if framework.name == "jax" else 17))
     def law(call):
         values = [put(framework, xs, ask) for xs, ask in call.rows]
@@ -71,7 +83,7 @@ def test_any_batch(framework):
             for v, (_, ask) in zip(values, call.rows, strict=True)
         ]
         inputs = [x for v in values for x in v]
-        with np.errstate(all="ignore"):  # integers over their whole range overflow, as they may
+        with np.errstate(all="ignore"):  # integers over their whole range overflow
             results = call.ops.batch_reduce(call.op, pairs, call.options)
         for v, (xs, ask), result in zip(values, call.rows, results, strict=True):
             check(framework, result, call.op, xs, ask.destinations, inputs)
@@ -82,7 +94,7 @@ def test_any_batch(framework):
 
 
 def test_reduce_equals_a_batch_of_one(framework):
-    """reduce gives the bits that a batch of this one value gives."""
+    """reduce gives the same bits as a batch of one value."""
 
     @settings(max_examples=framework.examples // 2)
     @given(calls(framework, most=5, rows=1))
@@ -126,7 +138,7 @@ def test_all_frameworks_agree(numpy_, torch_, jax_, tensorflow_):
 
 
 def test_halves_err_by_one_rounding(framework):
-    """A sum or mean of halves is off by float32's accumulated error and one rounding to the half, no more."""
+    """The error of a sum or mean of halves is at most float32's accumulated error and one rounding to the half type."""
 
     @settings(max_examples=framework.examples)
     @given(
@@ -166,7 +178,7 @@ def test_broadcast_then_reduce(framework):
         names = tuple(f"cpu:{k}" for k in range(n))
         ops = cr.AllReduceCrossDeviceOps(algorithm)
         copies = ops.broadcast(framework.array(x), cr.PerReplica([0] * n, names))
-        for op in ("mean", "min", "max"):  # few bits, so that n * x is exact on any way to it
+        for op in ("mean", "min", "max"):  # few bits, so that every partial sum is exact
             for y in ops.reduce(op, copies, copies):
                 assert framework.to_numpy(y).tobytes() == x.tobytes()
         for y in ops.reduce("sum", copies, copies):
@@ -176,7 +188,7 @@ def test_broadcast_then_reduce(framework):
 
 
 def test_gather_undoes_a_split(framework):
-    """Gather of an array that was split along an axis is that array, whatever the cuts."""
+    """Gather of an array that was split along an axis is that array, for any cuts."""
 
     @settings(max_examples=framework.examples // 2)
     @given(st.data())
@@ -197,7 +209,7 @@ def test_gather_undoes_a_split(framework):
 
 
 def test_trees_equal_their_leaves(framework):
-    """all_reduce of a tree gives what reduce gives for each of its leaves."""
+    """all_reduce of a tree gives the results that reduce gives for each of its leaves."""
     leaves = st.tuples(st.sampled_from(["float32", "int32"]), FEW_SHAPES)
     trees = st.recursive(
         leaves,

@@ -1,7 +1,7 @@
-"""A framework that moves nothing and counts everything: what a schedule costs, known without running it.
+"""A framework without elements that counts: the cost of a call, known without running it.
 
-In: ``NullArray``s, which have a shape, a dtype and a device but no elements.  Out: the same, and
-``Counts``. Hand ``NullFramework().zeros(...)`` to any op of this library in place of arrays.
+Input: ``NullArray``s, which have a shape, a dtype and a device but no elements. Output: ``NullArray``s, and ``Counts``.
+Pass ``NullFramework().zeros(...)`` to any op of this library instead of arrays.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .base import Array, Sparse
 
 @dataclass
 class Counts:
-    """What a run did. Copies inside one device are not counted."""
+    """The operations of a run. Copies inside one device are not counted."""
 
     copies: int = 0
-    """How often a chunk went from one device to another."""
+    """The number of transfers of a chunk from one device to another."""
     additions: int = 0
-    """How many elements were combined with another, whatever the op."""
+    """The number of elements that were combined with another element, for any op."""
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """How many bytes went from one device to another, by (src, dst)."""
+    """The bytes that were moved from one device to another, by (src, dst)."""
 
     @property
     def bytes_moved(self) -> int:
-        """The bytes over all pairs of devices."""
+        """The bytes of all pairs of devices."""
         return sum(self.bytes.values())
 
 
@@ -54,7 +54,7 @@ class NullArray:
 
 
 class NullFramework:
-    """The ``Framework`` of ``NullArray``s, with the counts of everything that was done to them.
+    """The ``Framework`` of ``NullArray``s, with the counts of all operations on them.
 
     >>> from crossreduce import HierarchicalCopyAllReduce, PerReplica
     >>> null = NullFramework()
@@ -70,7 +70,7 @@ class NullFramework:
         self.counts = Counts()
 
     def zeros(self, shape: tuple[int, ...], dtype: str, device: str) -> NullArray:
-        """Return an array that this framework counts."""
+        """Return an array whose operations are counted here."""
         return NullArray(tuple(shape), dtype, device, self)
 
     def array(self, value: Any) -> Array | Sparse:
@@ -79,7 +79,7 @@ class NullFramework:
         if isinstance(value, NullArray):
             return value
         raise UnsupportedError(
-            message("the null framework takes its own arrays only.", shown(value), "null.zeros(...)")
+            message("the null framework accepts only its own arrays.", shown(value), "null.zeros(...)")
         )
 
     def spec(self, x: Array) -> TensorSpec:
@@ -89,7 +89,7 @@ class NullFramework:
         return None
 
     def require(self, devices: tuple[str, ...]) -> None:
-        pass  # every device exists where nothing does
+        pass  # every device exists
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
         result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
