@@ -1,8 +1,9 @@
-"""Builds the compiled kernels. Where that fails, the package installs without them and computes in NumPy."""
+"""Build the compiled kernels. If that fails, the package is installed without them and computes in NumPy."""
 
 import platform
 import sys
 import sysconfig
+from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
@@ -11,7 +12,7 @@ from setuptools.errors import CompileError
 
 X86 = platform.machine().lower() in ("x86_64", "amd64") and sys.platform != "darwin"
 NATIVE = "src/crossreduce/kernels/native"
-# Contraction would round a * b + c once, and results would depend on the compiler.
+# With contraction, a * b + c would be rounded once, and results would depend on the compiler.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 SETS = {
     "baseline": [],
@@ -21,22 +22,22 @@ SETS = {
 
 
 class Build(build_ext):
-    """Compiles the kernels' tiles once for each instruction set."""
+    """Compiles the passes of the kernels once for each instruction set."""
 
     def build_extension(self, ext):
         if ext.name.endswith("kernels._native"):
             for name, flags in SETS.items():
-                ext.extra_objects += self.tiles(f"{NATIVE}/tiles_{name}.cpp", flags if X86 else [], ext.depends)
+                ext.extra_objects += self.passes(f"{NATIVE}/isa_{name}.cpp", flags if X86 else [], ext.depends)
         super().build_extension(ext)
 
-    def tiles(self, source, flags, depends):
+    def passes(self, source, flags, depends):
         options = {"output_dir": self.build_temp, "include_dirs": [NATIVE], "depends": depends}
         try:
             return self.compiler.compile([source], extra_postargs=FLAGS + flags, **options)
         except CompileError:
             if not flags:
                 raise
-            # A compiler that does not know the set: its file then compiles to nothing.
+            # The compiler does not support the instruction set; without the flags, its file defines a null pointer.
             return self.compiler.compile([source], extra_postargs=FLAGS, **options)
 
 
@@ -55,18 +56,15 @@ def extension(name, sources, **options):
 
 kernels = extension(
     "kernels._native",
-    [f"{NATIVE}/{name}.cpp" for name in ("module", "arena_face", "arena", "engine", "pool", "memory")],
-    depends=[
-        f"{NATIVE}/{name}"
-        for name in ("tiles.hpp", "tiles.inc", "engine.hpp", "pool.hpp", "memory.hpp", "arena.hpp", "face.hpp")
-    ],
+    [str(path) for path in sorted(Path(NATIVE).glob("*.cpp")) if not path.name.startswith("isa_")],
+    depends=[str(path) for suffix in ("hpp", "inc") for path in sorted(Path(NATIVE).glob(f"*.{suffix}"))],
 )
 arrays = extension(
     "frameworks._numpy_arrays",
     ["src/crossreduce/frameworks/native/numpy_arrays.cpp"],
     include_dirs=[numpy.get_include()],
 )
-free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # the stable ABI has no such builds yet
+free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # the stable ABI does not support these builds yet
 setup(
     cmdclass={"build_ext": Build},
     ext_modules=[] if free_threaded else [kernels, arrays],

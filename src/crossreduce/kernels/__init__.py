@@ -1,9 +1,9 @@
 """Kernels for host memory: compiled ones, and the same functions in NumPy as fallback and oracle.
 
-Input: fused programs (what is combined with what, in which order), element ranges, and arrays as buffers or
+Input: fused programs (which operands are combined, in which order), element ranges, and arrays as buffers or
 addresses. Output: filled results. A ``Kernel`` reads every source once and writes every result once, a cache line at
-a time, however many steps a program has; tensors stay where they are in memory. There are no schedules, devices or
-frameworks here.
+a time, regardless of the number of steps in a program; tensors stay where they are in memory. This package does not
+use schedules, devices or frameworks.
 
 The compiled kernels choose their instruction set when they are loaded: ``avx512``, ``avx2`` or ``baseline``. Two
 environment variables override the defaults: ``CROSSREDUCE_KERNELS`` names an instruction set, or ``numpy``;
@@ -34,10 +34,10 @@ THREADED_BYTES: Final = 1 << 20
 
 
 class FusedProgram(NamedTuple):
-    """What is computed for each element.
+    """The computation of each element.
 
     An operand is a source, ``0, 1, ...``, or a slot, ``~0, ~1, ...``, which stores an intermediate value. ``folds``
-    run in order: ``(slot, *operands)`` combines the operands, left to right, in the accumulator's dtype, and leaves
+    run in order: ``(slot, *operands)`` combines the operands, left to right, in the accumulator's dtype, and stores
     the value in the slot; that slot may be the first operand, but no other. ``results`` lists the operand that each
     result is.
     """
@@ -131,8 +131,8 @@ def compile_kernel(
       sources: the number of sources of each tensor.
       results: the number of results of each tensor.
       sizes: of the tensors, in elements.
-      programs: what is computed.
-      segments: where. Elements outside all segments are not written.
+      programs: the computations.
+      segments: the elements that each program computes. Elements outside all segments are not written.
 
     >>> import numpy as np
     >>> mean = compile_kernel("sum", ("float16", "float32", "float16"), 2, 2, 1, (2,),
@@ -187,7 +187,7 @@ def memory(nbytes: int) -> Any:
 
 
 def usage() -> dict[str, int]:
-    """Return the bytes of ``memory`` in use (``live``), pooled (``pooled``), and the most ever in use (``peak``).
+    """Return the bytes of ``memory`` in use (``live``), in the pool (``pooled``), and the most ever in use (``peak``).
 
     ``live`` and ``pooled`` together never exceed ``peak``.
     """
@@ -205,7 +205,7 @@ def threads() -> int:
     """Return the number of threads of one reduction.
 
     This is ``CROSSREDUCE_NUM_THREADS``; else the number of CPUs that the process may use, but at most
-    ``OMP_NUM_THREADS`` (of a list the first; values that OpenMP would not read are ignored).
+    ``OMP_NUM_THREADS`` (of a list the first; values that OpenMP would reject are ignored).
 
     Raises:
       ArgumentError: ``CROSSREDUCE_NUM_THREADS`` is not an integer from 1 to 4096.

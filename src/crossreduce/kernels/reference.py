@@ -1,6 +1,7 @@
-"""The kernels in NumPy: what runs where none were compiled, and what the compiled ones must equal bit for bit.
+"""The kernels in NumPy: the fallback where the extension was not built, and the oracle of the compiled kernels.
 
-In and out as in ``crossreduce.kernels``. One tile after another goes through the whole program, on one thread.
+Input and output are those of ``crossreduce.kernels``, and the results are equal bit for bit. One thread runs the whole
+program on one tile after another.
 """
 
 from __future__ import annotations
@@ -15,30 +16,30 @@ import numpy as np
 
 from . import find_overlap
 
-# The elements in a tile: intermediate values stay in the second-level cache, and a call's cost is spread out.
+# The elements of a tile: intermediate values fit the second-level cache, and the cost of a call is small per element.
 _TILE: Final = 1 << 15
 _HALVES: Final = ("float16", "bfloat16")
 
 
 @lru_cache(maxsize=256)
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name, NumPy's or bfloat16."""
+    """Return the dtype with this name: one of NumPy's, or bfloat16."""
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-def _least(a: Any, b: Any) -> Any:
+def _minimum(a: Any, b: Any) -> Any:
     return np.where((a <= b) | (a != a), a, b)
 
 
-def _greatest(a: Any, b: Any) -> Any:
+def _maximum(a: Any, b: Any) -> Any:
     return np.where((a >= b) | (a != a), a, b)
 
 
 def _first_nan(ufunc: np.ufunc, a: Any, b: Any) -> Any:
-    """Return ``ufunc(a, b)``; of two NaNs the first one's payload, which NumPy's last few elements may not keep."""
+    """Return ``ufunc(a, b)``, with the payload of the first of two NaNs; NumPy may return the second's."""
     out = ufunc(a, b)
     if out.dtype.kind == "f" and (out != out).any():
-        out = np.where(a != a, a + a.dtype.type(0), out)  # the addition makes it quiet
+        out = np.where(a != a, a + a.dtype.type(0), out)  # the addition makes the NaN quiet
     return out
 
 
@@ -49,7 +50,7 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def _product(a: Any, b: Any) -> Any:
-    """Multiply; complex numbers by four real products, each rounded."""
+    """Return the product; that of complex numbers from four real products, each rounded."""
     if a.dtype.kind != "c":
         return _first_nan(np.multiply, a, b)
     out = np.empty(a.shape, a.dtype)
@@ -62,8 +63,8 @@ def _product(a: Any, b: Any) -> Any:
 
 _OPS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "sum": _sum,
-    "min": _least,
-    "max": _greatest,
+    "min": _minimum,
+    "max": _maximum,
     "product": _product,
 }
 
@@ -75,24 +76,24 @@ def _divided(x: Any, divisor: int) -> Any:
 
 
 def _rounded(x: Any, dtype: np.dtype[Any]) -> Any:
-    """Return ``x`` in another dtype, rounded once, also where NumPy would go from float64 by way of float32."""
+    """Return ``x`` in another dtype, rounded once; NumPy would round float64 to float32 and then to a half dtype."""
     if x.dtype == np.float64 and dtype.name in _HALVES:
         single = x.astype(np.float32)
         wide = single.astype(np.float64)
         even = (single.view(np.uint32) & 1) == 0
-        # Rounded to odd, the float32 tells the second rounding that something was cut off.
+        # The float32 is rounded to odd: its last bit then records for the second rounding that bits were cut off.
         towards = np.where(wide > x, np.float32(-np.inf), np.float32(np.inf))
         single = np.where((wide != x) & (x == x) & even, np.nextafter(single, towards), single)
         x = single
     out = x.astype(dtype)
     if dtype == np.float16:
         bits = out.view(np.uint16)
-        bits[(bits & 0x7FFF) > 0x7C00] |= 0x200  # quiet, which NumPy leaves a NaN that nothing was done to
+        bits[(bits & 0x7FFF) > 0x7C00] |= 0x200  # make NaNs quiet
     return out
 
 
 def _array(operand: Any, dtype: np.dtype[Any], size: int) -> Any:
-    """Return what an operand stands for as a NumPy array."""
+    """Return an operand of ``Kernel.run`` as a NumPy array."""
     if isinstance(operand, int):
         operand = (operand, (size,), (dtype.itemsize,))
     if isinstance(operand, tuple):
@@ -130,7 +131,7 @@ class ReferenceKernel:
         self._combine = _OPS[op]
         self._dtypes = dtype_named(dtype), dtype_named(accumulator), dtype_named(result)
         self._divisor = divisor
-        # Bytes that nothing is done to are copied as they are, NaNs and all.
+        # Copies keep every bit, also that of a signaling NaN.
         self._copies = divisor == 1 and dtype == result and not any(folds for _, folds, _ in programs)
         self._sizes, self._programs, self._segments = tuple(sizes), tuple(programs), tuple(segments)
 
@@ -144,10 +145,10 @@ class ReferenceKernel:
     ) -> tuple[int, int] | None:
         """See ``crossreduce.kernels.Kernel``."""
         dtype, _, result = self._dtypes
-        ins = [self._views(given, dtype, size) for given, size in zip(sources, self._sizes, strict=True)]
+        ins = [self._views(row, dtype, size) for row, size in zip(sources, self._sizes, strict=True)]
         outs = [
-            [x.reshape(-1) for x in self._views(given, result, size)]
-            for given, size in zip(results, self._sizes, strict=True)
+            [x.reshape(-1) for x in self._views(row, result, size)]
+            for row, size in zip(results, self._sizes, strict=True)
         ]
         if check_overlap and (found := _overlap(ins, outs)) is not None:
             return found
@@ -186,17 +187,17 @@ class ReferenceKernel:
                 value = _divided(value, self._divisor)
             finished[operand] = value if value.dtype == result else _rounded(value, result)
             if len(set(wanted)) > 1:
-                finished[operand] = finished[operand].copy()  # it may be a source's own memory, and another result's
+                finished[operand] = finished[operand].copy()  # a view of a source that another result overwrites
         for out, operand in zip(outs, wanted, strict=True):
             out[start:stop] = finished[operand]
 
 
 def _overlap(ins: list[list[Any]], outs: list[list[Any]]) -> tuple[int, int] | None:
-    """Return the first result that shares memory with another one, or with a source other than by being it.
+    """Return a result that shares memory with another result, or with a source unless it is that source.
 
-    As in the compiled kernels, an array takes all the memory from its first byte to its last.
+    As in the compiled kernels, an array occupies all the memory from its first byte to its last.
     """
-    extents: list[tuple[int, int, int, int]] = []  # start, stop, tensor, and which result, or -1
+    extents: list[tuple[int, int, int, int]] = []  # start, stop, tensor; result, or -1 for a source
     for tensor, (sources, results) in enumerate(zip(ins, outs, strict=True)):
         own = [np.lib.array_utils.byte_bounds(x) for x in results]
         extents.extend((*bounds, tensor, number) for number, bounds in enumerate(own))

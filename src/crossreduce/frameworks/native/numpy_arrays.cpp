@@ -1,4 +1,4 @@
-// What the NumPy backend asks of every array of a batch, without a Python object for each answer.
+// Two functions that run for every tensor of a batch of NumPy arrays, without a Python object per array and property.
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -14,7 +14,6 @@ PyArrayObject *exact(PyObject *object) {
     return PyArray_CheckExact(object) ? reinterpret_cast<PyArrayObject *>(object) : nullptr;
 }
 
-// uniform(values: tuple) -> (shape, dtype), or None
 PyObject *uniform(PyObject *, PyObject *values) {
     const Py_ssize_t count = PyTuple_Size(values);
     if (count < 0) return nullptr;
@@ -36,21 +35,20 @@ PyObject *uniform(PyObject *, PyObject *values) {
     return shape == nullptr ? nullptr : Py_BuildValue("(NO)", shape, reinterpret_cast<PyObject *>(PyArray_DESCR(first)));
 }
 
-// empty(shape: tuple, dtype, count) -> list of that many new arrays
 PyObject *empty(PyObject *, PyObject *args) {
     PyObject *shape, *dtype;
     Py_ssize_t count;
     if (!PyArg_ParseTuple(args, "O!O!n", &PyTuple_Type, &shape, &PyArrayDescr_Type, &dtype, &count)) return nullptr;
     npy_intp sizes[NPY_MAXDIMS];
     const Py_ssize_t ndim = PyTuple_Size(shape);
-    if (ndim > NPY_MAXDIMS) return PyErr_Format(PyExc_ValueError, "%zd axes are too many", ndim);
+    if (ndim > NPY_MAXDIMS) return PyErr_Format(PyExc_ValueError, "an array cannot have %zd axes", ndim);
     for (Py_ssize_t axis = 0; axis < ndim; axis++) {
         sizes[axis] = PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
         if (sizes[axis] == -1 && PyErr_Occurred()) return nullptr;
     }
     PyObject *made = PyList_New(count);
     for (Py_ssize_t k = 0; made != nullptr && k < count; k++) {
-        Py_INCREF(dtype); // which NewFromDescr takes over
+        Py_INCREF(dtype); // NewFromDescr steals a reference
         PyObject *array = PyArray_NewFromDescr(&PyArray_Type, reinterpret_cast<PyArray_Descr *>(dtype),
                                                static_cast<int>(ndim), sizes, nullptr, nullptr, 0, nullptr);
         if (array == nullptr || PyList_SetItem(made, k, array) < 0) Py_CLEAR(made);
@@ -60,16 +58,17 @@ PyObject *empty(PyObject *, PyObject *args) {
 
 PyMethodDef functions[] = {
     {"uniform", uniform, METH_O,
-     "uniform(values): the shape and dtype of a tuple of arrays that all have the same, in native byte order; or None."},
-    {"empty", empty, METH_VARARGS, "empty(shape, dtype, count): a list of new arrays."},
+     "uniform(values): return the shape and dtype that all arrays of a tuple have, or None. None also if a value is not "
+     "exactly a NumPy array in native byte order."},
+    {"empty", empty, METH_VARARGS, "empty(shape, dtype, count): return a list of `count` new arrays."},
     {nullptr, nullptr, 0, nullptr}};
 
 int fill(PyObject *) { return PyArray_ImportNumPyAPI(); }
 
 PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, {0, nullptr}};
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_numpy_arrays", "See crossreduce.backends.numpy.", 0, functions, slots, nullptr, nullptr,
-    nullptr};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_numpy_arrays",
+                          "See crossreduce.frameworks.numpy and crossreduce.engines.host.numpy.", 0, functions, slots,
+                          nullptr, nullptr, nullptr};
 
 } // namespace
 

@@ -1,4 +1,4 @@
-// What the files of the Python face share. Only the stable ABI of Python 3.11 is used.
+// Helpers of the Python bindings. They use only the stable ABI of Python 3.11.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -9,20 +9,19 @@
 #include <string>
 #include <vector>
 
-#include "engine.hpp"
+#include "kernel.hpp"
 
-struct PlanObject {
-    PyObject_HEAD
-    Plan *plan;
-};
+// Add the class Kernel; RankProgram and SharedMemory. Returns -1 with an error set if that fails.
+int add_kernel(PyObject *module);
+int add_shared_memory(PyObject *module);
 
-// What a Plan object holds, or null with an error set.
-const Plan *plan_of(PyObject *object);
+// Return the kernel of a Kernel object, or null with an error set.
+const Kernel *kernel_of(PyObject *object);
 
-// Add the classes Course and Arena to the module.
-int add_arena(PyObject *module);
+// Return the functions of an instruction set, or null if this build or this machine does not support it.
+const InstructionSet *instruction_set(const char *name);
 
-// A new reference to a sequence's element, or null with an error set.
+// Return a new reference to an element of a sequence, or null with an error set.
 inline PyObject *item(PyObject *sequence, Py_ssize_t k) {
     if (!PyType_HasFeature(Py_TYPE(sequence), Py_TPFLAGS_LIST_SUBCLASS)) return PySequence_GetItem(sequence, k);
     PyObject *found = PyList_GetItem(sequence, k);
@@ -30,16 +29,22 @@ inline PyObject *item(PyObject *sequence, Py_ssize_t k) {
     return found;
 }
 
-// A new object, zeroed but for its head, or null with an error set.
-template <class Object> Object *allocated(PyTypeObject *type) {
+// Return a new object, zero except for its header, or null with an error set.
+template <class Object> Object *allocate(PyTypeObject *type) {
     return reinterpret_cast<Object *>(reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0));
 }
 
-// Free an object whose own parts are gone already.
-inline void release(PyObject *object) {
+// Free the memory of an object whose members are already destroyed.
+inline void free_object(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
+}
+
+// Set a ValueError and return false.
+inline bool value_error(const char *text) {
+    PyErr_SetString(PyExc_ValueError, text);
+    return false;
 }
 
 struct Ref { // owns one reference
@@ -60,10 +65,8 @@ template <class Int> bool read_ints(PyObject *sequence, std::vector<Int> &to) {
         if (!one) return false;
         long long value = PyLong_AsLongLong(one.object);
         if (value == -1 && PyErr_Occurred()) return false;
-        if (value < std::numeric_limits<Int>::min() || value > std::numeric_limits<Int>::max()) {
-            PyErr_SetString(PyExc_ValueError, "a number is out of range");
-            return false;
-        }
+        if (value < std::numeric_limits<Int>::min() || value > std::numeric_limits<Int>::max())
+            return value_error("an integer is out of range");
         to.push_back(static_cast<Int>(value));
     }
     return true;

@@ -1,0 +1,64 @@
+// The functions that are compiled once for each instruction set: passes over the data, and conversions of dtypes.
+//
+// A pass runs a fused program on a few cache lines of the results at a time. It reads the sources, combines them in
+// registers and writes all results, so that reading and writing overlap. Whole lines can be written with streaming
+// stores; the processor then does not read the lines before they are overwritten. Operands are combined in the listed
+// order, left to right. If several terms of a sum are NaN, the result has the first one's payload. The minimum or
+// maximum of equal numbers (0 and -0) is the first of them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+enum DType { BOOL, I8, I16, I32, I64, U8, U16, U32, U64, F16, BF16, F32, F64, C64, C128, DTYPES };
+constexpr size_t ITEMSIZES[DTYPES] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16}; // bytes
+enum Op { SUM, MIN, MAX, PRODUCT, OPS };
+
+// The location of an operand: unit i is at base + i * stride. A unit is an element, or a real or imaginary part of one.
+struct Location {
+    const char *base;
+    size_t stride;       // 0: the operand is a buffer of MAX_LINES lines that every iteration reuses
+    bool is_accumulator; // of the accumulator's dtype, also if the sources are of a half dtype
+};
+struct PassFold { // combines the operands; stores the value in the accumulator's dtype, unless `out` is null
+    const Location *operands;
+    size_t count;
+    char *out;
+    size_t out_stride;
+};
+struct Target { // memory of a result
+    char *data;
+    bool streaming; // write with streaming stores; every line must then be aligned
+};
+struct Output { // a value and the results that it is written to
+    Location from;
+    bool is_last_fold; // the value is the last fold's, in registers, and `from` is not used
+    const Target *targets;
+    size_t count;
+};
+struct Pass {
+    const PassFold *folds;
+    size_t fold_count;
+    const Output *outputs;
+    size_t output_count;
+    double divisor; // of the results; 1: no division
+};
+
+constexpr size_t LINE = 64;     // bytes of a cache line; a pass writes whole lines
+constexpr size_t MAX_LINES = 4; // lines of results in one iteration of a pass
+
+// Run a pass on the units start..stop, which are whole lines of the results.
+using PassFunction = void (*)(const Pass &pass, size_t start, size_t stop);
+using Convert = void (*)(void *dst, const void *src, size_t size);
+
+struct InstructionSet {
+    const char *name;
+    PassFunction same[OPS][DTYPES];  // sources, accumulator and results of one dtype; null: the op is not defined
+    PassFunction half[OPS][2];       // sources and results F16 or BF16, accumulator F32; sums and products only
+    PassFunction pairs[OPS];         // faster than `half` for BF16, but only if all intermediate values have stride 0
+    Convert convert[DTYPES][DTYPES]; // [from][to], any size; null: never needed
+};
+
+extern const InstructionSet isa_baseline;
+extern const InstructionSet *const isa_avx2; // null if the compiler does not support the instruction set
+extern const InstructionSet *const isa_avx512;

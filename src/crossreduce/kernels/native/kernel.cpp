@@ -1,0 +1,450 @@
+#include "kernel.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "thread_pool.hpp"
+
+namespace {
+
+// A pass reads at most this many sources. A fold of more sources runs tile by tile, in several passes.
+constexpr size_t MAX_PASS_SOURCES = 8;
+// Programs with more operands than this, slots included, also run tile by tile.
+constexpr size_t MAX_LINE_OPERANDS = 32;
+// With at least this many lines, a pass starts at a line boundary of the first result.
+constexpr size_t MIN_LINES_TO_ALIGN = 16;
+// The bytes of the accumulator's dtype in a tile.
+constexpr size_t TILE_NBYTES = 4096;
+// The bytes of a replica that a thread takes at a time. The start of a share costs cache and TLB misses (1 MiB is 5 to
+// 20 % faster than 128 KiB), but every thread needs work until the end.
+constexpr int64_t MAX_SHARE = 1 << 20, MIN_SHARE = 1 << 14, SHARES_PER_THREAD = 8;
+// Programs with many slots use smaller tiles, so that the working memory of a thread stays below this.
+constexpr size_t MAX_SCRATCH = 512 * 1024;
+
+bool is_complex(DType dtype) { return dtype == C64 || dtype == C128; }
+bool is_half(DType dtype) { return dtype == F16 || dtype == BF16; }
+
+// Allocates from a thread's working memory. Copies of an allocator start at the same position.
+struct Scratch {
+    char *next;
+    template <class T> T *take(size_t count) {
+        char *at = next;
+        next += (count * sizeof(T) + LINE - 1) / LINE * LINE;
+        return reinterpret_cast<T *>(at);
+    }
+};
+
+// The pass function of a kernel and the formats that it reads and writes.
+struct Format {
+    PassFunction function;
+    size_t line;                           // units in a line of the results
+    size_t units;                          // per element: 2 if complex
+    size_t in, acc, out;                   // bytes of a unit of the sources, accumulator and results
+    bool convert_sources, convert_results; // tile by tile, before and after the pass
+};
+
+struct Run { // one run of a kernel
+    const Kernel &kernel;
+    const std::vector<Source> &sources;
+    const std::vector<char *> &results;
+    bool streaming, by_line;
+    Format format;
+    int64_t tile, share;           // elements
+    std::vector<long> first_share; // the first share of each segment, and the total
+};
+
+Format format_of(const Kernel &kernel) {
+    const InstructionSet &isa = *kernel.isa;
+    const size_t units = is_complex(kernel.accumulator) ? 2 : 1, acc = ITEMSIZES[kernel.accumulator] / units;
+    if (is_half(kernel.dtype) && kernel.accumulator == F32 && kernel.result == kernel.dtype)
+        return {isa.half[kernel.op][kernel.dtype == BF16], LINE / 2, 1, 2, 4, 2, false, false};
+    const bool before = kernel.dtype != kernel.accumulator, after = kernel.accumulator != kernel.result;
+    return {isa.same[kernel.op][kernel.accumulator], LINE / acc, units, acc, acc, acc, before, after};
+}
+
+// Copy elements start..stop, counted in C order, of a strided array.
+void gather(char *to, const Source &from, int64_t start, int64_t stop, size_t itemsize) {
+    const Strided &s = *from.strided;
+    int64_t index[MAX_AXES], rest = start;
+    const char *at = from.data;
+    for (int axis = s.axes - 1; axis >= 0; axis--) {
+        index[axis] = rest % s.shape[axis];
+        rest /= s.shape[axis];
+        at += index[axis] * s.strides[axis];
+    }
+    const int last = s.axes - 1;
+    while (start < stop) {
+        const int64_t count = std::min(stop - start, s.shape[last] - index[last]), stride = s.strides[last];
+        auto copy_each = [&](auto size) {
+            for (int64_t i = 0; i < count; i++)
+                std::memcpy(to + static_cast<size_t>(i) * size, at + i * stride, size);
+        };
+        if (stride == static_cast<int64_t>(itemsize)) std::memcpy(to, at, static_cast<size_t>(count) * itemsize);
+        else if (itemsize == 1) copy_each(std::integral_constant<size_t, 1>{}); // constant sizes become single moves
+        else if (itemsize == 2) copy_each(std::integral_constant<size_t, 2>{});
+        else if (itemsize == 4) copy_each(std::integral_constant<size_t, 4>{});
+        else if (itemsize == 8) copy_each(std::integral_constant<size_t, 8>{});
+        else copy_each(std::integral_constant<size_t, 16>{});
+        to += static_cast<size_t>(count) * itemsize;
+        start += count;
+        at += count * stride;
+        index[last] += count;
+        for (int axis = last; axis > 0 && index[axis] == s.shape[axis]; axis--) {
+            at += s.strides[axis - 1] - s.strides[axis] * s.shape[axis];
+            index[axis] = 0;
+            index[axis - 1]++;
+        }
+    }
+}
+
+// Run a pass on less than a line, on copies of the operands that are padded to a line.
+void run_partial_line(const Pass &pass, const Format &f, size_t start, size_t count, Scratch scratch) {
+    PassFold *folds = scratch.take<PassFold>(pass.fold_count);
+    Output *outputs = scratch.take<Output>(pass.output_count);
+    auto padded = [&](const Location &from) {
+        if (from.stride == 0) return from;
+        char *copy = scratch.take<char>(2 * LINE);
+        std::memcpy(copy, from.base + start * from.stride, count * from.stride);
+        std::memset(copy + count * from.stride, 0, (f.line - count) * from.stride);
+        return Location{copy, from.stride, from.is_accumulator};
+    };
+    for (size_t k = 0; k < pass.fold_count; k++) {
+        const PassFold &fold = pass.folds[k];
+        Location *operands = scratch.take<Location>(fold.count);
+        for (size_t j = 0; j < fold.count; j++) operands[j] = padded(fold.operands[j]);
+        const bool stored = fold.out != nullptr && fold.out_stride != 0;
+        folds[k] = {operands, fold.count, stored ? scratch.take<char>(2 * LINE) : fold.out, fold.out_stride};
+    }
+    Target *lines = scratch.take<Target>(pass.output_count);
+    for (size_t v = 0; v < pass.output_count; v++) {
+        lines[v] = {scratch.take<char>(LINE), false};
+        outputs[v] = {padded(pass.outputs[v].from), pass.outputs[v].is_last_fold, &lines[v], 1};
+    }
+    f.function({folds, pass.fold_count, outputs, pass.output_count, pass.divisor}, 0, f.line);
+    for (size_t k = 0; k < pass.fold_count; k++) {
+        const PassFold &fold = pass.folds[k];
+        if (fold.out != nullptr && fold.out_stride != 0)
+            std::memcpy(fold.out + start * fold.out_stride, folds[k].out, count * fold.out_stride);
+    }
+    for (size_t v = 0; v < pass.output_count; v++)
+        for (size_t r = 0; r < pass.outputs[v].count; r++)
+            std::memcpy(pass.outputs[v].targets[r].data + start * f.out, lines[v].data, count * f.out);
+}
+
+// Run a pass on any number of units: up to a line boundary of the first result, then whole lines, then the remainder.
+void run_pass(const Pass &pass, const Format &f, size_t count, bool streaming, Target *targets, size_t results,
+              Scratch scratch) {
+    size_t head = 0;
+    if (results > 0 && count >= MIN_LINES_TO_ALIGN * f.line) {
+        const size_t off = (LINE - (reinterpret_cast<uintptr_t>(targets[0].data) & (LINE - 1))) & (LINE - 1);
+        if (off % (f.out * f.units) == 0) head = off / f.out; // whole elements
+        for (size_t r = 0; r < results; r++)
+            targets[r].streaming =
+                streaming && (reinterpret_cast<uintptr_t>(targets[r].data + head * f.out) & (LINE - 1)) == 0;
+    }
+    if (head > 0) run_partial_line(pass, f, 0, head, scratch);
+    const size_t tail = head + (count - head) / f.line * f.line;
+    if (tail > head) f.function(pass, head, tail);
+    if (count > tail) run_partial_line(pass, f, tail, count - tail, scratch);
+}
+
+// Whether all results are the same value.
+bool has_one_value(const FusedProgram &program) {
+    const auto &results = program.results;
+    return std::equal(results.begin() + 1, results.end(), results.begin());
+}
+
+// Whether all results are the value of the last fold, which is then written from registers.
+bool ends_in_fold(const FusedProgram &program) {
+    return has_one_value(program) && !program.folds.empty() && program.results[0] == ~program.folds.back().slot;
+}
+
+// Fill `outputs` and `targets`: one output per distinct value, with all results that it is written to.
+template <class Locate>
+size_t collect_outputs(const Kernel &kernel, const FusedProgram &program, char *const *results, size_t offset,
+                       Output *outputs, Target *targets, Locate &&locate) {
+    const bool last = ends_in_fold(program);
+    size_t count = 0, placed = 0;
+    for (int r = 0; r < kernel.results; r++) {
+        const int value = program.results[static_cast<size_t>(r)];
+        const auto begin = program.results.begin();
+        if (std::find(begin, begin + r, value) != begin + r) continue; // an earlier output includes this result
+        Target *first = targets + placed;
+        for (int other = r; other < kernel.results; other++)
+            if (program.results[static_cast<size_t>(other)] == value)
+                targets[placed++] = {results[other] + offset, false};
+        outputs[count++] = {locate(value), last, first, static_cast<size_t>(targets + placed - first)};
+    }
+    return count;
+}
+
+// Whether the memory of a result is a source's. Its lines are then in the cache already, and normal stores are faster.
+bool in_place(const Run &run, int64_t tensor) {
+    const Kernel &kernel = run.kernel;
+    const Source *sources = &run.sources[static_cast<size_t>(tensor * kernel.sources)];
+    char *const *results = &run.results[static_cast<size_t>(tensor * kernel.results)];
+    for (int r = 0; r < kernel.results; r++)
+        for (int s = 0; s < kernel.sources; s++)
+            if (sources[s].data == results[r]) return true;
+    return false;
+}
+
+// Run the program line by line. Intermediate values are a few lines long and never leave the first-level cache.
+void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t stop, Scratch scratch) {
+    const Kernel &kernel = run.kernel;
+    const Format &f = run.format;
+    const FusedProgram &program = kernel.programs[static_cast<size_t>(segment.program)];
+    const Source *sources = &run.sources[static_cast<size_t>(segment.tensor * kernel.sources)];
+    char *const *results = &run.results[static_cast<size_t>(segment.tensor * kernel.results)];
+    const size_t offset = static_cast<size_t>(start) * f.units;
+    const size_t slot_nbytes = MAX_LINES * f.line * f.acc;
+    char *slots = scratch.take<char>(static_cast<size_t>(program.slots) * slot_nbytes);
+    auto locate = [&](int operand) {
+        if (operand >= 0) return Location{sources[operand].data + offset * f.in, f.in, false};
+        return Location{slots + static_cast<size_t>(~operand) * slot_nbytes, 0, true};
+    };
+    PassFold *folds = scratch.take<PassFold>(program.folds.size());
+    for (size_t k = 0; k < program.folds.size(); k++) {
+        const Fold &fold = program.folds[k];
+        Location *operands = scratch.take<Location>(fold.operands.size());
+        for (size_t j = 0; j < fold.operands.size(); j++) operands[j] = locate(fold.operands[j]);
+        const bool last = ends_in_fold(program) && k + 1 == program.folds.size();
+        char *out = last ? nullptr : const_cast<char *>(locate(~fold.slot).base);
+        folds[k] = {operands, fold.operands.size(), out, 0};
+    }
+    Output *outputs = scratch.take<Output>(static_cast<size_t>(kernel.results));
+    Target *targets = scratch.take<Target>(static_cast<size_t>(kernel.results));
+    const size_t count = collect_outputs(kernel, program, results, offset * f.out, outputs, targets, locate);
+    const Pass pass = {folds, program.folds.size(), outputs, count, kernel.divisor};
+    run_pass(pass, f, static_cast<size_t>(stop - start) * f.units, run.streaming && !in_place(run, segment.tensor),
+             targets, static_cast<size_t>(kernel.results), scratch);
+}
+
+// Run the program on one tile, for sources that are many, strided or of another dtype. An intermediate value is a tile.
+void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t stop, Scratch scratch) {
+    const Kernel &kernel = run.kernel;
+    const Format &f = run.format;
+    const InstructionSet &isa = *kernel.isa;
+    const FusedProgram &program = kernel.programs[static_cast<size_t>(segment.program)];
+    const Source *sources = &run.sources[static_cast<size_t>(segment.tensor * kernel.sources)];
+    char *const *results = &run.results[static_cast<size_t>(segment.tensor * kernel.results)];
+    const size_t size = static_cast<size_t>(stop - start), count = size * f.units;
+    const size_t tile = static_cast<size_t>(run.tile) * f.units, itemsize = ITEMSIZES[kernel.dtype];
+    char *slots = scratch.take<char>(static_cast<size_t>(program.slots) * tile * f.acc);
+    char *divided_tile = scratch.take<char>(tile * f.acc);
+    char *tiles[MAX_PASS_SOURCES], *gathered = scratch.take<char>(static_cast<size_t>(run.tile) * itemsize);
+    for (char *&one : tiles) one = scratch.take<char>(tile * std::max(f.acc, f.in));
+    auto slot_at = [&](int slot) { return slots + static_cast<size_t>(slot) * tile * f.acc; };
+    auto locate = [&](int operand, size_t k) { // a source that is gathered or converted is copied to tiles[k]
+        if (operand < 0) return Location{slot_at(~operand), f.acc, true};
+        const Source &source = sources[operand];
+        const char *data = source.data + static_cast<size_t>(start) * itemsize;
+        if (source.strided != nullptr) {
+            gather(f.convert_sources ? gathered : tiles[k], source, start, stop, itemsize);
+            data = f.convert_sources ? gathered : tiles[k];
+        }
+        if (f.convert_sources) {
+            isa.convert[kernel.dtype][kernel.accumulator](tiles[k], data, size);
+            data = tiles[k];
+        }
+        return Location{data, f.in, false};
+    };
+    const bool streaming = run.streaming && !in_place(run, segment.tensor);
+    Location operands[MAX_PASS_SOURCES + 1];
+    for (size_t i = 0; i < program.folds.size(); i++) {
+        const Fold &fold = program.folds[i];
+        size_t k = 0;
+        while (k < fold.operands.size()) {
+            size_t taken = 0;
+            if (k > 0) operands[taken++] = Location{slot_at(fold.slot), f.acc, true};
+            for (size_t j = 0; j < MAX_PASS_SOURCES && k < fold.operands.size(); j++, k++)
+                operands[taken++] = locate(fold.operands[k], j);
+            const bool last = i + 1 == program.folds.size() && k == fold.operands.size();
+            if (!f.convert_results && last && ends_in_fold(program)) {
+                Target *targets = scratch.take<Target>(static_cast<size_t>(kernel.results));
+                for (int r = 0; r < kernel.results; r++)
+                    targets[r] = {results[r] + static_cast<size_t>(start) * ITEMSIZES[kernel.result], false};
+                const PassFold last_fold = {operands, taken, nullptr, 0};
+                const Output output = {{nullptr, 0, false}, true, targets, static_cast<size_t>(kernel.results)};
+                const Pass pass = {&last_fold, 1, &output, 1, kernel.divisor};
+                return run_pass(pass, f, count, streaming, targets, output.count, scratch);
+            }
+            const PassFold partial = {operands, taken, slot_at(fold.slot), f.acc};
+            run_pass({&partial, 1, nullptr, 0, 1}, f, count, false, nullptr, 0, scratch);
+        }
+    }
+    Output *outputs = scratch.take<Output>(static_cast<size_t>(kernel.results));
+    Target *targets = scratch.take<Target>(static_cast<size_t>(kernel.results));
+    const size_t result_itemsize = ITEMSIZES[kernel.result], offset = static_cast<size_t>(start) * result_itemsize;
+    auto locate_value = [&](int value) { return locate(value, 0); };
+    const size_t distinct = collect_outputs(kernel, program, results, offset, outputs, targets, locate_value);
+    for (size_t v = 0; v < distinct; v++) {
+        outputs[v].is_last_fold = false;
+        Target *to = const_cast<Target *>(outputs[v].targets);
+        if (!f.convert_results) {
+            run_pass({nullptr, 0, &outputs[v], 1, kernel.divisor}, f, count, streaming, to, outputs[v].count, scratch);
+            continue;
+        }
+        Target divided_target = {divided_tile, false};
+        const Output divided = {outputs[v].from, false, &divided_target, 1};
+        run_pass({nullptr, 0, &divided, 1, kernel.divisor}, f, count, false, &divided_target, 1, scratch);
+        char *converted = tiles[0];
+        isa.convert[kernel.accumulator][kernel.result](converted, divided_tile, size);
+        const Output bytes = {{converted, 1, false}, false, to, outputs[v].count};
+        const Format copy = {isa.same[SUM][U8], LINE, 1, 1, 1, 1, false, false};
+        run_pass({nullptr, 0, &bytes, 1, 1}, copy, size * result_itemsize, streaming, to, outputs[v].count, scratch);
+    }
+}
+
+void run_share(void *argument, long number, char *memory) {
+    const Run &run = *static_cast<Run *>(argument);
+    const auto &first = run.first_share;
+    const auto at = std::upper_bound(first.begin(), first.end(), number) - first.begin() - 1;
+    const Segment &segment = run.kernel.segments[static_cast<size_t>(at)];
+    const int64_t start = segment.start + (number - first[static_cast<size_t>(at)]) * run.share;
+    const int64_t stop = std::min(segment.stop, start + run.share);
+    if (run.by_line) return run_lines(run, segment, start, stop, {memory});
+    // Tiles start at line boundaries of the first result.
+    const size_t itemsize = ITEMSIZES[run.kernel.result];
+    const char *to =
+        run.results[static_cast<size_t>(segment.tensor * run.kernel.results)] + static_cast<size_t>(start) * itemsize;
+    int64_t size = run.tile - static_cast<int64_t>((reinterpret_cast<uintptr_t>(to) & (LINE - 1)) / itemsize);
+    for (int64_t begin = start; begin < stop;) {
+        run_tile(run, segment, begin, std::min(stop, begin + size), {memory});
+        begin += size;
+        size = run.tile;
+    }
+}
+
+constexpr int64_t MAX_ELEMENTS = int64_t{1} << 48; // keeps all byte counts within 64 bits
+
+bool in_range(int operand, int sources, int slots) { return operand < sources && operand >= -slots; }
+
+// Return a dtype of the same size whose sum is defined, for copies.
+DType copy_dtype(DType dtype) {
+    const size_t size = ITEMSIZES[dtype];
+    return size == 1 ? U8 : size == 2 ? U16 : size == 4 ? U32 : size == 8 ? U64 : C128;
+}
+
+// Copy each source that is a result to a slot, if there are several values. A result that is written in place may be in
+// the memory of a source that is another result.
+void read_before_write(FusedProgram &program) {
+    if (has_one_value(program)) return;
+    const std::vector<int> results = program.results;
+    for (size_t r = 0; r < results.size(); r++) {
+        if (program.results[r] < 0) continue;
+        program.folds.push_back({program.slots, {results[r]}});
+        std::replace(program.results.begin(), program.results.end(), results[r], ~program.slots++);
+    }
+}
+
+// Return the working memory of a thread: descriptions of a pass and of its padded copy, slots, and tiles of sources.
+size_t scratch_size(const Kernel &kernel, size_t tile) {
+    const size_t results = static_cast<size_t>(kernel.results), slots = static_cast<size_t>(kernel.slots);
+    const size_t descriptions =
+        2 * results * (sizeof(Output) + sizeof(Target) + 4 * LINE) + (4 * MAX_PASS_SOURCES + 16) * 4 * LINE;
+    const size_t tiles = (MAX_PASS_SOURCES + 2) * 2 * tile; // an upper bound
+    return descriptions + slots * std::max(tile, 2 * MAX_LINES * LINE) + tiles + 64 * LINE;
+}
+
+const char *validate_program(const FusedProgram &program, const Kernel &kernel) {
+    if (program.slots < 0 || program.slots > 10000) return "a program has too many slots";
+    std::vector<bool> written(static_cast<size_t>(program.slots));
+    for (const Fold &fold : program.folds) {
+        if (fold.slot < 0 || fold.slot >= program.slots || fold.operands.empty()) return "a fold is malformed";
+        for (size_t k = 0; k < fold.operands.size(); k++) {
+            const int operand = fold.operands[k];
+            if (!in_range(operand, kernel.sources, program.slots)) return "an operand is out of range";
+            if (operand < 0 && !written[static_cast<size_t>(~operand)]) return "a slot is read before it is written";
+            if (k > 0 && operand == ~fold.slot) return "a fold overwrites an operand before reading it";
+        }
+        written[static_cast<size_t>(fold.slot)] = true;
+    }
+    const auto results = static_cast<size_t>(kernel.results);
+    if (program.results.size() != results) return "a program has the wrong number of results";
+    for (int value : program.results) {
+        if (!in_range(value, kernel.sources, program.slots)) return "a result is out of range";
+        if (value < 0 && !written[static_cast<size_t>(~value)]) return "a result is a slot that is never written";
+    }
+    return nullptr;
+}
+
+} // namespace
+
+const char *validate(Kernel &kernel) {
+    const Format f = format_of(kernel);
+    const InstructionSet &isa = *kernel.isa;
+    kernel.slots = 0;
+    kernel.by_line = true;
+    bool only_copies = kernel.divisor == 1 && kernel.dtype == kernel.result;
+    if (kernel.sources < 1 || kernel.results < 1) return "a kernel needs at least one source and one result";
+    for (int64_t size : kernel.sizes)
+        if (size < 0 || size > MAX_ELEMENTS) return "the size of a tensor is out of range";
+    for (FusedProgram &program : kernel.programs) {
+        if (const char *fault = validate_program(program, kernel)) return fault;
+        only_copies = only_copies && program.folds.empty();
+        read_before_write(program);
+        size_t operands = 0, sources = 0;
+        for (const Fold &fold : program.folds)
+            for (int operand : fold.operands) {
+                operands++;
+                sources += operand >= 0;
+            }
+        kernel.slots = std::max(kernel.slots, program.slots);
+        kernel.by_line = kernel.by_line && sources <= MAX_PASS_SOURCES && operands <= MAX_LINE_OPERANDS;
+    }
+    kernel.elements = 0;
+    for (const Segment &segment : kernel.segments) {
+        const bool known = segment.tensor >= 0 && segment.tensor < static_cast<int64_t>(kernel.sizes.size()) &&
+                           segment.program >= 0 && segment.program < static_cast<int>(kernel.programs.size());
+        if (!known || segment.start < 0 || segment.stop < segment.start ||
+            segment.stop > kernel.sizes[static_cast<size_t>(segment.tensor)])
+            return "a segment is out of range";
+        kernel.elements += segment.stop - segment.start;
+    }
+    kernel.tile_nbytes = TILE_NBYTES;
+    while (kernel.tile_nbytes > 8 * LINE && scratch_size(kernel, kernel.tile_nbytes) > MAX_SCRATCH)
+        kernel.tile_nbytes /= 2;
+    kernel.scratch_nbytes = scratch_size(kernel, kernel.tile_nbytes);
+    if (only_copies) {
+        kernel.op = SUM;
+        kernel.dtype = kernel.accumulator = kernel.result = copy_dtype(kernel.dtype);
+        return nullptr;
+    }
+    if (f.function == nullptr) return "the op is not defined for the dtype";
+    if ((f.convert_sources && isa.convert[kernel.dtype][kernel.accumulator] == nullptr) ||
+        (f.convert_results && isa.convert[kernel.accumulator][kernel.result] == nullptr))
+        return "the conversion between the dtypes is not defined";
+    const bool divisible = kernel.accumulator == F32 || kernel.accumulator == F64 || is_complex(kernel.accumulator);
+    if (kernel.divisor != 1 && !divisible) return "the accumulator's dtype cannot be divided";
+    return nullptr;
+}
+
+int64_t traffic_nbytes(const Kernel &kernel) {
+    return kernel.elements * (kernel.sources * static_cast<int64_t>(ITEMSIZES[kernel.dtype]) +
+                              kernel.results * static_cast<int64_t>(ITEMSIZES[kernel.result]));
+}
+
+bool run_kernel(const Kernel &kernel, const std::vector<Source> &sources, const std::vector<char *> &results,
+                int threads, bool streaming) {
+    Format format = format_of(kernel);
+    bool by_line = !format.convert_sources && !format.convert_results && kernel.by_line;
+    for (const Source &source : sources) by_line = by_line && source.strided == nullptr;
+    if (by_line && kernel.dtype == BF16 && kernel.accumulator == F32) format.function = kernel.isa->pairs[kernel.op];
+    Run run{kernel, sources, results, streaming, by_line, format, 0, 0, {}};
+    const size_t in = ITEMSIZES[kernel.dtype], acc = ITEMSIZES[kernel.accumulator], out = ITEMSIZES[kernel.result];
+    run.tile = static_cast<int64_t>(kernel.tile_nbytes / std::max({in, acc, out}));
+    const auto itemsize = static_cast<int64_t>(in);
+    const int64_t nbytes = std::clamp(kernel.elements * itemsize / (threads * SHARES_PER_THREAD), MIN_SHARE, MAX_SHARE);
+    run.share = std::max<int64_t>(nbytes / itemsize / run.tile, 1) * run.tile;
+    run.first_share.reserve(kernel.segments.size() + 1);
+    long shares = 0;
+    for (const Segment &segment : kernel.segments) {
+        run.first_share.push_back(shares);
+        shares += static_cast<long>((segment.stop - segment.start + run.share - 1) / run.share);
+    }
+    run.first_share.push_back(shares);
+    ParallelTask task{run_share, &run, shares, threads - 1, kernel.scratch_nbytes};
+    return run_parallel(task);
+}

@@ -1,0 +1,272 @@
+#include "shared_memory.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <ctime>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+// Below this many bytes read and written, waking another thread costs more time than it saves.
+constexpr int64_t THREADED_NBYTES = 1 << 20;
+constexpr int64_t PAGE = 4096;
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
+              "other processes do not share a lock");
+
+int64_t now_ns(clockid_t clock) {
+    timespec time;
+    clock_gettime(clock, &time);
+    return int64_t{1000000000} * time.tv_sec + time.tv_nsec;
+}
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+int64_t slots_offset(int ranks) {
+    const auto before = static_cast<int64_t>(sizeof(GroupState)) + ranks * static_cast<int64_t>(sizeof(RankState));
+    return (before + PAGE - 1) / PAGE * PAGE;
+}
+
+#if defined(__linux__)
+void futex_wait(std::atomic<uint32_t> &word, uint32_t value, int64_t ns) {
+    timespec time = {static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
+    syscall(SYS_futex, &word, FUTEX_WAIT, value, &time, nullptr, 0);
+}
+void futex_wake_all(std::atomic<uint32_t> &word) {
+    syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+#endif
+
+} // namespace
+
+int64_t SharedMemory::nbytes(int ranks, int64_t slot) { return slots_offset(ranks) + ranks * slot; }
+
+SharedMemory *SharedMemory::over(void *memory, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads) {
+    auto *made = new SharedMemory();
+    made->rank = rank;
+    made->ranks = ranks;
+    made->slot = slot;
+    made->spin_ns = spin_ns;
+    made->threads = threads;
+    made->group = static_cast<GroupState *>(memory); // all zeros at first
+    made->states = reinterpret_cast<RankState *>(static_cast<char *>(memory) + sizeof(GroupState));
+    made->slots = static_cast<char *>(memory) + slots_offset(ranks);
+    return made;
+}
+
+// A sequence lock: `number` is cleared before the first change and set after the last one. Each store releases the
+// stores before it; each load acquires before the loads after it.
+void OpRecord::write(uint64_t new_number, const std::string &text, int64_t ns) {
+    number.store(0, std::memory_order_relaxed);
+    const size_t size = std::min<size_t>(text.size(), SIGNATURE_NBYTES);
+    length.store(static_cast<uint32_t>(size), std::memory_order_release);
+    started_ns.store(ns, std::memory_order_release);
+    ended_ns.store(0, std::memory_order_release);
+    for (size_t at = 0; at < size; at += 8) {
+        uint64_t word = 0;
+        std::memcpy(&word, text.data() + at, std::min<size_t>(8, size - at));
+        signature[at / 8].store(word, std::memory_order_release);
+    }
+    number.store(new_number, std::memory_order_release);
+}
+
+bool OpRecord::read(uint64_t wanted, std::string &text, int64_t &started, int64_t &ended) const {
+    if (number.load(std::memory_order_acquire) != wanted) return false;
+    const size_t size = std::min<size_t>(length.load(std::memory_order_acquire), SIGNATURE_NBYTES);
+    char copy[SIGNATURE_NBYTES];
+    for (size_t at = 0; at < size; at += 8) {
+        const uint64_t word = signature[at / 8].load(std::memory_order_acquire);
+        std::memcpy(copy + at, &word, 8);
+    }
+    text.assign(copy, size);
+    started = started_ns.load(std::memory_order_acquire);
+    ended = ended_ns.load(std::memory_order_acquire);
+    return number.load(std::memory_order_relaxed) == wanted;
+}
+
+#if defined(__linux__)
+
+SharedMemory *SharedMemory::map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads) {
+    const auto size = static_cast<size_t>(nbytes(ranks, slot));
+    struct stat found;
+    if (fstat(fd, &found) != 0) return nullptr;
+    if (found.st_size < static_cast<off_t>(size)) { // an access beyond the end would kill the process
+        errno = ENOSPC;
+        return nullptr;
+    }
+    void *at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED) return nullptr;
+    madvise(at, size, MADV_DONTFORK); // a forked child is not a rank
+    SharedMemory *made = over(at, rank, ranks, slot, spin_ns, threads);
+    made->mapped_nbytes = size;
+    made->process = getpid();
+    return made;
+}
+
+SharedMemory::~SharedMemory() {
+    // A forked child may have mapped something else at this address.
+    if (mapped_nbytes > 0 && getpid() == process) munmap(group, mapped_nbytes);
+}
+
+void SharedMemory::arrive() {
+    // The last rank to arrive updates `barriers`. The increments form a release sequence, so everything that any rank
+    // wrote before it arrived is visible to a rank that reads `barriers`.
+    const uint64_t all = group->arrivals.fetch_add(1, std::memory_order_acq_rel) + 1;
+    arrivals++;
+    // Stored after the shared counter is incremented. In the other order, a rank that is killed in between would not be
+    // reported as missing, although the barrier never completes.
+    states[rank].arrivals.store(arrivals, std::memory_order_relaxed);
+    waiting = true;
+    if (all % static_cast<uint64_t>(ranks) == 0) {
+        group->barriers.store(static_cast<uint32_t>(arrivals), std::memory_order_seq_cst);
+        if (group->sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(group->barriers);
+    }
+}
+
+// Wait until all ranks have reached this rank's barrier, or the time is over; return whether they have.
+bool SharedMemory::wait(int64_t until_ns) {
+    const auto complete = [&](uint32_t barriers) {
+        return static_cast<int32_t>(barriers - static_cast<uint32_t>(arrivals)) >= 0;
+    };
+    const auto reached = [&] { return complete(group->barriers.load(std::memory_order_acquire)); };
+    if (reached()) return true;
+    int64_t now = now_ns(CLOCK_MONOTONIC);
+    const int64_t spin = std::min(until_ns, now + spin_ns);
+    while (now < spin) {
+        for (int k = 0; k < 64; k++) {
+            if (reached()) return true;
+            relax();
+        }
+        now = now_ns(CLOCK_MONOTONIC);
+    }
+    while (now < until_ns && group->aborted.load(std::memory_order_acquire) == 0) {
+        // Count this sleeper before reading `barriers`: a rank that updates `barriers` later then wakes it.
+        group->sleepers.fetch_add(1, std::memory_order_seq_cst);
+        const uint32_t seen = group->barriers.load(std::memory_order_seq_cst);
+        if (!complete(seen)) futex_wait(group->barriers, seen, until_ns - now);
+        group->sleepers.fetch_sub(1, std::memory_order_relaxed);
+        if (reached()) return true;
+        now = now_ns(CLOCK_MONOTONIC);
+    }
+    // The last rank may have been killed or stopped between its arrival and the update of `barriers`.
+    return reached() || group->arrivals.load(std::memory_order_acquire) >= arrivals * static_cast<uint64_t>(ranks);
+}
+
+void SharedMemory::abort(const std::string &text) {
+    uint32_t none = 0;
+    if (!group->aborted.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) return;
+    group->cause_length = static_cast<uint32_t>(std::min<size_t>(text.size(), CAUSE_NBYTES));
+    std::memcpy(group->cause, text.data(), group->cause_length);
+    group->aborted.store(2, std::memory_order_release);
+    futex_wake_all(group->barriers);
+}
+
+#else // no futex
+
+SharedMemory *SharedMemory::map(int, int, int, int64_t, int64_t, int) {
+    errno = ENOSYS;
+    return nullptr;
+}
+SharedMemory::~SharedMemory() = default;
+void SharedMemory::arrive() {}
+bool SharedMemory::wait(int64_t) { return false; }
+void SharedMemory::abort(const std::string &) {}
+
+#endif
+
+std::string SharedMemory::cause() const {
+    if (group->aborted.load(std::memory_order_acquire) != 2) return {};
+    return {group->cause, group->cause_length};
+}
+
+void SharedMemory::begin(const RankProgram &new_program, std::vector<char *> memory, const std::string &signature) {
+    program = &new_program;
+    buffers = std::move(memory);
+    next = 0;
+    waiting = false;
+    number++;
+    record = &states[rank].records[number % RECORDED_OPS];
+    record->write(number, signature, now_ns(CLOCK_MONOTONIC));
+    states[rank].number.store(number, std::memory_order_release);
+}
+
+// Whether all ranks recorded the same signature for the current op. All ranks have begun it, and none can be so far
+// ahead that it has reused the record.
+bool SharedMemory::signatures_match() const {
+    const uint32_t length = record->length.load(std::memory_order_relaxed);
+    for (int of = 0; of < ranks; of++) {
+        const OpRecord &other = states[of].records[number % RECORDED_OPS];
+        if (other.number.load(std::memory_order_acquire) != number) return false;
+        if (other.length.load(std::memory_order_relaxed) != length) return false;
+        for (size_t word = 0; word < (length + 7) / 8; word++)
+            if (other.signature[word].load(std::memory_order_relaxed) !=
+                record->signature[word].load(std::memory_order_relaxed))
+                return false;
+    }
+    return true;
+}
+
+bool SharedMemory::run(const std::vector<Instruction> &instructions) {
+    const int64_t half = static_cast<int64_t>(number % 2) * (slot / 2);
+    const auto address = [&](const BufferRef &ref) {
+        if (ref.region >= 0) return memory(ref.region) + half + ref.offset;
+        return buffers[static_cast<size_t>(~ref.region)] + ref.offset;
+    };
+    std::vector<Source> sources;
+    std::vector<char *> results;
+    for (const Instruction &one : instructions) {
+        sources.clear();
+        results.clear();
+        for (const BufferRef &ref : one.sources) sources.push_back({address(ref), nullptr});
+        for (const BufferRef &ref : one.results) results.push_back(address(ref));
+        const int count = traffic_nbytes(*one.kernel) < THREADED_NBYTES ? 1 : threads;
+        if (!run_kernel(*one.kernel, sources, results, count, one.streaming)) return false;
+    }
+    return true;
+}
+
+Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
+    const int64_t until_ns = now_ns(CLOCK_MONOTONIC) + slice_ns;
+    while (next < until) {
+        // A rank that aborted may have left an op unfinished. In its next op it must not arrive at a barrier, since the
+        // others would count that for the unfinished op, nor write to its slot, from which they may still read.
+        if (!waiting && group->aborted.load(std::memory_order_acquire) != 0) return Outcome::aborted;
+        if (next > 0) {
+            if (!waiting) {
+                arrive();
+                // A rank that never waits must also return regularly, so that its caller can check the peers.
+                if (now_ns(CLOCK_MONOTONIC) >= until_ns) return Outcome::waiting;
+            }
+            if (!wait(until_ns)) return group->aborted.load() != 0 ? Outcome::aborted : Outcome::waiting;
+            waiting = false;
+            if (next == 1 && !signatures_match()) {
+                end_op();
+                return Outcome::mismatch;
+            }
+        }
+        if (!run(program->stages[next])) return Outcome::out_of_memory;
+        next++;
+    }
+    if (next == program->stages.size()) end_op();
+    return Outcome::done;
+}
+
+void SharedMemory::end_op() {
+    if (program != nullptr) record->ended_ns.store(now_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
+    program = nullptr;
+}

@@ -1,0 +1,114 @@
+// Memory that the ranks of one host share: slots for data, barriers, a flight recorder, and the cause of an abort.
+//
+// An op runs a rank program: stages of instructions, with a barrier of all ranks between two stages. The programs of
+// all ranks have the same number of stages, at least two; their instructions differ. Half of each slot serves the ops
+// of even number, the other half those of odd number. A rank that begins op n has passed a barrier of op n - 1, and all
+// ranks reach that barrier after they complete op n - 2. So no rank overwrites data that another rank still reads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernel.hpp"
+
+struct BufferRef { // the location of an operand
+    int region;     // a rank: that rank's slot; ~k: the caller's buffer k
+    int64_t offset; // bytes
+};
+
+struct Instruction { // runs a kernel
+    const Kernel *kernel;
+    std::vector<BufferRef> sources, results;
+    bool streaming;
+};
+
+struct RankProgram {
+    std::vector<std::vector<Instruction>> stages;
+    int slots;           // the slots that the instructions use: the first ones
+    int buffers;         // likewise, the caller's buffers
+    int64_t slot_nbytes; // of each slot, in one half
+};
+
+constexpr int RECORDED_OPS = 32;    // of each rank
+constexpr int SIGNATURE_WORDS = 29; // of 8 bytes
+constexpr int SIGNATURE_NBYTES = 8 * SIGNATURE_WORDS;
+constexpr int CAUSE_NBYTES = 2040;
+
+struct OpRecord { // an op in the flight recorder of a rank
+    std::atomic<uint64_t> number;              // from 1; 0: empty, or being written
+    std::atomic<int64_t> started_ns, ended_ns; // of the monotonic clock; ended 0: not yet
+    std::atomic<uint32_t> length;
+    // Another rank may read the signature while it is overwritten; `read` then returns false.
+    std::atomic<uint64_t> signature[SIGNATURE_WORDS];
+
+    void write(uint64_t number, const std::string &signature, int64_t started_ns);
+    // Read the record if it is the op of this number; else return false.
+    bool read(uint64_t number, std::string &signature, int64_t &started_ns, int64_t &ended_ns) const;
+};
+
+struct alignas(64) RankState {
+    std::atomic<uint64_t> arrivals; // the number of barriers that the rank has reached
+    std::atomic<uint64_t> number;   // of the rank's latest op
+    OpRecord records[RECORDED_OPS];
+};
+
+struct GroupState { // at the start of the memory; the states of the ranks and the slots follow
+    alignas(64) std::atomic<uint64_t> arrivals; // of all ranks at all barriers
+    alignas(64) std::atomic<uint32_t> barriers; // that all ranks have reached; a futex
+    std::atomic<uint32_t> sleepers;             // ranks that wait on the futex
+    alignas(64) std::atomic<uint32_t> aborted;  // 0: no; 1: the cause is being written; 2: yes
+    uint32_t cause_length;
+    char cause[CAUSE_NBYTES];
+};
+
+enum class Outcome { done, waiting, mismatch, aborted, out_of_memory };
+
+class SharedMemory {
+  public:
+    // Map the memory of all ranks, with slots of `slot` bytes. Returns null and sets errno if that fails.
+    static SharedMemory *map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads);
+    // Use the caller's memory, which must be zero at first and must outlive all ranks.
+    static SharedMemory *over(void *memory, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads);
+    ~SharedMemory();
+    static int64_t nbytes(int ranks, int64_t slot);
+
+    // Begin the next op. The program, the buffers and their memory must stay valid until the op ends.
+    void begin(const RankProgram &program, std::vector<char *> buffers, const std::string &signature);
+    // Run the stages before `until`. Returns `waiting` after about `slice_ns`; the caller then calls it again.
+    Outcome advance(size_t until, int64_t slice_ns);
+    // End the current op early. All ranks must do so in the same stage.
+    void end_op();
+    // Abort the group and wake all ranks. Later causes are ignored.
+    void abort(const std::string &cause);
+    std::string cause() const; // empty: not aborted
+
+    int rank, ranks;
+    int64_t slot;
+    uint64_t number = 0; // of the latest op
+    int64_t spin_ns = 0; // how long a rank spins before it sleeps
+    RankState &state(int of) const { return states[of]; }
+    char *memory(int of) const { return slots + of * slot; }
+    const RankProgram *current() const { return program; }
+
+  private:
+    SharedMemory() = default;
+    void arrive();
+    bool wait(int64_t until_ns);
+    bool run(const std::vector<Instruction> &instructions);
+    bool signatures_match() const;
+
+    GroupState *group = nullptr;
+    RankState *states = nullptr;
+    char *slots = nullptr;
+    size_t mapped_nbytes = 0; // 0: the memory is the caller's
+    int process = 0;          // that mapped the memory
+    int threads = 1;
+    uint64_t arrivals = 0; // of this rank
+    const RankProgram *program = nullptr;
+    std::vector<char *> buffers;
+    size_t next = 0;      // stage
+    bool waiting = false; // this rank has reached a barrier that others have not
+    OpRecord *record = nullptr;
+};

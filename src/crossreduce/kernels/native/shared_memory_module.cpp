@@ -1,0 +1,358 @@
+// The Python classes RankProgram and SharedMemory.
+#include "module.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+
+#include "shared_memory.hpp"
+
+namespace {
+
+constexpr int64_t MAX_NBYTES = int64_t{1} << 46;
+constexpr int MAX_REGIONS = 1000000, MAX_RANKS = 100000;
+
+struct ProgramObject {
+    PyObject_HEAD
+    RankProgram *program;
+    PyObject *kernels; // a list that owns references to them
+};
+
+// Read [(region, offset), ...]; each refers to `nbytes` bytes.
+bool read_refs(PyObject *list, size_t count, int64_t nbytes, std::vector<BufferRef> &refs, RankProgram &program) {
+    if (PySequence_Size(list) != static_cast<Py_ssize_t>(count))
+        return !PyErr_Occurred() && value_error("the number of operands of an instruction is not its kernel's");
+    for (size_t k = 0; k < count; k++) {
+        Ref one(item(list, static_cast<Py_ssize_t>(k)));
+        std::vector<int64_t> fields;
+        if (!one || !read_ints(one.object, fields)) return false;
+        if (fields.size() != 2 || fields[1] < 0 || fields[1] > MAX_NBYTES || fields[0] < -MAX_REGIONS ||
+            fields[0] > MAX_REGIONS)
+            return value_error("an operand of an instruction is (region, offset)");
+        const int region = static_cast<int>(fields[0]);
+        if (region >= 0) {
+            program.slots = std::max(program.slots, region + 1);
+            program.slot_nbytes = std::max(program.slot_nbytes, fields[1] + nbytes);
+        } else {
+            program.buffers = std::max(program.buffers, ~region + 1);
+        }
+        refs.push_back({region, fields[1]});
+    }
+    return true;
+}
+
+bool read_instruction(PyObject *fields, ProgramObject &self, std::vector<Instruction> &stage) {
+    PyObject *kernel_object, *sources, *results;
+    int streaming;
+    if (!PyTuple_Check(fields)) return value_error("an instruction is (kernel, sources, results, streaming)");
+    if (!PyArg_ParseTuple(fields, "OOOp", &kernel_object, &sources, &results, &streaming)) return false;
+    const Kernel *kernel = kernel_of(kernel_object);
+    if (kernel == nullptr || PyList_Append(self.kernels, kernel_object) < 0) return false;
+    if (kernel->sizes.size() != 1) return value_error("the kernel of an instruction must have one tensor");
+    stage.push_back({kernel, {}, {}, streaming != 0});
+    const int64_t size = kernel->sizes[0];
+    const int64_t in = size * static_cast<int64_t>(ITEMSIZES[kernel->dtype]);
+    const int64_t out = size * static_cast<int64_t>(ITEMSIZES[kernel->result]);
+    return read_refs(sources, static_cast<size_t>(kernel->sources), in, stage.back().sources, *self.program) &&
+           read_refs(results, static_cast<size_t>(kernel->results), out, stage.back().results, *self.program);
+}
+
+bool read_rank_program(ProgramObject &self, PyObject *args) {
+    PyObject *stages;
+    if (!PyArg_ParseTuple(args, "O", &stages)) return false;
+    const Py_ssize_t count = PySequence_Size(stages);
+    if (count < 0) return false;
+    if (count < 2) return value_error("a rank program needs at least two stages, since ops end with a barrier");
+    for (Py_ssize_t s = 0; s < count; s++) {
+        Ref stage(item(stages, s));
+        const Py_ssize_t size = stage ? PySequence_Size(stage.object) : -1;
+        if (size < 0) return false;
+        self.program->stages.emplace_back();
+        for (Py_ssize_t k = 0; k < size; k++) {
+            Ref one(item(stage.object, k));
+            if (!one || !read_instruction(one.object, self, self.program->stages.back())) return false;
+        }
+    }
+    return true;
+}
+
+PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *) {
+    auto *self = allocate<ProgramObject>(type);
+    if (self == nullptr) return nullptr;
+    PyObject *made = reinterpret_cast<PyObject *>(self);
+    try {
+        self->program = new RankProgram();
+        self->kernels = PyList_New(0);
+        if (self->kernels != nullptr && read_rank_program(*self, args)) return made;
+    } catch (const std::exception &) {
+        PyErr_NoMemory();
+    }
+    Py_DECREF(made);
+    return nullptr;
+}
+
+void program_dealloc(PyObject *object) {
+    auto *self = reinterpret_cast<ProgramObject *>(object);
+    delete self->program;
+    Py_XDECREF(self->kernels);
+    free_object(object);
+}
+
+PyType_Slot program_slots[] = {{Py_tp_new, reinterpret_cast<void *>(program_new)},
+                               {Py_tp_dealloc, reinterpret_cast<void *>(program_dealloc)},
+                               {0, nullptr}};
+PyType_Spec program_spec = {"crossreduce.kernels._native.RankProgram", sizeof(ProgramObject), 0, Py_TPFLAGS_DEFAULT,
+                           program_slots};
+
+struct SharedMemoryObject {
+    PyObject_HEAD
+    SharedMemory *memory; // null: closed
+    PyObject *running;    // the rank program of the current op, or null
+    bool busy;            // a thread runs stages without the interpreter's lock
+};
+
+SharedMemoryObject *memory_of(PyObject *object) { return reinterpret_cast<SharedMemoryObject *>(object); }
+
+// Check that the memory is open and, if `exclusive`, that no other thread runs stages.
+bool usable(const SharedMemoryObject *self, bool exclusive) {
+    if (self->memory == nullptr) return value_error("the shared memory is closed");
+    return !(exclusive && self->busy) || value_error("another thread runs an op of this rank");
+}
+
+// Return the memory, and the rank that is the only argument; or null with an error set.
+const SharedMemory *read_rank(PyObject *object, PyObject *args, int &rank) {
+    if (!PyArg_ParseTuple(args, "i", &rank) || !usable(memory_of(object), false)) return nullptr;
+    const SharedMemory *memory = memory_of(object)->memory;
+    if (rank >= 0 && rank < memory->ranks) return memory;
+    value_error("the rank is out of range");
+    return nullptr;
+}
+
+bool valid_slice(double slice_s) { // false for NaN
+    return (slice_s >= 0 && slice_s <= 1e6) || value_error("slice_s must be from 0 to 1e6 seconds");
+}
+
+PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *) {
+    int fd, rank, ranks, threads;
+    long long slot;
+    double spin_s;
+    if (!PyArg_ParseTuple(args, "iiiLdi", &fd, &rank, &ranks, &slot, &spin_s, &threads)) return nullptr;
+    if (ranks < 1 || rank < 0 || rank >= ranks || ranks > MAX_RANKS || slot < 0 || slot > MAX_NBYTES / ranks ||
+        slot % 8192 != 0 || threads < 1 || !(spin_s >= 0 && spin_s < 1)) {
+        value_error("the arguments are (fd, rank, ranks, slot, spin_s, threads), with 0 <= rank < ranks, slot a "
+                    "multiple of 8192 bytes, spin_s from 0 to 1, and threads at least 1");
+        return nullptr;
+    }
+    auto *self = allocate<SharedMemoryObject>(type);
+    if (self == nullptr) return nullptr;
+    PyObject *made = reinterpret_cast<PyObject *>(self);
+    try {
+        self->memory = SharedMemory::map(fd, rank, ranks, slot, static_cast<int64_t>(spin_s * 1e9), threads);
+        if (self->memory != nullptr) return made;
+        PyErr_SetFromErrno(PyExc_OSError);
+    } catch (const std::exception &) {
+        PyErr_NoMemory();
+    }
+    Py_DECREF(made);
+    return nullptr;
+}
+
+void memory_dealloc(PyObject *object) {
+    delete memory_of(object)->memory;
+    Py_XDECREF(memory_of(object)->running);
+    free_object(object);
+}
+
+PyObject *memory_nbytes(PyObject *, PyObject *args) {
+    int ranks;
+    long long slot;
+    if (!PyArg_ParseTuple(args, "iL", &ranks, &slot)) return nullptr;
+    if (ranks < 1 || ranks > MAX_RANKS || slot < 0 || slot > MAX_NBYTES / ranks) {
+        value_error("the number of ranks or the size of a slot is out of range");
+        return nullptr;
+    }
+    return PyLong_FromLongLong(SharedMemory::nbytes(ranks, slot));
+}
+
+PyObject *advance_op(SharedMemoryObject *self, Py_ssize_t until, double slice_s) {
+    const RankProgram *program = self->memory->current();
+    if (program == nullptr || until < 0 || static_cast<size_t>(until) > program->stages.size()) {
+        value_error("no op is running, or its program has fewer stages");
+        return nullptr;
+    }
+    Outcome outcome;
+    self->busy = true;
+    PyThreadState *state = PyEval_SaveThread();
+    try {
+        outcome = self->memory->advance(static_cast<size_t>(until), static_cast<int64_t>(slice_s * 1e9));
+    } catch (const std::exception &) { // bad_alloc
+        outcome = Outcome::out_of_memory;
+    }
+    PyEval_RestoreThread(state);
+    self->busy = false;
+    if (self->memory->current() == nullptr) Py_CLEAR(self->running);
+    return PyLong_FromLong(static_cast<long>(outcome));
+}
+
+PyObject *memory_begin(PyObject *object, PyObject *args) {
+    SharedMemoryObject *self = memory_of(object);
+    PyObject *program_object, *addresses;
+    const char *signature;
+    Py_ssize_t length, until;
+    double slice_s;
+    if (!PyArg_ParseTuple(args, "OOs#nd", &program_object, &addresses, &signature, &length, &until, &slice_s))
+        return nullptr;
+    if (PyType_GetSlot(Py_TYPE(program_object), Py_tp_dealloc) != reinterpret_cast<void *>(program_dealloc)) {
+        PyErr_SetString(PyExc_TypeError, "the first argument is not a RankProgram");
+        return nullptr;
+    }
+    const RankProgram &program = *reinterpret_cast<ProgramObject *>(program_object)->program;
+    if (!usable(self, true) || !valid_slice(slice_s)) return nullptr;
+    const SharedMemory &memory = *self->memory;
+    if (until < 0 || static_cast<size_t>(until) > program.stages.size() || memory.current() != nullptr ||
+        program.slots > memory.ranks || program.slot_nbytes > memory.slot / 2 ||
+        PySequence_Size(addresses) < program.buffers) {
+        if (!PyErr_Occurred()) value_error("the rank program does not fit the shared memory, or an op is running");
+        return nullptr;
+    }
+    try {
+        std::vector<char *> buffers;
+        for (int k = 0; k < program.buffers; k++) {
+            Ref one(item(addresses, k));
+            buffers.push_back(one ? static_cast<char *>(PyLong_AsVoidPtr(one.object)) : nullptr);
+            if (PyErr_Occurred()) return nullptr;
+        }
+        Py_INCREF(program_object);
+        Py_XDECREF(self->running);
+        self->running = program_object;
+        self->memory->begin(program, std::move(buffers), {signature, static_cast<size_t>(length)});
+    } catch (const std::exception &) {
+        return PyErr_NoMemory();
+    }
+    return advance_op(self, until, slice_s);
+}
+
+PyObject *memory_advance(PyObject *object, PyObject *args) {
+    Py_ssize_t until;
+    double slice_s;
+    if (!PyArg_ParseTuple(args, "nd", &until, &slice_s)) return nullptr;
+    if (!usable(memory_of(object), true) || !valid_slice(slice_s)) return nullptr;
+    return advance_op(memory_of(object), until, slice_s);
+}
+
+PyObject *memory_end_op(PyObject *object, PyObject *) {
+    if (!usable(memory_of(object), true)) return nullptr;
+    memory_of(object)->memory->end_op();
+    Py_CLEAR(memory_of(object)->running);
+    Py_RETURN_NONE;
+}
+
+PyObject *memory_abort(PyObject *object, PyObject *args) {
+    const char *cause;
+    Py_ssize_t length;
+    if (!PyArg_ParseTuple(args, "y#", &cause, &length) || !usable(memory_of(object), false)) return nullptr;
+    memory_of(object)->memory->abort({cause, static_cast<size_t>(length)});
+    Py_RETURN_NONE;
+}
+
+PyObject *memory_cause(PyObject *object, PyObject *) {
+    if (!usable(memory_of(object), false)) return nullptr;
+    const std::string cause = memory_of(object)->memory->cause();
+    return PyBytes_FromStringAndSize(cause.data(), static_cast<Py_ssize_t>(cause.size()));
+}
+
+PyObject *memory_address(PyObject *object, PyObject *args) {
+    int rank;
+    const SharedMemory *memory = read_rank(object, args, rank);
+    if (memory == nullptr) return nullptr;
+    const int64_t half = static_cast<int64_t>(memory->number % 2) * (memory->slot / 2);
+    return PyLong_FromVoidPtr(memory->memory(rank) + half);
+}
+
+PyObject *memory_number(PyObject *object, PyObject *) {
+    if (!usable(memory_of(object), false)) return nullptr;
+    return PyLong_FromUnsignedLongLong(memory_of(object)->memory->number);
+}
+
+PyObject *memory_running(PyObject *object, PyObject *) {
+    return PyBool_FromLong(memory_of(object)->memory != nullptr && memory_of(object)->memory->current() != nullptr);
+}
+
+PyObject *memory_arrivals(PyObject *object, PyObject *) {
+    if (!usable(memory_of(object), false)) return nullptr;
+    const SharedMemory &memory = *memory_of(object)->memory;
+    PyObject *all = PyList_New(0);
+    for (int rank = 0; all != nullptr && rank < memory.ranks; rank++) {
+        Ref one(PyLong_FromUnsignedLongLong(memory.state(rank).arrivals.load()));
+        if (!one || PyList_Append(all, one.object) < 0) Py_CLEAR(all);
+    }
+    return all;
+}
+
+PyObject *memory_ops(PyObject *object, PyObject *args) {
+    int rank;
+    const SharedMemory *memory = read_rank(object, args, rank);
+    if (memory == nullptr) return nullptr;
+    const RankState &state = memory->state(rank);
+    const uint64_t last = state.number.load(std::memory_order_acquire);
+    uint64_t number = last < RECORDED_OPS ? 1 : last - RECORDED_OPS + 1;
+    PyObject *all = PyList_New(0);
+    for (; all != nullptr && number <= last; number++) {
+        std::string signature;
+        int64_t started, ended;
+        if (!state.records[number % RECORDED_OPS].read(number, signature, started, ended)) continue;
+        Ref end(ended == 0 ? Py_BuildValue("") : PyFloat_FromDouble(static_cast<double>(ended) * 1e-9));
+        Ref text(PyUnicode_DecodeUTF8(signature.data(), static_cast<Py_ssize_t>(signature.size()), "replace"));
+        Ref one(!end || !text ? nullptr
+                              : Py_BuildValue("(KOdO)", static_cast<unsigned long long>(number), text.object,
+                                              static_cast<double>(started) * 1e-9, end.object));
+        if (!one || PyList_Append(all, one.object) < 0) Py_CLEAR(all);
+    }
+    return all;
+}
+
+PyObject *memory_close(PyObject *object, PyObject *) {
+    SharedMemoryObject *self = memory_of(object);
+    if (self->memory != nullptr && !usable(self, true)) return nullptr;
+    delete self->memory;
+    self->memory = nullptr;
+    Py_CLEAR(self->running);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef memory_methods[] = {
+    {"nbytes", memory_nbytes, METH_VARARGS | METH_STATIC,
+     "nbytes(ranks, slot): return the size of the memory for this many ranks, with slots of `slot` bytes."},
+    {"begin", memory_begin, METH_VARARGS,
+     "begin(program, addresses, signature, until, slice_s): begin an op, then advance it. The caller must keep the "
+     "memory at the addresses alive until the op ends."},
+    {"advance", memory_advance, METH_VARARGS,
+     "advance(until, slice_s): run the stages before `until`. Returns 0: done; 1: still waiting for other ranks; 2: "
+     "the signatures differ; 3: aborted; 4: out of memory."},
+    {"end_op", memory_end_op, METH_NOARGS, "End the current op early; all ranks must do so in the same stage."},
+    {"abort", memory_abort, METH_VARARGS, "abort(cause): abort the group; later causes are ignored."},
+    {"cause", memory_cause, METH_NOARGS, "Return the cause of the abort; empty: the group is not aborted."},
+    {"address", memory_address, METH_VARARGS,
+     "address(rank): return the address of the half of the rank's slot that the current op uses."},
+    {"close", memory_close, METH_NOARGS, "Unmap the memory; afterwards every other method raises ValueError."},
+    {"number", memory_number, METH_NOARGS, "Return the number of this rank's latest op, starting at 1."},
+    {"running", memory_running, METH_NOARGS, "Return whether an op is running."},
+    {"arrivals", memory_arrivals, METH_NOARGS, "Return the number of barriers that each rank has reached."},
+    {"ops", memory_ops, METH_VARARGS,
+     "ops(rank): return (number, signature, started_s, ended_s or None) of the rank's last 32 ops, oldest first."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot memory_slots[] = {{Py_tp_new, reinterpret_cast<void *>(memory_new)},
+                              {Py_tp_dealloc, reinterpret_cast<void *>(memory_dealloc)},
+                              {Py_tp_methods, memory_methods},
+                              {0, nullptr}};
+PyType_Spec memory_spec = {"crossreduce.kernels._native.SharedMemory", sizeof(SharedMemoryObject), 0,
+                           Py_TPFLAGS_DEFAULT, memory_slots};
+
+} // namespace
+
+int add_shared_memory(PyObject *module) {
+    Ref program(PyType_FromSpec(&program_spec)), memory(PyType_FromSpec(&memory_spec));
+    if (!program || !memory || PyModule_AddObjectRef(module, "RankProgram", program.object) < 0) return -1;
+    return PyModule_AddObjectRef(module, "SharedMemory", memory.object);
+}

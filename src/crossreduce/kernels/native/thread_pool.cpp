@@ -1,0 +1,141 @@
+#include "thread_pool.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <pthread.h>
+#include <signal.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#else
+#include <cfenv>
+#endif
+
+namespace {
+
+pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+pthread_cond_t task_added = PTHREAD_COND_INITIALIZER, helpers_done = PTHREAD_COND_INITIALIZER;
+ParallelTask *tasks = nullptr; // those with shares left, newest last
+int started = 0;
+pthread_once_t once = PTHREAD_ONCE_INIT;
+pthread_key_t key;
+struct Scratch {
+    char *memory;
+    size_t nbytes;
+};
+thread_local Scratch own{nullptr, 0};
+
+// Return at least this much memory that belongs to the calling thread, or null.
+char *own_scratch(size_t nbytes) {
+    if (own.nbytes < nbytes) {
+        void *memory = nullptr;
+        if (posix_memalign(&memory, 4096, nbytes) != 0) return nullptr;
+        std::free(own.memory);
+        own = {static_cast<char *>(memory), nbytes};
+        pthread_setspecific(key, memory); // freed when the thread ends
+    }
+    return own.memory;
+}
+
+void before_fork() { pthread_mutex_lock(&lock); }
+void after_fork() { pthread_mutex_unlock(&lock); }
+void in_child() { // a child has neither the helpers nor the threads that wait for them
+    pthread_mutex_init(&lock, nullptr);
+    pthread_cond_init(&task_added, nullptr);
+    pthread_cond_init(&helpers_done, nullptr);
+    tasks = nullptr;
+    started = 0;
+}
+void initialize() {
+    pthread_key_create(&key, std::free);
+    pthread_atfork(before_fork, after_fork, in_child);
+}
+
+// Sets the default floating-point environment of IEEE 754. Frameworks make some threads flush subnormal numbers, but
+// results must not depend on the thread.
+struct DefaultFloatingPoint {
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+    DefaultFloatingPoint() { _mm_setcsr(0x1f80); }
+    ~DefaultFloatingPoint() { _mm_setcsr(before); }
+#else
+    std::fenv_t before;
+    DefaultFloatingPoint() {
+        std::fegetenv(&before);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultFloatingPoint() { std::fesetenv(&before); }
+#endif
+};
+
+void run_shares(ParallelTask &task, char *scratch) {
+    DefaultFloatingPoint environment;
+    for (long share; (share = task.next_share.fetch_add(1, std::memory_order_relaxed)) < task.shares;)
+        task.function(task.argument, share, scratch);
+}
+
+void remove(ParallelTask &task) {
+    for (ParallelTask **at = &tasks; *at != nullptr; at = &(*at)->next)
+        if (*at == &task) {
+            *at = task.next;
+            return;
+        }
+}
+
+void *help(void *) {
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        ParallelTask *task = tasks;
+        while (task != nullptr && task->active >= task->helpers) task = task->next;
+        if (task == nullptr) {
+            pthread_cond_wait(&task_added, &lock);
+            continue;
+        }
+        task->active++;
+        pthread_mutex_unlock(&lock);
+        if (char *scratch = own_scratch(task->scratch_nbytes)) run_shares(*task, scratch);
+        pthread_mutex_lock(&lock);
+        remove(*task); // no share is left, or this thread has no memory
+        if (--task->active == 0) pthread_cond_broadcast(&helpers_done);
+    }
+}
+
+void start_helpers(int count) { // the caller holds the lock
+    sigset_t all, before;
+    sigfillset(&all); // only the program's own threads handle signals
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_attr_t detached;
+    pthread_attr_init(&detached);
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    pthread_t thread;
+    while (started < count && pthread_create(&thread, &detached, help, nullptr) == 0) started++;
+    pthread_attr_destroy(&detached);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+} // namespace
+
+bool run_parallel(ParallelTask &task) {
+    pthread_once(&once, initialize);
+    char *scratch = own_scratch(task.scratch_nbytes);
+    if (scratch == nullptr) return false;
+    task.helpers = static_cast<int>(std::min<long>(task.helpers, task.shares - 1)); // more would find no share
+    if (task.helpers > 0) {
+        pthread_mutex_lock(&lock);
+        if (started < task.helpers) start_helpers(task.helpers);
+        ParallelTask **end = &tasks;
+        while (*end != nullptr) end = &(*end)->next;
+        *end = &task;
+        for (int k = 0; k < task.helpers; k++) pthread_cond_signal(&task_added);
+        pthread_mutex_unlock(&lock);
+    }
+    run_shares(task, scratch);
+    if (task.helpers > 0) {
+        pthread_mutex_lock(&lock);
+        remove(task);
+        while (task.active > 0) pthread_cond_wait(&helpers_done, &lock);
+        pthread_mutex_unlock(&lock);
+    }
+    return true;
+}
+
+int helpers_started() { return started; }

@@ -1,0 +1,24 @@
+// One thread pool per process. The shares of a task run in any order; the calling thread runs shares too.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+
+struct ParallelTask {
+    void (*function)(void *argument, long share, char *scratch); // must not throw
+    void *argument;
+    long shares;
+    int helpers;           // the maximum number of threads that help the caller
+    size_t scratch_nbytes; // of working memory per thread, which a thread keeps until it ends
+    std::atomic<long> next_share{0};
+    int active = 0; // helpers that are running shares
+    ParallelTask *next = nullptr;
+};
+
+// Run all shares, and return when they are done. Returns false if the caller's working memory could not be allocated;
+// no share has run then. Threads are started when they are first needed; if one cannot be started, fewer threads help.
+// Any number of threads may call this at once. A forked child starts without helpers and starts its own.
+bool run_parallel(ParallelTask &task);
+
+// Return how many helpers this process has started.
+int helpers_started();
