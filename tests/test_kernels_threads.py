@@ -1,4 +1,4 @@
-"""The kernels' threads: many callers at once, forks, signals, and what is left when a thread ends."""
+"""The threads of the kernels: concurrent callers, forks, signals, and the memory of threads that end."""
 
 import os
 import subprocess
@@ -14,34 +14,37 @@ from crossreduce import kernels
 
 NATIVE = kernels.native()
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
 
-# What the programs below begin with: a plan that several threads share, and a check of what it leaves.
+# The start of the programs below: a kernel that several threads share, and functions that check its results.
 BEGIN = """
 import os, signal, sys, threading, time, warnings
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job starts without
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts without this handler
 import numpy as np
 from crossreduce.kernels import native
 
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of every fork beside threads
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns if a process with threads forks
 
 SIZE, N = 1 << 18, 4
-PLAN = native().Plan(native().supported()[0], "sum", "int32", "int32", "int32", 1, N, 1, (SIZE,),
-                     ((1, ((0, *range(N)),), (~0,)),), ((0, 0, SIZE, 0),))
+
+def kernel(isa, dtype, n, size, program):
+    return native().Kernel(isa, "sum", dtype, dtype, dtype, 1, n, 1, (size,), (program,), ((0, 0, size, 0),))
+
+KERNEL = kernel(native().supported()[0], "int32", N, SIZE, (1, ((0, *range(N)),), (~0,)))
 XS = [np.arange(SIZE, dtype="int32") * 10**k for k in range(N)]
 SUM = sum(XS)
 
 def reduce(threads):
     out = np.zeros(SIZE, "int32")
-    assert PLAN.run([XS], [[out]], threads, False, False) is None
+    assert KERNEL.run([XS], [[out]], threads, False, False) is None
     assert (out == SUM).all()
 
 def forked(threads):
-    # A child that hangs is killed, and its end is not 0.
+    # Returns the exit status of a child that reduces; a child that hangs is killed.
     child = os.fork()
     if child == 0:
         try:
-            assert native().helpers() == 0, "the parent's helpers are not here"
+            assert native().helpers() == 0, "a child has no helpers of its parent"
             for _ in range(3):
                 reduce(threads)
             assert native().helpers() == threads - 1
@@ -61,7 +64,7 @@ def forked(threads):
 
 
 def run(code):
-    """Run a program after ``BEGIN`` in a fresh process; it must end well and say nothing on stderr."""
+    """Return the words that a program prints after ``BEGIN`` in a new process; it must succeed without errors."""
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=120, check=False
     )
@@ -69,17 +72,17 @@ def run(code):
     return done.stdout.split()
 
 
-def summing(size, n, dtype="float32", slots=1):
-    """Return a plan that adds up ``n`` sources of one tensor."""
-    name = NATIVE.supported()[0]
-    program = (slots, ((0, *range(n)),), (~0,))
-    return NATIVE.Plan(name, "sum", dtype, dtype, dtype, 1, n, 1, (size,), (program,), ((0, 0, size, 0),))
+def sum_kernel(size, n, dtype):
+    """Return a kernel that adds ``n`` sources of one tensor."""
+    program = (1, ((0, *range(n)),), (~0,))
+    isa = NATIVE.supported()[0]
+    return NATIVE.Kernel(isa, "sum", dtype, dtype, dtype, 1, n, 1, (size,), (program,), ((0, 0, size, 0),))
 
 
 def test_eight_threads_reduce_at_once():
-    """Callers share the pool, each with a count of threads of its own, and none sees another's data."""
+    """Callers with different numbers of threads share the pool, and their results do not mix."""
     callers, size, n = 8, 150_001, 4
-    plan = summing(size, n, "int64")
+    kernel = sum_kernel(size, n, "int64")
     together = threading.Barrier(callers)
 
     def work(number):
@@ -90,7 +93,7 @@ def test_eight_threads_reduce_at_once():
         for turn in range(12):
             out = outs[turn % 4]
             out[:] = 0
-            assert plan.run([xs], [[out]], 1 + (number + turn) % 5, turn % 2 == 0, True) is None
+            assert kernel.run([xs], [[out]], 1 + (number + turn) % 5, turn % 2 == 0, True) is None
             assert (out == right).all(), f"caller {number}, turn {turn}"
 
     with ThreadPoolExecutor(callers) as pool:
@@ -98,11 +101,11 @@ def test_eight_threads_reduce_at_once():
             done.result(timeout=100)
 
 
-def test_a_long_run_lets_other_threads_on():
-    """While a big batch is reduced, the interpreter's lock is free: another thread goes on."""
+def test_a_long_run_releases_the_interpreter_lock():
+    """While a large batch is reduced, other Python threads run."""
     n, side = 6, 2000
-    plan = summing(side * side, n, "int8")
-    xs = [np.ones((side, side), "int8").T for _ in range(n)]  # columns are read one by one, which takes long
+    kernel = sum_kernel(side * side, n, "int8")
+    xs = [np.ones((side, side), "int8").T for _ in range(n)]  # strided sources, which take long
     out = np.zeros(side * side, "int8")
     ticks, over = [], threading.Event()
 
@@ -116,7 +119,7 @@ def test_a_long_run_lets_other_threads_on():
     try:
         for _ in range(5):
             began = time.perf_counter()
-            plan.run([xs], [[out]], 1, False, False)
+            kernel.run([xs], [[out]], 1, False, False)
             ended = time.perf_counter()
             inside = sum(began < at < ended for at in ticks)
             if inside >= 3:
@@ -128,8 +131,8 @@ def test_a_long_run_lets_other_threads_on():
     assert inside >= 3, f"{inside} ticks in {ended - began:.3f} s"
 
 
-def test_the_pool_starts_no_more_threads_than_are_asked_for():
-    """One thread is the caller; helpers are started when they are first needed, and used by all callers."""
+def test_the_pool_starts_no_more_threads_than_requested():
+    """The caller is one of the threads; helpers are started when they are first needed, and serve all callers."""
     code = """
 counts = [native().helpers()]
 for threads in (1, 2, 3, 2, 1):
@@ -145,17 +148,15 @@ print(*counts, native().helpers())
     assert run(code) == ["0", "0", "1", "2", "2", "2", "2"]
 
 
-def test_the_pool_starts_no_more_threads_than_there_is_work_for():
-    """A machine of many CPUs does not start a thread for each where a batch has few shares, or is small."""
+def test_the_pool_starts_no_more_threads_than_there_are_shares():
+    """A small batch has few shares or one, so it starts few threads or none, also on a machine with many CPUs."""
     code = """
 size = 20_000
-few = native().Plan("baseline", "sum", "int32", "int32", "int32", 1, 2, 1, (size,), ((1, ((0, 0, 1),), (~0,)),),
-                    ((0, 0, size, 0),))
+few = kernel("baseline", "int32", 2, size, (1, ((0, 0, 1),), (~0,)))
 out = np.zeros(size, "int32")
 few.run([[XS[0][:size]] * 2], [[out]], 500, False, False)
 assert (out == 2 * XS[0][:size]).all()
-small = native().Plan("baseline", "sum", "int32", "int32", "int32", 1, 2, 1, (9,), ((1, ((0, 0, 1),), (~0,)),),
-                      ((0, 0, 9, 0),))
+small = kernel("baseline", "int32", 2, 9, (1, ((0, 0, 1),), (~0,)))
 first = native().helpers()
 small.run([[XS[0][:9]] * 2], [[out[:9]]], 600, False, False)
 print(first <= 8, native().helpers() == first)
@@ -166,7 +167,7 @@ print(first <= 8, native().helpers() == first)
 @forks
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_forked_child_reduces(when):
-    """A child has none of its parent's helpers and makes its own, whether or not the parent had any."""
+    """A child starts without helpers and starts its own, whether or not its parent had started any."""
     code = f"""
 if {when!r} == "after":
     reduce(3)
@@ -179,7 +180,7 @@ print(forked(3), native().helpers())
 
 @forks
 def test_a_child_forked_during_a_run_reduces():
-    """A fork may come while other threads are in the middle of runs; parent and child both go on."""
+    """A process may fork while other threads run kernels; parent and child can both reduce afterwards."""
     code = """
 over = threading.Event()
 failed = []
@@ -208,7 +209,7 @@ print(*ends, len(failed))
 
 @forks
 def test_multiprocessing_by_fork_reduces():
-    """Worker processes of multiprocessing, started in the middle of a program that reduces, reduce."""
+    """Workers that multiprocessing forks from a process that has reduced can reduce."""
     code = """
 import multiprocessing
 
@@ -225,7 +226,7 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 
 @linux
 def test_signals_do_not_reach_the_pool():
-    """Helpers block every signal, so Ctrl-C arrives in the program's own threads; their own masks stay as they were."""
+    """Helpers block every signal, so that the program's threads handle Ctrl-C; the masks of those do not change."""
     code = """
 def masks():
     found = {}
@@ -238,21 +239,22 @@ before = masks()
 reduce(3)
 after = masks()
 helpers = [mask for task, mask in after.items() if task not in before]
-due = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1]
-print(len(helpers), all(mask >> (number - 1) & 1 for mask in helpers for number in due))
+blocked = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1]
+print(len(helpers), all(mask >> (number - 1) & 1 for mask in helpers for number in blocked))
 print({task: after[task] for task in before} == before)
 """
     assert run(code) == ["2", "True", "True"]
 
 
 def test_an_interrupt_during_a_run_is_handled():
-    """Signals that arrive in the middle of runs run their handlers in the main thread, and the results are right."""
+    """Signals that arrive during a run are handled in the main thread, and the results are right."""
     code = """
-heard = []
-signal.signal(signal.SIGALRM, lambda number, frame: heard.append(threading.current_thread() is threading.main_thread()))
+handled = []
+main = threading.main_thread()
+signal.signal(signal.SIGALRM, lambda number, frame: handled.append(threading.current_thread() is main))
 signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
 until = time.monotonic() + 20
-while len(heard) < 20 and time.monotonic() < until:
+while len(handled) < 20 and time.monotonic() < until:
     reduce(3)
 signal.setitimer(signal.ITIMER_REAL, 0)
 try:
@@ -260,14 +262,14 @@ try:
         reduce(3)
         os.kill(os.getpid(), signal.SIGINT)
 except KeyboardInterrupt:
-    print(len(heard) >= 20, all(heard))
+    print(len(handled) >= 20, all(handled))
 reduce(3)
 """
     assert run(code) == ["True", "True"]
 
 
 def test_an_interrupted_program_ends():
-    """Ctrl-C while threads and helpers are at work ends the process as it does without them."""
+    """Ctrl-C during a run raises ``KeyboardInterrupt``, and the process can end."""
     code = """
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 until = time.monotonic() + 20
@@ -280,12 +282,12 @@ except KeyboardInterrupt:
     assert run(code) == ["interrupted"]
 
 
-def test_daemon_threads_in_a_run_do_not_keep_the_process():
-    """The process ends while threads are in the middle of runs, and in good order."""
+def test_a_process_ends_while_daemon_threads_reduce():
+    """Daemon threads that run kernels do not delay or disturb the end of the process."""
     code = """
 def busy():
     while True:
-        PLAN.run([XS], [[np.empty(SIZE, "int32")]], 3, False, False)
+        KERNEL.run([XS], [[np.empty(SIZE, "int32")]], 3, False, False)
 
 for _ in range(2):
     threading.Thread(target=busy, daemon=True).start()
@@ -297,19 +299,18 @@ print("over")
 
 @linux
 def test_threads_that_end_leave_no_memory():
-    """A thread's working memory goes when it ends: 400 threads one after another hold no more than a few."""
+    """The working memory of a thread is freed when it ends: 400 threads in turn need no more than a few."""
     code = """
 size, n = 20_000, 40
 xs = [np.ones(size, "float32")[::-1] for _ in range(n)]
-# As many slots as working memory allows, and all of them used.
+# Many slots, all of them used, so that the working memory is large.
 slots = 40
 folds = tuple((slot, slot % n, (slot + 1) % n) for slot in range(slots))
-plan = native().Plan("baseline", "sum", "float32", "float32", "float32", 1, n, 1, (size,),
-                     ((slots, (*folds, (0, *(~slot for slot in range(slots)))), (~0,)),), ((0, 0, size, 0),))
+total = kernel("baseline", "float32", n, size, (slots, (*folds, (0, *(~slot for slot in range(slots)))), (~0,)))
 
 def work():
     out = np.zeros(size, "float32")
-    plan.run([xs], [[out]], 1, False, False)
+    total.run([xs], [[out]], 1, False, False)
     assert (out == 2 * slots).all()
 
 def resident():

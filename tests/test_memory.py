@@ -1,4 +1,4 @@
-"""How much memory a reduction takes: what NumPy allocates (tracemalloc) and what the kernels hand out for results."""
+"""The memory of a reduction: NumPy's allocations (tracemalloc) and the result memory of the kernels."""
 
 import gc
 import subprocess
@@ -8,6 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import strategies
+from pairs import pairs
 
 import crossreduce as cr
 from crossreduce import kernels
@@ -16,8 +17,8 @@ REPLICAS, NBYTES = 8, 1 << 20
 
 
 def peak(run):
-    """Return the most bytes that a run held beyond what was there before, its results included."""
-    run()  # plans and layouts are made once
+    """Return the most bytes that a run uses at once, its results included."""
+    run()  # programs and kernels are compiled and cached
     gc.collect()
     before = kernels.usage()["live"]
     tracemalloc.start()
@@ -30,12 +31,12 @@ def peak(run):
     return most + kernels.usage()["live"] - before
 
 
-@pytest.mark.parametrize("algorithm", strategies.ALGORITHMS)
-@pytest.mark.parametrize("packs", [0, 1, 3])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
-@pytest.mark.parametrize("tensors", [1, 20])
-def test_a_batch_takes_its_results_and_nothing_else(algorithm, packs, dtype, tensors):
-    """A batch's peak is its results, whatever the packing: tensors are read where they lie, and nothing is packed."""
+@pytest.mark.parametrize(
+    ("algorithm", "packs", "dtype", "tensors"),
+    pairs(strategies.ALGORITHMS, [0, 1, 3], ["float32", "float16", "int8"], [1, 20]),
+)
+def test_a_batch_needs_only_the_memory_of_its_results(algorithm, packs, dtype, tensors):
+    """The peak of a batch is the size of its results for any packing: tensors are read in place, without packing."""
     size = NBYTES // tensors // np.dtype(dtype).itemsize
     values = [cr.PerReplica([np.ones(size, dtype) for _ in range(REPLICAS)]) for _ in range(tensors)]
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=packs)
@@ -46,7 +47,7 @@ def test_a_batch_takes_its_results_and_nothing_else(algorithm, packs, dtype, ten
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
 def test_a_loop_with_out_allocates_nothing_after_its_first_step(op):
-    """Results that are written into given arrays, or in place, take no memory of their size."""
+    """Results that are written into given arrays, or in place, need no memory of their size."""
     size = NBYTES // 4
     values = [cr.PerReplica([np.ones(size, "float32") for _ in range(REPLICAS)]) for _ in range(5)]
     outs = [cr.PerReplica([np.empty(size, "float32") for _ in range(REPLICAS)]) for _ in range(5)]
@@ -58,8 +59,8 @@ def test_a_loop_with_out_allocates_nothing_after_its_first_step(op):
     assert peak(lambda: cr.all_reduce(trees, op, out=trees)) < 200_000
 
 
-def test_the_memory_of_freed_results_serves_the_next():
-    """A loop that drops its results before the next step takes their memory once; no more is ever kept."""
+def test_the_memory_of_freed_results_is_reused():
+    """A loop that deletes its results before the next step allocates their memory once; no more is pooled."""
     value = cr.PerReplica([np.ones(NBYTES // 4, "float32") for _ in range(REPLICAS)])
     ops = cr.AllReduceCrossDeviceOps("auto")
     gc.collect()
@@ -69,7 +70,7 @@ def test_the_memory_of_freed_results_serves_the_next():
     for _ in range(4):
         result = ops.reduce("sum", value, value)
         addresses.add(frozenset(x.__array_interface__["data"][0] for x in result))
-        assert 0 <= kernels.usage()["live"] - before - REPLICAS * NBYTES <= REPLICAS * 64  # to begin where NumPy would
+        assert 0 <= kernels.usage()["live"] - before - REPLICAS * NBYTES <= REPLICAS * 64  # for NumPy's alignment
         del result
         usage = kernels.usage()
         assert usage["pooled"] >= REPLICAS * NBYTES
@@ -89,20 +90,20 @@ def status(key):
 value = cr.PerReplica([np.ones(1 << 22, "float32") for _ in range(8)])  # 16 MiB each
 ops = cr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=int(sys.argv[1]))
 outs = [cr.PerReplica([np.ones(1 << 22, "float32") for _ in range(8)]) for _ in range(2)]
-ops.batch_reduce("sum", [(value, value)] * 2, out=outs)  # threads are started, plans made
+ops.batch_reduce("sum", [(value, value)] * 2, out=outs)  # starts threads and compiles kernels
 del outs
 before = status("VmRSS")
 with open("/proc/self/clear_refs", "w") as peak:
-    peak.write("5")  # forget the peak
+    peak.write("5")  # reset the peak
 results = ops.batch_reduce("sum", [(value, value)] * 2)
 print(status("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status is Linux'")
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status exists only on Linux")
 @pytest.mark.parametrize("packs", [0, 1, 5])
-def test_the_process_grows_by_the_results_and_a_mebibyte_a_thread(packs):
-    """What the system counts agrees: the results, and at most 1 MiB for each thread that works."""
+def test_the_process_grows_by_the_results_and_a_mebibyte_per_thread(packs):
+    """The system reports the same: the size of the results, and at most 1 MiB for each thread."""
     ran = subprocess.run([sys.executable, "-c", PEAK, str(packs)], capture_output=True, text=True, check=True)
     results = 2 * REPLICAS * (16 << 10)  # KiB
     assert results <= int(ran.stdout) <= results + 1024 * kernels.threads()

@@ -1,4 +1,4 @@
-"""The NumPy backend's two compiled functions do what the Python ones do that stand in for them."""
+"""The two compiled functions for NumPy arrays do what their replacements in Python do."""
 
 import sys
 
@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from crossreduce.frameworks import numpy as backend
+from crossreduce.engines.host import numpy as results
+from crossreduce.frameworks import numpy as framework
 
 
 class Subclass(np.ndarray):
@@ -14,11 +15,11 @@ class Subclass(np.ndarray):
 
 
 def test_the_compiled_functions_are_in_use():
-    """The extension was built, and the backend uses it."""
+    """The extension is built, and both modules use its functions."""
     from crossreduce.frameworks import _numpy_arrays
 
-    assert backend._uniform is _numpy_arrays.uniform
-    assert backend._empty is _numpy_arrays.empty
+    assert framework._uniform is _numpy_arrays.uniform
+    assert results._empty is _numpy_arrays.empty
 
 
 ARRAYS = [
@@ -31,44 +32,55 @@ ARRAYS = [
 
 
 def test_uniform():
-    """uniform finds exactly those tuples whose arrays are all alike, and says how."""
+    """``uniform`` returns the shape and dtype of exactly those tuples whose arrays all have the same."""
     found = 0
     for first in ARRAYS:
         for other in ARRAYS:
             for values in ((first,), (first, first), (first, other), (first, first, other)):
-                compiled, plain = backend._uniform(values), backend._uniform_in_python(values)
+                compiled, plain = framework._uniform(values), framework._uniform_in_python(values)
                 assert compiled == plain, values
                 found += compiled is not None
     assert found > 50
 
 
-def test_uniform_takes_tuples_only():
-    """Anything else than a tuple is a slip of this package, and an error."""
-    with pytest.raises(SystemError):
-        backend._uniform([np.zeros(3)])
+def test_uniform_requires_a_tuple():
+    """Any other argument is an error inside the package, and raises."""
+    with pytest.raises(SystemError, match="bad argument to internal function"):
+        framework._uniform([np.zeros(3)])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "bool", "complex128", ml_dtypes.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 5), (4, 5)])
-def test_empty(shape, dtype):
-    """empty gives separate, writable arrays of their own, and keeps no reference to the dtype."""
+@pytest.mark.parametrize("empty", [results._empty, results._empty_in_python], ids=["compiled", "python"])
+@pytest.mark.parametrize("dtype", ["float32", "bool", "complex128", ml_dtypes.bfloat16], ids=str)
+def test_empty(empty, dtype):
+    """``empty`` returns separate, writable arrays that own their memory, and keeps no reference to the dtype."""
     dtype = np.dtype(dtype)
-    before = sys.getrefcount(dtype)
-    arrays = backend._empty(shape, dtype, 3)
-    for x in arrays:
-        assert (type(x), x.shape, x.dtype) == (np.ndarray, shape, dtype)
-        assert x.flags.owndata
-        assert x.flags.writeable
-        assert x.flags.c_contiguous
-    assert len({id(x) for x in arrays}) == 3
-    assert not any(np.shares_memory(x, y) for k, x in enumerate(arrays) for y in arrays[:k])
-    del arrays, x
-    assert sys.getrefcount(dtype) == before
-    assert backend._empty(shape, dtype, 0) == []
+    for shape in ((), (0,), (3,), (2, 0, 5), (4, 5)):
+        before = sys.getrefcount(dtype)
+        arrays = empty(shape, dtype, 3)
+        for x in arrays:
+            assert (type(x), x.shape, x.dtype) == (np.ndarray, shape, dtype)
+            assert x.flags.owndata
+            assert x.flags.writeable
+            assert x.flags.c_contiguous
+        assert len({id(x) for x in arrays}) == 3
+        assert not any(np.shares_memory(x, y) for k, x in enumerate(arrays) for y in arrays[:k])
+        del arrays, x
+        assert sys.getrefcount(dtype) == before
+        assert empty(shape, dtype, 0) == []
 
 
-@pytest.mark.parametrize("shape", [(-1,), (2**62, 8), (1,) * 65, ("3",), (1.5,)])
-def test_empty_of_impossible_shapes(shape):
-    """Shapes that NumPy has no arrays of raise, and nothing is lost."""
-    with pytest.raises((ValueError, TypeError, MemoryError)):
-        backend._empty(shape, np.dtype("float64"), 2)
+@pytest.mark.parametrize(
+    ("shape", "fault"),
+    [
+        ((-1,), "negative dimensions"),
+        ((2**62, 8), "too big|too large"),
+        ((1,) * 65, "cannot have 65 axes"),
+        (("3",), "an integer is required|interpreted as an integer"),
+        ((1.5,), "an integer is required|interpreted as an integer"),
+    ],
+    ids=str,
+)
+def test_empty_with_an_invalid_shape(shape, fault):
+    """A shape that no NumPy array can have raises."""
+    with pytest.raises((ValueError, TypeError, MemoryError), match=fault):
+        results._empty(shape, np.dtype("float64"), 2)
