@@ -1,4 +1,4 @@
-"""What every benchmark here shares: a timer, the machine's description, and the JSON that is kept."""
+"""Shared by all benchmarks: a timer, a description of the machine, and the JSON file of results."""
 
 import argparse
 import importlib.metadata
@@ -14,23 +14,22 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def seconds(run: Callable[[], object], repeats: int, inner: int = 1) -> dict[str, float]:
-    """Time ``run`` after one warm-up: median, least and greatest seconds of one call."""
-    return in_turn({"": run}, repeats, inner)[""]
-
-
 def in_turn(runs: dict[str, Callable[[], object]], repeats: int, inner: int = 1) -> dict[str, dict[str, float]]:
-    """Time several contenders in turn, A B C A B C, so that a machine that drifts drifts for all of them."""
+    """Return the times of several contenders, measured in turn (A B C A B C), so that drift affects all of them."""
     return {name: summary(times) for name, times in samples(runs, repeats, inner).items()}
 
 
 def samples(
     runs: dict[str, Callable[[], object]], repeats: int, inner: int = 1, least_s: float = 0.0, rest_s: float = 0.0
 ) -> dict[str, list[float]]:
-    """Return the seconds of one call, in each repeat, of contenders timed in turn after one warm-up each.
+    """Return the seconds of one call in each repeat, of contenders that run in turn after one warm-up each.
 
-    ``least_s``: a contender that is quicker is called as often in a row as takes so long, ``inner`` times at least.
-    ``rest_s``: a pause before each contender, in which the last one's waiting threads go to sleep.
+    Args:
+      runs: the contenders by name.
+      repeats: how many times each contender is measured.
+      inner: the least number of calls per measurement.
+      least_s: the least time of a measurement; a contender that is faster is called more often.
+      rest_s: a pause before each measurement, during which waiting threads of the last contender go to sleep.
     """
     inners, times = {}, {}
     for name, run in runs.items():
@@ -51,18 +50,17 @@ def samples(
 
 
 def summary(times: list[float]) -> dict[str, float]:
-    """Return the median, least and greatest of the seconds of several runs."""
+    """Return the median, least and greatest of several times, and their number."""
     return {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times), "runs": len(times)}
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine by what matters to a benchmark, and by nothing that names it."""
+    """Return the properties of the machine that matter to a benchmark, but no names that identify it."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        model = next(
-            (x.partition(":")[2].strip() for x in cpuinfo.read_text().splitlines() if "model name" in x), model
-        )
+        lines = cpuinfo.read_text().splitlines()
+        model = next((x.partition(":")[2].strip() for x in lines if "model name" in x), model)
     versions = {}
     for name in ("crossreduce", "numpy", "ml_dtypes", "torch", "jax", "tensorflow_cpu", "mpi4py"):
         try:
@@ -78,8 +76,16 @@ def machine() -> dict[str, Any]:
     }
 
 
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes as text, such as ``64 MiB``."""
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << shift:
+            return f"{nbytes / (1 << shift):g} {unit}"
+    return f"{nbytes} B"
+
+
 def keep(name: str, result: dict[str, Any], path: Path | None = None) -> None:
-    """Write the result beside earlier ones, or to ``path``; where that is left open, the command line may say."""
+    """Write a result to ``path``; the default is the ``--json`` argument, or a file beside the earlier results."""
     if path is None:
         parser = argparse.ArgumentParser()
         parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json")

@@ -1,6 +1,6 @@
-"""Draw the rate of reductions on host memory against size, from what benchmarks/host_reduction.py --sizes kept.
+"""Draw the rate of reductions on host memory against their size.
 
-In: results/host_reduction.json.  Out: docs/pictures/host_reduction.png.
+Input: results/host_reduction.json, from host_reduction.py --sizes. Output: docs/pictures/host_reduction.png.
 Run: python benchmarks/plot.py [--json PATH] [--picture PATH]
 """
 
@@ -15,10 +15,10 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
-from common import RESULTS
+from common import RESULTS, size_text
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "host_reduction.png"
-# Contender: (label, colour of Okabe and Ito, which colour-blind readers tell apart; marker, dashes).
+# Contender: (label, colour, marker, dashes). The colours are those of Okabe and Ito, for colour-blind readers.
 LINES = {
     "ours, out=": ("crossreduce, into given arrays", "#D55E00", "o", "-"),
     "ours": ("crossreduce, new arrays", "#E69F00", "s", "-"),
@@ -31,14 +31,14 @@ LINES = {
 
 
 def draw(kept: dict[str, Any], picture: Path) -> None:
-    """Draw a line a contender, of medians, and the rate of copying at the largest size."""
+    """Draw the medians of each contender as a line, and the rate of a copy at the largest size."""
     sizes = sorted(map(int, kept["sizes"]))
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "crossreduce"})
     figure, axes = plt.subplots(figsize=(7.6, 4.6), layout="constrained")
     copy = next(name for name in kept["sizes"][str(sizes[-1])] if name.startswith("np.copyto"))
     rate = kept["sizes"][str(sizes[-1])][copy]["GBps"]
     axes.axhline(rate, color="0.45", linewidth=1.2, linestyle=":")
-    axes.text(sizes[0], rate * 1.1, f"copying {said(sizes[-1])} arrays: {rate:.0f} GB/s", color="0.3", va="bottom")
+    axes.text(sizes[0], rate * 1.1, f"copying {size_text(sizes[-1])} arrays: {rate:.0f} GB/s", color="0.3", va="bottom")
     for name, (label, color, marker, dashes) in LINES.items():
         rows = {size: kept["sizes"][str(size)].get(name) for size in sizes}
         xs = [size for size in sizes if rows[size]]
@@ -46,9 +46,9 @@ def draw(kept: dict[str, Any], picture: Path) -> None:
             continue
         label += " *" * (rows[xs[-1]]["results"] == 1)
         axes.plot(xs, [rows[x]["GBps"] for x in xs], dashes, marker=marker, color=color, label=label, markersize=4.5)
-    axes.set(xscale="log", yscale="log", xlabel="bytes of a replica (float32)", ylabel="GB/s, read and written")
+    axes.set(xscale="log", yscale="log", xlabel="bytes per replica (float32)", ylabel="GB/s, read and written")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [said(size) for size in sizes])
+    axes.set_xticks(sizes, [size_text(size) for size in sizes])
     axes.set_yticks([0.01, 0.1, 1, 10, 100], ["0.01", "0.1", "1", "10", "100"])
     axes.grid(color="0.9", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -56,14 +56,10 @@ def draw(kept: dict[str, Any], picture: Path) -> None:
     axes.set_title(
         f"Sum over {kept['devices']} replicas in host memory: {machine['cpu']}, {machine['cores']} cores", loc="left"
     )
-    axes.legend(frameon=False, loc="lower right", title="* one result; the others make one a replica")
+    axes.legend(frameon=False, loc="lower right", title="* one result; the others make one per replica")
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=120, metadata={"Software": None})
     print(f"drawn: {picture.name}, {picture.stat().st_size / 1000:.0f} kB")
-
-
-def said(nbytes: int) -> str:
-    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
 def main() -> None:
@@ -73,7 +69,7 @@ def main() -> None:
     options = parser.parse_args()
     kept = json.loads(options.json.read_text())
     if "sizes" not in kept:
-        parser.error(f"{options.json.name} has no sizes: run python benchmarks/host_reduction.py --sizes")
+        parser.error(f"{options.json.name} contains no sizes; run python benchmarks/host_reduction.py --sizes")
     draw(kept, options.picture)
 
 

@@ -1,10 +1,10 @@
-"""Are the plug-ins as quick as what the frameworks bring along?
+"""Are the plug-ins as fast as the frameworks' own collectives?
 
-TensorFlow: ``crossreduce.tensorflow.HierarchicalCopyAllReduce`` beside the class it is named after, eagerly and in a
-``tf.function``. JAX: ``crossreduce.jax.all_reduce`` beside ``jax.lax.psum``, both under ``jit`` and ``shard_map``, and
-``cr.all_reduce`` of lists of arrays, one a device, beside the same psum of sharded arrays. 8 replicas in one process,
-random data. All contenders of a case are timed in turn, ratios are medians of those within a turn, and each result is
-compared with a plain NumPy loop: all as in host_reduction.py, whose parts these are.
+TensorFlow: ``crossreduce.tensorflow.HierarchicalCopyAllReduce`` and the class of the same name, eagerly and in a
+``tf.function``. JAX: ``crossreduce.jax.all_reduce`` and ``jax.lax.psum``, both under ``jit`` and ``shard_map``; and
+``cr.all_reduce`` of lists of arrays, one list per device, and the same psum of sharded arrays. 8 replicas in one
+process, random data. As in host_reduction.py, the contenders of a case run in turn, a ratio is the median of the ratios
+within the turns, and each result is compared with a plain NumPy loop.
 
 Run: python benchmarks/plugins.py [--quick] [--repeats N] [--only NAME] [--json PATH]
 """
@@ -20,27 +20,24 @@ from typing import Any
 
 import numpy as np
 import optree
-from common import RESULTS, keep
-from host_reduction import (
+from cases import QUICK, Case, Sizes
+from common import RESULTS, keep, size_text
+from contenders import (
     HCA,
     HCA_GRAPH,
     IN_GRAPH,
     JAX,
-    QUICK,
     Batch,
-    Case,
     Contender,
     N,
-    Sizes,
     jax_function,
     jax_mesh,
     jax_peer,
-    resnet50,
-    said,
     tensorflow,
     tensorflow_ops,
     tensorflow_peers,
 )
+from host_reduction import resnet50
 
 import crossreduce as cr
 
@@ -49,32 +46,34 @@ REPLICAS = [f"cpu:{k}" for k in range(N)]
 
 
 def in_tensorflow(name: str, batch: Batch, sizes: Sizes) -> Case:
+    """The plug-in for TensorFlow."""
     tensorflow()
     import crossreduce.tensorflow as crt
 
     op = crt.HierarchicalCopyAllReduce(1)
     both = {**tensorflow_ops(batch, {OURS: op, OURS_GRAPH: op}), **tensorflow_peers(batch, HCA, HCA_GRAPH)}
-    # Both functions run after something of TensorFlow's, whose threads are awake then.
+    # Each graph runs after an op of TensorFlow, so that TensorFlow's threads are awake for both.
     contenders = {name: both[name] for name in (OURS, HCA, OURS_GRAPH, HCA_GRAPH)}
-    case = Case(f"TensorFlow: {name}", contenders, sizes.often, sizes)
-    case.faster(OURS_GRAPH, HCA_GRAPH, 1)
-    case.faster(OURS_GRAPH, HCA, 2)
-    case.faster(OURS, HCA, 2)
+    case = Case(f"TensorFlow: {name}", contenders, sizes.many_repeats, sizes)
+    case.require_speed(OURS_GRAPH, HCA_GRAPH, 1)
+    case.require_speed(OURS_GRAPH, HCA, 2)
+    case.require_speed(OURS, HCA, 2)
     return case
 
 
 def in_jax(name: str, batch: Batch, sizes: Sizes, least: float) -> Case:
+    """The plug-in for JAX."""
     jax_mesh()
     from crossreduce.jax import all_reduce
 
     ours = jax_function(batch, lambda xs: all_reduce(xs, "replica"))
     case = Case(f"JAX, jit: {name}", {OURS: ours, **jax_peer(batch)}, sizes.repeats, sizes)
-    case.faster(OURS, JAX, least)
+    case.require_speed(OURS, JAX, least)
     return case
 
 
 def along_schedules(name: str, batch: Batch, sizes: Sizes) -> Case:
-    """What schedules cost where any two devices are joined alike: nothing is asked."""
+    """The cost of schedules on equal links. No target is set."""
     jax_mesh()
     from crossreduce.jax import all_reduce
 
@@ -86,13 +85,13 @@ def along_schedules(name: str, batch: Batch, sizes: Sizes) -> Case:
 
 
 def eagerly_in_jax(name: str, batch: Batch, sizes: Sizes) -> Case:
-    """``cr.all_reduce`` of one list of arrays a device, whose results are such lists again."""
+    """``cr.all_reduce`` of one list of arrays per device."""
     jax_mesh()
     import jax
 
     trees = [
         [jax.device_put(x, device) for x in xs]
-        for xs, device in zip(zip(*batch.given, strict=True), jax.devices("cpu"), strict=False)
+        for xs, device in zip(zip(*batch.tensors, strict=True), jax.devices("cpu"), strict=False)
     ]
 
     def read(results: Any) -> list[list[np.ndarray]]:
@@ -100,15 +99,15 @@ def eagerly_in_jax(name: str, batch: Batch, sizes: Sizes) -> Case:
 
     ours = Contender(batch, lambda: jax.block_until_ready(cr.all_reduce(trees)), read)
     case = Case(f"JAX, eagerly: {name}", {OURS: ours, **jax_peer(batch)}, sizes.repeats, sizes)
-    case.faster(OURS, JAX, 1)
+    case.require_speed(OURS, JAX, 1)
     return case
 
 
 def in_replicas(sizes: Sizes) -> Case:
-    """What it costs threads to meet: ``MirroredStrategy``'s all_reduce beside the same sums without threads."""
+    """The cost of synchronizing threads: ``all_reduce`` in ``MirroredStrategy``, and the same sums without threads."""
     batch = Batch.random([(sizes.small // 4,)])
     strategy, calls = cr.MirroredStrategy(REPLICAS), 20
-    (xs,) = batch.given
+    (xs,) = batch.tensors
     value = cr.PerReplica(xs, REPLICAS)
 
     def step(x: np.ndarray) -> np.ndarray:
@@ -128,10 +127,11 @@ def in_replicas(sizes: Sizes) -> Case:
         ),
         f"{calls} times cr.all_reduce": Contender(batch, bare, lambda results: [results]),
     }
-    return Case(f"{N} replicas' threads, {said(sizes.small)}", contenders, sizes.often, sizes)
+    return Case(f"{N} replicas' threads, {size_text(sizes.small)}", contenders, sizes.many_repeats, sizes)
 
 
 def cases(sizes: Sizes) -> dict[str, Callable[[], Case]]:
+    """Return the cases by name."""
     shapes = optree.tree_leaves(resnet50(), is_leaf=lambda node: isinstance(node, tuple))
     if sizes.quick:
         shapes = [(min(math.prod(shape), 64),) for shape in shapes]
@@ -145,7 +145,7 @@ def cases(sizes: Sizes) -> dict[str, Callable[[], Case]]:
     def gradients() -> Batch:
         return Batch.random(shapes)
 
-    large, small, tree = said(sizes.large), f"160 x {said(sizes.small)}", "ResNet-50's 161 gradients"
+    large, small, tree = size_text(sizes.large), f"160 x {size_text(sizes.small)}", "ResNet-50's 161 gradients"
     return {
         "tensorflow_large": lambda: in_tensorflow(large, one(), sizes),
         "tensorflow_small": lambda: in_tensorflow(small, many(), sizes),
@@ -153,8 +153,8 @@ def cases(sizes: Sizes) -> dict[str, Callable[[], Case]]:
         "jax_gradients": lambda: in_jax(tree, gradients(), sizes, 1),
         "jax_small": lambda: in_jax(small, many(), sizes, 3),
         "jax_large": lambda: in_jax(large, one(), sizes, 1),
-        "jax_schedules": lambda: along_schedules(said(sizes.large // 4), one(4), sizes),
-        "jax_eager_one": lambda: eagerly_in_jax(said(sizes.small), Batch.random([(sizes.small // 4,)]), sizes),
+        "jax_schedules": lambda: along_schedules(size_text(sizes.large // 4), one(4), sizes),
+        "jax_eager_one": lambda: eagerly_in_jax(size_text(sizes.small), Batch.random([(sizes.small // 4,)]), sizes),
         "jax_eager_small": lambda: eagerly_in_jax(small, many(), sizes),
         "jax_eager_gradients": lambda: eagerly_in_jax(tree, gradients(), sizes),
         "replicas": lambda: in_replicas(sizes),
@@ -163,23 +163,23 @@ def cases(sizes: Sizes) -> dict[str, Callable[[], Case]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, few repeats: whether it runs at all")
-    parser.add_argument("--repeats", type=int, help="turns of each case")
-    parser.add_argument("--only", default="", help="only the cases that have this in their name")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and few repeats, to see whether it runs")
+    parser.add_argument("--repeats", type=int, help="the number of turns of each case")
+    parser.add_argument("--only", default="", help="only the cases whose name contains this")
     parser.add_argument("--json", type=Path, default=RESULTS / "plugins.json")
-    given = parser.parse_args()
-    sizes = QUICK if given.quick else Sizes(repeats=15)
-    if given.repeats is not None:
-        sizes = sizes._replace(repeats=given.repeats, often=given.repeats)
-    tensorflow(), jax_mesh()  # before either is used
+    options = parser.parse_args()
+    sizes = QUICK if options.quick else Sizes(repeats=15)
+    if options.repeats is not None:
+        sizes = sizes._replace(repeats=options.repeats, many_repeats=options.repeats)
+    tensorflow(), jax_mesh()  # configures the devices of both before either is used
     kept = {}
     for name, case in cases(sizes).items():
-        if given.only in name:
+        if options.only in name:
             gc.collect()
-            gc.freeze()  # or each turn's collections would search through all that the other framework holds
+            gc.freeze()  # so that the collections within a turn do not scan the objects of the other framework
             kept[name] = case().kept()
-    if not given.only:
-        keep("plugins", {"replicas": N, "cases": kept}, given.json)
+    if not options.only:
+        keep("plugins", {"replicas": N, "cases": kept}, options.json)
 
 
 if __name__ == "__main__":

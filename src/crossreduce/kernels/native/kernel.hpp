@@ -12,7 +12,7 @@ struct Fold {
     std::vector<int> operands;
 };
 
-// What is computed for each element of a segment. The folds run in order. The slot that a fold overwrites may be its
+// The computation of each element of a segment. The folds run in order. The slot that a fold overwrites may be its
 // first operand, but no other.
 struct FusedProgram {
     int slots;
