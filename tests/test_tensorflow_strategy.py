@@ -1,8 +1,8 @@
 """The ops of ``crossreduce.tensorflow`` inside ``tf.distribute.MirroredStrategy``.
 
-What TensorFlow's own tests assert of strategies and their ops (strategy_test_lib.py, mirrored_strategy_test.py,
-strategy_gather_test.py, strategy_reduce_test.py: all-reduce values and gradients, gather axes and errors) is asserted
-of ours, and Keras and custom loops on n replicas train like one.
+The assertions of TensorFlow's own tests of strategies and their ops (strategy_test_lib.py, mirrored_strategy_test.py,
+strategy_gather_test.py, strategy_reduce_test.py: all-reduce values and gradients, gather axes and errors) are made of
+crossreduce's ops. Keras and custom loops on n replicas train like one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from frameworks import NAMES, load
 import crossreduce as cr
 
 if "tensorflow" not in NAMES:
-    pytest.skip("tensorflow is left out by CROSSREDUCE_TEST_FRAMEWORKS", allow_module_level=True)
-tf = load("tensorflow").tf  # sets up logical devices, once for all tests
+    pytest.skip("CROSSREDUCE_TEST_FRAMEWORKS excludes tensorflow", allow_module_level=True)
+tf = load("tensorflow").tf  # configures the logical devices, once for all tests
 
 import crossreduce.tensorflow as crt  # noqa: E402 - after TensorFlow has its devices
+from crossreduce.engines.host import HostExecutable  # noqa: E402
 
 keras = tf.keras
 OPS = {
@@ -43,7 +44,7 @@ def number():
     return replica().replica_id_in_sync_group
 
 
-def maybe(mode, function):
+def in_mode(mode, function):
     return tf.function(function) if mode == "function" else function
 
 
@@ -51,8 +52,8 @@ def local(strategy, value):
     return [np.asarray(tf.convert_to_tensor(x)) for x in strategy.experimental_local_results(value)]
 
 
-def spread(strategy, rows):
-    """Return a distributed value with a row a replica."""
+def distributed(strategy, rows):
+    """Return a distributed value with one row per replica."""
     return strategy.experimental_distribute_values_from_function(
         lambda context: tf.constant(rows[context.replica_id_in_sync_group])
     )
@@ -62,17 +63,17 @@ def spread(strategy, rows):
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("op", OPS)
 def test_all_reduce(op, n, mode):
-    """``ctx.all_reduce`` gives every replica the sum or mean of all replicas' numbers, whatever their structure."""
+    """``ctx.all_reduce`` gives every replica the sum or mean over all replicas, for any structure of tensors."""
     strategy = strategy_of(n, op)
     powers = [float((n + 1) ** k % 4099) for k in range(n)]
     rows = np.random.default_rng(n).integers(-99, 99, (n, 3, 2)).astype("float32")
-    given = spread(strategy, powers), spread(strategy, rows)
+    given = distributed(strategy, powers), distributed(strategy, rows)
 
     def step(x, y):
         nested = {"a": x, "b": [y, (x, y[:0])]}
         return replica().all_reduce("sum", nested), replica().all_reduce(tf.distribute.ReduceOp.MEAN, [x, y])
 
-    sums, means = strategy.run(maybe(mode, step), args=given)
+    sums, means = strategy.run(in_mode(mode, step), args=given)
     wanted = [sum(powers), rows.sum(0), sum(powers), np.zeros((0, 2))]
     for made, want in zip((sums["a"], sums["b"][0], sums["b"][1][0], sums["b"][1][1]), wanted, strict=True):
         found = local(strategy, made)
@@ -86,10 +87,10 @@ def test_all_reduce(op, n, mode):
 @pytest.mark.parametrize("kind", ["sum", "mean"])
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_all_reduce_has_gradients(n, kind, mode):
-    """The gradient of an all-sum is the all-sum of the gradients; of a mean the mean: [4, 4] and [2, 2] for 1 and 3."""
+    """The gradient of an all-reduced sum is the sum of the gradients, and that of a mean is their mean."""
     strategy = strategy_of(n)
     factors = [1.0, 3.0, 8.0, 2.0, 4.0][:n]
-    given = spread(strategy, factors)
+    given = distributed(strategy, factors)
 
     def step(factor):
         x = tf.identity(42.0)
@@ -104,12 +105,12 @@ def test_all_reduce_has_gradients(n, kind, mode):
 
     want = np.float32(sum(factors)) / np.float32(n if kind == "mean" else 1)
     for body in (step, symbolic)[: 1 + (mode == "function")]:
-        assert [float(x) for x in local(strategy, strategy.run(maybe(mode, body), args=(given,)))] == [want] * n
+        assert [float(x) for x in local(strategy, strategy.run(in_mode(mode, body), args=(given,)))] == [want] * n
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_all_reduce_of_mixed_kinds(mode):
-    """One ``all_reduce`` takes slices of various lengths, dense ones beside them, and several floating dtypes."""
+    """One ``all_reduce`` takes slices of various lengths, dense tensors and several floating dtypes."""
     strategy = strategy_of(3)
 
     def step():
@@ -118,7 +119,7 @@ def test_all_reduce_of_mixed_kinds(mode):
         x = tf.cast(k, tf.float32)
         return replica().all_reduce("sum", [rows, x, tf.cast(x, tf.float64), tf.cast(x, tf.float16)])
 
-    rows, *dense = strategy.run(maybe(mode, step))
+    rows, *dense = strategy.run(in_mode(mode, step))
     want = np.array([[3.0, 3.0], [2.0, 2.0], [1.0, 1.0], [0.0, 0.0]])
     assert all((x == want).all() for x in local(strategy, rows))
     for made, dtype in zip(dense, ("float32", "float64", "float16"), strict=True):
@@ -126,17 +127,17 @@ def test_all_reduce_of_mixed_kinds(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_strategy_keeps_to_itself_still_works(mode):
-    """int32, Python numbers and reduction to the host are the strategy's own affair; they work beside ours (D6, D7)."""
+def test_reductions_by_the_strategy_itself_still_work(mode):
+    """Strategies reduce int32, Python numbers and values on the host themselves; this works with all ops (D6, D7)."""
     strategy = strategy_of(3)
 
     def step():
         return replica().all_reduce("sum", tf.cast(number(), tf.int32) + 1), number() + 2
 
-    summed, each = strategy.run(maybe(mode, step))
+    summed, each = strategy.run(in_mode(mode, step))
     assert [int(x) for x in local(strategy, summed)] == [6] * 3
     assert int(strategy.reduce("SUM", each, axis=None)) == 9
-    rows = strategy.run(maybe(mode, lambda: tf.constant([1.0, 2.0])))
+    rows = strategy.run(in_mode(mode, lambda: tf.constant([1.0, 2.0])))
     assert float(strategy.reduce(tf.distribute.ReduceOp.MEAN, rows, axis=0)) == 1.5
     assert float(strategy.reduce(tf.distribute.ReduceOp.SUM, rows, axis=0)) == 9.0
 
@@ -144,26 +145,26 @@ def test_what_a_strategy_keeps_to_itself_still_works(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_gather(n, mode):
-    """``strategy.gather`` and ``all_gather`` join along any axis, sizes that differ along it included."""
+    """``strategy.gather`` and ``all_gather`` concatenate along any axis, also with sizes that differ along it."""
     strategy = strategy_of(n)
     cases = [(np.array([1.0, 2, 3]), 0), *((np.arange(4.0).reshape(1, 2, 2), axis) for axis in (0, 1, 2))]
     given = [([x + 10 * k for k in range(n)], axis) for x, axis in cases]
     given += [([np.ones((k + 1, 1)) for k in range(n)], 0), ([np.ones((1, k + 1)) for k in range(n)], 1)]
     given += [([np.full(2, k, "int32") for k in range(n)], 0)]
     for rows, axis in given:
-        value = spread(strategy, rows)
+        value = distributed(strategy, rows)
         want = np.concatenate(rows, axis)
-        gathered = maybe(mode, lambda value=value, axis=axis: strategy.gather(value, axis=axis))()
+        gathered = in_mode(mode, lambda value=value, axis=axis: strategy.gather(value, axis=axis))()
         assert gathered.numpy().tolist() == want.tolist()
-        body = maybe(mode, lambda x, axis=axis: replica().all_gather([tf.identity(x)], axis=axis))
+        body = in_mode(mode, lambda x, axis=axis: replica().all_gather([tf.identity(x)], axis=axis))
         (everywhere,) = strategy.run(body, args=(value,))
         assert [x.tolist() for x in local(strategy, everywhere)] == [want.tolist()] * n
 
 
 def test_gather_has_gradients():
-    """The gradient of an all-gather is each replica's part of the summed gradients."""
+    """The gradient of an all-gather is each replica's part of the sum of the gradients."""
     strategy = strategy_of(3)
-    factors = spread(strategy, [[1.0], [2.0], [3.0]])
+    factors = distributed(strategy, [[1.0], [2.0], [3.0]])
 
     @tf.function
     def step(factor):
@@ -175,26 +176,26 @@ def test_gather_has_gradients():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gather_errors(mode):
-    """Components that do not fit together are a ValueError, eagerly and while tracing; slices are not gathered."""
+    """Components of different shapes are a ValueError, eagerly and while tracing; slices cannot be gathered."""
     strategy = strategy_of(2)
     for rows in ([np.ones((1, 1)), np.ones((1, 2))], [np.ones(1), np.ones((1, 2))]):
-        value = spread(strategy, rows)
-        with pytest.raises(ValueError, match="differ in dtype or in another axis"):
-            maybe(mode, lambda value=value: strategy.gather(value, axis=0))()
-        with pytest.raises(ValueError, match="differ in dtype or in another axis"):
-            strategy.run(maybe(mode, lambda x: replica().all_gather(tf.identity(x), axis=0)), args=(value,))
+        value = distributed(strategy, rows)
+        with pytest.raises(ValueError, match="differ in dtype, or in an axis other than 0"):
+            in_mode(mode, lambda value=value: strategy.gather(value, axis=0))()
+        with pytest.raises(ValueError, match="differ in dtype, or in an axis other than 0"):
+            strategy.run(in_mode(mode, lambda x: replica().all_gather(tf.identity(x), axis=0)), args=(value,))
     slices = tf.IndexedSlices(tf.constant([[1.0, 2.0]]), tf.constant([2]), tf.constant([5, 2]))
     with pytest.raises(NotImplementedError, match="gather does not support IndexedSlices"):
-        maybe(mode, lambda: strategy.gather(slices, axis=0))()
+        in_mode(mode, lambda: strategy.gather(slices, axis=0))()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_extended_calls(mode):
-    """``batch_reduce_to``, ``reduce_to`` and ``broadcast_to`` of ``strategy.extended`` go to any destinations."""
+    """``batch_reduce_to``, ``reduce_to`` and ``broadcast_to`` of ``strategy.extended`` take any destinations."""
     strategy = strategy_of(3)
     with strategy.scope():
         variable = tf.Variable([1.0, 2.0])
-    value = spread(strategy, [[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
+    value = distributed(strategy, [[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
     extended = strategy.extended
 
     def body():
@@ -218,7 +219,7 @@ def test_extended_calls(mode):
 
 
 def test_merge_call_and_variables_with_aggregation():
-    """Assignments with an aggregation, and merge_call, find the op in place; replicas keep the same values."""
+    """Assignments with an aggregation, and merge_call, use the op; replicas keep the same values."""
     strategy = strategy_of(3)
     with strategy.scope():
         total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
@@ -244,7 +245,7 @@ def test_merge_call_and_variables_with_aggregation():
 
 
 def test_a_strategy_can_be_copied():
-    """A coordinator deep-copies strategies; the op goes along."""
+    """A coordinator deep-copies strategies, which copies the op, too."""
     strategy = strategy_of(3, "ring on a ring")
     assert strategy.extended._cross_device_ops is OPS["ring on a ring"]
     again = copy.deepcopy(OPS["ring on a ring"])
@@ -255,16 +256,14 @@ def test_a_strategy_can_be_copied():
     ]
 
 
-def test_eager_all_reduce_takes_the_kernels(monkeypatch):
-    """Under ``ctx.all_reduce`` the kernels reduce, with a tape in the replica's own thread too.
+def test_eager_all_reduce_runs_in_the_host_engine(monkeypatch):
+    """``ctx.all_reduce`` of eager tensors is run by the host engine, also under a tape in the replica's thread.
 
-    The strategy's gradient stands for the reduction, and merge_call runs in a thread where no tape watches.
+    The strategy defines the gradient of the reduction, and merge_call runs in a thread without a tape.
     """
-    from crossreduce import pipeline
-
     runs = []
-    kernels = pipeline.run_on_host
-    monkeypatch.setattr(pipeline, "run_on_host", lambda *args, **names: runs.append(1) or kernels(*args, **names))
+    run = HostExecutable.run
+    monkeypatch.setattr(HostExecutable, "run", lambda *args: runs.append(1) or run(*args))
     strategy = strategy_of(3)
 
     def step():
@@ -290,7 +289,7 @@ def data():
 
 
 def trained(strategy, eager=False):
-    """Train by Keras' own ``fit`` and return all losses and weights; the embedding's gradients are sparse."""
+    """Train with Keras' ``fit`` and return all losses and weights; the embedding's gradients are sparse."""
     x, y = data()
     x = np.abs(x * 3).astype("int32") % 11
     keras.utils.set_random_seed(7)
@@ -311,14 +310,14 @@ def trained(strategy, eager=False):
     return np.array(history.history["loss"]), [np.asarray(w) for w in model.get_weights()]
 
 
-# A step adds 120 samples' gradients in another order, to within 120 units in the last place of the largest
-# partial sum (Higham, SISC 1993), and the tanh and momentum of 4 steps at rate 0.5 multiply that by less than 4 each:
+# A step adds the gradients of 120 samples in another order, with an error of at most 120 units in the last place of the
+# largest partial sum (Higham, SISC 1993); tanh and momentum of 4 steps at rate 0.5 multiply it by less than 4 each:
 # 120 * 2**-24 * 4**4 = 1.8e-3 of the largest weight.
 CLOSE = 120 * 2.0**-24 * 4**4
 
 
 def test_keras_fit_on_n_replicas_is_fit_on_one():
-    """Keras' ``fit`` on 3, 5 and 8 replicas gives the losses and the weights of one."""
+    """Keras' ``fit`` on 3, 5 and 8 replicas returns the losses and the weights of one replica."""
     losses, weights = trained(tf.distribute.get_strategy())
     assert losses[-1] < losses[0] * 0.99
     for n, op in ((3, "hierarchical"), (5, "ring on a ring"), (8, "direct")):
@@ -329,7 +328,7 @@ def test_keras_fit_on_n_replicas_is_fit_on_one():
 
 
 def test_keras_fit_eagerly():
-    """So does an eager step, whose gradients the kernels reduce."""
+    """Eager steps of ``fit``, which the host engine reduces, also agree with one replica."""
     losses, weights = trained(tf.distribute.get_strategy(), eager=True)
     found, others = trained(strategy_of(3), eager=True)
     np.testing.assert_allclose(found, losses, rtol=CLOSE, atol=0)
@@ -338,10 +337,10 @@ def test_keras_fit_eagerly():
 
 
 def test_a_custom_loop_with_an_embedding():
-    """A loop of one's own, with distributed batches, a last uneven one and a sparse gradient, trains like NumPy."""
+    """A custom loop with distributed batches, an uneven last one and a sparse gradient trains like NumPy."""
     strategy = strategy_of(3)
     table = np.arange(10.0, dtype="float32").reshape(5, 2)
-    batches = [np.array([0, 1, 1, 4, 2, 2]), np.array([3, 3, 0, 1])]  # 4 rows on 3 replicas: 2, 2 and none
+    batches = [np.array([0, 1, 1, 4, 2, 2]), np.array([3, 3, 0, 1])]  # 4 rows on 3 replicas: 2, 2 and 0
     with strategy.scope():
         variable = tf.Variable(table)
     dataset = tf.data.Dataset.from_tensor_slices(np.concatenate(batches)).batch(6)

@@ -1,11 +1,11 @@
-"""What plugs into ``tf.distribute``: crossreduce's ops as ``tf.distribute.CrossDeviceOps``.
+"""Adapters for ``tf.distribute``: crossreduce's ops as ``tf.distribute.CrossDeviceOps``.
 
-In: TensorFlow's values, destinations and options.  Out: TensorFlow's values. Each call is translated for the op of
-the same name in ``cross_device_ops.py``, which checks, plans, proves and executes; nothing is reduced here.
+Input: TensorFlow's values, destinations and options. Output: TensorFlow's values. Each call is translated for the op of
+the same name in ``cross_device_ops.py``, which validates, plans, verifies and runs it; nothing is reduced here.
 
     strategy = tf.distribute.MirroredStrategy(cross_device_ops=crossreduce.tensorflow.HierarchicalCopyAllReduce())
 
-docs/tensorflow.md says what a strategy hands to its op and what it keeps to itself.
+docs/tensorflow.md lists which reductions a strategy passes to its op and which ones it does itself.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
-# There is no public way to make a Mirrored, and strategies take nothing else.
+# Strategies require a Mirrored, and no public function creates one.
 from tensorflow.python.distribute.values import Mirrored as _Mirrored
 
 from . import cross_device_ops as own
 from .autograph import unconverted
 from .devices import canonical
 from .errors import ArgumentError, ReductionError, UnsupportedError, message, shown
-from .ops import DTYPES
+from .ops import DTYPES, ReduceOp
 from .options import CommunicationOptions
 from .outputs import in_pair
 from .topology import Topology
@@ -33,20 +33,20 @@ from .values import DistributedValues, Mirrored, PerReplica, default_devices
 
 __all__ = ["AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"]
 
-_Places = tuple[str, ...]  # where components are, as TensorFlow says it; "" where it does not
+_Places = tuple[str, ...]  # TensorFlow's names of the components' devices; "" if TensorFlow does not know the device
 _ARRAYS: Final = (tf.Tensor, tf.Variable, tf.IndexedSlices)
 
 
 class _NoGatherError(UnsupportedError, NotImplementedError):
-    """What TensorFlow raises where one ``tf.IndexedSlices`` is to be gathered, and ours too."""
+    """Error for gathering one ``tf.IndexedSlices``: TensorFlow's kind of error, and crossreduce's."""
 
 
-class _Plugged(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
-    """A ``tf.distribute.CrossDeviceOps`` that has an op of crossreduce's do the work.
+class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
+    """A ``tf.distribute.CrossDeviceOps`` that delegates to an op of crossreduce.
 
-    The front doors are overridden: TensorFlow's do not look at ``reduce_op``, fail on an empty batch, and return a
-    value of one component without reducing it. A subclass of yours overrides the ``*_implementation``s, as with
-    TensorFlow's own ops.
+    The public methods are overridden, because TensorFlow's do not check ``reduce_op``, fail on an empty batch, and
+    return a value of one component without reducing it. Users' subclasses override the ``*_implementation`` methods, as
+    with TensorFlow's own ops.
     """
 
     def __init__(self, op: own.CrossDeviceOps) -> None:
@@ -62,17 +62,17 @@ class _Plugged(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
 
         Args:
           reduce_op: ``tf.distribute.ReduceOp``, ``crossreduce.ReduceOp`` or the name of one.
-          per_replica_value: a ``tf.distribute.DistributedValues``, or what ``tf.convert_to_tensor`` takes, which
-            counts as one replica's.
-          destinations: a ``tf.distribute.DistributedValues``, tensor, variable or device's name. It is never written.
-          options: ``tf.distribute.experimental.CommunicationOptions``, of which ``bytes_per_pack`` counts; or
-            ``crossreduce.CommunicationOptions``.
+          per_replica_value: a ``tf.distribute.DistributedValues``; or a value that ``tf.convert_to_tensor`` accepts,
+            which counts as the value of one replica.
+          destinations: a ``tf.distribute.DistributedValues``, tensor, variable or device name. It is never written.
+          options: ``tf.distribute.experimental.CommunicationOptions``, of which only ``bytes_per_pack`` has an effect;
+            or ``crossreduce.CommunicationOptions``.
         Returns:
-          A ``Mirrored`` with one component a destination, in the destinations' order; for one destination a
-          tensor (or ``tf.IndexedSlices``), as TensorFlow's ops do.
+          A ``Mirrored`` with one component per destination, in the order of the destinations; for one destination a
+          tensor (or ``tf.IndexedSlices``), as TensorFlow's ops return.
         Raises:
           ArgumentError, MismatchError, DeviceError (ValueErrors), UnsupportedError (a TypeError): as crossreduce's
-            op of the same name. Nothing has moved then.
+            op of the same name, before any data is moved.
         """
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
@@ -84,12 +84,12 @@ class _Plugged(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
 
         Args:
           reduce_op: as for ``reduce``.
-          value_destination_pairs: pairs of what ``reduce`` takes; any iterable, also an empty one.
+          value_destination_pairs: pairs of arguments of ``reduce``; any iterable, also an empty one.
           options: as for ``reduce``.
         Returns:
-          What ``reduce`` returns, for each pair, in their order; all of them, or an error and none.
+          The result of ``reduce`` for each pair, in order. An error leaves no results.
         Raises:
-          As ``reduce``; the message says which pair.
+          As ``reduce``; the message names the pair.
         """
         return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
 
@@ -98,18 +98,19 @@ class _Plugged(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         """Copy one tensor to all destinations.
 
         Args:
-          tensor: what ``tf.convert_to_tensor`` takes, ``tf.IndexedSlices``, or a ``Mirrored`` (its first component).
+          tensor: a value that ``tf.convert_to_tensor`` accepts, ``tf.IndexedSlices``, or a ``Mirrored`` (its first
+            component).
           destinations: as for ``reduce``.
         Returns:
           As ``reduce``.
         Raises:
-          ArgumentError: a ``PerReplica`` is no one tensor; destinations that are none.
+          ArgumentError: ``tensor`` is a ``PerReplica``; invalid destinations.
         """
         return self.broadcast_implementation(tensor, destinations)
 
     @unconverted
     def _gather(self, per_replica_value: Any, destinations: Any, axis: int, options: Any = None) -> Any:
-        # Private in TensorFlow too, where strategy.gather and all_gather call it by this name.
+        # Also private in TensorFlow; strategy.gather and all_gather call it by this name.
         if isinstance(per_replica_value, tf.IndexedSlices):
             raise _NoGatherError(
                 message("gather does not support IndexedSlices.", shown(per_replica_value), "tf.convert_to_tensor")
@@ -117,74 +118,77 @@ class _Plugged(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         return self._gather_implementation(per_replica_value, destinations, axis, options)
 
     def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
-        """Reduce one value: ``reduce`` itself, for a subclass to override."""
-        value, where = _translated(per_replica_value, destinations)
-        return where.returned(self._op.reduce(_op(reduce_op), value, where.devices, _options(options)))
+        """Reduce one value: implements ``reduce``, and subclasses may override it."""
+        value, targets = _translate(per_replica_value, destinations)
+        return targets.to_tensorflow(
+            self._op.reduce(_read_op(reduce_op), value, targets.devices, _read_options(options))
+        )
 
     def batch_reduce_implementation(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        """Reduce several values: ``batch_reduce`` itself, for a subclass to override."""
+        """Reduce several values: implements ``batch_reduce``, and subclasses may override it."""
         pairs = check_pairs(value_destination_pairs)
         jobs = []
         for number, (value, destinations) in enumerate(pairs):
             try:
-                jobs.append(_translated(value, destinations))
+                jobs.append(_translate(value, destinations))
             except ReductionError as error:
                 raise in_pair(error, number, len(pairs)) from error.__cause__
-        given = [(value, where.devices) for value, where in jobs]
-        results = self._op.batch_reduce(_op(reduce_op), given, _options(options))
-        return [where.returned(result) for result, (_, where) in zip(results, jobs, strict=True)]
+        given = [(value, targets.devices) for value, targets in jobs]
+        results = self._op.batch_reduce(_read_op(reduce_op), given, _read_options(options))
+        return [targets.to_tensorflow(result) for result, (_, targets) in zip(results, jobs, strict=True)]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Copy one tensor: ``broadcast`` itself, for a subclass to override."""
-        x = _primary(tensor)
-        where = _destinations(destinations, (_place(x),))
-        if not _is_known(x):
+        """Copy one tensor: implements ``broadcast``, and subclasses may override it."""
+        x = _broadcast_source(tensor)
+        targets = _read_destinations(destinations, (_place(x),))
+        if not _is_reducible(x):
             return super().broadcast_implementation(x, destinations)
-        return where.returned(self._op.broadcast(x, where.devices))
+        return targets.to_tensorflow(self._op.broadcast(x, targets.devices))
 
     def _gather_implementation(self, per_replica_value: Any, destinations: Any, axis: int, options: Any) -> Any:
-        value, where = _translated(per_replica_value, destinations)
-        if not all(_is_known(x) for x in value):
+        value, targets = _translate(per_replica_value, destinations)
+        if not all(_is_reducible(x) for x in value):
             return tf.distribute.ReductionToOneDevice()._gather(per_replica_value, destinations, axis)
-        return where.returned(self._op.gather(value, where.devices, axis, _options(options)))
+        return targets.to_tensorflow(self._op.gather(value, targets.devices, axis, _read_options(options)))
 
 
-class ReductionToOneDevice(_Plugged):
+class ReductionToOneDevice(_Adapter):
     """``crossreduce.ReductionToOneDevice`` for ``tf.distribute``: copies to one device, reduces there, copies back.
 
-    A batch is packed and planned as one.
+    A batch is packed and planned together.
 
     Args:
       reduce_to_device: the device to reduce on; ``None``: the first destination.
-      accumulation_fn: takes the list of components, all on that device, and returns their sum or what stands for
-        it; ``None``: adds them in the order of the replicas. It is called in the scope of that device.
+      accumulation_fn: takes the list of components, all on that device, and returns the result that replaces their sum.
+        It is called in the scope of that device. ``None``: adds the components in the order of the replicas.
     Raises:
-      ArgumentError: ``accumulation_fn`` cannot be called.
-      DeviceError: ``reduce_to_device`` cannot be read.
+      ArgumentError: ``accumulation_fn`` is not callable.
+      DeviceError: ``reduce_to_device`` cannot be parsed.
 
     >>> ReductionToOneDevice("/device:CPU:0")
     crossreduce.tensorflow.ReductionToOneDevice(reduce_to_device='cpu:0')
     """
 
     def __init__(self, reduce_to_device: str | None = None, accumulation_fn: Callable[[list[Any]], Any] | None = None):
-        placed = _placed(accumulation_fn) if callable(accumulation_fn) else accumulation_fn
-        super().__init__(own.ReductionToOneDevice(reduce_to_device, placed))
+        function = _in_device_scope(accumulation_fn) if callable(accumulation_fn) else accumulation_fn
+        super().__init__(own.ReductionToOneDevice(reduce_to_device, function))
 
 
-class AllReduceCrossDeviceOps(_Plugged):
+class AllReduceCrossDeviceOps(_Adapter):
     """``crossreduce.AllReduceCrossDeviceOps`` for ``tf.distribute``: reduces along a planned, verified schedule.
 
     Args:
       all_reduce_alg: "one_device", "hierarchical_copy", "ring", "halving_doubling", "direct", "forest", "auto" or
         "nccl" (which plans "auto").
-      num_packs: into how many packs the tensors of each dtype are joined and cut; 0: no packing.
-      agg_small_grads_max_bytes: without packs, neighbouring tensors of one dtype and at most so many bytes each are
-        joined. 0: none are.
-      agg_small_grads_max_group: the most tensors that are joined so.
-      topology: the links that dense values may take; ``None``: any. Its devices are TensorFlow's ("cuda:0" is GPU:0),
-        or, where none of the names are, matched by position.
+      num_packs: the number of packs into which the tensors of each dtype are joined and cut; 0: no packing.
+      agg_small_grads_max_bytes: without packs, consecutive tensors of one dtype are joined if each has at most this
+        many bytes. 0: none are joined.
+      agg_small_grads_max_group: the maximum number of tensors that are joined.
+      topology: the links that dense values may use; ``None``: any. Its devices are TensorFlow's ("cuda:0" is GPU:0)
+        or, if none of the names match, are matched by position.
     Raises:
-      ArgumentError: an unknown algorithm, a number that is negative or not whole, no ``crossreduce.Topology``.
+      ArgumentError: an unknown algorithm; a number that is negative or not an integer; ``topology`` is not a
+        ``crossreduce.Topology``.
 
     >>> AllReduceCrossDeviceOps("ring", num_packs=2)
     crossreduce.tensorflow.AllReduceCrossDeviceOps('ring', num_packs=2)
@@ -202,17 +206,17 @@ class AllReduceCrossDeviceOps(_Plugged):
         super().__init__(own.AllReduceCrossDeviceOps(*given))
 
 
-class HierarchicalCopyAllReduce(_Plugged):
+class HierarchicalCopyAllReduce(_Adapter):
     """``crossreduce.HierarchicalCopyAllReduce`` for ``tf.distribute``: inside groups of devices, then between them.
 
-    Right on any number of devices; TensorFlow's own op of this name loses the last one's contribution where their
-    number is odd (1.14 to 2.21).
+    Results are right for any number of devices; TensorFlow's op of this name loses the last device's contribution if
+    the number is odd (1.14 to 2.21).
 
     Args:
-      num_packs: how many trees, with different roots, share the load; 0: one a tensor, unpacked.
-      topology: the links that data may take, from which the hierarchy is read; ``None``: any, in two halves.
+      num_packs: the number of trees, with different roots, that share the load; 0: one tree per tensor, no packing.
+      topology: the links that data may use, and from which the hierarchy is derived; ``None``: any, in two halves.
     Raises:
-      ArgumentError: ``num_packs`` is negative or not whole, no ``crossreduce.Topology``.
+      ArgumentError: ``num_packs`` is negative or not an integer; ``topology`` is not a ``crossreduce.Topology``.
 
     >>> op = HierarchicalCopyAllReduce(num_packs=2)
     >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"], cross_device_ops=op)
@@ -228,73 +232,77 @@ class HierarchicalCopyAllReduce(_Plugged):
         super().__init__(own.HierarchicalCopyAllReduce(num_packs, topology))
 
 
-def _op(reduce_op: Any) -> Any:
-    """Return a reduction as this library reads it; what is none raises an ``ArgumentError``."""
+def _read_op(reduce_op: Any) -> ReduceOp:
+    """Return TensorFlow's reduction as a ``ReduceOp``.
+
+    Raises:
+      ArgumentError: it is not a known reduction.
+    """
     return read_op(reduce_op.value if isinstance(reduce_op, tf.distribute.ReduceOp) else reduce_op)
 
 
-def _options(options: Any) -> CommunicationOptions:
-    """Return TensorFlow's options as ours.
+def _read_options(options: Any) -> CommunicationOptions:
+    """Return TensorFlow's options as crossreduce's.
 
-    Their implementation says which collective MultiWorkerMirroredStrategy takes, and a strategy fills it in where the
-    user did not. So it says nothing about the algorithm here.
+    TensorFlow's ``implementation`` selects the collective of MultiWorkerMirroredStrategy, and strategies set it if the
+    user did not. So it does not select an algorithm here.
     """
     if hasattr(options, "bytes_per_pack") and not isinstance(options, CommunicationOptions):
         return CommunicationOptions(options.bytes_per_pack, getattr(options, "timeout_seconds", None) or None)
     return read_options(options)
 
 
-class _Where(NamedTuple):
-    """Destinations, read.
+class _Destinations(NamedTuple):
+    """The devices of a result.
 
-    ``devices``: a distributed value that is on them, by this library's names. ``places``: the same as TensorFlow says
-    them. ``alone``: they are one device, for which the result is a bare tensor.
+    ``devices``: a distributed value on them, with crossreduce's names. ``places``: TensorFlow's names. ``is_single``:
+    the destination is one device, for which the result is a plain tensor.
     """
 
     devices: PerReplica | Mirrored
     places: _Places
-    alone: bool
+    is_single: bool
 
-    def returned(self, result: Mirrored) -> Any:
-        """Return a result as TensorFlow's."""
-        if not tf.executing_eagerly():  # what came from a place that nobody knows may still be there
-            components = tuple(map(_put, result, self.places))
-            return components[0] if self.alone else _Mirrored(components)
-        return result[0] if self.alone else _Mirrored(result.values)
+    def to_tensorflow(self, result: Mirrored) -> Any:
+        """Return a result as TensorFlow's value."""
+        if not tf.executing_eagerly():  # a component whose device was unknown may not be on its destination yet
+            components = tuple(map(_on_place, result, self.places))
+            return components[0] if self.is_single else _Mirrored(components)
+        return result[0] if self.is_single else _Mirrored(result.values)
 
 
-def _put(x: Any, place: str) -> Any:
+def _on_place(x: Any, place: str) -> Any:
     if not place or x.device:
         return x
     with tf.device(place):
         return tf.nest.map_structure(tf.identity, x, expand_composites=True)
 
 
-def _translated(value: Any, destinations: Any) -> tuple[PerReplica, _Where]:
-    """Return a value and its destinations as this library reads them."""
+def _translate(value: Any, destinations: Any) -> tuple[PerReplica, _Destinations]:
+    """Return TensorFlow's value and destinations as crossreduce's."""
     value, destinations = _variable(value), _variable(destinations)
     parts = value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
     if not parts:
         raise ArgumentError(message("a value must have at least one component.", shown(value), "PerReplica((x, ...))"))
     components = tuple(_array(x) for x in parts)
-    places = _settled(tuple(_place(x) for x in components))
+    places = _component_places(tuple(_place(x) for x in components))
     if destinations is value and isinstance(value, tf.distribute.DistributedValues):
-        here = PerReplica.on(components, _names(places))
-        return here, _Where(here, places, len(components) == 1)
+        translated = PerReplica.on(components, _names(places))
+        return translated, _Destinations(translated, places, len(components) == 1)
     if len(components) == 1 and isinstance(destinations, str) and destinations == _place(components[0]):
-        destinations = components[0]  # so all_reduce puts it on one device, and a function's argument says ""
-    where = _destinations(destinations, places)
+        destinations = components[0]  # all_reduce passes the component's device, which is "" for a function's argument
+    targets = _read_destinations(destinations, places)
     if isinstance(destinations, tf.distribute.DistributedValues):
-        places = _filled(places, where.places)
-    return PerReplica.on(components, _names(places)), where
+        places = _fill_unknown(places, targets.places)
+    return PerReplica.on(components, _names(places)), targets
 
 
-def _destinations(destinations: Any, places: _Places) -> _Where:
-    """Return where destinations are, given where the value is."""
+def _read_destinations(destinations: Any, places: _Places) -> _Destinations:
+    """Return the devices of destinations, given the places of the value."""
     destinations = _variable(destinations)
     found: _Places = ()
     if isinstance(destinations, tf.distribute.DistributedValues):
-        found = _settled(tuple(map(_place, destinations.values)))
+        found = _component_places(tuple(map(_place, destinations.values)))
     elif isinstance(destinations, _ARRAYS):
         found, places = (_place(destinations),), places[:1]
     elif isinstance(destinations, str) and destinations:
@@ -302,20 +310,20 @@ def _destinations(destinations: Any, places: _Places) -> _Where:
     if not found:
         raise ArgumentError(
             message(
-                "destinations must be distributed values, a tensor, a variable or a device's name, and not empty.",
+                "destinations must be distributed values, a tensor, a variable or a device name, and not empty.",
                 shown(destinations),
-                'a name such as "CPU:0"; for several devices, the PerReplica itself or any other on those devices',
+                'a name such as "CPU:0"; for several devices, the PerReplica itself or another one on those devices',
             )
         )
-    found = _filled(found, places)
-    return _Where(Mirrored.on((), _names(found)), found, len(found) == 1)
+    found = _fill_unknown(found, places)
+    return _Destinations(Mirrored.on((), _names(found)), found, len(found) == 1)
 
 
-def _settled(places: _Places) -> _Places:
-    """Return where the components of a distributed value count as being.
+def _component_places(places: _Places) -> _Places:
+    """Return the places at which the components of a distributed value count as located.
 
-    Those that do not say it (arguments of a ``tf.function``), or lie on one device together, count as on the devices of
-    the strategy they are in, replica by replica.
+    If places are unknown (arguments of a ``tf.function``) or equal, they are the devices of the current strategy,
+    replica by replica.
     """
     if (len(set(places)) < len(places) or "" in places) and tf.distribute.has_strategy():
         devices = tf.distribute.get_strategy().extended.worker_devices
@@ -324,8 +332,8 @@ def _settled(places: _Places) -> _Places:
     return places
 
 
-def _filled(places: _Places, others: _Places) -> _Places:
-    """Return places; one that nobody knows is taken to be where its counterpart is, if there are as many of them."""
+def _fill_unknown(places: _Places, others: _Places) -> _Places:
+    """Return places with each unknown one replaced by its counterpart in ``others``, if both have the same length."""
     if len(places) != len(others):
         return places
     return tuple(place or other for place, other in zip(places, others, strict=True))
@@ -333,41 +341,41 @@ def _filled(places: _Places, others: _Places) -> _Places:
 
 @lru_cache(maxsize=4096)
 def _names(places: _Places) -> tuple[str, ...]:
-    """Return this library's names of places.
+    """Return crossreduce's names of places.
 
-    One that nobody knows counts as on ``cpu:0``, which leaves it to TensorFlow's placer (``frameworks/tensorflow.py``).
+    An unknown place counts as ``cpu:0``, so that TensorFlow chooses the device (see ``frameworks/tensorflow.py``).
     """
     return default_devices([canonical(place) if place else None for place in places])
 
 
 def _variable(given: Any) -> Any:
-    """Return the variable that a Keras variable holds, which may be mirrored, and anything else as it is.
+    """Return the ``tf.Variable`` (which may be mirrored) of a Keras variable; any other value unchanged.
 
     Raises:
-      ArgumentError: a distributed value of crossreduce's own.
+      ArgumentError: it is a distributed value of crossreduce.
     """
     if isinstance(given, DistributedValues):  # TensorFlow would stack its components
-        problem = "distributed values of crossreduce are none of tf.distribute's."
-        remedy = "crossreduce's own op of the same name, or values that a tf.distribute.Strategy made"
+        problem = "this is a distributed value of crossreduce, not of tf.distribute."
+        remedy = "crossreduce's own op of the same name, or a value that a tf.distribute.Strategy made"
         raise ArgumentError(message(problem, shown(given), remedy))
-    held = getattr(given, "value", None)
-    return held if isinstance(held, tf.Variable) else given
+    inner = getattr(given, "value", None)
+    return inner if isinstance(inner, tf.Variable) else given
 
 
 def _array(value: Any) -> Any:
-    """Return a tensor, variable or slices as they are, and make a tensor of anything else."""
-    if isinstance(value, (*_ARRAYS, tf.SparseTensor, tf.RaggedTensor)):  # the framework says why it takes no such two
+    """Return a tensor, variable or slices unchanged, and convert any other value to a tensor."""
+    if isinstance(value, (*_ARRAYS, tf.SparseTensor, tf.RaggedTensor)):  # the framework rejects the last two
         return value
     try:
         return tf.convert_to_tensor(value)
     except (ValueError, TypeError) as error:
         kind = UnsupportedError if isinstance(error, TypeError) else ArgumentError
-        remedy = "a tensor, or a PerReplica of them"
-        raise kind(message("this cannot be made a tensor.", shown(value), remedy)) from error
+        remedy = "a tensor, or a PerReplica of tensors"
+        raise kind(message("this cannot be converted to a tensor.", shown(value), remedy)) from error
 
 
-def _primary(tensor: Any) -> Any:
-    """Return the one tensor that is to be broadcast."""
+def _broadcast_source(tensor: Any) -> Any:
+    """Return the tensor that is to be broadcast."""
     tensor = _variable(tensor)
     if not isinstance(tensor, tf.distribute.DistributedValues):
         return _array(tensor)
@@ -380,13 +388,13 @@ def _place(x: Any) -> str:
     return getattr(x, "device", None) or ""
 
 
-def _is_known(x: Any) -> bool:
-    """Say whether a tensor is one that can be reduced. What cannot, such as text, TensorFlow itself moves."""
+def _is_reducible(x: Any) -> bool:
+    """Return whether a tensor's dtype and rank are supported. TensorFlow moves other tensors, such as text, itself."""
     return x.dtype.name in DTYPES and x.shape.rank is not None
 
 
-def _placed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return a function of tensors that runs where they are."""
+def _in_device_scope(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Return a function of tensors that runs on their device."""
 
     @functools.wraps(function)
     def scoped(xs: list[Any]) -> Any:

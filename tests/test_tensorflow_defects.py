@@ -1,0 +1,222 @@
+"""The defects D1 to D17 of TensorFlow's ops, which ``crossreduce.tensorflow``'s do not have, and errors of wrong calls.
+
+Each defect has a test that names it, except for D2, D12 (test_tensorflow_ops.py: test_reduction_and_broadcast), D7 and
+D16, which are in code of TensorFlow that does not involve an op.
+"""
+
+import numpy as np
+import pytest
+from tensorflow_values import (
+    MEAN,
+    MODES,
+    OPS,
+    SMALL,
+    SUM,
+    Mirrored,
+    PerReplica,
+    crt,
+    name,
+    on,
+    outcomes,
+    per_replica,
+    slices,
+    tf,
+)
+
+import crossreduce as cr
+
+
+def test_d1_the_last_of_an_odd_number():
+    """D1: sum and mean of 2^d are right, where TensorFlow's op omits the last device."""
+    for n in (3, 5, 7, 9):
+        value = per_replica([2.0**k for k in range(n)])
+        for op, want in ((SUM, 2.0**n - 1), (MEAN, (2.0**n - 1) / n)):
+            (result,) = SMALL.batch_reduce(op, [(value, value)])
+            assert [float(x) for x in result.values] == [np.float32(want)] * n
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_d3_shapes_must_agree(mode):
+    """D3: replicas of different shapes are an error, even if their sizes agree."""
+    alone = PerReplica([on(0, np.ones((2, 3))), on(1, np.ones((3, 2)))])
+    a = PerReplica([on(0, [1.0, 2.0]), on(1, [1.0, 2.0, 3.0])])
+    b = PerReplica([on(0, [1.0, 2.0, 3.0]), on(1, [1.0, 2.0])])
+    for pairs in ([(alone, alone)], [(a, a), (b, b)]):
+        with pytest.raises(ValueError, match=r"differ in shape or dtype"):
+            outcomes(mode, lambda pairs=pairs: SMALL.batch_reduce(SUM, pairs))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_d4_d6_dtypes_mix_in_a_batch(mode):
+    """D4, D6: a batch may have several dtypes, integers included, with any packing."""
+    given = [np.array([1.5, 2.5]), np.array([1, 2, 3], "int32"), np.array(2.0, "float16"), np.array([1 + 2j])]
+    values = [per_replica([x, (x * 2).astype(x.dtype), (x * 4).astype(x.dtype)]) for x in given]
+    for packs in (0, 1, 3):
+        made = outcomes(mode, lambda packs=packs: crt.HierarchicalCopyAllReduce(packs).batch_reduce(
+            SUM, [(value, value) for value in values]
+        ))  # fmt: skip
+        for (_, _, components), x in zip(made, given, strict=True):
+            assert all(c.dtype == x.dtype and (c == x * 7).all() for c in components)
+
+
+def test_d5_nccl_plans_auto():
+    """D5: without NCCL "nccl" plans another algorithm that works."""
+    value = per_replica([1.0, 2.0, 4.0])
+    assert float(crt.AllReduceCrossDeviceOps("nccl").reduce(SUM, value, "CPU:0")) == 7.0
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_d8_an_empty_batch(op):
+    """D8: an empty batch returns an empty list; any iterable is a batch."""
+    assert OPS[op].batch_reduce(SUM, []) == []
+    value = per_replica([1.0, 2.0])
+    (result,) = OPS[op].batch_reduce(SUM, (pair for pair in [(value, value)]))
+    assert float(result.values[1]) == 3.0
+    assert float(OPS[op].batch_reduce(SUM, zip([value], ["CPU:0"], strict=True))[0]) == 3.0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("op", OPS)
+def test_d9_the_reduction_is_checked(op, n):
+    """D9: an unknown reduction is an error, on one device too; names are accepted, so "MEAN" is a mean."""
+    value = per_replica([1.0, 3.0][:n])
+    for bad in ("average", None, 3, tf.VariableAggregation.MEAN):
+        with pytest.raises(ValueError, match="not a known reduction"):
+            OPS[op].reduce(bad, value, value)
+        with pytest.raises(ValueError, match="not a known reduction"):
+            OPS[op].batch_reduce(bad, [(value, value)])
+    assert float(OPS[op].reduce("MEAN", value, "CPU:0")) == n
+    assert float(OPS[op].reduce(cr.ReduceOp.SUM, value, "CPU:0")) == [1.0, 4.0][n - 1]
+    if "accumulation" not in repr(OPS[op]):
+        assert float(OPS[op].reduce("max", value, "CPU:0")) == [1.0, 3.0][n - 1]
+
+
+def test_d10_mirrored_values_are_summed():
+    """D10: the components of a Mirrored are summed like those of a PerReplica, by both calls."""
+    value = per_replica([5.0, 5.0], wrap=Mirrored)
+    assert float(SMALL.reduce(SUM, value, "CPU:0")) == 10.0
+    assert float(SMALL.batch_reduce(SUM, [(value, value)])[0].values[1]) == 10.0
+    assert float(SMALL.batch_reduce(MEAN, [(value, value)])[0].values[1]) == 5.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_d11_the_rest_of_the_batch_has_no_effect(mode):
+    """D11: a value's result does not depend on other values with other destinations."""
+    value, other = per_replica([1.0, 2.0, 4.0]), per_replica([1.0, 1.0], 3)
+    for beside in ((value, value), (value, "CPU:5"), (other, other)):
+        first = outcomes(mode, lambda beside=beside: SMALL.batch_reduce(SUM, [(value, value), beside]))[0]
+        assert first == ("mirrored", [name(k) for k in range(3)], [7.0] * 3)
+
+
+def test_d13_two_replicas_on_one_device():
+    """D13: two replicas on one device are both summed; a device name receives one tensor, the value itself two."""
+    value = PerReplica([on(0, 1.0), on(0, 2.0)])
+    for call in (
+        lambda where: SMALL.reduce(SUM, value, where),
+        lambda where: SMALL.batch_reduce(SUM, [(value, where)])[0],
+    ):
+        assert float(call("CPU:0")) == 3.0
+        assert [float(x) for x in call(value).values] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_d14_means_neither_overflow_nor_wrap(mode):
+    """D14: the mean of two 40000s in float16 is 40000, of two 100s in int8 100."""
+    given = [np.array([40000.0], "float16"), np.array([100], "int8"), np.array([2**31 - 1], "int32")]
+    values = [per_replica([x, x]) for x in given]
+    made = outcomes(mode, lambda: SMALL.batch_reduce(MEAN, [(value, value) for value in values]))
+    dtypes = ["float16", "float32", "float64"]
+    for (_, _, components), x, dtype in zip(made, given, dtypes, strict=True):
+        assert [(c.dtype, c.tolist()) for c in components] == [(dtype, x.tolist())] * 2
+
+
+@pytest.mark.parametrize(("group", "joined"), [(10, 3), (1, 25), (25, 1), (0, 25)])
+def test_d15_a_group_has_at_most_the_given_number(group, joined):
+    """D15: of 25 small tensors at most ``agg_small_grads_max_group`` are joined, as the sums in the graph show."""
+    op = crt.AllReduceCrossDeviceOps("one_device", 0, 100, group)
+    values = [per_replica([float(k), 2.0]) for k in range(25)]
+    pairs = [(value, value) for value in values]
+    function = tf.function(lambda: [x.values[0] for x in op.batch_reduce(SUM, pairs)], autograph=False)
+    assert [float(x) for x in function()] == [k + 2.0 for k in range(25)]
+    graph = function.get_concrete_function().graph
+    assert sum(o.type == "AddN" for o in graph.get_operations()) == joined
+
+
+def test_d17_strategies_accept_an_op():
+    """D17: ops are ``tf.distribute.CrossDeviceOps`` and true, so a strategy does not replace them by its default."""
+    for op in OPS.values():
+        assert isinstance(op, tf.distribute.CrossDeviceOps)
+        assert bool(op)
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=op)
+        assert strategy.extended._cross_device_ops is op
+
+
+BAD_DESTINATIONS = [
+    None,
+    [],
+    ["CPU:0"],
+    ("CPU:0",),
+    3,
+    0.5,
+    b"CPU:0",
+    np.ones(2),
+    "",
+    "foo",
+    "XPU:zero",
+    PerReplica(()),
+]
+
+
+@pytest.mark.parametrize("op", ["to one", "hierarchical"])
+def test_bad_destinations(op):
+    """An invalid destination is a ValueError that shows the given value, before any data is moved."""
+    op, value = OPS[op], per_replica([1.0, 2.0])
+    for bad in BAD_DESTINATIONS:
+        for call in (
+            lambda bad=bad: op.reduce(SUM, value, bad),
+            lambda bad=bad: op.batch_reduce(SUM, [(value, value), (value, bad)]),
+            lambda bad=bad: op.broadcast(tf.constant(1.0), bad),
+            lambda bad=bad: op._gather(per_replica([[1.0], [2.0]]), bad, 0),
+        ):
+            with pytest.raises(cr.ArgumentError, match="given:"):
+                call()
+    with pytest.raises(ValueError, match=r"pair 1: destinations must be"):
+        op.batch_reduce(SUM, [(value, value), (value, [])])
+    with pytest.raises(ValueError, match="no such logical device"):
+        op.reduce(SUM, value, "GPU:7")
+
+
+def test_bad_values():
+    """Invalid values, pairs, options and arguments of ops raise the exceptions that TensorFlow's users catch."""
+    value = per_replica([1.0, 2.0])
+    cases = [
+        (ValueError, "not of tf.distribute", lambda: SMALL.reduce(SUM, cr.PerReplica([1.0, 2.0]), "CPU:0")),
+        (ValueError, "not of tf.distribute", lambda: SMALL.reduce(SUM, value, cr.PerReplica([1.0, 2.0]))),
+        (ValueError, "not of tf.distribute", lambda: SMALL.broadcast(cr.Mirrored([1.0, 1.0]), value)),
+        (ValueError, "not of tf.distribute", lambda: SMALL._gather(cr.PerReplica([1.0]), "CPU:0", 0)),
+        (ValueError, "crossreduce.tensorflow's", lambda: cr.CrossDeviceOps().reduce(SUM, value, "CPU:0")),
+        (ValueError, "at least one component", lambda: SMALL.reduce(SUM, PerReplica(()), "CPU:0")),
+        (ValueError, "cannot be converted to a tensor", lambda: SMALL.reduce(SUM, None, "CPU:0")),
+        (ValueError, "cannot be converted to a tensor", lambda: SMALL.reduce(SUM, [[1.0], [2.0, 3.0]], "CPU:0")),
+        (TypeError, "string", lambda: SMALL.reduce(SUM, per_replica(["a", "b"]), "CPU:0")),
+        (TypeError, "bool", lambda: SMALL.reduce(SUM, per_replica([True, False]), "CPU:0")),
+        (TypeError, "SparseTensor", lambda: SMALL.reduce(SUM, tf.sparse.from_dense([1.0, 0.0]), "CPU:0")),
+        (TypeError, "RaggedTensor", lambda: SMALL.reduce(SUM, tf.ragged.constant([[1.0], []]), "CPU:0")),
+        (ValueError, "differ in", lambda: SMALL.reduce(SUM, PerReplica([on(0, 1.0), on(1, 1)]), "CPU:0")),
+        (ValueError, "is not a pair", lambda: SMALL.batch_reduce(SUM, [value])),
+        (ValueError, "is not a pair", lambda: SMALL.batch_reduce(SUM, [(value, value, value)])),
+        (ValueError, "pairs of value", lambda: SMALL.batch_reduce(SUM, 3)),
+        (ValueError, "options must be", lambda: SMALL.reduce(SUM, value, value, options="ring")),
+        (ValueError, "one of its components", lambda: SMALL.broadcast(value, "CPU:0")),
+        (ValueError, "no such algorithm", lambda: crt.AllReduceCrossDeviceOps("bogus")),
+        (ValueError, "num_packs", lambda: crt.HierarchicalCopyAllReduce(-1)),
+        (ValueError, "num_packs", lambda: crt.HierarchicalCopyAllReduce(1.5)),
+        (ValueError, "topology", lambda: crt.HierarchicalCopyAllReduce(1, "dgx-1v")),
+        (ValueError, "accumulation_fn", lambda: crt.ReductionToOneDevice(None, 3)),
+        (ValueError, "no device is spelled", lambda: crt.ReductionToOneDevice("foo")),
+        (NotImplementedError, "gather does not", lambda: SMALL._gather(slices(0, [[1.0, 2.0]], [1]), "CPU:0", 0)),
+    ]  # fmt: skip
+    for kind, text, call in cases:
+        with pytest.raises(kind, match=text) as found:
+            call()
+        assert isinstance(found.value, cr.ReductionError), text
