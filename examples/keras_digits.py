@@ -1,9 +1,8 @@
 """Train a Keras classifier of handwritten digits under ``tf.distribute.MirroredStrategy``, on n devices and on one.
 
 Each replica computes the gradients of its share of the batch; ``crossreduce.tensorflow.HierarchicalCopyAllReduce`` sums
-them along a planned schedule, on 3 devices by default, where TensorFlow's own op of this name would lose those of the
-last. So the loss curves of n replicas and of one are the same, up to the rounding of float32. Exits with 1 if they are
-not.
+them along a planned schedule. The default is 3 devices, of which TensorFlow's own op of this name would omit the last.
+The loss curves of n replicas and of one must agree up to rounding in float32; the exit code is 1 if they do not.
 
     python examples/keras_digits.py [--replicas 3]
 
@@ -27,14 +26,14 @@ from sklearn.datasets import load_digits
 import crossreduce.tensorflow as crt
 
 EPOCHS = 8
-BATCH = 120  # samples a step, over all replicas
+BATCH = 120  # samples per step, over all replicas
 STEPS = 14  # a whole number of batches, so every epoch's loss is a mean over batches of one size
 
 keras = tf.keras
 
 
 def train(replicas):
-    """Return the mean loss of each epoch and the share of digits recognized in the end."""
+    """Return the mean loss of each epoch, and the final share of recognized digits."""
     devices = [f"CPU:{k}" for k in range(replicas)]
     strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=crt.HierarchicalCopyAllReduce())
     digits = load_digits()
@@ -54,10 +53,10 @@ def train(replicas):
 
 
 def main(replicas):
-    """Train twice, print both curves and say whether they agree."""
+    """Train twice, print both loss curves, and return 0 if they agree."""
     tf.get_logger().setLevel("ERROR")
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("crossreduce").setLevel(logging.INFO)  # tells each new plan once
+    logging.getLogger("crossreduce").setLevel(logging.INFO)  # each new plan is logged once
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * replicas)
     one, accuracy = train(1)
@@ -65,8 +64,8 @@ def main(replicas):
     print(f"epoch  1 replica  {replicas} replicas")
     for epoch, (a, b) in enumerate(zip(one, several, strict=True)):
         print(f"{epoch + 1:5}  {a:9.6f}  {b:10.6f}")
-    # A step's sums have 120 terms, so they differ by 120 units in the last place, 7e-6, at most; training makes that
-    # no larger here, as the loss goes down.
+    # The sums of a step have 120 terms, so they differ by at most 120 units in the last place, 7e-6; training does not
+    # amplify the difference here, since the loss decreases.
     difference = float(np.max(np.abs(several - one)) / one[0])
     agree = difference < BATCH * 2.0**-24
     print(f"recognized: {accuracy:.1%}; largest difference: {difference:.1e} of the first loss")

@@ -1,14 +1,14 @@
-"""A character language model in PyTorch, trained by n replicas in one process, and by one: the same loss curve.
+"""Train a character language model in PyTorch with n replicas in one process and with one, and compare the loss curves.
 
     python examples/torch_characters.py [--replicas 4] [--steps 120]
 
-The text is the language reference that pydoc ships with every Python; the model is an MLP that guesses a character from
-the twelve before it. A step is what a user of torch would write, and one call more: ``all_reduce`` of the gradients.
+The text is the language reference that pydoc ships with every Python. The model is an MLP that predicts a character
+from the twelve before it. The training step is ordinary torch code plus one call: ``all_reduce`` of the gradients.
 
-How far apart may the curves be? They are equal but for the order in which gradients are added, so but for rounding.
-Training amplifies rounding errors, by how much nobody knows beforehand; but to first order by the same factor in every
-precision. So everything is trained in float64 as well, where rounding is 2**29 times finer: float32's curves may be
-2**29 times as far apart as float64's, and 8 times that, since single errors are random. Exit code 1 where they are not.
+How far apart may the curves be? The runs differ only in the order in which gradients are added, so only by rounding.
+Training amplifies rounding errors by a factor that is not known in advance, but is to first order the same in every
+precision. So both runs are repeated in float64, in which rounding is 2**29 times finer. The float32 curves may differ
+by 2**29 times the difference of the float64 curves, times 8 since single errors are random; else the exit code is 1.
 
 Source of the model: Bengio et al., A neural probabilistic language model, JMLR 3, 2003.
 """
@@ -22,15 +22,15 @@ import torch
 
 import crossreduce as cr
 
-BEFORE = 12  # characters that a guess is made from
-BATCH = 250  # samples: over 4 replicas 63, 63, 62 and 62
+BEFORE = 12  # characters that a prediction is made from
+BATCH = 250  # samples; on 4 replicas 63, 63, 62 and 62
 SAMPLES = 4_600  # an epoch's last batch has 100
 FINER = 2**29  # float32 keeps 24 bits of a number, float64 53
 MARGIN = 8
 
 
 def samples():
-    """Return the characters before each sample, (SAMPLES, BEFORE), those to guess, and how many kinds there are."""
+    """Return the inputs (the characters before each sample), the characters to predict, and the alphabet's size."""
     text = "".join(topics[name] for name in sorted(topics))[: SAMPLES + BEFORE]
     alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
     codes = torch.tensor([alphabet[character] for character in text])
@@ -38,7 +38,7 @@ def samples():
 
 
 def batches(steps, x, y):
-    """Yield as many batches as steps, in a fixed random order, epoch after epoch."""
+    """Yield one batch per step, in a fixed random order, epoch after epoch."""
     random = torch.Generator().manual_seed(0)
     while steps > 0:
         for chosen in torch.randperm(len(x), generator=random).split(BATCH)[:steps]:
@@ -47,7 +47,7 @@ def batches(steps, x, y):
 
 
 def step(model, optimizer, batch, size):
-    """What each replica does with its share of a batch of ``size`` samples; return its part of the mean loss."""
+    """Train a replica on its share of a batch of ``size`` samples; return its part of the mean loss."""
     x, y = batch
     optimizer.zero_grad()
     loss = torch.nn.functional.cross_entropy(model(x), y, reduction="sum") / size
@@ -61,7 +61,7 @@ def step(model, optimizer, batch, size):
 
 
 def train(replicas, steps, dtype):
-    """Train on so many replicas; return each step's loss, and whether all copies of the model are equal to the bit."""
+    """Train on n replicas; return the loss of each step, and whether all copies of the model are bitwise equal."""
     x, y, characters = samples()
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -79,23 +79,23 @@ def train(replicas, steps, dtype):
     for batch in batches(steps, x, y):
         parts = strategy.run(step, args=(models, optimizers, strategy.split(batch), len(batch[0])))
         losses.append(float(strategy.reduce("sum", parts)))
-    alike = all(
+    equal = all(
         torch.equal(a, b) for other in models for a, b in zip(models[0].parameters(), other.parameters(), strict=True)
     )
-    return losses, alike
+    return losses, equal
 
 
 def main(replicas, steps):
-    """Train four times, show the curves, and return whether they are equal but for rounding."""
-    torch.set_num_threads(1)  # replicas are threads enough
+    """Train four times, print the curves, and return whether they are equal up to rounding."""
+    torch.set_num_threads(1)  # each replica has its own thread
     runs = {}
     for dtype in (torch.float64, torch.float32):
         for n in (1, replicas):
             began = time.perf_counter()
-            runs[dtype, n], alike = train(n, steps, dtype)
+            runs[dtype, n], equal = train(n, steps, dtype)
             print(f"{n} replica{'s' * (n > 1)}, {dtype}: {steps} steps in {time.perf_counter() - began:.1f} s")
-            if not alike:
-                print("the replicas' models differ, and must not")
+            if not equal:
+                print("the replicas' models differ")
                 return False
     apart = {
         dtype: max(abs(a - b) for a, b in zip(runs[dtype, 1], runs[dtype, replicas], strict=True))
@@ -106,7 +106,7 @@ def main(replicas, steps):
         print(f"{at:5}   {runs[torch.float32, 1][at]:.7f}   {runs[torch.float32, replicas][at]:.7f}")
     # A loss of 4 is itself rounded, to 2**-22 in float32, in either run.
     allowed = MARGIN * (apart[torch.float64] * FINER) + 2**-21
-    print(f"\nlargest difference {apart[torch.float32]:.1e}, of which rounding explains {allowed:.1e}")
+    print(f"\nlargest difference {apart[torch.float32]:.1e}, of which rounding explains up to {allowed:.1e}")
     agree = apart[torch.float32] <= allowed < 0.01
     print("the curves agree" if agree else "THE CURVES DIFFER")
     learned = runs[torch.float32, replicas][-1] < runs[torch.float32, replicas][0]

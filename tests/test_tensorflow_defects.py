@@ -213,7 +213,7 @@ def test_bad_values():
         (ValueError, "num_packs", lambda: crt.HierarchicalCopyAllReduce(1.5)),
         (ValueError, "topology", lambda: crt.HierarchicalCopyAllReduce(1, "dgx-1v")),
         (ValueError, "accumulation_fn", lambda: crt.ReductionToOneDevice(None, 3)),
-        (ValueError, "no device is spelled", lambda: crt.ReductionToOneDevice("foo")),
+        (ValueError, "cannot be parsed", lambda: crt.ReductionToOneDevice("foo")),
         (NotImplementedError, "gather does not", lambda: SMALL._gather(slices(0, [[1.0, 2.0]], [1]), "CPU:0", 0)),
     ]  # fmt: skip
     for kind, text, call in cases:

@@ -48,7 +48,7 @@ class MirroredStrategy(Strategy):
 
     Args:
       devices: one name per replica; or the number of replicas in host memory; ``None``: every accelerator that PyTorch,
-        or else JAX, reports, if it was imported; if there is no accelerator, one replica on ``cpu:0``.
+        or else JAX, reports, if it was imported; without accelerators, one replica on ``cpu:0``.
       cross_device_ops: how to reduce; ``None``: ``AllReduceCrossDeviceOps("auto")``.
     Raises:
       UnsupportedError: ``cross_device_ops`` is a class, or not a ``CrossDeviceOps``.
