@@ -379,3 +379,20 @@ def test_the_loop_runs_a_frameworks_own_operations():
     null = NullFramework()
     run_on(null, all_reduce("one_device", 3), "sum", [null.zeros((5,), "float32", d) for d in names(3)], 5, "float32")
     assert (null.counts.copies, null.counts.additions) == (4, 10)
+
+
+def test_the_loop_propagates_nan_and_inf_in_every_framework(framework):
+    """The frameworks' own operations, too, give NaN for NaN, and follow the rules of arithmetic for infinities."""
+    n = 3
+    for op in ("sum", "mean", "min", "max", "product"):
+        for special in (np.nan, np.inf, -np.inf):
+            xs = [np.arange(1, n + 3).astype("float32") for _ in range(n)]
+            for device in range(n):
+                xs[device][device] = special
+            xs[0][n], xs[1][n] = np.inf, -np.inf
+            with np.errstate(invalid="ignore"):
+                outputs = run_on(
+                    get(framework.name), all_reduce("direct", n), op, framework.arrays(xs), n + 2, "float32"
+                )
+            for parts, _ in outputs:
+                oracle.check(np.concatenate([framework.to_numpy(part) for part in parts]), op, xs)
