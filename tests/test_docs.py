@@ -1,4 +1,4 @@
-"""What the documents say is so: their code runs and prints what they show, the README's commands are CI's."""
+"""Documents agree with the code: their examples print the shown output, CI runs the README's commands."""
 
 import json
 import os
@@ -28,7 +28,7 @@ DOCUMENTS = {
 
 @pytest.mark.parametrize(("document", "count"), DOCUMENTS.items())
 def test_code_prints_what_the_document_shows(document, count, tmp_path):
-    """Each Python block, run in turn in a new process as a reader's, prints the block that follows it."""
+    """Each Python block prints the block that follows it; the blocks of a document run in one new process."""
     text = (ROOT / document).read_text()
     blocks = BLOCK.findall(text)
     assert len(blocks) == text.count("```python") == count
@@ -43,8 +43,8 @@ def test_code_prints_what_the_document_shows(document, count, tmp_path):
         assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
 
 
-def test_command_lines_in_the_frameworks_pages_write_traces(tmp_path):
-    """Each ``crossreduce plan`` that a page names for a trace writes one."""
+def test_command_lines_on_the_frameworks_pages_write_traces(tmp_path):
+    """Each ``crossreduce plan`` command for a trace on a framework's page writes a trace."""
     pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("pytorch", "jax", "tensorflow"))
     commands = re.findall(r"`crossreduce (plan .*?--export (\S+?))`", pages)
     assert len(commands) == 3
@@ -53,8 +53,8 @@ def test_command_lines_in_the_frameworks_pages_write_traces(tmp_path):
         assert json.loads((tmp_path / file).read_text())["traceEvents"]
 
 
-def test_the_page_on_jax_names_the_thresholds_and_versions_of_the_code(jax_):
-    """The bytes below which leaves are joined, and the oldest JAX, are those of the code and of pyproject.toml."""
+def test_the_page_on_jax_has_the_thresholds_and_versions_of_the_code(jax_):
+    """The size below which leaves are joined and the oldest JAX are those of the code and of pyproject.toml."""
     from crossreduce.jax import SMALL_BYTES
 
     page = (ROOT / "docs" / "jax.md").read_text()
@@ -64,7 +64,7 @@ def test_the_page_on_jax_names_the_thresholds_and_versions_of_the_code(jax_):
 
 
 def test_ci_runs_readmes_commands():
-    """Each command of the README stands in .ci/run to the letter, in the README's order."""
+    """.ci/run contains each command of the README unchanged, in the README's order."""
     commands = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
     script = (ROOT / ".ci" / "run").read_text()
     assert len(commands) == 2
@@ -72,16 +72,16 @@ def test_ci_runs_readmes_commands():
     assert places == sorted(places)
 
 
-def test_links_lead_somewhere():
-    """Every relative link in the documents names a file that is there."""
+def test_links_have_targets():
+    """Every relative link in the documents names an existing file."""
     documents = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
     for document in documents:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-def test_architecture_names_files_that_are_there():
-    """Every file and folder that ARCHITECTURE.md's tables name exists."""
+def test_architecture_lists_existing_files():
+    """Every file and folder in the tables of ARCHITECTURE.md exists."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
     tables = "\n".join(line for line in text.splitlines() if line.startswith("|"))
     for name in re.findall(r"`(tests/\w+\.py)`", tables):

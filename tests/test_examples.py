@@ -1,4 +1,4 @@
-"""The examples run as a user starts them, and their replicas' losses are those of one replica."""
+"""The examples, each run in a process: their replicas have the losses of one replica."""
 
 import os
 import re
@@ -12,21 +12,21 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
 def run(path, *args):
-    """Run an example in a process of its own, without conftest's settings of the frameworks."""
+    """Run an example in a new process, without the variables that conftest sets for the frameworks."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "JAX_"))}
     return subprocess.run(
         [sys.executable, str(path), *args], capture_output=True, text=True, timeout=200, check=False, env=inherited
     )
 
 
-def test_there_is_an_example_a_framework():
-    """Keras under tf.distribute, JAX under shard_map, torch in replicas."""
+def test_each_framework_has_an_example():
+    """There is an example for Keras under tf.distribute, JAX under shard_map, and PyTorch under MirroredStrategy."""
     assert [path.stem for path in EXAMPLES] == ["jax_digits", "keras_digits", "torch_characters"]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_trains(path):
-    """It exits with 0, having printed both loss curves and that they agree; they do not where a replica is lost."""
+    """An example exits with 0, prints the two loss curves, which decrease, and reports that they agree."""
     ran = run(path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     curves = [line.split() for line in ran.stdout.splitlines() if re.fullmatch(r" *\d+ +\d+\.\d+ +\d+\.\d+", line)]
@@ -39,9 +39,9 @@ def test_an_example_trains(path):
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_says_what_it_takes(path):
-    """``--help`` prints the options, and a number of replicas that cannot be is refused in a line."""
+def test_an_example_checks_its_options(path):
+    """``--help`` prints the options; an invalid number of replicas is rejected with one line."""
     assert "--" in run(path, "--help").stdout
-    refused = run(path, "--devices" if path.stem == "jax_digits" else "--replicas", "0")
-    assert refused.returncode == 2
-    assert "invalid choice: 0" in refused.stderr
+    rejected = run(path, "--devices" if path.stem == "jax_digits" else "--replicas", "0")
+    assert rejected.returncode == 2
+    assert "invalid choice: 0" in rejected.stderr
