@@ -1,7 +1,7 @@
-"""``crossreduce doctor``: who broke a group of ranks, read from what they wrote down.
+"""``crossreduce doctor``: find the rank that broke a group of ranks, from the dumps of their flight recorders.
 
-In: the directory of the dumps.  Out: words, then a table; or JSON. A rank that could not write, being stopped or
-dead, is judged by what the others of its host saw of it in shared memory.
+Input: the directory of the dumps. Output: sentences and a table, or JSON. A rank that was stopped or dead wrote no
+dump; its state is taken from the dumps of the other ranks of its host, which read it from shared memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,31 @@ from rich.text import Text
 from ..ranks.diagnostics import named
 from ..ranks.flight_recorder import Dump, Frame, History, Thread, read
 from ..ranks.shared_memory import LEFT
+from .output import print_lines
 
-_SHOWN: Final = 3  # functions of a stack
-_SILENT: Final = ": it was stopped, busy elsewhere, or dead"
-_WITHIN: Final = re.compile(r"[/\\](crossreduce[/\\](processes|torch)|torch[/\\]distributed)[/\\]")
+_MAX_FRAMES: Final = 3
+_NO_DUMP_BECAUSE: Final = ": it was stopped, busy or dead"
+# Frames of this library and of torch.distributed, which are not shown.
+_INTERNAL: Final = re.compile(r"[/\\](crossreduce[/\\](ranks|torch)|torch[/\\]distributed)[/\\]")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one rank was when its group broke. ``state``: finished, begun, left, idle (no call so far) or unknown."""
+class RankState:
+    """The state of one rank when its group broke.
+
+    Args:
+      rank: its number.
+      host: the number of its host.
+      hostname: the name of its host.
+      pid: its process.
+      sequence: its last call; 0: none.
+      text: the op, dtype and shape of this call.
+      state: of this call: running or finished; or left (the rank left the group), idle (it called no collective),
+        unknown (there is no information about this rank).
+      seconds: from the start of the call, or its end if it finished, until the first rank of the host aborted.
+      dumped: whether the rank wrote a dump.
+      stack: the innermost functions of its main thread, the innermost first.
+    """
 
     rank: int
     host: int
@@ -41,39 +57,48 @@ class Place:
     text: str
     state: str
     seconds: float | None
-    """Since it began the call, or ended it, until the first rank of its host gave up."""
     dumped: bool
     stack: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Incident:
-    """How one group broke: what is said of it, and where each rank was."""
+    """The failure of one group.
+
+    Args:
+      group: its name.
+      time: when the first rank aborted.
+      cause: the error that this rank raised.
+      findings: sentences.
+      behind: the ranks that the others waited for, or that are suspected.
+      missing: the ranks without any information.
+      without_dump: the ranks that wrote no dump, but are in the dumps of others.
+      ranks: the state of every rank.
+    """
 
     group: str
     time: str
     cause: str
-    words: tuple[str, ...]
+    findings: tuple[str, ...]
     behind: tuple[int, ...]
     missing: tuple[int, ...]
-    """Of these there is neither a dump nor a trace."""
-    silent: tuple[int, ...]
-    """These wrote no dump, but others saw them."""
-    places: tuple[Place, ...]
+    without_dump: tuple[int, ...]
+    ranks: tuple[RankState, ...]
 
 
 def doctor(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the ranks wrote what they did last.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the ranks' dumps.")],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say which rank kept the others waiting, and where each of them stood.
+    """Find the rank that kept the others waiting, and the state of each rank.
 
-    Ranks write these files when they lose another or have waited too long:
-    into CROSSREDUCE_DUMP_DIR, or where the error says. Exits with 1 if there
-    is nothing that can be read.
+    Ranks write dumps when a rank is lost or a timeout has passed: into
+    CROSSREDUCE_DUMP_DIR, or into the directory that the error names. The
+    exit code is 1 if no dump can be read.
     """
     found = read(directory)
-    incidents = [incident(list(dumps)) for _, dumps in groupby(found.dumps, key=lambda dump: (dump.group, dump.token))]
+    groups = groupby(found.dumps, key=lambda dump: (dump.group, dump.token))
+    incidents = [diagnose(list(dumps)) for _, dumps in groups]
     if json:
         report = {"incidents": [asdict(each) for each in incidents], "problems": list(found.problems)}
         print(json_module.dumps(report, indent=2))
@@ -81,62 +106,61 @@ def doctor(
         for each in incidents:
             _show(each)
         for problem in found.problems:
-            print("crossreduce:", "\n".join(map(_safe, problem.splitlines())), file=sys.stderr)
+            print("crossreduce:", "\n".join(map(_printable, problem.splitlines())), file=sys.stderr)
     if not incidents:
         raise typer.Exit(1)
 
 
-def incident(dumps: Sequence[Dump]) -> Incident:
-    """Return what the dumps of one group's ranks say together; at least one, of any ranks."""
+def diagnose(dumps: Sequence[Dump]) -> Incident:
+    """Return the failure that the dumps of one group's ranks describe; at least one dump, of any rank."""
     newest = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.now_s)}
     first = min(newest.values(), key=lambda dump: (dump.time, dump.rank))
-    by_rank = {rank: _place(rank, first, newest) for rank in sorted(rank for host in first.hosts for rank in host)}
-    places = list(by_rank.values())
-    last = max(place.sequence for place in places)
-    text = next(place.text for place in places if place.sequence == last)
-    missing = [place.rank for place in places if place.state == "unknown"]
-    silent = [place.rank for place in places if not place.dumped and place.state != "unknown"]
-    behind = [place.rank for place in places if place.state == "left"]
-    behind += [place.rank for place in places if place.state not in ("unknown", "left") and place.sequence < last]
-    if not behind:  # nobody is at an earlier call: who began the last one and could not even write is suspected
+    by_rank = {rank: _state(rank, first, newest) for rank in sorted(rank for host in first.hosts for rank in host)}
+    states = list(by_rank.values())
+    last = max(state.sequence for state in states)
+    text = next(state.text for state in states if state.sequence == last)
+    missing = [state.rank for state in states if state.state == "unknown"]
+    behind = [state.rank for state in states if state.state == "left"]
+    behind += [state.rank for state in states if state.state not in ("unknown", "left") and state.sequence < last]
+    if not behind:  # all ranks reached the last call: suspect those that did not leave it and did not write a dump
         behind = [
-            place.rank for place in places if place.sequence == last and not place.dumped and place.state == "begun"
+            state.rank for state in states if state.sequence == last and not state.dumped and state.state == "running"
         ]
     ended = re.search(" (died|left|was interrupted|were interrupted) ", first.cause.split("\n")[0])
-    words = [_said(by_rank[rank], last, text, "" if ended else _SILENT) for rank in sorted(behind)]
-    waiting = [place.rank for place in places if place.sequence == last and place.rank not in behind]
-    begun = [rank for rank in waiting if by_rank[rank].state == "begun"]
-    if begun and last:
-        words.append(f"{named(begun)} {_was(begun)} in op {last}, {text}.")
+    findings = [_finding(by_rank[rank], last, text, "" if ended else _NO_DUMP_BECAUSE) for rank in sorted(behind)]
+    waiting = [state.rank for state in states if state.sequence == last and state.rank not in behind]
+    running = [rank for rank in waiting if by_rank[rank].state == "running"]
+    if running and last:
+        findings.append(f"{named(running)} {'was' if len(running) == 1 else 'were'} in op {last}, {text}.")
     finished = [rank for rank in waiting if by_rank[rank].state == "finished"]
     if finished:
-        words.append(f"{named(finished)} had finished op {last}, {text}.")
+        findings.append(f"{named(finished)} had finished op {last}, {text}.")
     if missing:
-        words.append(f"Nothing is known of {named(missing)}: no dump, and no trace in another rank's.")
+        findings.append(f"Nothing is known about {named(missing)}, which wrote no dump and is in no other rank's dump.")
     if not behind and not missing:
-        words.append("All ranks were equally far: none of them is behind.")
+        findings.append("No rank is behind: all ranks reached the same call.")
     return Incident(
         group=first.group,
         time=first.time,
         cause=first.cause,
-        words=tuple(words),
+        findings=tuple(findings),
         behind=tuple(behind),
         missing=tuple(missing),
-        silent=tuple(silent),
-        places=tuple(places),
+        without_dump=tuple(state.rank for state in states if not state.dumped and state.state != "unknown"),
+        ranks=tuple(states),
     )
 
 
-def _place(rank: int, first: Dump, dumps: dict[int, Dump]) -> Place:
-    """Return where a rank was when the first of its host gave up: by its own dump, else by the latest of its host's."""
+def _state(rank: int, first: Dump, dumps: dict[int, Dump]) -> RankState:
+    """Return a rank's state when the first rank of its host aborted, from its own dump or the latest of its host."""
     host = next(k for k, ranks in enumerate(first.hosts) if rank in ranks)
     own = dumps.get(rank)
     beside = [dumps[other] for other in first.hosts[host] if other in dumps]
-    witnesses = [own] if own is not None else sorted(beside, key=lambda dump: -dump.now_s)
-    seen = next((history for dump in witnesses for history in dump.histories if history.rank == rank), None)
-    history = seen or History(rank, ())
-    # Who is late may come after all and write down another picture: ranks of a host have one clock, so all are seen as
-    # they were when the first gave up.
+    sources = [own] if own is not None else sorted(beside, key=lambda dump: -dump.now_s)
+    recorded = next((history for dump in sources for history in dump.histories if history.rank == rank), None)
+    history = recorded or History(rank, ())
+    # A late rank may write its dump after it has made the missing call. The ranks of a host share a clock, so all
+    # histories are cut at the time at which the first rank aborted.
     now_s = min((dump.now_s for dump in beside), default=0.0)
     ops = [op._replace(ended_s=None if op.ended_s is None or op.ended_s > now_s else op.ended_s) for op in history.ops]
     before = [op for op in ops if op.started_s <= now_s]
@@ -144,14 +168,14 @@ def _place(rank: int, first: Dump, dumps: dict[int, Dump]) -> Place:
     left = op is not None and op.text == LEFT
     if left:
         op = max((each for each in before if each.text != LEFT), default=None)
-    state = "unknown" if seen is None else "left" if left else "idle" if op is None else "finished"
+    state = "unknown" if recorded is None else "left" if left else "idle" if op is None else "finished"
     if state == "finished" and op is not None and op.ended_s is None:
-        state = "begun"
+        state = "running"
     seconds = None if op is None else now_s - (op.started_s if op.ended_s is None else op.ended_s)
-    return Place(
+    return RankState(
         rank=rank,
         host=host,
-        hostname=next((dump.hostname for dump in [*witnesses, *beside]), None),
+        hostname=next((dump.hostname for dump in [*sources, *beside]), None),
         pid=own.pid if own is not None else history.pid,
         sequence=op.sequence if op else 0,
         text=op.text if op else "",
@@ -162,71 +186,63 @@ def _place(rank: int, first: Dump, dumps: dict[int, Dump]) -> Place:
     )
 
 
-def _said(place: Place, last: int, text: str, silent: str) -> str:
-    """Return what is said of a rank that is behind; ``silent``: why it may have written no dump."""
-    where = f"{named([place.rank])} ({_process(place)})"
-    ago = "" if place.seconds is None else f" {place.seconds:.1f} s before"
-    if place.state == "left":
-        line = f"{where} left the group after op {place.sequence}{f', {place.text}' if place.text else ''}."
-    elif place.sequence == last:
-        line = f"{where} is suspected: it began op {last}, {text},{ago} and stopped in it."
-    elif place.state == "idle":
-        line = f"{where} is behind: it has made no call so far; op {last}, {text}, waits for it."
+def _finding(state: RankState, last: int, text: str, because: str) -> str:
+    """Return a sentence about a rank that is behind; ``because``: possible reasons why it wrote no dump."""
+    process = "pid unknown" if state.pid is None else f"pid {state.pid}"
+    where = process if state.hostname is None else f"{process} on {state.hostname}"
+    rank, ago = f"{named([state.rank])} ({where})", f"{state.seconds or 0.0:.1f} s before the group broke"
+    never_called = f"; it did not call op {last}, {text}."
+    if state.state == "left":
+        line = f"{rank} left the group after op {state.sequence}{f', {state.text}' if state.text else ''}."
+    elif state.sequence == last:
+        line = f"{rank} is suspected: it called op {last}, {text}, {ago}, and stopped in this call."
+    elif state.state == "idle":
+        line = f"{rank} is behind: it called neither op {last}, {text}, nor any op before it."
+    elif state.state == "running":
+        line = f"{rank} is behind: it was in op {state.sequence}, {state.text}, called {ago}{never_called}"
     else:
-        did = "was still in" if place.state == "begun" else "had finished"
-        line = f"{where} is behind: it {did} op {place.sequence}, {place.text},{ago}; op {last}, {text}, waits for it."
-    if not place.dumped:
-        return f"{line} It wrote no dump{silent}."
-    return line + (f" It stood at {place.stack[0]}." if place.stack else "")
-
-
-def _process(place: Place) -> str:
-    pid = "pid unknown" if place.pid is None else f"pid {place.pid}"
-    return pid if place.hostname is None else f"{pid} on {place.hostname}"
-
-
-def _was(ranks: list[int]) -> str:
-    return "was" if len(ranks) == 1 else "were"
+        line = f"{rank} is behind: it finished op {state.sequence}, {state.text}, {ago}{never_called}"
+    if not state.dumped:
+        return f"{line} It wrote no dump{because}."
+    return line + (f" Its main thread was in {state.stack[0]}." if state.stack else "")
 
 
 def _stack(threads: tuple[Thread, ...]) -> tuple[str, ...]:
-    """Return the main thread's innermost functions, the innermost first: those of the program that called us."""
+    """Return the main thread's innermost functions that are not internal, the innermost first."""
     frames = list(threads[0].stack) if threads else []
-    own = [frame for frame in frames if not _WITHIN.search(frame.file)]
-    return tuple(_at(frame) for frame in reversed((own or frames)[-_SHOWN:]))
+    external = [frame for frame in frames if not _INTERNAL.search(frame.file)]
+    return tuple(_location(frame) for frame in reversed((external or frames)[-_MAX_FRAMES:]))
 
 
-def _at(frame: Frame) -> str:
+def _location(frame: Frame) -> str:
     return f"{frame.function} ({'/'.join(Path(frame.file).parts[-2:])}:{frame.line})"
 
 
 def _show(each: Incident) -> None:
-    """Print one group's story for people."""
-    console = Console()
-    hosts = len({place.host for place in each.places})
-    ranks = f"{len(each.places)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
-    lines = [f'Group "{each.group}", {ranks}, {each.time}', *each.words, "They raised:", *each.cause.splitlines()]
-    for line in lines:
-        print(_safe(line))
-    table = Table("rank", "host", "pid", "op", "call", "state", "since", "dump")
-    table.add_column("stands at", overflow="fold")  # a place without its line is of no use
-    for place in each.places:
-        mark = "bold red" if place.rank in (*each.behind, *each.missing) else ""
+    """Print one incident as text and a table."""
+    hosts = len({state.host for state in each.ranks})
+    ranks = f"{len(each.ranks)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
+    title = f'Group "{each.group}", {ranks}, {each.time}'
+    print_lines(map(_printable, [title, *each.findings, "The ranks raised:", *each.cause.splitlines()]))
+    table = Table("rank", "host", "pid", "op", "call", "state", "elapsed", "dump")
+    table.add_column("stack", overflow="fold")  # never cut off: it ends with the line number
+    for state in each.ranks:
         cells = [
-            str(place.rank),
-            "-" if place.hostname is None else place.hostname,
-            "-" if place.pid is None else str(place.pid),
-            str(place.sequence or "-"),
-            place.text or "-",
-            place.state,
-            "-" if place.seconds is None else f"{place.seconds:.1f} s",
-            "yes" if place.dumped else "no",
-            "\n".join(place.stack) or "-",
+            str(state.rank),
+            state.hostname or "-",
+            str(state.pid or "-"),
+            str(state.sequence or "-"),
+            state.text or "-",
+            state.state,
+            "-" if state.seconds is None else f"{state.seconds:.1f} s",
+            "yes" if state.dumped else "no",
+            "\n".join(state.stack) or "-",
         ]
-        table.add_row(*(Text("\n".join(map(_safe, cell.split("\n")))) for cell in cells), style=mark)
-    console.print(table)
+        style = "bold red" if state.rank in (*each.behind, *each.missing) else ""
+        table.add_row(*(Text("\n".join(map(_printable, cell.split("\n")))) for cell in cells), style=style)
+    Console().print(table)
 
 
-def _safe(text: str) -> str:
-    """Return a file's text without what a terminal would obey."""
+def _printable(text: str) -> str:
+    """Return text without control characters, which a terminal would execute."""
     return "".join(char if char.isprintable() else "?" for char in text)
