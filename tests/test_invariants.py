@@ -249,7 +249,7 @@ def test_planning_schedule_and_topology_are_pure(path):
 
 # Of all modules, these may read the rounds of a schedule; everything else consumes the program that lower() returns.
 READERS_OF_ROUNDS = ("schedule.", "planning.", "lowering")
-NOT_YET = {"export.collective", "export.trace", "jax.walk", "jax.permutes"}  # they are being moved to programs
+NOT_YET = {"export.collective", "export.trace"}  # they are being moved to programs
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if name(path)], ids=name)

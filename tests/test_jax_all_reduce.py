@@ -1,4 +1,4 @@
-"""``crossreduce.jax.all_reduce`` inside JAX programs: what it computes, its gradients, which collectives it becomes."""
+"""``crossreduce.jax.all_reduce`` inside JAX programs: its results, its gradients and the collectives that it runs."""
 
 import logging
 import re
@@ -66,13 +66,13 @@ def draw(rng, dtype, shape):
     return (x + 1j * rng.standard_normal(shape) if dtype == "complex64" else x).astype(kind)
 
 
-# ---- what it computes ---------------------------------------------------------------------------------------------
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 9])
 def test_every_device_gets_every_contribution_once(n, algorithm):
-    """On 1 to 9 devices, by every algorithm, sums of (n + 1) ** device are right to the last digit, on every device."""
+    """On 1 to 9 devices, every algorithm gives exact sums of (n + 1) ** device on every device."""
     rng = np.random.default_rng(n)
     contributions = np.stack(oracle.contributions(n, "int32", (11,)))
     floats = rng.standard_normal((n, 3, 7)).astype("float32")
@@ -81,7 +81,7 @@ def test_every_device_gets_every_contribution_once(n, algorithm):
     got = run({"digits": contributions, "floats": [floats]})
     assert (same_everywhere(got["digits"]) == contributions.sum(0)).all()
     oracle.check(same_everywhere(got["floats"][0]), "sum", list(floats))
-    # The loop that walks the schedule elsewhere gives the same bits.
+    # The host engine computes the same bits along the same schedule.
     name = "one_device" if algorithm == "auto" else algorithm
     (plain,) = cr.AllReduceCrossDeviceOps(name).batch_reduce("sum", [(v := cr.PerReplica(list(floats)), v)])
     if algorithm != "auto":
@@ -91,7 +91,7 @@ def test_every_device_gets_every_contribution_once(n, algorithm):
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 @pytest.mark.parametrize("op", strategies.OPS)
 def test_every_op_over_every_dtype(op, algorithm):
-    """Each op is right over each dtype that it is defined for; means of integers are float32."""
+    """Each op is correct over each dtype that it is defined for; means of integers are float32."""
     rng = np.random.default_rng(7)
     xs = {dtype: draw(rng, dtype, (3, 10)) for dtype in DTYPES if op in strategies.ops_for(dtype)}
     got = jax.jit(spread(lambda x: all_reduce(x, "d", op, algorithm=algorithm), 3, algorithm == "auto"))(xs)
@@ -121,8 +121,8 @@ def test_wide_dtypes_under_x64(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
-def test_halves_round_once_and_nan_goes_through(algorithm):
-    """Two 40000s in float16 have the mean 40000; NaN and infinities come through every op; -0 and 0 are equal."""
+def test_half_types_round_once_and_nan_propagates(algorithm):
+    """Two 40000s in float16 have the mean 40000; NaN and infinities propagate through every op; -0 and 0 are equal."""
     nan, inf = np.nan, np.inf
     xs = np.array([[40000, nan, -inf, 1, -0.0, inf], [40000, 1, 2, nan, 0.0, 3]])
     want = {
@@ -138,8 +138,20 @@ def test_halves_round_once_and_nan_goes_through(algorithm):
             np.testing.assert_array_equal(same_everywhere(x).astype("float32"), expected.astype("float32"))
 
 
+@pytest.mark.parametrize("algorithm", strategies.NAMED)
+def test_every_device_has_the_same_nan(algorithm):
+    """All devices combine in the same order, so that even the payload of the sum of two different NaNs agrees."""
+    n = 4
+    bits = np.uint32(0x7FC00001) + np.arange(n, dtype="uint32")[:, None]
+    x = np.repeat(bits, 12, 1).view("float32")
+    x[:, :6] = np.where(np.arange(n)[:, None] % 2, 0.0, -0.0)
+    for op in ("sum", "max"):
+        got = same_everywhere(jax.jit(spread(lambda x, op=op: all_reduce(x, "d", op, algorithm=algorithm), n))(x))
+        assert np.isnan(got).tolist() == [False] * 6 + [True] * 6
+
+
 def test_trees_keep_their_structure():
-    """Nones, numbers, empty arrays, arrays of no axes, NumPy's and mixed dtypes: the same tree comes back."""
+    """The result is the same tree: with Nones, numbers, empty and 0-dimensional arrays, NumPy arrays, mixed dtypes."""
 
     def own(x):
         tree = {"none": None, "number": 2, "float": 0.5, "numpy": np.float32([1, 2]), "x": [x, (x.sum(),)]}
@@ -157,8 +169,8 @@ def test_trees_keep_their_structure():
 
 @settings(max_examples=8)
 @given(st.lists(st.tuples(strategies.shapes, st.sampled_from(["float32", "int32", "float16"])), max_size=5), st.data())
-def test_packing_gives_each_leaf_its_own(leaves, data):
-    """Whatever leaves share a buffer, each gets the sum of its own elements."""
+def test_joined_leaves_are_split_correctly(leaves, data):
+    """Any leaves may share a buffer; each result is the sum of the leaf's own elements."""
     n, algorithm = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(ALGORITHMS))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     xs = [rng.integers(-9, 9, (n, *shape)).astype(dtype) for shape, dtype in leaves]
@@ -168,8 +180,8 @@ def test_packing_gives_each_leaf_its_own(leaves, data):
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_slices_are_listed(check):
-    """Of IndexedSlices and BCOO, all devices' slices are listed in the devices' order; a mean divides the slices."""
+def test_slices_are_concatenated(check):
+    """The slices of IndexedSlices and BCOO are concatenated in the order of the devices; a mean divides the values."""
     from jax.experimental.sparse import BCOO
 
     def own(x):
@@ -193,13 +205,13 @@ def test_slices_are_listed(check):
         jax.vmap(lambda x: all_reduce(cr.IndexedSlices(x, jnp.arange(2)), "d", "max"), axis_name="d")(x)
 
 
-# ---- where it runs ------------------------------------------------------------------------------------------------
+# ---- transformations ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "halving_doubling"])
 @pytest.mark.parametrize("how", ["shard_map without jit", "pmap", "vmap", "vmap inside"])
-def test_wherever_an_axis_has_a_name(how, algorithm):
-    """It runs under shard_map without jit, under pmap, under vmap with a named axis, and under vmap of another."""
+def test_every_transformation_with_named_axes(how, algorithm):
+    """It runs under shard_map without jit, under pmap, under vmap of the named axis, and under vmap of another axis."""
     x = np.random.default_rng(1).integers(-9, 9, (3, 4)).astype("float32")
 
     def own(x):
@@ -216,7 +228,7 @@ def test_wherever_an_axis_has_a_name(how, algorithm):
 
 
 def test_several_axes_of_vmap():
-    """XLA's all-reduce runs over them; a schedule, which JAX would run wrongly, is refused."""
+    """XLA's all-reduce runs over them; a schedule is rejected, since JAX would run it incorrectly."""
     x = np.arange(6.0, dtype="float32").reshape(2, 3)
 
     def both(**how):
@@ -224,14 +236,17 @@ def test_several_axes_of_vmap():
 
     assert both().tolist() == [[15] * 3] * 2
     for how in ({"algorithm": "ring"}, {"op": "product"}):
-        with pytest.raises(cr.UnsupportedError, match=r"(?s)one is vmap's, no schedule can run.*axes 'a', 'b'"):
+        with pytest.raises(
+            cr.UnsupportedError,
+            match=r"(?s)no schedule can run over several axes of which one is vmap's.*axes 'a', 'b'",
+        ):
             both(**how)
 
 
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("algorithm", ["auto", "hierarchical_copy", "ring"])
 def test_meshes_of_several_axes(algorithm, check):
-    """Any of a mesh's axes are reduced, also several as one; the others stay as they are, and so do their types."""
+    """Any axes of a mesh can be reduced, several as one; the types of values still vary over the other axes."""
     names = ("hosts", "devices", "other")
     x = np.random.default_rng(2).integers(-9, 9, (2, 2, 2, 5)).astype("float32")
 
@@ -252,7 +267,7 @@ def test_meshes_of_several_axes(algorithm, check):
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "forest"])
 def test_axes_in_any_order(algorithm, check):
-    """Axes that are listed in another order than the mesh's give every device every contribution once all the same."""
+    """Axes may be listed in another order than in the mesh: every device still receives every contribution once."""
     names, x = ("a", "b", "c"), np.stack(oracle.contributions(8, "int32", (5,))).reshape(2, 2, 2, 5)
     for axes in (("b", "a"), ("c", "a", "b")):
         kept = [name for name in names if name not in axes]
@@ -264,22 +279,22 @@ def test_axes_in_any_order(algorithm, check):
         np.testing.assert_array_equal(np.asarray(jax.jit(run)(x)), want)
 
 
-def test_an_axis_of_vmap_named_like_one_of_the_mesh():
-    """Where a mesh is set, an axis of vmap may have the name of one of its axes, and is reduced."""
+def test_an_axis_of_vmap_with_the_name_of_a_mesh_axis():
+    """If a mesh is set, an axis of vmap may have the name of one of its axes, and is reduced."""
     with jax.set_mesh(mesh((3,))):
         over = jax.vmap(lambda x: all_reduce(x, "d", algorithm="one_device"), axis_name="d")
         assert over(np.arange(3.0, dtype="float32")).tolist() == [3, 3, 3]
 
 
-def test_what_is_the_same_everywhere_counts_once_a_device():
-    """A value that does not vary over the axis is added as often as there are devices, as by psum."""
+def test_a_replicated_value_is_added_once_per_device():
+    """A value that does not vary over the axis is added once per device, as by psum."""
     for algorithm in ("auto", "direct"):
         run = spread(lambda x, a=algorithm: all_reduce(jnp.float32(2), "d", algorithm=a), 3)
         assert float(jax.jit(run)(np.ones(3))) == 6 == float(jax.jit(spread(lambda x: lax.psum(2, "d"), 3))(np.ones(3)))
 
 
-def test_axes_left_to_xla():
-    """On a mesh whose other axes are XLA's to divide, leaves are reduced one by one, by schedules as well."""
+def test_axes_that_xla_partitions():
+    """On a mesh with other axes that XLA partitions, leaves are reduced one by one, also by schedules."""
     grid = mesh((2, 2), ("d", "auto"))
     x = jax.device_put(np.arange(8.0, dtype="float32").reshape(2, 4), jax.NamedSharding(grid, P("d", "auto")))
     for algorithm in ("auto", "ring"):
@@ -291,11 +306,11 @@ def test_axes_left_to_xla():
         assert (whole.tolist(), part.tolist()) == ([[4, 6, 8, 10]], [[4, 6]])
 
 
-# ---- gradients ----------------------------------------------------------------------------------------------------
+# ---- gradients ------------------------------------------------------------------------------------------------------
 
 
 def transformed(kind, reduce):
-    """Return a function of one device's array that differentiates around ``reduce``."""
+    """Return a function of one device's array that differentiates through ``reduce``."""
 
     def loss(x):
         return (reduce(jnp.sin(x)) ** 3).sum()
@@ -317,14 +332,14 @@ def transformed(kind, reduce):
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("kind", ["grad", "jvp", "vjp", "hessian", "scan of remat", "vmap"])
 def test_gradients_are_those_of_psum(kind, check):
-    """Inside shard_map every transformation gives what it gives of lax.psum, or of lax.pmean, with both checks."""
+    """Inside shard_map, every transformation has the same result as with lax.psum or lax.pmean, checked or not."""
     x = np.random.default_rng(3).standard_normal((3, 2, 3)).astype("float32")
     alone = kind == "jvp"  # of a value that is the same on all devices
 
     def own(x):
         found = []
         for op, theirs in (("sum", lax.psum), ("mean", lax.pmean)):
-            for algorithm in ("auto", "ring", "hierarchical_copy"):
+            for algorithm in ("auto", "ring", "hierarchical_copy", "one_shot", "recursive_doubling"):
                 ours = transformed(kind, lambda x, a=algorithm, op=op: all_reduce(x, "d", op, algorithm=a))(x)
                 found.append((ours, transformed(kind, lambda x, f=theirs: f(x, "d"))(x)))
         return found if alone else jax.tree.map(lambda x: x[None], found)
@@ -332,20 +347,24 @@ def test_gradients_are_those_of_psum(kind, check):
     for ours, theirs in jax.jit(spread(own, 3, check, P() if alone else P("d")))(x):
         scale = np.abs(theirs).max()
         assert scale > 0
-        # Both are a few dozen roundings from the truth: sums of 3, powers, sines, chains of at most 4.
+        # Both differ from the exact result by a few dozen roundings: sums of 3, powers, sines, chains of at most 4.
         np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=0, atol=64 * 2.0**-24 * float(scale))
 
 
 @pytest.mark.parametrize("check", [True, False])
 def test_gradients_through_shard_map_are_those_of_psum(check):
-    """A gradient taken outside shard_map is psum's, by XLA's collective and along a schedule."""
+    """A gradient taken outside shard_map is that of psum, by XLA's collective and along schedules."""
     x = np.random.default_rng(4).standard_normal((4, 5)).astype("float32")
     found = [
         np.asarray(jax.jit(jax.grad(lambda x, f=f: (spread(f, 4, check)(jnp.sin(x)) ** 3).sum()))(x))
         for f in (
-            lambda x: lax.psum(x, "d"), lambda x: all_reduce(x, "d"), lambda x: all_reduce(x, "d", algorithm="forest"),
+            lambda x: lax.psum(x, "d"),
+            *(
+                lambda x, a=algorithm: all_reduce(x, "d", algorithm=a)
+                for algorithm in ("auto", "forest", "one_shot", "recursive_doubling")
+            ),
         )
-    ]  # fmt: skip
+    ]
     for ours in found[1:]:
         np.testing.assert_allclose(ours, found[0], rtol=0, atol=16 * 2.0**-24 * float(np.abs(found[0]).max()))
 
@@ -353,7 +372,7 @@ def test_gradients_through_shard_map_are_those_of_psum(check):
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 @pytest.mark.parametrize("op", ["min", "max", "product"])
 def test_gradients_of_extremes_and_products(op, algorithm):
-    """Their gradients are those of jnp's reductions of the stacked arrays: ties share, and a product may have zeros."""
+    """The gradients are those of jnp's reductions of the stacked arrays, also for equal extremes and zero factors."""
     x = np.random.default_rng(5).integers(-2, 3, (3, 20)).astype("float32")
     plain = {"min": jnp.min, "max": jnp.max, "product": jnp.prod}[op]
     weights = jnp.arange(1.0, 21.0)
@@ -365,19 +384,19 @@ def test_gradients_of_extremes_and_products(op, algorithm):
     assert (x == 0).any(0).sum() > 3
 
 
-# ---- which collectives it becomes ---------------------------------------------------------------------------------
+# ---- collectives ----------------------------------------------------------------------------------------------------
 
 
 def collectives(function, n, *xs, check=True):
-    """Count the collectives in the program that XLA is handed."""
+    """Count the collectives in the program that XLA compiles."""
     text = jax.jit(spread(function, n, check)).lower(*xs).as_text()
     found = re.findall(r"stablehlo\.(all_reduce|collective_permute|all_gather|all_to_all|reduce_scatter)", text)
     return {name: found.count(name) for name in set(found)}
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
-def test_small_leaves_travel_together(op):
-    """160 small leaves are one collective, a dtype more is one more, and large leaves go by themselves, uncopied."""
+def test_small_leaves_share_a_collective(op):
+    """160 small leaves take one collective, a second dtype one more, and large leaves one each, without copies."""
     small, large = [np.ones((2, 256), "float32")] * 160, [np.ones((2, 1 << 14), "float32")] * 3
     other = [np.ones((2, 3), "int32")] * 9
 
@@ -396,34 +415,44 @@ def test_small_leaves_travel_together(op):
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize(
     ("algorithm", "n", "count"),
-    [("ring", 5, 8), ("direct", 5, 8), ("halving_doubling", 8, 6), ("one_device", 4, 6), ("hierarchical_copy", 8, 8)],
+    [
+        ("ring", 5, 8),
+        ("direct", 5, 8),
+        ("halving_doubling", 8, 6),
+        ("recursive_doubling", 8, 3),
+        ("one_shot", 5, 4),
+        ("one_device", 4, 6),
+        ("hierarchical_copy", 8, 8),
+    ],
 )
-def test_a_schedule_becomes_as_few_permutes_as_can_be(algorithm, n, count, check):
-    """A ring of n is 2(n - 1) permutes, whatever the leaves; halving and doubling is 2 log2(n)."""
+def test_a_schedule_takes_as_few_permutations_as_possible(algorithm, n, count, check):
+    """For any leaves, a ring of n takes 2(n - 1) permutations, halving and doubling 2 log2(n), one_shot n - 1."""
     xs = [np.ones((n, size), "float32") for size in (5, 64, 1 << 14)]
     found = collectives(lambda *xs: all_reduce(xs, "d", algorithm=algorithm), n, *xs, check=check)
     assert found == {"collective_permute": count}
 
 
-def test_topologies_decide():
-    """Any two alike: XLA's collective. Else a plan for the wiring."""
+def test_the_topology_selects_the_collective():
+    """If all links are equal, XLA's collective runs, else a plan for the topology."""
     x = np.arange(4.0, dtype="float32")
     for topology, xla in ((cr.Topology.full_mesh(4), True), (cr.Topology.star(4), True), (LINE, False), (SLOW, False)):
         run = spread(lambda x, topology=topology: all_reduce(x, "d", topology=topology), 4)
         text = jax.jit(run).lower(x).as_text()
         assert ("all_reduce" in text, "collective_permute" in text) == (xla, not xla)
         assert float(jax.jit(run)(x)) == 6
-    # Between neighbours alone, as no position of this line passes on what it does not need.
+    # Only neighbours exchange messages: devices of this line do not forward for others.
     text = jax.jit(spread(lambda x: all_reduce(x, "d", topology=LINE, algorithm="forest"), 4)).lower(x).as_text()
     found = re.findall(r"\[(\d+), (\d+)\]", " ".join(re.findall(PAIRS, text)))
     assert {abs(int(src) - int(dst)) for src, dst in found} == {1}
-    assert collectives(lambda x: all_reduce(x, "d", "product"), 4, x) == {"collective_permute": 4}  # XLA has none
+    assert collectives(lambda x: all_reduce(x, "d", "product"), 4, x) == {
+        "collective_permute": 4
+    }  # XLA has no such all-reduce
     named = collectives(lambda x: all_reduce(x, "d", topology=cr.Topology.star(4), algorithm="direct"), 4, x)
     assert named == {"collective_permute": 6}
 
 
 def test_a_machine_of_eight():
-    """On a DGX-1's wiring, whose switches no position stands for, the plan is right."""
+    """On a DGX-1, whose topology has switches besides the devices, the plan is correct."""
     x = np.stack(oracle.contributions(8, "int32", (100,)))
     box = cr.Topology.machine("dgx-1v")
     for algorithm in ("forest", "auto"):
@@ -431,8 +460,8 @@ def test_a_machine_of_eight():
         assert (same_everywhere(run(x)) == x.sum(0)).all()
 
 
-def test_packs_have_roots_of_their_own():
-    """num_packs trees share the buffer, so that another device combines each share."""
+def test_packs_have_different_roots():
+    """num_packs trees share the buffer, and a different device combines each share."""
     x = np.stack(oracle.contributions(4, "int32", (10,)))
     for algorithm in ("one_device", "hierarchical_copy"):
         run = jax.jit(spread(lambda x, a=algorithm: all_reduce(x, "d", algorithm=a, num_packs=3), 4))
@@ -440,7 +469,7 @@ def test_packs_have_roots_of_their_own():
 
 
 def test_several_axes_are_levels(caplog):
-    """hierarchical_copy over two axes reduces over the last one first: no permute of the first round crosses hosts."""
+    """hierarchical_copy over two axes reduces over the last one first: the first permutation stays within hosts."""
     run = jax.shard_map(
         lambda x: all_reduce(x[0], ("hosts", "devices"), algorithm="hierarchical_copy"),
         mesh=mesh((3, 2), ("hosts", "devices")), in_specs=P(("hosts", "devices")), out_specs=P(),
@@ -454,8 +483,8 @@ def test_several_axes_are_levels(caplog):
     assert "over axes 'hosts', 'devices' of 6" in caplog.text
 
 
-def test_a_new_plan_is_one_line_of_the_log(caplog):
-    """Each new plan is said once at INFO, whatever is traced again."""
+def test_a_new_plan_is_logged_once(caplog):
+    """Each new plan is logged once at INFO, also if it is traced again."""
     with caplog.at_level(logging.INFO, "crossreduce"):
         for _ in range(2):
             jax.vmap(lambda x: all_reduce(x, "once"), axis_name="once")(np.ones(3))
@@ -465,10 +494,10 @@ def test_a_new_plan_is_one_line_of_the_log(caplog):
     assert "ring: 3 devices, 3 chunks, 4 rounds, 12 steps, 4 permutations" in caplog.messages[1]
 
 
-# ---- bad input ----------------------------------------------------------------------------------------------------
+# ---- bad input ------------------------------------------------------------------------------------------------------
 
 
-def refused(error, match, leaf=1.0, **how):
+def rejected(error, match, leaf=1.0, **how):
     def own(x):
         return all_reduce({"w": [x, leaf]}, how.pop("axis_name", "d"), **how)
 
@@ -477,31 +506,35 @@ def refused(error, match, leaf=1.0, **how):
 
 
 @pytest.mark.parametrize("axis", ["other", ("d", "other"), None, ["d", {}], 1.5])
-def test_an_axis_that_is_not_there(axis):
-    """It is an AxisError, which is a NameError as JAX's own is and a ValueError as this library's are."""
+def test_an_axis_that_does_not_exist(axis):
+    """It is an AxisError, which is both a NameError, like JAX's error, and a ValueError, like this library's errors."""
     for kind in (NameError, ValueError, cr.ReductionError):
-        refused(kind, r"(?s)there is no such axis here.*jax\.shard_map", axis_name=axis)
+        rejected(kind, r"(?s)this axis does not exist here.*jax\.shard_map", axis_name=axis)
 
 
-def test_bad_arguments_are_refused_while_tracing():
-    """Whatever is wrong is said when the function is traced, with what was given and what to do."""
-    refused(ValueError, "axis_name is one axis, or several different ones", axis_name=())
-    refused(ValueError, "several different ones", axis_name=("d", "d"))
-    refused(ValueError, "no such reduction", op="average")
-    refused(ValueError, "no such algorithm", algorithm="rings")
-    refused(ValueError, "num_packs must be a whole number", num_packs=-1)
-    refused(ValueError, r"(?s)topology must be a Topology.*algorithm='ring'", topology="ring")
-    refused(ValueError, r"(?s)one for one.*4 devices; 3 positions along axis 'd'", topology=cr.Topology.ring(4))
+def test_invalid_arguments_are_rejected_while_tracing():
+    """An error is raised while the function is traced; its message has the argument and a remedy."""
+    rejected(ValueError, "axis_name must be the name of one axis, or of several different axes", axis_name=())
+    rejected(ValueError, "of several different axes", axis_name=("d", "d"))
+    rejected(ValueError, "this is not a known reduction", op="average")
+    rejected(ValueError, "no such algorithm", algorithm="rings")
+    rejected(ValueError, "num_packs must be a whole number", num_packs=-1)
+    rejected(ValueError, r"(?s)topology must be a Topology.*algorithm='ring'", topology="ring")
+    rejected(
+        ValueError,
+        r"(?s)one device for each position.*4 devices; 3 positions along axis 'd'",
+        topology=cr.Topology.ring(4),
+    )
     split = cr.Topology.from_matrix([[0, 1, 0], [1, 0, 0], [0, 0, 0]])
-    refused(cr.PlanError, "cpu:2", topology=split)
+    rejected(cr.PlanError, "cpu:2", topology=split)
 
 
-def test_bad_leaves_are_refused_by_their_path():
-    """A leaf that cannot be reduced is named by its path: no array, a PRNG key, an unknown dtype, an undefined op."""
+def test_invalid_leaves_are_reported_with_their_path():
+    """The error has the path of the leaf: not an array, a PRNG key, an unknown dtype, an op that is not defined."""
     odd = (2**70, np.ma.masked_array([1.0]), jax.ShapeDtypeStruct((2,), "float32"))
     for leaf in ("text", object(), np.array(["a"]), np.array([1], "datetime64[s]"), {1, 2}, *odd):
-        refused(TypeError, r"leaf x\['w'\]\[1\]: this is no array for JAX", leaf)
-    refused(TypeError, r"\[1\]: arrays of PRNG keys cannot be reduced", jax.random.key(0))
-    refused(TypeError, r"\[1\]: arrays of dtype float8_e4m3fn cannot be", jnp.zeros(2, jnp.float8_e4m3fn))
-    refused(TypeError, r"\[1\]: the sum of bools is not defined", True)
-    refused(TypeError, r"\[1\]: complex numbers have no order", 1j, op="max")
+        rejected(TypeError, r"leaf x\['w'\]\[1\]: JAX cannot convert this to an array", leaf)
+    rejected(TypeError, r"\[1\]: arrays of PRNG keys cannot be reduced", jax.random.key(0))
+    rejected(TypeError, r"\[1\]: arrays of dtype float8_e4m3fn cannot be", jnp.zeros(2, jnp.float8_e4m3fn))
+    rejected(TypeError, r"\[1\]: the sum of bools is not defined", True)
+    rejected(TypeError, r"\[1\]: complex numbers have no order", 1j, op="max")

@@ -1,4 +1,4 @@
-"""``crossreduce.jax.all_reduce`` in a JAX job of two processes, which talk through gloo on this machine."""
+"""``crossreduce.jax.all_reduce`` in a JAX job of two processes, which communicate through gloo on this machine."""
 
 import socket
 import subprocess
@@ -27,13 +27,13 @@ axes = ("hosts", "devices")
 digits = np.array([[5.0**k] * 7 for k in range(4)], "float32")
 x = jax.make_array_from_callback((4, 7), NamedSharding(mesh, P(axes)), lambda index: digits[index])
 line = cr.Topology.from_matrix([[int(abs(a - b) == 1) for b in range(4)] for a in range(4)])
-ways = {"psum": {}, "levels": {"algorithm": "hierarchical_copy"}, "ring": {"algorithm": "ring"}}
-ways["line"] = {"topology": line}
+algorithms = ("hierarchical_copy", "ring", "one_shot", "recursive_doubling")
+cases = {"psum": {}, "line": {"topology": line}, **{name: {"algorithm": name} for name in algorithms}}
 
 def own(x):
-    over = crossreduce.jax.all_reduce
-    found = {name: (over(x[0], axes, **how), over(x[0], axes, "mean", **how)) for name, how in ways.items()}
-    return found, over(x[0], "hosts", algorithm="direct")[None]
+    reduce = crossreduce.jax.all_reduce
+    found = {name: (reduce(x[0], axes, **how), reduce(x[0], axes, "mean", **how)) for name, how in cases.items()}
+    return found, reduce(x[0], "hosts", algorithm="direct")[None]
 
 run = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=P(axes), out_specs=(P(), P("devices"))))
 found, across = run(x)
@@ -51,7 +51,7 @@ jax.distributed.shutdown()
 
 @pytest.mark.usefixtures("jax_")
 def test_two_processes_reduce_over_two_levels(tmp_path):
-    """Two processes of two devices get the sum and the mean by psum, by levels, by a ring and along a line."""
+    """Two processes of two devices compute the sum and the mean by psum, by each algorithm and along a line."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -66,14 +66,14 @@ def test_two_processes_reduce_over_two_levels(tmp_path):
                 workers.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
         late = time.monotonic() + 60
         codes = [None, None]
-        while None in codes and not any(codes) and time.monotonic() < late:  # of one that died the other learns late
+        while None in codes and not any(codes) and time.monotonic() < late:  # if one dies, the other is notified late
             time.sleep(0.05)
             codes = [worker.poll() for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
             worker.wait()
-    said = [output.read_text() for output in outputs]
-    assert codes == [0, 0], said
-    for text in said:
-        assert "agreed ['levels', 'line', 'psum', 'ring']" in text
+    printed = [output.read_text() for output in outputs]
+    assert codes == [0, 0], printed
+    for text in printed:
+        assert "agreed ['hierarchical_copy', 'line', 'one_shot', 'psum', 'recursive_doubling', 'ring']" in text

@@ -1,0 +1,239 @@
+"""Compile a program into permutations and combinations that every device executes alike.
+
+Input: a ``Program`` whose devices are the positions along mesh axes. Output: a ``PermutationProgram`` of plain numbers,
+without arrays. A round becomes as few permutations as its busiest device has partners, since in one permutation a
+device sends to at most one other device and receives from at most one. The rows that a device reads depend on its
+position, so they are tables with one column per device; if all columns are equal, the position is not needed.
+
+Rows are immutable: each permutation and each combination makes a new block of rows. So copies are free, and XLA does
+not need to protect rows that later rounds read: when rows were updated in place, a ring over 8 CPU devices copied its
+entire buffer in each of 14 rounds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from ...errors import ScheduleError, message
+from ...lowering import ChunkProgram, Numbered, Program
+from .matchings import Pair, matchings
+
+Place = tuple[int, int]
+"""A row: the number of its block, and its number in the block. The blocks of each stack are numbered in the order in
+which they are made: first the device's input, then in each round what each permutation receives and what each
+combination makes."""
+
+Table = tuple[tuple[Place, ...], ...]
+"""For each device the places of some rows, the same number of rows on all devices."""
+
+
+class Permutation(NamedTuple):
+    """Devices send rows to each other. The received rows are a new block in each stack.
+
+    ``pairs``: ``(src, dst)``, each device at most once as ``src`` and at most once as ``dst``. ``sent``: for each stack
+    the rows that each device sends.
+    """
+
+    pairs: tuple[Pair, ...]
+    sent: tuple[Table, ...]
+
+
+class RowCombination(NamedTuple):
+    """Devices combine rows of one stack, in the order of the operands. The result is a new block of that stack."""
+
+    stack: int
+    operands: tuple[Table, ...]
+
+
+class PermutationProgram(NamedTuple):
+    """The operations that all devices execute.
+
+    Args:
+      devices: how many there are.
+      stacks: the chunks, grouped by share. A chunk is a row of its stack, so the rows of a stack have the same length,
+        except for one element.
+      by_round: the permutations of each round, which are independent of each other, and then its combinations.
+      results: for each stack the places of its chunks at the end.
+    """
+
+    devices: int
+    stacks: tuple[tuple[int, ...], ...]
+    by_round: tuple[tuple[tuple[Permutation, ...], tuple[RowCombination, ...]], ...]
+    results: tuple[Table, ...]
+
+    @property
+    def permutation_count(self) -> int:
+        """The number of permutations in all rounds."""
+        return sum(len(permutations) for permutations, _ in self.by_round)
+
+
+@lru_cache(maxsize=256)
+def compile_permutations(program: Program) -> PermutationProgram:
+    """Compile a program in which every device contributes to every chunk and needs its result.
+
+    Raises:
+      ScheduleError: the program is not an all-reduce of all devices.
+
+    >>> from crossreduce.lowering import lower
+    >>> from crossreduce.planning import direct, one_device, ring
+    >>> names = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+    >>> [compile_permutations(lower(planner(names))).permutation_count for planner in (ring, direct, one_device)]
+    [6, 6, 6]
+    """
+    devices = range(len(program.devices))
+    if any({*chunk.sources} != {*devices} or {*chunk.destinations} != {*devices} for chunk in program.chunks):
+        problem = "along mesh axes, every device must be a source and a destination of every chunk."
+        raise ScheduleError(message(problem, f"{program.collective} by {program.algorithm}", "an all_reduce"))
+    by_share: defaultdict[object, list[int]] = defaultdict(list)
+    for number, chunk in enumerate(program.chunks):
+        by_share[chunk.share].append(number)
+    stacks = tuple(map(tuple, by_share.values()))
+    compiler = _Compiler(program, stacks)
+    rounds = tuple(
+        (compiler.permute(instructions), compiler.combine(instructions)) for instructions in program.by_round
+    )
+    return PermutationProgram(len(devices), stacks, rounds, tuple(map(compiler.results, stacks)))
+
+
+class _Compiler:
+    """Compiles round after round. It stores the place of each value on its own device and on those that received it."""
+
+    def __init__(self, program: Program, stacks: tuple[tuple[int, ...], ...]) -> None:
+        self._program = program
+        self._devices = [chunk.devices for chunk in program.chunks]  # of the values of each chunk
+        self._stack = {chunk: stack for stack, chunks in enumerate(stacks) for chunk in chunks}
+        self._repeated = list(map(_repeated, program.chunks))
+        self._blocks = [1] * len(stacks)
+        self._places = {  # by chunk, value and device
+            (chunk, value, device): (0, row)
+            for chunks in stacks
+            for row, chunk in enumerate(chunks)
+            for value, device in enumerate(program.chunks[chunk].sources)
+        }
+
+    def permute(self, instructions: Sequence[Numbered]) -> tuple[Permutation, ...]:
+        """Return the permutations of a round: they move each operand to the device of its instruction."""
+        messages: defaultdict[Pair, list[set[tuple[int, int]]]] = defaultdict(lambda: [set() for _ in self._blocks])
+        for chunk, _, instruction in instructions:
+            for value in instruction.operands:
+                src = self._devices[chunk][value]
+                if src != instruction.device:
+                    messages[src, instruction.device][self._stack[chunk]].add((chunk, value))
+        n = len(self._program.devices)
+        # Pairs at the same distance that send equally many rows should share a permutation.
+        order = sorted(
+            messages, key=lambda pair: ([-len(rows) for rows in messages[pair]], (pair[1] - pair[0]) % n, pair)
+        )
+        return tuple(
+            Permutation(
+                tuple(pairs),
+                tuple(
+                    self._send(stack, {pair: sorted(messages[pair][stack]) for pair in pairs})
+                    for stack in range(len(self._blocks))
+                ),
+            )
+            for pairs in matchings(order)
+        )
+
+    def _send(self, stack: int, messages: dict[Pair, list[tuple[int, int]]]) -> Table:
+        """Return the table of the rows of one stack that devices send in one permutation."""
+        block = self._new_block(stack)
+        longest = max(map(len, messages.values()))
+        sent = {}
+        for (src, dst), values in messages.items():
+            for row, value in enumerate(values):
+                self._places[*value, dst] = block, row
+            if values:  # a shorter message repeats its last row, which no device reads
+                padded = values + values[-1:] * (longest - len(values))
+                sent[src] = [self._places[*value, src] for value in padded]
+        return self._table(sent)
+
+    def combine(self, instructions: Sequence[Numbered]) -> tuple[RowCombination, ...]:
+        """Return the combinations of a round. A copy becomes the place of its operand."""
+        # Rows whose operands are from the same devices are combined in one operation.
+        runs: defaultdict[tuple[int, int, tuple[int, ...]], list[Numbered]] = defaultdict(list)
+        for chunk, value, instruction in instructions:
+            device, operands = instruction[:2]
+            if len(operands) == 1:
+                self._places[chunk, value, device] = self._places[chunk, operands[0], device]
+                continue
+            swapped = len(operands) == 2 and self._devices[chunk][operands[1]] != device
+            if swapped and value not in self._repeated[chunk]:
+                # a + b is b + a, except for the payload of NaN. With the own operand last, the tables of all devices
+                # are alike, so that they need not select between blocks: halving_doubling accesses 7 % less memory.
+                instruction = instruction._replace(operands=operands[::-1])
+            srcs = tuple(self._devices[chunk][operand] for operand in instruction.operands)
+            runs[self._stack[chunk], device, srcs].append(Numbered(chunk, value, instruction))
+        # Runs on different devices that differ only in their rows are one combination.
+        groups: defaultdict[tuple[int, int, int, int], dict[int, list[Numbered]]] = defaultdict(dict)
+        seen: Counter[tuple[int, int, int, int]] = Counter()
+        for (stack, device, srcs), run in sorted(runs.items()):
+            kind = stack, len(srcs), len(run)
+            groups[*kind, seen[*kind, device]][device] = run
+            seen[*kind, device] += 1
+        combinations = []
+        for (stack, count, _, _), by_device in groups.items():
+            places = [
+                {
+                    device: [self._places[chunk, instruction.operands[k], device] for chunk, _, instruction in run]
+                    for device, run in by_device.items()
+                }
+                for k in range(count)
+            ]
+            combinations.append(RowCombination(stack, tuple(map(self._table, places))))
+            block = self._new_block(stack)
+            for device, run in by_device.items():
+                self._places.update({(chunk, value, device): (block, row) for row, (chunk, value, _) in enumerate(run)})
+        return tuple(combinations)
+
+    def results(self, chunks: Sequence[int]) -> Table:
+        """Return the places of the results of a stack's chunks."""
+        found: dict[int, list[Place]] = defaultdict(list)
+        for chunk in chunks:
+            code = self._program.chunks[chunk]
+            for device, value in zip(code.destinations, code.results, strict=True):
+                found[device].append(self._places[chunk, value, device])
+        return self._table(found)
+
+    def _new_block(self, stack: int) -> int:
+        self._blocks[stack] += 1
+        return self._blocks[stack] - 1
+
+    def _table(self, places: dict[int, list[Place]]) -> Table:
+        """Return a column for each device. Devices without places get those of the first device, as a placeholder."""
+        first = places[min(places)] if places else []
+        return tuple(tuple(places.get(device, first)) for device in range(len(self._program.devices)))
+
+
+def _repeated(chunk: ChunkProgram) -> frozenset[int]:
+    """Return the combinations that several devices compute, each for itself, from values with the same bits."""
+    origin = list(range(len(chunk.sources)))  # of each value: the first value with the same bits
+    same: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # combinations by the origins of their operands
+    for value, instruction in enumerate(chunk.instructions, start=len(chunk.sources)):
+        operands = tuple(origin[operand] for operand in instruction.operands)
+        if len(operands) > 1:
+            same[operands].append(value)
+        origin.append(same[operands][0] if len(operands) > 1 else operands[0])
+    return frozenset(value for values in same.values() if len(values) > 1 for value in values)
+
+
+def ranges(rows: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:
+    """Split rows, one sequence per device, into ranges that have the same length on all devices.
+
+    Returns:
+      For each range its start on each device, and its length.
+
+    >>> ranges([[0, 1, 4], [2, 3, 4]])
+    [((0, 2), 2), ((4, 4), 1)]
+    """
+    found: list[tuple[tuple[int, ...], int]] = []
+    for column in zip(*rows, strict=True):
+        starts, size = found[-1] if found else ((), 0)
+        if found and all(row == start + size for row, start in zip(column, starts, strict=True)):
+            found[-1] = starts, size + 1
+        else:
+            found.append((column, 1))
+    return found

@@ -1,0 +1,148 @@
+"""The permutations that a schedule compiles to, run here on Python numbers: every planner, and many topologies."""
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+import strategies
+from hypothesis import given
+from hypothesis import strategies as st
+
+import crossreduce as cr
+from crossreduce.engines.jax.matchings import matchings
+from crossreduce.engines.jax.permutations import compile_permutations
+from crossreduce.lowering import lower
+from crossreduce.planning import PLANNERS, planned
+
+
+def run(compiled, combine, inputs):
+    """Run a compiled program on every device; return for each stack and device the rows of its result.
+
+    Device d starts with ``inputs[d]`` in each row. Rows that no device sends are None, as are combinations with them.
+    """
+    n = compiled.devices
+    stacks = [[[[x] * len(chunks) for x in inputs]] for chunks in compiled.stacks]
+
+    def take(stack, places, device):
+        found = []
+        for block, row in places:
+            rows = stacks[stack][block][device]
+            found.append(rows[row] if rows is not None and row < len(rows) else None)
+        return found
+
+    for permutations, combinations in compiled.by_round:
+        received = []
+        for pairs, sent in permutations:
+            assert all(most == 1 for side in (0, 1) for most in Counter(pair[side] for pair in pairs).values())
+            sources = {dst: src for src, dst in pairs}
+            received.append(
+                [
+                    [take(s, table[sources[d]], sources[d]) if d in sources else None for d in range(n)]
+                    for s, table in enumerate(sent)
+                ]
+            )
+        for blocks in received:  # only after all permutations of the round have sent their rows
+            for stack, rows in zip(stacks, blocks, strict=True):
+                stack.append(rows)
+        for stack, operands in combinations:
+            block = []
+            for device in range(n):
+                columns = zip(*(take(stack, table[device], device) for table in operands), strict=True)
+                block.append([None if None in column else combine(column) for column in columns])
+            stacks[stack].append(block)
+    return [[take(s, table[device], device) for device in range(n)] for s, table in enumerate(compiled.results)]
+
+
+def check(schedule):
+    """A program combines every contribution once, and its permutations are the partners of the busiest devices."""
+    program, n = lower(schedule), len(schedule.devices)
+    compiled = compile_permutations(program)
+    digits = [(n + 1) ** device for device in range(n)]
+    for chunks, devices in zip(compiled.stacks, run(compiled, sum, digits), strict=True):
+        assert devices == [[sum(digits)] * len(chunks)] * n
+        assert len({schedule.chunks[chunk].share for chunk in chunks}) == 1
+    assert sorted(chunk for chunks in compiled.stacks for chunk in chunks) == list(range(len(schedule.chunks)))
+    partners = 0
+    for transfers in program.transfers:
+        pairs = {(transfer.src, transfer.dst) for transfer in transfers}
+        partners += max((max(Counter(pair[side] for pair in pairs).values()) for side in (0, 1)) if pairs else [0])
+    assert compiled.permutation_count == partners
+
+
+@given(st.integers(1, 12), st.sampled_from(sorted(PLANNERS)), st.integers(1, 5), st.integers(0, 12))
+def test_every_planners_schedule(n, algorithm, packs, first):
+    """The program of every planner for equal links is correct and takes the fewest permutations."""
+    names = strategies.names(n)
+    check(planned(algorithm, names, names, packs, first))
+
+
+@given(st.data())
+def test_plans_for_any_topology(data):
+    """So is the program of every plan for a drawn topology, whose shares and routes are uneven."""
+    topology = data.draw(strategies.wired(strategies.names(data.draw(st.integers(2, 6))), both_ways=False))
+    algorithm = data.draw(st.sampled_from(["forest", "hierarchical_copy", "auto"]))
+    check(cr.plan(topology, "all_reduce", data.draw(st.sampled_from([8, 1 << 26])), algorithm).schedule)
+
+
+@given(st.integers(2, 9), st.sampled_from(sorted(PLANNERS)))
+def test_every_device_combines_in_the_same_order(n, algorithm):
+    """All devices compute the same expression, so that even the payloads of NaN agree; sources keep their order."""
+    names = strategies.names(n)
+    compiled = compile_permutations(lower(planned(algorithm, names, names, 1)))
+
+    def expression(operands):
+        return "(" + "+".join(operands) + ")"
+
+    for devices in run(compiled, expression, [str(device) for device in range(n)]):
+        for rows in zip(*devices, strict=True):
+            assert len(set(rows)) == 1
+    if algorithm == "one_shot":
+        assert devices[0] == ["(" + "+".join(map(str, range(n))) + ")"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "n", "count"),
+    [
+        ("ring", 8, 14),
+        ("direct", 8, 14),
+        ("halving_doubling", 8, 6),
+        ("recursive_doubling", 8, 3),
+        ("recursive_doubling", 6, 4),
+        ("one_shot", 8, 7),
+        ("one_device", 8, 14),
+    ],
+)
+def test_permutation_counts(algorithm, n, count):
+    """A ring takes 2(n - 1) permutations, recursive doubling log2(n), one_shot n - 1."""
+    names = strategies.names(n)
+    assert compile_permutations(lower(planned(algorithm, names, names, 1))).permutation_count == count
+
+
+@given(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1))
+def test_pairs_split_into_as_few_matchings_as_possible(pairs):
+    """There are as many matchings as the busiest device has partners; each device is at most once on each side."""
+    found = matchings(sorted(pairs))
+    assert sorted(pair for matching in found for pair in matching) == sorted(pairs)
+    assert len(found) == max(max(Counter(pair[side] for pair in pairs).values()) for side in (0, 1))
+    for matching in found:
+        assert len({src for src, _ in matching}) == len({dst for _, dst in matching}) == len(matching)
+    assert matchings([]) == []
+
+
+def test_other_collectives_are_rejected():
+    """A broadcast cannot be compiled for mesh axes, nor can a reduction to some of the devices."""
+    names = strategies.names(3)
+    for sources, destinations in ((names[:1], names), (names, names[:1])):
+        program = lower(planned("one_device", sources, destinations))
+        with pytest.raises(cr.ScheduleError, match="must be a source and a destination of every chunk"):
+            compile_permutations(program)
+
+
+def test_uneven_rounds():
+    """Devices that send different numbers of rows in one round, of chunks of two sizes, receive the right ones."""
+    everyone, half, quarter = (0, 1, 2), Fraction(1, 2), Fraction(1, 4)
+    chunks = [cr.Chunk(share, everyone, everyone) for share in (quarter, half, quarter)]
+    first = [cr.Step(0, 0, everyone), cr.Step(2, 0, (2, 0, 1)), cr.Step(1, 2, (0, 1, 2))]
+    second = [cr.Step(0, 1, (0,)), cr.Step(2, 1, (0,)), cr.Step(0, 2, (0,)), cr.Step(1, 0, (2,)), cr.Step(1, 1, (2,))]
+    third = [cr.Step(2, 2, (1,))]
+    check(cr.Schedule("all_reduce", "custom", strategies.names(3), tuple(chunks), (first, second, third)))
