@@ -1,13 +1,13 @@
 """Train a classifier of handwritten digits under ``jax.shard_map``, on several devices and on one.
 
-Every device computes the gradients of its share of the batch; ``crossreduce.jax.all_reduce`` makes of them those of the
-whole batch. So the loss curves of n devices and of one are the same, up to the rounding of float32. Exits with 1 if
-they are not.
+Every device computes the gradients of its part of the batch, and ``crossreduce.jax.all_reduce`` averages them to the
+gradients of the full batch. So the loss curves of n devices and of one device are equal, up to the rounding of float32.
+The exit code is 1 if they are not.
 
     python examples/jax_digits.py [--devices 8]
 
 Source of the data: E. Alpaydin & C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
-1998; the 1,797 images of 8 x 8 that scikit-learn ships.
+1998; the 1,797 images of 8 x 8 pixels in scikit-learn.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from sklearn.datasets import load_digits
 import crossreduce.jax
 
 EPOCHS = 12
-BATCH = 16  # samples a device
+BATCH = 16  # samples per device
 RATE = 0.1
 
 
@@ -46,14 +46,14 @@ def loss(parameters, images, labels):
 
 
 def train(devices, size):
-    """Return the loss of every step, of so many samples, and the final parameters."""
+    """Train with batches of ``size`` samples; return the loss of every step and the final parameters."""
     mesh = Mesh(np.array(jax.devices("cpu")[:devices]), ("data",))
     everywhere, shares = PartitionSpec(), PartitionSpec("data")
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=(everywhere, shares, shares), out_specs=everywhere)
     def step(parameters, images, labels):
-        # Each device's own copy. Of parameters that are the same everywhere, JAX's gradients are summed already.
+        # Without this, JAX would sum the gradients itself, since the parameters are replicated.
         own = jax.lax.pcast(parameters, "data", to="varying")
         value, gradients = jax.value_and_grad(loss)(own, images, labels)
         value, gradients = crossreduce.jax.all_reduce((value, gradients), "data", "mean")
@@ -73,7 +73,7 @@ def train(devices, size):
 
 
 def main(devices):
-    """Train on all devices and on one; print both curves."""
+    """Train on all devices and on one; print both loss curves."""
     jax.config.update("jax_num_cpu_devices", devices)  # before JAX is first used
     many, ours = train(devices, BATCH * devices)
     one, theirs = train(1, BATCH * devices)
@@ -82,7 +82,7 @@ def main(devices):
         print(f"{k:4d}   {many[k]:9.6f}   {one[k]:9.6f}")
     off = max(jax.tree.leaves(jax.tree.map(lambda a, b: abs(np.asarray(a) - np.asarray(b)).max(), ours, theirs)))
     print(f"largest difference: {abs(many - one).max():.1e} in the loss, {off:.1e} in a weight")
-    # Gradients differ by a few roundings of 2**-24 a step; training a smooth network does not blow them up.
+    # Gradients differ by a few roundings of 2**-24 per step, and training a smooth network does not amplify them.
     agree = abs(many - one).max() < 1e-4 and many[-10:].mean() < many[0] / 2
     print("the curves agree" if agree else "THE CURVES DIFFER")
     return 0 if agree else 1
