@@ -1,11 +1,11 @@
-"""JAX: arrays on its own devices when called eagerly, and traced under ``jit``, ``grad`` and ``vmap``.
+"""JAX: eager arrays on JAX's devices, and arrays traced under ``jit``, ``grad`` and ``vmap``.
 
-Eagerly each function is one dispatch of a compiled program, however many arrays it takes; results are
-committed to their device. While ``jit`` traces, where things run is XLA's business: a copy is nothing.
+Each eager function is one dispatch of a compiled program for any number of arrays; results are committed to their
+device. While ``jit`` traces, XLA decides where operations run, so copies between devices are omitted.
 
-JAX arrays cannot be written, but they can be deleted and donated, and what is one buffer with them dies then. So what
-the loop hands out has memory of its own. What is adopted from the kernels is one buffer an array on memory that all of
-a result's arrays share: XLA writes into none of it, donated or not, and the last of them frees it.
+JAX arrays are immutable, but they can be deleted and donated, which invalidates all arrays on the same buffer. So each
+result of the loop engine has its own buffer. The host engine wraps memory as one buffer per array: the arrays of one
+result share that memory, XLA does not write into it, donated or not, and it is freed with the last array.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ FUNCTIONS: Final = {
     ReduceOp.MAX: jnp.maximum,
     ReduceOp.PRODUCT: jnp.multiply,
 }
-_FOLDS: Final[dict[ReduceOp, Any]] = {
+_AXIS_FUNCTIONS: Final[dict[ReduceOp, Any]] = {
     ReduceOp.SUM: jnp.sum,
     ReduceOp.MEAN: jnp.sum,
     ReduceOp.MIN: jnp.min,
     ReduceOp.MAX: jnp.max,
     ReduceOp.PRODUCT: jnp.prod,
 }
-# Of each setting that JAX keeps for a thread: the context manager that sets it. Older releases lack some.
+# For each setting that JAX stores per thread, the context manager that sets it. Older releases lack some.
 _MODES: Final[dict[str, Any]] = {
     f"jax_{name}": getattr(jax, name)
     for name in (
@@ -85,14 +85,14 @@ def _numbers(op: ReduceOp, dtype: str, count: int, x64: bool) -> Numbers:
 
 @lru_cache(maxsize=1024)
 def place(name: str) -> tuple[Any, SingleDeviceSharding]:
-    """Return the device that a name stands for, a logical device's physical one, and the sharding of arrays on it."""
+    """Return the (physical) device of a name, and the sharding of arrays on it."""
     device = parse(name)
     found: dict[int, Any] = {}
     if not device.host:
         try:
-            # "cuda" is "gpu" to JAX. Ids, since they are what an array says of its device.
+            # JAX's name for "cuda" is "gpu". Devices are found by id, since arrays report the ids of their devices.
             found = {d.id: d for d in jax.local_devices(backend={"cuda": "gpu"}.get(device.kind, device.kind))}
-        except RuntimeError:  # no such platform here
+        except RuntimeError:  # this platform does not exist here
             found = {}
     if device.index in found:
         return found[device.index], SingleDeviceSharding(found[device.index])
@@ -110,19 +110,19 @@ def place(name: str) -> tuple[Any, SingleDeviceSharding]:
 @lru_cache(maxsize=1024)
 def _require(devices: tuple[str, ...]) -> None:
     for device in devices:
-        # Tracers count as on cpu:0 and its logical devices, even where JAX was told to leave the CPU alone.
+        # Tracers count as on cpu:0 and its logical devices, even if JAX is configured without CPU devices.
         if parse(device).physical != "cpu:0":
             place(device)
 
 
 def _is_somewhere(x: Array) -> bool:
-    """Return whether a tracer of ``grad`` or ``vmap`` stands for an array; ``jit``'s stand for none."""
+    """Return whether a value is an array or a tracer around one: ``jit``'s tracers are not, those of ``grad`` are."""
     while isinstance(x, jax.core.Tracer):
         x = getattr(x, "primal", getattr(x, "val", None))
     return isinstance(x, jax.Array)
 
 
-# What follows runs under jax.jit, compiled once for each combination of dtypes, shapes and static arguments.
+# The following functions run under jax.jit, compiled once per combination of dtypes, shapes and static arguments.
 
 
 def _cast(x: Array, dtype: str) -> Array:
@@ -130,12 +130,11 @@ def _cast(x: Array, dtype: str) -> Array:
 
 
 def _divided(x: Array, divisor: int) -> Array:
-    """Divide as IEEE 754 says, rounded once.
+    """Return ``x / divisor`` as IEEE 754 defines it, rounded once.
 
-    Of ``x / n`` with one ``n`` for all elements XLA's CPU compiler makes ``x * (1 / n)``, which is off by
-    one bit in a third of all float32s (n = 3, jaxlib 0.10.2), even where ``n`` is an argument or stands
-    behind an ``optimization_barrier``. So give it a divisor that depends on the element: that of a NaN
-    does not matter.
+    If all elements have the same divisor ``n``, XLA's CPU compiler replaces ``x / n`` by ``x * (1 / n)``, which differs
+    in one bit for a third of all float32s (n = 3, jaxlib 0.10.2), even if ``n`` is an argument or is behind an
+    ``optimization_barrier``. So the divisor here depends on the element; NaN may have any divisor.
     """
     if x.dtype.name in COMPLEX:
         return jax.lax.complex(_divided(x.real, divisor), _divided(x.imag, divisor))
@@ -143,7 +142,7 @@ def _divided(x: Array, divisor: int) -> Array:
 
 
 def finish(numbers: Numbers, x: Array) -> Array:
-    """Turn a whole, accumulated result into what is given back: divided, where it is a mean, and rounded."""
+    """Return a fully reduced accumulator as a result: divided if it is a mean, and rounded."""
     if numbers.divisor != 1:
         x = _divided(_cast(x, numbers.accumulator), numbers.divisor)
     return _cast(x, numbers.result)
@@ -205,7 +204,7 @@ class Jax(Immutable):
     remedy = "leave out= out: the memory of results that are no longer held is used again"
 
     def array(self, value: Any) -> Array | Sparse:
-        if isinstance(value, jax.Array):  # a tracer is one too
+        if isinstance(value, jax.Array):  # true for tracers as well
             return self._plain(value)
         if isinstance(value, IndexedSlices):
             return Sparse("IndexedSlices", self._plain(value.values), self._plain(value.indices), value.dense_shape)
@@ -221,11 +220,11 @@ class Jax(Immutable):
         raise UnsupportedError(message("this kind of JAX value cannot be reduced.", shown(value), remedy))
 
     def _plain(self, value: Any) -> Array:
-        if isinstance(value, np.ndarray):  # the indices of slices, as a rule
+        if isinstance(value, np.ndarray):  # usually the indices of slices
             return jnp.asarray(value)
         if not isinstance(value, jax.Array):
             raise UnsupportedError(
-                message("slices and their indices are of one framework.", shown(value), "a jax.Array")
+                message("slices and their indices must be of the same framework.", shown(value), "a jax.Array")
             )
         if _is_opaque(value.dtype):
             raise UnsupportedError(
@@ -236,9 +235,9 @@ class Jax(Immutable):
         if type(value.sharding) is not SingleDeviceSharding and len(value.devices()) != 1:
             raise DeviceError(
                 message(
-                    "a replica's array must live on one device, and this one is spread over several.",
+                    "a replica's array must be on one device, and this one is spread over several.",
                     shown(value.sharding),
-                    "hand over its addressable_shards, one a replica",
+                    "its addressable_shards, one per replica",
                 )
             )
         return value
@@ -265,19 +264,19 @@ class Jax(Immutable):
 
     def to_device(self, x: Array, device: str) -> Array:
         if isinstance(x, jax.core.Tracer):
-            # The arrays inside grad and vmap lie somewhere, and an op wants its arguments in one place.
+            # Arrays inside tracers of grad and vmap are on a device, and all operands of an op must be on one device.
             return jax.device_put(x, place(device)[0]) if _is_somewhere(x) else x
         there, sharding = place(device)
-        # An array that is not committed would be computed with on the default device, wherever it lies.
+        # Operations on an array that is not committed would run on the default device.
         if x.sharding == sharding:
             return x if x.committed else jax.device_put(x, there)
-        # A device is quicker to name than a sharding (22 us, 35 us), but JAX then keeps the type of an array
-        # on a mesh of one device, and fails on host memory of the same device (0.10.2).
+        # device_put is faster with a device than with a sharding (22 us, 35 us), but given a device, it keeps the type
+        # of an array on a mesh of one device, and fails on host memory of the same device (JAX 0.10.2).
         plain = type(x.sharding) is SingleDeviceSharding and x.sharding.memory_kind == sharding.memory_kind
         return jax.device_put(x, there if plain else sharding)
 
     def pack(self, xs: Sequence[Array]) -> Array:
-        # JAX has no views: a lone array keeps its shape until it is cut, since flattening would copy it.
+        # JAX has no views: a single array keeps its shape until it is cut, since flattening would copy it.
         return xs[0] if len(xs) == 1 else _PACK(*xs)
 
     def slice(self, flat: Array, start: int, stop: int) -> Array:
@@ -305,7 +304,7 @@ class Jax(Immutable):
         if any(x.shape != xs[0].shape for x in xs):
             raise UnsupportedError(
                 message(
-                    "replicas whose symbolic shapes differ cannot be shown to fit together.",
+                    "the symbolic shapes of the replicas differ, so they may not be equal.",
                     ", ".join(str(x.shape) for x in xs),
                     "the same symbols on all replicas",
                 )
@@ -315,7 +314,7 @@ class Jax(Immutable):
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         indices = sparse.indices
         if sparse.kind == "BCOO":
-            # Its own way: indices beyond the shape are padding, as fromdense(nse=...) makes it.
+            # BCOO's own conversion: its indices beyond the shape are padding, as made by fromdense(nse=...).
             return self.rebuild_sparse(sparse._replace(shape=shape, values=sparse.values.astype(dtype))).todense()
         if indices.size and not isinstance(indices, jax.core.Tracer):
             lowest, highest = int(indices.min()), int(indices.max())
@@ -352,7 +351,7 @@ class Jax(Immutable):
         if any(isinstance(part, jax.core.Tracer) for part in parts):
             raise UnsupportedError(
                 message(
-                    "a value that JAX traces cannot meet those of other replicas' threads.",
+                    "a traced value cannot be reduced with values of other replicas' threads.",
                     shown(x),
                     "reduce outside of jit, grad and vmap: the gradients, not the loss; under jax.shard_map, "
                     "crossreduce.jax.all_reduce",
@@ -363,13 +362,13 @@ class Jax(Immutable):
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        raise AssertionError("JAX records nothing that is not traced")
+        raise AssertionError("JAX records only traced values")
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         return self.clone(x)
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
-        return _FOLDS[op](x.astype(numbers.accumulator), axis)
+        return _AXIS_FUNCTIONS[op](x.astype(numbers.accumulator), axis)
 
 
 def _spelled(device: Any) -> str:

@@ -1,4 +1,4 @@
-"""What is particular to JAX: devices, tracing, deletion, XLA's arithmetic, x64, and its sparse arrays."""
+"""The JAX framework: devices, tracing, deletion, XLA's arithmetic, x64 and sparse arrays."""
 
 import functools
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import crossreduce as cr
-from crossreduce import backends
-from crossreduce.frameworks.base import Numbers
+from crossreduce import frameworks as library
+from crossreduce.ops import Numbers
 
 pytestmark = pytest.mark.usefixtures("jax_")
 
@@ -21,8 +21,8 @@ def jax(jax_):
 
 
 @pytest.fixture(scope="module")
-def backend(jax_):
-    return backends.get("jax")
+def framework(jax_):
+    return library.get("jax")
 
 
 def random(n, shape, dtype="float32"):
@@ -41,7 +41,7 @@ def in_order(op, xs):
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy", "ring", "halving_doubling", "direct", "auto"])
 @pytest.mark.parametrize("n", [1, 2, 5, 9])
 def test_results_are_committed_where_they_belong(algorithm, n, jax, jax_):
-    """Each component lies on its destination's device and nowhere else, and is committed to it."""
+    """Each component is on its destination's device only, and is committed to it."""
     xs = jax_.arrays([np.full((3, 2), 2**k, "int32") for k in range(n)])
     result = cr.AllReduceCrossDeviceOps(algorithm).reduce("sum", cr.PerReplica(xs), cr.PerReplica(xs))
     for k, x in enumerate(result):
@@ -51,7 +51,7 @@ def test_results_are_committed_where_they_belong(algorithm, n, jax, jax_):
 
 
 def test_default_device_does_not_move_results(jax):
-    """An array that is not committed is reduced where it lies, whatever the default device is."""
+    """An array that is not committed is reduced on its own device, whatever the default device is."""
     x = jax.numpy.ones(2)
     with jax.default_device(jax.devices("cpu")[3]):
         y = jax.device_put(np.ones(2), jax.devices("cpu")[1])
@@ -60,8 +60,8 @@ def test_default_device_does_not_move_results(jax):
     assert [r.devices() for r in (*results, copy)] == [x.devices(), y.devices(), x.devices()]
 
 
-def test_logical_devices_are_on_their_physical_one(jax, jax_):
-    """cpu:3#1 is cpu:3, and its result lies there."""
+def test_logical_devices_are_on_their_physical_device(jax, jax_):
+    """cpu:3#1 is on the physical device cpu:3, and so is its result."""
     results = cr.all_reduce(jax_.arrays(random(3, 5)), devices=["cpu:3", "cpu:3#1", "cpu:3#2"])
     assert {d for r in results for d in r.devices()} == {jax.devices("cpu")[3]}
 
@@ -70,8 +70,8 @@ def test_logical_devices_are_on_their_physical_one(jax, jax_):
     "devices", [["cpu:0", "cpu:1", "cpu:2"], ["cpu:3", "cpu:3#1", "cpu:3#2"]], ids=["three", "one"]
 )
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_results_live_and_die_alone(devices, jax, jax_):
-    """One result can be deleted, another donated to a program that would write into it; the third keeps its bits."""
+def test_results_are_independent(devices, jax, jax_):
+    """One result can be deleted, another donated to a program that may write into it; the third keeps its bits."""
     first, second, third = cr.all_reduce(
         jax_.arrays([np.full(100_000, 2.0**k, "float32") for k in range(3)]), devices=devices
     )
@@ -84,26 +84,26 @@ def test_results_live_and_die_alone(devices, jax, jax_):
 
 
 @pytest.mark.parametrize("device", ["cpu:99", "cuda:70", "tpu:0", "mps:0", "host1/cpu:0", "host1/cpu:1"])
-def test_devices_that_are_not_here(device, jax_):
-    """A device that JAX does not have is a DeviceError, which says how to get more on the CPU."""
+def test_devices_that_do_not_exist(device, jax_):
+    """A device that JAX does not have is a DeviceError; its message explains how to get more CPU devices."""
     x = jax_.array(np.ones(2))
     with pytest.raises(cr.DeviceError, match=r"JAX has no such device(.|\n)*" + device + r"(.|\n)*jax_num_cpu_devices"):
         cr.HierarchicalCopyAllReduce().reduce("sum", x, device)
 
 
-def test_arrays_on_several_devices(jax, backend):
-    """An array that is spread over devices, or replicated over them, is a DeviceError."""
+def test_arrays_on_several_devices(jax, framework):
+    """An array that is sharded or replicated over several devices is a DeviceError."""
     mesh = jax.make_mesh((2,), ("a",), devices=jax.devices("cpu")[:2])
     for spec in (jax.P("a"), jax.P()):
         x = jax.device_put(np.ones(2), jax.NamedSharding(mesh, spec))
         with pytest.raises(cr.DeviceError, match="spread over several"):
-            backend.array(x)
+            framework.array(x)
         with pytest.raises(cr.DeviceError, match="spread over several"):
             cr.all_reduce([x, x], devices=["cpu:0", "cpu:1"])
 
 
-def test_a_mesh_of_one_and_host_memory(jax):
-    """An array on a mesh of one device, or in pinned memory, is reduced like any on that device."""
+def test_a_mesh_of_one_device_and_pinned_memory(jax):
+    """An array on a mesh of one device, or in pinned memory, is reduced like other arrays on that device."""
     device = jax.devices("cpu")[2]
     plain = jax.sharding.SingleDeviceSharding(device)
     mesh = jax.make_mesh((1,), ("a",), devices=[device])
@@ -120,8 +120,8 @@ def test_a_mesh_of_one_and_host_memory(jax):
 
 
 @pytest.mark.parametrize("size", [1, 1000, 100_000])
-def test_results_outlive_what_they_came_from(size, jax, jax_):
-    """Deleting inputs, and all results but one, leaves that one as it was."""
+def test_results_do_not_depend_on_other_arrays(size, jax, jax_):
+    """If all inputs, and all results but one, are deleted, the remaining result keeps its values."""
 
     def everything(xs):
         value = cr.PerReplica(xs, ["cpu:0", "cpu:0#1"])
@@ -143,24 +143,24 @@ def test_results_outlive_what_they_came_from(size, jax, jax_):
         assert np.asarray(results[kept]).tolist() == [7.0] * size
 
 
-def test_unpack_hands_over_only_what_is_fresh(backend, jax_):
-    """A part that is a whole tensor is handed over if it is fresh, and copied if it is not."""
+def test_unpack_copies_parts_that_are_not_fresh(framework, jax_):
+    """A part that is exactly one tensor is returned if it is fresh, and copied if it is not."""
     part = jax_.array(np.arange(6.0))
     cuts = (((6,), ((0, 0, 6),)),)
-    assert backend.unpack([part], cuts, True)[0] is part
-    (copy,) = backend.unpack([part], cuts, False)
+    assert framework.unpack([part], cuts, True)[0] is part
+    (copy,) = framework.unpack([part], cuts, False)
     assert copy.unsafe_buffer_pointer() != part.unsafe_buffer_pointer()
-    assert backend.clone(part).unsafe_buffer_pointer() != part.unsafe_buffer_pointer()
+    assert framework.clone(part).unsafe_buffer_pointer() != part.unsafe_buffer_pointer()
     assert copy.tolist() == part.tolist()
 
 
-def test_part_far_into_a_buffer(backend, jax_, monkeypatch):
-    """A range beyond what an int32 can count is cut as any other."""
+def test_ranges_beyond_int32(framework, jax_, monkeypatch):
+    """A range beyond the largest int32 is cut like any other."""
     flat = jax_.array(np.arange(12))
-    near = backend.slice(flat, 5, 9).tolist()
+    near = framework.slice(flat, 5, 9).tolist()
     monkeypatch.setattr("crossreduce.frameworks.jax._LARGEST_INT32", 4)
     monkeypatch.setattr("crossreduce.frameworks.jax._PART", None)
-    assert backend.slice(flat, 5, 9).tolist() == near == [5, 6, 7, 8]
+    assert framework.slice(flat, 5, 9).tolist() == near == [5, 6, 7, 8]
 
 
 # ---- arithmetic ---------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_part_far_into_a_buffer(backend, jax_, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("n", [3, 5, 7])
 def test_mean_divides(n, dtype, shape, traced, jax, jax_):
-    """MEAN has the bits of an IEEE division by n; XLA would multiply by 1/n if it could."""
+    """MEAN has the bits of an IEEE division by n, where XLA would multiply by 1/n."""
     xs = random(n, shape, dtype)
     one = cr.AllReduceCrossDeviceOps("one_device")
 
@@ -186,8 +186,8 @@ def test_mean_divides(n, dtype, shape, traced, jax, jax_):
         assert (by_reciprocal != wanted).any(), "the data would not show the difference"
 
 
-def test_mean_of_what_is_not_finite(jax_):
-    """Infinities and NaN go through the mean's division, in complex numbers part by part."""
+def test_mean_of_infinities_and_nan(jax_):
+    """Infinities and NaN propagate through the mean's division; complex numbers are divided part by part."""
     real = cr.all_reduce(
         jax_.arrays([np.float32([np.inf, -np.inf, np.nan, np.inf]), np.float32([1, 1, 1, -np.inf])]), "mean"
     )
@@ -199,7 +199,7 @@ def test_mean_of_what_is_not_finite(jax_):
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize(("dtype", "step"), [(np.float16, 2.0**-11), (ml_dtypes.bfloat16, 2.0**-8)])
 def test_halves_are_rounded_once(dtype, step, traced, jax, jax_):
-    """float16 and bfloat16 are added in float32: 1 + 4 half-steps is 1 + 2 steps, one by one it would be 1."""
+    """float16 and bfloat16 are added in float32: 1 + 4 half-steps is 1 + 2 steps; rounded each time, it would be 1."""
     xs = [np.full(33, x).astype(dtype) for x in (1.0, step, step, step, step)]
     assert in_order("sum", xs)[0] == 1.0
     for algorithm in ("one_device", "hierarchical_copy", "ring"):
@@ -212,25 +212,25 @@ def test_halves_are_rounded_once(dtype, step, traced, jax, jax_):
     assert np.asarray(cr.all_reduce(jax_.arrays(big), "mean")[1]).tolist() == big[0].tolist()
 
 
-def test_one_op_keeps_the_listed_order(backend, jax_):
+def test_combine_keeps_the_listed_order(framework, jax_):
     """combine adds from left to right; no other order of these numbers gives the same bits."""
     xs = [np.float32([1e8]), np.float32([1]), np.float32([-1e8]), np.float32([1])]
-    numbers = Numbers("float32", "float32", "float32", 1)
+    numbers = Numbers(cr.ReduceOp.SUM, "float32", "float32", "float32", 1)
     for order, wanted in [((0, 1, 2, 3), 1.0), ((0, 2, 1, 3), 2.0), ((3, 1, 0, 2), 0.0)]:
         arrays = [jax_.array(xs[k]) for k in order]
-        assert backend.combine(cr.ReduceOp.SUM, arrays, numbers, False, -1).tolist() == [wanted]
+        assert framework.combine(arrays, numbers, False, -1).tolist() == [wanted]
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
 def test_nan_wins(op, jax_):
-    """MIN and MAX give NaN where any replica has one, first or last."""
+    """MIN and MAX give NaN if any replica has NaN, the first or the last."""
     xs = [np.float32([np.nan, 1, 2]), np.float32([1, np.nan, 2])]
     np.testing.assert_array_equal(np.asarray(cr.all_reduce(jax_.arrays(xs), op)[0]), np.float32([np.nan, np.nan, 2]))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int64", "uint8", "uint16", "uint32", "uint64"])
 def test_integers_wrap(dtype, jax_):
-    """Integer sums and products wrap round, in every width JAX has."""
+    """Integer sums and products wrap around, in every width that JAX has."""
     top = np.iinfo(dtype).max
     xs = [np.array([top, 2], dtype), np.array([2, 3], dtype), np.array([2, top], dtype)]
     for op in ("sum", "product"):
@@ -243,21 +243,21 @@ def test_integers_wrap(dtype, jax_):
 # ---- x64 ----------------------------------------------------------------------------------------------------------
 
 
-def test_numbers_follow_x64(jax, backend):
-    """Whether there is float64 decides the accumulator and the mean's dtype, and may change at run time."""
+def test_numbers_follow_x64(jax, framework):
+    """The accumulator and the mean's dtype depend on whether x64 is enabled, which may change at run time."""
     mean = cr.ReduceOp.MEAN
     for x64 in (True, False, True):
         with jax.enable_x64(x64):
             wide = "float64" if x64 else "float32"
-            assert backend.numbers(mean, "int32", 3) == Numbers("int32", wide, "float32", 3)
-            assert backend.numbers(mean, "float16", 3) == Numbers("float16", "float32", "float16", 3)
+            assert framework.numbers(mean, "int32", 3) == Numbers(mean, "int32", wide, "float32", 3)
+            assert framework.numbers(mean, "float16", 3) == Numbers(mean, "float16", "float32", "float16", 3)
             x = jax.numpy.arange(3)
             results = cr.all_reduce([x, x], "mean", devices=["cpu:0", "cpu:1"])
             assert {str(r.dtype) for r in results} == {str((x / 2).dtype)} == {wide}
 
 
-def test_float64_arrays_after_x64_was_switched_off(jax):
-    """A float64 array made while x64 was on is reduced in float64 still."""
+def test_float64_arrays_after_x64_was_disabled(jax):
+    """A float64 array that was made while x64 was enabled is still reduced in float64."""
     with jax.enable_x64(True):
         x = jax.device_put(np.float64([1 + 2.0**-40]), jax.devices("cpu")[0])
     with jax.enable_x64(False):
@@ -274,7 +274,7 @@ def test_float64_arrays_after_x64_was_switched_off(jax):
 @pytest.mark.parametrize("op", list(NUMPY))
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy", "ring"])
 def test_jit(algorithm, op, jax, jax_):
-    """Traced, all_reduce gives the bits that it gives eagerly, also for a tree of several dtypes."""
+    """Traced and eager all_reduce give the same bits, also for a tree of several dtypes."""
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=2)
     trees = [{"w": w, "b": [np.int32(k), np.full(0, 1.0)]} for k, w in enumerate(random(5, (3, 7)))]
     all_reduce = functools.partial(cr.all_reduce, op=op, cross_device_ops=ops)
@@ -284,20 +284,20 @@ def test_jit(algorithm, op, jax, jax_):
         jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-def test_tracers_are_tracers_of_the_backend(jax, backend):
-    """Under jit a copy is nothing: the tracer itself, wherever it is to go."""
+def test_copies_of_tracers(jax, framework):
+    """Under jit a copy to any device is the tracer itself."""
 
     def check(x):
-        assert backends.framework_of(x) is backend
-        assert backend.to_device(x, "cpu:5") is x
+        assert library.framework_of(x) is framework
+        assert framework.to_device(x, "cpu:5") is x
         assert cr.PerReplica([x, x]).devices == ("cpu:0", "cpu:0#1")
         return x
 
     jax.jit(check)(np.ones(3))
 
 
-def test_jit_with_a_constant_from_elsewhere(jax, jax_):
-    """A concrete array that a traced function closes over takes part, whichever device it is on."""
+def test_jit_with_a_constant_on_another_device(jax, jax_):
+    """A traced function can reduce a concrete array that it closes over, whichever device it is on."""
     there = jax_.array(np.arange(3.0), 4)
     got = jax.jit(lambda x: cr.all_reduce([x, there])[1])(np.ones(3))
     assert got.tolist() == [1, 2, 3]
@@ -305,7 +305,7 @@ def test_jit_with_a_constant_from_elsewhere(jax, jax_):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_gradients(traced, jax, jax_):
-    """The gradient of a mean of n goes through: each replica gets the sum of the weights over n, where it lives."""
+    """The gradient of a mean of n: each replica's is the sum of the weights over n, on the replica's device."""
 
     def loss(xs):
         results = cr.all_reduce(xs, "mean", devices=["cpu:0", "cpu:1", "cpu:2"])
@@ -320,13 +320,13 @@ def test_gradients(traced, jax, jax_):
 
 
 def test_vmap(jax):
-    """A reduction may be mapped over an axis that it does not see."""
+    """A reduction may be mapped over an axis that it does not name."""
     a, b = random(2, (4, 3))
     got = jax.vmap(lambda a, b: cr.all_reduce([a, b])[0])(a, b)
     np.testing.assert_array_equal(np.asarray(got), a + b)
 
 
-def test_export_with_a_size_left_open(jax):
+def test_export_with_a_symbolic_size(jax):
     """A function exported with a symbolic size reduces arrays of any size."""
     from jax import export
 
@@ -347,7 +347,7 @@ def bcoo(jax_, k, **more):
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("n_dense", [0, 1])
 def test_bcoo(n_dense, traced, jax, jax_):
-    """BCOOs are reduced sparsely, to BCOOs on the destinations, slices in the order of the replicas."""
+    """The results of BCOOs are BCOOs on the destinations, with the slices in the order of the replicas."""
     xs = [bcoo(jax_, k, n_dense=n_dense) for k in (1, 2)]
     value = functools.partial(cr.PerReplica, devices=["cpu:1", "cpu:2"])
 
@@ -364,13 +364,13 @@ def test_bcoo(n_dense, traced, jax, jax_):
             assert result.data.devices() == result.indices.devices() == {jax_.devices[k]}
 
 
-def test_bcoo_stays_where_it_is(jax_):
+def test_the_device_of_a_bcoo(jax_):
     """A BCOO's device is that of its data."""
     assert cr.PerReplica([bcoo(jax_, 1), bcoo(jax_, 2)]).devices == ("cpu:1", "cpu:2")
 
 
 def test_bcoo_with_padding_and_dense(jax_):
-    """A BCOO's indices beyond the shape are padding, as JAX makes them; with dense arrays the result is dense."""
+    """A BCOO's indices beyond the shape are padding, as in JAX; with dense arrays the result is dense."""
     padded = bcoo(jax_, 1, nse=5)
     assert padded.indices.max() == 3
     value = cr.PerReplica([padded, jax_.array(np.ones((3, 3), "float32"), 2)], ["cpu:1", "cpu:2"])
@@ -380,14 +380,14 @@ def test_bcoo_with_padding_and_dense(jax_):
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_slices_beyond_the_shape(index, jax_):
-    """An index of IndexedSlices beyond the dense shape is an ArgumentError; JAX itself would drop or wrap it."""
+    """An index of IndexedSlices beyond the dense shape is an ArgumentError; JAX itself would ignore or wrap it."""
     slices = cr.IndexedSlices(jax_.array(np.ones((2, 2))), jax_.array(np.array([1, index])), (4, 2))
     with pytest.raises(cr.ArgumentError, match="index beyond its dense shape"):
         cr.CrossDeviceOps().gather(slices, "cpu:0", 0)
 
 
-def test_slices_add_up(jax_):
-    """Slices that are listed twice add up; indices may be NumPy's."""
+def test_slices_with_equal_indices_are_added(jax_):
+    """Slices with equal indices are added; indices may be NumPy arrays."""
     slices = cr.IndexedSlices(jax_.array(np.ones((3, 2)), 1), np.array([2, 0, 2]), (3, 2))
     (dense,) = cr.CrossDeviceOps().gather(cr.PerReplica([slices]), "cpu:1", 0)
     assert dense.tolist() == [[1, 1], [0, 0], [2, 2]]
@@ -395,7 +395,7 @@ def test_slices_add_up(jax_):
 
 
 def test_kinds_that_cannot_be_reduced(jax, jax_):
-    """PRNG keys, batched BCOOs, BCSRs and things that only have a shape are refused, with a way out."""
+    """PRNG keys, batched BCOOs, BCSRs and shapes without values are rejected; the message has a remedy."""
     from jax.experimental import sparse
 
     dense = jax_.array(np.eye(3))
