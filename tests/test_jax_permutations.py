@@ -15,13 +15,14 @@ from crossreduce.lowering import lower
 from crossreduce.planning import PLANNERS, planned
 
 
-def run(compiled, combine, inputs):
+def run(compiled, combine, start):
     """Run a compiled program on every device; return for each stack and device the rows of its result.
 
-    Device d starts with ``inputs[d]`` in each row. Rows that no device sends are None, as are combinations with them.
+    Device d starts with ``start(chunk, d)`` in the row of a chunk. Rows that no device sends are None, as are
+    combinations with them.
     """
     n = compiled.devices
-    stacks = [[[[x] * len(chunks) for x in inputs]] for chunks in compiled.stacks]
+    stacks = [[[[start(chunk, device) for chunk in chunks] for device in range(n)]] for chunks in compiled.stacks]
 
     def take(stack, places, device):
         found = []
@@ -57,9 +58,12 @@ def check(schedule):
     """A program combines every contribution once, and its permutations are the partners of the busiest devices."""
     program, n = lower(schedule), len(schedule.devices)
     compiled = compile_permutations(program)
-    digits = [(n + 1) ** device for device in range(n)]
-    for chunks, devices in zip(compiled.stacks, run(compiled, sum, digits), strict=True):
-        assert devices == [[sum(digits)] * len(chunks)] * n
+
+    def digit(chunk, device):
+        return (n + 1) ** (n * chunk + device)
+
+    for chunks, devices in zip(compiled.stacks, run(compiled, sum, digit), strict=True):
+        assert devices == [[sum(digit(chunk, device) for device in range(n)) for chunk in chunks]] * n
         assert len({schedule.chunks[chunk].share for chunk in chunks}) == 1
     assert sorted(chunk for chunks in compiled.stacks for chunk in chunks) == list(range(len(schedule.chunks)))
     partners = 0
@@ -93,7 +97,7 @@ def test_every_device_combines_in_the_same_order(n, algorithm):
     def expression(operands):
         return "(" + "+".join(operands) + ")"
 
-    for devices in run(compiled, expression, [str(device) for device in range(n)]):
+    for devices in run(compiled, expression, lambda _, device: str(device)):
         for rows in zip(*devices, strict=True):
             assert len(set(rows)) == 1
     if algorithm == "one_shot":
