@@ -1,10 +1,11 @@
-"""Unusual arrays: whatever their memory looks like, they are read rightly and never written."""
+"""Unusual arrays: for every memory layout, they are read correctly and never written."""
 
 import numpy as np
 import oracle
 import pytest
 from expect import check, check_memory, small
 from frameworks import DTYPES, defined
+from pairs import each
 
 import crossreduce as cr
 
@@ -57,12 +58,13 @@ FORMS = {
 }
 
 
-@ops_table
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize(("form", "ops"), each(FORMS, OPS))
 def test_forms_of_numpy_arrays(numpy_, ops, form):
-    """NumPy arrays in every form of memory reduce to plain native writable ones, and stay as they are."""
+    """For every memory layout and byte order of the inputs, results are contiguous, writable and in native byte order,
+    and the inputs do not change."""
+    ops = OPS[ops]
     plain = small("float32", (3, 4), 3)
-    given = [form(x) for x in plain]
+    given = [FORMS[form](x) for x in plain]
     xs = [np.array(np.asarray(x), "float32") for x in given]
     before = [(np.asarray(x).tobytes(), x.strides, x.flags.writeable) for x in given]
     value = cr.PerReplica(given)
@@ -85,7 +87,7 @@ def test_forms_of_numpy_arrays(numpy_, ops, form):
 
 @ops_table
 def test_memory_mapped_arrays(numpy_, ops, tmp_path):
-    """A memory-mapped array is read, not written, and results are ordinary arrays."""
+    """A memory-mapped array is read and not written; results are ordinary arrays."""
     (x,) = small("float32", (3, 4), 1)
     mapped = memory_mapped(x, tmp_path)
     value = cr.PerReplica([mapped, mapped])
@@ -93,10 +95,10 @@ def test_memory_mapped_arrays(numpy_, ops, tmp_path):
     check(numpy_, ops.broadcast(mapped, value), "sum", [x], names(0, 1), [mapped])
 
 
-@ops_table
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "ops"), each(DTYPES, OPS))
 def test_numpy_scalars(numpy_, ops, dtype):
-    """NumPy scalars, 0-d arrays and Python numbers are arrays of shape ()."""
+    """NumPy scalars and 0-d arrays are arrays of shape ()."""
+    ops = OPS[ops]
     xs = small(dtype, (), 3)
     for given in (xs, [x[()] for x in xs]):
         value = cr.PerReplica(given, names(0, 1, 2))
@@ -106,7 +108,7 @@ def test_numpy_scalars(numpy_, ops, dtype):
 
 
 def test_python_numbers(numpy_):
-    """Python numbers reduce as NumPy's default dtypes."""
+    """Python numbers have NumPy's default dtypes."""
     for ops in OPS.values():
         for numbers, dtype in (((1, 2), "int64"), ((1.5, 2.0), "float64"), ((1j, 2.0j), "complex128")):
             value = cr.PerReplica(numbers, names(0, 1))
@@ -116,7 +118,7 @@ def test_python_numbers(numpy_):
 
 
 def test_unsigned_numpy_dtypes(numpy_):
-    """NumPy's wider unsigned integers reduce too."""
+    """NumPy's wider unsigned integers are reduced too."""
     for ops in OPS.values():
         for dtype in ("uint16", "uint32", "uint64"):
             xs = [np.array([np.iinfo(dtype).max, 3, 0], dtype), np.array([2, 5, 1], dtype)]
@@ -127,7 +129,8 @@ def test_unsigned_numpy_dtypes(numpy_):
 
 @ops_table
 def test_forms_of_torch_tensors(torch_, ops):
-    """Torch tensors of every layout of strides, with gradients or without, reduce like plain ones."""
+    """Torch tensors with any strides, with or without gradients, are reduced like contiguous ones; no result requires
+    a gradient."""
     torch = torch_.torch
     plain = [torch.arange(12.0).reshape(3, 4) + k for k in range(3)]
     forms = {
@@ -157,7 +160,7 @@ def test_forms_of_torch_tensors(torch_, ops):
 
 @ops_table
 def test_lazy_conjugates_in_torch(torch_, ops):
-    """Torch's lazy conjugates and negatives are read as what they stand for."""
+    """Torch's lazy conjugates and negatives are read with their actual values."""
     torch = torch_.torch
     x = torch.tensor([1 + 2j, 3 - 4j])
     for given in ([x.conj(), x.conj()], [x, x.conj()], [x.conj().imag, x.conj().imag]):
@@ -169,15 +172,15 @@ def test_lazy_conjugates_in_torch(torch_, ops):
 
 
 def test_jax_arrays_that_are_not_committed(jax_):
-    """A JAX array that is not committed to a device reduces, and its result is on the device asked for."""
+    """The result of uncommitted JAX arrays is on the requested devices."""
     jnp = jax_.jax.numpy
     value = cr.PerReplica([jnp.arange(3), jnp.ones(3, int)], names(2, 1))
     result = cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
     check(jax_, result, "sum", [np.arange(3), np.ones(3, int)], names(2, 1))
 
 
-def test_results_outlive_deleted_and_donated_inputs(jax_):
-    """A JAX result stays alive when its input is deleted."""
+def test_results_outlive_deleted_inputs(jax_):
+    """A JAX result stays valid when its input is deleted, as a donation does."""
     for ops in OPS.values():
         for n in (1, 2):
             given = jax_.arrays([np.arange(3.0)] * n)
@@ -190,7 +193,7 @@ def test_results_outlive_deleted_and_donated_inputs(jax_):
 
 
 def test_a_jax_array_on_several_devices(jax_):
-    """A JAX array that is spread over devices is no component; the error names its shards."""
+    """A JAX array that is spread over devices is rejected; the error recommends its shards."""
     jax = jax_.jax
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("x",))
     spread = jax.device_put(np.arange(4.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
@@ -207,7 +210,7 @@ def test_a_jax_array_on_several_devices(jax_):
 
 
 def test_aliased_inputs(numpy_):
-    """Replicas that are views of one array, or overlap, are read as they are; results do not overlap."""
+    """Components may be views of one array and may overlap; results do not overlap."""
     base = np.arange(8.0)
     given = [base[:5], base[3:], base[1:6]]
     xs = [x.copy() for x in given]
@@ -221,7 +224,7 @@ def test_aliased_inputs(numpy_):
 
 
 def test_results_can_be_written(numpy_, torch_):
-    """Writing into one result changes no other and no input, also for one replica and for broadcasts."""
+    """Writing into one result changes no other result and no input, also for one replica and for broadcasts."""
     for framework in (numpy_, torch_):
         for ops in OPS.values():
             for n in (1, 3):
@@ -241,8 +244,33 @@ def test_results_can_be_written(numpy_, torch_):
                     assert all(np.array_equal(framework.to_numpy(x), k) for x, k in zip(given, xs, strict=True))
 
 
-def test_oracle_is_independent(numpy_):
-    """The oracle sees a wrong result: one lost contribution, one wrong bit, a wrong dtype, a wrong shape."""
+@pytest.mark.parametrize("op", ["min", "max", "product"])
+def test_bools_with_unusual_bytes(op):
+    """A bool whose byte is neither 0 nor 1 is true, and the bytes of the result are 0 and 1."""
+    a, b = np.uint8([2, 1, 0, 2] * 20).view(bool), np.uint8([1, 2, 2, 0] * 20).view(bool)
+    wanted = [True, True, op == "max", op == "max"] * 20
+    for result in cr.all_reduce([a, b], op):
+        assert result.view(np.uint8).tolist() == [int(x) for x in wanted]
+
+
+def test_numpys_error_state_has_no_effect():
+    """Infinities, NaN and underflow are results, also when the caller has set NumPy to raise on them."""
+    with np.errstate(all="raise"):
+        tiny = cr.all_reduce([np.float32([1e-30, 3e38])] * 2, "product")[0]
+        half = cr.all_reduce([np.float16([6e-8, 65504])] * 3, "mean")[0]
+    assert tiny.tolist() == [0, np.inf]
+    assert half[1] == 65504
+
+
+def test_weak_types_stay_weak(jax_):
+    """The sum of JAX's weakly typed numbers is weakly typed, as under jit."""
+    numbers = [jax_.jax.numpy.asarray(1.0), jax_.jax.numpy.asarray(2.0)]
+    assert cr.all_reduce(numbers)[0].weak_type
+
+
+def test_the_oracle_rejects_wrong_results(numpy_):
+    """The oracle rejects a result with a lost contribution, a wrong bit, a wrong dtype, a wrong shape, a wrong device or
+    shared memory."""
     xs = small("float32", (3,), 3, 7)
     right = np.sum(xs, axis=0)
     for wrong in (right - xs[2], np.nextafter(right, np.inf) + 1e-3, right.astype("float64"), right[:2]):
@@ -254,6 +282,6 @@ def test_oracle_is_independent(numpy_):
         with pytest.raises(AssertionError):
             check(numpy_, cr.Mirrored([right]), "sum", xs, devices)
     with pytest.raises(AssertionError):
-        check(numpy_, cr.Mirrored([right, right]), "sum", xs, names(0, 1))  # one memory
+        check(numpy_, cr.Mirrored([right, right]), "sum", xs, names(0, 1))  # shared memory
     with pytest.raises(AssertionError):
         check(numpy_, cr.Mirrored([right]), "sum", xs, names(0), [right])

@@ -1,4 +1,4 @@
-"""Packing: every tensor lies in one flat buffer, and comes back out of its parts as it went in."""
+"""Packing: every tensor is in exactly one flat buffer, and unpacking restores it to the bit."""
 
 import math
 from itertools import pairwise
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from running import bounds
 from strategies import DTYPES, algorithms, arrays, dtypes, names, packings, shapes
 
-from crossreduce import ArgumentError
+import crossreduce as cr
+from crossreduce import ArgumentError, pipeline
 from crossreduce.frameworks import get
 from crossreduce.packing import MOST_PACKS, Packing, cuts, itemsize, layout
 from crossreduce.planning import PLANNERS
@@ -31,14 +32,14 @@ def sizes(buffers):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_itemsize(dtype):
-    """An element has as many bytes as NumPy says."""
+    """The number of bytes of an element is NumPy's."""
     assert itemsize(dtype) == oracle.dtype_of(dtype).itemsize
 
 
 @settings(max_examples=300)
 @given(specs | few, packings())
-def test_each_tensor_lies_in_one_buffer(batch, packing):
-    """Spans follow each other without gaps, in the batch's order; each tensor stands once; the dtype is one."""
+def test_each_tensor_is_in_one_buffer(batch, packing):
+    """Each tensor is in exactly one buffer of its dtype; spans have no gaps and have the order of the batch."""
     buffers = layout(batch, packing)
     assert sorted(span.tensor for buffer in buffers for span in buffer.spans) == list(range(len(batch)))
     for buffer in buffers:
@@ -55,7 +56,7 @@ def test_each_tensor_lies_in_one_buffer(batch, packing):
 
 @given(specs | few, packings())
 def test_packs_join_all_tensors_of_a_dtype(batch, packing):
-    """With packs or bytes there is one buffer a dtype, in order of appearance, in as many packs as were asked for."""
+    """With packs or bytes there is one buffer per dtype, in order of appearance, with the given number of packs."""
     buffers = layout(batch, packing)
     if packing.num_packs or packing.bytes_per_pack:
         assert [buffer.dtype for buffer in buffers] == list(dict.fromkeys(spec.dtype for spec in batch))
@@ -67,7 +68,8 @@ def test_packs_join_all_tensors_of_a_dtype(batch, packing):
 @settings(max_examples=300)
 @given(specs | few, st.integers(1, 600), st.integers(0, 20), algorithms, st.integers(1, 5))
 def test_bytes_per_pack_is_honoured(batch, nbytes, num_packs, algorithm, n):
-    """No pack has more bytes than allowed, but for an element that alone has more; and no more packs than it takes."""
+    """No pack has more bytes than the limit, except for a single element that is larger; the number of packs is
+    minimal."""
     for buffer in layout(batch, Packing(num_packs, nbytes)):
         schedule = PLANNERS[algorithm](names(n), packs=buffer.packs)
         per_pack = len(schedule.chunks) // buffer.packs
@@ -84,7 +86,7 @@ def test_bytes_per_pack_is_honoured(batch, nbytes, num_packs, algorithm, n):
 @pytest.mark.parametrize(
     ("batch", "packing", "wanted"),
     [
-        # TensorFlow 2.0 (run on CPU): its runs had two tensors more than max_group (D15)
+        # In TensorFlow 2.0 (measured on CPU) runs have up to max_group + 2 tensors (D15).
         ((8, 9, 12, 125), Packing(0, 0, 40, 10), [17, 12, 125]),
         ((125, 6, 5), Packing(0, 0, 40, 10), [125, 11]),
         ((125, 6, 5, 7, 100), Packing(0, 0, 40, 10), [125, 18, 100]),
@@ -104,12 +106,12 @@ def test_bytes_per_pack_is_honoured(batch, nbytes, num_packs, algorithm, n):
     ],
 )
 def test_small_tensors_are_joined(batch, packing, wanted):
-    """Without packs, neighbours that are small share a buffer, at most max_group of them."""
+    """Without packs, small neighbours share a buffer, at most max_group of them."""
     assert sizes(layout(f32(*batch), packing)) == wanted
 
 
 def test_small_runs_end_at_another_dtype():
-    """A run has one dtype: f32 f32 i32 f32 f32 makes three; unlike TF's it may be of any dtype."""
+    """A run has one dtype: f32 f32 i32 f32 f32 is three runs. The dtype may be any, which is not so in TensorFlow."""
     batch = (*f32(1, 1), TensorSpec((1,), "int32"), *f32(1, 1))
     assert [(b.dtype, b.size) for b in layout(batch, Packing(0, 0, 40, 10))] == [
         ("float32", 2),
@@ -122,8 +124,8 @@ def test_small_runs_end_at_another_dtype():
 
 
 @given(few, st.integers(0, 200), st.integers(0, 6))
-def test_small_runs_are_neighbours_and_as_long_as_can_be(batch, most, group):
-    """A run is of neighbours, small, of one dtype, at most ``group``; and no two runs that follow could be one."""
+def test_small_runs_are_maximal(batch, most, group):
+    """A run consists of at most ``group`` small neighbours of one dtype, and no two successive runs could be joined."""
     buffers = layout(batch, Packing(0, 0, most, group))
     small = [math.prod(spec.shape) * itemsize(spec.dtype) <= most for spec in batch]
     runs = [[span.tensor for span in buffer.spans] for buffer in buffers]
@@ -140,7 +142,8 @@ def test_small_runs_are_neighbours_and_as_long_as_can_be(batch, most, group):
 
 @pytest.mark.parametrize("packs", [1, 2, 3, 8, 13, 14, 20])
 def test_fewer_elements_than_packs(packs):
-    """There are never more packs than elements, and their sizes differ by at most one (TF: 19 empty, one of 13)."""
+    """There are never more packs than elements, and the sizes of packs differ by at most one element. (TensorFlow cuts
+    13 elements into 19 empty packs and one of 13.)"""
     for size in (0, 1, 5, 13):
         (buffer,) = layout(f32(size), Packing(packs))
         assert buffer.packs == max(1, min(packs, size))
@@ -151,7 +154,7 @@ def test_fewer_elements_than_packs(packs):
 
 
 def test_most_packs():
-    """More packs than are sensible is an error that says how many there would be and what was asked for."""
+    """More than MOST_PACKS packs are an error that states the number of packs and the given options."""
     assert layout(f32(MOST_PACKS), Packing(MOST_PACKS))[0].packs == MOST_PACKS
     assert layout(f32(MOST_PACKS), Packing(0, 1))[0].packs == MOST_PACKS
     with pytest.raises(
@@ -163,8 +166,8 @@ def test_most_packs():
         layout(f32(10**6), Packing(20_000))
 
 
-def test_open_shapes_are_reduced_whole():
-    """A tensor whose shape is not known is a buffer of its own, in one pack, however the rest is packed."""
+def test_tensors_of_unknown_shape_are_not_packed():
+    """A tensor with an unknown size has its own buffer of one pack, for all packing options."""
     batch = (TensorSpec((None, 3), "float32"), *f32(4), TensorSpec((None,), "float32"), *f32(2))
     for packing in (Packing(), Packing(3), Packing(0, 8), Packing(0, 0, 100, 10)):
         buffers = layout(batch, packing)
@@ -179,17 +182,17 @@ def test_open_shapes_are_reduced_whole():
 @settings(max_examples=300)
 @given(specs | few, packings(), algorithms, st.integers(1, 5), st.data())
 def test_unpack_undoes_pack(batch, packing, algorithm, n, data):
-    """unpack(pack(xs)) == xs, bit for bit, whichever parts a plan cuts the buffer into; results are new memory."""
-    backend = get("numpy")
+    """unpack(pack(xs)) == xs to the bit, for all parts into which a plan cuts the buffer; results have new memory."""
+    framework = get("numpy")
     xs = [data.draw(arrays(spec.dtype, spec.shape, 1))[0] for spec in batch]
     before = [x.copy() for x in xs]
     back = [None] * len(xs)
     for buffer in layout(batch, packing):
-        flat = backend.pack([xs[span.tensor] for span in buffer.spans])
+        flat = framework.pack([xs[span.tensor] for span in buffer.spans])
         assert flat.shape == (buffer.size,)
         schedule = PLANNERS[algorithm](names(n), packs=buffer.packs)
-        parts = [backend.slice(flat, *bound) for bound in bounds(schedule, buffer.size)]
-        tensors = backend.unpack(parts, cuts(buffer.spans, bounds(schedule, buffer.size)), fresh=False)
+        parts = [framework.slice(flat, *bound) for bound in bounds(schedule, buffer.size)]
+        tensors = framework.unpack(parts, cuts(buffer.spans, bounds(schedule, buffer.size)), fresh=False)
         for span, tensor in zip(buffer.spans, tensors, strict=True):
             back[span.tensor] = tensor
     for x, tensor in zip(before, back, strict=True):
@@ -201,7 +204,7 @@ def test_unpack_undoes_pack(batch, packing, algorithm, n, data):
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.lists(st.integers(0, 40), max_size=6))
 def test_cuts_against_a_plain_list(lengths, marks):
-    """For any bounds, a tensor's pieces name just its elements, in order (an empty tensor: one empty piece)."""
+    """For all bounds, the pieces of a tensor are exactly its elements, in order; an empty tensor has one empty piece."""
     (buffer,) = layout(f32(*lengths), Packing(1))
     marks = sorted(mark for mark in marks if mark <= buffer.size)
     limits = tuple(pairwise([0, *marks, buffer.size]))
@@ -215,12 +218,34 @@ def test_cuts_against_a_plain_list(lengths, marks):
         assert pieces
 
 
-def test_a_buffer_of_one_whole_tensor_may_be_handed_over():
-    """Where nobody else holds the part, the tensor is that part, and nothing is copied."""
-    backend = get("numpy")
+def test_a_fresh_part_that_is_one_tensor_is_not_copied():
+    """A part that has no other reference and is exactly one tensor becomes that tensor without a copy."""
+    framework = get("numpy")
     part = np.arange(6.0)
-    (tensor,) = backend.unpack(
+    (tensor,) = framework.unpack(
         [part], cuts(layout((TensorSpec((2, 3), "float64"),), Packing(1))[0].spans, ((0, 6),)), fresh=True
     )
     assert np.shares_memory(tensor, part)
     assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(("algorithm", "most"), [("hierarchical_copy", 4), ("ring", 1), ("direct", 1), ("one_device", 4)])
+def test_a_plan_does_not_grow_with_the_number_of_packs(monkeypatch, algorithm, most):
+    """For any number of packs, a schedule has at most one tree per root, and every pack keeps the limit of bytes."""
+    packs, ranges = [], []
+    planned, layouts = pipeline.planned, pipeline.layouts
+
+    def record(*args):
+        found = layouts(*args)
+        ranges.extend(each.stop - each.start for made in found for buffer in made.buffers for each in buffer.ranges)
+        return found
+
+    monkeypatch.setattr(pipeline, "planned", lambda *args: packs.append(args[3]) or planned(*args))
+    monkeypatch.setattr(pipeline, "layouts", record)
+    layouts.cache_clear()
+    value = cr.PerReplica([np.arange(1000, dtype="float32") * k for k in range(4)])
+    options = cr.CommunicationOptions(bytes_per_pack=40)
+    result = cr.AllReduceCrossDeviceOps(algorithm).reduce("sum", value, value, options)
+    assert all((x == 6 * np.arange(1000)).all() for x in result)
+    assert (max(packs), sum(packs)) == (most, 100)
+    assert (max(ranges), sum(ranges)) == (10 * most, 1000)

@@ -6,6 +6,7 @@ from expect import check, check_memory, check_places, digits
 from frameworks import CLASSES, NAMES, np_dtype
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import each, pairs
 
 import crossreduce as cr
 
@@ -16,13 +17,16 @@ OPS = {
     "ring": cr.AllReduceCrossDeviceOps("ring", 3),
     "accumulation_fn": cr.ReductionToOneDevice(accumulation_fn=lambda xs: sum(xs[1:], xs[0])),
 }
-ops_table = pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
-kinds_table = pytest.mark.parametrize(
-    ("framework", "kind"),
-    [(name, kind) for name in NAMES for kind in CLASSES[name].kinds],
-    indirect=["framework"],
-)
+KINDS = [(name, kind) for name in NAMES for kind in CLASSES[name].kinds]
+DTYPES = ("float16", "bfloat16", "float64", "int8", "int32", "int64", "complex64")
 SHAPE = (6, 2)
+kinds_table = pytest.mark.parametrize(("framework", "kind"), KINDS, indirect=["framework"])
+
+
+def crossed(names, *factors):
+    """Parametrize a test over covering cases of the kinds of sparse arrays and further factors."""
+    cases = [(*kind, *others) for kind, *others in pairs(KINDS, *factors)]
+    return pytest.mark.parametrize(("framework", "kind", *names), cases, indirect=["framework"])
 
 
 def names(*numbers):
@@ -34,7 +38,7 @@ def on(*numbers):
 
 
 def rows(*lengths, dtype="float32", seed=0):
-    """Return values and indices a replica; indices repeat, inside a replica and between them."""
+    """Return values and indices for each replica; indices repeat within a replica and between replicas."""
     rng = np.random.default_rng(seed)
     return [
         (rng.integers(-9, 10, (length, SHAPE[1])).astype(np_dtype(dtype)), rng.integers(0, SHAPE[0], length))
@@ -53,7 +57,7 @@ def dense(values, indices, shape=SHAPE):
 
 
 def check_sparse(framework, kind, result, parts, devices, *, mean=False, inputs=()):
-    """A sparse result lists all replicas' slices in their order, in the kind they came in."""
+    """Assert that a sparse result has the slices of all replicas, in their order, and the kind of the inputs."""
     check_places(framework, result, devices)
     values = np.concatenate([v for v, _ in parts])
     indices = np.concatenate([i for _, i in parts])
@@ -69,27 +73,25 @@ def check_sparse(framework, kind, result, parts, devices, *, mean=False, inputs=
     check_memory(framework, result, inputs)
 
 
-@kinds_table
-@ops_table
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_slices_are_listed_in_replica_order(framework, kind, ops, op):
-    """Sum lists all slices in replica order, duplicates kept, of any lengths, empty ones too; mean divides by n."""
-    for lengths in ((2, 4, 1, 1), (0, 3), (2, 0, 2), (0, 0), (3,)):
-        parts = rows(*lengths)
-        given = put(framework, kind, parts)
-        n = len(given)
-        value = cr.PerReplica(given, names(*range(n)))
-        for devices in (names(*range(n)), names(4), names(1, 0, 3)):
-            result = ops.reduce(op, value, cr.PerReplica([0] * len(devices), devices))
-            check_sparse(framework, kind, result, parts, devices, mean=op == "mean", inputs=given)
-        for component, (values, indices) in zip(given, parts, strict=True):
-            assert np.array_equal(framework.parts(component).values, values)
-            assert np.array_equal(framework.parts(component).indices, indices)
+@crossed(["ops", "op", "lengths"], OPS, ["sum", "mean"], [(2, 4, 1, 1), (0, 3), (2, 0, 2), (0, 0), (3,)])
+def test_slices_are_concatenated_in_replica_order(framework, kind, ops, op, lengths):
+    """The sum has all slices in the order of the replicas, for all numbers of slices, including 0; slices of one row
+    stay separate. The mean divides them by the number of replicas. The inputs do not change."""
+    parts = rows(*lengths)
+    given = put(framework, kind, parts)
+    n = len(given)
+    value = cr.PerReplica(given, names(*range(n)))
+    for devices in (names(*range(n)), names(4), names(1, 0, 3)):
+        result = OPS[ops].reduce(op, value, cr.PerReplica([0] * len(devices), devices))
+        check_sparse(framework, kind, result, parts, devices, mean=op == "mean", inputs=given)
+    for component, (values, indices) in zip(given, parts, strict=True):
+        assert np.array_equal(framework.parts(component).values, values)
+        assert np.array_equal(framework.parts(component).indices, indices)
 
 
 @kinds_table
 def test_the_dense_form_is_the_dense_sum(framework, kind):
-    """A sparse result stands for the dense sum, and keeps its dense shape."""
+    """The dense form of a sparse result is the dense sum, and the result keeps its dense shape."""
     parts = rows(3, 5, 2)
     given = cr.PerReplica(put(framework, kind, parts), names(0, 1, 2))
     for y in cr.HierarchicalCopyAllReduce().reduce("sum", given, given):
@@ -98,10 +100,13 @@ def test_the_dense_form_is_the_dense_sum(framework, kind):
         assert tuple(int(size) for size in shape) == SHAPE
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "int32", "int64", "complex64"])
-@kinds_table
-def test_every_dtype(framework, kind, dtype):
-    """Sparse values of every dtype are listed; the mean of integers is a float, and halves round once."""
+@pytest.mark.parametrize(
+    ("framework", "dtype", "kind"),
+    [(name, *case) for name in NAMES for case in each(DTYPES, CLASSES[name].kinds)],
+    indirect=["framework"],
+)
+def test_every_dtype(framework, dtype, kind):
+    """Slices of every dtype are concatenated; the mean of integers is a float, and half types are rounded once."""
     parts = rows(2, 3, dtype=dtype)
     given = put(framework, kind, parts)
     value = cr.PerReplica(given, names(0, 1))
@@ -111,7 +116,7 @@ def test_every_dtype(framework, kind, dtype):
 
 
 def test_mixed_index_dtypes(framework):
-    """Index dtypes may differ between replicas: int32 and int64 list as int64."""
+    """Index dtypes may differ between replicas: int32 and int64 become int64."""
     parts = [(v, i.astype(dtype)) for (v, i), dtype in zip(rows(2, 2, 2), ("int32", "int64", "int32"), strict=True)]
     value = cr.PerReplica(put(framework, "IndexedSlices", parts), names(0, 1, 2))
     for ops in OPS.values():
@@ -121,7 +126,7 @@ def test_mixed_index_dtypes(framework):
 
 
 def test_no_dense_shape(framework):
-    """dense_shape may be missing, on all replicas or on some; the known one is kept."""
+    """dense_shape may be missing on all replicas or on some; the result has the known one."""
     parts = rows(2, 1, 3)
     for shapes, wanted in (((None,) * 3, None), ((None, SHAPE, None), SHAPE)):
         given = [
@@ -134,25 +139,22 @@ def test_no_dense_shape(framework):
         assert {y.dense_shape for y in result} == {wanted}
 
 
-@kinds_table
-@ops_table
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_sparse_and_dense_replicas_give_a_dense_result(framework, kind, ops, op):
-    """A value that is sparse on some replicas and dense on others has the dense result."""
+@crossed(["ops", "op", "position"], OPS, ["sum", "mean"], [0, 2, 3])
+def test_sparse_and_dense_replicas_give_a_dense_result(framework, kind, ops, op, position):
+    """A value that is sparse on some replicas and dense on others has a dense result."""
     parts = rows(3, 0, 4)
     full = np.arange(12, dtype="float32").reshape(SHAPE)
-    for at in (0, 2, 3):
-        given = put(framework, kind, parts)
-        given.insert(at, framework.array(full, at))
-        xs = [dense(*part) for part in parts]
-        xs.insert(at, full)
-        value = cr.PerReplica(given, names(0, 1, 2, 3))
-        check(framework, ops.reduce(op, value, value), op, xs, names(0, 1, 2, 3), given)
-        check(framework, ops.reduce(op, value, on(1, 5)), op, xs, names(1, 5), given)
+    given = put(framework, kind, parts)
+    given.insert(position, framework.array(full, position))
+    xs = [dense(*part) for part in parts]
+    xs.insert(position, full)
+    value = cr.PerReplica(given, names(0, 1, 2, 3))
+    check(framework, OPS[ops].reduce(op, value, value), op, xs, names(0, 1, 2, 3), given)
+    check(framework, OPS[ops].reduce(op, value, on(1, 5)), op, xs, names(1, 5), given)
 
 
-def test_unknown_shape_beside_dense_replicas(framework):
-    """IndexedSlices without dense_shape take the shape of the dense replica beside them."""
+def test_the_dense_shape_may_be_that_of_a_dense_replica(framework):
+    """IndexedSlices without dense_shape get the shape of a dense component of the same value."""
     (v, i), full = rows(3)[0], np.ones(SHAPE, "float32")
     value = cr.PerReplica([framework.sparse("IndexedSlices", v, i, None, 0), framework.array(full, 1)])
     result = cr.ReductionToOneDevice().reduce("sum", value, value)
@@ -164,7 +166,7 @@ def test_unknown_shape_beside_dense_replicas(framework):
     "ops", [cr.HierarchicalCopyAllReduce(2), cr.NcclAllReduce(), cr.ReductionToOneDevice()], ids=str
 )
 def test_sparse_and_dense_values_in_one_batch(framework, kind, ops):
-    """Sparse and dense values mix in one batch, and results come in the order of the pairs."""
+    """A batch may contain sparse and dense values; results have the order of the pairs."""
     sparse, xs = rows(2, 1, 3), digits(3, (4,))
     other = rows(1, 1, 1, seed=5)
     batch = [
@@ -182,7 +184,7 @@ def test_sparse_and_dense_values_in_one_batch(framework, kind, ops):
 
 @kinds_table
 def test_one_sparse_array(framework, kind):
-    """A sparse array by itself is a value of one replica, a destination, and can be broadcast."""
+    """A sparse array is a value of one replica, a destination, and can be broadcast."""
     parts = rows(3)
     (x,) = put(framework, kind, parts)
     for ops in OPS.values():
@@ -192,8 +194,8 @@ def test_one_sparse_array(framework, kind):
 
 
 @kinds_table
-def test_gather_makes_dense(framework, kind):
-    """Gather makes sparse components dense and joins them."""
+def test_gather_of_sparse_components(framework, kind):
+    """Gather makes sparse components dense and concatenates them."""
     parts = rows(3, 0, 2)
     value = cr.PerReplica(put(framework, kind, parts), names(0, 1, 2))
     for axis in (0, 1):
@@ -203,15 +205,15 @@ def test_gather_makes_dense(framework, kind):
 
 
 def test_gather_needs_the_dense_shape(framework):
-    """Gather of slices whose dense shape nobody knows is an error that says what is missing."""
+    """Gather of slices without dense_shape is an error with the missing argument."""
     (part,) = rows(2)
     value = cr.PerReplica([framework.sparse("IndexedSlices", *part, None, 0)])
-    with pytest.raises(cr.ArgumentError, match="dense_shape"):
+    with pytest.raises(cr.ArgumentError, match="a sparse array without dense_shape cannot be made dense"):
         cr.CrossDeviceOps().gather(value, "cpu:0", 0)
 
 
 def test_trees_with_sparse_leaves(framework):
-    """all_reduce takes sparse leaves as leaves, in every kind."""
+    """The leaves of all_reduce may be sparse arrays of every kind."""
     for kind in framework.kinds:
         parts, xs = rows(2, 3), digits(2, (3,))
         trees = [
@@ -224,7 +226,7 @@ def test_trees_with_sparse_leaves(framework):
 
 
 def test_uncoalesced_and_hybrid_coo(torch_):
-    """torch's COO arrays may be uncoalesced, coalesced, hybrid, or sparse in all axes; the sum is theirs."""
+    """torch's COO arrays may be uncoalesced, coalesced, hybrid, or sparse in all axes; the sum equals torch's."""
     torch = torch_.torch
     rng = np.random.default_rng(0)
     for sparse_axes, shape in ((1, (6,)), (2, (6, 2)), (1, (6, 2, 3)), (2, (4, 3, 2)), (3, (4, 3, 2))):
@@ -270,7 +272,7 @@ def test_bcoo_of_every_shape(jax_):
 
 
 def test_padded_bcoo(jax_):
-    """A BCOO that JAX padded (indices at the shape's end) keeps its meaning, sparse and beside dense ones."""
+    """A BCOO that JAX padded (with indices beyond the shape) keeps its value, also in a value with dense components."""
     x = jax_.bcoo.fromdense(jax_.array(np.array([1.0, 0, 2, 0], "float32"), 0), nse=4)
     y = jax_.bcoo.fromdense(jax_.array(np.array([0.0, 3, 0, 0], "float32"), 1), nse=3)
     value = cr.PerReplica([x, y], names(0, 1))
@@ -282,7 +284,7 @@ def test_padded_bcoo(jax_):
 
 
 def test_any_slices(framework):
-    """Whatever the slices, the sparse sum stands for the sum of the dense arrays."""
+    """For all slices, the sparse sum has the slices of all replicas."""
     kinds = st.sampled_from(framework.kinds)
     lengths = st.lists(st.sampled_from([0, 1, 2, 4]), min_size=1, max_size=4)
 
@@ -295,3 +297,52 @@ def test_any_slices(framework):
         check_sparse(framework, kind, result, parts, value.devices, mean=op == "mean")
 
     law()
+
+
+def slices(rows, dtype, shape=(2, 1)):
+    """Return NumPy slices of row 0."""
+    return cr.IndexedSlices(np.array(rows, dtype).reshape(-1, 1), np.zeros(len(rows), int), shape)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "rows", "wanted"),
+    [
+        ("mean", "float16", [40000, 40000], 40000),
+        ("mean", "int8", [100, 100], 100),
+        ("sum", "float16", [2048, 1, 1], 2050),
+    ],
+)
+def test_slices_of_one_row_are_added_in_the_accumulator(op, dtype, rows, wanted):
+    """A sparse component of a value with dense components is made dense in the dtype that the op accumulates in."""
+    value = cr.PerReplica([slices(rows, dtype), np.zeros((2, 1), dtype)])
+    assert cr.ReductionToOneDevice().reduce(op, value, "cpu:0")[0][0, 0] == wanted
+
+
+def test_gathered_slices_keep_their_dtype():
+    """Gathering float16 slices adds slices of one row in float32 and returns float16."""
+    value = cr.PerReplica([slices([2048, 1, 1], "float16")])
+    gathered = cr.CrossDeviceOps().gather(value, "cpu:0", 0)[0]
+    assert gathered.dtype == np.float16
+    assert gathered[0, 0] == 2050
+
+
+def test_dense_and_partly_sparse_half_values_share_a_pack(framework):
+    """A float16 value that was made dense in float32 can be packed with one that was dense from the start."""
+    dense = [framework.array(np.full((5, 2), k + 1, "float16"), k) for k in range(2)]
+    rows = framework.sparse("IndexedSlices", np.ones((1, 2), "float16"), np.array([1]), (5, 2), 0)
+    mixed = cr.PerReplica([rows, dense[1]])
+    plain = cr.PerReplica(dense)
+    results = cr.HierarchicalCopyAllReduce().batch_reduce("sum", [(mixed, mixed), (plain, plain)])
+    assert framework.to_numpy(results[0][1]).tolist() == [[2, 2], [3, 3], [2, 2], [2, 2], [2, 2]]
+    assert framework.to_numpy(results[1][0]).tolist() == [[3, 3]] * 5
+    assert str(framework.to_numpy(results[0][0]).dtype) == "float16"
+
+
+def test_signed_and_unsigned_indices_stay_integers():
+    """Indices that are int64 on one replica and uint64 on another become int64, not floats."""
+    rows = [
+        cr.IndexedSlices(np.ones((1, 2)), np.array([k], kind), (4, 2)) for k, kind in enumerate(["int64", "uint64"])
+    ]
+    result = cr.ReductionToOneDevice().reduce("sum", cr.PerReplica(rows), "cpu:0")[0]
+    assert result.indices.tolist() == [0, 1]
+    assert result.indices.dtype == np.int64

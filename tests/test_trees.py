@@ -2,11 +2,15 @@
 
 import collections
 import dataclasses
+import functools
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from expect import check, digits, small
+from frameworks import NAMES
+from pairs import each
 
 import crossreduce as cr
 
@@ -39,7 +43,9 @@ class Frozen:
 
 
 @dataclasses.dataclass
-class Made:
+class Derived:
+    """A field that __init__ does not set, and an argument of __init__ that is not a field."""
+
     x: Any
     twice: Any = dataclasses.field(init=False)
     calls: dataclasses.InitVar[int] = 0
@@ -53,8 +59,17 @@ class Child(Layer):
     extra: Any = None
 
 
+@dataclasses.dataclass
+class Normed:
+    x: np.ndarray
+
+    @functools.cached_property
+    def norm(self):
+        return float(self.x.sum())
+
+
 def numbers(tree):
-    """Return a tree's leaves as lists, in order, whatever the nodes."""
+    """Return the leaves of a tree as lists, in order, for all kinds of nodes."""
     if tree is None:
         return []
     if dataclasses.is_dataclass(tree):
@@ -67,7 +82,7 @@ def numbers(tree):
 
 
 def build(make, n=3):
-    """Return n trees whose k-th holds arrays of the k-th digits, and the leaves' sum."""
+    """Return n trees and the sum of their leaves; tree k contains arrays of the k-th digits."""
     xs = digits(n, (2,))
     return [make(x) for x in xs], np.sum(xs, axis=0)
 
@@ -85,17 +100,16 @@ MAKERS = {
     "deque": lambda x: collections.deque([x, 2 * x], maxlen=5),
     "dataclass": lambda x: Layer(x, 2 * x),
     "frozen dataclass": lambda x: Frozen(Layer(x, [2 * x]), 3 * x),
-    "dataclass with a made field": lambda x: Made(x),
-    "dataclass of dataclasses": lambda x: {"a": [Frozen(Layer(x, None), Made(x)), Child(w=x, b=x, extra=Layer(x, x))]},
+    "dataclass with a derived field": lambda x: Derived(x),
+    "dataclass of dataclasses": lambda x: {"a": [Frozen(Layer(x, None), Derived(x)), Child(w=x, b=x, extra=Layer(x, x))]},
 }
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
-@pytest.mark.parametrize("ops", CLASSES, ids=str)
-def test_every_kind_of_tree(make, ops):
-    """Every kind of node comes back as it was, with reduced leaves, one tree a replica."""
-    trees, total = build(make)
-    wanted = make(total)
+@pytest.mark.parametrize(("kind", "ops"), each(MAKERS, CLASSES), ids=str)
+def test_every_kind_of_tree(kind, ops):
+    """The result has one tree per replica, with the same nodes as the inputs and reduced leaves."""
+    trees, total = build(MAKERS[kind])
+    wanted = MAKERS[kind](total)
     results = cr.all_reduce(trees, "sum", cross_device_ops=ops)
     assert type(results) is list
     assert len(results) == 3
@@ -109,7 +123,7 @@ def test_every_kind_of_tree(make, ops):
 
 
 def test_inputs_are_not_changed():
-    """Trees that go in stay as they are: containers, dataclasses and arrays."""
+    """A reduction does not change the containers, dataclasses and arrays of its inputs."""
     for make in MAKERS.values():
         trees, _ = build(make)
         before = [numbers(tree) for tree in trees]
@@ -121,18 +135,18 @@ def test_inputs_are_not_changed():
 
 
 def test_frozen_dataclasses_stay_frozen():
-    """A frozen dataclass comes back frozen, hashable fields and all."""
+    """The result of a frozen dataclass is frozen too."""
     trees, total = build(lambda x: Frozen(Layer(x, x), 1.0))
     result = cr.all_reduce(trees)[1]
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'scale'"):
         result.scale = 2
     assert result.layer.w.tolist() == total.tolist()
     assert result.scale.item() == 3.0
 
 
-def test_a_made_field_is_reduced_too():
-    """A field that __init__ does not take is a leaf like others, and __init__ does not run again."""
-    trees, total = build(Made)
+def test_derived_fields_are_reduced():
+    """A field that is not an argument of __init__ is a leaf like others, and __init__ does not run again."""
+    trees, total = build(Derived)
     trees[0].twice = trees[0].x * 0
     result = cr.all_reduce(trees)[0]
     assert result.x.tolist() == total.tolist()
@@ -141,19 +155,19 @@ def test_a_made_field_is_reduced_too():
 
 @pytest.mark.parametrize("tree", [{}, [], (), None, {"a": [], "b": None}], ids=str)
 def test_trees_without_leaves(tree):
-    """Trees without leaves come back as they are, one a replica."""
+    """The result of trees without leaves is an equal tree per replica."""
     results = cr.all_reduce([tree, tree, tree])
     assert results == [tree, tree, tree]
 
 
-def test_trees_may_come_from_any_iterable():
-    """Trees may come from a tuple, a generator or dict values."""
+def test_any_iterable_of_trees_is_accepted():
+    """The trees may be a tuple, a generator or the values of a dict."""
     for trees in ((1.0, 2.0), (float(k) for k in (1, 2)), {"x": 1.0, "y": 2.0}.values()):
         assert [y.item() for y in cr.all_reduce(trees)] == [3.0, 3.0]
 
 
 def test_one_replica():
-    """One tree comes back as a copy."""
+    """The result of one tree is a copy."""
     tree = {"a": np.arange(3.0)}
     (result,) = cr.all_reduce([tree], "mean")
     assert result["a"].tolist() == [0, 1, 2]
@@ -161,7 +175,7 @@ def test_one_replica():
 
 
 def test_keys_in_another_order():
-    """Dicts with the same keys in another order are the same tree; leaves are matched by key."""
+    """Dicts with the same keys in another order have the same structure; leaves are matched by key."""
     a, b = digits(2, (3,))
     results = cr.all_reduce([{"x": a, "y": 2 * a, "z": {"q": a}}, {"z": {"q": b}, "y": 2 * b, "x": b}])
     for result in results:
@@ -171,7 +185,7 @@ def test_keys_in_another_order():
 
 
 def test_python_numbers_are_leaves():
-    """Python numbers are leaves; results are NumPy arrays of shape ()."""
+    """Python numbers are leaves; their results are NumPy arrays of shape ()."""
     results = cr.all_reduce([{"i": 1, "f": 1.5, "c": 1j}, {"i": 2, "f": 2.0, "c": 2j}], "mean")
     for result in results:
         assert [(result[k].dtype.name, result[k].shape, result[k].item()) for k in "ifc"] == [
@@ -183,7 +197,7 @@ def test_python_numbers_are_leaves():
 
 
 def test_python_numbers_are_in_host_memory():
-    """Python numbers count as NumPy's: a tree may mix them with arrays under a topology that names cpu:0, cpu:1."""
+    """Python numbers have the devices of NumPy arrays, so a tree may contain both under a topology of cpu:0, cpu:1."""
     assert cr.PerReplica([1.0, 2.0]).devices == cr.PerReplica([np.ones(1), np.ones(1)]).devices == ("cpu:0", "cpu:1")
     topology = cr.Topology.ring(["cpu:0", "cpu:1", "cpu:2"])
     trees = [{"array": np.full(2, float(k)), "number": float(k)} for k in range(3)]
@@ -193,7 +207,7 @@ def test_python_numbers_are_in_host_memory():
 
 
 def test_a_single_array_as_the_tree(framework):
-    """A bare array is a tree of one leaf, in every framework."""
+    """An array is a tree of one leaf, in every framework."""
     xs = digits(3, (4,))
     given = framework.arrays(xs)
     for ops in CLASSES:
@@ -208,9 +222,11 @@ def test_a_single_array_as_the_tree(framework):
         )
 
 
-@pytest.mark.parametrize("op", [*cr.ReduceOp, "SUM", "Mean", "mIn"], ids=str)
+@pytest.mark.parametrize(
+    ("op", "framework"), each([*cr.ReduceOp, "SUM", "Mean", "mIn"], NAMES), indirect=["framework"], ids=str
+)
 def test_leaves_stay_on_their_devices(framework, op):
-    """Leaf k of result i is on the device of tree i's leaf k, and has the same bits on all."""
+    """Leaf k of result i is on the device of leaf k of tree i, and has the same bits on all devices."""
     name = op.value if isinstance(op, cr.ReduceOp) else op.lower()
     leaves = {"w": small("float32", (3, 2), 4), "b": small("float32", (), 4, 1), "e": small("float32", (0,), 4)}
     trees = [{key: framework.array(xs[k], k) for key, xs in leaves.items()} for k in range(4)]
@@ -222,7 +238,7 @@ def test_leaves_stay_on_their_devices(framework, op):
 
 
 def test_mixed_frameworks_in_one_tree(numpy_, torch_, jax_, tensorflow_):
-    """The leaves of one tree may be of different frameworks; each comes back in its own."""
+    """The leaves of one tree may be of different frameworks; each result is of the framework of its leaf."""
     frameworks = {"n": numpy_, "t": torch_, "j": jax_, "f": tensorflow_}
     xs = digits(3, (4,))
     trees = [{key: f.array(xs[k], k) for key, f in frameworks.items()} | {"s": float(k)} for k in range(3)]
@@ -233,8 +249,8 @@ def test_mixed_frameworks_in_one_tree(numpy_, torch_, jax_, tensorflow_):
             assert result["s"].item() == 3.0
 
 
-def test_devices_say_where(framework):
-    """devices= names each replica's device, in any spelling; leaves are brought there."""
+def test_leaves_are_moved_to_the_given_devices(framework):
+    """devices= has the device of each replica, in any spelling; the leaves are moved there."""
     xs = digits(3, (4,))
     trees = [{"a": framework.array(x, 0)} for x in xs]
     results = cr.all_reduce(trees, devices=["CPU:2", "cpu:0", "/device:CPU:1"])
@@ -248,7 +264,7 @@ def test_devices_say_where(framework):
 
 
 def test_parameters_and_modules(torch_):
-    """A module's parameters reduce as tensors without gradients, and are not changed."""
+    """A module's parameters are reduced like tensors without gradients, and are not changed."""
     torch = torch_.torch
     models = [torch.nn.Linear(3, 2) for _ in range(3)]
     trees = [dict(model.named_parameters()) for model in models]
@@ -270,7 +286,7 @@ def test_parameters_and_modules(torch_):
 
 
 def test_variables(tensorflow_):
-    """tf.Variables reduce as tensors and are not changed."""
+    """tf.Variables are reduced like tensors and are not changed."""
     tf = tensorflow_.tf
     variables = []
     for k in range(3):
@@ -281,24 +297,24 @@ def test_variables(tensorflow_):
     assert [v.numpy().tolist() for v in variables] == [[0, 2], [1, 2], [2, 2]]
 
 
-def test_a_subclass_of_ones_own():
-    """all_reduce calls a user's CrossDeviceOps: one batch, leaves as pairs of value and its own devices."""
+def test_a_custom_subclass():
+    """all_reduce calls a custom CrossDeviceOps with one batch: each leaf's value with its own devices."""
     calls = []
 
-    class Mine(cr.CrossDeviceOps):
+    class Custom(cr.CrossDeviceOps):
         def reduce_implementation(self, op, value, destinations, options):
             calls.append((op, value.devices, destinations, options))
             return self.broadcast_implementation(value[0] * 10, destinations)
 
     options = cr.CommunicationOptions(bytes_per_pack=7)
     trees = [{"a": np.ones(2), "b": np.float32(k)} for k in range(2)]
-    results = cr.all_reduce(trees, "max", cross_device_ops=Mine(), options=options)
+    results = cr.all_reduce(trees, "max", cross_device_ops=Custom(), options=options)
     assert [r["a"].tolist() for r in results] == [[10, 10]] * 2
     assert calls == [(cr.ReduceOp.MAX, ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1"), options)] * 2
 
 
 def test_different_structures():
-    """Trees of different structure are an error that names every replica and what it has."""
+    """Trees of different structure are an error that shows each replica and the leaves that only it has."""
     one = np.ones(1)
     for trees in (
         [{"a": one}, {"b": one}],
@@ -316,17 +332,19 @@ def test_different_structures():
             cr.all_reduce(trees)
         for k in range(len(trees)):
             assert f"replica {k}: " in str(caught.value)
-    assert "replica 2: 2 leaves" in str(caught.value)
+    assert "replica 2: 2 leaves, only here: tree['c']" in str(caught.value)
+    with pytest.raises(cr.MismatchError, match=r"replica 0: 1 leaf; replica 1: 2 leaves, only here: tree\['b'\]"):
+        cr.all_reduce([{"a": one}, {"a": one, "b": one}])
 
 
 @pytest.mark.parametrize("ops", CLASSES, ids=str)
-def test_a_wrong_leaf_is_named_by_its_path(ops):
-    """An error about a leaf names its path in the tree, not its number in the batch."""
+def test_errors_contain_the_path_of_the_leaf(ops):
+    """An error about a leaf starts with the leaf's path in the tree, not with its number in the batch."""
     good = np.ones(2)
     for wrong, error, words in (
         ((np.ones(2), np.ones(3)), cr.MismatchError, "differ in shape or dtype"),
         ((np.ones(2), np.ones(2, "float32")), cr.MismatchError, "differ in shape or dtype"),
-        (("a", "b"), cr.ArgumentError, "no array"),
+        (("a", "b"), cr.ArgumentError, "is not an array"),
         ((np.array(["a"]), np.array(["b"])), cr.UnsupportedError, "cannot be reduced"),
         ((np.ones(2, bool), np.ones(2, bool)), cr.UnsupportedError, "bools"),
     ):
@@ -342,7 +360,7 @@ def test_a_wrong_leaf_is_named_by_its_path(ops):
 
 
 def test_frameworks_that_differ_between_replicas(accelerated):
-    """A leaf that is of one framework here and of another there is an error that names both and the path."""
+    """A leaf whose components have different frameworks is an error with the leaf's path and every framework."""
     trees = [{"a": np.ones(2)}, {"a": accelerated.array(np.ones(2), 1)}]
     with pytest.raises(
         cr.MismatchError, match=r"leaf tree\['a'\]: the replicas of one value are of different frameworks"
@@ -352,8 +370,8 @@ def test_frameworks_that_differ_between_replicas(accelerated):
     assert f"replica 1 on cpu:1: {accelerated.name}" in str(caught.value)
 
 
-def test_dataclasses_are_not_shared_between_results():
-    """Each replica's tree has containers of its own: changing one result changes no other."""
+def test_results_do_not_share_containers():
+    """Each replica's tree has its own containers: changing one result changes no other."""
     trees, total = build(lambda x: {"l": Layer(x, x), "d": [x]})
     first, second, _ = cr.all_reduce(trees)
     first["l"].w[:] = 0
@@ -362,3 +380,38 @@ def test_dataclasses_are_not_shared_between_results():
     assert second["l"].w.tolist() == total.tolist()
     assert len(second["d"]) == 1
     assert second["l"].b is not None
+
+
+def test_dataclasses_are_registered_once_by_many_threads():
+    """When many threads reduce instances of a new dataclass at the same time, all get their results."""
+    errors = []
+
+    def call(kind):
+        try:
+            assert cr.all_reduce([kind(1.0), kind(2.0)])[1].x == 3.0
+        except BaseException as error:
+            errors.append(error)
+
+    for number in range(20):
+        kind = dataclasses.make_dataclass(f"New{number}", ["x"])
+        threads = [threading.Thread(target=call, args=(kind,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+
+
+def test_cached_properties_are_not_copied():
+    """A result computes its own cached properties; those of the inputs are lost."""
+    trees = [Normed(np.ones(3)), Normed(np.full(3, 5.0))]
+    assert trees[0].norm == 3
+    assert [tree.norm for tree in cr.all_reduce(trees)] == [18, 18]
+
+
+def test_a_tree_that_contains_itself():
+    """A tree that contains itself is an ArgumentError."""
+    loop = []
+    loop.append(loop)
+    with pytest.raises(cr.ArgumentError, match="too deep, or contains itself"):
+        cr.all_reduce([loop, loop])

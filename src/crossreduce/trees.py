@@ -199,7 +199,7 @@ def _outline(structures: list[Any], replica: int) -> str:
     own = [path for path in paths if path not in others]
     if not own and set(paths) == others:
         return shown(structures[replica], 200)
-    found = f"{len(paths)} leaves"
+    found = f"{len(paths)} leaves" if len(paths) != 1 else "1 leaf"
     return found + (f", only here: {', '.join(own[:3])}{', ...' * (len(own) > 3)}" if own else "")
 
 

@@ -203,9 +203,10 @@ def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
     names = tuple(canonical(name) for name in given)
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
+        listed = f"{', '.join(twice)} {'is' if len(twice) == 1 else 'are'} listed more often"
         raise ArgumentError(
             message(
-                f"each device may be listed only once: {', '.join(twice)} is listed more often.",
+                f"each device may be listed only once: {listed}.",
                 ", ".join(str(name) for name in given),
                 f'logical devices of the same physical device, such as "{twice[0].split("#")[0]}#1"',
             )
