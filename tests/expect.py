@@ -1,4 +1,8 @@
-"""What every result must satisfy, whatever made it."""
+"""Assertions that every result must pass, and data for them.
+
+Input: a test framework (frameworks.py), results, and the NumPy arrays that were reduced. Output: an AssertionError if a
+result is wrong. The correct values are those of oracle.py.
+"""
 
 import itertools
 
@@ -9,7 +13,7 @@ import crossreduce as cr
 
 
 def small(dtype, shape, n, seed=0):
-    """Return n random arrays whose sums and products are exact in every dtype but the smallest."""
+    """Return n random arrays of small integers, whose sums and products few dtypes have to round."""
     rng = np.random.default_rng(seed)
     made = oracle.dtype_of(dtype)
     if dtype == "bool":
@@ -22,7 +26,7 @@ def small(dtype, shape, n, seed=0):
 
 
 def digits(n, shape):
-    """Return n int64 arrays in whose sum each device's contribution, and each position, can be told apart."""
+    """Return n int64 arrays whose sum shows how often each device contributed to each element."""
     base = min(n + 1, 8 if n > 15 else 16)  # 17 digits of base 8 are 51 bits
     size = int(np.prod(shape))
     position = np.arange(1, size + 1, dtype=np.int64).reshape(shape)
@@ -30,14 +34,14 @@ def digits(n, shape):
 
 
 def result_dtype(framework, op, dtype):
-    """Return a reduction's dtype: the components', but for the mean of integers what true division gives."""
+    """Return the dtype of a result: that of the components; for the mean of integers, that of true division."""
     return framework.mean_dtype(dtype) if op == "mean" and "int" in dtype else dtype
 
 
 def check_places(framework, result, devices):
-    """Results are Mirrored, on the devices asked for, in that order, and really there."""
+    """Assert that a result is a Mirrored on the given devices, in their order, and that its arrays are there."""
     assert type(result) is cr.Mirrored
-    assert result.devices == tuple(devices)
+    assert result.devices == tuple(devices), f"a result on {result.devices}, wanted {devices}"
     assert len(result) == len(devices)
     for component, device in zip(result, devices, strict=True):
         for part in framework.memory(component):
@@ -45,19 +49,20 @@ def check_places(framework, result, devices):
 
 
 def check_memory(framework, result, inputs):
-    """Results share memory neither with each other nor with an input."""
+    """Assert that the components of a result do not share memory with each other or with an input."""
     if not framework.mutable:
         return
     own = [framework.memory(component) for component in result]
     others = [part for x in inputs for part in framework.memory(x)]
     for part in itertools.chain.from_iterable(own):
-        assert not any(framework.shares(part, other) for other in others)
+        assert not any(framework.shares(part, other) for other in others), "a result shares memory with an input"
     for a, b in itertools.combinations(own, 2):
-        assert not any(framework.shares(x, y) for x in a for y in b)
+        assert not any(framework.shares(x, y) for x in a for y in b), "two components share memory"
 
 
 def check(framework, result, op, xs, devices, inputs=()):
-    """A dense result is right: values, dtype, shape, places, the same bits everywhere, memory of its own."""
+    """Assert that a dense result has the correct values, dtype, shape and devices, the same bits on all devices, and
+    its own memory."""
     check_places(framework, result, devices)
     ys = [framework.to_numpy(y) for y in result]
     wanted = result_dtype(framework, op, xs[0].dtype.name)
@@ -65,12 +70,12 @@ def check(framework, result, op, xs, devices, inputs=()):
     for y in ys[1:]:
         assert y.dtype == ys[0].dtype
         assert y.shape == ys[0].shape
-        assert y.tobytes() == ys[0].tobytes(), "the replicas hold different bits"
+        assert y.tobytes() == ys[0].tobytes(), "the replicas have different bits"
     check_memory(framework, result, inputs)
 
 
 def unchanged(framework, arrays, xs):
-    """Say whether arrays still hold what was put in."""
+    """Return whether arrays still have their original elements."""
     return all(
         framework.to_numpy(array).tobytes() == np.ascontiguousarray(x).tobytes()
         for array, x in zip(arrays, xs, strict=True)

@@ -1,7 +1,7 @@
-"""The four frameworks behind one face: arrays on the k-th device, and back to NumPy.
+"""The four frameworks behind one interface for tests: arrays on the k-th device, and back to NumPy.
 
-For tests. Shares no code with crossreduce, so what a backend does is checked against the framework
-itself. A framework that cannot be imported raises ImportError here, and its tests fail.
+This module shares no code with crossreduce, so the library is checked against the frameworks themselves. If a framework
+cannot be imported, ``load`` raises ImportError, and its tests fail.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-# Fewer only where a machine is lent for one purpose, such as a GPU without TensorFlow.
+# Leave a framework out only on a machine that lacks it, such as one with a GPU but without TensorFlow.
 NAMES = tuple(os.environ.get("CROSSREDUCE_TEST_FRAMEWORKS", "numpy,torch,jax,tensorflow").split(","))
 DEVICES = 17
 DTYPES = (
@@ -24,19 +24,19 @@ COMPLEX = ("complex64", "complex128")
 
 
 def np_dtype(name):
-    """Return NumPy's dtype of a name; bfloat16 is ml_dtypes'."""
+    """Return NumPy's dtype with a name; bfloat16 is defined by ml_dtypes."""
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 def defined(op, dtype):
-    """Say whether a reduction is defined for a dtype."""
+    """Return whether a reduction is defined for a dtype."""
     if dtype == "bool":
         return op not in ("sum", "mean")
     return not (dtype in COMPLEX and op in ("min", "max"))
 
 
 class Parts(NamedTuple):
-    """A sparse array taken apart, in NumPy."""
+    """The parts of a sparse array, as NumPy arrays."""
 
     kind: str
     values: np.ndarray
@@ -44,12 +44,12 @@ class Parts(NamedTuple):
 
 
 class Framework:
-    """What tests ask of a framework."""
+    """The operations that tests require from a framework."""
 
     name: str
-    examples: int  # of a law: eager TensorFlow and compiling JAX are slow
-    mutable: bool  # whether anybody could write into an array
-    kinds: tuple[str, ...]  # of sparse arrays; "IndexedSlices" is ours
+    examples: int  # for a law under hypothesis: eager TensorFlow and compilation in JAX are slow
+    mutable: bool  # whether arrays can be written
+    kinds: tuple[str, ...]  # of sparse arrays; "IndexedSlices" is crossreduce's
 
     def __repr__(self):
         return self.name
@@ -58,7 +58,7 @@ class Framework:
         return f"cpu:{k}"
 
     def arrays(self, xs):
-        """Put the k-th array on the k-th device."""
+        """Return arrays of the framework, the k-th on the k-th device."""
         return [self.array(x, k) for k, x in enumerate(xs)]
 
     def indexed(self, values, indices, shape, k):
@@ -84,7 +84,7 @@ class Framework:
         return out
 
     def memory(self, x):
-        """Return the arrays of a result whose memory could be shared."""
+        """Return the arrays that a result consists of."""
         import crossreduce as cr
 
         return [x.values, x.indices] if isinstance(x, cr.IndexedSlices) else [x]
@@ -105,10 +105,7 @@ class NumPy(Framework):
         return x
 
     def device_of(self, x):
-        return "cpu"  # host memory is every cpu:k at once
-
-    def place(self, x):
-        return np.zeros(2)  # an array that serves as a destination
+        return "cpu"  # host memory is all cpu:k at once
 
     def mean_dtype(self, dtype):
         return np.true_divide(np.ones(1, np_dtype(dtype)), 2, dtype=None).dtype.name
@@ -199,7 +196,7 @@ class Jax(Framework):
         return (self.array(np.ones(1, np_dtype(dtype))) / 2).dtype.name
 
     def shares(self, a, b):
-        return False  # nobody can write into either
+        return False  # arrays are immutable, so sharing has no effect
 
     def sparse(self, kind, values, indices, shape, k=0):
         if kind == "IndexedSlices":
@@ -233,7 +230,7 @@ class TensorFlow(Framework):
 
     def array(self, x, k=0):
         with self.tf.device(f"/CPU:{k}"):
-            # The constant's value lies where it was made; identity brings it to the device.
+            # The constant's value stays where it was created; identity moves it to the device.
             return self.tf.identity(self.tf.constant(np.array(x)))
 
     def to_numpy(self, x):
@@ -248,7 +245,7 @@ class TensorFlow(Framework):
         return (self.array(np.ones(1, np_dtype(dtype))) / 2).dtype.name
 
     def shares(self, a, b):
-        return False  # nobody can write into either
+        return False  # arrays are immutable, so sharing has no effect
 
     def sparse(self, kind, values, indices, shape, k=0):
         if kind == "IndexedSlices":
@@ -270,6 +267,6 @@ CLASSES = {"numpy": NumPy, "torch": Torch, "jax": Jax, "tensorflow": TensorFlow}
 
 @functools.cache
 def load(name):
-    """Return a framework, ready for use; ImportError where it is not installed."""
+    """Return a framework with its devices configured, or raise ImportError if it is not installed."""
     importlib.import_module(name)
     return CLASSES[name]()

@@ -1,7 +1,7 @@
-"""What the right answer is, worked out without the library: bare Python loops over Python numbers.
+"""The correct results, computed without the library: plain Python loops over Python numbers.
 
-In: NumPy arrays, or a schedule's numbers.  Out: what a reduction gives, how far off rounding may put
-it, and what a schedule leaves on each device.  Nothing here imports crossreduce.
+Input: NumPy arrays, or the numbers of a schedule. Output: the result of a reduction, the largest rounding error that is
+allowed, and the values that a schedule leaves on each device. Nothing here imports crossreduce.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SMALLEST |= {"complex64": 2.0**-149, "complex128": 2.0**-1074}
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return NumPy's dtype of a name, bfloat16 included."""
+    """Return NumPy's dtype with a name, bfloat16 included."""
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
@@ -35,12 +35,12 @@ def name_of(array: np.ndarray[Any, Any]) -> str:
 def reduce(op: str, arrays: Sequence[Any], result: str | None = None) -> np.ndarray[Any, Any]:
     """Reduce arrays of one shape and dtype, element by element.
 
-    Finite numbers are combined exactly (as fractions) and rounded once. Integer sums and products wrap
-    round as two's complement does. The mean of integers is their true mean.
+    Finite numbers are combined exactly (as fractions) and rounded once. Integer sums and products wrap around as in
+    two's complement. The mean of integers is their true mean.
 
     Args:
       op: "sum", "mean", "min", "max" or "product".
-      arrays: one a replica.
+      arrays: one per replica.
       result: the name of the result's dtype; by default NumPy's (float64 for the mean of integers).
     """
     arrays = [np.asarray(array) for array in arrays]
@@ -50,7 +50,7 @@ def reduce(op: str, arrays: Sequence[Any], result: str | None = None) -> np.ndar
     result = result or ("float64" if op == "mean" and integer else dtype)
     columns = zip(*(array.reshape(-1).tolist() for array in arrays), strict=True)
     out = np.empty(arrays[0].size, dtype_of(result))
-    with np.errstate(over="ignore"):  # a sum beyond the dtype is inf, as it should be
+    with np.errstate(over="ignore"):  # a sum that exceeds the dtype is correctly inf
         for position, column in enumerate(columns):
             value = _element(op, column)
             if integer and op in ("sum", "product"):
@@ -72,7 +72,7 @@ def _element(op: str, numbers: Sequence[Any]) -> Any:
         best = numbers[0]
         for number in numbers:
             if number != number:
-                return number  # NaN wins
+                return number  # NaN propagates
             if (number < best) if op == "min" else (number > best):
                 best = number
         return best
@@ -109,24 +109,24 @@ def _wrapped(number: int, dtype: np.dtype[Any]) -> int:
 
 
 def tolerance(arrays: Sequence[Any], depth: int, dtype: str, op: str = "sum") -> np.ndarray[Any, Any]:
-    """Return for each element how far a correct result may lie from ``reduce``'s.
+    """Return for each element the largest error of a correct result, compared with ``reduce``.
 
-    Derived, not chosen. A sum whose numbers pass at most ``depth`` additions is off by at most
-    depth*u/(1 - depth*u) * sum|x| (Higham, The accuracy of floating point summation, SISC 1993), a
-    product by as much of its own size. On top of that the mean's division, the rounding to a half type and the
-    oracle's own rounding each cost one u of the result. Integers, bools, min and max: 0.
+    The bound is derived, not chosen. The error of a sum whose numbers pass at most ``depth`` additions is at most
+    depth*u/(1 - depth*u) * sum|x| (Higham, The accuracy of floating point summation, SISC 1993); that of a product is
+    at most the same factor times its own size. In addition the division of a mean, the rounding to a half type and the
+    rounding of the oracle each add an error of one u of the result. Integers, bools, min and max: 0.
 
     Args:
-      arrays: what was reduced.
-      depth: the most additions an element passes; n - 1 is always enough.
-      dtype: the name of the result's dtype. Halves are accumulated in float32.
+      arrays: the arrays that were reduced.
+      depth: the most additions that an element passes; n - 1 is always sufficient.
+      dtype: the name of the result's dtype. Half types are accumulated in float32.
       op: the reduction.
     """
     arrays = [np.asarray(array) for array in arrays]
     zero = np.zeros(arrays[0].shape)
     if op in ("min", "max") or dtype not in ROUNDOFF:
         return zero
-    # Complex products: four real ones and two sums a product.
+    # A complex product consists of four real products and two sums.
     u = ROUNDOFF["float32" if dtype in HALVES else dtype] * (4 if op == "product" and "complex" in dtype else 1)
     gamma = depth * u / (1 - depth * u)
     wide = [np.abs(array.astype("complex128" if array.dtype.kind == "c" else "float64")) for array in arrays]
@@ -137,7 +137,7 @@ def tolerance(arrays: Sequence[Any], depth: int, dtype: str, op: str = "sum") ->
         if op == "mean":
             size = size / len(arrays)
         exact = np.abs(reduce(op, arrays, dtype).astype("complex128" if "complex" in dtype else "float64"))
-        # gamma * size may put the computed result that much further from 0 than the exact one.
+        # The computed result may be larger than the exact one by gamma * size, and rounding is relative to it.
         bound = gamma * size + 2 * ROUNDOFF[dtype] * (exact + gamma * size) + 2 * SMALLEST[dtype]
     return np.where(np.isfinite(bound), bound, 0.0)
 
@@ -145,7 +145,7 @@ def tolerance(arrays: Sequence[Any], depth: int, dtype: str, op: str = "sum") ->
 def check(got: Any, op: str, arrays: Sequence[Any], depth: int | None = None, result: str | None = None) -> None:
     """Assert that ``got`` is the reduction of ``arrays``: its shape, its dtype, and each element.
 
-    Integers, bools, min and max to the last bit, floats within ``tolerance``; NaN where NaN is due.
+    Integers, bools, min and max are compared exactly, floats within ``tolerance``; NaN must be NaN.
     """
     wanted = reduce(op, arrays, result)
     got = np.asarray(got)
@@ -163,10 +163,10 @@ def check(got: Any, op: str, arrays: Sequence[Any], depth: int | None = None, re
 
 
 def contributions(n: int, dtype: str = "int64", shape: tuple[int, ...] = ()) -> list[np.ndarray[Any, Any]]:
-    """Return one array a device, filled with ``(n + 1) ** device``.
+    """Return one array per device, filled with ``(n + 1) ** device``.
 
-    In base n + 1 the sum's digits say how often each device's contribution is in it, so one that is
-    lost, doubled or taken for another shows. int64 holds this up to n = 15, float64 up to 13.
+    In base n + 1, each digit of the sum is the number of times that a device's contribution was added. So a lost, a
+    doubled and a swapped contribution are all visible. The sum fits into int64 up to n = 15, into float64 up to 13.
     """
     made = dtype_of(dtype)
     most = sum((n + 1) ** device for device in range(n))

@@ -1,8 +1,12 @@
-"""What callers bring along: subclasses of CrossDeviceOps, accumulation functions, a device to reduce on."""
+"""Custom reductions: subclasses of CrossDeviceOps, accumulation functions, and the device that reduces."""
+
+import re
 
 import numpy as np
 import pytest
 from expect import check, digits, small
+from frameworks import NAMES
+from pairs import each, pairs
 
 import crossreduce as cr
 from crossreduce import CommunicationOptions, Mirrored, PerReplica, ReduceOp
@@ -17,7 +21,7 @@ def on(*numbers):
 
 
 class Spy(cr.CrossDeviceOps):
-    """Notes what its implementations are given."""
+    """Records the arguments of its implementations."""
 
     def __init__(self):
         self.calls = []
@@ -43,7 +47,7 @@ class Spy(cr.CrossDeviceOps):
 
 
 def test_reduce_calls_the_implementation(framework):
-    """reduce_implementation is given a ReduceOp, a PerReplica, a tuple of canonical names and options."""
+    """reduce_implementation receives a ReduceOp, a PerReplica, a tuple of canonical names and options."""
     xs = digits(2, (3,))
     spy, value = Spy(), PerReplica(framework.arrays(xs), names(0, 1))
     result = spy.reduce("Mean", value, "/device:CPU:1")
@@ -64,7 +68,7 @@ def test_reduce_calls_the_implementation(framework):
 
 
 def test_batch_reduce_calls_the_implementation(numpy_):
-    """batch_reduce_implementation is given a list of pairs (PerReplica, names); by default one reduce a pair."""
+    """batch_reduce_implementation receives a list of pairs (PerReplica, names), and by default reduces pair by pair."""
     spy, value = Spy(), PerReplica(numpy_.arrays(digits(2, (3,))))
     results = spy.batch_reduce("max", iter([(value, "cpu:7"), (1.5, value)]))
     name, op, pairs, options = spy.calls[0]
@@ -77,7 +81,7 @@ def test_batch_reduce_calls_the_implementation(numpy_):
 
 
 def test_broadcast_and_gather_call_the_implementations(numpy_):
-    """broadcast_implementation and gather_implementation are given checked arguments; the axis counts from 0."""
+    """broadcast_implementation and gather_implementation receive validated arguments; the axis is not negative."""
     spy, x = Spy(), np.ones((2, 3))
     spy.broadcast(x, "CPU:4")
     assert spy.calls.pop()[0::2] == ("broadcast", names(4))
@@ -87,24 +91,24 @@ def test_broadcast_and_gather_call_the_implementations(numpy_):
     assert isinstance(given, PerReplica)
 
 
-def test_checks_come_first():
-    """A subclass's implementation is not called where an argument is wrong."""
+def test_arguments_are_validated_before_an_implementation_is_called():
+    """An implementation is not called if an argument is invalid."""
     spy, value = Spy(), PerReplica([np.ones(2), np.ones(2)])
     bad = PerReplica([np.ones(2), np.ones(3)])
-    for call in (
-        lambda: spy.reduce("avg", value, value),
-        lambda: spy.reduce("sum", bad, value),
-        lambda: spy.reduce("sum", value, []),
-        lambda: spy.reduce("sum", value, "cuda:0"),
-        lambda: spy.reduce("sum", value, value, options=3),
-        lambda: spy.batch_reduce("sum", [(value, value), (bad, value)]),
-        lambda: spy.batch_reduce("sum", [(value, value), 3]),
-        lambda: spy.broadcast(value, "cpu:0"),
-        lambda: spy.broadcast(np.ones(2), None),
-        lambda: spy.gather(value, "cpu:0", 1),
-        lambda: cr.all_reduce([[1.0], [1.0, 2.0]], cross_device_ops=spy),
+    for words, call in (
+        ("not a known reduction", lambda: spy.reduce("avg", value, value)),
+        ("differ in shape or dtype", lambda: spy.reduce("sum", bad, value)),
+        ("destinations must be", lambda: spy.reduce("sum", value, [])),
+        ("cuda:0", lambda: spy.reduce("sum", value, "cuda:0")),
+        ("options must be", lambda: spy.reduce("sum", value, value, options=3)),
+        ("^pair 1: ", lambda: spy.batch_reduce("sum", [(value, value), (bad, value)])),
+        ("element 1", lambda: spy.batch_reduce("sum", [(value, value), 3])),
+        ("broadcast takes one array", lambda: spy.broadcast(value, "cpu:0")),
+        ("destinations must be", lambda: spy.broadcast(np.ones(2), None)),
+        ("do not have this axis", lambda: spy.gather(value, "cpu:0", 1)),
+        ("differ in structure", lambda: cr.all_reduce([[1.0], [1.0, 2.0]], cross_device_ops=spy)),
     ):
-        with pytest.raises(cr.ReductionError):
+        with pytest.raises(cr.ReductionError, match=words):
             call()
     assert spy.calls == []
 
@@ -122,9 +126,9 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
 def test_wrong_returns(wrong):
-    """An implementation that returns no Mirrored on the destinations is a TypeError that names it."""
+    """An implementation that does not return a Mirrored on the destinations is a TypeError with its name."""
 
-    class Mine(cr.CrossDeviceOps):
+    class Custom(cr.CrossDeviceOps):
         def reduce_implementation(self, op, value, destinations, options):
             return wrong(value, destinations)
 
@@ -134,7 +138,7 @@ def test_wrong_returns(wrong):
         def gather_implementation(self, value, destinations, axis, options):
             return wrong(value, destinations)
 
-    ops, value = Mine(), PerReplica([np.ones(2), np.ones(2)])
+    ops, value = Custom(), PerReplica([np.ones(2), np.ones(2)])
     for call, name in (
         (lambda: ops.reduce("sum", value, value), "reduce_implementation"),
         (lambda: ops.batch_reduce("sum", [(value, value)]), "batch_reduce_implementation"),
@@ -149,28 +153,29 @@ def test_wrong_returns(wrong):
 
 @pytest.mark.parametrize("wrong", [None, (), [], "ab", [1, 2]], ids=str)
 def test_wrong_batches(wrong):
-    """A batch implementation must return a list of one Mirrored a pair."""
+    """A batch implementation must return a list of one Mirrored per pair."""
 
-    class Mine(cr.CrossDeviceOps):
+    class Custom(cr.CrossDeviceOps):
         def batch_reduce_implementation(self, op, pairs, options):
             return wrong
 
     value = PerReplica([np.ones(2), np.ones(2)])
     with pytest.raises(
-        cr.UnsupportedError, match=r"Mine.batch_reduce_implementation must return a list of one Mirrored a pair"
+        cr.UnsupportedError, match=r"Custom.batch_reduce_implementation must return a list of one Mirrored per pair"
     ):
-        Mine().batch_reduce("sum", [(value, value)])
+        Custom().batch_reduce("sum", [(value, value)])
 
 
 def test_the_base_class_does_not_reduce():
-    """CrossDeviceOps itself broadcasts and gathers, and says what to implement where it is asked to reduce."""
+    """CrossDeviceOps itself can broadcast and gather; a reduction is an error that recommends a subclass."""
     value = PerReplica([np.ones(2), np.ones(2)])
     for call in (
         lambda: cr.CrossDeviceOps().reduce("sum", value, value),
         lambda: cr.CrossDeviceOps().batch_reduce("sum", [(value, value)]),
     ):
         with pytest.raises(
-            NotImplementedError, match=r"CrossDeviceOps does not say how to reduce(.|\n)*ReductionToOneDevice"
+            NotImplementedError,
+            match=r"CrossDeviceOps does not implement reduce_implementation(.|\n)*ReductionToOneDevice",
         ):
             call()
     assert cr.CrossDeviceOps().broadcast(np.ones(2), value)[1].tolist() == [1, 1]
@@ -178,7 +183,7 @@ def test_the_base_class_does_not_reduce():
 
 
 def test_a_subclass_of_a_subclass(numpy_):
-    """A subclass of HierarchicalCopyAllReduce may wrap its implementation."""
+    """A subclass of HierarchicalCopyAllReduce may extend its implementation."""
 
     class Doubled(cr.HierarchicalCopyAllReduce):
         def batch_reduce_implementation(self, op, pairs, options):
@@ -191,40 +196,51 @@ def test_a_subclass_of_a_subclass(numpy_):
     assert Doubled().batch_reduce("sum", [(value, value)])[0][2].tolist() == (2 * np.sum(xs, axis=0)).tolist()
 
 
-def test_an_implementation_may_be_called_with_plain_values(numpy_):
-    """The implementations check what they are given themselves, so they can be called with any PerReplica."""
+def test_implementations_validate_plain_values(numpy_):
+    """Implementations validate values themselves, so they can be called with any PerReplica."""
     xs = digits(3, (2,))
     value = PerReplica(numpy_.arrays(xs))
     options = CommunicationOptions()
     for ops in (cr.ReductionToOneDevice(), cr.HierarchicalCopyAllReduce(), cr.AllReduceCrossDeviceOps("ring")):
         result = ops.reduce_implementation(ReduceOp.SUM, value, names(1), options)
         check(numpy_, result, "sum", xs, names(1), value)
-        with pytest.raises(cr.MismatchError):
+        with pytest.raises(cr.MismatchError, match="differ in shape or dtype"):
             ops.reduce_implementation(ReduceOp.SUM, PerReplica([np.ones(1), np.ones(2)]), names(1), options)
 
 
-def test_what_an_implementation_raises_comes_out():
-    """An exception of the user's own comes out as it is."""
+class CustomError(cr.ReductionError):
+    def __init__(self, code, detail):
+        super().__init__(f"{code}: {detail}")
 
-    class Mine(cr.CrossDeviceOps):
+
+@pytest.mark.parametrize("error", [KeyError("custom"), CustomError(7, "no"), cr.ArgumentError("pair 99: custom")])
+def test_exceptions_of_an_implementation_are_not_changed(error):
+    """An exception that a custom implementation raises reaches the caller unchanged, for every type and text."""
+
+    class Custom(cr.CrossDeviceOps):
         def reduce_implementation(self, op, value, destinations, options):
-            raise KeyError("mine")
+            raise error
 
     for call in (
-        lambda: Mine().reduce("sum", 1.0, "cpu:0"),
-        lambda: cr.all_reduce([1.0, 2.0], cross_device_ops=Mine()),
+        lambda: Custom().reduce("sum", 1.0, "cpu:0"),
+        lambda: cr.all_reduce([1.0, 2.0], cross_device_ops=Custom()),
     ):
-        with pytest.raises(KeyError, match="mine"):
+        with pytest.raises(type(error), match=re.escape(str(error))) as caught:
             call()
+        assert caught.value is error
 
 
 # ---- reduce_to_device -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("root", ["cpu:0", "/CPU:1", "cpu:2", "cpu:5"])
-@pytest.mark.parametrize("to", [(0, 1, 2), (2,), (4, 1), (5, 6)], ids=str)
+@pytest.mark.parametrize(
+    ("root", "to", "framework"),
+    pairs(["cpu:0", "/CPU:1", "cpu:2", "cpu:5"], [(0, 1, 2), (2,), (4, 1), (5, 6)], NAMES),
+    indirect=["framework"],
+    ids=str,
+)
 def test_reduce_to_device(framework, root, to):
-    """The device to reduce on need be neither source nor destination, and shows in no result."""
+    """The device that reduces does not have to be a source or a destination, and does not affect the result."""
     xs = digits(3, (4,))
     value = PerReplica(framework.arrays(xs), names(0, 1, 2))
     for ops in (
@@ -241,7 +257,7 @@ def test_reduce_to_device(framework, root, to):
 
 
 def maximum(framework):
-    """Return a function of a list of arrays: their maximum, as the framework computes it."""
+    """Return a function that computes the maximum of a list of arrays with the framework's own operation."""
     pair = {
         "numpy": np.maximum,
         "torch": lambda a, b: a.maximum(b),
@@ -259,27 +275,28 @@ def maximum(framework):
     return function
 
 
-def test_accumulation_fn_stands_for_the_sum(framework):
-    """accumulation_fn gets a list of arrays on one device, in replica order; mean divides what it returns."""
+def test_accumulation_fn_replaces_the_sum(framework):
+    """accumulation_fn receives a list of arrays on one device, in the order of the replicas; a mean divides the
+    returned array."""
     xs = small("float32", (3, 2), 3)
     value = PerReplica(framework.arrays(xs), names(0, 1, 2))
     ops = cr.ReductionToOneDevice(accumulation_fn=maximum(framework))
     check(framework, ops.reduce("sum", value, value), "max", xs, names(0, 1, 2), value)
     for y in ops.reduce("mean", value, on(1, 4)):
         np.testing.assert_array_equal(framework.to_numpy(y), np.maximum.reduce(xs) / np.float32(3))
-    seen = []
+    received = []
 
     def spy(given):
-        seen.extend(framework.to_numpy(x).tolist() for x in given)
+        received.extend(framework.to_numpy(x).tolist() for x in given)
         assert {framework.device_of(x) for x in given} <= {"cpu", "cpu:2"}
         return given[0]
 
     cr.ReductionToOneDevice("cpu:2", spy).reduce("sum", value, value)
-    assert seen == [x.tolist() for x in xs]
+    assert received == [x.tolist() for x in xs]
 
 
 def test_accumulation_fn_on_integers_and_halves(framework):
-    """The mean of integers under accumulation_fn is a float, that of halves a half."""
+    """With accumulation_fn, the mean of integers is a float, and the mean of a half type is of that type."""
     for dtype in ("int32", "float16", "int8"):
         xs = small(dtype, (4,), 3)
         value = PerReplica(framework.arrays(xs), names(0, 1, 2))
@@ -288,15 +305,15 @@ def test_accumulation_fn_on_integers_and_halves(framework):
             check(framework, ops.reduce(op, value, value), op, xs, names(0, 1, 2), value)
 
 
-def test_accumulation_fn_may_write_into_what_it_gets(framework):
-    """A function that writes into its arguments, keeps them or returns one of them changes no input."""
+def test_accumulation_fn_may_write_into_its_arguments(framework):
+    """A function that writes into its arguments, keeps them or returns one of them does not change an input."""
     xs = small("float32", (4,), 3)
     kept = []
 
     def in_place(given):
         total = given[0]
         for x in given[1:]:
-            total += x  # in place where arrays can be written
+            total += x  # in place if arrays are mutable
         kept.append(total)
         return total
 
@@ -311,8 +328,8 @@ def test_accumulation_fn_may_write_into_what_it_gets(framework):
                 assert framework.to_numpy(x).tolist() == original.tolist()
 
 
-def test_accumulation_fn_may_write_into_sparse_and_strided_inputs(numpy_):
-    """What accumulation_fn gets is its own, also where inputs are views, read-only, or dense copies of sparse ones."""
+def test_accumulation_fn_receives_copies_of_unusual_inputs(numpy_):
+    """The arguments of accumulation_fn are copies, also for inputs that are views, read-only or broadcast."""
     base = np.arange(8.0)
     base.flags.writeable = False
     given = [base[::2], np.broadcast_to(np.float64(3), (4,)), np.asfortranarray(np.ones(4))]
@@ -327,9 +344,11 @@ def test_accumulation_fn_may_write_into_sparse_and_strided_inputs(numpy_):
     assert base.tolist() == list(range(8))
 
 
-@pytest.mark.parametrize("wrong", [(2,), (), (4, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("wrong", "framework"), each([(2,), (), (4, 1), (1, 4)], NAMES), indirect=["framework"], ids=str
+)
 def test_accumulation_fn_of_wrong_shape(framework, wrong):
-    """A function whose result has another shape is an error that says both."""
+    """A function whose result has another shape is an error with the shape of the components."""
     value = PerReplica(framework.arrays(small("float32", (4,), 2)), names(0, 1))
     ops = cr.ReductionToOneDevice(accumulation_fn=lambda xs: framework.array(np.zeros(wrong, "float32")))
     with pytest.raises(cr.MismatchError, match=r"one array of the components' shape(.|\n)*float32\[4\]"):
@@ -337,30 +356,33 @@ def test_accumulation_fn_of_wrong_shape(framework, wrong):
 
 
 def test_accumulation_fn_of_wrong_kind(accelerated):
-    """A function that returns another framework's array, nothing, or a list is an error."""
+    """A function that returns an array of another framework, None or a list is an error."""
     value = PerReplica(accelerated.arrays(small("float32", (4,), 2)), names(0, 1))
     with pytest.raises(
-        cr.MismatchError, match=rf"array of the framework it was given(.|\n)*a {accelerated.name} array"
+        cr.MismatchError, match=rf"an array of the same framework as its arguments(.|\n)*a {accelerated.name} array"
     ):
         cr.ReductionToOneDevice(accumulation_fn=lambda xs: np.zeros(4, "float32")).reduce("sum", value, value)
     for wrong in (None, [], "x"):
-        with pytest.raises(cr.ArgumentError):
+        with pytest.raises(cr.ArgumentError, match="this is not an array"):
             cr.ReductionToOneDevice(accumulation_fn=lambda xs, wrong=wrong: wrong).reduce("sum", value, value)
 
 
-def test_accumulation_fn_under_another_op():
-    """accumulation_fn stands for the sum; min, max and product with it are an error."""
+def test_accumulation_fn_with_another_op():
+    """accumulation_fn replaces the sum; min, max and product are an error."""
     value = PerReplica([1.0, 2.0])
     for op in ("min", "max", "product"):
-        with pytest.raises(cr.ArgumentError, match=r"accumulation_fn stands for the sum(.|\n)*without accumulation_fn"):
+        with pytest.raises(
+            cr.ArgumentError,
+            match=r"accumulation_fn replaces the sum, so the op must be sum or mean(.|\n)*without accumulation_fn",
+        ):
             cr.ReductionToOneDevice(accumulation_fn=max).reduce(op, value, value)
 
 
-def test_what_accumulation_fn_raises_comes_out():
-    """An exception of the function's own comes out as it is, and nothing is returned."""
+def test_exceptions_of_accumulation_fn_are_not_changed():
+    """An exception that the function raises reaches the caller unchanged."""
 
     def broken(xs):
-        raise ZeroDivisionError("mine")
+        raise ZeroDivisionError("custom")
 
-    with pytest.raises(ZeroDivisionError, match="mine"):
+    with pytest.raises(ZeroDivisionError, match="custom"):
         cr.ReductionToOneDevice(accumulation_fn=broken).reduce("sum", PerReplica([1.0, 2.0]), "cpu:0")

@@ -273,15 +273,20 @@ def test_the_oracle_rejects_wrong_results(numpy_):
     shared memory."""
     xs = small("float32", (3,), 3, 7)
     right = np.sum(xs, axis=0)
-    for wrong in (right - xs[2], np.nextafter(right, np.inf) + 1e-3, right.astype("float64"), right[:2]):
-        with pytest.raises(AssertionError):
+    for wrong, words in (
+        (right - xs[2], "sum: got"),
+        (np.nextafter(right, np.inf) + 1e-3, "sum: got"),
+        (right.astype("float64"), "dtype float64, wanted float32"),
+        (right[:2], r"shape \(2,\), wanted \(3,\)"),
+    ):
+        with pytest.raises(AssertionError, match=words):
             oracle.check(wrong, "sum", xs)
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=words):
             check(numpy_, cr.Mirrored([wrong]), "sum", xs, names(0))
     for devices in (names(1), names(0, 1)):
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=r"a result on \('cpu:0',\), wanted \("):
             check(numpy_, cr.Mirrored([right]), "sum", xs, devices)
-    with pytest.raises(AssertionError):
-        check(numpy_, cr.Mirrored([right, right]), "sum", xs, names(0, 1))  # shared memory
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="two components share memory"):
+        check(numpy_, cr.Mirrored([right, right]), "sum", xs, names(0, 1))
+    with pytest.raises(AssertionError, match="a result shares memory with an input"):
         check(numpy_, cr.Mirrored([right]), "sum", xs, names(0), [right])

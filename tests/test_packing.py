@@ -229,7 +229,9 @@ def test_a_fresh_part_that_is_one_tensor_is_not_copied():
     assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.parametrize(("algorithm", "most"), [("hierarchical_copy", 4), ("ring", 1), ("direct", 1), ("one_device", 4)])
+@pytest.mark.parametrize(
+    ("algorithm", "most"), [("hierarchical_copy", 4), ("ring", 1), ("direct", 1), ("one_device", 4)]
+)
 def test_a_plan_does_not_grow_with_the_number_of_packs(monkeypatch, algorithm, most):
     """For any number of packs, a schedule has at most one tree per root, and every pack keeps the limit of bytes."""
     packs, ranges = [], []

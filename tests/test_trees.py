@@ -101,7 +101,9 @@ MAKERS = {
     "dataclass": lambda x: Layer(x, 2 * x),
     "frozen dataclass": lambda x: Frozen(Layer(x, [2 * x]), 3 * x),
     "dataclass with a derived field": lambda x: Derived(x),
-    "dataclass of dataclasses": lambda x: {"a": [Frozen(Layer(x, None), Derived(x)), Child(w=x, b=x, extra=Layer(x, x))]},
+    "dataclass of dataclasses": lambda x: {
+        "a": [Frozen(Layer(x, None), Derived(x)), Child(w=x, b=x, extra=Layer(x, x))]
+    },
 }
 
 

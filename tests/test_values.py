@@ -50,9 +50,7 @@ def test_any_iterable_of_arrays_is_accepted(kind):
     assert len(kind(map(np.copy, [A, B]))) == 2
 
 
-@pytest.mark.parametrize(
-    ("wrong", "kind"), each([A, np.float32(3), "cpu:0", b"x", {"cpu:0": A}, 3, None, 2.5], KINDS)
-)
+@pytest.mark.parametrize(("wrong", "kind"), each([A, np.float32(3), "cpu:0", b"x", {"cpu:0": A}, 3, None, 2.5], KINDS))
 def test_components_must_be_a_list_of_arrays(kind, wrong):
     """A single array is an error, since its rows are not replicas; so are text, dicts and numbers."""
     with pytest.raises(ArgumentError, match=rf"{kind.__name__} takes a list with one array per replica[\s\S]*given: "):

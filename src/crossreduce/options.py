@@ -1,4 +1,7 @@
-"""What a caller may ask of one call: how to pack, how long to wait, which algorithm."""
+"""The options of one call: packing, timeout and algorithm.
+
+Input: the caller's arguments. Output: a validated, immutable ``CommunicationOptions``. Nothing here reduces or plans.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ ALGORITHMS: Final = (
 
 
 def count(name: str, value: object, remedy: str) -> int:
-    """Return ``value`` as a non-negative int, or raise an ``ArgumentError`` that names it."""
+    """Return ``value`` as a non-negative int, or raise an ``ArgumentError`` with the name of the argument."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -35,7 +38,7 @@ def count(name: str, value: object, remedy: str) -> int:
 
 
 def algorithm_name(value: object) -> str:
-    """Return ``value`` if it names an algorithm, or raise an ``ArgumentError`` that lists them."""
+    """Return ``value`` if it is the name of an algorithm, or raise an ``ArgumentError`` that lists the names."""
     if isinstance(value, str) and value in ALGORITHMS:
         return value
     raise ArgumentError(message("there is no such algorithm.", shown(value), "one of " + ", ".join(ALGORITHMS)))
@@ -46,14 +49,14 @@ class CommunicationOptions:
     """Hints for one call of ``reduce``, ``batch_reduce``, ``gather`` or ``all_reduce``.
 
     Args:
-      bytes_per_pack: the most bytes (of one replica) that are reduced as one piece; tensors are cut
-        and joined to fit. 0 leaves it to the op's own ``num_packs``.
-      timeout_seconds: how long replicas may wait for each other: those of a ``MirroredStrategy`` (``None``: 600 s)
-        or of several processes. Reductions of values that are all there wait for nothing.
-      implementation: an algorithm's name, for ops that leave the choice open ("auto" and "nccl").
+      bytes_per_pack: the largest pack, in bytes of one replica; tensors are joined and cut into packs of this size.
+        0: the op's own ``num_packs`` decides.
+      timeout_seconds: how long replicas of a ``MirroredStrategy`` (``None``: 600 s), or of several processes, may wait
+        for each other. Other reductions do not wait.
+      implementation: an algorithm's name, for ops that do not specify one ("auto" and "nccl").
     Raises:
-      ArgumentError: a negative or non-integer number of bytes, a timeout that is not a positive
-        number, an unknown algorithm.
+      ArgumentError: a number of bytes that is negative or not an integer, a timeout that is not a positive number, an
+        unknown algorithm.
 
     >>> CommunicationOptions(bytes_per_pack=1 << 20).bytes_per_pack
     1048576
@@ -78,7 +81,7 @@ class CommunicationOptions:
 
 @dataclass(frozen=True)
 class CollectiveHints(CommunicationOptions):
-    """The older name of ``CommunicationOptions``, accepted wherever that is.
+    """The older name of ``CommunicationOptions``, accepted wherever that class is.
 
     >>> CollectiveHints(bytes_per_pack=1024)
     CollectiveHints(bytes_per_pack=1024, timeout_seconds=None)
