@@ -269,8 +269,7 @@ def test_weak_types_stay_weak(jax_):
 
 
 def test_the_oracle_rejects_wrong_results(numpy_):
-    """The oracle rejects a result with a lost contribution, a wrong bit, a wrong dtype, a wrong shape, a wrong device or
-    shared memory."""
+    """The oracle rejects a lost contribution, a wrong bit, a wrong dtype, shape or device, and shared memory."""
     xs = small("float32", (3,), 3, 7)
     right = np.sum(xs, axis=0)
     for wrong, words in (

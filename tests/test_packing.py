@@ -204,7 +204,7 @@ def test_unpack_undoes_pack(batch, packing, algorithm, n, data):
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.lists(st.integers(0, 40), max_size=6))
 def test_cuts_against_a_plain_list(lengths, marks):
-    """For all bounds, the pieces of a tensor are exactly its elements, in order; an empty tensor has one empty piece."""
+    """For all bounds, the pieces of a tensor are its elements, in order; an empty tensor has one empty piece."""
     (buffer,) = layout(f32(*lengths), Packing(1))
     marks = sorted(mark for mark in marks if mark <= buffer.size)
     limits = tuple(pairwise([0, *marks, buffer.size]))

@@ -351,7 +351,7 @@ def _divide_in_place(x: Array, divisor: int) -> None:
 
 def _unsupported(value: Any) -> UnsupportedError:
     if not isinstance(value, torch.Tensor):
-        return UnsupportedError(message("this is no tensor that can be reduced.", shown(value), "a torch.Tensor"))
+        return UnsupportedError(message("this is not a tensor that can be reduced.", shown(value), "a torch.Tensor"))
     # Its repr may need elements that are not there.
     given = f"{type(value).__name__}, layout {value.layout}, dtype {value.dtype}, device {value.device}"
     if is_lazy(value):
