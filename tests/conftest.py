@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from frameworks import DEVICES, NAMES, load
+from guarded import WRITABLE, Arrays
 from hypothesis import HealthCheck, settings
 
 # Read by JAX and TensorFlow when they are imported, by whichever test comes first.
@@ -103,6 +104,18 @@ def printed(crossreduce):
         return out
 
     return run
+
+
+@pytest.fixture(params=WRITABLE)
+def writable(request):
+    """Each framework whose arrays can be written."""
+    return request.getfixturevalue(f"{request.param}_")
+
+
+@pytest.fixture
+def arrays(writable):
+    """Guarded arrays of each framework whose arrays can be written."""
+    return Arrays(writable)
 
 
 @pytest.fixture

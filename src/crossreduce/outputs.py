@@ -42,7 +42,8 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
     """
     if value.sparse:
         given = f"out for {describe(value[0])}"
-        raise UnsupportedError(message("the size of a sparse result is not known before.", given, "leave out= out"))
+        problem = "out cannot be used for a sparse result, whose size is not known in advance."
+        raise UnsupportedError(message(problem, given, "omit out="))
     if not isinstance(out, DistributedValues) or out.devices != destinations:
         given = f"out on {', '.join(out.devices)}" if isinstance(out, DistributedValues) else f"a {type(out).__name__}"
         problem = "out must be a PerReplica or Mirrored on the destinations, in their order."
@@ -98,7 +99,7 @@ def overlap_error(number: int) -> ArgumentError:
     return ArgumentError(
         message(
             "results cannot be written into arrays that share memory.",
-            f"component {number} of out shares memory with another component, or with an input that it is not",
+            f"component {number} of out shares memory with another component, or with an input that is another array",
             "separate arrays, or exactly the value's own components",
         )
     )

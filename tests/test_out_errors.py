@@ -1,0 +1,293 @@
+"""Errors in ``out=``: each is found before anything is written. Correct calls: test_out.py."""
+
+import numpy as np
+import pytest
+from guarded import LIKE, SHARED, WRITABLE, Adding, Arrays, added, names, refused, two
+from pairs import pairs
+
+import crossreduce as cr
+from crossreduce import ArgumentError, MismatchError, PerReplica, UnsupportedError
+
+OPS = cr.AllReduceCrossDeviceOps()
+
+
+EACH = "out must be a PerReplica or Mirrored on the destinations, in their order"
+PAIRS = "out must have one PerReplica or Mirrored for each pair"
+TREES = "out takes one tree per replica, like the trees"
+NUMPY = "results are written into writable NumPy arrays in C order"
+
+WRONG = {
+    "shape": (lambda a, v: a.blanks(2, (5,)), MismatchError, LIKE),
+    "axes": (lambda a, v: a.blanks(2, (6, 1)), MismatchError, LIKE),
+    "dtype": (lambda a, v: a.blanks(2, (6,), "float32"), MismatchError, LIKE),
+    "one dtype of two": (
+        lambda a, v: PerReplica([a.blank((6,), "float64"), a.blank((6,), "int64")]), MismatchError, LIKE,
+    ),
+    "too few": (lambda a, v: a.blanks(1, (6,)), ArgumentError, EACH),
+    "too many": (lambda a, v: a.blanks(3, (6,)), ArgumentError, EACH),
+    "devices": (lambda a, v: a.blanks(2, (6,), devices=names(0, 2)), ArgumentError, EACH),
+    "order": (lambda a, v: a.blanks(2, (6,), devices=names(1, 0)), ArgumentError, EACH),
+    "a list": (lambda a, v: list(a.blanks(2, (6,))), ArgumentError, EACH),
+    "an array": (lambda a, v: a.blank((2, 6), "float64"), ArgumentError, EACH),
+    "a name": (lambda a, v: "cpu:0", ArgumentError, EACH),
+    "numbers": (lambda a, v: PerReplica([1.0, 2.0]), UnsupportedError, NUMPY),
+    "scalars": (lambda a, v: PerReplica([np.float64(1), np.float64(2)]), UnsupportedError, NUMPY),
+    "slices": (
+        lambda a, v: PerReplica([cr.IndexedSlices(a.blank((6,), "float64"), a.put(np.arange(6)), (6,)) for _ in v]),
+        UnsupportedError, f"{NUMPY}|this is not a tensor that can be reduced",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_invalid_out(arrays, name):
+    """An invalid out is an error with the given object and a remedy; in a batch also with the number of the pair."""
+    make, error, words = WRONG[name]
+    value, good = arrays.value(two()), arrays.value(two())
+    out = make(arrays, value)
+    for ops in (OPS, cr.ReductionToOneDevice(), Adding()):
+        refused(arrays, error, words, ops.reduce, "sum", value, value, out=out)
+        pairs, outs = [(good, good), (value, value)], [good, out]
+        if isinstance(out, PerReplica):
+            refused(arrays, error, f"^pair 1: ({words})", ops.batch_reduce, "sum", pairs, out=outs)
+        else:
+            refused(arrays, ArgumentError, PAIRS, ops.batch_reduce, "sum", pairs, out=outs)
+
+
+@pytest.mark.parametrize(
+    "outs",
+    [[], [0], [0, 0, 0], "ab", {0: 0, 1: 1}, 3, PerReplica([1.0, 1.0])],
+    ids=lambda outs: str(type(outs).__name__),
+)
+def test_a_wrong_number_of_outs(arrays, outs):
+    """A batch needs a list with one out per pair."""
+    values = [arrays.value(two()), arrays.value(two())]
+    outs = [values[0]] * len(outs) if isinstance(outs, list) else outs
+    pairs = [(value, value) for value in values]
+    refused(arrays, ArgumentError, PAIRS, OPS.batch_reduce, "sum", pairs, out=outs)
+
+
+def test_wrong_trees(arrays):
+    """out needs one tree per replica; an error about a leaf has the path of the leaf."""
+    trees = [{"a": arrays.put(x), "b": arrays.put(x)} for x in two()]
+    a, b = arrays.blank((6,), "float64"), arrays.blank((6,), "float64")
+    for out in ([], trees[:1], [*trees, trees[0]], trees[0], a, "ab", 3):
+        refused(arrays, ArgumentError, TREES, cr.all_reduce, trees, out=out)
+    for wrong, error, words in [
+        (arrays.blank((5,), "float64"), MismatchError, LIKE),
+        (1.0, UnsupportedError, "results are written into"),
+        ("b", ArgumentError, "this is not an array"),
+        (type, ArgumentError, "this is not an array"),
+    ]:
+        out = [{"a": a, "b": wrong}, {"a": b, "b": wrong}]
+        refused(arrays, error, r"^leaf tree\['b'\]: .*" + words, cr.all_reduce, trees, out=out)
+
+
+def test_trees_of_another_structure(arrays):
+    """The trees of out need the structure of the inputs; the error lists the leaves that only one side has."""
+    trees = [{"a": x, "b": x} for x in arrays.value(two())]
+    a, b = arrays.blanks(2, (6,))
+    for out, missing in (
+        ([{"a": a}, {"a": b}], r"tree\['b'\]"),
+        ([{"a": a, "c": a}, {"a": b, "c": b}], r"tree\['c'\]"),
+        ([[a, a], [b, b]], r"tree\[0\]"),
+    ):
+        words = r"the trees of out differ in structure from the replicas'\.\n.*" + missing
+        refused(arrays, MismatchError, words, cr.all_reduce, trees, out=out)
+
+
+def test_sparse_values_have_no_out(arrays):
+    """out cannot be given for a sparse result, since its number of slices depends on the inputs."""
+    slices = [cr.IndexedSlices(arrays.put(np.ones((2, 3))), arrays.put(np.array([0, 2])), (4, 3)) for _ in range(2)]
+    value, out = PerReplica(slices), arrays.blanks(2, (4, 3))
+    dense = arrays.value(two())
+    words = "out cannot be used for a sparse result, whose size is not known in advance"
+    for ops in (OPS, cr.ReductionToOneDevice(), Adding()):
+        refused(arrays, UnsupportedError, words, ops.reduce, "sum", value, value, out=out)
+        refused(arrays, UnsupportedError, words, ops.reduce, "sum", value, value, out=value)
+        pairs = [(dense, dense), (value, value)]
+        refused(arrays, UnsupportedError, "^pair 1: " + words, ops.batch_reduce, "sum", pairs, out=[dense, out])
+    trees = [{"d": x, "s": s} for x, s in zip(dense, slices, strict=True)]
+    refused(arrays, UnsupportedError, r"^leaf tree\['s'\]: " + words, cr.all_reduce, trees, out=trees)
+
+
+@pytest.mark.parametrize("name", ["jax", "tensorflow"])
+def test_immutable_arrays(request, arrays, name):
+    """Arrays of JAX and TensorFlow are rejected as out, and nothing of the batch is reduced."""
+    final = request.getfixturevalue(f"{name}_")
+    words = {"jax": "JAX arrays cannot be written into", "tensorflow": "TensorFlow's tensors cannot be written into"}[
+        name
+    ]
+    value = PerReplica(final.arrays(two()))
+    good = arrays.value(two())
+    for ops in (OPS, cr.ReductionToOneDevice(), Adding()):
+        refused(arrays, UnsupportedError, words, ops.reduce, "sum", value, value, out=value)
+        pairs = [(good, good), (value, value)]
+        refused(arrays, UnsupportedError, "^pair 1: " + words, ops.batch_reduce, "sum", pairs, out=[good, value])
+        refused(arrays, UnsupportedError, words, ops.reduce, "sum", good, value, out=value)
+        refused(arrays, MismatchError, LIKE, ops.reduce, "sum", value, value, out=good)
+    trees = [{"a": x, "b": y} for x, y in zip(good, value, strict=True)]
+    refused(arrays, UnsupportedError, r"^leaf tree\['b'\]: " + words, cr.all_reduce, trees, out=trees)
+    assert [final.to_numpy(x).tolist() for x in value] == [x.tolist() for x in two()]
+
+
+def test_arrays_of_another_framework(numpy_, torch_):
+    """A torch tensor is rejected as out for a NumPy result, and vice versa, although they could share memory."""
+    ours, theirs = Arrays(numpy_), Arrays(torch_)
+    value, other = ours.value(two()), theirs.value(two())
+    for a, b in ((value, other), (other, value)):
+        for out in (b, PerReplica([a[0], b[1]])):
+            before = theirs.contents()
+            refused(ours, MismatchError, LIKE, OPS.reduce, "sum", a, a, out=out)
+            assert theirs.contents() == before
+
+
+# ---- Arrays that cannot be written into, or share memory ------------------------------------------------------------
+
+OPS_BY_PATH = {
+    "kernels": cr.AllReduceCrossDeviceOps("direct"),
+    "packs": cr.AllReduceCrossDeviceOps("ring", num_packs=3),
+    "several dtypes": cr.AllReduceCrossDeviceOps("hierarchical_copy"),
+    "loop": cr.AllReduceCrossDeviceOps("direct"),
+    "one device": cr.ReductionToOneDevice(),
+    "function": cr.ReductionToOneDevice(accumulation_fn=added),
+    "subclass": Adding(),
+}
+
+
+def partly_sparse(arrays, value):
+    """Return a value whose first component is sparse, with slices in the same memory; the loop engine reduces it."""
+    rows = arrays.put(np.arange(len(value[0])))
+    return PerReplica([cr.IndexedSlices(value[0], rows, tuple(value[0].shape)), *value.values[1:]], value.devices)
+
+
+def read_only(a):
+    value, out = a.value(two()), a.blanks(2, (6,))
+    out[1].flags.writeable = False
+    return [(value, out)]
+
+
+def strided(a):
+    return [(a.value(two()), PerReplica([a.blank((6,), "float64"), a.blank((12,), "float64")[::2]]))]
+
+
+def in_fortran_order(a):
+    return [(a.value(two(1, (3, 2))), PerReplica([a.blank((3, 2), "float64"), a.blank((2, 3), "float64").T]))]
+
+
+def twice(a):
+    return [(a.value(two()), PerReplica([a.blank((6,), "float64")] * 2))]
+
+
+def overlapping(a):
+    block = a.blank((9,), "float64")
+    return [(a.value(two()), PerReplica([block[3:], block[:6]]))]
+
+
+def one_element(a):
+    block = a.blank((11,), "float64")
+    return [(a.value(two()), PerReplica([block[:6], block[5:]]))]
+
+
+def shared_by_pairs(a):
+    out = a.blanks(2, (6,))
+    return [(a.value(two()), out), (a.value(two(10)), out)]
+
+
+def another_pairs_input(a):
+    first, second = a.value(two()), a.value(two(10))
+    return [(first, second), (second, a.blanks(2, (6,)))]
+
+
+def an_earlier_pairs_input(a):
+    first, second = a.value(two()), a.value(two(10))
+    return [(first, a.blanks(2, (6,))), (second, first)]
+
+
+def one_value_in_place_and_not(a):
+    value = a.value(two())
+    return [(value, value), (value, a.blanks(2, (6,)))]
+
+
+def shifted(a):
+    block = a.put(np.arange(7.0))
+    return [(PerReplica([block[:6], a.put(np.ones(6))]), PerReplica([a.blank((6,), "float64"), block[1:]]))]
+
+
+def transposed(a):
+    x, y = a.put(np.arange(9.0).reshape(3, 3)), a.put(np.ones((3, 3)))
+    return [(PerReplica([x.T, y]), PerReplica([x, y]))]
+
+
+ORDER = r"results are written into (writable NumPy arrays in C order|contiguous tensors)"
+REFUSED = {
+    read_only: (UnsupportedError, f"{ORDER}[\\s\\S]*read-only"),
+    strided: (UnsupportedError, ORDER),
+    in_fortran_order: (UnsupportedError, ORDER),
+    **dict.fromkeys(
+        [
+            twice, overlapping, one_element, shared_by_pairs, another_pairs_input, an_earlier_pairs_input,
+            one_value_in_place_and_not, shifted, transposed,
+        ],
+        (ArgumentError, SHARED),
+    ),
+}  # fmt: skip
+
+
+def check_refused(arrays, make, path):
+    """Assert that a batch, and a single value, raises its error before anything is written."""
+    rows = make(arrays)
+    if path == "several dtypes":
+        integers = arrays.value([np.int32([1, 2]), np.int32([3, 4])])
+        rows = [(integers, integers), *rows]  # it would be written first
+    elif path == "loop":
+        rows = [(partly_sparse(arrays, value), out) for value, out in rows]
+    pairs = [(value, PerReplica([0] * len(out), out.devices)) for value, out in rows]
+    error, words = REFUSED[make]
+    if len(pairs) == 1:
+        refused(arrays, error, words, OPS_BY_PATH[path].reduce, "sum", *pairs[0], out=rows[0][1])
+    outs = [out for _, out in rows]
+    if path != "several dtypes":
+        good = arrays.value(two())
+        pairs, outs = [(good, good), *pairs], [good, *outs]
+    refused(arrays, error, words, OPS_BY_PATH[path].batch_reduce, "sum", pairs, out=outs)
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "writable"),
+    pairs([make for make in REFUSED if make is not read_only], OPS_BY_PATH, WRITABLE),
+    indirect=["writable"],
+)
+def test_out_is_checked_before_anything_is_written(arrays, make, path):
+    """On every code path, arrays that cannot be written, or that share memory, are errors before the first write."""
+    check_refused(arrays, make, path)
+
+
+@pytest.mark.parametrize("path", OPS_BY_PATH)
+def test_read_only_arrays(numpy_, path):
+    """NumPy's read-only arrays are rejected on every code path, too; torch does not have such tensors."""
+    check_refused(Arrays(numpy_), read_only, path)
+
+
+def test_an_invalid_environment_stops_a_batch_before_the_first_write(monkeypatch):
+    """For a batch of several kernel runs, an invalid environment variable is an error before the first run."""
+    small = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+    large = PerReplica([np.ones(1 << 17), np.ones(1 << 17)])
+    monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "many")
+    with pytest.raises(ArgumentError, match="CROSSREDUCE_NUM_THREADS"):
+        OPS.batch_reduce("sum", [(small, small), (large, large)], out=[small, large])
+    assert small[0].tolist() == [1, 2]
+    assert large[0].max() == 1
+
+
+def test_errors_in_out_report_the_pair_or_leaf(arrays):
+    """An error about an array that cannot be written, or that shares memory, reports its pair or leaf."""
+    value, good = arrays.value(two()), arrays.value(two())
+    for out, error in (
+        (PerReplica([arrays.blank((6,), "float64"), arrays.blank((12,), "float64")[::2]]), UnsupportedError),
+        (PerReplica([arrays.blank((6,), "float64")] * 2), ArgumentError),
+    ):
+        trees, outs = ([{"a": x, "b": y} for x, y in zip(good, other, strict=True)] for other in (value, out))
+        refused(arrays, error, r"^leaf tree\['b'\]: ", cr.all_reduce, trees, out=outs)
+        pairs = [(good, good), (value, value)]
+        refused(arrays, error, "^pair 1: ", OPS.batch_reduce, "sum", pairs, out=[good, out])
