@@ -129,8 +129,9 @@ runpy.run_module("crossreduce", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGINT cannot be sent to one process")
-def test_ctrl_c_stops_a_command(tmp_path):
-    """Ctrl-C during training exits with 130, without a traceback and without a file."""
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_stops_a_command(tmp_path, name, code):
+    """Ctrl-C or SIGTERM during training exits with its code, without a traceback and without a file."""
     line = ["train", "--epochs", "100000", "--json", str(tmp_path / "run.json")]
     with subprocess.Popen(
         [sys.executable, "-c", INTERRUPTIBLE, *line], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -139,12 +140,12 @@ def test_ctrl_c_stops_a_command(tmp_path):
         while not list(tmp_path.iterdir()) and time.monotonic() < began + 60:
             time.sleep(0.05)
         assert list(tmp_path.iterdir()), "the command did not start"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.Signals[name])
         try:
             out, error = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert process.returncode == 130
+    assert process.returncode == code
     assert out == ""
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,7 @@
-"""On one CUDA device: torch and JAX with eight logical replicas, cuda:0 to cuda:0#7.
+"""One CUDA device: torch and JAX with eight logical replicas, cuda:0 to cuda:0#7.
 
-Run alone with ``pytest -m gpu tests/test_gpu.py``, and with CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax
-where TensorFlow is not installed.
+Run these tests with ``pytest -m gpu tests/test_gpu.py``, and with CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax if
+TensorFlow is not installed.
 """
 
 import numpy as np
@@ -9,6 +9,7 @@ import oracle
 import pytest
 from expect import check_memory, digits, result_dtype, small
 from frameworks import DTYPES, Jax, Torch, defined
+from pairs import pairs
 
 import crossreduce as cr
 from crossreduce.options import ALGORITHMS
@@ -17,7 +18,10 @@ pytestmark = pytest.mark.gpu
 LOGICAL = ("cuda:0", *(f"cuda:0#{k}" for k in range(1, 8)))
 
 
-@pytest.fixture(scope="module", params=["torch", "jax"])
+GPU = ["torch", "jax"]
+
+
+@pytest.fixture(scope="module", params=GPU)
 def gpu(request):
     return Torch("cuda") if request.param == "torch" else Jax("cuda")
 
@@ -40,28 +44,27 @@ def check(framework, result, op, xs, devices, inputs):
     check_memory(framework, result, inputs)
 
 
-def test_arrays_on_one_gpu_are_its_logical_devices(gpu):
-    """Eight arrays on one GPU are eight logical devices."""
+def test_arrays_on_one_gpu_have_logical_devices(gpu):
+    """Eight arrays on one GPU have eight logical devices."""
     assert cr.PerReplica(put(gpu, small("float32", (2,), 8))).devices == LOGICAL
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_contribution_counts_on_gpu(gpu, algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "n", "packs", "gpu"), pairs(ALGORITHMS, range(1, 9), [0, 1, 3], GPU), indirect=["gpu"]
+)
+def test_every_contribution_is_added_once_on_gpu(gpu, algorithm, n, packs):
     """On 1 to 8 logical devices, packed or not, no contribution is lost, doubled or misplaced."""
-    for n in range(1, 9):
-        xs = digits(n, (5,))
-        given = put(gpu, xs)
-        value = cr.PerReplica(given)
-        for packs in (0, 1, 3):
-            ops = cr.AllReduceCrossDeviceOps(algorithm, packs)
-            check(gpu, ops.reduce("sum", value, value), "sum", xs, LOGICAL[:n], given)
-            check(gpu, ops.reduce("sum", value, "cuda:0#9"), "sum", xs, ("cuda:0#9",), given)
+    xs = digits(n, (5,))
+    given = put(gpu, xs)
+    value = cr.PerReplica(given)
+    ops = cr.AllReduceCrossDeviceOps(algorithm, packs)
+    check(gpu, ops.reduce("sum", value, value), "sum", xs, LOGICAL[:n], given)
+    check(gpu, ops.reduce("sum", value, "cuda:0#9"), "sum", xs, ("cuda:0#9",), given)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "dtype", "gpu"), pairs(ALGORITHMS, DTYPES, GPU), indirect=["gpu"])
 def test_every_dtype_on_gpu(gpu, algorithm, dtype):
-    """Every reduction of every dtype equals the oracle, by every algorithm."""
+    """Every reduction of every dtype equals the oracle, for every algorithm."""
     xs = small(dtype, (3, 2), 8)
     given = put(gpu, xs)
     value = cr.PerReplica(given)
@@ -73,7 +76,8 @@ def test_every_dtype_on_gpu(gpu, algorithm, dtype):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_random_floats_on_gpu(gpu, algorithm):
-    """Large random float32s stay within the derived tolerance, with the same bits on all and in every run."""
+    """Results of random float32 arrays are within the derived tolerance, with the same bits on all devices and in every
+    run."""
     rng = np.random.default_rng(0)
     xs = [rng.normal(size=2000).astype("float32") for _ in range(8)]
     given = put(gpu, xs)
@@ -86,7 +90,7 @@ def test_random_floats_on_gpu(gpu, algorithm):
 
 
 def test_means_are_divided_on_gpu(gpu):
-    """On a GPU the mean of n equal integers is that integer: a division, not a product with 1/n."""
+    """On a GPU, the mean of n equal integers is that integer: it is divided by n, not multiplied by 1/n."""
     for n in (3, 5, 6, 7):
         xs = [np.arange(100, dtype="float32")] * n
         value = cr.PerReplica(put(gpu, xs))
@@ -95,7 +99,7 @@ def test_means_are_divided_on_gpu(gpu):
 
 
 def test_sparse_on_gpu(gpu):
-    """Sparse values are listed in replica order on the GPU, and are dense beside dense ones."""
+    """On the GPU, slices are concatenated in replica order, or made dense if another replica is dense."""
     for kind in gpu.kinds:
         parts = [(np.full((k % 3, 2), k, "float32"), np.arange(k % 3)) for k in range(8)]
         given = [gpu.sparse(kind, v, i, (4, 2), 0) for v, i in parts]
@@ -109,7 +113,7 @@ def test_sparse_on_gpu(gpu):
 
 
 def test_trees_gather_and_broadcast_on_gpu(gpu):
-    """Trees, gather and broadcast work between logical devices, and between GPU and host."""
+    """Trees, gather and broadcast work between logical devices, and between the GPU and the host."""
     xs = digits(3, (4,))
     given = put(gpu, xs)
     for result in cr.all_reduce([{"a": x, "n": float(k)} for k, x in enumerate(given)]):
@@ -126,8 +130,8 @@ def test_trees_gather_and_broadcast_on_gpu(gpu):
     assert all(on_gpu(gpu, copy) for copy in copies)
 
 
-def test_a_gpu_that_is_not_there(gpu):
-    """A GPU beyond those here is a DeviceError that names it."""
+def test_a_gpu_that_does_not_exist(gpu):
+    """A GPU that does not exist is a DeviceError with its name."""
     value = cr.PerReplica(put(gpu, digits(2, (2,))))
     with pytest.raises(cr.DeviceError, match="cuda:99"):
         cr.HierarchicalCopyAllReduce().reduce("sum", value, "cuda:99")

@@ -1,4 +1,4 @@
-"""Ops on a topology: whatever the wiring, results are the oracle's, and what is run is the plan for that wiring."""
+"""Ops with a topology: results equal the oracle's for all topologies, and the planned schedule is the one that runs."""
 
 import itertools
 import threading
@@ -9,8 +9,10 @@ import expect
 import numpy as np
 import oracle
 import pytest
+from frameworks import NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import each, pairs
 from strategies import NAMED, names, wired
 
 import crossreduce as cr
@@ -26,7 +28,8 @@ each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 def check_sum(ops, n, size=37):
-    """Reduce, reduce to one, and broadcast ``n`` NumPy arrays, in whose sum each contribution and position shows."""
+    """Assert that ``n`` NumPy arrays are reduced to all devices and to one, and broadcast; their sum shows every
+    contribution to every element."""
     xs = expect.digits(n, (size,))
     value = PerReplica([x.copy() for x in xs])
     due = sum(xs)
@@ -38,18 +41,16 @@ def check_sum(ops, n, size=37):
     assert all(np.array_equal(part, xs[0]) for part in ops.broadcast(xs[0], value))
 
 
-@each_algorithm
-@pytest.mark.parametrize("n", range(1, 9))
-@pytest.mark.parametrize("packs", [1, 3])
+@pytest.mark.parametrize(("algorithm", "n", "packs"), pairs(ALGORITHMS, range(1, 9), [1, 3]))
 def test_any_number_of_gpus_of_a_dgx_1v(algorithm, n, packs):
-    """1 to 8 replicas on the first GPUs of a DGX-1V, under their own names, get the sum by every algorithm; data may
-    pass the other GPUs."""
+    """1 to 8 replicas on the first GPUs of a DGX-1V get the correct sum by every algorithm; data may be routed through
+    the other GPUs."""
     check_sum(AllReduceCrossDeviceOps(algorithm, packs, topology=ON_HOST), n)
 
 
 @each_algorithm
 def test_partial_machines(algorithm):
-    """Any connected part of a DGX-1V, and one without some links, serve too."""
+    """Connected subsets of a DGX-1V, and a DGX-1V without some links, are valid topologies."""
     for some in ((0, 1, 2), (5, 6, 7, 4, 0), (0, 2, 3, 5, 6, 7), (7, 3)):
         part = ON_HOST.subset([f"cpu:{k}" for k in some])
         check_sum(AllReduceCrossDeviceOps(algorithm, topology=part.renamed(names(len(some)))), len(some))
@@ -59,41 +60,39 @@ def test_partial_machines(algorithm):
     check_sum(AllReduceCrossDeviceOps(algorithm, 2, topology=broken), 8)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "ring", "forest", "auto"])
+@pytest.mark.parametrize(("machine", "algorithm"), each(MACHINES, ["hierarchical_copy", "ring", "forest", "auto"]))
 def test_machines_are_matched_by_position(machine, algorithm):
-    """A machine's devices have other names than arrays in host memory: the i-th stands for the i-th replica."""
+    """If the topology has other device names than the value, its i-th device is that of the i-th replica."""
     topology = Topology.machine(machine)
     check_sum(AllReduceCrossDeviceOps(algorithm, topology=topology), len(topology.devices))
 
 
-@each_algorithm
-@pytest.mark.parametrize("machine", ["dgx-1v", "dgx-a100", "mi100", "pcie-8"])
-def test_machines_with_more_devices_than_replicas(machine, algorithm):
-    """Fewer replicas than devices stand on the first ones. The others pass data on, and none of it is put there."""
-    for n in (1, 2, 3, 5, 7):
-        check_sum(AllReduceCrossDeviceOps(algorithm, topology=Topology.machine(machine)), n)
+@pytest.mark.parametrize(
+    ("algorithm", "n", "machine"), pairs(ALGORITHMS, [1, 2, 3, 5, 7], ["dgx-1v", "dgx-a100", "mi100", "pcie-8"])
+)
+def test_machines_with_more_devices_than_replicas(machine, algorithm, n):
+    """If a topology has more devices than the value, the replicas are on its first ones; the others only forward."""
+    check_sum(AllReduceCrossDeviceOps(algorithm, topology=Topology.machine(machine)), n)
 
 
 HUB = pytest.mark.xfail(
-    strict=True, reason="forest reduces on a device that no replica stands for, under the topology's name for it"
+    strict=True, reason="forest reduces on a device without a replica, which does not exist under the topology's name"
 )
 
 
 @pytest.mark.parametrize(
     "algorithm", [pytest.param(name, marks=[HUB] if name in ("forest", "nccl", "auto") else []) for name in ALGORITHMS]
 )
-def test_a_hub_without_a_replica_passes_data_on(algorithm):
-    """Where the replicas are joined only by a device that stands for none of them, data passes it."""
+def test_a_hub_without_a_replica_forwards(algorithm):
+    """If the only connection between the replicas is a device without a replica, data is routed through it."""
     links = [Link(*pair, 5) for k in range(4) for pair in ((f"cuda:{k}", "cuda:9"), ("cuda:9", f"cuda:{k}"))]
     hub = Topology([*(f"cuda:{k}" for k in range(4)), "cuda:9"], links)
     check_sum(AllReduceCrossDeviceOps(algorithm, topology=hub), 4, size=1 << 12)
 
 
-@each_algorithm
-@pytest.mark.parametrize("n", [2, 3, 6])
-def test_switches_that_reduce_are_planned_as_plain(algorithm, n):
-    """Nothing that runs here can reduce on a switch, so a switch that could only passes data on."""
+@pytest.mark.parametrize(("algorithm", "n"), each(ALGORITHMS, [2, 3, 6]))
+def test_reducing_switches_only_forward(algorithm, n):
+    """No engine can reduce on a switch, so schedules for the ops use a reducing switch like a plain one."""
     star = Topology.star(6, 450, 1e-6)
     reducing = star.with_switches(reducing=True)
     check_sum(AllReduceCrossDeviceOps(algorithm, topology=reducing), n)
@@ -111,25 +110,25 @@ def test_switches_that_reduce_are_planned_as_plain(algorithm, n):
     st.sampled_from(["sum", "mean", "max"]),
     st.booleans(),
 )
-def test_results_are_the_oracles_on_any_topology(data, n, algorithm, packs, op, both_ways):
-    """On any topology that joins the replicas, in whatever order it lists them, results are the oracle's: integers to
-    the bit, floats within the rounding of any order."""
+def test_results_equal_the_oracle_on_any_topology(data, n, algorithm, packs, op, both_ways):
+    """On any topology that connects the replicas, with its devices in any order, results equal the oracle's: integers
+    exactly, floats within the rounding error of any order of additions."""
     topology = data.draw(wired(names(n), both_ways=both_ways))
     topology = topology.renamed(data.draw(st.permutations(names(n))))
     dtype = data.draw(st.sampled_from(["int64", "float32"]))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     xs = [rng.integers(-9, 9, (4, 5)).astype(dtype) for _ in range(n)]
     ops = AllReduceCrossDeviceOps(algorithm, packs, topology=topology)
-    takes = data.draw(st.lists(st.sampled_from(names(n)), min_size=1, unique=True))
-    result = ops.reduce(op, PerReplica(xs), PerReplica([0] * len(takes), takes))
-    assert result.devices == tuple(takes)
+    destinations = data.draw(st.lists(st.sampled_from(names(n)), min_size=1, unique=True))
+    result = ops.reduce(op, PerReplica(xs), PerReplica([0] * len(destinations), destinations))
+    assert result.devices == tuple(destinations)
     for part in result:
         oracle.check(part, op, xs)
 
 
 @each_algorithm
-def test_batches_of_all_kinds(algorithm):
-    """A batch of several shapes and dtypes, packed or not, dense and sparse, goes over a topology as one value does."""
+def test_batches_of_several_kinds(algorithm):
+    """A batch of several shapes and dtypes, packed or not, dense and sparse, is reduced correctly on a topology."""
     rng = np.random.default_rng(0)
     kinds = [((3, 4), "float32"), ((), "int32"), ((0,), "float32"), ((50,), "float16"), ((7,), "float32")]
     dense = [[rng.integers(-9, 9, shape).astype(dtype) for _ in range(8)] for shape, dtype in kinds]
@@ -142,13 +141,13 @@ def test_batches_of_all_kinds(algorithm):
             assert len(result) == 8
             for part in result:
                 oracle.check(part, "sum", xs)
-        whole = np.zeros((3, 2))
-        np.add.at(whole, np.asarray(sparse[0].indices), np.asarray(sparse[0].values))
-        assert whole.tolist() == [[sum(2.0**k for k in range(8) if k % 3 == row)] * 2 for row in range(3)]
+        total = np.zeros((3, 2))
+        np.add.at(total, np.asarray(sparse[0].indices), np.asarray(sparse[0].values))
+        assert total.tolist() == [[sum(2.0**k for k in range(8) if k % 3 == row)] * 2 for row in range(3)]
 
 
 def test_all_reduce_of_trees():
-    """all_reduce takes ops with a topology: trees of arrays come back whole."""
+    """all_reduce of trees accepts ops with a topology."""
     trees = [{"w": np.full((2, 3), 9**k), "b": [np.int64(9**k), None]} for k in range(8)]
     due = sum(9**k for k in range(8))
     for ops in (HierarchicalCopyAllReduce(2, topology=DGX), AllReduceCrossDeviceOps("forest", topology=DGX)):
@@ -156,9 +155,13 @@ def test_all_reduce_of_trees():
             assert (tree["w"].tolist(), tree["b"]) == ([[due] * 3] * 2, [due, None])
 
 
-@pytest.mark.parametrize("algorithm", ["hierarchical_copy", "forest", "auto", "ring"])
+@pytest.mark.parametrize(
+    ("algorithm", "framework"),
+    each(["hierarchical_copy", "forest", "auto", "ring"], NAMES),
+    indirect=["framework"],
+)
 def test_each_framework(algorithm, framework):
-    """Arrays of every framework are reduced over a topology, on all devices and on some."""
+    """Arrays of every framework are reduced on a topology, on all of its devices and on some."""
     for n in (8, 5):
         xs = expect.small("float32", (6, 5), n)
         arrays = framework.arrays(xs)
@@ -173,13 +176,13 @@ def test_each_framework(algorithm, framework):
         assert framework.to_numpy(part).tolist() == xs[0].tolist()
 
 
-# What is run is what was planned.
+# The planned schedule is the one that runs.
 
 
 @pytest.mark.parametrize("algorithm", [*NAMED, "auto"])
 @pytest.mark.parametrize("size", [10, 48 * 1024])
 def test_bytes_are_those_of_the_plan(algorithm, size):
-    """What an op moves between devices is what cr.plan's schedule for so many bytes moves over the links."""
+    """An op moves the same bytes over each link as the schedule of cr.plan for that size."""
     null = NullFramework()
     value = PerReplica([null.zeros((size,), "float32", device) for device in DGX.devices])
     result = AllReduceCrossDeviceOps(algorithm, topology=DGX).reduce("sum", value, value)
@@ -194,7 +197,7 @@ def test_bytes_are_those_of_the_plan(algorithm, size):
 
 
 def test_the_plan_follows_the_size():
-    """ "auto" on a topology takes few rounds when small and fills the links when large, as cr.plan does."""
+    """ "auto" on a topology uses few rounds for small values, and all links equally for large ones, like cr.plan."""
     moved = {}
     for size in (2, 1 << 22):
         null = NullFramework()
@@ -205,13 +208,13 @@ def test_the_plan_follows_the_size():
     assert len(small.schedule.rounds) < len(large.schedule.rounds)
     loads = {pair: count / DGX.link(*pair).bandwidth for pair, count in moved[1 << 22].bytes.items()}
     assert set(loads) == {(link.src, link.dst) for link in DGX.links}
-    assert max(loads.values()) / min(loads.values()) < 1.01  # every link is busy all the time
+    assert max(loads.values()) / min(loads.values()) < 1.01  # all links are busy for the same time
     assert set(moved[2].bytes) != set(loads)
 
 
 @pytest.mark.parametrize("packs", [1, 2, 8, 20])
 def test_packs_of_hierarchical_copy_have_different_roots(packs):
-    """num_packs packs go along trees with different roots, so that no device's links carry more than they must."""
+    """num_packs packs use trees with different roots, so that the load is spread over the links of all devices."""
     null = NullFramework()
     value = PerReplica([null.zeros((40 * 1024,), "float32", device) for device in DGX.devices])
     HierarchicalCopyAllReduce(packs, topology=DGX).reduce("sum", value, value)
@@ -225,8 +228,8 @@ def test_packs_of_hierarchical_copy_have_different_roots(packs):
 
 
 @each_algorithm
-def test_what_is_not_joined_moves_nothing(algorithm):
-    """Where the topology does not join the replicas, PlanError names the cut before anything moves."""
+def test_disconnected_replicas_move_nothing(algorithm):
+    """If the topology does not connect the replicas, a PlanError reports the cut before anything is moved."""
     links = [Link(*pair, 1) for k in (0, 2) for pair in itertools.permutations(names(4)[k : k + 2])]
     null = NullFramework()
     value = PerReplica([null.zeros((5,), "float32", device) for device in names(4)])
@@ -241,8 +244,8 @@ def test_what_is_not_joined_moves_nothing(algorithm):
     assert len(ops.reduce("sum", part, part)) == 2
 
 
-def test_devices_that_the_topology_lacks():
-    """Replicas on devices of which the topology lacks some, or on more than it has, are a PlanError."""
+def test_devices_that_the_topology_does_not_have():
+    """If the topology has only some of the devices of a value, or fewer devices, it is a PlanError."""
     null = NullFramework()
     some = [null.zeros((5,), "float32", device) for device in ("cuda:0", "cpu:1")]
     with pytest.raises(cr.PlanError, match=r"the topology lacks a device[\s\S]*request for cuda:0, cpu:1"):
@@ -253,10 +256,9 @@ def test_devices_that_the_topology_lacks():
 
 
 def test_a_forest_without_a_topology():
-    """ "forest" needs no topology: host memory is a full mesh, on which it does as "direct" does."""
-    for n in (1, 2, 3, 7, 8):
-        for packs in (0, 1, 3):
-            check_sum(AllReduceCrossDeviceOps("forest", packs), n)
+    """ "forest" without a topology plans on a full mesh, on which it moves the same bytes as "direct"."""
+    for n, packs in pairs([1, 2, 3, 7, 8], [0, 1, 3]):
+        check_sum(AllReduceCrossDeviceOps("forest", packs), n)
     null = NullFramework()
     value = PerReplica([null.zeros((840,), "float32", device) for device in names(5)])
     AllReduceCrossDeviceOps("forest").reduce("sum", value, value)
@@ -264,7 +266,7 @@ def test_a_forest_without_a_topology():
 
 
 def test_threads_reduce_over_one_topology():
-    """Threads that reduce over the same fresh topology at the same time all get their own sums."""
+    """Threads that reduce on the same new topology at the same time all get their own sums."""
     topology = Topology.torus(2, 4, gb_per_s=(17, 34), latency_s=1e-6)
     start = threading.Barrier(8)
 

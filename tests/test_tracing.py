@@ -1,9 +1,12 @@
-"""jax.jit and tf.function: a traced call gives what the eager one gives, for every algorithm."""
+"""jax.jit, tf.function and torch.jit: a traced call has the result of the eager one, for every algorithm."""
+
+import warnings
 
 import numpy as np
 import oracle
 import pytest
 from expect import digits, result_dtype, small
+from pairs import each
 
 import crossreduce as cr
 from crossreduce.options import ALGORITHMS
@@ -26,16 +29,21 @@ def traced(framework, function, **options):
     return framework.jax.jit(function) if framework.name == "jax" else framework.tf.function(function, **options)
 
 
-@pytest.fixture(scope="session", params=["jax", "tensorflow"])
+TRACING = ["jax", "tensorflow"]
+
+
+@pytest.fixture(scope="session", params=TRACING)
 def tracing(request):
+    """Each framework that traces functions."""
     return request.getfixturevalue(f"{request.param}_")
 
 
 @ops_table
 def test_traced_equals_eager(tracing, ops):
-    """A traced reduction gives what the eager one gives, the same bits on all replicas and in every run.
+    """A traced reduction has the result of the eager one, with the same bits on all replicas and in every run.
 
-    With JAX also the eager call's bits; TensorFlow's graph optimizer re-associates additions on one device.
+    With JAX, the bits are also those of the eager call. TensorFlow's graph optimizer may reorder additions on one
+    device.
     """
     rng = np.random.default_rng(0)
     xs = [rng.normal(size=(3, 2)).astype("float32") for _ in range(5)]
@@ -60,7 +68,7 @@ def test_traced_equals_eager(tracing, ops):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8", "int64", "complex64", "bool"])
 def test_traced_dtypes(tracing, dtype):
-    """Every kind of dtype keeps its rules under tracing: halves round once, the mean of integers is a float."""
+    """The rules of dtypes are the same under tracing: half types are rounded once, the mean of integers is a float."""
     xs = small(dtype, (4,), 3)
     given = [tracing.array(x) for x in xs]
     for op in ("max", "product") if dtype == "bool" else ("sum", "mean"):
@@ -73,9 +81,10 @@ def test_traced_dtypes(tracing, dtype):
                 oracle.check(tracing.to_numpy(y), op, xs, result=result_dtype(tracing, op, dtype))
 
 
-@ops_table
+@pytest.mark.parametrize(("ops", "tracing"), each(OPS, TRACING), indirect=["tracing"])
 def test_traced_batches_and_trees(tracing, ops):
-    """A mixed batch, a tree, a broadcast and a gather trace as well."""
+    """A batch of several dtypes, a tree, a broadcast and a gather can be traced."""
+    ops = OPS[ops]
     xs, ns = digits(3, (4,)), small("float32", (), 3)
     arrays, scalars = [tracing.array(x) for x in xs], [tracing.array(x) for x in ns]
 
@@ -99,7 +108,7 @@ def test_traced_batches_and_trees(tracing, ops):
 
 
 def test_traced_destinations(tracing):
-    """Under tracing a result may go to other devices, in any number and order."""
+    """Under tracing, a result may have other devices than the value, in any number and order."""
     xs = digits(3, (4,))
     for ops in (cr.ReductionToOneDevice("cpu:1"), cr.HierarchicalCopyAllReduce(), cr.AllReduceCrossDeviceOps("ring")):
         for to in ((0, 1, 2), (2, 0), (4,), (3, 1, 0, 2)):
@@ -113,7 +122,7 @@ def test_traced_destinations(tracing):
 
 
 def test_tracing_again(tracing):
-    """A call with the same shapes traces once; another shape or dtype traces again and is right."""
+    """Calls with the same shapes are traced once; another shape or dtype is traced again, with a correct result."""
     traces = []
 
     def function(*arrays):
@@ -132,7 +141,7 @@ def test_tracing_again(tracing):
 
 
 def test_errors_while_tracing(tracing):
-    """Shapes are checked while tracing, with the same words as eagerly."""
+    """Shapes are checked during tracing, with the same message as in an eager call."""
 
     def function(*arrays):
         value = cr.PerReplica(arrays)
@@ -143,8 +152,8 @@ def test_errors_while_tracing(tracing):
 
 
 @ops_table
-def test_sizes_that_tf_leaves_open(tensorflow_, ops):
-    """A tf.function whose signature leaves sizes open reduces whatever comes, at any size."""
+def test_unknown_sizes_of_tensorflow(tensorflow_, ops):
+    """A tf.function whose signature leaves a size unknown is traced once and reduces arrays of any size."""
     tf = tensorflow_.tf
 
     @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32)] * 3)
@@ -163,7 +172,7 @@ def test_sizes_that_tf_leaves_open(tensorflow_, ops):
 
 @ops_table
 def test_arrays_on_devices_inside_a_tf_function(tensorflow_, ops):
-    """Inside a tf.function that names a device for each replica, every contribution counts on all of them."""
+    """Inside a tf.function with a device for each replica, the result on every device has every contribution."""
     tf = tensorflow_.tf
     xs = digits(5, (3,))
 
@@ -177,7 +186,7 @@ def test_arrays_on_devices_inside_a_tf_function(tensorflow_, ops):
 
 
 def test_xla_compiles_tf(tensorflow_):
-    """A tf.function with jit_compile gives the same sums."""
+    """A tf.function with jit_compile has the same results."""
     xs = digits(3, (4,))
 
     @tensorflow_.tf.function(jit_compile=True)
@@ -190,7 +199,7 @@ def test_xla_compiles_tf(tensorflow_):
 
 
 def test_sparse_under_tracing(tracing):
-    """IndexedSlices reduce under tracing: listed in replica order, and dense beside dense ones."""
+    """Under tracing, IndexedSlices are concatenated in replica order, or made dense if another replica is dense."""
     rows = [np.array([[1.0, 2.0]], "float32"), np.array([[3.0, 4.0], [5.0, 6.0]], "float32")]
     indices = [np.array([1]), np.array([1, 3])]
 
@@ -203,14 +212,14 @@ def test_sparse_under_tracing(tracing):
     values, where, dense = traced(tracing, function)(
         [tracing.array(x) for x in rows], [tracing.array(i) for i in indices], tracing.array(np.ones((5, 2), "float32"))
     )
-    # TF's documented example: slices at 1 and at 1, 3; the mean divides the values.
+    # The example of TensorFlow's documentation: slices of row 1, and of rows 1 and 3; the mean divides the values.
     assert tracing.to_numpy(values).tolist() == [[0.5, 1], [1.5, 2], [2.5, 3]]
     assert tracing.to_numpy(where).tolist() == [1, 1, 3]
     assert tracing.to_numpy(dense).tolist() == [[1, 1], [4, 5], [1, 1], [6, 7], [1, 1]]
 
 
 def test_grad_and_vmap_of_jax(jax_):
-    """jax.grad and jax.vmap go through a reduction: the gradient of a sum is one for every replica."""
+    """jax.grad and jax.vmap can transform a reduction: the gradient of a mean of n replicas is 1/n for each replica."""
     jax, jnp = jax_.jax, jax_.jax.numpy
 
     def total(*arrays):
@@ -227,7 +236,7 @@ def test_grad_and_vmap_of_jax(jax_):
 
 
 def test_gradients_of_tf(tensorflow_):
-    """A GradientTape goes through a reduction, eagerly and in a tf.function."""
+    """A GradientTape computes the gradient of a reduction, eagerly and in a tf.function."""
     tf = tensorflow_.tf
     variables = [tf.Variable([1.0, 2.0]) for _ in range(3)]
 
@@ -240,3 +249,42 @@ def test_gradients_of_tf(tensorflow_):
     for function in (gradients, tf.function(gradients)):
         for gradient in function():
             np.testing.assert_allclose(gradient.numpy(), [1 / 3, 1 / 3], rtol=1e-7)
+
+
+def test_unknown_sizes_that_differ_are_errors_at_run_time(tensorflow_):
+    """If tf.function leaves sizes unknown, components of different shapes are an error when the function runs."""
+    tf, spec = tensorflow_.tf, tensorflow_.tf.TensorSpec
+
+    @tf.function(input_signature=[spec([None]), spec([None]), spec([3]), spec([2])])
+    def batch(a0, b0, a1, b1):
+        a, b = cr.PerReplica([a0, a1]), cr.PerReplica([b0, b1])
+        return [r[0] for r in cr.HierarchicalCopyAllReduce().batch_reduce("sum", [(a, "cpu:0"), (b, "cpu:0")])]
+
+    right = batch([1.0, 2.0, 3.0], [10.0, 20.0], [100.0] * 3, [1000.0] * 2)
+    assert [x.numpy().tolist() for x in right] == [[101, 102, 103], [1010, 1020]]
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"Shape of tensor a0 \[2\] is not compatible with expected shape \[3\]"
+    ):
+        batch([1.0, 2.0], [10.0, 20.0, 30.0], [100.0] * 3, [1000.0] * 2)
+
+    @tf.function(input_signature=[spec([None]), spec([None])])
+    def greatest(a, b):
+        return cr.all_reduce([a, b], "max")[0]
+
+    assert greatest([1.0, 5.0], [3.0, 2.0]).numpy().tolist() == [3, 5]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the replicas of one value differ in shape"):
+        greatest([1.0, 2.0, 3.0], [7.0])
+
+
+def test_torch_traces_a_reduction(torch_):
+    """torch.jit.trace records a reduction as operations, not as memory that was filled during tracing."""
+    torch = torch_.torch
+
+    def total(a, b):
+        value = cr.PerReplica([a, b])
+        return cr.AllReduceCrossDeviceOps().reduce("sum", value, value)[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(total, (torch.tensor(1.0), torch.tensor(2.0)))
+    assert traced(torch.tensor(10.0), torch.tensor(10.0)).item() == 20
