@@ -59,7 +59,7 @@ def each(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 def _lists(factors: tuple[Iterable[Any], ...]) -> list[list[Any]]:
     values = [list(factor) for factor in factors]
-    assert values, "there are no factors"
+    assert values, "no factors were given"
     assert all(values), "a factor has no values: no test would run"
     return values
 

@@ -1,4 +1,4 @@
-"""The defects of TensorFlow's cross-device reductions, D1 to D17: this library has none of them.
+"""The defects of TensorFlow's cross-device reductions, D1 to D17: this library does not have them.
 
 docs/contract.md lists the defects by these numbers. Three of them have no direct counterpart here:
 
