@@ -242,14 +242,14 @@ def test_a_context_is_used_only_in_its_replica():
 
     with pytest.raises(cr.ContextError, match=r"(?s)a replica that is not the current one.*context of replica"):
         strategy.run(wrong_replica)
-    with pytest.raises(cr.ContextError, match="outside of all replicas"):
+    with pytest.raises(cr.ContextError, match="outside all replicas"):
         contexts[0].all_reduce("sum", 1.0)
 
     def inside_merge():
         here = context()
         here.merge_call(lambda _: here.merge_call(print))
 
-    with pytest.raises(cr.ContextError, match="outside of all replicas"):
+    with pytest.raises(cr.ContextError, match="outside all replicas"):
         strategy.run(inside_merge)
 
     def other_thread():
@@ -266,7 +266,7 @@ def test_a_context_is_used_only_in_its_replica():
         thread.join()
         return errors[0]
 
-    assert "outside of all replicas" in next(iter(strategy.local_results(strategy.run(other_thread))))
+    assert "outside all replicas" in next(iter(strategy.local_results(strategy.run(other_thread))))
 
 
 def test_an_exception_that_cannot_be_printed_hides_no_other():

@@ -81,7 +81,7 @@ def test_reduce_of_a_single_array():
     with pytest.raises(cr.ArgumentError, match="no such axis"):
         strategy.reduce("sum", cr.PerReplica([x] * 3), axis=1)
     assert strategy.reduce("sum", cr.PerReplica([x] * 3), axis=np.int64(0)) == 9
-    with pytest.raises(cr.MismatchError) as caught:
+    with pytest.raises(cr.MismatchError, match="differ in shape or dtype") as caught:
         strategy.reduce("sum", cr.PerReplica([x, x, x[:1]]))
     assert "reduce(..., axis=...)" in caught.value.__notes__[0]
 

@@ -13,10 +13,10 @@ from ..values import DistributedValues
 
 
 class Strategy:
-    """Base class of ``MirroredStrategy``: what can be used in every context, also inside replicas."""
+    """Base class of ``MirroredStrategy``: the members that can be used in every context, also inside replicas."""
 
     _is_default = False
-    """Whether this is the strategy of calls outside of all strategies."""
+    """Whether this is the strategy of calls outside all strategies."""
 
     def __init__(self, devices: tuple[str, ...], ops: CrossDeviceOps) -> None:
         self._devices = devices

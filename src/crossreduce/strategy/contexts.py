@@ -1,5 +1,6 @@
 """The context of the current call, and the view that a replica has of its strategy.
 
+Input: trees of arrays of one replica. Output: the tree reduced, gathered or merged with those of the other replicas.
 As in ``tf.distribute`` there are two kinds of contexts. In the context of a replica, inside ``run``, arrays belong to
 one replica. In the cross-replica context, inside ``scope`` and ``merge_call``, the values of all replicas are
 available. The current context is stored in a context variable, so other threads and tasks are not affected.
@@ -41,7 +42,7 @@ _CURRENT: ContextVar[Current | None] = ContextVar("crossreduce_current", default
 
 
 def current() -> Current | None:
-    """Return the context of this call; ``None`` outside of all strategies."""
+    """Return the context of this call; ``None`` outside all strategies."""
     return _CURRENT.get()
 
 
@@ -141,7 +142,7 @@ class ReplicaContext:
     def __init__(self, strategy: Strategy, replica: int, group: ReplicaGroup | None) -> None:
         self._strategy = strategy
         self._replica = replica
-        self._group = group  # None: the single replica outside of all strategies, which has no others to wait for
+        self._group = group  # None: the single replica outside all strategies, which has no others to wait for
 
     def __repr__(self) -> str:
         return f"ReplicaContext(replica {self._replica} of {self.num_replicas_in_sync}, on {self.devices[0]})"
@@ -346,7 +347,7 @@ class ReplicaContext:
         here = current()
         replica = None if here is None else here.replica
         if replica is not self and self._group is not None:
-            caller = "outside of all replicas" if replica is None else f"in {replica}"
+            caller = "outside all replicas" if replica is None else f"in {replica}"
             raise ContextError(
                 message(
                     f"{name} was called on the context of a replica that is not the current one.",

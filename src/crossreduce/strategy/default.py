@@ -1,4 +1,7 @@
-"""The strategy and the replica context of the current call; outside of all strategies, those of a single replica."""
+"""The strategy and the replica context of the current call; outside all strategies, those of a single replica.
+
+Input: the current context. Output: a ``MirroredStrategy`` or a ``ReplicaContext``. No context is entered here.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from .mirrored import MirroredStrategy
 
 
 def get_strategy() -> MirroredStrategy:
-    """Return the strategy of this call; outside of all strategies, a strategy of a single replica on ``cpu:0``."""
+    """Return the strategy of this call; outside all strategies, a strategy of a single replica on ``cpu:0``."""
     here = current()
     if here is None:
         return _default_strategy()
@@ -20,7 +23,7 @@ def get_strategy() -> MirroredStrategy:
 def get_replica_context() -> ReplicaContext | None:
     """Return the context of the replica that makes this call; ``None`` in the cross-replica context.
 
-    Outside of all strategies it is the context of a single replica, so code for replicas runs there, too.
+    Outside all strategies it is the context of a single replica, so code for replicas runs there, too.
 
     >>> float(get_replica_context().all_reduce("sum", 3.0))
     3.0

@@ -1,4 +1,7 @@
-"""``strategy.extended``: the calls that libraries and optimizers make in the cross-replica context."""
+"""``strategy.extended``: the calls that libraries and optimizers make in the cross-replica context.
+
+Input: per-replica values, destinations, variables. Output: ``Mirrored`` values, or the results of updates.
+"""
 
 from __future__ import annotations
 

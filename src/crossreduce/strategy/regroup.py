@@ -45,7 +45,7 @@ def regroup(trees: list[Any], devices: tuple[str, ...]) -> Any:
     """Return one tree for n trees. Each leaf is a ``PerReplica``, for any n.
 
     None, strings and distributed values (variables included) are kept if all replicas have the same one. (TensorFlow
-    unwraps every object that all replicas share, so one replica gives other types than two.)
+    unwraps every object that all replicas share, so the types of results differ between one replica and two.)
 
     Raises:
       MismatchError: the trees differ in structure.
