@@ -26,7 +26,7 @@ from ..topology.machines import machine_names
 from .arguments import read_link, read_machine, read_subset
 from .output import atomic_file, grouped, progress
 
-MOST_LINES: Final = 200
+MAX_LINES: Final = 200
 """The limit of lines in the list of links; the JSON contains all links."""
 
 # Options of every command that plans: they select the topology. Numbers are positions in the complete machine.
@@ -241,8 +241,8 @@ def _list_of_links(topology: Topology, numbers: dict[str, str]) -> list[str]:
         to = "; ".join(f"{_gb_per_s(speed)} to {grouped(speeds[speed])}" for speed in sorted(speeds, reverse=True))
         alike[to or "nothing"].append(node)
     lines = [f"{grouped(numbers[node] for node in nodes)} {grouped(nodes)}: {to}" for to, nodes in alike.items()]
-    more = len(lines) - MOST_LINES
-    return lines[:MOST_LINES] + ([f"and {more} more lines; --json lists all links"] if more > 0 else [])
+    more = len(lines) - MAX_LINES
+    return lines[:MAX_LINES] + ([f"and {more} more lines; --json lists all links"] if more > 0 else [])
 
 
 def _gb_per_s(bandwidth: Fraction) -> str:
