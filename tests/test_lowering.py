@@ -211,6 +211,15 @@ def test_donated_memory_is_not_read_again():
     assert donated > 500
 
 
+def test_a_value_is_not_donated_while_a_copy_of_it_is_needed():
+    """A partial sum that is copied and then combined on two devices is donated to the last combination only."""
+    schedule = custom(3, [(0, (0, 1))], [(1, (0,))], [(0, (0, 2))], [(1, (1, 2)), (2, (0,))])
+    instructions = lower(schedule).chunks[0].instructions
+    assert [(i.operands, i.donated) for i in instructions if len(i.operands) > 1] == [
+        ((0, 1), -1), ((3, 2), -1), ((4, 2), 0),
+    ]  # fmt: skip
+
+
 def test_final_values_are_not_donated():
     """A final value may be of another dtype than the accumulator, so its memory is never taken over."""
     for name, _, program in programs():

@@ -245,18 +245,13 @@ def _finished(
         contributions.append(bits)
         origin.append(origin[operands[0]] if len(operands) == 1 else value)
     final = [len(operands) > 1 and contributions[inputs + k] == everyone for k, (_, _, operands) in enumerate(read)]
-    kept = {origin[result] for result in results}
     made = []
     for value, (r, device, operands) in enumerate(read, start=inputs):
         last_uses = tuple(v for v in dict.fromkeys(operands) if last_read[v] == value and v not in results)
-        origins = [origin[operand] for operand in operands]
         donated = -1
-        if len(operands) > 1:
-            for k, start in enumerate(origins[:2]):
-                taken = start < inputs or final[start - inputs] or start in kept or origins.count(start) > 1
-                if not taken and last_read_origin[start] == value:
-                    donated = k
-                    break
+        if len(operands) > 1:  # its operands are inputs or partial sums, each once: neither final nor results
+            origins = enumerate(origin[operand] for operand in operands[:2])
+            donated = next((k for k, start in origins if start >= inputs and last_read_origin[start] == value), -1)
         made.append(Instruction(device, operands, r, final[value - inputs], last_uses, donated))
     return tuple(made)
 
