@@ -12,6 +12,16 @@ import oracle
 import crossreduce as cr
 
 
+def cpus(*numbers):
+    """Return the names of the devices with these numbers in host memory."""
+    return tuple(f"cpu:{k}" for k in numbers)
+
+
+def on(*numbers):
+    """Return destinations on the devices with these numbers in host memory."""
+    return cr.PerReplica([0] * len(numbers), cpus(*numbers))
+
+
 def small(dtype, shape, n, seed=0):
     """Return n random arrays of small integers, whose sums and products few dtypes have to round."""
     rng = np.random.default_rng(seed)

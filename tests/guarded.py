@@ -57,10 +57,6 @@ class Arrays:
         return self.framework.to_numpy(x).tobytes()
 
 
-def names(*numbers):
-    return tuple(f"cpu:{k}" for k in numbers)
-
-
 def two(k=1.0, shape=(6,)):
     return [np.full(shape, float(k)), np.full(shape, 2.0 * k)]
 

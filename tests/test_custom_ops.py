@@ -4,20 +4,12 @@ import re
 
 import numpy as np
 import pytest
-from expect import check, digits, small
+from expect import check, cpus, digits, on, small
 from frameworks import NAMES
 from pairs import each, pairs
 
 import crossreduce as cr
 from crossreduce import CommunicationOptions, Mirrored, PerReplica, ReduceOp
-
-
-def names(*numbers):
-    return tuple(f"cpu:{k}" for k in numbers)
-
-
-def on(*numbers):
-    return PerReplica([0] * len(numbers), names(*numbers))
 
 
 class Spy(cr.CrossDeviceOps):
@@ -49,20 +41,20 @@ class Spy(cr.CrossDeviceOps):
 def test_reduce_calls_the_implementation(framework):
     """reduce_implementation receives a ReduceOp, a PerReplica, a tuple of canonical names and options."""
     xs = digits(2, (3,))
-    spy, value = Spy(), PerReplica(framework.arrays(xs), names(0, 1))
+    spy, value = Spy(), PerReplica(framework.arrays(xs), cpus(0, 1))
     result = spy.reduce("Mean", value, "/device:CPU:1")
-    check(framework, result, "sum", xs[:1], names(1))
+    check(framework, result, "sum", xs[:1], cpus(1))
     name, op, given, destinations, options = spy.calls[0]
     assert (name, op, destinations) == ("reduce", ReduceOp.MEAN, ("cpu:1",))
     assert type(destinations) is tuple
     assert isinstance(given, PerReplica)
-    assert given.devices == names(0, 1)
+    assert given.devices == cpus(0, 1)
     assert given.values == value.values
     assert options == CommunicationOptions()
     hints = cr.CollectiveHints(bytes_per_pack=3)
-    spy.reduce(ReduceOp.SUM, Mirrored(value.values, names(1, 0)), on(2, 1), hints)
+    spy.reduce(ReduceOp.SUM, Mirrored(value.values, cpus(1, 0)), on(2, 1), hints)
     _, op, given, destinations, options = spy.calls[2]
-    assert (op, given.devices, destinations) == (ReduceOp.SUM, names(1, 0), names(2, 1))
+    assert (op, given.devices, destinations) == (ReduceOp.SUM, cpus(1, 0), cpus(2, 1))
     assert isinstance(given, PerReplica)
     assert options is hints
 
@@ -75,19 +67,19 @@ def test_batch_reduce_calls_the_implementation(numpy_):
     assert (name, op, options) == ("batch_reduce", ReduceOp.MAX, CommunicationOptions())
     assert type(pairs) is list
     assert all(type(pair) is tuple and isinstance(pair[0], PerReplica) for pair in pairs)
-    assert [pair[1] for pair in pairs] == [names(7), names(0, 1)]
+    assert [pair[1] for pair in pairs] == [cpus(7), cpus(0, 1)]
     assert [call[0] for call in spy.calls[1:]] == ["reduce", "broadcast"] * 2
-    assert [result.devices for result in results] == [names(7), names(0, 1)]
+    assert [result.devices for result in results] == [cpus(7), cpus(0, 1)]
 
 
 def test_broadcast_and_gather_call_the_implementations(numpy_):
     """broadcast_implementation and gather_implementation receive validated arguments; the axis is not negative."""
     spy, x = Spy(), np.ones((2, 3))
     spy.broadcast(x, "CPU:4")
-    assert spy.calls.pop()[0::2] == ("broadcast", names(4))
+    assert spy.calls.pop()[0::2] == ("broadcast", cpus(4))
     spy.gather(PerReplica([x, x]), on(1, 0), -1)
     name, given, destinations, axis, options = spy.calls[0]
-    assert (name, destinations, axis, options) == ("gather", names(1, 0), 1, CommunicationOptions())
+    assert (name, destinations, axis, options) == ("gather", cpus(1, 0), 1, CommunicationOptions())
     assert isinstance(given, PerReplica)
 
 
@@ -202,10 +194,10 @@ def test_implementations_validate_plain_values(numpy_):
     value = PerReplica(numpy_.arrays(xs))
     options = CommunicationOptions()
     for ops in (cr.ReductionToOneDevice(), cr.HierarchicalCopyAllReduce(), cr.AllReduceCrossDeviceOps("ring")):
-        result = ops.reduce_implementation(ReduceOp.SUM, value, names(1), options)
-        check(numpy_, result, "sum", xs, names(1), value)
+        result = ops.reduce_implementation(ReduceOp.SUM, value, cpus(1), options)
+        check(numpy_, result, "sum", xs, cpus(1), value)
         with pytest.raises(cr.MismatchError, match="differ in shape or dtype"):
-            ops.reduce_implementation(ReduceOp.SUM, PerReplica([np.ones(1), np.ones(2)]), names(1), options)
+            ops.reduce_implementation(ReduceOp.SUM, PerReplica([np.ones(1), np.ones(2)]), cpus(1), options)
 
 
 class CustomError(cr.ReductionError):
@@ -242,15 +234,15 @@ def test_exceptions_of_an_implementation_are_not_changed(error):
 def test_reduce_to_device(framework, root, to):
     """The device that reduces does not have to be a source or a destination, and does not affect the result."""
     xs = digits(3, (4,))
-    value = PerReplica(framework.arrays(xs), names(0, 1, 2))
+    value = PerReplica(framework.arrays(xs), cpus(0, 1, 2))
     for ops in (
         cr.ReductionToOneDevice(root),
         cr.ReductionToOneDevice(root, accumulation_fn=lambda xs: sum(xs[1:], xs[0])),
     ):
         for op in ("sum", "mean"):
-            check(framework, ops.reduce(op, value, on(*to)), op, xs, names(*to), value)
+            check(framework, ops.reduce(op, value, on(*to)), op, xs, cpus(*to), value)
         (result,) = ops.batch_reduce("sum", [(value, on(*to))])
-        check(framework, result, "sum", xs, names(*to), value)
+        check(framework, result, "sum", xs, cpus(*to), value)
 
 
 # ---- accumulation_fn --------------------------------------------------------------------------------------------
@@ -279,9 +271,9 @@ def test_accumulation_fn_replaces_the_sum(framework):
     """accumulation_fn receives a list of arrays on one device, in the order of the replicas; a mean divides the
     returned array."""
     xs = small("float32", (3, 2), 3)
-    value = PerReplica(framework.arrays(xs), names(0, 1, 2))
+    value = PerReplica(framework.arrays(xs), cpus(0, 1, 2))
     ops = cr.ReductionToOneDevice(accumulation_fn=maximum(framework))
-    check(framework, ops.reduce("sum", value, value), "max", xs, names(0, 1, 2), value)
+    check(framework, ops.reduce("sum", value, value), "max", xs, cpus(0, 1, 2), value)
     for y in ops.reduce("mean", value, on(1, 4)):
         np.testing.assert_array_equal(framework.to_numpy(y), np.maximum.reduce(xs) / np.float32(3))
     received = []
@@ -299,10 +291,10 @@ def test_accumulation_fn_on_integers_and_halves(framework):
     """With accumulation_fn, the mean of integers is a float, and the mean of a half type is of that type."""
     for dtype in ("int32", "float16", "int8"):
         xs = small(dtype, (4,), 3)
-        value = PerReplica(framework.arrays(xs), names(0, 1, 2))
+        value = PerReplica(framework.arrays(xs), cpus(0, 1, 2))
         ops = cr.ReductionToOneDevice(accumulation_fn=lambda xs: sum(xs[1:], xs[0]))
         for op in ("sum", "mean"):
-            check(framework, ops.reduce(op, value, value), op, xs, names(0, 1, 2), value)
+            check(framework, ops.reduce(op, value, value), op, xs, cpus(0, 1, 2), value)
 
 
 def test_accumulation_fn_may_write_into_its_arguments(framework):
@@ -319,7 +311,7 @@ def test_accumulation_fn_may_write_into_its_arguments(framework):
 
     for n, function in ((3, in_place), (3, lambda given: given[1]), (1, in_place), (1, lambda given: given[0])):
         given = framework.arrays(xs[:n])
-        value = PerReplica(given, names(*range(n)))
+        value = PerReplica(given, cpus(*range(n)))
         for destinations in (value, on(0), on(2, 1)):
             result = cr.ReductionToOneDevice(accumulation_fn=function).reduce("sum", value, destinations)
             wanted = xs[:n] if function is in_place else [xs[min(1, n - 1)]]
@@ -340,7 +332,7 @@ def test_accumulation_fn_receives_copies_of_unusual_inputs(numpy_):
         return xs[0]
 
     result = cr.ReductionToOneDevice(accumulation_fn=in_place).reduce("sum", PerReplica(given), "cpu:0")
-    check(numpy_, result, "sum", given, names(0), given)
+    check(numpy_, result, "sum", given, cpus(0), given)
     assert base.tolist() == list(range(8))
 
 
@@ -349,7 +341,7 @@ def test_accumulation_fn_receives_copies_of_unusual_inputs(numpy_):
 )
 def test_accumulation_fn_of_wrong_shape(framework, wrong):
     """A function whose result has another shape is an error with the shape of the components."""
-    value = PerReplica(framework.arrays(small("float32", (4,), 2)), names(0, 1))
+    value = PerReplica(framework.arrays(small("float32", (4,), 2)), cpus(0, 1))
     ops = cr.ReductionToOneDevice(accumulation_fn=lambda xs: framework.array(np.zeros(wrong, "float32")))
     with pytest.raises(cr.MismatchError, match=r"one array of the components' shape(.|\n)*float32\[4\]"):
         ops.reduce("sum", value, value)
@@ -357,7 +349,7 @@ def test_accumulation_fn_of_wrong_shape(framework, wrong):
 
 def test_accumulation_fn_of_wrong_kind(accelerated):
     """A function that returns an array of another framework, None or a list is an error."""
-    value = PerReplica(accelerated.arrays(small("float32", (4,), 2)), names(0, 1))
+    value = PerReplica(accelerated.arrays(small("float32", (4,), 2)), cpus(0, 1))
     with pytest.raises(
         cr.MismatchError, match=rf"an array of the same framework as its arguments(.|\n)*a {accelerated.name} array"
     ):

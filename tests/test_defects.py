@@ -14,7 +14,7 @@ import logging
 
 import numpy as np
 import pytest
-from expect import check, digits, small
+from expect import check, cpus, digits, on, small
 from frameworks import NAMES
 from hypothesis import given as drawn
 from hypothesis import settings
@@ -28,16 +28,8 @@ from crossreduce.options import ALGORITHMS
 ALL = [cr.ReductionToOneDevice(), *(cr.AllReduceCrossDeviceOps(name) for name in ALGORITHMS)]
 
 
-def names(*numbers):
-    return tuple(f"cpu:{k}" for k in numbers)
-
-
-def on(*numbers):
-    return cr.PerReplica([0] * len(numbers), names(*numbers))
-
-
 def value(framework, xs):
-    return cr.PerReplica(framework.arrays(xs), names(*range(len(xs))))
+    return cr.PerReplica(framework.arrays(xs), cpus(*range(len(xs))))
 
 
 @pytest.mark.parametrize(
@@ -59,9 +51,9 @@ def test_d02_one_device(framework):
     (x,) = xs = small("float32", (3,), 1)
     for ops in ALL:
         given = value(framework, xs)
-        check(framework, ops.reduce("mean", given, given), "mean", xs, names(0), given)
+        check(framework, ops.reduce("mean", given, given), "mean", xs, cpus(0), given)
         (result,) = ops.batch_reduce("sum", [(framework.array(x), "cpu:0")])
-        check(framework, result, "sum", xs, names(0), given)
+        check(framework, result, "sum", xs, cpus(0), given)
 
 
 def test_d03_shapes_that_packing_could_hide(framework):
@@ -84,7 +76,7 @@ def test_d04_a_packed_batch_of_several_dtypes(framework):
         ops = cr.HierarchicalCopyAllReduce(packs)
         pairs = [(value(framework, xs), on(0, 1, 2)) for xs in rows]
         for xs, result in zip(rows, ops.batch_reduce("sum", pairs), strict=True):
-            check(framework, result, "sum", xs, names(0, 1, 2))
+            check(framework, result, "sum", xs, cpus(0, 1, 2))
 
 
 def test_d05_without_nccl(framework, caplog):
@@ -94,7 +86,7 @@ def test_d05_without_nccl(framework, caplog):
     given = value(framework, xs)
     with caplog.at_level(logging.DEBUG, "crossreduce"):
         for ops in (cr.NcclAllReduce(), cr.AllReduceCrossDeviceOps(), cr.NcclAllReduce(4)):
-            check(framework, ops.reduce("sum", given, given), "sum", xs, names(0, 1, 2), given)
+            check(framework, ops.reduce("sum", given, given), "sum", xs, cpus(0, 1, 2), given)
     records = [record for record in caplog.records if "nccl" in record.getMessage()]
     assert len(records) == 1
     assert records[0].levelno == logging.INFO
@@ -108,7 +100,7 @@ def test_d06_batches_of_integers(framework):
         for ops in ALL:
             results = ops.batch_reduce("sum", [(value(framework, xs), on(0, 1)) for xs in rows])
             for xs, result in zip(rows, results, strict=True):
-                check(framework, result, "sum", xs, names(0, 1))
+                check(framework, result, "sum", xs, cpus(0, 1))
 
 
 def test_d07_python_zeros():
@@ -146,7 +138,7 @@ def test_d09_ops_are_checked():
 
 def test_d10_mirrored_values(framework):
     """D10: both reduce and batch_reduce reduce a Mirrored like a PerReplica: the sum of 5 and 5 is 10."""
-    given = cr.Mirrored(framework.arrays([np.float32(5), np.float32(5)]), names(0, 1))
+    given = cr.Mirrored(framework.arrays([np.float32(5), np.float32(5)]), cpus(0, 1))
     for ops in ALL:
         for op, wanted in (("sum", 10), ("mean", 5), ("max", 5), ("product", 25)):
             assert [framework.to_numpy(y).item() for y in ops.reduce(op, given, given)] == [wanted] * 2
@@ -168,7 +160,7 @@ def test_d11_a_result_does_not_depend_on_its_batch(framework):
         ]
         given = value(framework, xs)
         result = ops.batch_reduce("sum", [*others[0], (given, given), *others[1]])[len(before)]
-        check(framework, result, "sum", xs, names(0, 1, 2), given)
+        check(framework, result, "sum", xs, cpus(0, 1, 2), given)
 
     law()
 
@@ -189,11 +181,11 @@ def test_d12_the_order_of_the_destinations(framework):
     xs = digits(3, (2,))
     given = value(framework, xs)
     for ops in ALL:
-        check(framework, ops.reduce("sum", given, on(2, 0, 1)), "sum", xs, names(2, 0, 1), given)
+        check(framework, ops.reduce("sum", given, on(2, 0, 1)), "sum", xs, cpus(2, 0, 1), given)
         for result, to in zip(
             ops.batch_reduce("sum", [(given, on(1, 0, 2)), (given, on(0, 1, 2))]), [(1, 0, 2), (0, 1, 2)], strict=True
         ):
-            check(framework, result, "sum", xs, names(*to), given)
+            check(framework, result, "sum", xs, cpus(*to), given)
 
 
 def test_d13_two_replicas_on_one_device(framework):
@@ -202,9 +194,9 @@ def test_d13_two_replicas_on_one_device(framework):
     given = cr.PerReplica([framework.array(x, 0) for x in xs])
     assert len(set(given.devices)) == 2
     for ops in ALL:
-        check(framework, ops.reduce("sum", given, "cpu:0"), "sum", xs, names(0), given)
+        check(framework, ops.reduce("sum", given, "cpu:0"), "sum", xs, cpus(0), given)
         (result,) = ops.batch_reduce("sum", [(given, "CPU:0")])
-        check(framework, result, "sum", xs, names(0), given)
+        check(framework, result, "sum", xs, cpus(0), given)
         assert len(ops.reduce("sum", given, given)) == 2
     with pytest.raises(cr.ArgumentError, match="each device may be listed only once"):
         cr.PerReplica(list(given), ["CPU:0", "cpu:0"])
@@ -232,7 +224,7 @@ def test_d15_groups_of_small_tensors(monkeypatch, group):
         return found
 
     monkeypatch.setattr(pipeline, "layouts", record)
-    given = cr.PerReplica([np.float32(1), np.float32(2)], names(0, 1))
+    given = cr.PerReplica([np.float32(1), np.float32(2)], cpus(0, 1))
     results = cr.AllReduceCrossDeviceOps("one_device", 0, 100, group).batch_reduce("sum", [(given, given)] * 25)
     assert [y.item() for result in results for y in result] == [3.0] * 50
     assert sum(runs) == 25

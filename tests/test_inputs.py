@@ -3,7 +3,7 @@
 import numpy as np
 import oracle
 import pytest
-from expect import check, check_memory, small
+from expect import check, check_memory, cpus, small
 from frameworks import DTYPES, defined
 from pairs import each
 
@@ -18,10 +18,6 @@ OPS = {
     "direct": cr.AllReduceCrossDeviceOps("direct", 3),
 }
 ops_table = pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
-
-
-def names(*numbers):
-    return tuple(f"cpu:{k}" for k in numbers)
 
 
 def read_only(x):
@@ -70,19 +66,19 @@ def test_forms_of_numpy_arrays(numpy_, ops, form):
     value = cr.PerReplica(given)
     for op in ("sum", "mean", "max"):
         result = ops.reduce(op, value, value)
-        check(numpy_, result, op, xs, names(0, 1, 2), given)
+        check(numpy_, result, op, xs, cpus(0, 1, 2), given)
         for y in result:
             assert y.dtype.isnative
             assert y.flags.writeable
             assert y.flags.c_contiguous
     for x, original in zip(given, xs, strict=True):
-        check(numpy_, ops.reduce("mean", x, "cpu:0"), "mean", [original], names(0), given)
-        check(numpy_, ops.broadcast(x, value), "sum", [original], names(0, 1, 2), given)
+        check(numpy_, ops.reduce("mean", x, "cpu:0"), "mean", [original], cpus(0), given)
+        check(numpy_, ops.broadcast(x, value), "sum", [original], cpus(0, 1, 2), given)
     (result,) = [ops.gather(value, value, 1)]
-    check(numpy_, result, "sum", [np.concatenate(xs, 1)], names(0, 1, 2), given)
+    check(numpy_, result, "sum", [np.concatenate(xs, 1)], cpus(0, 1, 2), given)
     assert [(np.asarray(x).tobytes(), x.strides, x.flags.writeable) for x in given] == before
     mixed = cr.PerReplica([given[0], plain[1]])
-    check(numpy_, ops.reduce("sum", mixed, mixed), "sum", [xs[0], plain[1]], names(0, 1), [given[0], plain[1]])
+    check(numpy_, ops.reduce("sum", mixed, mixed), "sum", [xs[0], plain[1]], cpus(0, 1), [given[0], plain[1]])
 
 
 @ops_table
@@ -91,8 +87,8 @@ def test_memory_mapped_arrays(numpy_, ops, tmp_path):
     (x,) = small("float32", (3, 4), 1)
     mapped = memory_mapped(x, tmp_path)
     value = cr.PerReplica([mapped, mapped])
-    check(numpy_, ops.reduce("sum", value, value), "sum", [x, x], names(0, 1), [mapped])
-    check(numpy_, ops.broadcast(mapped, value), "sum", [x], names(0, 1), [mapped])
+    check(numpy_, ops.reduce("sum", value, value), "sum", [x, x], cpus(0, 1), [mapped])
+    check(numpy_, ops.broadcast(mapped, value), "sum", [x], cpus(0, 1), [mapped])
 
 
 @pytest.mark.parametrize(("dtype", "ops"), each(DTYPES, OPS))
@@ -101,20 +97,20 @@ def test_numpy_scalars(numpy_, ops, dtype):
     ops = OPS[ops]
     xs = small(dtype, (), 3)
     for given in (xs, [x[()] for x in xs]):
-        value = cr.PerReplica(given, names(0, 1, 2))
+        value = cr.PerReplica(given, cpus(0, 1, 2))
         for op in ("sum", "mean", "min", "max", "product"):
             if defined(op, dtype):
-                check(numpy_, ops.reduce(op, value, value), op, xs, names(0, 1, 2))
+                check(numpy_, ops.reduce(op, value, value), op, xs, cpus(0, 1, 2))
 
 
 def test_python_numbers(numpy_):
     """Python numbers have NumPy's default dtypes."""
     for ops in OPS.values():
         for numbers, dtype in (((1, 2), "int64"), ((1.5, 2.0), "float64"), ((1j, 2.0j), "complex128")):
-            value = cr.PerReplica(numbers, names(0, 1))
-            check(numpy_, ops.reduce("sum", value, value), "sum", [np.array(x, dtype) for x in numbers], names(0, 1))
-        value = cr.PerReplica((True, False), names(0, 1))
-        check(numpy_, ops.reduce("max", value, value), "max", [np.array(x) for x in (True, False)], names(0, 1))
+            value = cr.PerReplica(numbers, cpus(0, 1))
+            check(numpy_, ops.reduce("sum", value, value), "sum", [np.array(x, dtype) for x in numbers], cpus(0, 1))
+        value = cr.PerReplica((True, False), cpus(0, 1))
+        check(numpy_, ops.reduce("max", value, value), "max", [np.array(x) for x in (True, False)], cpus(0, 1))
 
 
 def test_unsigned_numpy_dtypes(numpy_):
@@ -124,7 +120,7 @@ def test_unsigned_numpy_dtypes(numpy_):
             xs = [np.array([np.iinfo(dtype).max, 3, 0], dtype), np.array([2, 5, 1], dtype)]
             value = cr.PerReplica(xs)
             for op in ("sum", "mean", "min", "max", "product"):
-                check(numpy_, ops.reduce(op, value, value), op, xs, names(0, 1), xs)
+                check(numpy_, ops.reduce(op, value, value), op, xs, cpus(0, 1), xs)
 
 
 @ops_table
@@ -152,9 +148,9 @@ def test_forms_of_torch_tensors(torch_, ops):
         value = cr.PerReplica(given)
         for op in ("sum", "mean", "max"):
             result = ops.reduce(op, value, value)
-            check(torch_, result, op, xs, names(0, 1, 2), [x.detach() for x in given])
+            check(torch_, result, op, xs, cpus(0, 1, 2), [x.detach() for x in given])
             assert not any(y.requires_grad or y.is_inference() for y in result), form
-        check(torch_, ops.broadcast(given[0], value), "sum", xs[:1], names(0, 1, 2), [x.detach() for x in given])
+        check(torch_, ops.broadcast(given[0], value), "sum", xs[:1], cpus(0, 1, 2), [x.detach() for x in given])
         assert all(np.array_equal(x.detach().numpy(), original) for x, original in zip(given, xs, strict=True))
 
 
@@ -166,17 +162,17 @@ def test_lazy_conjugates_in_torch(torch_, ops):
     for given in ([x.conj(), x.conj()], [x, x.conj()], [x.conj().imag, x.conj().imag]):
         xs = [y.resolve_conj().resolve_neg().numpy() for y in given]
         value = cr.PerReplica(given)
-        check(torch_, ops.reduce("sum", value, value), "sum", xs, names(0, 1), given)
-        check(torch_, ops.broadcast(given[1], value), "sum", xs[1:], names(0, 1), given)
-        check(torch_, ops.gather(value, value, 0), "sum", [np.concatenate(xs)], names(0, 1), given)
+        check(torch_, ops.reduce("sum", value, value), "sum", xs, cpus(0, 1), given)
+        check(torch_, ops.broadcast(given[1], value), "sum", xs[1:], cpus(0, 1), given)
+        check(torch_, ops.gather(value, value, 0), "sum", [np.concatenate(xs)], cpus(0, 1), given)
 
 
 def test_jax_arrays_that_are_not_committed(jax_):
     """The result of uncommitted JAX arrays is on the requested devices."""
     jnp = jax_.jax.numpy
-    value = cr.PerReplica([jnp.arange(3), jnp.ones(3, int)], names(2, 1))
+    value = cr.PerReplica([jnp.arange(3), jnp.ones(3, int)], cpus(2, 1))
     result = cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
-    check(jax_, result, "sum", [np.arange(3), np.ones(3, int)], names(2, 1))
+    check(jax_, result, "sum", [np.arange(3), np.ones(3, int)], cpus(2, 1))
 
 
 def test_results_outlive_deleted_inputs(jax_):
@@ -185,7 +181,7 @@ def test_results_outlive_deleted_inputs(jax_):
         for n in (1, 2):
             given = jax_.arrays([np.arange(3.0)] * n)
             result = ops.reduce("sum", cr.PerReplica(given), "cpu:0")
-            copies = ops.broadcast(given[0], cr.PerReplica([0] * 2, names(0, 1)))
+            copies = ops.broadcast(given[0], cr.PerReplica([0] * 2, cpus(0, 1)))
             for x in given:
                 x.delete()
             assert np.asarray(result[0]).tolist() == [0, n, 2 * n]
@@ -199,7 +195,7 @@ def test_a_jax_array_on_several_devices(jax_):
     spread = jax.device_put(np.arange(4.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
     for call in (
         lambda: cr.ReductionToOneDevice().reduce("sum", cr.PerReplica([spread, spread]), "cpu:0"),
-        lambda: cr.ReductionToOneDevice().reduce("sum", cr.PerReplica([spread, spread], names(0, 1)), "cpu:0"),
+        lambda: cr.ReductionToOneDevice().reduce("sum", cr.PerReplica([spread, spread], cpus(0, 1)), "cpu:0"),
         lambda: cr.ReductionToOneDevice().broadcast(spread, "cpu:0"),
     ):
         with pytest.raises(cr.DeviceError, match=r"spread over several(.|\n)*addressable_shards"):
@@ -218,7 +214,7 @@ def test_aliased_inputs(numpy_):
     for ops in OPS.values():
         results = ops.batch_reduce("sum", [(value, value), (value, value)])
         for result in results:
-            check(numpy_, result, "sum", xs, names(0, 1, 2), given)
+            check(numpy_, result, "sum", xs, cpus(0, 1, 2), given)
         check_memory(numpy_, [y for result in results for y in result], given)
     assert base.tolist() == list(range(8))
 
@@ -233,7 +229,7 @@ def test_results_can_be_written(numpy_, torch_):
                 value = cr.PerReplica(given)
                 for result in (
                     ops.reduce("sum", value, value),
-                    ops.broadcast(given[0], cr.PerReplica([0] * 3, names(0, 1, 2))),
+                    ops.broadcast(given[0], cr.PerReplica([0] * 3, cpus(0, 1, 2))),
                     ops.gather(value, value, 0),
                 ):
                     kept = [framework.to_numpy(y).copy() for y in result]
@@ -281,11 +277,11 @@ def test_the_oracle_rejects_wrong_results(numpy_):
         with pytest.raises(AssertionError, match=words):
             oracle.check(wrong, "sum", xs)
         with pytest.raises(AssertionError, match=words):
-            check(numpy_, cr.Mirrored([wrong]), "sum", xs, names(0))
-    for devices in (names(1), names(0, 1)):
+            check(numpy_, cr.Mirrored([wrong]), "sum", xs, cpus(0))
+    for devices in (cpus(1), cpus(0, 1)):
         with pytest.raises(AssertionError, match=r"a result on \('cpu:0',\), wanted \("):
             check(numpy_, cr.Mirrored([right]), "sum", xs, devices)
     with pytest.raises(AssertionError, match="two components share memory"):
-        check(numpy_, cr.Mirrored([right, right]), "sum", xs, names(0, 1))
+        check(numpy_, cr.Mirrored([right, right]), "sum", xs, cpus(0, 1))
     with pytest.raises(AssertionError, match="a result shares memory with an input"):
-        check(numpy_, cr.Mirrored([right]), "sum", xs, names(0), [right])
+        check(numpy_, cr.Mirrored([right]), "sum", xs, cpus(0), [right])

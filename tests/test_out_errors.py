@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from guarded import LIKE, SHARED, WRITABLE, Adding, Arrays, added, names, refused, two
+from expect import cpus
+from guarded import LIKE, SHARED, WRITABLE, Adding, Arrays, added, refused, two
 from pairs import pairs
 
 import crossreduce as cr
@@ -13,7 +14,7 @@ OPS = cr.AllReduceCrossDeviceOps()
 
 EACH = "out must be a PerReplica or Mirrored on the destinations, in their order"
 PAIRS = "out must have one PerReplica or Mirrored for each pair"
-TREES = "out takes one tree per replica, like the trees"
+TREES = "out takes a list with one tree per replica"
 NUMPY = "results are written into writable NumPy arrays in C order"
 
 WRONG = {
@@ -25,8 +26,8 @@ WRONG = {
     ),
     "too few": (lambda a, v: a.blanks(1, (6,)), ArgumentError, EACH),
     "too many": (lambda a, v: a.blanks(3, (6,)), ArgumentError, EACH),
-    "devices": (lambda a, v: a.blanks(2, (6,), devices=names(0, 2)), ArgumentError, EACH),
-    "order": (lambda a, v: a.blanks(2, (6,), devices=names(1, 0)), ArgumentError, EACH),
+    "devices": (lambda a, v: a.blanks(2, (6,), devices=cpus(0, 2)), ArgumentError, EACH),
+    "order": (lambda a, v: a.blanks(2, (6,), devices=cpus(1, 0)), ArgumentError, EACH),
     "a list": (lambda a, v: list(a.blanks(2, (6,))), ArgumentError, EACH),
     "an array": (lambda a, v: a.blank((2, 6), "float64"), ArgumentError, EACH),
     "a name": (lambda a, v: "cpu:0", ArgumentError, EACH),

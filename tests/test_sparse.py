@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from expect import check, check_memory, check_places, digits
+from expect import check, check_memory, check_places, cpus, digits, on
 from frameworks import CLASSES, NAMES, np_dtype
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,14 +27,6 @@ def crossed(names, *factors):
     """Parametrize a test over covering cases of the kinds of sparse arrays and further factors."""
     cases = [(*kind, *others) for kind, *others in pairs(KINDS, *factors)]
     return pytest.mark.parametrize(("framework", "kind", *names), cases, indirect=["framework"])
-
-
-def names(*numbers):
-    return tuple(f"cpu:{k}" for k in numbers)
-
-
-def on(*numbers):
-    return cr.PerReplica([0] * len(numbers), names(*numbers))
 
 
 def rows(*lengths, dtype="float32", seed=0):
@@ -80,8 +72,8 @@ def test_slices_are_concatenated_in_replica_order(framework, kind, ops, op, leng
     parts = rows(*lengths)
     given = put(framework, kind, parts)
     n = len(given)
-    value = cr.PerReplica(given, names(*range(n)))
-    for devices in (names(*range(n)), names(4), names(1, 0, 3)):
+    value = cr.PerReplica(given, cpus(*range(n)))
+    for devices in (cpus(*range(n)), cpus(4), cpus(1, 0, 3)):
         result = OPS[ops].reduce(op, value, cr.PerReplica([0] * len(devices), devices))
         check_sparse(framework, kind, result, parts, devices, mean=op == "mean", inputs=given)
     for component, (values, indices) in zip(given, parts, strict=True):
@@ -93,7 +85,7 @@ def test_slices_are_concatenated_in_replica_order(framework, kind, ops, op, leng
 def test_the_dense_form_is_the_dense_sum(framework, kind):
     """The dense form of a sparse result is the dense sum, and the result keeps its dense shape."""
     parts = rows(3, 5, 2)
-    given = cr.PerReplica(put(framework, kind, parts), names(0, 1, 2))
+    given = cr.PerReplica(put(framework, kind, parts), cpus(0, 1, 2))
     for y in cr.HierarchicalCopyAllReduce().reduce("sum", given, given):
         np.testing.assert_array_equal(framework.dense(y, SHAPE), sum(dense(*part) for part in parts))
         shape = y.dense_shape if hasattr(y, "dense_shape") else y.shape
@@ -109,19 +101,19 @@ def test_every_dtype(framework, dtype, kind):
     """Slices of every dtype are concatenated; the mean of integers is a float, and half types are rounded once."""
     parts = rows(2, 3, dtype=dtype)
     given = put(framework, kind, parts)
-    value = cr.PerReplica(given, names(0, 1))
+    value = cr.PerReplica(given, cpus(0, 1))
     for op in ("sum", "mean"):
         result = cr.HierarchicalCopyAllReduce().reduce(op, value, value)
-        check_sparse(framework, kind, result, parts, names(0, 1), mean=op == "mean", inputs=given)
+        check_sparse(framework, kind, result, parts, cpus(0, 1), mean=op == "mean", inputs=given)
 
 
 def test_mixed_index_dtypes(framework):
     """Index dtypes may differ between replicas: int32 and int64 become int64."""
     parts = [(v, i.astype(dtype)) for (v, i), dtype in zip(rows(2, 2, 2), ("int32", "int64", "int32"), strict=True)]
-    value = cr.PerReplica(put(framework, "IndexedSlices", parts), names(0, 1, 2))
+    value = cr.PerReplica(put(framework, "IndexedSlices", parts), cpus(0, 1, 2))
     for ops in OPS.values():
         result = ops.reduce("sum", value, value)
-        check_sparse(framework, "IndexedSlices", result, parts, names(0, 1, 2))
+        check_sparse(framework, "IndexedSlices", result, parts, cpus(0, 1, 2))
         assert all(framework.to_numpy(y.indices).dtype == np.int64 for y in result)
 
 
@@ -135,7 +127,7 @@ def test_no_dense_shape(framework):
         ]
         value = cr.PerReplica(given)
         result = cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
-        check_sparse(framework, "IndexedSlices", result, parts, names(0, 1, 2), inputs=given)
+        check_sparse(framework, "IndexedSlices", result, parts, cpus(0, 1, 2), inputs=given)
         assert {y.dense_shape for y in result} == {wanted}
 
 
@@ -148,9 +140,9 @@ def test_sparse_and_dense_replicas_give_a_dense_result(framework, kind, ops, op,
     given.insert(position, framework.array(full, position))
     xs = [dense(*part) for part in parts]
     xs.insert(position, full)
-    value = cr.PerReplica(given, names(0, 1, 2, 3))
-    check(framework, OPS[ops].reduce(op, value, value), op, xs, names(0, 1, 2, 3), given)
-    check(framework, OPS[ops].reduce(op, value, on(1, 5)), op, xs, names(1, 5), given)
+    value = cr.PerReplica(given, cpus(0, 1, 2, 3))
+    check(framework, OPS[ops].reduce(op, value, value), op, xs, cpus(0, 1, 2, 3), given)
+    check(framework, OPS[ops].reduce(op, value, on(1, 5)), op, xs, cpus(1, 5), given)
 
 
 def test_the_dense_shape_may_be_that_of_a_dense_replica(framework):
@@ -158,7 +150,7 @@ def test_the_dense_shape_may_be_that_of_a_dense_replica(framework):
     (v, i), full = rows(3)[0], np.ones(SHAPE, "float32")
     value = cr.PerReplica([framework.sparse("IndexedSlices", v, i, None, 0), framework.array(full, 1)])
     result = cr.ReductionToOneDevice().reduce("sum", value, value)
-    check(framework, result, "sum", [dense(v, i), full], names(0, 1))
+    check(framework, result, "sum", [dense(v, i), full], cpus(0, 1))
 
 
 @kinds_table
@@ -170,16 +162,16 @@ def test_sparse_and_dense_values_in_one_batch(framework, kind, ops):
     sparse, xs = rows(2, 1, 3), digits(3, (4,))
     other = rows(1, 1, 1, seed=5)
     batch = [
-        cr.PerReplica(put(framework, kind, sparse), names(0, 1, 2)),
-        cr.PerReplica(framework.arrays(xs), names(0, 1, 2)),
-        cr.PerReplica(put(framework, "IndexedSlices", other), names(0, 1, 2)),
-        cr.PerReplica(framework.arrays(xs), names(0, 1, 2)),
+        cr.PerReplica(put(framework, kind, sparse), cpus(0, 1, 2)),
+        cr.PerReplica(framework.arrays(xs), cpus(0, 1, 2)),
+        cr.PerReplica(put(framework, "IndexedSlices", other), cpus(0, 1, 2)),
+        cr.PerReplica(framework.arrays(xs), cpus(0, 1, 2)),
     ]
     first, second, third, fourth = ops.batch_reduce("sum", [(value, on(2, 0)) for value in batch])
-    check_sparse(framework, kind, first, sparse, names(2, 0))
-    check(framework, second, "sum", xs, names(2, 0))
-    check_sparse(framework, "IndexedSlices", third, other, names(2, 0))
-    check(framework, fourth, "sum", xs, names(2, 0))
+    check_sparse(framework, kind, first, sparse, cpus(2, 0))
+    check(framework, second, "sum", xs, cpus(2, 0))
+    check_sparse(framework, "IndexedSlices", third, other, cpus(2, 0))
+    check(framework, fourth, "sum", xs, cpus(2, 0))
 
 
 @kinds_table
@@ -188,16 +180,16 @@ def test_one_sparse_array(framework, kind):
     parts = rows(3)
     (x,) = put(framework, kind, parts)
     for ops in OPS.values():
-        check_sparse(framework, kind, ops.reduce("mean", x, "cpu:0"), parts, names(0), mean=True, inputs=[x])
-        check_sparse(framework, kind, ops.reduce("sum", x, x), parts, names(0), inputs=[x])
-        check_sparse(framework, kind, ops.broadcast(x, on(2, 0)), parts, names(2, 0), inputs=[x])
+        check_sparse(framework, kind, ops.reduce("mean", x, "cpu:0"), parts, cpus(0), mean=True, inputs=[x])
+        check_sparse(framework, kind, ops.reduce("sum", x, x), parts, cpus(0), inputs=[x])
+        check_sparse(framework, kind, ops.broadcast(x, on(2, 0)), parts, cpus(2, 0), inputs=[x])
 
 
 @kinds_table
 def test_gather_of_sparse_components(framework, kind):
     """Gather makes sparse components dense and concatenates them."""
     parts = rows(3, 0, 2)
-    value = cr.PerReplica(put(framework, kind, parts), names(0, 1, 2))
+    value = cr.PerReplica(put(framework, kind, parts), cpus(0, 1, 2))
     for axis in (0, 1):
         for y in cr.HierarchicalCopyAllReduce().gather(value, on(1, 0), axis):
             wanted = np.concatenate([dense(*part) for part in parts], axis)
@@ -221,7 +213,7 @@ def test_trees_with_sparse_leaves(framework):
             for table, rest in zip(put(framework, kind, parts), framework.arrays(xs), strict=True)
         ]
         results = cr.all_reduce(trees, "sum")
-        check_sparse(framework, kind, cr.Mirrored([r["table"] for r in results], names(0, 1)), parts, names(0, 1))
+        check_sparse(framework, kind, cr.Mirrored([r["table"] for r in results], cpus(0, 1)), parts, cpus(0, 1))
         assert [framework.to_numpy(r["rest"][0]).tolist() for r in results] == [np.sum(xs, axis=0).tolist()] * 2
 
 
@@ -264,7 +256,7 @@ def test_bcoo_of_every_shape(jax_):
             values = rng.integers(-9, 9, (count, *shape[sparse_axes:])).astype("float32")
             xs.append(jax_.sparse("bcoo", values, indices, shape, k))
             np.add.at(wanted, tuple(indices.T), values)
-        value = cr.PerReplica(xs, names(0, 1, 2))
+        value = cr.PerReplica(xs, cpus(0, 1, 2))
         for y in cr.HierarchicalCopyAllReduce().reduce("sum", value, value):
             assert y.shape == shape
             assert y.n_sparse == sparse_axes
@@ -275,10 +267,10 @@ def test_padded_bcoo(jax_):
     """A BCOO that JAX padded (with indices beyond the shape) keeps its value, also in a value with dense components."""
     x = jax_.bcoo.fromdense(jax_.array(np.array([1.0, 0, 2, 0], "float32"), 0), nse=4)
     y = jax_.bcoo.fromdense(jax_.array(np.array([0.0, 3, 0, 0], "float32"), 1), nse=3)
-    value = cr.PerReplica([x, y], names(0, 1))
+    value = cr.PerReplica([x, y], cpus(0, 1))
     for z in cr.HierarchicalCopyAllReduce().reduce("sum", value, value):
         assert np.asarray(z.todense()).tolist() == [1, 3, 2, 0]
-    mixed = cr.PerReplica([x, jax_.array(np.ones(4, "float32"), 1)], names(0, 1))
+    mixed = cr.PerReplica([x, jax_.array(np.ones(4, "float32"), 1)], cpus(0, 1))
     for z in cr.HierarchicalCopyAllReduce().reduce("sum", mixed, mixed):
         assert np.asarray(z).tolist() == [2, 1, 3, 1]
 
@@ -292,7 +284,7 @@ def test_any_slices(framework):
     @given(kinds, lengths, st.integers(0, 99), st.sampled_from(["sum", "mean"]), st.sampled_from(list(OPS)))
     def law(kind, lengths, seed, op, ops):
         parts = rows(*lengths, seed=seed)
-        value = cr.PerReplica(put(framework, kind, parts), names(*range(len(parts))))
+        value = cr.PerReplica(put(framework, kind, parts), cpus(*range(len(parts))))
         result = OPS[ops].reduce(op, value, value)
         check_sparse(framework, kind, result, parts, value.devices, mean=op == "mean")
 

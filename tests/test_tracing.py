@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import oracle
 import pytest
-from expect import digits, result_dtype, small
+from expect import cpus, digits, on, result_dtype, small
 from pairs import each
 
 import crossreduce as cr
@@ -19,10 +19,6 @@ OPS = {
     "NcclAllReduce": cr.NcclAllReduce(),
 } | {name: cr.AllReduceCrossDeviceOps(name) for name in ALGORITHMS}
 ops_table = pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
-
-
-def names(*numbers):
-    return tuple(f"cpu:{k}" for k in numbers)
 
 
 def traced(framework, function, **options):
@@ -48,7 +44,7 @@ def test_traced_equals_eager(tracing, ops):
     rng = np.random.default_rng(0)
     xs = [rng.normal(size=(3, 2)).astype("float32") for _ in range(5)]
     given = [tracing.array(x) for x in xs]
-    value = cr.PerReplica([tracing.array(x, k) for k, x in enumerate(xs)], names(*range(5)))
+    value = cr.PerReplica([tracing.array(x, k) for k, x in enumerate(xs)], cpus(*range(5)))
 
     def both(*arrays):
         replicas = cr.PerReplica(arrays)
@@ -114,8 +110,8 @@ def test_traced_destinations(tracing):
         for to in ((0, 1, 2), (2, 0), (4,), (3, 1, 0, 2)):
 
             def function(*arrays, ops=ops, to=to):
-                value = cr.PerReplica(arrays, names(0, 1, 2))
-                return list(ops.reduce("sum", value, cr.PerReplica([0] * len(to), names(*to))))
+                value = cr.PerReplica(arrays, cpus(0, 1, 2))
+                return list(ops.reduce("sum", value, on(*to)))
 
             ys = traced(tracing, function)(*[tracing.array(x) for x in xs])
             assert [tracing.to_numpy(y).tolist() for y in ys] == [np.sum(xs, axis=0).tolist()] * len(to)
@@ -178,7 +174,7 @@ def test_arrays_on_devices_inside_a_tf_function(tensorflow_, ops):
 
     @tf.function
     def function(*arrays):
-        value = cr.PerReplica(arrays, names(*range(5)))
+        value = cr.PerReplica(arrays, cpus(*range(5)))
         return list(ops.reduce("sum", value, value))
 
     ys = function(*tensorflow_.arrays(xs))

@@ -130,7 +130,7 @@ def write_results(results: list[Mirrored], jobs: list[Job]) -> list[Mirrored]:
             spec = None if given is None or isinstance(given, Sparse) else value.framework.spec(given)
             if spec != value.framework.spec(taken):
                 wanted = f"an array like out's, {value.framework.name} {value.framework.spec(taken)}"
-                error = MismatchError(message("a result does not fit into out.", describe(x), wanted))
+                error = MismatchError(message("a result differs from its array of out.", describe(x), wanted))
                 raise in_pair(error, pair, len(jobs))
             copies.append((value.framework, taken, given))
     for framework, taken, given in copies:

@@ -129,7 +129,7 @@ def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]
     replicas = len(pairs[0][0]) if pairs else len(given)
     if hasattr(out, "shape") or len(given) != replicas:
         raise ArgumentError(
-            message("out takes one tree per replica, like the trees.", shown(out), f"a list of {replicas} trees")
+            message("out takes a list with one tree per replica.", shown(out), f"a list of {replicas} trees")
         )
     leaves, found = flatten_trees(given)
     if found != structure:
