@@ -1,6 +1,6 @@
-"""NumPy: host memory, which is every ``cpu:k`` at once.
+"""NumPy: arrays in host memory, which all devices ``cpu:k`` share.
 
-A copy between devices moves nothing; results get memory of their own when they are unpacked.
+Copies between devices return the same array. Each result gets its own memory when it is unpacked.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class NumPy:
                 out = ufunc(xs[0], xs[1])
             else:
                 out = ufunc(xs[0], xs[1], dtype=dtype_named(numbers.accumulator))
-            out = np.asarray(out)  # of arrays without axes NumPy makes a scalar
+            out = np.asarray(out)  # NumPy returns a scalar for arrays without axes
             for x in xs[2:]:
                 ufunc(out, x, out=out)
             if final:
@@ -158,7 +158,7 @@ class NumPy:
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
         if len({x.dtype for x in xs}) > 1 and all(x.dtype.kind in "iu" for x in xs):
-            xs = [x.astype(np.int64) for x in xs]  # of int64 and uint64 NumPy would make float64
+            xs = [x.astype(np.int64) for x in xs]  # NumPy would join int64 and uint64 to float64
         return np.concatenate(xs, axis=axis)
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
@@ -180,7 +180,7 @@ class NumPy:
         if type(value) is np.ndarray and value.flags.writeable and value.flags.c_contiguous and value.dtype.isnative:
             return value
         if not isinstance(value, np.ndarray):
-            given, remedy = f"a number ({type(value).__name__})", "numpy.array(x), an array of no axes, in its place"
+            given, remedy = f"a number ({type(value).__name__})", "numpy.array(x), an array without axes"
         else:
             given = _kind(value)
             plain = type(value) is not np.ndarray and not isinstance(value, np.ma.MaskedArray)
@@ -201,7 +201,7 @@ class NumPy:
         return ()
 
     def thread_modes(self) -> ThreadModes:
-        return nullcontext  # NumPy's errstate is a context variable, which threads get otherwise
+        return nullcontext  # NumPy's errstate is a context variable, and the caller copies the context to its threads
 
     def is_recorded(self, x: Any) -> bool:
         return False
@@ -209,11 +209,11 @@ class NumPy:
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        raise AssertionError("NumPy records nothing")
+        raise AssertionError("NumPy has no gradients")
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         made = self.clone(x)
-        made.flags.writeable = False  # whoever has read it keeps what it was
+        made.flags.writeable = False  # earlier readers of the variable keep its earlier value
         return made
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
@@ -222,27 +222,27 @@ class NumPy:
 
 
 def _kind(x: Array) -> str:
-    """Say of an array what could keep it from being written into."""
+    """Return an array's type, and the properties that can prevent writes into it."""
     flags = [] if x.flags.writeable else ["read-only"]
     flags += [] if x.flags.c_contiguous else ["not in C order"]
-    flags += [] if x.dtype.isnative else ["of foreign byte order"]
+    flags += [] if x.dtype.isnative else ["not in native byte order"]
     return f"{type(x).__name__} {TensorSpec(x.shape, x.dtype.name)}, {', '.join(flags) or 'a subclass'}"
 
 
 def _quiet() -> np.errstate:
-    """Return the context in which infinities, NaN and underflow are results, not warnings."""
+    """Return a context in which infinities, NaN and underflow do not cause warnings."""
     return np.errstate(all="ignore")
 
 
 def _divide(x: Array, divisor: int) -> None:
-    """Divide in place; of complex numbers each part, since NumPy's complex division rounds more than once."""
+    """Divide in place. Complex numbers are divided part by part: NumPy's complex division rounds more than once."""
     parts = (x.real, x.imag) if x.dtype.kind == "c" else (x,)
     for part in parts:
         np.true_divide(part, divisor, out=part)
 
 
 def beyond(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
-    """Return the error for sparse indices that lie outside of the dense shape."""
+    """Return the error for sparse indices outside the dense shape."""
     return ArgumentError(
         message(
             "a sparse array has an index beyond its dense shape.",

@@ -1,11 +1,11 @@
-"""TensorFlow: logical devices, eagerly and inside ``tf.function``.
+"""TensorFlow: tensors on logical devices, eagerly and inside ``tf.function``.
 
-Each operation runs on its operands' device, whatever ``tf.device`` scope the caller is in. All of them
-have gradients, so a tape sees through a reduction. Raw ops are used because they skip most of the
-Python in front of a kernel, which is what an eager batch of small tensors spends its time on.
+Each operation runs on the device of its operands, in any ``tf.device`` scope of the caller. All operations have
+gradients, so a tape can record a reduction. Raw ops avoid most of the Python code in front of a kernel, which takes
+most of the time of an eager batch of small tensors.
 
-Inside ``tf.function`` an argument does not say where it is, and counts as on ``cpu:0``; there it is
-left to TensorFlow's placer.
+Inside ``tf.function`` the device of an argument is not known: it counts as on ``cpu:0``, and TensorFlow's placer
+assigns its device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .base import Array, Immutable, Sparse
 from .numpy import beyond
 
 _RAW: Final = tf.raw_ops
-# All of them hand NaN on.
+# All of them propagate NaN.
 _BINARY: Final[dict[ReduceOp, Any]] = {
     ReduceOp.MIN: _RAW.Minimum,
     ReduceOp.MAX: _RAW.Maximum,
@@ -39,7 +39,7 @@ _LOGICAL: Final[dict[ReduceOp, Any]] = {
     ReduceOp.MAX: _RAW.LogicalOr,
     ReduceOp.PRODUCT: _RAW.LogicalAnd,
 }
-# AddN adds up to 9 tensors left to right; of more it sums groups of 8 first.
+# AddN adds up to 9 tensors from left to right; if there are more, it adds groups of 8 first.
 _ADDN: Final = 9
 _NAMES: Final[dict[Any, str]] = {tf.as_dtype(name): name for name in DTYPES}
 _DTYPES: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
@@ -48,16 +48,16 @@ _DTYPES: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
 @lru_cache(maxsize=1024)
 def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
     result = dtype
-    if op is ReduceOp.MEAN and dtype in INTEGERS:  # as TensorFlow's true division has it
+    if op is ReduceOp.MEAN and dtype in INTEGERS:  # as in TensorFlow's true division
         result = "float32" if itemsize(dtype) <= 2 else "float64"
     return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
 
 
 def _logical_devices() -> dict[str, str]:
-    """Return TensorFlow's names of the devices that are here, by canonical name."""
+    """Return TensorFlow's names of the logical devices, by canonical name."""
     found = {}
     for device in tf.config.list_logical_devices():
-        with contextlib.suppress(DeviceError):  # TPU_SYSTEM and the like hold no arrays
+        with contextlib.suppress(DeviceError):  # devices without arrays, such as TPU_SYSTEM
             found[canonical(device.name)] = device.name
     return found
 
@@ -70,7 +70,7 @@ def _require(devices: tuple[str, ...]) -> None:
             raise DeviceError(
                 message(
                     "TensorFlow has no such logical device.",
-                    f"{device}; here are {', '.join(here)}",
+                    f"{device}; logical devices: {', '.join(here)}",
                     "one of these; or, before TensorFlow is first used, tf.config.set_logical_device_configuration("
                     'tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * n)',
                 )
@@ -84,23 +84,23 @@ def _physical(device: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _scope(physical: str) -> str:
-    """Return the name of a device in full, as tensors have it."""
+    """Return the full name of a device, as tensors report it."""
     spec = tf.DeviceSpec.from_string(_logical_devices()[physical])
-    if spec.job is None:  # local ones are listed without
+    if spec.job is None:  # local devices are listed without a job
         spec = spec.replace(job="localhost", replica=0, task=0)
     return str(spec.to_string())
 
 
 def _at(x: Array) -> Any:
-    """Return the scope of an array's device; of none, where it does not say (the placer decides)."""
+    """Return the scope of an array's device; if that is not known, a scope without device (the placer decides)."""
     return tf.device(x.device or None)
 
 
 def _beside(x: Array) -> Any:
-    """Return the scope of an array's device; where it does not say, of the device where the placer will put it.
+    """Return the scope of an array's device; if that is not known, of the device that the placer will choose.
 
-    What joins many arrays belongs there: else each of them would travel by itself. (What combines arrays of several
-    devices is better left to the placer, as the graph optimizer merges additions that nothing holds in place.)
+    Operations that join many arrays should run there, else each array would be sent by itself. Operations that combine
+    arrays of several devices should not: the graph optimizer merges additions only if no device is prescribed.
     """
     return tf.device(x.device) if x.device else tf.compat.v1.colocate_with(x)
 
@@ -112,10 +112,10 @@ def _constant(sizes: tuple[int, ...]) -> Any:
 
 
 def _sizes(*sizes: int) -> Any:
-    """Return sizes as TensorFlow takes them.
+    """Return sizes as an operand of an op.
 
-    Eagerly it costs 40 us to make a tensor of a list, four times as much as the op that needs it.
-    A graph needs a constant of its own, for XLA to read.
+    Eagerly, converting a list to a tensor takes 40 us, four times as long as the op that needs it, so the tensors are
+    cached. Each graph needs its own constant, so that XLA can read it.
     """
     return _constant(sizes) if tf.executing_eagerly() else np.array(sizes, np.int64)
 
@@ -135,7 +135,7 @@ class TensorFlow(Immutable):
         if isinstance(value, IndexedSlices):
             return Sparse("IndexedSlices", self._dense(value.values), self._dense(value.indices), value.dense_shape)
         if isinstance(value, tf.IndexedSlices):
-            # A dense shape that tracing leaves open is not known here, and so not in the result.
+            # A dense shape that is unknown while tracing is not in the result.
             known = None if value.dense_shape is None else tf.get_static_value(value.dense_shape)
             shape = None if known is None else tuple(int(size) for size in known)
             return Sparse("tf.IndexedSlices", self._dense(value.values), self._dense(value.indices), shape)
@@ -189,7 +189,7 @@ class TensorFlow(Immutable):
         with _at(xs[0]):
             out = _cast(xs[0], wide)
             if numbers.op in (ReduceOp.SUM, ReduceOp.MEAN):
-                # Where inputs must be cast, only one of them is held in the wider dtype at a time.
+                # If operands must be cast, only one of them at a time exists in the wider dtype.
                 more = _ADDN - 1 if numbers.accumulator == numbers.dtype else 1
                 for k in range(1, len(xs), more):
                     out = _RAW.AddN(inputs=[out, *(_cast(x, wide) for x in xs[k : k + more])])
@@ -208,8 +208,8 @@ class TensorFlow(Immutable):
             return _cast(x, _DTYPES[numbers.result])
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
-        # Nobody can write into a tensor, so memory may be shared and ``fresh`` does not matter. The
-        # pieces tile each part in order, so one split cuts it up.
+        # Tensors are immutable, so they may share memory and ``fresh`` does not matter. The pieces tile each part in
+        # order, so one split returns all of them.
         sizes: list[list[int]] = [[] for _ in parts]
         for _, pieces in cuts:
             for part, start, stop in pieces:
@@ -273,12 +273,12 @@ class TensorFlow(Immutable):
 
 def _divided(x: Array, divisor: int) -> Array:
     """Return ``x / divisor``, rounded once, so that the mean of n equal numbers is that number."""
-    if x.dtype.is_complex:  # TensorFlow's complex division rounds several times, and makes NaN of inf
+    if x.dtype.is_complex:  # TensorFlow's complex division rounds several times, and turns inf into NaN
         return tf.complex(_divided(tf.math.real(x), divisor), _divided(tf.math.imag(x), divisor))
     y = tf.constant(divisor, x.dtype)
     if not tf.executing_eagerly():
-        # Grappler would multiply by a constant's rounded reciprocal; of this it does not know that it is one.
-        # (XLA does, and stays within one unit in the last place.)
+        # Grappler would multiply by a constant's rounded reciprocal; it does not treat a placeholder as a constant.
+        # (XLA does, and its result differs by at most one unit in the last place.)
         y = _RAW.PlaceholderWithDefault(input=y, shape=())
     return _RAW.RealDiv(x=x, y=y)
 
@@ -289,7 +289,7 @@ def _unsupported(value: Any) -> UnsupportedError:
             message(
                 "a tensor of unknown rank cannot be reduced; unknown sizes can.",
                 shown(value),
-                "tf.ensure_shape(tensor, [None, None]), with one None an axis; or an input_signature that says so",
+                "tf.ensure_shape(tensor, [None, None]), with one None per axis; or an input_signature with a rank",
             )
         )
     if isinstance(value, tf.Tensor):

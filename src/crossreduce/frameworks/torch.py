@@ -1,7 +1,7 @@
-"""PyTorch: host memory, which is every ``cpu:k`` at once, and each accelerator's own.
+"""PyTorch: tensors in host memory, which all devices ``cpu:k`` share, and on accelerators.
 
-Arrays are detached on their way in, so no operation here is recorded by autograd. Copies run on each
-device's current stream, as torch's own do.
+``array`` detaches tensors, so autograd records no operation here. Copies run on the current stream of each device, like
+torch's own copies.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .numpy import beyond
 _BINARY: Final[dict[ReduceOp, Any]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.MEAN: torch.add,
-    ReduceOp.MIN: torch.minimum,  # min and max hand NaN on; fmin and fmax would drop it
+    ReduceOp.MIN: torch.minimum,  # min and max propagate NaN; fmin and fmax would drop it
     ReduceOp.MAX: torch.maximum,
     ReduceOp.PRODUCT: torch.mul,
 }
 _KINDS: Final = ("cuda", "xpu", "mps")
 _NAMES: Final[dict[Any, str]] = {getattr(torch, name): name for name in DTYPES}
 DTYPES_BY_NAME: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
-# torch stores and copies these, and has no kernels that add or compare them.
+# torch can store and copy these dtypes, but has no kernels that add or compare them.
 _INERT: Final = frozenset({"uint16", "uint32", "uint64"})
 
 
@@ -53,7 +53,7 @@ def _numbers(op: ReduceOp, dtype: str, count: int, default: Any) -> Numbers:
 
 @lru_cache(maxsize=4096)
 def _place(device: str) -> Any:
-    """Return the physical ``torch.device`` that a canonical name stands for."""
+    """Return the physical ``torch.device`` of a canonical name."""
     place = parse(device)
     return torch.device("cpu") if place.kind == "cpu" else torch.device(place.kind, place.index)
 
@@ -88,7 +88,7 @@ class Torch:
         if isinstance(value, IndexedSlices):
             return Sparse("IndexedSlices", self._plain(value.values), self._plain(value.indices), value.dense_shape)
         if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
-            # As it is: coalescing would cost a sort, and duplicates add up wherever they are made dense.
+            # Not coalesced: that would need a sort, and conversion to dense adds duplicates anyway.
             value = value.detach()
             return Sparse("torch.sparse_coo", self._plain(value._values()), value._indices().t(), tuple(value.shape))
         return self._plain(value)
@@ -122,7 +122,7 @@ class Torch:
         _require(devices)
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
-        # torch's true division of integers gives the default dtype, which may change between calls.
+        # torch's true division of integers returns the default dtype, which may change between calls.
         return _numbers(op, dtype, count, torch.get_default_dtype())
 
     def to_device(self, x: Array, device: str) -> Array:
@@ -163,7 +163,7 @@ class Torch:
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         if fresh and len(parts) == len(cuts) == 1:
             return [parts[0].view(cuts[0][0])]
-        # The pieces tile each part in order, so one split cuts it up; what it gives are views.
+        # The pieces tile each part in order, so one split returns views of all of them.
         sizes: list[list[int]] = [[] for _ in parts]
         for _, pieces in cuts:
             for part, start, stop in pieces:
@@ -196,8 +196,8 @@ class Torch:
             rows = rows * shape[axis] + column
         values = values.to(DTYPES_BY_NAME[dtype])
         out = values.new_zeros((math.prod(shape[: len(columns)]), *shape[len(columns) :]))
-        # Of the two, this is the one whose additions keep their order: index_put_ runs in parallel
-        # on the host, index_add_ on accelerators.
+        # Use the function that adds in a fixed order: index_put_ runs in parallel on the host, index_add_ does on
+        # accelerators.
         if out.device.type == "cpu":
             out.index_add_(0, rows, values)
         else:
@@ -216,7 +216,7 @@ class Torch:
                 message(
                     "results are written into plain tensors on their destination.",
                     f"{type(value).__name__} on {value.device}, for {device}",
-                    "torch.empty(shape, dtype=..., device=...), outside of torch.func, dispatch and inference modes",
+                    "torch.empty(shape, dtype=..., device=...), outside torch.func, dispatch and inference modes",
                 )
             )
         if x.data_ptr() != value.data_ptr() or not x.is_contiguous():
@@ -247,18 +247,18 @@ class Torch:
         )
         casts = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in ("cpu", "cuda", "xpu")  # all that torch 2.4 can be asked about
+            for kind in ("cpu", "cuda", "xpu")  # the kinds that torch 2.4 supports here
             if torch.is_autocast_enabled(kind)
         ]
 
         @contextmanager
         def within(device: str) -> Iterator[None]:
             place = parse(device)
-            here = place.kind != "cpu" and place.index < _count(place.kind)  # or it is another framework's
+            here = place.kind != "cpu" and place.index < _count(place.kind)  # false for devices of other frameworks
             with ExitStack() as stack:
                 if here and place.kind == "cuda":
                     stack.enter_context(torch.cuda.device(place.index))
-                if default.type != "cpu":  # torch.device is a context, too: new tensors go there
+                if default.type != "cpu":  # torch.device is also a context: new tensors are made on it
                     stack.enter_context(_place(device) if here and default.type == place.kind else default)
                 stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
                 for kind, dtype, cached in casts:
@@ -271,9 +271,9 @@ class Torch:
         if is_transformed():
             raise UnsupportedError(
                 message(
-                    "what torch.func, torch.compile or a dispatch mode transforms cannot meet other threads' tensors.",
-                    f"a {type(x).__name__} inside of such a transformation",
-                    "reduce outside of it: what torch.func.grad returns, not what it differentiates",
+                    "tensors under torch.func, torch.compile or a dispatch mode cannot be reduced across threads.",
+                    f"a {type(x).__name__} inside such a transformation",
+                    "reduce outside of it: the result of torch.func.grad, not the function that it differentiates",
                 )
             )
         if not torch.is_grad_enabled():
@@ -290,13 +290,14 @@ class Torch:
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        usual = [x.clone() if x.is_inference() else x for x in results]  # made by a caller in inference mode
-        return list(_Across.apply(gradient, usual, *xs))
+        # A result is an inference tensor if the thread that computed it was in inference mode.
+        usual = [x.clone() if x.is_inference() else x for x in results]
+        return list(_AcrossReplicas.apply(gradient, usual, *xs))
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         if old is None:
             return self.clone(x)
-        self.write(self.writable_array(old, device), x)  # an optimizer may hold it
+        self.write(self.writable_array(old, device), x)  # an optimizer may refer to it
         return old
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
@@ -306,21 +307,21 @@ class Torch:
         return (torch.prod if op is ReduceOp.PRODUCT else torch.sum)(x, axis, dtype=dtype)
 
 
-class _Across(torch.autograd.Function):  # type: ignore[misc]
-    """Results that other replicas had a part in, as a function of this one's own tensors."""
+class _AcrossReplicas(torch.autograd.Function):  # type: ignore[misc]
+    """Results that depend on all replicas, as a function of the tensors of one replica."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Any, results: list[Array], *_: Array) -> tuple[Array, ...]:
-        ctx.of = gradient
+        ctx.gradient = gradient
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Array) -> tuple[Any, ...]:
-        return None, None, *ctx.of(grads)
+        return None, None, *ctx.gradient(grads)
 
 
 def is_transformed() -> bool:
-    """Return whether tensors may stand for others: under torch.func, torch.compile or a dispatch mode."""
+    """Return whether tensors may be tracers: under torch.func, torch.compile, torch.jit.trace or a dispatch mode."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack() > 0
@@ -331,28 +332,28 @@ def is_transformed() -> bool:
 
 
 def is_frozen(x: Array) -> bool:
-    """Return whether a tensor was made in inference mode and that is over: torch lets nobody write it."""
+    """Return whether a tensor was made in an inference mode that has ended: torch does not allow writes into it."""
     return bool(x.is_inference()) and not torch.is_inference_mode_enabled()
 
 
 def has_no_memory(x: Array) -> bool:
-    """Return whether a tensor only stands for one: a fake one, or one of zeros that nobody wrote down."""
+    """Return whether a tensor has elements but no memory: a fake tensor, or a lazily allocated one of zeros."""
     return bool(x.numel()) and x.data_ptr() == 0
 
 
 def _divide_in_place(x: Array, divisor: int) -> None:
-    """Divide, rounding once, so that the mean of n equal numbers is that number."""
-    if x.is_complex():  # torch's complex division rounds several times, and makes NaN of inf
+    """Divide and round once, so that the mean of n equal numbers is that number."""
+    if x.is_complex():  # torch's complex division rounds several times, and turns inf into NaN
         x = torch.view_as_real(x)
-    # Accelerators multiply by the rounded reciprocal of a Python number, and 49 * (1 / 49) is not 1; by
-    # a tensor of their own they divide.
+    # Given a Python number, accelerators multiply by its rounded reciprocal, and 49 * (1 / 49) is not 1; given a tensor
+    # on the same accelerator, they divide.
     x.div_(divisor if x.device.type == "cpu" else x.new_full((), divisor))
 
 
 def _unsupported(value: Any) -> UnsupportedError:
     if not isinstance(value, torch.Tensor):
         return UnsupportedError(message("this is not a tensor that can be reduced.", shown(value), "a torch.Tensor"))
-    # Its repr may need elements that are not there.
+    # repr(value) may need elements that do not exist.
     given = f"{type(value).__name__}, layout {value.layout}, dtype {value.dtype}, device {value.device}"
     if is_lazy(value):
         return UnsupportedError(message("a lazy parameter has no elements yet.", given, "run the module once"))
@@ -379,7 +380,7 @@ def _unsupported(value: Any) -> UnsupportedError:
     if value.dtype not in _NAMES:
         remedy = "cast to one of " + ", ".join(DTYPES_BY_NAME)
         return UnsupportedError(message(f"arrays of dtype {value.dtype} cannot be reduced.", given, remedy))
-    return UnsupportedError(message("this tensor subclass wraps others.", given, "the tensors that it is made of"))
+    return UnsupportedError(message("this tensor subclass wraps others.", given, "the tensors that it wraps"))
 
 
 FRAMEWORK = Torch()

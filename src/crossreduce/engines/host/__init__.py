@@ -60,7 +60,7 @@ class HostMemory(Protocol):
         """Return filled memory as arrays, one per device."""
 
     def threads(self) -> int | None:
-        """Return the framework's own limit of threads on the host; ``None``: it has none."""
+        """Return the framework's own limit of threads on the host; ``None``: unlimited."""
 
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
         """Tell the framework that a user's arrays were written into."""

@@ -1,4 +1,4 @@
-"""What is particular to the PyTorch backend: layouts, parameters, dtypes, memory, devices, sparse tensors."""
+"""The PyTorch framework: layouts, parameters, dtypes, memory, devices, sparse tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def oracle(op: str, xs: list[torch.Tensor], default: torch.dtype = torch.float32
         return mean.to(default if whole else dtype).reshape(xs[0].shape)
     if whole and dtype is not torch.bool:
         bits = torch.iinfo(dtype).bits
-        found = [(x + (1 << bits)) % (1 << bits) for x in found]  # wraps round
+        found = [(x + (1 << bits)) % (1 << bits) for x in found]  # wraps around
         found = [x - (1 << bits) if x > torch.iinfo(dtype).max else x for x in found]
     return torch.tensor(found, dtype=torch.complex128 if dtype.is_complex else None).to(dtype).reshape(xs[0].shape)
 
@@ -60,7 +60,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def assert_own(results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """Every result is contiguous, needs no gradient, and has storage that no other array has."""
+    """Every result is contiguous, requires no gradient, and has its own storage."""
     for x in results:
         assert type(x) is torch.Tensor
         assert x.is_contiguous()
@@ -75,7 +75,7 @@ def assert_own(results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("n", range(1, 10))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_op_dtype_and_shape(algorithm: str, n: int, packs: int) -> None:
-    """Every op over every dtype is what Python's numbers say, for any number of replicas and packs."""
+    """Every op over every dtype gives what Python's numbers give, for any number of replicas and packs."""
     rng = np.random.default_rng(n)
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=packs)
     for op in OPS:
@@ -121,7 +121,7 @@ def layouts() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("packs", [0, 1])
 @pytest.mark.parametrize("together", [False, True])
 def test_layouts(kind: str, n: int, packs: int, together: bool) -> None:
-    """A view of any strides is reduced by its elements, and the result is contiguous and on its own."""
+    """Views with any strides are reduced correctly, and the results are contiguous and have their own memory."""
     xs = [layouts()[kind] for _ in range(n)]
     before = [x.clone() for x in xs]
     batch = [cr.PerReplica(xs)] * (2 if together else 1)
@@ -138,7 +138,7 @@ def test_layouts(kind: str, n: int, packs: int, together: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["negative view", "conjugate view"])
 def test_lazy_views_are_resolved(kind: str) -> None:
-    """What the backend hands on has its elements in memory, not a flag that says how to read them."""
+    """The framework's plain tensors store their elements; conjugate and negative views are resolved."""
     x = layouts()[kind]
     assert x.is_conj() or x.is_neg()
     plain = get("torch").array(x)
@@ -147,8 +147,8 @@ def test_lazy_views_are_resolved(kind: str) -> None:
     assert torch.equal(plain, x)
 
 
-def test_parameters_are_read_and_never_part_of_a_graph() -> None:
-    """Parameters and tensors inside a graph are reduced by value; results need no gradient."""
+def test_results_are_not_part_of_a_graph() -> None:
+    """Parameters and tensors inside a graph are reduced by value; results require no gradient."""
     parameters = [torch.nn.Parameter(torch.tensor([1.0, 2.0]) * (k + 1)) for k in range(3)]
     inside = [parameter * 2 for parameter in parameters]
     trees = [{"w": w, "inside": [x]} for w, x in zip(parameters, inside, strict=True)]
@@ -159,12 +159,12 @@ def test_parameters_are_read_and_never_part_of_a_graph() -> None:
         assert not tree["w"].requires_grad
         assert tree["inside"][0].grad_fn is None
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in parameters)
-    sum(x.sum() for x in inside).backward()  # what the caller had recorded still stands
+    sum(x.sum() for x in inside).backward()  # the caller's graph is still valid
     assert parameters[0].grad.tolist() == [2.0, 2.0]
 
 
 def test_results_can_be_trained_on() -> None:
-    """A result can be written in place and asked to require gradients, as any new tensor."""
+    """A result can be written in place and can require gradients, like any new tensor."""
     value = cr.PerReplica([torch.ones(2, 2), torch.ones(2, 2)])
     a, b = cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
     a.mul_(torch.nn.Parameter(torch.full((2, 2), 3.0)))
@@ -175,7 +175,7 @@ def test_results_can_be_trained_on() -> None:
 
 
 def test_subclasses_give_plain_tensors() -> None:
-    """A tensor subclass that only adds methods is reduced as the tensor it is."""
+    """A tensor subclass that only adds methods is reduced like a plain tensor."""
 
     class Named(torch.Tensor):
         pass
@@ -199,7 +199,7 @@ def test_nan_wins(op: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_round_once(dtype: torch.dtype) -> None:
+def test_half_types_round_once(dtype: torch.dtype) -> None:
     """Half types accumulate in float32: a mean cannot overflow, and small terms are not lost."""
     high = torch.tensor([40000.0], dtype=dtype)
     value = cr.PerReplica([high, high])
@@ -210,8 +210,8 @@ def test_halves_round_once(dtype: torch.dtype) -> None:
         assert same(cr.AllReduceCrossDeviceOps(algorithm).reduce("sum", value, value)[0], want)
 
 
-def test_mean_of_integers_has_the_default_dtype_of_the_moment() -> None:
-    """The mean of integers is of torch's default dtype when it is called, and does not wrap round."""
+def test_mean_of_integers_has_the_current_default_dtype() -> None:
+    """The mean of integers has torch's default dtype at the time of the call, and does not wrap around."""
     value = cr.PerReplica([torch.tensor([100, 127], dtype=torch.int8)] * 2)
     for dtype in (torch.float32, torch.float64, torch.float16, torch.float32):
         torch.set_default_dtype(dtype)
@@ -225,17 +225,17 @@ def test_mean_of_integers_has_the_default_dtype_of_the_moment() -> None:
 
 
 def test_mean_of_equal_integers_is_exact() -> None:
-    """k / n is divided, not multiplied by 1 / n: the mean of n equal integers is that integer."""
-    backend = get("torch")
+    """k is divided by n, not multiplied by 1 / n: the mean of n equal integers is that integer."""
+    framework = get("torch")
     for n in range(1, 200):
-        numbers = backend.numbers(cr.ReduceOp.MEAN, "int64", n)._replace(result="float64")
-        assert backend.finish(torch.tensor([n * 7]), numbers).tolist() == [7.0]
-        numbers = backend.numbers(cr.ReduceOp.MEAN, "complex64", n)
-        assert backend.finish(torch.tensor([n * (7 + 5j)]), numbers).tolist() == [7 + 5j]
+        numbers = framework.numbers(cr.ReduceOp.MEAN, "int64", n)._replace(result="float64")
+        assert framework.finish(torch.tensor([n * 7]), numbers).tolist() == [7.0]
+        numbers = framework.numbers(cr.ReduceOp.MEAN, "complex64", n)
+        assert framework.finish(torch.tensor([n * (7 + 5j)]), numbers).tolist() == [7 + 5j]
 
 
 def test_infinity_in_one_part_of_a_complex_mean() -> None:
-    """An infinite real part leaves the imaginary part alone."""
+    """An infinite real part does not change the imaginary part."""
     value = cr.PerReplica([torch.tensor([complex(float("inf"), 1)]), torch.tensor([2 + 2j])])
     result = cr.HierarchicalCopyAllReduce().reduce("mean", value, value)
     assert torch.view_as_real(result[1]).tolist() == [[float("inf"), 1.5]]
@@ -243,7 +243,7 @@ def test_infinity_in_one_part_of_a_complex_mean() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
 def test_unsigned_integers_that_torch_cannot_add(dtype: torch.dtype) -> None:
-    """Where torch has no kernel, the error comes before anything moves; a broadcast needs none."""
+    """If torch has no kernel, the error is raised before any transfer; a broadcast needs no kernel."""
     xs = [torch.tensor([1, 2]).to(dtype) for _ in range(2)]
     value = cr.PerReplica(xs)
     for op in OPS:
@@ -255,7 +255,7 @@ def test_unsigned_integers_that_torch_cannot_add(dtype: torch.dtype) -> None:
 
 
 class Wrapping(torch.Tensor):
-    """What torch takes for a tensor made of others, as DTensor is."""
+    """A tensor that wraps others, as torch defines it; DTensor is another."""
 
     def __tensor_flatten__(self) -> None: ...
 
@@ -277,11 +277,11 @@ UNSUPPORTED = {
 }
 
 
-# Whether torch warns that these are beta or deprecated depends on what ran before: it does so once a process.
+# torch warns once per process that these are beta or deprecated, so whether it warns depends on earlier tests.
 @pytest.mark.filterwarnings("ignore:.*(beta|prototype|deprecated|invariant)")
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_kinds_that_cannot_be_reduced(kind: str) -> None:
-    """A tensor that has no plain elements is refused, and the message says what to do."""
+    """A tensor without plain elements is rejected, and the message has a remedy."""
     make, text = UNSUPPORTED[kind]
     value = make()
     with pytest.raises(cr.UnsupportedError, match=text):
@@ -291,13 +291,13 @@ def test_kinds_that_cannot_be_reduced(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "host1/cpu:0", "xpu:99", "mps:9", "tpu:0"])
-def test_devices_that_are_not_here(name: str) -> None:
-    """A device that torch does not have is refused, and the message names those that are here."""
+def test_devices_that_do_not_exist(name: str) -> None:
+    """A device that torch does not have is rejected, and the message lists the existing devices."""
     with pytest.raises(cr.DeviceError, match=r'(?s)no such device.*"cpu:0", "cpu:1"'):
         cr.HierarchicalCopyAllReduce().reduce("sum", torch.ones(2), name)
 
 
-def test_devices_come_from_the_tensors() -> None:
+def test_devices_of_host_tensors() -> None:
     """Host tensors are on cpu:0, cpu:1, ...; results are in host memory."""
     value = cr.PerReplica([torch.ones(2) for _ in range(3)])
     assert value.devices == ("cpu:0", "cpu:1", "cpu:2")
@@ -310,8 +310,8 @@ def coo(indices: list[list[int]], values: torch.Tensor, shape: tuple[int, ...]) 
     return torch.sparse_coo_tensor(torch.tensor(indices), values, shape, check_invariants=True)
 
 
-def test_sparse_tensors_are_listed_together() -> None:
-    """Slices are concatenated in the replicas' order, duplicates kept; inputs stay uncoalesced."""
+def test_slices_of_sparse_tensors_are_concatenated() -> None:
+    """Slices are concatenated in the order of the replicas, with duplicates; inputs stay uncoalesced."""
     a = coo([[1, 1]], torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (5, 2))
     b = coo([[3]], torch.tensor([[5.0, 6.0]]), (5, 2))
     value = cr.PerReplica([a, b])
@@ -339,7 +339,7 @@ def test_sparse_in_two_axes() -> None:
 
 
 def test_sparse_and_dense_in_one_tree() -> None:
-    """Sparse leaves, IndexedSlices and dense leaves of one tree are each reduced in their own kind."""
+    """Sparse leaves, IndexedSlices and dense leaves of one tree are each reduced to the same kind."""
     trees = [
         {
             "coo": coo([[0]], torch.tensor([float(k)]), (2,)),
@@ -361,7 +361,7 @@ def test_sparse_and_dense_in_one_tree() -> None:
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_indices_beyond_the_shape(index: int) -> None:
-    """An index outside of the dense shape is an error, negative ones included, not a wrapped row."""
+    """An index outside the dense shape, also a negative one, is an error."""
     slices = cr.IndexedSlices(torch.ones(1, 2), torch.tensor([index]), (4, 2))
     value = cr.PerReplica([slices, torch.ones(4, 2)])
     with pytest.raises(cr.ArgumentError, match=rf"(?s)beyond its dense shape.*from {index} to {index}"):
@@ -373,7 +373,7 @@ def test_indices_beyond_the_shape(index: int) -> None:
 
 
 def test_sparse_slices_that_are_views() -> None:
-    """Empty, conjugated and gradient-carrying slices are reduced by value."""
+    """Empty slices, conjugate views and slices that require gradients are reduced by value."""
     z = torch.tensor([[1 + 2j]]).conj()
     slices = [
         cr.IndexedSlices(z, torch.tensor([0], dtype=torch.int32), (2, 1)),
@@ -390,7 +390,7 @@ def test_sparse_slices_that_are_views() -> None:
 
 
 def test_broadcast_and_gather() -> None:
-    """A broadcast copies a view's elements; a gather joins in the replicas' order, sparse ones made dense."""
+    """A broadcast copies the elements of a view; a gather joins in the order of the replicas, sparse ones as dense."""
     x = torch.arange(6.0).reshape(2, 3).t()
     result = cr.CrossDeviceOps().broadcast(x, cr.PerReplica([0, 0, 0]))
     assert all(torch.equal(y, x) for y in result)
@@ -412,23 +412,23 @@ def test_inference_mode_and_no_grad_change_nothing() -> None:
     assert inside[1].tolist() == outside[1].tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize(("spare", "nbytes"), [(-1, 4000), (0, 0), (1, 0)])
-def test_allocations_of_a_combination(spare: int, nbytes: int) -> None:
-    """Combining 5 arrays allocates one array, or none where one of the first two may be overwritten."""
-    backend = get("torch")
+@pytest.mark.parametrize(("donated", "nbytes"), [(-1, 4000), (0, 0), (1, 0)])
+def test_allocations_of_a_combination(donated: int, nbytes: int) -> None:
+    """Combining 5 arrays allocates one array, or no array if one of the first two is donated."""
+    framework = get("torch")
     xs = [torch.full((1000,), 6.0**k) for k in range(5)]
-    numbers = backend.numbers(cr.ReduceOp.SUM, "float32", 5)
+    numbers = framework.numbers(cr.ReduceOp.SUM, "float32", 5)
     with torch.profiler.profile(profile_memory=True) as profile:
-        out = backend.combine(cr.ReduceOp.SUM, xs, numbers, True, spare)
+        out = framework.combine(xs, numbers, True, donated)
     assert sum(max(0, event.self_cpu_memory_usage) for event in profile.events()) == nbytes
     assert out.tolist() == [sum(6.0**k for k in range(5))] * 1000
-    assert [k for k, x in enumerate(xs) if x[0] != 6.0**k] == ([] if spare < 0 else [spare])
+    assert [k for k, x in enumerate(xs) if x[0] != 6.0**k] == ([] if donated < 0 else [donated])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_logical_devices_of_one_gpu(algorithm: str) -> None:
-    """One GPU stands in for many: logical devices reduce in its memory, sparse and dense."""
+    """Logical devices of one GPU reduce dense and sparse tensors in its memory."""
     xs = [torch.arange(10.0, device="cuda:0") * k for k in range(5)]
     value = cr.PerReplica(xs)
     assert value.devices == ("cuda:0", *(f"cuda:0#{k}" for k in range(1, 5)))
@@ -437,7 +437,7 @@ def test_logical_devices_of_one_gpu(algorithm: str) -> None:
     assert_own(list(result), xs)
     sparse = cr.PerReplica([coo([[1, 1]], torch.ones(2), (3,)).cuda(), torch.ones(3, device="cuda:0")])
     assert cr.HierarchicalCopyAllReduce().reduce("sum", sparse, "cpu:0")[0].tolist() == [1.0, 3.0, 1.0]
-    backend = get("torch")
+    framework = get("torch")
     for n in range(1, 200):
-        numbers = backend.numbers(cr.ReduceOp.MEAN, "int64", n)._replace(result="float64")
-        assert backend.finish(torch.tensor([n * 7], device="cuda:0"), numbers).tolist() == [7.0]
+        numbers = framework.numbers(cr.ReduceOp.MEAN, "int64", n)._replace(result="float64")
+        assert framework.finish(torch.tensor([n * 7], device="cuda:0"), numbers).tolist() == [7.0]

@@ -1,4 +1,4 @@
-"""What is particular to the TensorFlow backend: devices, tf.function, XLA, gradients, variables, sparse ones."""
+"""The TensorFlow framework: devices, tf.function, XLA, gradients, variables, sparse tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on(k: int, x: object, dtype: object = None) -> tf.Tensor:
 
 
 def place(x: tf.Tensor) -> str:
-    """Return an eager tensor's device as this library spells it."""
+    """Return this library's name of an eager tensor's device."""
     return x.device.replace("/job:localhost/replica:0/task:0/device:CPU:", "cpu:")
 
 
@@ -53,7 +53,7 @@ def oracle(op: str, xs: list[tf.Tensor]) -> np.ndarray:
         result = np.float32 if narrow else np.float64 if xs[0].dtype.is_integer else dtype
         return np.array([x / len(xs) for x in found]).astype(result).reshape(xs[0].shape)
     if xs[0].dtype.is_integer:
-        found = [x % (1 << 64) for x in found]  # the cast below keeps the low bits, so it wraps round
+        found = [x % (1 << 64) for x in found]  # the cast below keeps the low bits, so it wraps around
         return np.array(found, np.uint64).astype(dtype).reshape(xs[0].shape)
     return np.array(found).astype(dtype).reshape(xs[0].shape)
 
@@ -69,7 +69,7 @@ def same(x: tf.Tensor, want: np.ndarray) -> bool:
 @pytest.mark.parametrize("n", range(1, 10))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_op_dtype_and_shape(algorithm: str, n: int) -> None:
-    """Every op over every dtype is what Python's numbers say, on each replica's device."""
+    """Every op over every dtype gives what Python's numbers give, on each replica's device."""
     rng = np.random.default_rng(n)
     for packs, op in enumerate(OPS):
         ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=(packs + n) % 4)
@@ -95,7 +95,7 @@ def test_each_contribution_counts_once(algorithm: str, n: int) -> None:
 @pytest.mark.parametrize("n", [2, 9, 10, 12])
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float16])
 def test_the_order_of_additions(n: int, dtype: tf.DType) -> None:
-    """A sum adds in the order of the replicas, left to right, however many there are."""
+    """A sum of any number of replicas adds in their order, from left to right."""
     rng = np.random.default_rng(n)
     xs = [rng.standard_normal(1000).astype(dtype.as_numpy_dtype) * np.float16(10.0 ** (k % 3)) for k in range(n)]
     want = functools.reduce(operator.add, [x.astype(np.float32) for x in xs]).astype(dtype.as_numpy_dtype)
@@ -104,8 +104,8 @@ def test_the_order_of_additions(n: int, dtype: tf.DType) -> None:
 
 
 @pytest.mark.parametrize("packs", [0, 2])
-def test_results_are_where_they_belong(packs: int) -> None:
-    """Results are on their destinations, also inside another device scope."""
+def test_results_are_on_their_destinations(packs: int) -> None:
+    """Results are on their destinations, also inside the scope of another device."""
     pairs = []
     for shape in ((2, 2), (5,), ()):
         value = cr.PerReplica([on(k, np.ones(shape, np.float16)) for k in range(4)])
@@ -122,8 +122,8 @@ def test_results_are_where_they_belong(packs: int) -> None:
         assert place(HIERARCHICAL.gather(value, "cpu:3", 1)[0]) == "cpu:3"
 
 
-def test_components_that_are_elsewhere_are_brought_there() -> None:
-    """Devices that are named for a value are where it is reduced, wherever its components were."""
+def test_components_are_moved_to_the_devices_of_the_value() -> None:
+    """If a value names devices, its components are moved there first."""
     xs = [on(9, [float(k)]) for k in range(3)]
     assert cr.PerReplica(xs).devices == ("cpu:9", "cpu:9#1", "cpu:9#2")
     here = HIERARCHICAL.reduce("sum", cr.PerReplica(xs), cr.PerReplica(xs))
@@ -135,8 +135,8 @@ def test_components_that_are_elsewhere_are_brought_there() -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu:99", "GPU:7", "host1/cpu:0", "cpu:99#1"])
-def test_devices_that_are_not_here(name: str) -> None:
-    """A device that TensorFlow does not have is refused, and the message says how to get more."""
+def test_devices_that_do_not_exist(name: str) -> None:
+    """A device that TensorFlow does not have is rejected, and the message explains how to get more devices."""
     with pytest.raises(cr.DeviceError, match=r"(?s)no such logical device.*set_logical_device_configuration"):
         HIERARCHICAL.reduce("sum", tf.ones(2), name)
 
@@ -154,7 +154,7 @@ def test_nan_wins(op: str, dtype: tf.DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
-def test_halves_round_once(dtype: tf.DType) -> None:
+def test_half_types_round_once(dtype: tf.DType) -> None:
     """Half types accumulate in float32: a mean cannot overflow, and small terms are not lost."""
     high = tf.constant([40000.0], dtype)
     value = cr.PerReplica([high, high])
@@ -166,11 +166,11 @@ def test_halves_round_once(dtype: tf.DType) -> None:
 
 
 def test_mean_of_equal_integers_is_exact() -> None:
-    """The mean of n equal integers is that integer: it is divided, and int8 does not wrap round."""
-    backend = get("tensorflow")
+    """The mean of n equal integers is that integer: it is divided, and int8 does not wrap around."""
+    framework = get("tensorflow")
     for n in range(1, 100):
-        numbers = backend.numbers(cr.ReduceOp.MEAN, "int64", n)
-        assert backend.finish(tf.constant([n * 7], tf.int64), numbers).numpy().tolist() == [7.0]
+        numbers = framework.numbers(cr.ReduceOp.MEAN, "int64", n)
+        assert framework.finish(tf.constant([n * 7], tf.int64), numbers).numpy().tolist() == [7.0]
     value = cr.PerReplica([on(k, [100, -128], tf.int8) for k in range(3)])
     assert same(HIERARCHICAL.reduce("mean", value, value)[2], np.array([100, -128], np.float32))
     traced = tf.function(reducing("mean", HIERARCHICAL, 49, []), autograph=False)
@@ -178,14 +178,14 @@ def test_mean_of_equal_integers_is_exact() -> None:
 
 
 def test_infinity_in_one_part_of_a_complex_mean() -> None:
-    """An infinite real part leaves the imaginary part alone."""
+    """An infinite real part does not change the imaginary part."""
     value = cr.PerReplica([on(0, [complex(np.inf, 1)]), on(1, [2 + 2j])])
     result = HIERARCHICAL.reduce("mean", value, value)[1].numpy()
     assert (result.real.tolist(), result.imag.tolist()) == ([np.inf], [1.5])
 
 
 def test_a_tree_of_variables_tensors_and_slices() -> None:
-    """Variables are read where they are, and one tree may hold tensors, variables and sparse leaves."""
+    """Variables are read on their devices, and one tree may contain tensors, variables and sparse leaves."""
     trees = []
     for k in range(3):
         with tf.device(f"CPU:{k}"):
@@ -217,8 +217,8 @@ def test_a_tree_of_variables_tensors_and_slices() -> None:
     assert [tree["variable"].numpy().tolist() for tree in trees] == [[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]
 
 
-def test_a_result_does_not_follow_a_variable() -> None:
-    """What was read from a variable stays as it was when the variable is assigned later."""
+def test_a_result_is_independent_of_a_variable() -> None:
+    """A result that was computed from a variable does not change when the variable is assigned later."""
     variable = tf.Variable([1.0, 2.0])
     copies = HIERARCHICAL.broadcast(variable, cr.PerReplica([0, 0]))
     alone = HIERARCHICAL.reduce("sum", variable, variable)
@@ -227,8 +227,8 @@ def test_a_result_does_not_follow_a_variable() -> None:
     assert [x.numpy().tolist() for x in (*copies, *alone)] == [[1.0, 2.0]] * 3
 
 
-def test_slices_are_listed_together() -> None:
-    """Slices are concatenated in the replicas' order, duplicates kept; index dtypes may differ."""
+def test_slices_are_concatenated() -> None:
+    """Slices are concatenated in the order of the replicas, with duplicates; index dtypes may differ."""
     a = tf.IndexedSlices(on(0, [[1.0, 2.0]]), on(0, [1]), on(0, [5, 2]))
     b = tf.IndexedSlices(on(1, [[3.0, 4.0], [5.0, 6.0]]), on(1, [1, 3], tf.int64), on(1, [5, 2]))
     value = cr.PerReplica([a, b])
@@ -247,7 +247,7 @@ def test_slices_are_listed_together() -> None:
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_indices_beyond_the_shape(index: int) -> None:
-    """An index outside of the dense shape is an error, not a slice that is dropped."""
+    """An index outside the dense shape is an error; the slice is not dropped."""
     value = cr.PerReplica(
         [tf.IndexedSlices(tf.ones([1, 2]), tf.constant([index]), tf.constant([4, 2])), tf.ones([4, 2])]
     )
@@ -270,7 +270,7 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_kinds_that_cannot_be_reduced(kind: str) -> None:
-    """What has no plain elements is refused, and the message says what to do."""
+    """A value without plain elements is rejected, and the message has a remedy."""
     make, text = UNSUPPORTED[kind]
     value = cr.PerReplica([make()], ["cpu:0"])
     for call in (HIERARCHICAL.reduce, lambda _, x, there: HIERARCHICAL.broadcast(x[0], there)):
@@ -290,7 +290,7 @@ def reducing(op: str, ops: cr.CrossDeviceOps, n: int, seen: list[object]) -> obj
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_inside_a_function(algorithm: str, compiled: bool) -> None:
-    """A reduction traces under tf.function, also with XLA, and gives the same numbers; it retraces by shape."""
+    """A reduction traces under tf.function, also with XLA, with the same results; it is traced once per shape."""
     rng = np.random.default_rng(0)
     for op in ("sum", "mean", "max"):
         for dtype in (tf.float16, tf.float32, tf.int8):
@@ -312,8 +312,8 @@ def test_inside_a_function(algorithm: str, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_sizes_that_tracing_leaves_open(op: str) -> None:
-    """Sizes may be unknown while tracing: one trace serves all of them, and known axes stay known."""
+def test_unknown_sizes(op: str) -> None:
+    """Sizes may be unknown while tracing: one trace serves all sizes, and known sizes stay known."""
     for algorithm in ALGORITHMS:
         for packs in (0, 1, 2):
             seen: list[object] = []
@@ -331,8 +331,8 @@ def test_sizes_that_tracing_leaves_open(op: str) -> None:
             assert traced.get_concrete_function().output_shapes[0][0].as_list() == [None, 2]
 
 
-def test_open_sizes_that_differ() -> None:
-    """A size that is known on one replica and open on another is reduced; a wrong one is an error when run."""
+def test_a_size_that_is_unknown_on_one_replica() -> None:
+    """A size may be known on one replica and unknown on another; if they differ at run time, it is an error."""
     spec = [tf.TensorSpec([None], tf.float32), tf.TensorSpec([3], tf.float32)]
     traced = tf.function(reducing("sum", HIERARCHICAL, 2, []), input_signature=spec, autograph=False)
     assert [x.numpy().tolist() for x in traced(tf.ones([3]), tf.ones([3]))[0]] == [[2.0] * 3] * 2
@@ -341,14 +341,14 @@ def test_open_sizes_that_differ() -> None:
 
 
 def test_unknown_rank() -> None:
-    """A tensor of unknown rank is refused while tracing, and the message names ensure_shape."""
+    """A tensor of unknown rank is rejected while tracing, and the message names ensure_shape."""
     traced = tf.function(reducing("sum", HIERARCHICAL, 1, []), input_signature=[tf.TensorSpec(None)], autograph=False)
     with pytest.raises(cr.UnsupportedError, match=r"(?s)unknown rank.*ensure_shape"):
         traced(tf.ones([3]))
 
 
 def test_named_devices_inside_a_function() -> None:
-    """Inside tf.function, what is on a named device is reduced there; what says nothing is left unplaced."""
+    """Inside tf.function, values with devices are reduced there; without devices, the placer chooses them."""
     names = ["cpu:1", "cpu:2", "cpu:0"]
 
     @tf.function(autograph=False)
@@ -365,7 +365,7 @@ def test_named_devices_inside_a_function() -> None:
 
 
 def test_sparse_inside_a_function() -> None:
-    """Slices are reduced while tracing too; a dense shape that is known then is kept."""
+    """Slices are reduced while tracing, too; a known dense shape is kept."""
 
     @tf.function(autograph=False)
     def reduce(rows: tf.Tensor, dense: tf.Tensor) -> object:
@@ -383,7 +383,7 @@ def test_sparse_inside_a_function() -> None:
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_gradients_flow(algorithm: str, traced: bool) -> None:
+def test_gradients(algorithm: str, traced: bool) -> None:
     """The gradient of an all-reduced sum is the all-reduced sum of the gradients; of a mean, their mean."""
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=2)
     weights = (1.0, 10.0, 100.0)
@@ -401,8 +401,8 @@ def test_gradients_flow(algorithm: str, traced: bool) -> None:
     assert [x.numpy().tolist() for x in run("mean", xs)] == [[[37.0, 37.0]] * 2] * 3
 
 
-def test_gradients_of_the_other_ops_and_of_halves() -> None:
-    """A maximum passes its gradient to the largest, a product to the others' product, halves to all."""
+def test_gradients_of_other_ops_and_of_half_types() -> None:
+    """The gradient of a maximum is that of the largest; of a product, the product of the others; of a sum, 1."""
     xs = [on(k, x) for k, x in enumerate((2.0, 5.0, 3.0))]
     halves = [on(k, 1.0, tf.float16) for k in range(3)]
     wanted = [("max", xs, [0.0, 1.0, 0.0]), ("product", xs, [15.0, 6.0, 10.0]), ("sum", halves, [1.0] * 3)]
@@ -414,7 +414,7 @@ def test_gradients_of_the_other_ops_and_of_halves() -> None:
 
 
 def test_variables_are_differentiable() -> None:
-    """The read of a variable is on the tape, so the gradient reaches the variable."""
+    """The tape records the read of a variable, so the variable has a gradient."""
     variables = [tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0])]
     with tf.GradientTape() as tape:
         y = HIERARCHICAL.reduce("mean", cr.PerReplica(variables), "cpu:0")[0]
@@ -422,7 +422,7 @@ def test_variables_are_differentiable() -> None:
 
 
 def test_keras_variables() -> None:
-    """A Keras variable is read like the tf.Variable that it holds."""
+    """A Keras variable is read like the tf.Variable inside it."""
     keras = pytest.importorskip("keras", exc_type=ImportError)
     xs = [keras.Variable([1.0, float(k)]) for k in range(2)]
     assert cr.all_reduce(xs)[1].numpy().tolist() == [2.0, 1.0]
