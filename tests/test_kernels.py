@@ -372,6 +372,18 @@ def test_overlapping_results_are_found(drawn):
             assert whole.tobytes() == before
 
 
+def test_arrays_overlap_if_they_share_a_byte():
+    """Adjacent arrays do not overlap; arrays that share one byte do, in the compiled kernels and in NumPy."""
+    case = reduction("sum", "int8", "int8", "int8", 1, 32)
+    base = (memory := np.zeros(100, "int8")).ctypes.data
+    for kernel in (case.native(SETS[0]), case.reference()):
+        for first in (0, 32):
+            for shared, found in ((0, None), (1, (0, 0))):
+                source, result = base + first, base + 32 - first + (shared if first else -shared)
+                assert kernel.run([[source]], [[result]], 1, False, True) == found
+    assert not memory.any()
+
+
 def test_a_result_in_the_gaps_of_a_source_is_reported():
     """The gaps of a strided source count as its memory, in the compiled kernels and in NumPy."""
     whole = np.zeros((10, 100), "float32")

@@ -156,9 +156,9 @@ OPERANDS = {
     "more axes than strides": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (2, 4), (4,))]], [[out]])),
     "a shape of another size": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (2, 3), (12, 4))]], [[out]])),
     "a negative shape": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (-2, -4), (16, 4))]], [[out]])),
-    "a shape whose size overflows": (
+    "a shape whose size is 8 modulo 2**64": (
         SHAPE,
-        lambda a, out: ([[a, (a.ctypes.data, (1 << 62, 4, 8, 1 << 62), (0,) * 4)]], [[out]]),
+        lambda a, out: ([[a, (a.ctypes.data, (3, (2**64 + 8) // 3), (0, 0))]], [[out]]),
     ),
     "too many axes": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (8, *[1] * 64), (4, *[4] * 64))]], [[out]])),
     "text in a shape": ("as an integer", lambda a, out: ([[a, (a.ctypes.data, ("8",), (4,))]], [[out]])),
