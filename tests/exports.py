@@ -1,25 +1,25 @@
-"""Schedules that exports are tried on, and what their results must look like."""
+"""Schedules for the tests of the exporters, and the expressions that their results must be."""
 
 import random
 from fractions import Fraction
+from itertools import combinations
 
 from hypothesis import strategies as st
 from strategies import names
 
 from crossreduce import Chunk, Schedule, Step
-from crossreduce.export.collective import collective
 
 
 @st.composite
 def reductions(draw, kind="all_reduce"):
-    """Draw a schedule of uneven shares, in which partial sums meet anywhere, in any order, and are copied on."""
+    """Draw a schedule of uneven shares that combines partial sums on any devices, in any order, and copies the sum."""
     n = draw(st.integers(2, 5))
     parts = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3).filter(sum))
     rng = random.Random(draw(st.integers(0, 2**32)))
     chunks, rounds = [], []
     everyone = tuple(range(n))
     for c, part in enumerate(parts):
-        holders, free = list(everyone), []  # who holds a part of the sum; whose own part is already in another's
+        holders, free = list(everyone), []  # devices with a part of the sum; devices whose part another device has
         while len(holders) > 1:
             group = rng.sample(holders, rng.randint(2, len(holders)))
             dst = rng.choice(group + free)
@@ -35,6 +35,103 @@ def reductions(draw, kind="all_reduce"):
     return Schedule(kind, "drawn", tuple(f"cuda:{k}" for k in everyone), tuple(chunks), tuple(rounds))
 
 
+KINDS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+
+
+@st.composite
+def synchronous(draw, kinds=KINDS):
+    """Draw a schedule whose rounds have many steps per chunk, which read each other's devices.
+
+    So devices swap values, rotate them in circles, exchange and add them, and pass a value on in the round that
+    replaces it. Some steps are needless. Shares are uneven where NCCL's collective allows it.
+    """
+    kind = draw(st.sampled_from(kinds))
+    n = draw(st.integers(2, 5))
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    everyone = tuple(range(n))
+    root = rng.randrange(n)
+    owned = kind in ("reduce_scatter", "all_gather")
+    parts = [1] * n if owned else draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    chunks, columns = [], []
+    for c, part in enumerate(parts):
+        owner = c if owned else root
+        sources = (owner,) if kind in ("broadcast", "all_gather") else everyone
+        destinations = (owner,) if kind in ("reduce", "reduce_scatter") else everyone
+        chunks.append(Chunk(Fraction(part, sum(parts)), sources, destinations))
+        columns.append(rounds_of_a_chunk(rng, c, n, chunks[-1]))
+    rounds = []
+    for r in range(max(map(len, columns))):
+        steps = [step for column in columns if r < len(column) for step in column[r]]
+        rounds.append(tuple(rng.sample(steps, len(steps))))
+    return Schedule(kind, "drawn", tuple(f"cuda:{k}" for k in everyone), tuple(chunks), tuple(rounds))
+
+
+def rounds_of_a_chunk(rng, c, n, chunk):
+    """Return random synchronous rounds of one chunk that end with the result on each destination."""
+    cells = {source: frozenset([source]) for source in chunk.sources}
+    rounds = []
+    for _ in range(rng.randint(0, 4)):
+        steps, made = [], {}
+        for dst in rng.sample(range(n), rng.randint(1, n)):
+            srcs, sum_of = [], frozenset()
+            for src in rng.sample(sorted(cells), rng.randint(1, min(3, len(cells)))):
+                if not sum_of & cells[src]:
+                    srcs.append(src)
+                    sum_of |= cells[src]
+            steps.append(Step(c, dst, tuple(srcs)))
+            made[dst] = sum_of
+        if cover(rng, {**cells, **made}, chunk.sources):
+            cells.update(made)
+            rounds.append(steps)
+    last = [
+        Step(c, dst, cover(rng, cells, chunk.sources))
+        for dst in chunk.destinations
+        if cells.get(dst) != frozenset(chunk.sources) or rng.random() < 0.3
+    ]
+    return [*rounds, last]
+
+
+def cover(rng, cells, sources):
+    """Return devices, in random order, whose values together have each contribution once, or ``None``."""
+    found = [
+        devices
+        for size in range(1, len(cells) + 1)
+        for devices in combinations(sorted(cells), size)
+        if sorted(source for device in devices for source in cells[device]) == sorted(sources)
+    ]
+    return tuple(rng.sample(devices := rng.choice(found), len(devices))) if found else None
+
+
+def one_shot(n, shares=(Fraction(1),)):
+    """An all-reduce of one round: each device reads the originals of all devices."""
+    everyone = tuple(range(n))
+    chunks = tuple(Chunk(share, everyone, everyone) for share in shares)
+    steps = tuple(Step(c, dst, everyone) for c in range(len(shares)) for dst in everyone)
+    return Schedule("all_reduce", "one_shot", names(n), chunks, (steps,))
+
+
+def recursive_doubling(n, shares=(Fraction(1),)):
+    """An all-reduce in which devices at distance 1, 2, 4, ... exchange their sums; ``n`` is a power of two."""
+    everyone = tuple(range(n))
+    chunks = tuple(Chunk(share, everyone, everyone) for share in shares)
+    rounds = []
+    distance = 1
+    while distance < n:
+        pairs = [(min(k, k ^ distance), max(k, k ^ distance)) for k in everyone]
+        rounds.append(tuple(Step(c, k, pairs[k]) for c in range(len(shares)) for k in everyone))
+        distance *= 2
+    return Schedule("all_reduce", "recursive_doubling", names(n), chunks, tuple(rounds))
+
+
+def swaps(n, shares=(Fraction(1),)):
+    """A reduce to device 0 after all devices passed their values on to their neighbours, in a circle."""
+    everyone = tuple(range(n))
+    chunks = tuple(Chunk(share, everyone, (0,)) for share in shares)
+    numbers = range(len(shares))
+    rotate = tuple(Step(c, (k + 1) % n, (k,)) for c in numbers for k in everyone)
+    return Schedule("reduce", "swaps", names(n), chunks, (rotate, rotate, tuple(Step(c, 0, everyone) for c in numbers)))
+
+
 def rotated(which):
     """A reduce-scatter or all-gather of three devices whose chunks are not in the order of their owners."""
     everyone = (0, 1, 2)
@@ -46,20 +143,32 @@ def rotated(which):
     else:
         chunks = tuple(Chunk(part, (owner,), everyone) for part, owner in zip(shares, owners, strict=True))
         steps = tuple(Step(c, dst, (owner,)) for c, owner in enumerate(owners) for dst in everyone if dst != owner)
-    return Schedule(which, "by hand", names(3), chunks, (steps,))
+    return Schedule(which, "custom", names(3), chunks, (steps,))
 
 
 def expression(a, b):
-    """Combine two sums in a way that tells (a + b) + c from a + (b + c), but not a + b from b + a."""
+    """Combine two sums in a way that distinguishes (a + b) + c from a + (b + c), but not a + b from b + a."""
     return ("+", *sorted((a, b), key=repr))
 
 
 def expressions(schedule):
-    """Return how each chunk's result is combined in the order that the schedule lists, by chunk and device."""
+    """Return how the schedule combines each value that is left at the end, by chunk and device."""
     cells = {(c, s): f"{s}" for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
-    for chunk, dst, srcs in collective(schedule).steps:
-        total = cells[chunk, srcs[0]]
-        for src in srcs[1:]:
-            total = expression(total, cells[chunk, src])
-        cells[chunk, dst] = total
+    for steps in schedule.rounds:
+        made = {}
+        for chunk, dst, srcs in steps:
+            made[chunk, dst] = cells[chunk, srcs[0]]
+            for src in srcs[1:]:
+                made[chunk, dst] = expression(made[chunk, dst], cells[chunk, src])
+        cells.update(made)
     return cells
+
+
+def results(made):
+    """Return where a collective's results must be: by rank and unit of the output, the chunk of the schedule."""
+    found = {}
+    for block in made.blocks:
+        for rank in made.program.chunks[block.chunk].destinations:
+            offset = made.output(rank, block).offset
+            found.update({(rank, offset + k): block.chunk for k in range(block.size)})
+    return found

@@ -6,7 +6,17 @@ import xml.etree.ElementTree as ET
 from fractions import Fraction
 
 import pytest
-from exports import expression, expressions, reductions, rotated
+from exports import (
+    expression,
+    expressions,
+    one_shot,
+    recursive_doubling,
+    reductions,
+    results,
+    rotated,
+    swaps,
+    synchronous,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msccl_machine import Machine, fault
@@ -22,15 +32,11 @@ from crossreduce.planning import PLANNERS, direct, one_device, plan, ring
 
 def check_order(schedule, text):
     """Each result is combined in the order that the schedule lists."""
-    made, cells = collective(schedule), expressions(schedule)
-    machine = Machine(text, True, value=lambda rank, chunk: f"{rank}", combine=expression)
+    cells, made = expressions(schedule), collective(schedule)
+    machine = Machine(text, True, root=made.root, value=lambda rank, chunk: f"{rank}", combine=expression)
     machine.run(random.Random(0))
-    for number, block in enumerate(made.blocks):
-        for rank in range(made.ranks):
-            place = made.output(rank, block)
-            for k in range(block.size if place is not None else 0):
-                found = machine.memory[machine.address(rank, "o", place.offset + k)]
-                assert found == cells[block.chunk, rank], f"rank {rank}, block {number}"
+    for (rank, unit), chunk in results(made).items():
+        assert machine.memory[machine.address(rank, "o", unit)] == cells[chunk, rank], f"rank {rank}, unit {unit}"
 
 
 @pytest.mark.parametrize("planner", ALGORITHMS)
@@ -78,6 +84,47 @@ def test_any_shares_and_orders(schedule, channels, inplace, outofplace):
         check_order(schedule, text)
 
 
+@given(synchronous(), st.integers(1, 4), st.booleans(), st.booleans(), st.integers(0, 99))
+@settings(max_examples=150)
+def test_a_round_reads_the_values_of_the_round_before(schedule, channels, inplace, outofplace, seed):
+    """Steps of one round read what the round before left, also from devices whose values the same round replaces.
+
+    Blocks of several chunks need more slots than there are, and must not wait for each other in a circle.
+    """
+    text = to_msccl_xml(schedule, channels=channels, inplace=inplace, outofplace=outofplace or not inplace)
+    root = collective(schedule).root or 0
+    assert fault(text, seed, 4, root=root, slots=1) is None
+    if inplace:
+        check_order(schedule, text)
+
+
+UNEVEN = (Fraction(2, 5), Fraction(3, 5))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *(one_shot(n, shares) for n in (2, 3, 5, 8) for shares in ((Fraction(1),), UNEVEN)),
+        *(recursive_doubling(n, shares) for n in (2, 4, 8) for shares in ((Fraction(1),), UNEVEN)),
+        *(swaps(n, shares) for n in (2, 3, 5) for shares in ((Fraction(1),), UNEVEN)),
+    ],
+    ids=lambda schedule: f"{schedule.algorithm}-{len(schedule.devices)}-{len(schedule.chunks)}",
+)
+def test_exchanges(schedule):
+    """Devices that read each other's values in one round: one-shot, recursive doubling, and swaps."""
+    text = to_msccl_xml(schedule)
+    assert fault(text, 1, 5, slots=1) is None
+    check_order(schedule, text)
+
+
+def test_exchanges_of_single_chunks_need_no_scratch_memory():
+    """Where a message fits into a slot, it is sent before the sum takes its memory, so nothing is stored twice."""
+    for schedule in (recursive_doubling(2), recursive_doubling(8), one_shot(2)):
+        text = to_msccl_xml(schedule, outofplace=False)
+        assert {gpu.sizes["s"] for gpu in read_msccl_xml(text).gpus} == {0}
+        assert "cpy" not in text
+
+
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("last", [True, False])
@@ -89,7 +136,7 @@ def test_the_own_part_may_come_anywhere(place, fresh, last):
     rounds = [] if fresh else [(Step(0, 0, (0, 3)),)]
     rounds += [(Step(0, 0, group),), (Step(0, 0, (4, 0)),) if last else (Step(0, 4, (0, 4)),)]
     chunk = Chunk(Fraction(1), everyone, (0 if last else 4,))
-    schedule = Schedule("reduce", "by hand", names(5), (chunk,), tuple(rounds))
+    schedule = Schedule("reduce", "custom", names(5), (chunk,), tuple(rounds))
     text = to_msccl_xml(schedule)
     assert fault(text, place, 10, root=chunk.destinations[0], slots=1) is None
     check_order(schedule, text)
@@ -135,8 +182,8 @@ def test_needless_steps_are_left_out():
         (Step(0, 1, (1, 1)),),
         (Step(0, 1, (0,)), Step(0, 0, (0,))),
     )
-    schedule = Schedule("all_reduce", "by hand", names(2), chunks, rounds)
-    needed = Schedule("all_reduce", "by hand", names(2), chunks[:1], ((rounds[1][0],), (rounds[3][0],)))
+    schedule = Schedule("all_reduce", "custom", names(2), chunks, rounds)
+    needed = Schedule("all_reduce", "custom", names(2), chunks[:1], ((rounds[1][0],), (rounds[3][0],)))
     assert to_msccl_xml(schedule) == to_msccl_xml(needed)
 
 
@@ -209,7 +256,7 @@ def test_large_blocks_are_split():
     parts = (Fraction(199, 201), Fraction(2, 201))
     schedule = Schedule(
         "all_reduce",
-        "by hand",
+        "custom",
         names(2),
         tuple(Chunk(part, (0, 1), (0, 1)) for part in parts),
         (tuple(Step(c, 0, (0, 1)) for c in (0, 1)), tuple(Step(c, 1, (0,)) for c in (0, 1))),
@@ -243,8 +290,12 @@ def shares(*parts):
         (ring(names(8), packs=5), {"channels": 1}, "has 64 steps a threadblock, gpu 0 needs 70"),
         (shares("1"), {"channels": 0}, "channels"),
         (one_device(names(3), destinations=["cpu:0", "cpu:1"]), {}, "as destinations, or both, for every chunk"),
-        (one_device(names(4), ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1"]), {}, "neither gives nor gets.*\n.*cpu:2, cpu:3"),
-        (one_device(names(1)), {}, "one device has nobody to send to"),
+        (
+            one_device(names(4), ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1"]),
+            {},
+            "is neither source nor destination.*\n.*cpu:2, cpu:3",
+        ),
+        (one_device(names(1)), {}, "a collective of one device has no transfers"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(schedule, options, text):
@@ -267,8 +318,8 @@ def test_unequal_parts_are_refused():
     """In NCCL's reduce-scatter every rank has an equal part."""
     everyone = (0, 1)
     chunks = (Chunk(Fraction(1, 3), everyone, (0,)), Chunk(Fraction(2, 3), everyone, (1,)))
-    schedule = Schedule("reduce_scatter", "by hand", names(2), chunks, ((Step(0, 0, everyone), Step(1, 1, everyone)),))
-    with pytest.raises(PlanError, match=r"every rank has the same part.*\n.*cpu:0 has 1/3 of it"):
+    schedule = Schedule("reduce_scatter", "custom", names(2), chunks, ((Step(0, 0, everyone), Step(1, 1, everyone)),))
+    with pytest.raises(PlanError, match=r"every rank has an equal part.*\n.*cpu:0 has 1/3 of it"):
         to_msccl_xml(schedule)
 
 
@@ -276,7 +327,7 @@ def test_a_wrong_schedule_is_not_exported():
     """A schedule that loses a contribution is refused as verify refuses it."""
     chunk = Chunk(Fraction(1), (0, 1), (0, 1))
     with pytest.raises(ScheduleError, match="lost"):
-        to_msccl_xml(Schedule("all_reduce", "by hand", names(2), (chunk,), ((Step(0, 0, (0, 1)),),)))
+        to_msccl_xml(Schedule("all_reduce", "custom", names(2), (chunk,), ((Step(0, 0, (0, 1)),),)))
 
 
 @pytest.mark.parametrize(
@@ -285,8 +336,8 @@ def test_a_wrong_schedule_is_not_exported():
         ({"proto": "simple"}, "unknown protocol"),
         ({"runtime": "nccl"}, "unknown runtime"),
         ({"inplace": False, "outofplace": False}, "never used"),
-        ({"min_bytes": -1}, "run from min_bytes to max_bytes"),
-        ({"min_bytes": 2, "max_bytes": 1}, "run from min_bytes to max_bytes"),
+        ({"min_bytes": -1}, "range from min_bytes to max_bytes"),
+        ({"min_bytes": 2, "max_bytes": 1}, "range from min_bytes to max_bytes"),
         ({"name": 'a"b'}, "cannot read this name"),
         ({"name": "x" * 256}, "cannot read this name"),
         ({"channels": 0}, "channels"),
@@ -301,5 +352,5 @@ def test_bad_arguments(options, text):
 def test_names():
     """A name is taken as it is; without one it is made of collective, algorithm and ranks, readable for the parsers."""
     assert '<algo name="mine-1" ' in to_msccl_xml(ring(names(2)), name="mine-1")
-    named = Schedule(*("all_reduce", 'by "hand" & <eye>'), *shares("1")._parts[2:])
-    assert '<algo name="allreduce_by__hand_____eye__2" ' in to_msccl_xml(named)
+    named = Schedule(*("all_reduce", 'my "ring" & <eye>'), *shares("1")._parts[2:])
+    assert '<algo name="allreduce_my__ring_____eye__2" ' in to_msccl_xml(named)

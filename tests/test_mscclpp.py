@@ -11,7 +11,17 @@ from collections import defaultdict
 from fractions import Fraction
 
 import pytest
-from exports import expression, expressions, reductions, rotated
+from exports import (
+    expression,
+    expressions,
+    one_shot,
+    recursive_doubling,
+    reductions,
+    results,
+    rotated,
+    swaps,
+    synchronous,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import ALGORITHMS, algorithms, names, requests
@@ -286,15 +296,46 @@ def test_any_shares_and_orders(schedule, inplace, threadblocks):
 
 def check_order(schedule, text):
     """Each result is combined in the order that the schedule lists."""
-    made, cells = collective(schedule), expressions(schedule)
-    machine = Machine(text, 1, value=lambda call, rank, chunk: f"{rank}", combine=expression)
+    cells, made = expressions(schedule), collective(schedule)
+    machine = Machine(text, 1, root=made.root, value=lambda call, rank, chunk: f"{rank}", combine=expression)
     machine.check = lambda rank: None
     machine.run(random.Random(0))
-    for block in made.blocks:
-        for rank in range(made.ranks):
-            place = made.output(rank, block)
-            for k in range(block.size if place is not None else 0):
-                assert machine.memory[rank][machine.address(rank, "o", place.offset + k)] == cells[block.chunk, rank]
+    for (rank, unit), chunk in results(made).items():
+        assert machine.memory[rank][machine.address(rank, "o", unit)] == cells[chunk, rank]
+
+
+@given(synchronous(), st.booleans(), st.integers(1, 3), st.integers(0, 99))
+@settings(max_examples=150)
+def test_a_round_reads_the_values_of_the_round_before(schedule, inplace, threadblocks, seed):
+    """Steps of one round read what the round before left, also from devices whose values the same round replaces."""
+    text = to_mscclpp_json(schedule, inplace=inplace, threadblocks=threadblocks)
+    assert fault(text, seed, 4, collective(schedule).root or 0) is None
+    check_order(schedule, text)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *(one_shot(n) for n in (2, 3, 5, 8, 12)),
+        *(recursive_doubling(n) for n in (2, 4, 8)),
+        *(swaps(n) for n in (2, 3, 5)),
+    ],
+    ids=lambda schedule: f"{schedule.algorithm}-{len(schedule.devices)}",
+)
+@pytest.mark.parametrize("inplace", [True, False])
+def test_exchanges(schedule, inplace):
+    """Devices that read each other's values in one round: one-shot, recursive doubling, and swaps."""
+    text = to_mscclpp_json(schedule, inplace=inplace)
+    assert fault(text, 1, 5) is None
+    check_order(schedule, text)
+
+
+def test_exchanges_put_before_they_wait():
+    """In an exchange every device puts its value before it waits for another's, so the puts of a round overlap."""
+    for schedule in (recursive_doubling(2), one_shot(5)):
+        for gpu in json.loads(to_mscclpp_json(schedule))["gpus"]:
+            ops = [op["name"] for op in gpu["threadblocks"][0]["ops"] if op["name"] != "nop"]
+            assert ops == ["signal", "wait", "put", "signal", "wait", "re"]
 
 
 @pytest.mark.parametrize("planner", ALGORITHMS)
@@ -353,8 +394,8 @@ def test_needless_steps_are_left_out():
     """Steps that no result depends on, such as a copy to itself, are not in the plan."""
     chunk = Chunk(Fraction(1), (0, 1), (0, 1))
     rounds = ((Step(0, 0, (0,)),), (Step(0, 0, (0, 1)),), (Step(0, 1, (1,)),), (Step(0, 1, (0,)),))
-    schedule = Schedule("all_reduce", "by hand", names(2), (chunk,), rounds)
-    needed = Schedule("all_reduce", "by hand", names(2), (chunk,), rounds[1::2])
+    schedule = Schedule("all_reduce", "custom", names(2), (chunk,), rounds)
+    needed = Schedule("all_reduce", "custom", names(2), (chunk,), rounds[1::2])
     for inplace in (True, False):
         assert to_mscclpp_json(schedule, inplace=inplace) == to_mscclpp_json(needed, inplace=inplace)
 
@@ -363,7 +404,7 @@ def test_equal_copies_both_ways():
     """Two devices that copy the same value to each other in one round do not wait for each other for ever."""
     chunk = Chunk(Fraction(1), (0, 1), (0, 1))
     rounds = ((Step(0, 0, (0, 1)),), (Step(0, 1, (0,)),), (Step(0, 0, (1,)), Step(0, 1, (0,))))
-    schedule = Schedule("all_reduce", "by hand", names(2), (chunk,), rounds)
+    schedule = Schedule("all_reduce", "custom", names(2), (chunk,), rounds)
     assert fault(to_mscclpp_json(schedule), 0, 5) is None
 
 
@@ -411,14 +452,14 @@ def test_threadblocks_as_asked_for():
 @pytest.mark.parametrize(
     ("schedule", "options", "text"),
     [
-        (ring(names(8), packs=4), {"threadblocks": 2}, "MSCCL\\+\\+ has 64 operations a threadblock, cpu:0 needs"),
-        (direct(names(18)), {}, "MSCCL\\+\\+ has 16 channels a threadblock, cpu:0 needs 17"),
+        (ring(names(8), packs=4), {"threadblocks": 2}, "MSCCL\\+\\+ has 64 operations per threadblock, cpu:0 needs"),
+        (direct(names(18)), {}, "MSCCL\\+\\+ has 16 channels per threadblock, cpu:0 needs 17"),
         (one_device(names(3), destinations=["cpu:0", "cpu:1"]), {}, "as destinations, or both, for every chunk"),
-        (ring(names(2)), {"threadblocks": 0}, "some threadblocks"),
+        (ring(names(2)), {"threadblocks": 0}, "threadblocks per GPU is out of range"),
         (ring(names(2)), {"threadblocks": 81}, "1 to 80"),
         (ring(names(2)), {"threads": 100}, "32, 64"),
-        (ring(names(2)), {"min_bytes": 2, "max_bytes": 1}, "run from min_bytes to max_bytes"),
-        (ring(names(2)), {"max_bytes": 1 << 64}, "run from min_bytes to max_bytes"),
+        (ring(names(2)), {"min_bytes": 2, "max_bytes": 1}, "range from min_bytes to max_bytes"),
+        (ring(names(2)), {"max_bytes": 1 << 64}, "range from min_bytes to max_bytes"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(schedule, options, text):

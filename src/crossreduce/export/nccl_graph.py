@@ -1,10 +1,10 @@
-"""Write a schedule of rings as an NCCL graph file, so that NCCL itself runs them.
+"""Write a schedule of rings as an NCCL graph file, so that NCCL itself uses these rings.
 
-In: a ``Schedule`` whose chunks travel round the devices.  Out: XML for ``NCCL_GRAPH_FILE``.
+Input: a ``Schedule`` whose chunks travel along rings of the devices. Output: XML for ``NCCL_GRAPH_FILE``.
 
-The file says which rings NCCL has, one a channel, and nothing of chunks or rounds: NCCL spreads every collective
-evenly over its channels and cuts it as it likes. So a ring that carries more of the buffer than another appears
-more often. NCCL uses no more channels than its trees have; those it still finds itself.
+The file lists NCCL's rings, one per channel, and neither chunks nor rounds: NCCL spreads every collective evenly over
+its channels and divides it as it likes. So a ring that carries more of the buffer than another appears more often.
+NCCL finds trees itself, and uses at most as many channels as its trees have.
 
 Source: github.com/NVIDIA/nccl, src/graph/search.cc (ncclTopoGetGraphFromXmlSub, ncclTopoGetXmlFromGraph).
 """
@@ -14,18 +14,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from fractions import Fraction
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Final
 
 from ..devices import parse
 from ..errors import ArgumentError, PlanError, message, shown
-from ..schedule.schedule import Schedule
+from ..lowering import Program, lower
+from ..schedule import Schedule
 from ..topology import Topology
 from .collective import collective
 
 MOST_CHANNELS: Final = 32  # MAXCHANNELS, 64 from NCCL 2.24 on
-# How the GPUs of a ring reach each other at the slowest place, as NCCL calls it: NVLink, NVLink through another GPU,
-# one PCIe bridge, several, the host bridge, between sockets.
+# NCCL's names of the slowest connection in a ring: NVLink, NVLink through another GPU, one PCIe bridge, several
+# bridges, the host bridge, between sockets.
 PATHS: Final = ("NVL", "NVB", "PIX", "PXB", "PHB", "SYS")
 
 
@@ -39,18 +40,18 @@ def to_nccl_graph_xml(
 ) -> str:
     """Return the rings of a schedule as an NCCL graph file.
 
-    NCCL takes the number of a GPU from its name: ``cuda:3`` is device 3 of the host.
+    The name of a GPU determines its number in the file: ``cuda:3`` is device 3 of the host.
 
     Args:
-      schedule: each chunk goes round one ring of all devices, which are GPUs of one host.
-      topology: its links say how fast a channel is: a link's bandwidth over the number of channels on it.
-      gb_per_s: how fast a channel is, where no topology says it. NCCL predicts times by it.
-      path: how the GPUs reach each other: "NVL", "NVB", "PIX", "PXB", "PHB" or "SYS".
+      schedule: each chunk travels along one ring of all devices, which are GPUs of one host.
+      topology: determines the speed of a channel: a link's bandwidth divided by the number of channels on it.
+      gb_per_s: the speed of a channel, if no topology is given. NCCL predicts times with it.
+      path: the connection between the GPUs: "NVL", "NVB", "PIX", "PXB", "PHB" or "SYS".
       copies: how often each ring appears; a channel is one threadblock, and fast links need several.
     Raises:
-      PlanError: the schedule is not rings, or needs more than 32 channels, with the reason.
-      ScheduleError: the schedule is wrong.
-      ArgumentError: no speed, an unknown path, no copies.
+      PlanError: the schedule does not consist of rings, or needs more than 32 channels; the message has the reason.
+      ScheduleError: ``verify`` rejects the schedule.
+      ArgumentError: no speed or two speeds, an unknown path, or a number of copies below 1.
 
     >>> from crossreduce.planning import ring
     >>> print(to_nccl_graph_xml(ring(["cuda:0", "cuda:2", "cuda:1"]), gb_per_s=20))
@@ -71,8 +72,9 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     if not isinstance(copies, int) or copies < 1:
         raise ArgumentError(message("each ring appears at least once.", shown(copies), "copies=1"))
     if (topology is None) == (gb_per_s is None):
-        raise ArgumentError(message("the speed comes from a topology or from gb_per_s.", "none or both", "one of them"))
+        raise ArgumentError(message("a topology or gb_per_s determines the speed.", "neither or both", "one of them"))
     numbers = _numbers(schedule)
+    program = lower(schedule)
     shares = rings(schedule)
     parts = math.lcm(*(share.denominator for share in shares.values()))
     counts = {cycle: int(share * parts) for cycle, share in shares.items()}
@@ -82,9 +84,9 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
         given = f"{len(shares)} rings with shares {', '.join(map(str, shares.values()))}, {copies} copies"
         problem = f"NCCL has {MOST_CHANNELS} channels, these rings need {len(channels)}."
         raise PlanError(message(problem, given, "rounder shares, or fewer copies"))
-    speed = float(_speed(schedule, topology, channels) if topology is not None else gb_per_s or 0)
+    speed = float(_speed(program, topology, channels) if topology is not None else gb_per_s or 0)
     if not 0 < speed < math.inf:
-        raise ArgumentError(message("a channel has some speed.", shown(gb_per_s), "gb_per_s=20"))
+        raise ArgumentError(message("the speed of a channel must be above 0.", shown(gb_per_s), "gb_per_s=20"))
     lines = [
         '<graphs version="1">',
         f'  <graph id="0" pattern="4" crossnic="0" nchannels="{len(channels)}" speedintra="{speed:g}" '
@@ -98,48 +100,52 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
 
 
 def rings(schedule: Schedule) -> dict[tuple[int, ...], Fraction]:
-    """Return the rings that chunks travel round, and which share of the buffer goes round each.
+    """Return the rings along which chunks travel, and the share of the buffer that each carries.
 
-    A ring is the devices' numbers in the order of travel, from device 0 on. A chunk that stops before it is round
-    is on the only ring that its way leaves open.
+    A ring is a tuple of the devices' numbers in the order of travel, beginning with device 0. A chunk that does not
+    complete its ring belongs to the only ring that contains its path.
 
     Raises:
-      PlanError: a chunk goes no such way; device, chunk and reason are named.
-      ScheduleError: the schedule is wrong.
+      PlanError: a chunk does not travel along a ring; the message has the chunk, the devices and the reason.
+      ScheduleError: ``verify`` rejects the schedule.
 
     >>> from crossreduce.planning import ring
     >>> rings(ring(["cuda:0", "cuda:1", "cuda:2"]))
     {(0, 1, 2): Fraction(1, 1)}
     """
-    ways: dict[int, set[tuple[int, int]]] = {c: set() for c, chunk in enumerate(schedule.chunks) if chunk.share}
-    for chunk, dst, srcs in collective(schedule).steps:
-        ways[chunk] |= {(src, dst) for src in srcs if src != dst}
-    shares: Counter[tuple[int, ...]] = Counter()
-    for chunk, arcs in ways.items():
-        shares[_ring(schedule, chunk, arcs)] += schedule.chunks[chunk].share  # type: ignore[assignment]
-    return dict(shares)  # type: ignore[arg-type]
+    program = collective(schedule).program
+    arcs: dict[int, set[tuple[int, int]]] = {c: set() for c, chunk in enumerate(program.chunks) if chunk.share}
+    for transfer in chain.from_iterable(program.transfers):
+        if transfer.chunk in arcs:
+            arcs[transfer.chunk].add((transfer.src, transfer.dst))
+    shares: dict[tuple[int, ...], Fraction] = {}
+    for c, pairs in arcs.items():
+        cycle = _ring(schedule, c, pairs)
+        shares[cycle] = shares.get(cycle, Fraction(0)) + program.chunks[c].share
+    return shares
 
 
 def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[int, ...]:
+    """Return the ring that contains the transfers of a chunk, beginning with device 0."""
     names = schedule.devices
 
     def refuse(reason: str) -> PlanError:
-        return PlanError(message(f"an NCCL graph has rings, but {reason}.", schedule.head, 'algorithm="ring"'))
+        return PlanError(message(f"an NCCL graph consists of rings, but {reason}.", schedule.head, 'algorithm="ring"'))
 
-    for ends, does in ((0, "goes from {} to {} and {}"), (1, "comes to {} from {} and {}")):
+    for own, text in ((0, "is sent from {} to both {} and {}"), (1, "is received on {} from both {} and {}")):
         others: dict[int, int] = {}
         for arc in sorted(arcs):
-            here, there = arc[ends], arc[1 - ends]
+            here, there = arc[own], arc[1 - own]
             if others.setdefault(here, there) != there:
-                raise refuse(f"chunk {chunk} " + does.format(names[here], names[others[here]], names[there]))
-    onward = dict(arcs)
-    starts = sorted(set(onward) - set(onward.values())) or [0]
-    way = [starts[0]]
-    while way[-1] in onward and onward[way[-1]] != way[0]:
-        way.append(onward[way[-1]])
-    assert len(way) == len(names), "a chunk that all devices give or get passes all of them"
-    zero = way.index(0)
-    return (*way[zero:], *way[:zero])
+                raise refuse(f"chunk {chunk} " + text.format(names[here], names[others[here]], names[there]))
+    successor = dict(arcs)
+    starts = sorted(set(successor) - set(successor.values())) or [0]
+    path = [starts[0]]
+    while path[-1] in successor and successor[path[-1]] != path[0]:
+        path.append(successor[path[-1]])
+    assert len(path) == len(names), "a chunk with all devices as sources or destinations passes all of them"
+    zero = path.index(0)
+    return (*path[zero:], *path[:zero])
 
 
 def _numbers(schedule: Schedule) -> list[int]:
@@ -148,9 +154,9 @@ def _numbers(schedule: Schedule) -> list[int]:
         if device.kind != "cuda" or device.logical or device.host != devices[0].host:
             raise PlanError(
                 message(
-                    "an NCCL graph is of the GPUs of one host.",
+                    "an NCCL graph describes the GPUs of one host.",
                     ", ".join(schedule.devices),
-                    "devices such as cuda:0, cuda:1; one file a host",
+                    "devices such as cuda:0, cuda:1; one file per host",
                 )
             )
     return [device.index for device in devices]
@@ -161,18 +167,20 @@ def _dev(number: int) -> str:
     return str(number) if number < 10 else f"{number:#x}"
 
 
-def _speed(schedule: Schedule, topology: Topology, channels: list[tuple[int, ...]]) -> Fraction:
-    """Return how fast each channel can be, where all run at the same time."""
-    routes = {(route.src, route.dst): route.through for route in schedule.routes}
+def _speed(program: Program, topology: Topology, channels: list[tuple[int, ...]]) -> Fraction:
+    """Return the bandwidth of each channel if all channels are used at the same time."""
+    transfers = chain.from_iterable(program.transfers)
+    routes = {(transfer.src, transfer.dst): transfer.through for transfer in transfers if transfer.through}
     used: Counter[tuple[str, str]] = Counter()
     for cycle in channels:
         for src, dst in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
-            ends = schedule.devices[src], schedule.devices[dst]
+            ends = program.devices[src], program.devices[dst]
             through = routes.get((src, dst))
-            way = topology.route(*ends) if through is None else (ends[0], *through, ends[1])
-            if way is None:
-                raise PlanError(message("the topology has no way along the ring.", " -> ".join(ends), repr(topology)))
-            used.update(pairwise(way))
+            nodes = topology.route(*ends) if through is None else (ends[0], *through, ends[1])
+            if nodes is None:
+                problem = "the topology has no route between two neighbours of the ring."
+                raise PlanError(message(problem, " -> ".join(ends), repr(topology)))
+            used.update(pairwise(nodes))
     speeds = []
     for (a, b), count in used.items():
         link = topology.link(a, b)

@@ -1,33 +1,42 @@
 """Write a schedule as MSCCL XML, which msccl-executor-nccl, microsoft/msccl and RCCL run.
 
-In: a ``Schedule``.  Out: the file's text, which ``verify_msccl_xml`` has accepted.
+Input: a ``Schedule``. Output: the text of the file, which ``verify_msccl_xml`` has accepted.
 
-How a schedule becomes threadblocks: each GPU has, on each channel, one threadblock for each rank that it sends to
-and one for each that it receives from, so receiving never waits for sending. A chunk belongs to one channel. A step
-from several sources becomes one message from each, in the listed order; each is added as it arrives (``rrc``), so
-the order of combination is the schedule's. Where the destination's own part comes third or later, the messages before
-it are added up in scratch memory first.
+Each GPU has, on each channel, one threadblock for each rank that it sends to and one for each rank that it receives
+from, so that receives never wait for sends. A chunk belongs to one channel. An instruction of several operands becomes
+one message from each other device, in the listed order; each message is added as it arrives (``rrc``), so the order of
+combination is the schedule's. If the device's own operand is third or later, the messages before it are added up in
+scratch memory first.
 
-All messages have one order: the schedule's. A message is received right after it is sent, and whatever a move waits
-for comes before it. Done in that order, one slot a connection is enough; so no threadblocks can wait in a circle.
+The order in which operations are added to the threadblocks proves that no threadblocks wait for each other in a
+circle. Round by round, chunk by chunk and block by block, all sends are added before the receives. So the values that
+the previous round left are sent before new values take their memory, and a connection has at most one message that is
+not yet received. A message of one unit needs one slot, so each operation can run when all operations before it are
+done. A message of more units may need more slots than there are, and then its send ends only after its receive has
+begun. In a block of more units, values that a round sends therefore keep their memory until the round ends, so that no
+receive of a round waits for a send of the same round other than its own.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from itertools import groupby
+from typing import Final, NamedTuple
 
 from ...errors import ArgumentError, PlanError, message, shown
-from ...schedule.schedule import Schedule
-from ..collective import Collective, Place, collective
+from ...lowering import Instruction, Numbered
+from ...schedule import Schedule
+from ..collective import Collective, Location, collective
+from ..placement import Placement
 from .format import LARGEST_COUNT, MOST_CHUNKS, PROTOCOLS, RUNTIMES, broken_limits, read_msccl_xml
 from .verifier import verify_msccl_xml
 
 CHANNELS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_.:+/@-]{1,200}")  # the runtimes' parsers know no escapes and 255 characters
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:+/@-]{1,200}")  # the runtimes' parsers read no escapes and 255 characters
 
 
 def to_msccl_xml(
@@ -44,28 +53,28 @@ def to_msccl_xml(
 ) -> str:
     """Return a schedule as MSCCL XML.
 
-    Rank k is the schedule's k-th device. The buffer is cut into as many equal chunks as the shares need; the
-    runtimes use the file for messages whose element count is a multiple of them. ``pieces`` has no place in the
-    file: the runtimes cut a long message into slices themselves and take each through all steps, one behind the other.
+    Rank k is the schedule's k-th device. The buffer is divided into equal chunks, as small as the shares need; the
+    runtimes use the file for messages whose element count is a multiple of their number. The file does not store
+    ``pieces``: the runtimes divide a long message into slices and run all steps for each slice, one after the other.
 
     Args:
       schedule: an all-reduce, reduce-scatter, all-gather, broadcast or reduce of all its devices.
-      name: for people; ``None``: made of the collective, algorithm and number of ranks.
+      name: for readers; ``None``: made of the collective, algorithm and number of ranks.
       proto: "Simple", "LL" or "LL128".
-      runtime: whose limits must hold: "msccl" (msccl-executor-nccl), "rccl", or "both".
-      channels: over how many channels chunks are spread; ``None``: the fewest that the limits allow. A channel has one
-        threadblock for each rank to send to, which alone does not fill a fast link.
+      runtime: the runtime whose limits must hold: "msccl" (msccl-executor-nccl), "rccl", or "both".
+      channels: the number of channels over which the chunks are spread; ``None``: the fewest that the limits allow. A
+        channel has one threadblock for each rank to send to, and one threadblock alone does not fill a fast link.
       inplace: for calls whose input and output are the same memory.
       outofplace: for other calls.
       min_bytes: the smallest message that the runtimes use the file for.
       max_bytes: the largest; 0: no limit.
     Returns:
-      The text. A reduce or broadcast is right for one root only, which the format cannot say.
+      The text. The format does not store the root of a reduce or broadcast, so such a file is right for one root only.
     Raises:
-      PlanError: the schedule is no such collective, or a limit of the runtime does not allow it; the message
-        says which, and what to try.
-      ScheduleError: the schedule is wrong.
-      ArgumentError: another argument is.
+      PlanError: the schedule is not such a collective, or a limit of the runtime does not allow it. The message has
+        the limit and a remedy.
+      ScheduleError: ``verify`` rejects the schedule.
+      ArgumentError: another argument is invalid.
 
     >>> from crossreduce.planning import direct
     >>> print(to_msccl_xml(direct(["cuda:0", "cuda:1"])))  # doctest: +ELLIPSIS
@@ -88,7 +97,7 @@ def to_msccl_xml(
     if min_bytes < 0 or (max_bytes and max_bytes < min_bytes):
         given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
         raise ArgumentError(
-            message("the message sizes run from min_bytes to max_bytes.", given, "max_bytes=0: no limit")
+            message("the message sizes range from min_bytes to max_bytes.", given, "max_bytes=0: no limit")
         )
     made = collective(schedule, LARGEST_COUNT)
     title = f"{made.kind}_{schedule.algorithm}_{made.ranks}" if name is None else name
@@ -102,7 +111,7 @@ def to_msccl_xml(
     for count in CHANNELS if channels is None else (channels,):
         if count > max(1, len(made.blocks)) and channels is None:
             break
-        export = _Export(made, count, inplace=inplace, outofplace=outofplace)
+        export = _XmlWriter(made, count, inplace=inplace, outofplace=outofplace)
         text = export.text(
             f'name="{title}" proto="{proto}" nchannels="{count}" nchunksperloop="{made.units}" ngpus="{made.ranks}" '
             f'coll="{made.kind}" inplace="{inplace:d}" outofplace="{outofplace:d}" minBytes="{min_bytes}" '
@@ -138,115 +147,158 @@ Threads = tuple[int, int, int, int]  # a threadblock: its GPU and channel, the r
 
 
 @dataclass
-class _Op:
-    """A step of the file to be. ``past``: how many ops of each threadblock of its GPU are over when it is."""
+class _XmlOp:
+    """A step of the file.
+
+    Args:
+      block: its threadblock.
+      type: as in the file.
+      src: as in the file.
+      dst: as in the file.
+      size: units.
+      waits: operations of other threadblocks of the GPU that must be done before it starts.
+      past: for each threadblock of the GPU, how many of its operations are done when this one is done.
+      order: its position among all operations.
+      place: its position in its threadblock.
+      number: the number of its element, which counts ``nop`` elements too.
+      signals: whether another operation waits for it.
+    """
 
     block: Threads
     type: str
-    src: Place
-    dst: Place
+    src: Location
+    dst: Location
     size: int
-    waits: list[_Op]
+    waits: list[_XmlOp]
     past: dict[Threads, int]
-    order: int  # among all
-    place: int  # in its threadblock
-    number: int = -1  # in its threadblock, nops counted too
+    order: int
+    place: int
+    number: int = -1
     signals: bool = False
 
 
-class _Export:
-    """The threadblocks of all GPUs, made op by op in the schedule's order."""
+class _LocalOp(NamedTuple):
+    """An operation of the threadblock of a device that receives from ``peer``.
+
+    ``sent``: the value that ``peer`` sends for a receive (``r`` and ``rrc``); ``None``: a local ``re`` or ``cpy``.
+    """
+
+    type: str
+    peer: int
+    sent: int | None
+    src: Location
+    dst: Location
+
+
+class _XmlWriter:
+    """The threadblocks of all GPUs, to which operations are added in the order of the rounds."""
 
     def __init__(self, made: Collective, channels: int, *, inplace: bool, outofplace: bool) -> None:
-        self.made, self.channels, self.inplace = made, channels, inplace
-        self.blocks: defaultdict[Threads, list[_Op]] = defaultdict(list)
-        self.scratch = [0] * made.ranks
-        self.spares: dict[tuple[int, int, str], Place] = {}
-        self.held: dict[tuple[int, int], Place] = {}  # where a rank holds a block now
-        # By rank and unit of memory: who wrote it last, and who has read it since.
-        self.writers: dict[tuple[int, Place], _Op] = {}
-        self.readers: defaultdict[tuple[int, Place], list[_Op]] = defaultdict(list)
+        self.made, self.channels = made, channels
+        self.placement = Placement(made, range(len(made.blocks)), inplace=inplace)
+        self.blocks: defaultdict[Threads, list[_XmlOp]] = defaultdict(list)
+        # By rank and unit of memory: the last writer, and the readers since then.
+        self.writers: dict[tuple[int, Location], _XmlOp] = {}
+        self.readers: defaultdict[tuple[int, Location], list[_XmlOp]] = defaultdict(list)
         self.count = 0
-        of_chunk: defaultdict[int, list[int]] = defaultdict(list)
-        for number, block in enumerate(made.blocks):
-            of_chunk[block.chunk].append(number)
-            for rank in range(made.ranks):
-                place = made.input(rank, block)
-                if place is not None:
-                    self.held[rank, number] = place
-        for chunk, dst, srcs in made.steps:
-            for number in of_chunk[chunk]:
-                self._step(number, dst, srcs)
-        if outofplace:  # what a rank gives and needs, and never had to change
-            for number, block in enumerate(made.blocks):
-                for rank in range(made.ranks):
-                    place = made.output(rank, block)
-                    if place is not None and self.held[rank, number] != place:
-                        self._op(
-                            (rank, self._channel(number), -1, -1), "cpy", self.held[rank, number], place, block.size
-                        )
+        blocks_of: defaultdict[int, list[int]] = defaultdict(list)
+        for b, block in enumerate(made.blocks):
+            blocks_of[block.chunk].append(b)
+        for instructions in made.program.by_round:
+            for chunk, together in groupby(instructions, key=lambda numbered: numbered.chunk):
+                same_round = list(together)
+                for b in blocks_of[chunk]:
+                    self._add_round(b, same_round)
+        for b in range(len(made.blocks)):
+            self._add_copies(b, outofplace=outofplace)
 
-    def _channel(self, number: int) -> int:
-        return number * self.channels // len(self.made.blocks)
+    def _channel(self, b: int) -> int:
+        return b * self.channels // len(self.made.blocks)
 
-    def _step(self, number: int, dst: int, srcs: tuple[int, ...]) -> None:
-        """Add a schedule's step, for one block."""
-        size = self.made.blocks[number].size
-        result = self.made.output(dst, self.made.blocks[number]) or self._spare(dst, number, "result")
-        cut = srcs.index(dst) if dst in srcs else 0
-        before, after = srcs[:cut], srcs[cut + 1 :] if dst in srcs else srcs
-        total = self.held[dst, number] if dst in srcs else None  # where the combination so far is; None: nowhere yet
-        if len(before) < 2:
+    def _add_round(self, b: int, instructions: list[Numbered]) -> None:
+        """Add a round's instructions of one block: all sends, then the receives and local operations."""
+        block, channel, placement = self.made.blocks[b], self._channel(b), self.placement
+        devices = self.made.program.chunks[block.chunk].devices
+        sent = [
+            value
+            for _, _, instruction in instructions
+            for value in instruction.operands
+            if devices[value] != instruction.device
+        ]
+        if block.size == 1:
+            for value in sent:
+                placement.read(b, value)
+        made = [(entry.instruction.device, list(self._local_ops(b, *entry[1:]))) for entry in instructions]
+        for device, ops in made:
+            for op in ops:
+                if op.sent is not None:
+                    self._op((op.peer, channel, device, -1), "s", placement.locations[b, op.sent], op.dst, block.size)
+        for device, ops in made:
+            for op in ops:
+                self._op((device, channel, -1, op.peer), op.type, op.src, op.dst, block.size)
+        if block.size > 1:
+            for value in sent:
+                placement.read(b, value)
+
+    def _local_ops(self, b: int, value: int, instruction: Instruction) -> Iterator[_LocalOp]:
+        """Yield the operations of an instruction on its own device, and store its value."""
+        device, operands = instruction.device, instruction.operands
+        placement, chunk = self.placement, self.made.program.chunks[self.made.blocks[b].chunk]
+        own = next((operand for operand in operands if chunk.devices[operand] == device), None)
+        total = None  # the location of the combination so far
+        if own is not None:
+            total = placement.locations[b, own]
+            placement.read(b, own)
+        target = placement.store(device, b, value)
+
+        def receive(operand: int, add: Location | None, to: Location) -> _LocalOp:
+            src = add or placement.locations[b, operand]
+            return _LocalOp("r" if add is None else "rrc", chunk.devices[operand], operand, src, to)
+
+        position = 0 if own is None else operands.index(own)
+        before, after = operands[:position], operands[position + (own is not None) :]
+        if total is None or len(before) < 2:  # two operands commute: own + first is first + own
             after = (*before, *after)
         else:
-            own, total, aside = total, None, self._spare(dst, number, "sum")
-            for src in before:
-                total = self._message(number, src, dst, total, aside)
-            assert own is not None
-            local = self._receiver(number, before[-1], dst)
-            total = result if own == result else aside
-            self._op(local, "re", aside if own == result else own, total, size)
-            if not after and total != result:
-                self._op(local, "cpy", total, result, size)
-        for src in after:
-            total = self._message(number, src, dst, total, result)
-        self.held[dst, number] = result
+            apart = placement.memory(device, total) != placement.memory(device, target)
+            aside = target if apart else placement.spare(device, b)
+            for k, operand in enumerate(before):
+                yield receive(operand, aside if k else None, aside)
+            src, total = (aside, target) if total == target else (total, aside)
+            peer = chunk.devices[before[-1]]
+            yield _LocalOp("re", peer, None, src, total)
+            if not after and total != target:
+                yield _LocalOp("cpy", peer, None, total, target)
+        for operand in after:
+            yield receive(operand, total, target)
+            total = target
 
-    def _message(self, number: int, src: int, dst: int, add: Place | None, target: Place) -> Place:
-        """Send a block from ``src`` to ``target`` on ``dst``, combined with what ``add`` holds there."""
-        size, held = self.made.blocks[number].size, self.held[src, number]
-        self._op((src, self._channel(number), dst, -1), "s", held, target, size)
-        self._op(self._receiver(number, src, dst), "r" if add is None else "rrc", add or held, target, size)
-        return target
+    def _add_copies(self, b: int, *, outofplace: bool) -> None:
+        """Copy the results that are not in the output to it, such as a broadcast's root does out of place."""
+        block = self.made.blocks[b]
+        chunk = self.made.program.chunks[block.chunk]
+        for rank, result in zip(chunk.destinations, chunk.results, strict=True):
+            src, dst = self.placement.locations[b, result], self.made.output(rank, block)
+            apart = self.placement.memory(rank, src) != self.placement.memory(rank, dst)
+            if apart or (outofplace and src != dst):
+                self._op((rank, self._channel(b), -1, -1), "cpy", src, dst, block.size)
 
-    def _receiver(self, number: int, src: int, dst: int) -> Threads:
-        return dst, self._channel(number), -1, src
+    def _units(self, rank: int, location: Location, size: int) -> list[tuple[int, Location]]:
+        """Return the units of memory of a location, each by one name."""
+        buffer, offset = self.placement.memory(rank, location)
+        return [(rank, Location(buffer, offset + k)) for k in range(size)]
 
-    def _spare(self, rank: int, number: int, use: str) -> Place:
-        """Return a block's place in a rank's scratch memory."""
-        key = rank, number, use
-        if key not in self.spares:
-            self.spares[key] = Place("s", self.scratch[rank])
-            self.scratch[rank] += self.made.blocks[number].size
-        return self.spares[key]
+    def _op(self, block: Threads, kind: str, src: Location, dst: Location, size: int) -> None:
+        """Add an operation to a threadblock, with the operations that it waits for.
 
-    def _units(self, rank: int, place: Place, size: int) -> list[tuple[int, Place]]:
-        """Return units of memory by the one name that they have, where buffers may share memory."""
-        buffer, offset = place
-        if self.inplace and self.made.kind == "allgather" and buffer == "i":
-            buffer, offset = "o", offset + rank * self.made.inputs
-        elif self.inplace and self.made.kind != "allgather" and buffer == "o":
-            buffer, offset = "i", offset + (rank * self.made.outputs if self.made.kind == "reducescatter" else 0)
-        return [(rank, Place(buffer, offset + k)) for k in range(size)]
-
-    def _op(self, block: Threads, kind: str, src: Place, dst: Place, size: int) -> None:
-        """Add an op, and what it must wait for: who wrote what it reads, who used what it writes."""
+        It waits for the writers of the memory that it reads, and for the readers of the memory that it writes.
+        """
         rank = block[0]
         reads = [] if kind == "r" else self._units(rank, src, size)
         writes = [] if kind == "s" else self._units(rank, dst, size)
         if kind == "re":
             reads = reads + writes
-        # A value that is written anew has been read before, or the step that wrote it would not be there.
+        # The last writer of memory that is written again need not be waited for: a reader has waited for it.
         earlier = {id(op): op for unit in reads if (op := self.writers.get(unit))}
         earlier.update((id(op), op) for unit in writes for op in self.readers[unit])
         mine = self.blocks[block]
@@ -259,7 +311,7 @@ class _Export:
                 for key, count in other.past.items():
                     past[key] = max(past.get(key, 0), count)
         past[block] = len(mine) + 1
-        op = _Op(block, kind, src, dst, size, waits, past, self.count, len(mine))
+        op = _XmlOp(block, kind, src, dst, size, waits, past, self.count, len(mine))
         self.count += 1
         mine.append(op)
         for unit in reads:
@@ -269,7 +321,7 @@ class _Export:
             self.readers[unit] = []
 
     def text(self, head: str) -> str:
-        """Return the file, with a ``nop`` for each thing that an op waits for beside the last."""
+        """Return the file, with a ``nop`` for each operation but one that an operation waits for."""
         numbers: defaultdict[int, dict[Threads, int]] = defaultdict(dict)  # of each GPU's threadblocks
         for block in sorted(self.blocks):
             numbers[block[0]][block] = len(numbers[block[0]])
@@ -279,7 +331,7 @@ class _Export:
                 op.number = number
         lines = [f"<algo {head}>"]
         for rank in range(self.made.ranks):
-            sizes = self.made.inputs, self.made.outputs, self.scratch[rank]
+            sizes = self.made.inputs, self.made.outputs, self.placement.scratch[rank]
             lines.append('  <gpu id="{}" i_chunks="{}" o_chunks="{}" s_chunks="{}">'.format(rank, *sizes))
             for block, number in numbers[rank].items():
                 _, channel, send, recv = block
@@ -292,8 +344,8 @@ class _Export:
         return "\n".join([*lines, "</algo>", ""])
 
 
-def _lines(op: _Op, waits: list[tuple[int, int]]) -> list[str]:
-    """Return an op's elements: a ``nop`` for each pair of a threadblock and its step that it waits for but the last."""
+def _lines(op: _XmlOp, waits: list[tuple[int, int]]) -> list[str]:
+    """Return an operation's elements: a ``nop`` for each of its waits (threadblock, step) but the last."""
     return [
         f'      <step s="{op.number - len(waits) + 1 + k}" type="nop" srcbuf="i" srcoff="-1" dstbuf="o" dstoff="-1" '
         f'cnt="0" depid="{block}" deps="{step}" hasdep="0"/>'
