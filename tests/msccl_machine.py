@@ -1,8 +1,8 @@
-"""A machine that runs MSCCL XML on numbers, one event at a time, in whatever order it is told.
+"""A machine that runs MSCCL XML on numbers, one event at a time, in any possible order.
 
-An independent reading of the runtimes: it turns each threadblock into a list of transmissions with flags and
-dependencies, as their parsers do, keeps queues of single chunks, and shares no code with the library. A receive that
-combines reads its own data at any time after it has begun, as the LL protocols do.
+It is an independent model of the runtimes and shares no code with the library. It turns each threadblock into a list of
+transmissions with flags and dependencies, as the runtimes' parsers do, and stores messages as queues of single chunks.
+A receive that combines reads its own data at any time after it has begun, as the LL protocols do.
 """
 
 import random
@@ -16,11 +16,11 @@ STORING = {"r", "rcs", "rrc", "rrcs", "cpy", "re"}
 
 
 class RunError(Exception):
-    """The file did something that it must not, or nothing that it can do is left."""
+    """The file performs an invalid access, or is not done although no event is possible."""
 
 
 class Transmission:
-    """What a threadblock does at a time."""
+    """One action of a threadblock: a step, or adjacent ``re`` steps that run as one."""
 
     def __init__(self, step, waits, number):
         self.step = number
@@ -29,13 +29,13 @@ class Transmission:
         self.dst = step.get("dstbuf"), int(step.get("dstoff"))
         self.count = int(step.get("cnt"))
         self.waits = waits
-        self.adds = [self.src[1]]  # offsets of all that a chain of ``re`` adds
+        self.adds = [self.src[1]]  # the source offsets of a chain of ``re``
         self.steps = [number]
         self.flag = None
 
 
 def transmissions(block):
-    """Turn a threadblock's steps into transmissions, the way the runtimes' parsers do."""
+    """Return a threadblock's transmissions, as the runtimes' parsers do."""
     made, waits, chain, reductions, counter = [], [], None, 0, 0
     for number, step in enumerate(block):
         if int(step.get("depid")) >= 0:
@@ -72,9 +72,9 @@ class Machine:
       text: the file.
       inplace: input and output are the same memory.
       root: of a reduce or broadcast.
-      slots: how many chunks a connection holds.
-      value: what a rank's chunk of input is, by rank and chunk of its input.
-      combine: how two chunks are combined.
+      slots: the number of chunks in a connection before they are received.
+      value: returns the number in a chunk of a rank's input, by rank and chunk.
+      combine: combines the numbers of two chunks.
     """
 
     def __init__(self, text, inplace, *, root=0, slots=10**9, value=None, combine=lambda a, b: a + b):
@@ -92,20 +92,20 @@ class Machine:
             for block in gpu:
                 place = g, int(block.get("id"))
                 self.programs[place] = transmissions(block)
-                for way in ends:
-                    peer, channel = int(block.get(way)), int(block.get("chan"))
+                for end in ends:
+                    peer, channel = int(block.get(end)), int(block.get("chan"))
                     if peer >= 0:
-                        key = (g, peer, channel) if way == "send" else (peer, g, channel)
-                        if key in ends[way] or channel >= int(top.get("nchannels")):
+                        key = (g, peer, channel) if end == "send" else (peer, g, channel)
+                        if key in ends[end] or channel >= int(top.get("nchannels")):
                             raise RunError("a connection's end belongs to one threadblock")
-                        ends[way][key] = place
-                        self.owner[place, way] = key
+                        ends[end][key] = place
+                        self.owner[place, end] = key
         if set(ends["send"]) != set(ends["recv"]):
             raise RunError("a connection has one end")
         for place, program in self.programs.items():
-            for way, types in (("send", SENDING), ("recv", RECEIVING)):
-                if (place, way) not in self.owner and any(now.type in types for now in program):
-                    raise RunError("a message to nobody")
+            for end, types in (("send", SENDING), ("recv", RECEIVING)):
+                if (place, end) not in self.owner and any(now.type in types for now in program):
+                    raise RunError("a message without a peer")
             if any(now.count < 1 for now in program):
                 raise RunError("nothing to move")
         self.memory = {}
@@ -130,7 +130,7 @@ class Machine:
         return gpu, "io", chunk
 
     def cells(self, place, span, offset=None):
-        """Return the addresses that the threadblock's transmission touches from a place of a buffer on."""
+        """Return the addresses of the chunks of a threadblock's transmission, from an offset of a buffer on."""
         gpu, (buffer, start) = place[0], span
         start = start if offset is None else offset
         count = self.programs[place][self.at[place]].count
@@ -145,23 +145,23 @@ class Machine:
 
     def load(self, cell):
         if cell not in self.memory:
-            raise RunError("nothing there")
+            raise RunError("a read of memory that was never written")
         return self.memory[cell]
 
     def ready(self, place):
-        """Say whether a threadblock's transmission may begin."""
+        """Return whether a threadblock's transmission may begin."""
         if self.at[place] == len(self.programs[place]):
             return False
         for block, step in self.programs[place][self.at[place]].waits:
             target = place[0], block
             if target not in self.flags:
-                raise RunError("waits for a threadblock that is not there")
+                raise RunError("waits for a threadblock that does not exist")
             if self.flags[target] < step:
                 return False
         return True
 
     def events(self, place):
-        """Return what a threadblock can do now: load its own data, go on with its message, or do a local step."""
+        """Return a threadblock's possible events: load its own data, transmit a chunk, or run a local step."""
         if not self.ready(place):
             return []
         now = self.programs[place][self.at[place]]
@@ -223,9 +223,9 @@ class Machine:
         self.loaded.pop(place, None)
 
     def run(self, rng, held=()):
-        """Do events until none is left, in an order that ``rng`` chooses; leave transmissions in ``held`` undone.
+        """Run events in an order that ``rng`` chooses until none is possible, except for the transmissions in ``held``.
 
-        Half of the orders are by chance; in the others some threadblocks are always before others.
+        Half of the orders are random; in the other half the threadblocks have fixed priorities.
         """
         rank = {place: rng.random() for place in self.programs}
         fair = rng.random() < 0.5
@@ -242,7 +242,7 @@ class Machine:
             self.do(*chosen)
 
     def check(self):
-        """Raise unless everything is done and every output is right."""
+        """Raise unless all transmissions are done and every output is right."""
         for place, program in self.programs.items():
             if self.at[place] < len(program):
                 raise RunError("stuck")
@@ -250,11 +250,12 @@ class Machine:
             raise RunError("messages are left")
         for rank in range(self.n):
             for chunk in range(self.part if self.coll == "reducescatter" else self.chunks):
-                due = self.due(rank, chunk)
-                if due is not None and self.memory.get(self.address(rank, "o", chunk)) != due:
+                expected = self.expected(rank, chunk)
+                if expected is not None and self.memory.get(self.address(rank, "o", chunk)) != expected:
                     raise RunError(f"rank {rank}, chunk {chunk}")
 
-    def due(self, rank, chunk):
+    def expected(self, rank, chunk):
+        """Return the right result in a chunk of a rank's output; ``None``: any."""
         everyone = range(self.n)
         if self.coll == "allreduce" or (self.coll == "reduce" and rank == self.root):
             return sum(self.value(r, chunk) for r in everyone)
@@ -270,7 +271,7 @@ class Machine:
 
 
 def modes(text):
-    """Return whether a file is for calls in place, out of place, or both."""
+    """Return the calls that a file is for: True for in place, False for out of place."""
     top = ET.fromstring(text)
     inplace = top.get("inplace") == "1"
     outofplace = top.get("outofplace", "01"[not inplace]) == "1"
@@ -278,7 +279,7 @@ def modes(text):
 
 
 def fault(text, seed, tries, *, root=0, slots=10**9):
-    """Return how a file goes wrong in one of some executions, or ``None``."""
+    """Return the fault of a file in one of several random executions, or ``None``."""
     rng = random.Random(seed)
     for _ in range(tries):
         for inplace in modes(text):

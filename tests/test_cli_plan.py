@@ -166,7 +166,7 @@ def test_pictures(printed, tmp_path, command, name, start, words):
         ("plan dgx-1v --picture a.pdf", "--picture takes a .svg or .png file, not a.pdf."),
         ("topology dgx-1v --picture a.pdf", "--picture takes a .svg or .png file, not a.pdf."),
         ("topology dgx-1v --export a.xml", "--export takes a .json file, not a.xml."),
-        ("plan dgx-1v --export a.yaml", "--export takes a file that ends in .xml, .trace.json, .json, or a --format"),
+        ("plan dgx-1v --export a.yaml", "--export takes a file that ends in .xml, .json, .trace.json, or a --format"),
         ("plan dgx-1v --export a.xml --format yaml", "--format must be one of msccl, mscclpp, nccl-graph, schedule"),
         ("plan dgx-1v --format msccl", "--format needs a file: give it with --export."),
         ("plan dgx-1v --picture no/a.svg", "--picture no/a.svg cannot be written: No such file or directory."),
@@ -178,8 +178,8 @@ def test_pictures(printed, tmp_path, command, name, start, words):
             "plan dgx-1v --devices 0,1,4,5 --without-link 0-4 --without-link 1-5 --picture a.svg --export a.xml",
             "needs a way from cuda:0 to cuda:4, cuda:5, and no link leads out of {cuda:0, cuda:1}.",
         ),
-        ("plan dgx-1v --algorithm direct --format nccl-graph --export a --picture a.svg", "an NCCL graph has rings"),
-        ("plan dgx-1v --devices 0 --export a.xml", "one device has nobody to send to."),
+        ("plan dgx-1v --algorithm direct --format nccl-graph --export a --picture a.svg", "consists of rings"),
+        ("plan dgx-1v --devices 0 --export a.xml", "a collective of one device has no transfers."),
     ],
 )  # fmt: skip
 def test_an_impossible_request_is_rejected(crossreduce, tmp_path, monkeypatch, line, words):
@@ -248,7 +248,7 @@ def test_planning_loads_no_framework(tmp_path):
     ran = run(path, code=code, capture_output=True, text=True, env=environment | {"TERM": "xterm-256color"})
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.endswith(
-        "right.\n  8 GPUs, 1 channels, 48 chunks, 8 threadblocks a GPU, 1344 steps, Simple\n[]\n"
+        "right.\n  8 GPUs, 1 channels, 48 chunks, 8 threadblocks per GPU, 1344 steps, Simple\n[]\n"
     )
     assert "\x1b" not in ran.stdout
 

@@ -1,4 +1,4 @@
-"""Exports to MSCCL XML: a plan that fits is right on the machine, one that does not is refused with the reason."""
+"""Exports to MSCCL XML: a schedule that fits is right on the machine; any other is refused with the reason."""
 
 import random
 import re
@@ -42,7 +42,7 @@ def check_order(schedule, text):
 @pytest.mark.parametrize("planner", ALGORITHMS)
 @pytest.mark.parametrize("n", range(2, 10))
 def test_every_planner_exports(planner, n):
-    """Every planner's all-reduce of 2 to 9 devices and 1 to 3 packs is exported and proved, one slot being enough."""
+    """Every planner's all-reduce of 2 to 9 devices and 1 to 3 packs is exported and proved for one slot."""
     for packs in (1, 2, 3):
         schedule = PLANNERS[planner](names(n), packs=packs)
         text = to_msccl_xml(schedule, inplace=packs != 2, outofplace=packs != 3)
@@ -55,8 +55,8 @@ def test_every_planner_exports(planner, n):
 
 @given(algorithms, requests(st.integers(2, 6), most_packs=3), st.integers(0, 99))
 @settings(max_examples=60)
-def test_what_fits_one_of_the_collectives_is_right(algorithm, ask, seed):
-    """A planner's schedule with all devices as sources or destinations is exported, any other is refused."""
+def test_the_five_collectives_are_exported(algorithm, ask, seed):
+    """A planner's schedule with all devices as sources or destinations is exported; any other one is refused."""
     schedule = PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
     n = len(ask.devices)
     fits = (len(ask.sources) == n and len(ask.destinations) in (1, n)) or (
@@ -77,7 +77,7 @@ def test_what_fits_one_of_the_collectives_is_right(algorithm, ask, seed):
 @given(st.sampled_from(["all_reduce", "reduce"]).flatmap(reductions), st.integers(1, 4), st.booleans(), st.booleans())
 @settings(max_examples=60)
 def test_any_shares_and_orders(schedule, channels, inplace, outofplace):
-    """Uneven shares, own parts anywhere in the list, devices that only pass on: right, and in the listed order."""
+    """Uneven shares, own operands at any position and devices that only forward: right, in the listed order."""
     text = to_msccl_xml(schedule, channels=channels, inplace=inplace, outofplace=outofplace or not inplace)
     assert fault(text, channels, 2, slots=1) is None
     if inplace:
@@ -87,9 +87,9 @@ def test_any_shares_and_orders(schedule, channels, inplace, outofplace):
 @given(synchronous(), st.integers(1, 4), st.booleans(), st.booleans(), st.integers(0, 99))
 @settings(max_examples=150)
 def test_a_round_reads_the_values_of_the_round_before(schedule, channels, inplace, outofplace, seed):
-    """Steps of one round read what the round before left, also from devices whose values the same round replaces.
+    """Steps of a round read what the previous round left, also from devices whose values the same round replaces.
 
-    Blocks of several chunks need more slots than there are, and must not wait for each other in a circle.
+    Messages of several chunks need more than one slot, and must not wait for each other in a cycle.
     """
     text = to_msccl_xml(schedule, channels=channels, inplace=inplace, outofplace=outofplace or not inplace)
     root = collective(schedule).root or 0
@@ -118,7 +118,7 @@ def test_exchanges(schedule):
 
 
 def test_exchanges_of_single_chunks_need_no_scratch_memory():
-    """Where a message fits into a slot, it is sent before the sum takes its memory, so nothing is stored twice."""
+    """A message that fits into a slot is sent before the sum takes its memory, so no scratch memory is needed."""
     for schedule in (recursive_doubling(2), recursive_doubling(8), one_shot(2)):
         text = to_msccl_xml(schedule, outofplace=False)
         assert {gpu.sizes["s"] for gpu in read_msccl_xml(text).gpus} == {0}
@@ -128,8 +128,8 @@ def test_exchanges_of_single_chunks_need_no_scratch_memory():
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("last", [True, False])
-def test_the_own_part_may_come_anywhere(place, fresh, last):
-    """A device's own part, or the sum that it already has, may be the first to the last of what is combined."""
+def test_the_own_operand_may_be_at_any_position(place, fresh, last):
+    """A device's own input or partial sum may be at any position of the operands."""
     everyone = tuple(range(5))
     others = [1, 2, 3] if fresh else [1, 2]
     group = (*others[:place], 0, *others[place:])
@@ -143,8 +143,8 @@ def test_the_own_part_may_come_anywhere(place, fresh, last):
 
 
 @pytest.mark.parametrize("planner", ALGORITHMS)
-def test_combination_order_is_the_schedules(planner):
-    """Sums are made in the listed order, so their bits are those that the library itself gives."""
+def test_the_order_of_combination_is_the_schedules(planner):
+    """Sums are combined in the listed order, so their bits equal the library's own results."""
     for n in (3, 5, 6):
         schedule = PLANNERS[planner](names(n), packs=2)
         check_order(schedule, to_msccl_xml(schedule))
@@ -152,7 +152,7 @@ def test_combination_order_is_the_schedules(planner):
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"])
 def test_plans_on_a_topology_export(kind):
-    """Plans for a wiring, with trees of different shares, are exported for each collective."""
+    """Plans for a topology, with trees of different shares, are exported for each collective."""
     wiring = Topology.from_matrix([[0, 25, 50, 0], [25, 0, 0, 50], [50, 0, 0, 25], [0, 50, 25, 0]])
     schedule = plan(wiring, kind, algorithm="forest").schedule
     text = to_msccl_xml(schedule)
@@ -162,8 +162,8 @@ def test_plans_on_a_topology_export(kind):
 
 
 @pytest.mark.parametrize("which", ["reduce_scatter", "all_gather"])
-def test_parts_go_where_their_owner_has_them(which):
-    """NCCL gives rank k the k-th part of the buffer; chunks are put there, whatever their order in the schedule."""
+def test_chunks_are_placed_in_the_parts_of_their_owners(which):
+    """Rank k owns the k-th part of the buffer, and its chunks are placed there, in any order of the schedule."""
     schedule = rotated(which)
     made = collective(schedule)
     assert [(block.chunk, block.offset) for block in made.blocks] == [(0, 2), (1, 4), (2, 0), (3, 3)]
@@ -173,7 +173,7 @@ def test_parts_go_where_their_owner_has_them(which):
 
 
 def test_needless_steps_are_left_out():
-    """Steps that no result depends on are not in the file: a copy to itself, sums that nobody reads, empty chunks."""
+    """Steps that no result depends on are not in the file: copies to the same device, unread sums, empty chunks."""
     both = (0, 1)
     chunks = (Chunk(Fraction(1), both, both), Chunk(Fraction(0), both, both))
     rounds = (
@@ -187,22 +187,22 @@ def test_needless_steps_are_left_out():
     assert to_msccl_xml(schedule) == to_msccl_xml(needed)
 
 
-def test_no_input_is_overwritten():
-    """Out of place, no step writes into an input buffer; partial sums that nobody wants are in scratch memory."""
+def test_inputs_stay_unchanged():
+    """Out of place, no step writes into an input buffer; partial sums are in the output or in scratch memory."""
     for schedule in (ring(names(4), destinations=["cpu:1"]), rotated("reduce_scatter"), direct(names(4))):
         for gpu in ET.fromstring(to_msccl_xml(schedule, inplace=False)).iter("gpu"):
             written = {step.get("dstbuf") for step in gpu.iter("step") if step.get("type") in ("r", "rrc", "re", "cpy")}
             assert "i" not in written
 
 
-# A parser such as the runtimes': one blank before each attribute, double quotes, no escapes, lines of elements only.
+# What the runtimes' parsers read: one blank before each attribute, double quotes, no escapes, one element per line.
 LINE = re.compile(r' *<(/?)(algo|gpu|tb|step)((?: [A-Za-z_]+="[A-Za-z0-9_.:+/@-]*")*)(/?)>')
 
 
 @given(algorithms, st.integers(2, 5), st.integers(1, 3))
 @settings(max_examples=20)
-def test_the_text_is_what_the_runtimes_can_read(algorithm, n, packs):
-    """No prolog, tabs, escapes or comments; each element on a line; all nine attributes of an algo are there."""
+def test_the_runtimes_can_read_the_text(algorithm, n, packs):
+    """The text has no prolog, tabs, escapes or comments, one element per line, and all nine attributes of an algo."""
     text = to_msccl_xml(PLANNERS[algorithm](names(n), packs=packs), min_bytes=1024, max_bytes=1 << 20, proto="LL")
     lines = [LINE.fullmatch(line) for line in text.splitlines()]
     assert all(lines)
@@ -225,7 +225,7 @@ def test_the_text_is_what_the_runtimes_can_read(algorithm, n, packs):
 
 
 def test_equal_schedules_give_equal_text():
-    """The text depends on nothing but the schedule and the arguments."""
+    """The text depends only on the schedule and the arguments."""
     for planner in ALGORITHMS:
         schedule = PLANNERS[planner](names(5), packs=2)
         again = Schedule.from_json(schedule.to_json())
@@ -233,7 +233,7 @@ def test_equal_schedules_give_equal_text():
 
 
 def test_a_long_threadblock_gets_more_channels():
-    """Where a threadblock would have more than 64 steps, the chunks are spread over as many channels as it takes."""
+    """Chunks are spread over more channels if a threadblock would otherwise have more than 64 steps."""
     for packs, channels in ((1, 1), (4, 1), (5, 2), (9, 2), (17, 4)):
         text = to_msccl_xml(ring(names(8), packs=packs))
         algo = read_msccl_xml(text)
@@ -241,8 +241,8 @@ def test_a_long_threadblock_gets_more_channels():
         assert max(len(block.steps) for gpu in algo.gpus for block in gpu.threadblocks) <= 64
 
 
-def test_channels_as_asked_for():
-    """With channels=, chunks are spread evenly over so many, and each connection has its own threadblocks."""
+def test_the_number_of_channels_can_be_given():
+    """With channels=, chunks are spread evenly over that many channels; each connection has its own threadblocks."""
     algo = read_msccl_xml(to_msccl_xml(direct(names(4)), channels=4))
     assert algo.channels == 4
     for gpu in algo.gpus:
@@ -252,7 +252,7 @@ def test_channels_as_asked_for():
 
 
 def test_large_blocks_are_split():
-    """A chunk of more than 71 units moves in steps of at most 71, and all of it arrives."""
+    """A chunk of more than 71 units is moved by several steps of at most 71 units."""
     parts = (Fraction(199, 201), Fraction(2, 201))
     schedule = Schedule(
         "all_reduce",
@@ -268,7 +268,7 @@ def test_large_blocks_are_split():
 
 
 def shares(*parts):
-    """An all-reduce of two devices by one_device, in chunks of the given shares."""
+    """Return an all-reduce of two devices by one_device, in chunks of the given shares."""
     chunks = tuple(Chunk(Fraction(part), (0, 1), (0, 1)) for part in parts)
     numbers = range(len(parts))
     rounds = (tuple(Step(c, 0, (0, 1)) for c in numbers), tuple(Step(c, 1, (0,)) for c in numbers))
@@ -279,7 +279,7 @@ def shares(*parts):
     ("schedule", "options", "text"),
     [
         (shares("1/40000", "39999/40000"), {}, "need 40000 equal chunks, but the runtimes count up to 32768"),
-        (direct(names(24)), {"channels": 2}, "RCCL has 64 threadblocks a GPU, gpu 0 needs 70"),
+        (direct(names(24)), {"channels": 2}, "RCCL has 64 threadblocks per GPU, gpu 0 needs 70"),
         (
             direct(names(34)),
             {"runtime": "msccl", "channels": 1},
@@ -287,7 +287,7 @@ def shares(*parts):
         ),
         (ring(names(4)), {"channels": 33}, "msccl-executor-nccl has 32 channels, the file needs 33"),
         (ring(names(4)), {"channels": 129, "runtime": "rccl"}, "RCCL has 128 channels, the file needs 129"),
-        (ring(names(8), packs=5), {"channels": 1}, "has 64 steps a threadblock, gpu 0 needs 70"),
+        (ring(names(8), packs=5), {"channels": 1}, "has 64 steps per threadblock, gpu 0 needs 70"),
         (shares("1"), {"channels": 0}, "channels"),
         (one_device(names(3), destinations=["cpu:0", "cpu:1"]), {}, "as destinations, or both, for every chunk"),
         (
@@ -298,19 +298,19 @@ def shares(*parts):
         (one_device(names(1)), {}, "a collective of one device has no transfers"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_reason(schedule, options, text):
-    """The limit that is broken is named, and what was given."""
+def test_schedules_that_do_not_fit_are_refused(schedule, options, text):
+    """The error has the broken limit and the given schedule."""
     with pytest.raises((PlanError, ArgumentError), match=text):
         to_msccl_xml(schedule, **options)
 
 
-def test_limits_of_one_runtime_do_not_bind_the_other():
-    """runtime= says whose limits must hold."""
+def test_the_limits_of_one_runtime_can_be_chosen():
+    """Only the limits of the given runtime must hold."""
     schedule = direct(names(24))
     with pytest.raises(PlanError, match=r'RCCL has 64 threadblocks(.*\n)+.*runtime="msccl"'):
         to_msccl_xml(schedule, channels=2)
     assert verify_msccl_xml(to_msccl_xml(schedule, channels=2, runtime="msccl")).notes == (
-        "RCCL has 64 threadblocks a GPU, gpu 0 needs 70",
+        "RCCL has 64 threadblocks per GPU, gpu 0 needs 70",
     )
 
 
@@ -324,7 +324,7 @@ def test_unequal_parts_are_refused():
 
 
 def test_a_wrong_schedule_is_not_exported():
-    """A schedule that loses a contribution is refused as verify refuses it."""
+    """A schedule that ``verify`` rejects is not exported."""
     chunk = Chunk(Fraction(1), (0, 1), (0, 1))
     with pytest.raises(ScheduleError, match="lost"):
         to_msccl_xml(Schedule("all_reduce", "custom", names(2), (chunk,), ((Step(0, 0, (0, 1)),),)))
@@ -344,13 +344,13 @@ def test_a_wrong_schedule_is_not_exported():
     ],
 )
 def test_bad_arguments(options, text):
-    """An argument that cannot be used is named."""
+    """The error names the invalid argument."""
     with pytest.raises(ArgumentError, match=text):
         to_msccl_xml(ring(names(2)), **options)
 
 
 def test_names():
-    """A name is taken as it is; without one it is made of collective, algorithm and ranks, readable for the parsers."""
+    """A given name is used unchanged; the default has the collective, algorithm and ranks, in readable characters."""
     assert '<algo name="mine-1" ' in to_msccl_xml(ring(names(2)), name="mine-1")
     named = Schedule(*("all_reduce", 'my "ring" & <eye>'), *shares("1")._parts[2:])
     assert '<algo name="allreduce_my__ring_____eye__2" ' in to_msccl_xml(named)

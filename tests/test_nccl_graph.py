@@ -1,4 +1,4 @@
-"""Exports to NCCL graph files: rings are recognised, counted and timed; what is no ring is refused with the reason."""
+"""Exports to NCCL graph files: rings, their numbers and their speeds; other schedules are refused with the reason."""
 
 import xml.etree.ElementTree as ET
 from fractions import Fraction
@@ -39,14 +39,14 @@ def read(text):
 
 
 def around(cycle, chunk):
-    """Return an all-reduce's steps for one chunk that goes round a ring, from its first device on."""
+    """Return the steps of an all-reduce of one chunk that travels along a ring, from the ring's first device on."""
     n = len(cycle)
     steps = [Step(chunk, cycle[k], (cycle[k - 1], cycle[k])) for k in range(1, n)]
     return steps + [Step(chunk, cycle[k], (cycle[k - 1],)) for k in range(n - 1)]
 
 
 def circling(n, cycles, shares=None):
-    """Return an all-reduce of a chunk for each ring."""
+    """Return an all-reduce with one chunk per ring."""
     everyone = tuple(range(n))
     shares = shares or [Fraction(1, len(cycles))] * len(cycles)
     chunks = tuple(Chunk(Fraction(part), everyone, everyone) for part in shares)
@@ -61,7 +61,7 @@ def canonical(cycle):
 
 @given(st.integers(2, 9), st.data())
 def test_rings_are_recognised(n, data):
-    """Chunks that go round rings, wherever each begins, are found to go round just these, with their shares."""
+    """``rings`` returns the rings along which chunks travel, from any first device, and their shares."""
     cycles = data.draw(st.lists(st.permutations(range(n)), min_size=1, max_size=4))
     parts = data.draw(st.lists(st.integers(1, 5), min_size=len(cycles), max_size=len(cycles)))
     shares = [Fraction(part, sum(parts)) for part in parts]
@@ -73,8 +73,8 @@ def test_rings_are_recognised(n, data):
 
 
 @given(st.integers(2, 9), st.data())
-def test_channels_are_as_frequent_as_shares_are_large(n, data):
-    """Each channel is a ring of the plan, and a ring appears as often among them as its share of the buffer says."""
+def test_the_number_of_channels_is_proportional_to_the_share(n, data):
+    """Each channel is a ring of the plan, and the number of channels of a ring is proportional to its share."""
     cycles = data.draw(st.lists(st.permutations(range(n)), min_size=1, max_size=3))
     parts = data.draw(st.lists(st.integers(1, 3), min_size=len(cycles), max_size=len(cycles)))
     schedule = circling(n, cycles, [Fraction(part, sum(parts)) for part in parts])
@@ -90,7 +90,7 @@ def test_channels_are_as_frequent_as_shares_are_large(n, data):
 @pytest.mark.parametrize("packs", [1, 3])
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_the_ring_planner_is_one_ring(n, packs):
-    """The planner's ring is one channel, in the order of the devices, for every collective that goes round."""
+    """The planner's ring is one channel, in the order of the devices, for all-reduce, broadcast and reduce."""
     for schedule in (
         ring(gpus(n), packs=packs),
         ring(gpus(n), sources=["cuda:0"], packs=packs),
@@ -101,7 +101,7 @@ def test_the_ring_planner_is_one_ring(n, packs):
 
 
 def test_devices_by_their_numbers():
-    """NCCL gets the GPUs' own numbers, not the ranks'; numbers from ten on are read alike by all versions."""
+    """The file has the numbers of the GPUs, not of the ranks; all versions of NCCL read numbers from ten on equally."""
     schedule = ring(["cuda:3", "cuda:11", "cuda:10", "cuda:0"])
     text = to_nccl_graph_xml(schedule, gb_per_s=20, path="SYS")
     graph, channels = read(text)
@@ -109,8 +109,8 @@ def test_devices_by_their_numbers():
     assert graph.get("typeintra") == "SYS"
 
 
-def test_the_speed_is_what_a_link_has_for_each_channel():
-    """A channel is as fast as the busiest link on its way, shared by all channels on it."""
+def test_the_speed_is_the_share_of_the_busiest_link():
+    """The speed of a channel is the bandwidth of its busiest link, divided by the number of channels on it."""
     both = circling(4, [(0, 1, 2, 3), (3, 2, 1, 0)])
     one_way = circling(4, [(0, 1, 2, 3), (1, 2, 3, 0)])
     wiring = Topology.ring(gpus(4), gb_per_s=24)
@@ -124,19 +124,19 @@ def test_the_speed_is_what_a_link_has_for_each_channel():
 
 
 def test_the_schedules_routes_are_followed():
-    """Where a schedule names the way between two devices, the speed is that way's."""
+    """If a schedule has a route between two devices, the speed is that of the route."""
     names = gpus(2)
     links = [(a, s, 10 * k) for k, s in ((1, "slow"), (4, "fast")) for a in names]
     topology = Topology(names, [*links, *((b, a, speed) for a, b, speed in links)], ["slow", "fast"])
     schedule = ring(names)
     assert read(to_nccl_graph_xml(schedule, topology))[0].get("speedintra") == "40"
-    ways = tuple(Route(c, src, 1 - src, ("slow",)) for c in (0, 1) for src in (0, 1))
-    detour = Schedule(*schedule._parts[:-1], ways)
+    routes = tuple(Route(c, src, 1 - src, ("slow",)) for c in (0, 1) for src in (0, 1))
+    detour = Schedule(*schedule._parts[:-1], routes)
     assert read(to_nccl_graph_xml(detour, topology))[0].get("speedintra") == "10"
 
 
 def test_plans_of_rings_export():
-    """A plan by rings on a wiring of several rings is exported, with every link's bandwidth used once."""
+    """A plan by rings on a topology of several rings is exported, and uses every link's bandwidth once."""
     wiring = Topology.torus(2, 3, gb_per_s=25).renamed(gpus(6))
     schedule = plan(wiring, "all_reduce", algorithm="ring").schedule
     graph, channels = read(to_nccl_graph_xml(schedule, wiring))
@@ -151,20 +151,23 @@ def test_plans_of_rings_export():
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
-        (direct(gpus(3)), "has rings, but chunk 0 goes from cuda:0 to cuda:1 and cuda:2"),
-        (one_device(gpus(3), destinations=["cuda:2"]), "has rings, but chunk 0 comes to cuda:2 from cuda:0 and cuda:1"),
-        (PLANNERS["halving_doubling"](gpus(4)), "has rings, but chunk"),
-        (one_device(gpus(1)), "one device has nobody to send to"),
-        (ring(["cuda:0", "host1/cuda:1"]), "of the GPUs of one host"),
-        (ring(["cpu:0", "cpu:1"]), "of the GPUs of one host"),
-        (ring(["cuda:0", "cuda:0#1"]), "of the GPUs of one host"),
+        (direct(gpus(3)), "consists of rings, but chunk 0 is sent from cuda:0 to both cuda:1 and cuda:2"),
+        (
+            one_device(gpus(3), destinations=["cuda:2"]),
+            "consists of rings, but chunk 0 is received on cuda:2 from both cuda:0 and cuda:1",
+        ),
+        (PLANNERS["halving_doubling"](gpus(4)), "consists of rings, but chunk"),
+        (one_device(gpus(1)), "a collective of one device has no transfers"),
+        (ring(["cuda:0", "host1/cuda:1"]), "describes the GPUs of one host"),
+        (ring(["cpu:0", "cpu:1"]), "describes the GPUs of one host"),
+        (ring(["cuda:0", "cuda:0#1"]), "describes the GPUs of one host"),
         (ring(gpus(4), destinations=["cuda:1", "cuda:2"]), "as destinations, or both, for every chunk"),
         (circling(2, [(0, 1), (1, 0)], ["1/40", "39/40"]), None),
         (circling(3, [(0, 1, 2), (2, 1, 0)], ["1/40", "39/40"]), "NCCL has 32 channels, these rings need 40"),
     ],
 )
-def test_what_is_no_ring_is_refused_with_the_reason(schedule, text):
-    """The chunk and devices that break the ring are named, or the limit."""
+def test_other_schedules_are_refused(schedule, text):
+    """The error has the chunk and the devices that do not form a ring, or the limit."""
     if text is None:
         assert read(to_nccl_graph_xml(schedule, gb_per_s=1))[1] == [(0, 1)]
         return
@@ -172,24 +175,24 @@ def test_what_is_no_ring_is_refused_with_the_reason(schedule, text):
         to_nccl_graph_xml(schedule, gb_per_s=20)
 
 
-def test_there_and_back_is_no_ring():
-    """A chunk that goes along a line and comes back the same way is on no ring."""
+def test_a_line_is_not_a_ring():
+    """A chunk that travels along a line and back does not travel along a ring."""
     everyone = (0, 1, 2)
     rounds = [(1, (0, 1)), (2, (1, 2)), (1, (2,)), (0, (1,))]
     schedule = Schedule(
         "all_reduce",
-        "by hand",
+        "custom",
         gpus(3),
         (Chunk(Fraction(1), everyone, everyone),),
         tuple((Step(0, dst, srcs),) for dst, srcs in rounds),
     )
-    with pytest.raises(PlanError, match="has rings, but chunk 0 goes from cuda:1 to cuda:0 and cuda:2"):
+    with pytest.raises(PlanError, match="consists of rings, but chunk 0 is sent from cuda:1 to both cuda:0 and cuda:2"):
         to_nccl_graph_xml(schedule, gb_per_s=20)
 
 
 def test_a_wrong_schedule_is_not_exported():
-    """A schedule that loses a contribution is refused as verify refuses it."""
-    schedule = Schedule("all_reduce", "by hand", gpus(2), (Chunk(Fraction(1), (0, 1), (0, 1)),), ())
+    """A schedule that ``verify`` rejects is not exported."""
+    schedule = Schedule("all_reduce", "custom", gpus(2), (Chunk(Fraction(1), (0, 1), (0, 1)),), ())
     with pytest.raises(ScheduleError, match="lost"):
         to_nccl_graph_xml(schedule, gb_per_s=20)
 
@@ -197,22 +200,22 @@ def test_a_wrong_schedule_is_not_exported():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "from a topology or from gb_per_s"),
-        ({"gb_per_s": 1, "topology": Topology.ring(gpus(3))}, "from a topology or from gb_per_s"),
-        ({"gb_per_s": 0}, "some speed"),
-        ({"gb_per_s": float("nan")}, "some speed"),
+        ({}, "a topology or gb_per_s determines the speed"),
+        ({"gb_per_s": 1, "topology": Topology.ring(gpus(3))}, "a topology or gb_per_s determines the speed"),
+        ({"gb_per_s": 0}, "speed of a channel must be above 0"),
+        ({"gb_per_s": float("nan")}, "speed of a channel must be above 0"),
         ({"gb_per_s": 1, "path": "nvlink"}, "unknown path"),
         ({"gb_per_s": 1, "copies": 0}, "at least once"),
     ],
 )
 def test_bad_arguments(options, text):
-    """An argument that cannot be used is named."""
+    """The error names the invalid argument."""
     with pytest.raises(ArgumentError, match=text):
         to_nccl_graph_xml(ring(gpus(3)), **options)
 
 
-def test_a_ring_that_the_topology_lacks():
-    """A topology without a way along the ring is refused."""
+def test_the_topology_must_contain_the_ring():
+    """A topology without a route along the ring is refused."""
     apart = Topology.from_matrix([[0, 1, 0], [0, 0, 0], [1, 0, 0]], gpus(3))
-    with pytest.raises(PlanError, match="no way along the ring"):
+    with pytest.raises(PlanError, match="no route between two neighbours of the ring"):
         to_nccl_graph_xml(ring(gpus(3)), apart)

@@ -1,7 +1,8 @@
-"""to_chrome_trace: the events of a trace are the moves of a simulation, at its times."""
+"""to_chrome_trace: the events of a trace are the transfers of a simulation, at its times."""
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -15,29 +16,29 @@ from hypothesis import strategies as st
 from strategies import algorithms, names, requests
 
 from crossreduce import ArgumentError, Chunk, PlanError, Route, Schedule, Step, Topology, simulate
+from crossreduce.export import trace
 from crossreduce.export.trace import to_chrome_trace
 from crossreduce.planning import PLANNERS, direct, one_device, ring
-from crossreduce.schedule import trace
 
 MICRO = Fraction(1, 10**6)
 
 
 def read(*args):
-    """Return a trace's moves (with the link that each is on), ticks, and other data."""
+    """Return a trace's transfers (with the link of each), ticks, and other data."""
     content = json.loads(to_chrome_trace(*args))
     events = content["traceEvents"]
     process = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     thread = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    moves = [event for event in events if event.get("cat") == "move"]
-    for move in moves:
-        move["link"] = process[move["pid"]].removesuffix(" sends"), thread[move["tid"]].removeprefix("to ")
-        move["end"] = move["ts"] + move["dur"]
-    return moves, [event for event in events if event.get("cat") == "tick"], content["otherData"]
+    transfers = [event for event in events if event.get("cat") == "transfer"]
+    for transfer in transfers:
+        transfer["link"] = process[transfer["pid"]].removesuffix(" sends"), thread[transfer["tid"]].removeprefix("to ")
+        transfer["end"] = transfer["ts"] + transfer["dur"]
+    return transfers, [event for event in events if event.get("cat") == "tick"], content["otherData"]
 
 
 @st.composite
 def runs(draw):
-    """Draw a planner's schedule in some pieces and a topology it runs on, with switches or without."""
+    """Draw a planner's schedule in several pieces and a topology with its devices, with or without switches."""
     ask = draw(requests(st.integers(1, 5), most_packs=2))
     planner = PLANNERS[draw(algorithms)]
     schedule = planner(ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
@@ -48,42 +49,44 @@ def runs(draw):
 
 @settings(max_examples=100)
 @given(runs(), st.integers(0, 10**9))
-def test_events_are_the_simulations(run, nbytes):
-    """Ticks are the simulation's; each link's moves last as long as it is busy, do not overlap, and stay inside
-    their tick, after its latency; the last one ends with the simulation."""
+def test_events_have_the_times_of_the_simulation(run, nbytes):
+    """Ticks are the simulation's. The transfers of a link last as long as it is busy, do not overlap, and are inside
+    their tick, after its latency. The last one ends with the simulation."""
     schedule, topology = run
     done = simulate(schedule, topology, nbytes)
-    moves, ticks, other = read(schedule, topology, nbytes)
+    transfers, ticks, other = read(schedule, topology, nbytes)
     close = {"rel": 1e-9, "abs": 2e-6}  # microseconds, which are rounded to picoseconds
     starts = [1e6 * start for start in accumulate(done.ticks, initial=0.0)]
     assert [tick["ts"] for tick in ticks] == pytest.approx(starts[:-1], **close)
     assert [tick["dur"] for tick in ticks] == pytest.approx([1e6 * tick for tick in done.ticks], **close)
     busy, rows = Counter(), defaultdict(list)
-    for move in moves:
-        busy[move["link"]] += move["dur"]
-        rows[move["tid"]].append(move)
-        tick = ticks[move["args"]["piece"] + move["args"]["round"]]
+    for transfer in transfers:
+        busy[transfer["link"]] += transfer["dur"]
+        rows[transfer["tid"]].append(transfer)
+        tick = ticks[transfer["args"]["piece"] + transfer["args"]["round"]]
         slack = 1e-9 * tick["dur"] + 2e-6
-        assert move["ts"] >= tick["ts"] + tick["args"]["latency_us"] - slack
-        assert move["end"] <= tick["ts"] + tick["dur"] + slack
+        assert transfer["ts"] >= tick["ts"] + tick["args"]["latency_us"] - slack
+        assert transfer["end"] <= tick["ts"] + tick["dur"] + slack
     assert busy == pytest.approx(
-        {link: 1e6 * seconds for link, seconds in done.busy.items() if seconds}, rel=1e-9, abs=2e-6 * (len(moves) + 1)
+        {link: 1e6 * seconds for link, seconds in done.busy.items() if seconds},
+        rel=1e-9,
+        abs=2e-6 * (len(transfers) + 1),
     )
     for row in rows.values():
         for before, after in pairwise(row):  # listed in the order of time
             assert after["ts"] >= before["end"] - 1e-6
-    assert max((move["end"] for move in moves), default=0.0) == pytest.approx(1e6 * done.seconds, **close)
+    assert max((transfer["end"] for transfer in transfers), default=0.0) == pytest.approx(1e6 * done.seconds, **close)
     assert (other["seconds"], other["bytes"], other["pieces"]) == (done.seconds, nbytes, schedule.pieces)
     assert other["pieces_left_out"] == 0
 
 
 @settings(max_examples=60)
 @given(runs())
-def test_every_move_is_there(run):
-    """Each piece of each chunk crosses each link of its way in each round: one event a crossing, with its bytes."""
+def test_every_transfer_has_an_event(run):
+    """There is one event, with its bytes, for each piece of each chunk, round and link of the route."""
     schedule, topology = run
     nbytes = 1000 * len(schedule.chunks)
-    wanted = Counter(
+    expected = Counter(
         (link, f"chunk {chunk}", piece, r, schedule.devices[src], schedule.devices[dst])
         for r, steps in enumerate(schedule.rounds)
         for chunk, dst, srcs in steps
@@ -92,17 +95,17 @@ def test_every_move_is_there(run):
         for link in pairwise(topology.route(schedule.devices[src], schedule.devices[dst]))
         for piece in range(schedule.pieces)
     )
-    moves, _, _ = read(schedule, topology, nbytes)
+    transfers, _, _ = read(schedule, topology, nbytes)
     found = Counter()
-    for move in moves:
-        what = move["args"]
-        found[move["link"], move["name"], what["piece"], what["round"], what["from"], what["to"]] += 1
+    for transfer in transfers:
+        what = transfer["args"]
+        found[transfer["link"], transfer["name"], what["piece"], what["round"], what["from"], what["to"]] += 1
         assert what["bytes"] == pytest.approx(1000 / schedule.pieces)
-    assert found == wanted
+    assert found == expected
 
 
-def test_a_pipeline_by_hand():
-    """Two pieces down a chain of two links: the second piece is on the first link while the first is on the second."""
+def test_a_pipeline_of_two_pieces():
+    """In a chain of two links, the second piece is on the first link while the first piece is on the second link."""
     devices = names(3)
     chain = Schedule(
         "broadcast",
@@ -113,8 +116,8 @@ def test_a_pipeline_by_hand():
         2,
     )
     topology = Topology(devices, [("cpu:0", "cpu:1", 1, MICRO), ("cpu:1", "cpu:2", 2, 2 * MICRO)])
-    moves, ticks, _ = read(chain, topology, 8000)
-    times = [(*move["link"], move["args"]["piece"], move["ts"], move["dur"]) for move in moves]
+    transfers, ticks, _ = read(chain, topology, 8000)
+    times = [(*transfer["link"], transfer["args"]["piece"], transfer["ts"], transfer["dur"]) for transfer in transfers]
     assert times == [
         ("cpu:0", "cpu:1", 0, 1, 4),
         ("cpu:1", "cpu:2", 0, 7, 2),
@@ -128,16 +131,20 @@ def test_a_pipeline_by_hand():
     ]
 
 
-def test_moves_that_share_a_link_follow_each_other():
-    """Seven devices send to one through a switch: its link carries their moves one after the other."""
+def test_transfers_that_share_a_link_follow_each_other():
+    """Seven devices send to one device through a switch, whose link carries the transfers one after the other."""
     topology = Topology.star(8, 1)
-    moves, _, _ = read(one_device(topology.devices, destinations=["cpu:0"]), topology, 1000)
-    last = [(move["ts"], move["end"], move["args"]["from"]) for move in moves if move["link"] == ("switch", "cpu:0")]
+    transfers, _, _ = read(one_device(topology.devices, destinations=["cpu:0"]), topology, 1000)
+    last = [
+        (transfer["ts"], transfer["end"], transfer["args"]["from"])
+        for transfer in transfers
+        if transfer["link"] == ("switch", "cpu:0")
+    ]
     assert last == [(k, k + 1, f"cpu:{k + 1}") for k in range(7)]
 
 
 def test_routes_are_followed():
-    """A chunk with a route through a named switch crosses that switch's links."""
+    """The transfers of a chunk with a route through a switch use that switch's links."""
     schedule = direct(names(2))
     topology = Topology(
         names(2),
@@ -145,8 +152,8 @@ def test_routes_are_followed():
         ["bus"],
     )
     routed = replace(schedule, routes=(Route(1, 0, 1, ("bus",), 0),))
-    moves, _, _ = read(routed, topology, 100)
-    assert {move["link"] for move in moves if move["args"]["round"] == 0} == {
+    transfers, _, _ = read(routed, topology, 100)
+    assert {transfer["link"] for transfer in transfers if transfer["args"]["round"] == 0} == {
         ("cpu:0", "bus"),
         ("bus", "cpu:1"),
         ("cpu:1", "cpu:0"),
@@ -154,8 +161,8 @@ def test_routes_are_followed():
 
 
 def test_it_is_the_trace_event_format():
-    """The text is one object with a list of events; each has what its phase needs; rows are numbered apart, and
-    named and sorted as the topology lists nodes."""
+    """The text is one object with a list of events, which have the fields of their phase. Rows have different numbers,
+    and are named and sorted in the order of the topology's nodes."""
     topology = Topology.star(3, 25, MICRO)
     text = to_chrome_trace(replace(ring(topology.devices), pieces=2), topology, 3000)
     content = json.loads(text)
@@ -189,8 +196,8 @@ def test_it_is_the_trace_event_format():
     }
 
 
-def test_many_pieces_are_cut_off(monkeypatch):
-    """Of more pieces than fit the first are shown, whole, at the times they have among all; the rest is counted."""
+def test_only_the_first_pieces_are_shown(monkeypatch):
+    """If there are too many pieces, all transfers of the first pieces are shown; the other pieces are counted."""
     topology = Topology.ring(4, 25, MICRO)
     schedule = replace(ring(topology.devices), pieces=50)
     every, ticks, other = read(schedule, topology, 10**6)
@@ -198,24 +205,24 @@ def test_many_pieces_are_cut_off(monkeypatch):
     assert other["pieces_left_out"] == 0
     monkeypatch.setattr(trace, "EVENTS", 24 * 7 + 23)
     some, fewer, other = read(schedule, topology, 10**6)
-    assert some == [move for move in every if move["args"]["piece"] < 7]
+    assert some == [transfer for transfer in every if transfer["args"]["piece"] < 7]
     assert fewer == ticks[: 6 + 7 - 1]
     assert (other["pieces"], other["pieces_left_out"]) == (50, 43)
     assert other["seconds"] == simulate(schedule, topology, 10**6).seconds
     monkeypatch.setattr(trace, "EVENTS", 1)
     least, _, other = read(schedule, topology, 10**6)
-    assert least == [move for move in every if move["args"]["piece"] == 0]
+    assert least == [transfer for transfer in every if transfer["args"]["piece"] == 0]
     assert other["pieces_left_out"] == 49
 
 
-def test_a_trace_is_no_endless_file(monkeypatch):
-    """A schedule of very many pieces gives EVENTS moves at most, and a file of the size that EVENTS promises."""
+def test_the_size_of_a_trace_is_limited(monkeypatch):
+    """A schedule of very many pieces gives at most EVENTS transfers, and a file of the documented size."""
     topology = Topology.ring(2, 25, MICRO)
-    promised = trace.EVENTS / 45e6  # moves a byte
+    documented = trace.EVENTS / 45e6  # transfers per byte
     monkeypatch.setattr(trace, "EVENTS", 10_000)
     text = to_chrome_trace(replace(ring(topology.devices), pieces=60_000), topology, 10**9)
-    assert text.count('"cat":"move"') == 10_000
-    assert 10_000 / len(text) > promised
+    assert text.count('"cat":"transfer"') == 10_000
+    assert 10_000 / len(text) > documented
 
 
 @pytest.mark.parametrize(
@@ -226,23 +233,23 @@ def test_a_trace_is_no_endless_file(monkeypatch):
         (Schedule("broadcast", "none", names(2), (Chunk(Fraction(1), (0,), (0,)),), ()), Topology.ring(2), 100),
     ],
 )
-def test_nothing_to_show(schedule, topology, nbytes):
-    """Without bytes or rounds a trace has no moves, and is still one."""
-    moves, ticks, other = read(schedule, topology, nbytes)
-    assert moves == ticks == []
+def test_a_trace_may_be_empty(schedule, topology, nbytes):
+    """Without bytes or rounds a trace has no transfers, and is still valid."""
+    transfers, ticks, other = read(schedule, topology, nbytes)
+    assert transfers == ticks == []
     assert other["seconds"] == 0
 
 
-def test_shares_of_nothing_are_not_shown():
-    """A chunk whose share is 0 makes no events."""
+def test_empty_chunks_are_not_shown():
+    """A chunk with share 0 has no events."""
     chunks = (Chunk(Fraction(1), (0,), (1,)), Chunk(Fraction(0), (0,), (1,)))
-    schedule = Schedule("broadcast", "by hand", names(2), chunks, ((Step(0, 1, (0,)), Step(1, 1, (0,))),))
-    moves, _, _ = read(schedule, Topology.ring(2), 100)
-    assert [move["name"] for move in moves] == ["chunk 0"]
+    schedule = Schedule("broadcast", "custom", names(2), chunks, ((Step(0, 1, (0,)), Step(1, 1, (0,))),))
+    transfers, _, _ = read(schedule, Topology.ring(2), 100)
+    assert [transfer["name"] for transfer in transfers] == ["chunk 0"]
 
 
-def test_bad_input_is_refused_as_simulate_does():
-    """What simulate refuses is refused with the same errors."""
+def test_invalid_arguments_are_refused():
+    """Arguments that ``simulate`` refuses are refused with the same errors."""
     topology = Topology.ring(3)
     for nbytes in (-1, 1.5, True, None):
         with pytest.raises(ArgumentError, match="whole number of bytes"):
@@ -266,7 +273,7 @@ def test_the_same_bytes_under_every_hash_seed():
     """The same arguments give the same text in processes with different hash seeds."""
     texts = {
         subprocess.run(
-            [sys.executable, "-c", PRINT], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+            [sys.executable, "-c", PRINT], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
         ).stdout
         for seed in ("0", "1")
     }
@@ -275,14 +282,27 @@ def test_the_same_bytes_under_every_hash_seed():
 
 
 def test_pieces_of_one_chunk_come_in_order():
-    """On a link, and in a round, the pieces of a chunk come one after the other."""
+    """The pieces of a chunk are in order, on each link and in each round."""
     topology = Topology.star(4, 25, MICRO)
-    moves, _, _ = read(replace(direct(topology.devices), pieces=9), topology, 10**6)
+    transfers, _, _ = read(replace(direct(topology.devices), pieces=9), topology, 10**6)
     for _, group in itertools.groupby(
         sorted(
-            moves, key=lambda move: (move["tid"], move["args"]["round"], move["name"], move["args"]["to"], move["ts"])
+            transfers,
+            key=lambda transfer: (
+                transfer["tid"],
+                transfer["args"]["round"],
+                transfer["name"],
+                transfer["args"]["to"],
+                transfer["ts"],
+            ),
         ),
-        key=lambda move: (move["tid"], move["args"]["round"], move["name"], move["args"]["to"], move["args"]["from"]),
+        key=lambda transfer: (
+            transfer["tid"],
+            transfer["args"]["round"],
+            transfer["name"],
+            transfer["args"]["to"],
+            transfer["args"]["from"],
+        ),
     ):
-        pieces = [move["args"]["piece"] for move in group]
+        pieces = [transfer["args"]["piece"] for transfer in group]
         assert pieces == sorted(pieces)

@@ -16,6 +16,7 @@ import typer
 from .. import Plan, __version__
 from .. import plan as planned
 from ..errors import ArgumentError
+from ..export import EXPORTERS, format_of
 from ..options import ALGORITHMS
 from ..planning.bounds import COLLECTIVES
 from ..planning.explain import shape
@@ -36,8 +37,7 @@ from .topology import (
     select,
 )
 
-FORMATS: Final = ("msccl", "mscclpp", "nccl-graph", "schedule", "trace")
-SUFFIXES: Final = {".xml": "msccl", ".trace.json": "trace", ".json": "schedule"}
+SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
 
 
 def plan(
@@ -58,7 +58,7 @@ def plan(
     format: Annotated[  # noqa: A002 - the option's name
         str | None,
         typer.Option(
-            help=f"Format of the export: {', '.join(FORMATS)}. Default: by the suffix .xml, .json or .trace.json."
+            help=f"Format of the export: {', '.join(EXPORTERS)}. Default: by the suffix {', '.join(SUFFIXES)}."
         ),
     ] = None,
     steps: Annotated[bool, typer.Option("--steps", help="Also print the steps of the schedule.")] = False,
@@ -86,7 +86,7 @@ def plan(
         text = json_module.dumps(_report(machine, found, with_steps=steps), indent=2) if json else found.explain()
         advance("exporting")
         if exported is not None:
-            exported.write_text(_exported(found, kind), "utf-8")
+            exported.write_text(EXPORTERS[kind].write(found), "utf-8")
         advance("drawing")
         if drawing is not None:
             from ..export.pictures import draw_schedule
@@ -102,34 +102,13 @@ def _format(path: Path | None, given: str | None) -> str:
     if given is not None:
         if path is None:
             raise ArgumentError("--format needs a file: give it with --export.")
-        return one_of(FORMATS, "--format", given)
+        return one_of(EXPORTERS, "--format", given)
     if path is None:
         return ""
-    for suffix, kind in SUFFIXES.items():
-        if path.name.lower().endswith(suffix):
-            return kind
-    raise ArgumentError(f"--export takes a file that ends in {', '.join(SUFFIXES)}, or a --format, not {path}.")
-
-
-def _exported(found: Plan, kind: str) -> str:
-    """Return a plan's schedule in a format."""
-    if kind == "msccl":
-        from ..export.msccl.writer import to_msccl_xml
-
-        return to_msccl_xml(found.schedule)
-    if kind == "mscclpp":
-        from ..export.mscclpp import to_mscclpp_json
-
-        return to_mscclpp_json(found.schedule)
-    if kind == "nccl-graph":
-        from ..export.nccl_graph import to_nccl_graph_xml
-
-        return to_nccl_graph_xml(found.schedule, found.topology)
-    if kind == "trace":
-        from ..export.trace import to_chrome_trace
-
-        return to_chrome_trace(found.schedule, found.topology, found.nbytes)
-    return found.schedule.to_json()
+    kind = format_of(path.name)
+    if kind is None:
+        raise ArgumentError(f"--export takes a file that ends in {', '.join(SUFFIXES)}, or a --format, not {path}.")
+    return kind
 
 
 def _report(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def verify(
 
     Each result contains each contribution exactly once; MSCCL XML is also
     proved to be free of deadlocks and races. The exit code is 1 if the
-    schedule is wrong, and 2 if the file cannot be read or judged.
+    schedule is wrong, and 2 if the file cannot be read or verified.
     """
     with progress("reading", 2) as advance:
         try:
@@ -70,10 +70,12 @@ def _read(file: Path) -> Callable[[], str]:
             return f"{schedule.head}: right."
 
         return proved
-    from ..export.msccl.format import JUDGED, read_msccl_xml
+    from ..export.msccl.format import VERIFIABLE, read_msccl_xml
     from ..export.msccl.verifier import verify_msccl_xml
 
     kind = read_msccl_xml(text).coll
-    if kind not in JUDGED:
-        raise ArgumentError(f"{file} cannot be judged: its collective is {kind}, not {', '.join(sorted(JUDGED))}.")
+    if kind not in VERIFIABLE:
+        raise ArgumentError(
+            f"{file} cannot be verified: its collective is {kind}, not {', '.join(sorted(VERIFIABLE))}."
+        )
     return lambda: str(verify_msccl_xml(text))

@@ -1,1 +1,51 @@
-"""Exporters: a program or plan in the file formats of other tools."""
+"""Exporters: plans in the formats of other tools.
+
+``EXPORTERS`` is the registry of text formats; ``crossreduce plan --export`` offers exactly these. A new exporter is a
+file in this folder and one line here. ``pictures.py`` is not in the registry, since its output is not text.
+"""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Final, NamedTuple
+
+from ..planning import Plan
+
+
+class Exporter(NamedTuple):
+    """A text format. Its module is imported when it is used.
+
+    Args:
+      function: ``module:name`` of the function that returns the text.
+      arguments: the attributes of a plan that the function takes.
+      suffix: files with this suffix have this format by default; "": none.
+    """
+
+    function: str
+    arguments: tuple[str, ...]
+    suffix: str = ""
+
+    def write(self, plan: Plan) -> str:
+        """Return a plan in this format."""
+        text: str = resolve_name(self.function)(*(getattr(plan, name) for name in self.arguments))
+        return text
+
+
+EXPORTERS: Final = {
+    "msccl": Exporter("crossreduce.export.msccl.writer:to_msccl_xml", ("schedule",), ".xml"),
+    "mscclpp": Exporter("crossreduce.export.mscclpp:to_mscclpp_json", ("schedule",)),
+    "nccl-graph": Exporter("crossreduce.export.nccl_graph:to_nccl_graph_xml", ("schedule", "topology")),
+    "schedule": Exporter("crossreduce.schedule:Schedule.to_json", ("schedule",), ".json"),
+    "trace": Exporter("crossreduce.export.trace:to_chrome_trace", ("schedule", "topology", "nbytes"), ".trace.json"),
+}
+
+
+def format_of(filename: str) -> str | None:
+    """Return the name of the exporter for a file's suffix, in any case; ``None``: no exporter has the suffix.
+
+    >>> format_of("step.trace.json"), format_of("Plan.JSON"), format_of("plan.txt")
+    ('trace', 'schedule', None)
+    """
+    suffixes = {name: exporter.suffix for name, exporter in EXPORTERS.items() if exporter.suffix}
+    matches = [name for name, suffix in suffixes.items() if filename.lower().endswith(suffix)]
+    return max(matches, key=lambda name: len(suffixes[name]), default=None)

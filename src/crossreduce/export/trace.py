@@ -1,9 +1,9 @@
-"""A simulation as Chrome's Trace Event JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Write a simulation as Chrome's Trace Event JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-In: a ``Schedule``, a ``Topology``, bytes.  Out: text. Reads no clock: the times are ``simulate``'s.
+Input: a ``Schedule``, a ``Topology``, a number of bytes. Output: text. No clock is read: the times are ``simulate``'s.
 
-One group of rows for each node that sends, one row for each link that it sends over, one event for each piece of
-a chunk that crosses a link. The first group has the ticks: moves of one tick start together, once its latency is over.
+There is one group of rows per node that sends, one row per link that it sends over, and one event for each transfer of
+a piece over a link. The first group shows the ticks: the transfers of a tick start together, after its latency.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -15,96 +15,102 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
-from ..schedule.schedule import Schedule
-from ..schedule.simulate import Pair, simulate, way
+from ..lowering import Program, lower
+from ..schedule import Schedule, simulate
+from ..schedule.simulate import Pair, way
 from ..topology import Topology
 
 EVENTS: Final = 200_000
-"""How many moves a trace shows: whole pieces, the first ones, and never less than one piece. More would
-make a file of over 40 MB."""
+"""The largest number of transfers in a trace. The first pieces are shown, all of their transfers, and at least one
+piece. More transfers would make a file of over 40 MB."""
 
 
 def to_chrome_trace(schedule: Schedule, topology: Topology, nbytes: int) -> str:
-    """Return what each link carries when, as JSON text for a trace viewer; equal arguments give the same bytes.
+    """Return the transfers over each link, with their times, as JSON text for a trace viewer.
 
-    Moves that share a link within a tick follow each other there, each at the link's full bandwidth. Of a
-    schedule of very many pieces the first are shown, and ``otherData`` says how many are left out. Moves of no bytes
-    are not shown.
+    Transfers that share a link within a tick follow each other, each at the link's full bandwidth. If a schedule has
+    too many pieces, the first ones are shown, and ``otherData`` stores the number of the others. Transfers of 0 bytes
+    are not shown. Equal arguments give the same bytes.
 
     Args:
-      schedule: any; its devices and routes are nodes of the topology.
-      topology: where it runs.
-      nbytes: of the whole buffer, 0 or more.
+      schedule: its devices and routes are nodes of the topology.
+      topology: where it is simulated.
+      nbytes: bytes of the whole buffer, 0 or more.
     Raises:
-      ArgumentError: a broken number of bytes, no schedule or no topology.
-      PlanError: a move for which the topology has no way.
+      ArgumentError: an invalid number of bytes, schedule or topology.
+      PlanError: the topology has no route for a transfer.
+      ScheduleError: ``verify`` rejects the schedule.
 
     >>> from crossreduce.planning import ring
     >>> topology = Topology.ring(2, gb_per_s=25)
     >>> events = json.loads(to_chrome_trace(ring(topology.devices), topology, 50_000))["traceEvents"]
-    >>> [(event["name"], event["ts"], event["dur"]) for event in events if event.get("cat") == "move"]
+    >>> [(event["name"], event["ts"], event["dur"]) for event in events if event.get("cat") == "transfer"]
     [('chunk 0', 0.0, 1.0), ('chunk 1', 0.0, 1.0), ('chunk 0', 1.0, 1.0), ('chunk 1', 1.0, 1.0)]
     """
     simulation = simulate(schedule, topology, nbytes)
-    sizes = [float(chunk.share) * nbytes / schedule.pieces for chunk in schedule.chunks]  # of a piece
-    rounds = _rounds(schedule, topology)
-    moves = sum(len(crossings) for crossings, _ in rounds)
-    pieces = min(schedule.pieces, max(1, EVENTS // max(1, moves)))
+    program = lower(schedule)
+    sizes = [float(chunk.share) * nbytes / program.pieces for chunk in program.chunks]  # bytes per piece
+    rounds = _rounds(program, topology)
+    count = sum(len(hops) for hops, _ in rounds)
+    pieces = min(program.pieces, max(1, EVENTS // max(1, count)))
     speeds = {(link.src, link.dst): float(link.bandwidth) * 1e9 for link in topology.links}
     rows, events = _rows(list(simulation.bytes), topology)
     ends = list(accumulate(simulation.ticks, initial=0.0))
-    free = dict.fromkeys(simulation.bytes, 0.0)  # when each link has carried what came before
+    free = dict.fromkeys(simulation.bytes, 0.0)  # the time at which each link has carried all earlier transfers
     for t in range(min(len(simulation.ticks), len(rounds) + pieces - 1)):
-        together = range(max(0, t - schedule.pieces + 1), min(t + 1, len(rounds)))
+        together = range(max(0, t - program.pieces + 1), min(t + 1, len(rounds)))
         latency = max(rounds[r].latency_s for r in together)
-        what = {"rounds": f"{together[0]} to {together[-1]}", "latency_us": _us(latency)}
-        events.append(_event(rows[None], f"tick {t}", "tick", ends[t], ends[t + 1], what))
+        details = {"rounds": f"{together[0]} to {together[-1]}", "latency_us": _us(latency)}
+        events.append(_event(rows[None], f"tick {t}", "tick", ends[t], ends[t + 1], details))
         for r in reversed(together):  # the first pieces first
-            for pair, chunk, src, dst in rounds[r].crossings if t - r < pieces else ():
+            for pair, chunk, src, dst in rounds[r].hops if t - r < pieces else ():
                 start = max(free[pair], ends[t] + latency)
                 free[pair] = start + sizes[chunk] / speeds[pair]
-                what = {"piece": t - r, "round": r, "bytes": sizes[chunk], "from": src, "to": dst}
+                details = {"piece": t - r, "round": r, "bytes": sizes[chunk], "from": src, "to": dst}
                 if sizes[chunk]:
-                    events.append(_event(rows[pair], f"chunk {chunk}", "move", start, free[pair], what))
+                    events.append(_event(rows[pair], f"chunk {chunk}", "transfer", start, free[pair], details))
     other = {
         "schedule": schedule.head,
         "bytes": nbytes,
         "seconds": simulation.seconds,
-        "pieces": schedule.pieces,
-        "pieces_left_out": schedule.pieces - pieces,
+        "pieces": program.pieces,
+        "pieces_left_out": program.pieces - pieces,
     }
     content = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
     return json.dumps(content, separators=(",", ":"))
 
 
-class _Round(NamedTuple):
-    """A round's moves: (link, chunk, src, dst) for each link on the way of each; and the longest latency of a way."""
+class _RoundTransfers(NamedTuple):
+    """A round's transfers.
 
-    crossings: list[tuple[Pair, int, str, str]]
+    Args:
+      hops: link, chunk, src and dst, for each link of the route of each transfer.
+      latency_s: of the route with the longest latency.
+    """
+
+    hops: list[tuple[Pair, int, str, str]]
     latency_s: float
 
 
-def _rounds(schedule: Schedule, topology: Topology) -> list[_Round]:
+def _rounds(program: Program, topology: Topology) -> list[_RoundTransfers]:
     latencies = {(link.src, link.dst): link.latency_s for link in topology.links}
     rounds = []
-    for r, steps in enumerate(schedule.rounds):
-        crossings = []
+    for transfers in program.transfers:
+        hops = []
         longest = Fraction(0)
-        for chunk, dst, srcs in steps:
-            for src in srcs:
-                if src != dst:
-                    names = schedule.devices[src], schedule.devices[dst]
-                    pairs = way(topology, *names, schedule.through(r, chunk, src, dst))
-                    longest = max(longest, sum((latencies[pair] for pair in pairs), Fraction(0)))
-                    crossings += [(pair, chunk, *names) for pair in pairs]
-        rounds.append(_Round(crossings, float(longest)))
+        for transfer in transfers:
+            ends = program.devices[transfer.src], program.devices[transfer.dst]
+            pairs = way(topology, *ends, transfer.through)
+            longest = max(longest, sum((latencies[pair] for pair in pairs), Fraction(0)))
+            hops += [(pair, transfer.chunk, *ends) for pair in pairs]
+        rounds.append(_RoundTransfers(hops, float(longest)))
     return rounds
 
 
 def _rows(used: list[Pair], topology: Topology) -> tuple[dict[Pair | None, dict[str, int]], list[dict[str, Any]]]:
     """Return the process and thread of the ticks (``None``) and of each link, and the events that name them.
 
-    All numbers differ: a viewer may take threads of one number for the same, whatever their process.
+    All numbers differ, since a viewer may treat threads of one number as the same, even in different processes.
     """
     rows: dict[Pair | None, dict[str, int]] = {None: {"pid": 1, "tid": 1}}
     names = [_name("process", rows[None], "schedule"), _name("thread", rows[None], "ticks")]
@@ -121,7 +127,7 @@ def _rows(used: list[Pair], topology: Topology) -> tuple[dict[Pair | None, dict[
 
 
 def _name(what: str, row: dict[str, int], name: str) -> list[dict[str, Any]]:
-    """Return the events that name a process or thread, and place it in the order of the numbers."""
+    """Return the events that name a process or thread, and sort it by its number."""
     place = row["pid" if what == "process" else "tid"]
     return [
         {"ph": "M", "name": f"{what}_name", **row, "args": {"name": name}},
@@ -129,9 +135,12 @@ def _name(what: str, row: dict[str, int], name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _event(row: dict[str, int], name: str, kind: str, start: float, end: float, what: dict[str, Any]) -> dict[str, Any]:
+def _event(
+    row: dict[str, int], name: str, kind: str, start: float, end: float, details: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a complete event of the format."""
     times = {"ts": _us(start), "dur": round(_us(end) - _us(start), 6)}
-    return {"ph": "X", "name": name, "cat": kind, **row, **times, "args": what}
+    return {"ph": "X", "name": name, "cat": kind, **row, **times, "args": details}
 
 
 def _us(seconds: float) -> float:

@@ -1,1 +1,1 @@
-"""MSCCL XML: the format, its writer, and the verifier of anyone's files."""
+"""MSCCL XML: the format, its writer, and the verifier, which accepts the files of any tool."""

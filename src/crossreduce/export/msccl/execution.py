@@ -1,13 +1,13 @@
-"""What the threadblocks of an MSCCL XML file do, and whether all of them come to an end.
+"""The steps of an MSCCL XML file as the runtimes run them, and a proof that all of them end.
 
-In: an ``Algo`` as read.  Out: a ``Program``, whose moves are the steps as the runtimes run them, and an order in
-which they can be done; or ScheduleError for a connection with one end, a dependency that nothing meets, a deadlock.
+Input: an ``Algo`` as read from a file. Output: an ``MscclProgram``, and an order in which its steps can run; or
+ScheduleError for a connection with one end, a dependency that no step meets, or a deadlock.
 
-- A ``nop``'s dependency is waited for by the next real step. A step with ``hasdep`` signals when it is done; a
-  dependency on step k is met by the first such signal at or after k. ``re`` steps in a row on one destination run
-  as one.
-- The k-th send of a connection (source, destination, channel) meets its k-th receive. A send waits for one of a
-  few slots; a step of many chunks may need several.
+- The next step that is not a ``nop`` waits for the dependency of a ``nop``. A step with ``hasdep`` signals when it is
+  done; the first such signal at or after step k meets a dependency on step k. Adjacent ``re`` steps with one
+  destination run as one.
+- The k-th send of a connection (source, destination, channel) is received by its k-th receive. A connection has a few
+  slots for messages that are not yet received, and a send waits for a free one; a step of many chunks may need several.
 
 Source: the parsers and interpreters in github.com/Azure/msccl-executor-nccl (src/misc/msccl/msccl_parser.cc,
 src/device/msccl_kernel.cu) and github.com/ROCm/rccl (src/device/msccl_kernel_impl.h).
@@ -20,103 +20,102 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...errors import ScheduleError, message
-from .format import LARGEST_COUNT, RECEIVES, SENDS, Algo, Span, Threadblock, XmlStep, quoted
+from .format import LARGEST_COUNT, RECEIVES, SENDS, Algo, Threadblock, XmlSpan, XmlStep, quoted
 
-# How many sends a connection holds that nobody has received: NCCL_STEPS is 8, and a send takes one of them under
-# LL and LL128, 4 under Simple (MSCCL_CHUNKSTEPS is NCCL_STEPS / 2).
+# The number of slots of a connection: NCCL_STEPS is 8, and a send takes one of them under LL and LL128, 4 under Simple
+# (MSCCL_CHUNKSTEPS is NCCL_STEPS / 2).
 SLOTS: Final = {"Simple": 2, "LL": 8, "LL128": 8}
-# Bytes of a send: a chunk that is larger goes in slices, smaller ones go together. Of NCCL's and RCCL's default
-# buffers (init.cc, devcomm.h) the smallest: 1 MiB / 2 (Simple, on Arm), RCCL's 256 threads x 8 lines x 8 bytes (LL)
+# Bytes of a slot. A larger chunk is sent in slices, several smaller ones in one message. The smallest of NCCL's and
+# RCCL's default buffers (init.cc, devcomm.h): 1 MiB / 2 (Simple, on Arm), RCCL's 256 threads x 8 lines x 8 bytes (LL)
 # and 256 x 28 x 8 x 7/8 (LL128).
 SLOT_BYTES: Final = {"Simple": 1 << 19, "LL": 1 << 14, "LL128": 50_176}
 MOST_FUSED: Final = 16  # MSCCL_MAX_REDUCE_FUSION
-# A file that asks for more than minutes and 1 GB ends here; the largest that the runtimes take is well below.
-MOST_MOVES: Final = 1 << 16
+# Limits of what is verified, so that it takes minutes and 1 GB at most. The runtimes' own limits are far below.
+MOST_STEPS: Final = 1 << 16
 MOST_WORK: Final = 20_000_000
 
-Place = tuple[int, int]  # a GPU and its threadblock
+ThreadblockId = tuple[int, int]  # a GPU and the number of its threadblock
 
 
 @dataclass
-class Move:
-    """A step that does something. Other moves are positions in the program's ``moves``; -1: none.
+class RuntimeStep:
+    """A step as the runtimes run it; a ``nop`` is not one. Other steps are positions in the program's ``steps``.
 
     Args:
-      gpu: where.
-      block: the threadblock.
-      number: the step's, as in the file.
-      step: as in the file.
-      count: chunks, as the runtimes take it.
-      waits: whose signals it waits for.
-      last: the same threadblock's move before.
-      sender: whose message it receives.
-      receiver: who receives the message that it sends.
+      gpu: its GPU.
+      block: its threadblock.
+      number: the step's number in the file.
+      xml: the step in the file.
+      count: the number of chunks that the runtimes move.
+      waits: the steps whose signals it waits for.
+      previous: the previous step of the threadblock; -1: it is the first one.
+      sender: the step whose message it receives; -1: it receives none.
+      receiver: the step that receives its message; -1: it sends none.
     """
 
     gpu: int
     block: int
     number: int
-    step: XmlStep
+    xml: XmlStep
     count: int
     waits: list[int]
-    last: int
+    previous: int
     sender: int = -1
     receiver: int = -1
 
     @property
-    def place(self) -> Place:
+    def threadblock(self) -> ThreadblockId:
         """The GPU and threadblock."""
         return self.gpu, self.block
 
-    @property
-    def words(self) -> str:
-        """The move as messages name it."""
-        return f"gpu {self.gpu}, tb {self.block}, step {self.number} ({self.step.type})"
+    def __str__(self) -> str:
+        return f"gpu {self.gpu}, tb {self.block}, step {self.number} ({self.xml.type})"
 
 
-class Program:
-    """All moves of a file, what they wait for and which of them meet.
+class MscclProgram:
+    """All steps of a file, with their dependencies and messages.
 
     Raises:
-      ScheduleError: a dependency that nothing meets, a connection with one end or two owners, a message that is
+      ScheduleError: a dependency that no step meets, a connection with one end or two owners, a message that is
         received as another number of chunks than were sent.
     """
 
     def __init__(self, algo: Algo) -> None:
         self.algo = algo
         self.name = f"algo {quoted(algo.name)}"
-        self.moves: list[Move] = []
-        self.blocks: dict[Place, range] = {}
+        self.steps: list[RuntimeStep] = []
+        self.blocks: dict[ThreadblockId, range] = {}
         self.notes: list[str] = []
-        lowered: dict[Place, _Lowering] = {}
+        parsers: dict[ThreadblockId, _ThreadblockParser] = {}
         for g, gpu in enumerate(algo.gpus):
             for t, block in enumerate(gpu.threadblocks):
-                lowered[g, t] = _Lowering(self, g, t)
-                lowered[g, t].run(block)
-        work = 2 * len(algo.gpus) * algo.chunks + sum(move.count for move in self.moves)
-        if len(self.moves) > MOST_MOVES or work > MOST_WORK:
-            problem = f"{self.name}: too large to judge."
-            given = f"{len(self.moves)} steps, {work} chunks in the buffers and steps"
-            raise ScheduleError(message(problem, given, f"up to {MOST_MOVES} steps, {MOST_WORK} chunks"))
-        for lowering in lowered.values():
-            for move, targets in zip(lowering.moves, lowering.waits, strict=True):
-                for number, step in targets:
-                    move.waits.append(self._signal(move, number, step, lowered.get((move.gpu, number))))
+                parsers[g, t] = _ThreadblockParser(self, g, t)
+                parsers[g, t].run(block)
+        work = 2 * len(algo.gpus) * algo.chunks + sum(step.count for step in self.steps)
+        if len(self.steps) > MOST_STEPS or work > MOST_WORK:
+            problem = f"{self.name}: the file is too large to be verified."
+            given = f"{len(self.steps)} steps, {work} chunks in the buffers and steps"
+            raise ScheduleError(message(problem, given, f"up to {MOST_STEPS} steps, {MOST_WORK} chunks"))
+        for parser in parsers.values():
+            for step, targets in zip(parser.steps, parser.waits, strict=True):
+                for block_number, number in targets:
+                    step.waits.append(self._signal(step, block_number, number, parsers.get((step.gpu, block_number))))
         self._connect()
 
-    def at(self, number: int) -> str:
-        """Return a move's place in words, for messages."""
-        return f"{self.name}, {self.moves[number].words}"
+    def describe(self, number: int) -> str:
+        """Return a step's place in words, for messages."""
+        return f"{self.name}, {self.steps[number]}"
 
-    def _signal(self, move: Move, block: int, step: int, target: _Lowering | None) -> int:
+    def _signal(self, step: RuntimeStep, block: int, number: int, target: _ThreadblockParser | None) -> int:
+        """Return the step whose signal meets a dependency."""
         if target is None:
-            raise ScheduleError(f"{self.name}, {move.words}: waits for tb {block}, which gpu {move.gpu} does not have.")
-        for count, number in target.signals:
-            if count >= step:
-                return number
+            raise ScheduleError(f"{self.name}, {step}: waits for tb {block}, which gpu {step.gpu} does not have.")
+        for count, signalling in target.signals:
+            if count >= number:
+                return signalling
         raise ScheduleError(
-            f"{self.name}, {move.words}: waits for tb {block}, step {step}, but that threadblock signals nothing from "
-            "there on (no step has hasdep=1), so it would wait for ever."
+            f"{self.name}, {step}: waits for tb {block}, step {number}, but no step of that threadblock signals from "
+            "there on (none has hasdep=1), so it would wait forever."
         )
 
     def _connect(self) -> None:
@@ -128,17 +127,17 @@ class Program:
             here = f"{self.name}, gpu {g}, tb {t}"
             if max(block.send, block.recv) >= 0 and not 0 <= block.channel < self.algo.channels:
                 raise ScheduleError(f"{here}: channel {block.channel} of {self.algo.channels} does not exist.")
-            for way, peer, types, ends, key in (
+            for direction, peer, types, ends, key in (
                 ("send", block.send, SENDS, sends, (g, block.send, block.channel)),
                 ("recv", block.recv, RECEIVES, recvs, (block.recv, g, block.channel)),
             ):
                 if peer >= 0 and key in ends:
                     raise ScheduleError(
-                        f"{here}: tb {ends[key][0]} has the same {way} peer {peer} on channel {block.channel}, "
+                        f"{here}: tb {ends[key][0]} has the same {direction} peer {peer} on channel {block.channel}, "
                         "but a connection's end belongs to one threadblock."
                     )
                 if peer >= 0:
-                    ends[key] = t, [number for number in run if self.moves[number].step.type in types]
+                    ends[key] = t, [number for number in run if self.steps[number].xml.type in types]
         for key in {**sends, **recvs}:
             src, dst, channel = key
             if key not in recvs or key not in sends:
@@ -155,79 +154,81 @@ class Program:
                     f"where tb {u} receives {len(into)} times."
                 )
             for send, recv in zip(out, into, strict=True):
-                if self.moves[send].count != self.moves[recv].count:
+                if self.steps[send].count != self.steps[recv].count:
                     raise ScheduleError(
-                        f"{self.at(send)}: sends {self.moves[send].count} chunks, which meet "
-                        f"{self.moves[recv].words} for {self.moves[recv].count}."
+                        f"{self.describe(send)}: sends {self.steps[send].count} chunks, but "
+                        f"{self.steps[recv]} receives {self.steps[recv].count} chunks."
                     )
-                self.moves[send].receiver, self.moves[recv].sender = recv, send
+                self.steps[send].receiver, self.steps[recv].sender = recv, send
 
 
-class _Lowering:
-    """One threadblock's steps, turned into moves as the runtimes' parsers do it."""
+class _ThreadblockParser:
+    """Turns one threadblock's elements into steps as the runtimes' parsers do."""
 
-    def __init__(self, program: Program, gpu: int, block: int) -> None:
+    def __init__(self, program: MscclProgram, gpu: int, block: int) -> None:
         self.program, self.gpu, self.block = program, gpu, block
-        self.moves: list[Move] = []
-        self.waits: list[list[tuple[int, int]]] = []  # for each move: threadblocks and the steps waited for
-        self.signals: list[tuple[int, int]] = []  # how the runtimes count a signalling step, and its move
+        self.steps: list[RuntimeStep] = []
+        self.waits: list[list[tuple[int, int]]] = []  # for each step: threadblocks, and the steps that it waits for
+        self.signals: list[tuple[int, int]] = []  # the runtimes' count of a signalling step, and the step
 
     def run(self, block: Threadblock) -> None:
-        """Add the moves to the program."""
-        first = len(self.program.moves)
+        """Add the steps to the program."""
+        first = len(self.program.steps)
         pending: list[tuple[int, int]] = []
-        chain: tuple[Span, str] | None = None  # what a further ``re`` must be like to run together with the last one
-        fused: list[Move] = []
+        chain: tuple[XmlSpan, str] | None = (
+            None  # destination and source buffer of an ``re`` that may join the last one
+        )
+        fused: list[RuntimeStep] = []
         counter = reductions = 0
-        for number, step in enumerate(block.steps):
-            if step.threadblock >= 0:
-                pending.append((step.threadblock, step.step))
-            if step.type == "nop":
+        for number, xml in enumerate(block.steps):
+            if xml.threadblock >= 0:
+                pending.append((xml.threadblock, xml.step))
+            if xml.type == "nop":
                 continue
-            here = len(self.program.moves)
-            move = Move(self.gpu, self.block, number, step, step.chunks, [], here - 1 if self.moves else -1)
-            if step.type == "re" and chain == (step.dst, step.src.buffer) and step.threadblock < 0:
-                fused.append(move)
+            here = len(self.program.steps)
+            step = RuntimeStep(self.gpu, self.block, number, xml, xml.chunks, [], here - 1 if self.steps else -1)
+            if xml.type == "re" and chain == (xml.dst, xml.src.buffer) and xml.threadblock < 0:
+                fused.append(step)
                 self.waits.append([])
                 self._fuse(number, fused)
             else:
-                if pending and step.threadblock < 0:
+                if pending and xml.threadblock < 0:
                     self._note(
                         number, "msccl-executor-nccl and RCCL refuse the file: after a waiting nop it must wait too"
                     )
-                fused = [move]
+                fused = [step]
                 self.waits.append(pending)
                 counter += max(len(pending) - 1, 0)
                 pending = []
-            reductions += step.type == "re"
-            ends = step.type != "re" or step.signals or reductions == MOST_FUSED
-            chain = None if ends else (step.dst, step.src.buffer)
-            if step.signals:
+            reductions += xml.type == "re"
+            ends = xml.type != "re" or xml.signals or reductions == MOST_FUSED
+            chain = None if ends else (xml.dst, xml.src.buffer)
+            if xml.signals:
                 self.signals.append((counter, here))
                 if counter != number:
                     self._note(
                         number, f"the runtimes count it as step {counter}, since a nop before it waits for nothing"
                     )
             counter += 1
-            self.moves.append(move)
-            self.program.moves.append(move)
-        self.program.blocks[self.gpu, self.block] = range(first, len(self.program.moves))
+            self.steps.append(step)
+            self.program.steps.append(step)
+        self.program.blocks[self.gpu, self.block] = range(first, len(self.program.steps))
 
-    def _fuse(self, number: int, fused: list[Move]) -> None:
+    def _fuse(self, number: int, fused: list[RuntimeStep]) -> None:
         count = fused[-1].count
-        if any(move.count != count for move in fused):
-            self._note(number, "the runtimes join it with the re before, and take its cnt for all of them")
-        for move in fused:
-            move.count = count
+        if any(step.count != count for step in fused):
+            self._note(number, "the runtimes fuse it with the re before, and use its cnt for all of them")
+        for step in fused:
+            step.count = count
         if len(fused) == MOST_FUSED + 1:
-            self._note(number, f"the runtimes join more than {MOST_FUSED} re here, and overrun their list")
+            self._note(number, f"the runtimes fuse more than {MOST_FUSED} re here, and write beyond their list")
 
     def _note(self, number: int, text: str) -> None:
         self.program.notes.append(f"gpu {self.gpu}, tb {self.block}, step {number}: {text}")
 
 
 def chunks_per_slot(algo: Algo) -> int:
-    """Return how many chunks of a step go together in the largest message that the file is for, as far as it says."""
+    """Return how many chunks of a step fit into a slot, for the largest message that the file allows; at least 1."""
     if not algo.max_bytes:
         return 1
     chunk = -(-algo.max_bytes // algo.chunks)
@@ -235,101 +236,102 @@ def chunks_per_slot(algo: Algo) -> int:
 
 
 class Execution:
-    """A run of a program's moves, as far as they depend on each other.
+    """One execution of a program's steps that respects all waits.
 
-    Each threadblock's next move depends on others only through counts that never fall, so if one execution ends,
-    every execution does.
+    Each threadblock's next step depends on others only through counts that never decrease, so if one execution ends,
+    every execution ends.
     """
 
-    def __init__(self, program: Program, slots: int, per_slot: int) -> None:
+    def __init__(self, program: MscclProgram, slots: int, per_slot: int) -> None:
         self.program, self.slots, self.per_slot = program, slots, per_slot
-        self.current = {place: run.start for place, run in program.blocks.items()}
-        self.done = [False] * len(program.moves)
-        self.passed = [0] * len(program.moves)  # parts of each move's message that are through
-        self.queues: defaultdict[tuple[int, int, int], int] = defaultdict(int)  # parts on their way, by connection
-        self.awake = deque(program.blocks)
+        self.current = {threadblock: run.start for threadblock, run in program.blocks.items()}
+        self.done = [False] * len(program.steps)
+        self.passed = [0] * len(program.steps)  # transmitted parts of each step's message
+        self.queues: defaultdict[tuple[int, int, int], int] = defaultdict(int)  # used slots, by connection
+        self.ready = deque(program.blocks)
         self.queued = set(program.blocks)
 
     def order(self) -> list[int]:
-        """Return all moves in an order in which they can be done.
+        """Return all steps in an order in which they can run.
 
         Raises:
-          ScheduleError: a deadlock; threadblocks that wait for each other are named.
+          ScheduleError: a deadlock; the message names threadblocks that wait for each other.
         """
         order: list[int] = []
-        sleepers: defaultdict[int, list[Place]] = defaultdict(list)
-        while self.awake:
-            place = self.awake.popleft()
-            self.queued.discard(place)
-            while self.current[place] < self.program.blocks[place].stop:
-                number = self.current[place]
+        waiting: defaultdict[int, list[ThreadblockId]] = defaultdict(list)
+        while self.ready:
+            threadblock = self.ready.popleft()
+            self.queued.discard(threadblock)
+            while self.current[threadblock] < self.program.blocks[threadblock].stop:
+                number = self.current[threadblock]
                 target = self._waits_for(number)
                 if target >= 0:
-                    sleepers[target].append(place)
+                    waiting[target].append(threadblock)
                     break
-                if not self._through(number):
+                if not self._transmit(number):
                     break
                 self.done[number] = True
                 order.append(number)
-                self.current[place] += 1
-                for sleeper in sleepers.pop(number, ()):
-                    self._wake(sleeper)
-        if len(order) < len(self.program.moves):
-            raise ScheduleError(f"{self.program.name}: a deadlock. {self._circle()}")
+                self.current[threadblock] += 1
+                for other in waiting.pop(number, ()):
+                    self._resume(other)
+        if len(order) < len(self.program.steps):
+            raise ScheduleError(f"{self.program.name}: a deadlock. {self._wait_cycle()}")
         return order
 
-    def _wake(self, place: Place) -> None:
-        if place not in self.queued:
-            self.queued.add(place)
-            self.awake.append(place)
+    def _resume(self, threadblock: ThreadblockId) -> None:
+        if threadblock not in self.queued:
+            self.queued.add(threadblock)
+            self.ready.append(threadblock)
 
     def _waits_for(self, number: int) -> int:
-        return next((target for target in self.program.moves[number].waits if not self.done[target]), -1)
+        return next((target for target in self.program.steps[number].waits if not self.done[target]), -1)
 
-    def _connections(self, move: Move) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        block = self.program.algo.gpus[move.gpu].threadblocks[move.block]
-        return (block.recv, move.gpu, block.channel), (move.gpu, block.send, block.channel)
+    def _connections(self, step: RuntimeStep) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        block = self.program.algo.gpus[step.gpu].threadblocks[step.block]
+        return (block.recv, step.gpu, block.channel), (step.gpu, block.send, block.channel)
 
-    def _through(self, number: int) -> bool:
-        """Pass on as much of a move's message as can be; say whether that was all."""
-        moves = self.program.moves
-        move = moves[number]
-        if move.sender < 0 and move.receiver < 0:
+    def _transmit(self, number: int) -> bool:
+        """Transmit as many parts of a step's message as the slots allow; return whether these were all."""
+        steps = self.program.steps
+        step = steps[number]
+        if step.sender < 0 and step.receiver < 0:
             return True
-        incoming, outgoing = self._connections(move)
-        parts = -(-move.count // self.per_slot)
+        incoming, outgoing = self._connections(step)
+        parts = -(-step.count // self.per_slot)
         can = parts - self.passed[number]
-        if move.sender >= 0:
+        if step.sender >= 0:
             can = min(can, self.queues[incoming])
-        if move.receiver >= 0:
+        if step.receiver >= 0:
             can = min(can, self.slots - self.queues[outgoing])
         self.passed[number] += can
-        if can and move.sender >= 0:
+        if can and step.sender >= 0:
             self.queues[incoming] -= can
-            self._wake(moves[move.sender].place)
-        if can and move.receiver >= 0:
+            self._resume(steps[step.sender].threadblock)
+        if can and step.receiver >= 0:
             self.queues[outgoing] += can
-            self._wake(moves[move.receiver].place)
+            self._resume(steps[step.receiver].threadblock)
         return self.passed[number] == parts
 
-    def _circle(self) -> str:
-        """Name threadblocks that wait for each other in a circle."""
-        moves = self.program.moves
-        place = next(place for place, run in self.program.blocks.items() if self.current[place] < run.stop)
-        seen: dict[Place, str] = {}
-        while place not in seen:
-            move = moves[self.current[place]]
-            target = self._waits_for(self.current[place])
-            incoming, _ = self._connections(move)
+    def _wait_cycle(self) -> str:
+        """Return threadblocks that wait for each other in a cycle, in words."""
+        steps = self.program.steps
+        blocks = self.program.blocks
+        threadblock = next(key for key, run in blocks.items() if self.current[key] < run.stop)
+        seen: dict[ThreadblockId, str] = {}
+        while threadblock not in seen:
+            step = steps[self.current[threadblock]]
+            target = self._waits_for(self.current[threadblock])
+            incoming, _ = self._connections(step)
             if target >= 0:
-                reason = f"waits for tb {moves[target].block}, step {moves[target].number}"
-            elif move.sender >= 0 and not self.queues[incoming]:
-                target = move.sender
-                reason = f"waits for the message of {moves[target].words}"
+                reason = f"waits for tb {steps[target].block}, step {steps[target].number}"
+            elif step.sender >= 0 and not self.queues[incoming]:
+                target = step.sender
+                reason = f"waits for the message of {steps[target]}"
             else:
-                target = move.receiver
-                reason = f"waits for one of {self.slots} slots to gpu {moves[target].gpu}, tb {moves[target].block}"
-            seen[place] = f"{move.words} {reason}"
-            place = moves[target].place
-        circle = list(seen)
-        return "; ".join(seen[place] for place in circle[circle.index(place) :]) + "."
+                target = step.receiver
+                reason = f"waits for one of {self.slots} slots to gpu {steps[target].gpu}, tb {steps[target].block}"
+            seen[threadblock] = f"{step} {reason}"
+            threadblock = steps[target].threadblock
+        cycle = list(seen)
+        return "; ".join(seen[key] for key in cycle[cycle.index(threadblock) :]) + "."

@@ -1,7 +1,7 @@
-"""Read MSCCL XML: the elements of a file as values, and which limits of its runtimes they keep.
+"""Read MSCCL XML: the elements of a file as values, and the limits of the runtimes that the file breaks.
 
-In: the text of a file for msccl-executor-nccl, microsoft/msccl or RCCL.  Out: an ``Algo``, or ScheduleError.
-What the steps compute is ``msccl_verify.py``'s to say.
+Input: the text of a file for msccl-executor-nccl, microsoft/msccl or RCCL. Output: an ``Algo``, or ScheduleError.
+``verifier.py`` proves what the steps compute.
 
 Source: msccl_parser.cc, msccl_parser.h and msccl_struct.h in github.com/Azure/msccl-executor-nccl and
 github.com/ROCm/rccl (src/misc/msccl, src/include/msccl); ir.py in github.com/microsoft/msccl-tools (msccl/language).
@@ -18,12 +18,12 @@ from typing import Final, NamedTuple
 from ...errors import ScheduleError, message, shown
 
 REDUCING: Final = frozenset({"allreduce", "reduce", "reducescatter"})
-JUDGED: Final = REDUCING | {"broadcast", "allgather", "alltoall"}
-KNOWN: Final = JUDGED | {"alltoallv", "gather", "scatter", "send", "recv", "custom"}
+VERIFIABLE: Final = REDUCING | {"broadcast", "allgather", "alltoall"}
+KNOWN: Final = VERIFIABLE | {"alltoallv", "gather", "scatter", "send", "recv", "custom"}
 SENDS: Final = frozenset({"s", "rcs", "rrs", "rrcs"})
 RECEIVES: Final = frozenset({"r", "rcs", "rrs", "rrc", "rrcs"})
-READS: Final = frozenset({"s", "rrs", "rrc", "rrcs", "cpy", "re"})  # that read src
-WRITES: Final = frozenset({"r", "rcs", "rrc", "rrcs", "cpy", "re"})  # that write dst
+READS: Final = frozenset({"s", "rrs", "rrc", "rrcs", "cpy", "re"})  # types that read src
+WRITES: Final = frozenset({"r", "rcs", "rrc", "rrcs", "cpy", "re"})  # types that write dst
 TYPES: Final = SENDS | RECEIVES | READS | WRITES | {"nop"}
 BUFFERS: Final = {"i": "input", "o": "output", "s": "scratch"}
 PROTOCOLS: Final = ("Simple", "LL", "LL128")
@@ -34,12 +34,12 @@ MOST_CHUNKS: Final = 32768  # an offset is an int16
 LAST_WAITED: Final = 127  # a dependency's threadblock is an int8
 LONGEST_TEXT: Final = 1 << 26
 
-_NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")  # the runtimes' strtol would read 010 as 8
+_NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")  # the runtimes' strtol reads 010 as 8
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What reads MSCCL XML, and how much of it: channels, threadblocks of a GPU, steps of a threadblock, elements."""
+    """The limits of a runtime: channels, threadblocks per GPU, steps per threadblock, XML elements."""
 
     name: str
     channels: int
@@ -49,27 +49,27 @@ class Runtime:
 
 
 # MAXCHANNELS in nccl's device.h; MSCCL_MAX_NUM_THREAD_BLOCKS and MSCCL_MAX_NUM_STEPS in msccl_struct.h, where earlier
-# versions had more; MAX_NODES in msccl_parser.h, of which a GPU needs one for the algo and for each gpu, and its own
-# threadblocks and steps.
+# versions had more; MAX_NODES in msccl_parser.h. A GPU needs one element for the algo, one for each gpu, and one for
+# each of its own threadblocks and steps.
 RUNTIMES: Final = {
     "msccl": Runtime("msccl-executor-nccl", 32, 1024, 64, 32768),
     "rccl": Runtime("RCCL", 128, 64, 64, 4096),
 }
 
 
-class Span(NamedTuple):
-    """Where a step reads or writes: a buffer ("i", "o" or "s") and the first chunk."""
+class XmlSpan(NamedTuple):
+    """The source or destination of a step: a buffer ("i", "o" or "s") and the first chunk."""
 
     buffer: str
     offset: int
 
 
 class XmlStep(NamedTuple):
-    """A ``step`` element. ``threadblock`` and ``step`` are what it depends on; -1: nothing."""
+    """A ``step`` element. It depends on step ``step`` of threadblock ``threadblock``; -1: on no step."""
 
     type: str
-    src: Span
-    dst: Span
+    src: XmlSpan
+    dst: XmlSpan
     chunks: int
     threadblock: int
     step: int
@@ -77,7 +77,7 @@ class XmlStep(NamedTuple):
 
 
 class Threadblock(NamedTuple):
-    """A ``tb`` element: the rank it sends to and the one it receives from (-1: none), its channel and steps."""
+    """A ``tb`` element: the ranks that it sends to and receives from (-1: none), its channel and its steps."""
 
     send: int
     recv: int
@@ -86,14 +86,14 @@ class Threadblock(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """A ``gpu`` element: how many chunks its three buffers have, and its threadblocks in the order of their ids."""
+    """A ``gpu`` element: the chunks of its three buffers, and its threadblocks in the order of their ids."""
 
     sizes: dict[str, int]
     threadblocks: tuple[Threadblock, ...]
 
 
 class Algo(NamedTuple):
-    """An ``algo`` element. ``missing``: which of the nine attributes it lacks."""
+    """An ``algo`` element. ``missing``: those of the nine attributes that it lacks."""
 
     name: str
     proto: str
@@ -109,12 +109,12 @@ class Algo(NamedTuple):
 
 
 def read_msccl_xml(text: str) -> Algo:
-    """Read an MSCCL XML file: its elements and attributes, each checked by itself.
+    """Return the elements and attributes of an MSCCL XML file, each checked separately.
 
     Document types and entities are refused, so reading takes time and memory in proportion to the text.
 
     Raises:
-      ScheduleError: no such XML; an attribute is missing or no number; ids are not 0, 1, 2, ...
+      ScheduleError: the text is not MSCCL XML; an attribute is missing or not a number; ids are not 0, 1, 2, ...
 
     >>> from crossreduce.planning import ring
     >>> from crossreduce.export.msccl.writer import to_msccl_xml
@@ -138,11 +138,11 @@ def read_msccl_xml(text: str) -> Algo:
     inplace = top.flag("inplace", at)
     outofplace = not inplace if "outofplace" in missing else top.flag("outofplace", at)
     if not inplace and not outofplace:
-        problem = f"{at}: neither in place nor out of place, so no call uses this file."
+        problem = f"{at}: the file is neither for calls in place nor out of place, so no call uses it."
         raise ScheduleError(message(problem, 'inplace="0" outofplace="0"', 'outofplace="1"'))
     chunks = top.number("nchunksperloop", at, least=1, most=MOST_CHUNKS)
     if coll in ("reducescatter", "allgather", "alltoall") and chunks % count:
-        problem = f"{at}: an {coll}'s chunks are spread evenly over the ranks."
+        problem = f"{at}: all ranks have the same number of chunks of an {coll}."
         raise ScheduleError(message(problem, f"{chunks} chunks, {count} ranks", f"a multiple of {count}"))
     return Algo(
         top.attributes.get("name", ""),
@@ -160,11 +160,11 @@ def read_msccl_xml(text: str) -> Algo:
 
 
 @dataclass
-class _Element:
+class _XmlElement:
     name: str
     attributes: dict[str, str]
     line: int
-    children: list[_Element] = field(default_factory=list)
+    children: list[_XmlElement] = field(default_factory=list)
 
     def text(self, key: str, at: str) -> str:
         if key not in self.attributes:
@@ -177,7 +177,7 @@ class _Element:
         value = int(text) if _NUMBER.fullmatch(text) else None
         if value is None or value < least or (most is not None and value > most):
             limits = f"at least {least}" if most is None else f"{least} to {most}"
-            problem = f"{at} (line {self.line}): {key} is a whole number."
+            problem = f"{at} (line {self.line}): {key} is not a valid integer."
             raise ScheduleError(message(problem, shown(text), limits))
         return value
 
@@ -188,20 +188,20 @@ class _Element:
 _CHILDREN: Final = {"": "algo", "algo": "gpu", "gpu": "tb", "tb": "step", "step": ""}
 
 
-def _parse(text: str) -> _Element:
+def _parse(text: str) -> _XmlElement:
     from xml.parsers import expat  # loaded with the first file that is read
 
     parser = expat.ParserCreate()
-    open_elements = [_Element("", {}, 0)]
+    open_elements = [_XmlElement("", {}, 0)]
 
     def start(name: str, attributes: dict[str, str]) -> None:
         parent = open_elements[-1]
         line = parser.CurrentLineNumber
         if name != _CHILDREN[parent.name]:
             inside = f"<{parent.name}>" if parent.name else "the file"
-            problem = f"line {line}: {inside} has no element <{name[:40]}>."
-            raise ScheduleError(message(problem, "", "algo > gpu > tb > step, as msccl-tools and RCCL have them"))
-        element = _Element(name, attributes, line)
+            problem = f"line {line}: {inside} must not contain an element <{name[:40]}>."
+            raise ScheduleError(message(problem, "", "algo > gpu > tb > step, as in files of msccl-tools and RCCL"))
+        element = _XmlElement(name, attributes, line)
         parent.children.append(element)
         open_elements.append(element)
 
@@ -219,11 +219,11 @@ def _parse(text: str) -> _Element:
     try:
         parser.Parse(text, True)
     except (expat.ExpatError, UnicodeError) as error:
-        raise ScheduleError(message(f"this is no XML: {error}.", shown(text), "MSCCL XML")) from error
+        raise ScheduleError(message(f"this is not XML: {error}.", shown(text), "MSCCL XML")) from error
     return open_elements[0].children[0]
 
 
-def _ordered(elements: list[_Element], what: str, count: int | None, at: str) -> list[_Element]:
+def _ordered(elements: list[_XmlElement], what: str, count: int | None, at: str) -> list[_XmlElement]:
     """Return elements in the order of their ids, which must be 0, 1, 2, ..."""
     found = {element.number("id", at): element for element in elements}
     wanted = len(elements) if count is None else count
@@ -233,7 +233,7 @@ def _ordered(elements: list[_Element], what: str, count: int | None, at: str) ->
     return [found[number] for number in range(wanted)]
 
 
-def _read_gpu(element: _Element, algo: str, ranks: int) -> Gpu:
+def _read_gpu(element: _XmlElement, algo: str, ranks: int) -> Gpu:
     at = f"{algo}, gpu {element.attributes['id']}"
     sizes = {buffer: element.number(f"{buffer}_chunks", at) for buffer in BUFFERS}
     blocks = []
@@ -248,7 +248,7 @@ def _read_gpu(element: _Element, algo: str, ranks: int) -> Gpu:
     return Gpu(sizes, tuple(blocks))
 
 
-def _read_step(element: _Element, number: int, block: str, send: int, recv: int) -> XmlStep:
+def _read_step(element: _XmlElement, number: int, block: str, send: int, recv: int) -> XmlStep:
     at = f"{block}, step {number}"
     if element.number("s", at) != number:
         raise ScheduleError(message(f"{at}: steps are numbered 0, 1, 2, ...", f's="{element.attributes["s"]}"'))
@@ -262,7 +262,7 @@ def _read_step(element: _Element, number: int, block: str, send: int, recv: int)
         buffer = element.text(f"{end}buf", at)
         if buffer not in BUFFERS:
             raise ScheduleError(message(f"{at}: unknown buffer.", shown(buffer), "i, o or s"))
-        spans.append(Span(buffer, element.number(f"{end}off", at, least=-1)))
+        spans.append(XmlSpan(buffer, element.number(f"{end}off", at, least=-1)))
     count = element.number("cnt", at, least=0 if kind == "nop" else 1)
     return XmlStep(
         kind,
@@ -281,7 +281,7 @@ def quoted(name: str) -> str:
 
 
 def broken_limits(algo: Algo, runtime: Runtime) -> Iterator[str]:
-    """Yield in words why a runtime would refuse a file, or not run it as it is meant."""
+    """Yield the limits of a runtime that a file breaks, in words. The runtime refuses the file, or runs it wrongly."""
     if algo.missing:
         yield f"{runtime.name} refuses a file without the attribute {', '.join(algo.missing)}"
     if algo.channels > runtime.channels:
@@ -289,10 +289,10 @@ def broken_limits(algo: Algo, runtime: Runtime) -> Iterator[str]:
     steps = [[step for block in gpu.threadblocks for step in block.steps] for gpu in algo.gpus]
     blocks = [gpu.threadblocks for gpu in algo.gpus]
     for what, most, needs in (
-        ("threadblocks a GPU", runtime.threadblocks, [len(mine) for mine in blocks]),
-        ("steps a threadblock", runtime.steps, [max((len(b.steps) for b in mine), default=0) for mine in blocks]),
+        ("threadblocks per GPU", runtime.threadblocks, [len(mine) for mine in blocks]),
+        ("steps per threadblock", runtime.steps, [max((len(b.steps) for b in mine), default=0) for mine in blocks]),
         (
-            "elements of XML a GPU",
+            "XML elements per GPU",
             runtime.elements,
             [1 + len(blocks) + len(mine) + len(its) for mine, its in zip(blocks, steps, strict=True)],
         ),
@@ -306,7 +306,11 @@ def broken_limits(algo: Algo, runtime: Runtime) -> Iterator[str]:
             MOST_PEERS,
             [_most(b.channel for b in mine if b.recv >= 0) for mine in blocks],
         ),
-        ("chunks a step", LARGEST_COUNT, [max((s.chunks for s in its if s.type != "nop"), default=0) for its in steps]),
+        (
+            "chunks per step",
+            LARGEST_COUNT,
+            [max((s.chunks for s in its if s.type != "nop"), default=0) for its in steps],
+        ),
         (
             "threadblocks to wait for",
             LAST_WAITED + 1,
@@ -321,5 +325,5 @@ def broken_limits(algo: Algo, runtime: Runtime) -> Iterator[str]:
 
 
 def _most(values: Iterable[int]) -> int:
-    """Return how often the most frequent value appears."""
+    """Return the number of times that the most frequent value appears."""
     return max(Counter(values).values(), default=0)

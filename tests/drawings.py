@@ -1,0 +1,72 @@
+"""Readers of the SVG pictures that the tests draw, and topologies to draw."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from typing import NamedTuple
+
+from crossreduce import Topology
+
+SVG = "{http://www.w3.org/2000/svg}"
+BLUE, ORANGE = "#2166ac", "#e08214"
+GPUS = tuple(f"cuda:{k}" for k in range(5))
+# Devices 0, 1, 2, 4 and 5 of a DGX-1V.
+PART = Topology.from_matrix(
+    [[0, 50, 25, 50, 0], [50, 0, 25, 0, 25], [25, 25, 0, 0, 0], [50, 0, 0, 0, 50], [0, 25, 0, 50, 0]], GPUS
+)
+
+
+def both_ways(*links):
+    return [one for a, b, speed in links for one in ((a, b, speed), (b, a, speed))]
+
+
+def two_hosts():
+    """Return two hosts of two GPUs, a switch and a network card each, and a switch between them."""
+    links = []
+    for host in ("a", "b"):
+        for k in range(2):
+            links += [(f"{host}/cuda:{k}", f"{host}/nvswitch", 450), (f"{host}/cuda:{k}", f"{host}/nic", 50)]
+        links.append((f"{host}/nic", "leaf", 50))
+    devices = [f"{host}/cuda:{k}" for host in ("a", "b") for k in range(2)]
+    return Topology(devices, both_ways(*links), ["a/nvswitch", "a/nic", "b/nvswitch", "b/nic", "leaf"])
+
+
+def texts(path):
+    """Return the words of an SVG in the order of drawing, with their positions."""
+    found = []
+    for element in ElementTree.parse(path).iter(f"{SVG}text"):
+        style = element.get("transform", "") + f" translate({element.get('x', 0)} {element.get('y', 0)})"
+        place = re.search(r"translate\(([-\d.]+) ([-\d.]+)\)", style)
+        found.append(("".join(element.itertext()), (float(place[1]), float(place[2]))))
+    return found
+
+
+def words(path):
+    return [text for text, _ in texts(path)]
+
+
+def panels(path):
+    """Return the contents of each panel of an SVG: words, white words, and arrow heads and lines by colour."""
+    found = []
+    for axes in ElementTree.parse(path).iter(f"{SVG}g"):
+        if not re.fullmatch(r"axes_\d+", axes.get("id", "")):
+            continue
+        labels = [("".join(text.itertext()), text.get("style")) for text in axes.iter(f"{SVG}text")]
+        drawn = {"PolyCollection": Counter(), "LineCollection": Counter()}
+        for group in axes.iter(f"{SVG}g"):
+            kind = group.get("id", "").partition("_")[0]
+            for shape in group if kind in drawn else ():
+                style = dict(part.split(": ") for part in shape.get("style", "").split("; ") if part)
+                drawn[kind][style["fill" if kind == "PolyCollection" else "stroke"]] += 1
+        white = [word for word, style in labels if "fill: #ffffff" in style]
+        found.append(Panel([word for word, _ in labels], white, drawn["PolyCollection"], drawn["LineCollection"]))
+    return found
+
+
+class Panel(NamedTuple):
+    """A panel of a picture."""
+
+    words: list
+    white: list
+    heads: Counter
+    lines: Counter

@@ -1,0 +1,103 @@
+"""The registry of exporters: each format is tested by one table, and is what ``crossreduce plan --export`` writes."""
+
+import json
+from dataclasses import replace
+
+import msccl_machine
+import mscclpp_machine
+import pytest
+from exports import one_shot, recursive_doubling, swaps
+
+import crossreduce as cr
+from crossreduce.export import EXPORTERS, format_of
+from crossreduce.export.msccl.verifier import verify_msccl_xml
+from crossreduce.export.nccl_graph import rings
+
+GPUS = tuple(f"cuda:{k}" for k in range(4))
+TOPOLOGY = cr.Topology.ring(GPUS, 25, 1e-6)
+
+
+def check_msccl(plan, text):
+    assert verify_msccl_xml(text).ngpus == len(plan.schedule.devices)
+    assert msccl_machine.fault(text, 0, 3, slots=1) is None
+
+
+def check_mscclpp(plan, text):
+    assert json.loads(text)["collective"] == "allreduce"
+    assert mscclpp_machine.fault(text, 0, 3) is None
+
+
+def check_nccl_graph(plan, text):
+    assert text.count("<channel>") == len(rings(plan.schedule))
+
+
+def check_schedule(plan, text):
+    assert cr.Schedule.from_json(text) == plan.schedule
+
+
+def check_trace(plan, text):
+    transfers = [event for event in json.loads(text)["traceEvents"] if event.get("cat") == "transfer"]
+    assert sum(event["args"]["bytes"] for event in transfers) == pytest.approx(2 * 3 * plan.nbytes)
+
+
+# A new exporter adds one row: a function that raises unless the text is right for the plan.
+CHECKS = {
+    "msccl": check_msccl,
+    "mscclpp": check_mscclpp,
+    "nccl-graph": check_nccl_graph,
+    "schedule": check_schedule,
+    "trace": check_trace,
+}
+
+
+def test_every_exporter_is_tested():
+    """The table has one row per exporter."""
+    assert set(CHECKS) == set(EXPORTERS)
+
+
+@pytest.mark.parametrize("name", EXPORTERS)
+def test_the_text_is_right_for_the_plan(name):
+    """Every exporter writes text that is right for a plan; equal plans give equal text."""
+    plan = cr.plan(TOPOLOGY, nbytes=4096, algorithm="ring")
+    text = EXPORTERS[name].write(plan)
+    CHECKS[name](plan, text)
+    assert EXPORTERS[name].write(replace(plan, schedule=cr.Schedule.from_json(plan.schedule.to_json()))) == text
+
+
+@pytest.mark.parametrize("name", [name for name in EXPORTERS if name != "schedule"])
+def test_a_wrong_schedule_is_not_exported(name):
+    """Every exporter but that of schedules refuses a schedule that ``verify`` rejects."""
+    plan = cr.plan(TOPOLOGY, nbytes=4096, algorithm="ring")
+    wrong = replace(plan, schedule=replace(plan.schedule, rounds=plan.schedule.rounds[:-1]))
+    with pytest.raises(cr.ScheduleError, match="stale chunk 0"):
+        EXPORTERS[name].write(wrong)
+
+
+@pytest.mark.parametrize("schedule", [one_shot(4), recursive_doubling(4), swaps(4)], ids=lambda s: s.algorithm)
+@pytest.mark.parametrize("name", [name for name in EXPORTERS if name != "nccl-graph"])
+def test_exchanges_are_exported(name, schedule):
+    """Every format but that of rings has schedules whose devices read each other's values in one round."""
+    plan = cr.plan(TOPOLOGY, nbytes=4096, algorithm="ring")
+    schedule = replace(schedule, devices=GPUS)
+    text = EXPORTERS[name].write(replace(plan, schedule=schedule, collective=schedule.collective))
+    if name in ("msccl", "mscclpp"):
+        machine = {"msccl": msccl_machine, "mscclpp": mscclpp_machine}[name]
+        assert machine.fault(text, 0, 3) is None
+    elif name == "schedule":
+        assert cr.Schedule.from_json(text) == schedule
+    else:
+        events = json.loads(text)["traceEvents"]
+        ends = {(event["args"]["from"], event["args"]["to"]) for event in events if event.get("cat") == "transfer"}
+        assert ends >= {
+            ("cuda:0", "cuda:1"),
+            ("cuda:1", "cuda:2") if schedule.algorithm == "swaps" else ("cuda:1", "cuda:0"),
+        }
+
+
+def test_suffixes_determine_the_format():
+    """A suffix belongs to one exporter, in any case, and the longest suffix of a file counts."""
+    suffixes = {exporter.suffix: name for name, exporter in EXPORTERS.items() if exporter.suffix}
+    assert len(suffixes) == sum(bool(exporter.suffix) for exporter in EXPORTERS.values())
+    for suffix, name in suffixes.items():
+        assert format_of("a" + suffix) == format_of("A" + suffix.upper()) == name
+    assert format_of("a.txt") is None

@@ -1,0 +1,409 @@
+"""The verifier of MSCCL XML: the faults that it names, its notes and reports, files of other tools, malformed texts."""
+
+import random
+import re
+import time
+
+import pytest
+from msccl_files import LATE, SWAP, apart, big, file, fused_ring, one_step, pairwise, two
+from msccl_machine import Machine, fault
+from strategies import names
+
+from crossreduce import ArgumentError, ScheduleError
+from crossreduce.export.msccl.verifier import verify_msccl_xml
+from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.planning import PLANNERS
+
+
+def exported(planner, n, **options):
+    return to_msccl_xml(PLANNERS[planner](names(n), **options))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            two(SWAP, (1, ("s i0 s0 1", "r i0 s0 1"))),
+            r"gpu 1: at the end chunk 0 of the input buffer .* lacks .* rank 0",
+        ),
+        (
+            two(SWAP, (1, ("s i0 s0 1", "r i0 s0 1", "re s0 i0 1", "re s0 i0 1"))),
+            r"gpu 1, tb 0, step 3 \(re\): at the end .* has the contribution of rank 0 more than once",
+        ),
+        (
+            two(LATE, (1, ("s i0 s0 1 !", "r i0 s0 1 !"), ("re s0 i0 1 <0.0",))),
+            r"gpu 1, tb 1, step 0 \(re\): (a race. It )?reads chunk 0 of the scratch buffer \(in place\), "
+            r"(which tb 0, step 1 \(r\) writes|which was never written)",
+        ),
+        (
+            two((1, ("s i0 s0 1", "r i0 s0 1 !"), ("re s0 i0 1 <0.1",)), SWAP, coll="allreduce", nchannels=1),
+            None,
+        ),
+        (
+            two((1, ("r i0 s0 1", "s i0 s0 1")), (1, ("r i0 s0 1", "s i0 s0 1"))),
+            r"a deadlock. gpu 0, tb 0, step 0 \(r\) waits for the message of gpu 1, tb 0, step 1 \(s\); "
+            r"gpu 1, tb 0, step 0 \(r\) waits for the message of gpu 0, tb 0, step 1",
+        ),
+        (
+            two((1, ("s i0 s0 1", "r i0 s0 1 <1.0"), ("cpy i0 s0 1 <0.1 !",)), SWAP),
+            r"gpu 0, tb 1, step 0 \(cpy\): waits for tb 0, step 1, but no step of that threadblock signals",
+        ),
+        (
+            two((1, ("s i0 s0 1", "r i0 s0 1 <1.0 !"), ("cpy i0 s0 1 <0.1 !",)), SWAP),
+            r"a deadlock. gpu 0, tb 0, step 1 \(r\) waits for tb 1, step 0; gpu 0, tb 1, step 0 \(cpy\) waits for tb 0",
+        ),
+        (
+            two((1, ("s i0 s0 1 <7.0", "r i0 s0 1")), SWAP),
+            r"gpu 0, tb 0, step 0 \(s\): waits for tb 7, which gpu 0 does",
+        ),
+        (
+            two((1, ("s i0 s0 1", "r i0 s0 1", "s i0 s0 1")), SWAP),
+            r"gpu 0, tb 0: sends 2 times to gpu 1 .* receives 1 times",
+        ),
+        (
+            two((2, ("s i0 s0 2", "r i0 s0 1")), SWAP, chunks=2),
+            r"gpu 0, tb 0, step 0 \(s\): sends 2 chunks, but gpu 1, tb 0, step 1 \(r\) receives 1",
+        ),
+        (
+            file("allreduce", 1, (0, (1, -1, 0, "s i0 i0 1")), (0, (-1, -1, 0))),
+            r"gpu 0, tb 0: no threadblock of gpu 1 receives from gpu 0 on channel 0",
+        ),
+        (
+            file("allreduce", 1, (0, (-1, -1, 0)), (0, (-1, 0, 1, "r i0 i0 1"))),
+            r"gpu 1, tb 0: no threadblock of gpu 0 sends to gpu 1 on channel 1",
+        ),
+        (
+            file("allreduce", 1, (0, (1, -1, 0, "s i0 i0 1"), (1, -1, 0)), (0, (-1, 0, 0, "r i0 i0 1"))),
+            r"gpu 0, tb 1: tb 0 has the same send peer 1 on channel 0",
+        ),
+        (two(SWAP, SWAP, nchannels=0), r"gpu 0, tb 0: channel 0 of 0 does not exist"),
+        (
+            two((0, ("s i0 s0 1", "r i0 s0 1")), SWAP),
+            r"gpu 0, tb 0, step 1 \(r\): chunks 0 to 0 of the scratch .* has 0",
+        ),
+        (two((1, ("s i1 s0 1", "r i0 s0 1")), SWAP), r"step 0 \(s\): chunks 1 to 1 of the input buffer, which has 1"),
+        (
+            two((1, ("s s0 s0 1", "r i0 s0 1")), SWAP),
+            r"step 0 \(s\): reads chunk 0 of the scratch .* never written",
+        ),
+        (two((1, ("s i0 s0 1", "r i0 s0 1", "re i0 i1 1")), SWAP, chunks=2), r"lacks|combines different chunks"),
+        (
+            two((1, ("s i0 s0 1", "r i0 s0 1", "cpy i0 i1 2")), SWAP, chunks=3),
+            r"step 2 \(cpy\): src and dst overlap, but are not the same",
+        ),
+        (
+            two(SWAP, SWAP, inplace=0, outofplace=1),
+            r"at the end chunk 0 of the output buffer \(out of place\) was never wri",
+        ),
+        (two(SWAP, SWAP, coll="alltoallv"), r"cannot be verified: alltoallv"),
+        (
+            two((0, ("s i0 i0 1", "r i0 i0 1")), (0, ("s i0 i0 1", "r i0 i0 1")), coll="reduce"),
+            "no rank has the complete sum",
+        ),
+    ],
+)
+def test_faults_are_named(text, words):
+    """The error has the algorithm, GPU, threadblock, step and fault."""
+    if words is None:
+        verify_msccl_xml(text)
+        return
+    assert fault(text, 1, 30, slots=8) is not None or "cannot be verified" in words or "of 0 does not exist" in words
+    with pytest.raises(ScheduleError, match=words) as caught:
+        verify_msccl_xml(text)
+    assert "custom" in str(caught.value)
+
+
+def test_a_race_is_named():
+    """The error of a race has both steps and the memory that they access."""
+    late = (2, ("s i0 s0 1 !", "r i0 s0 1 !"), ("cpy i0 s1 1 <0.0", "re s0 i0 1 <0.1"))
+    verify_msccl_xml(two(LATE, late))
+    early = (2, ("s i0 s0 1 !", "r i0 s0 1 !"), ("cpy i0 s0 1", "re s0 i0 1 <0.1"))
+    with pytest.raises(
+        ScheduleError,
+        match=r"gpu 1, tb \d, step \d \(\w+\): a race. It writes chunk 0 of the scratch buffer \(in place\), which "
+        r"tb \d, step \d \(\w+\) writes, and the two are not ordered",
+    ):
+        verify_msccl_xml(two(LATE, early))
+
+
+def test_a_write_waits_for_readers():
+    """A write to memory that another threadblock reads must depend on the reader."""
+    hasty = apart().replace('depid="0" deps="0"', 'depid="1" deps="0"')
+    assert fault(hasty, 0, 30) is not None
+    with pytest.raises(
+        ScheduleError,
+        match=r"tb 2, step 1 \(re\): a race. It writes chunk 0 of the input buffer \(in place\), which "
+        r"tb 0, step 0 \(s\) reads",
+    ):
+        verify_msccl_xml(hasty)
+
+
+def test_a_forwarded_message_orders_only_completed_steps():
+    """A block that is forwarded chunk by chunk may return before all of its chunks were sent."""
+    gpus = (
+        (0, (1, -1, 0, "s i0 i0 2"), (-1, 1, 0, "r i0 i1 2")),
+        (2, (0, 0, 0, "rcs s0 s0 2")),
+    )
+    text = file("broadcast", 3, *gpus, proto="LL")
+    machine = Machine(text, True)
+    machine.run(random.Random(0), held={((0, 0), 0)})
+    for _ in range(2):  # the first of the two chunks returns before the second one is read
+        for place in ((0, 0), (1, 0), (0, 1)):
+            if "go" in machine.events(place):
+                machine.do(place, "go")
+    assert machine.memory[0, "io", 2] != machine.value(0, 1)
+    with pytest.raises(ScheduleError, match=r"tb 1, step 0 \(r\): a race. It writes chunk 1 of the input"):
+        verify_msccl_xml(text, root=0)
+
+
+def test_steps_stay_within_their_buffers():
+    """A step accesses only chunks that its GPU declares and that the collective's buffer has."""
+    text = two(SWAP, SWAP)
+    for old, new in (('i_chunks="1"', 'i_chunks="0"'), ('nchunksperloop="1"', 'nchunksperloop="2"')):
+        with pytest.raises(ScheduleError, match=r"input buffer, which has 0|lacks|was never written"):
+            verify_msccl_xml(text.replace(old, new))
+    far = two((1, ("s i1 s0 1", "r i0 s0 1", "re s0 i0 1")), SWAP).replace('i_chunks="1"', 'i_chunks="9"')
+    with pytest.raises(ScheduleError, match=r"step 0 \(s\): chunks 1 to 1 of the input buffer, which has 1"):
+        verify_msccl_xml(far)
+
+
+def test_a_message_orders_writes_but_not_reads():
+    """A step's message orders its writes after the sender's past, but not its reads: LL may read before it waits."""
+    ends = [(-1, 1, 0), (1, -1, 1), (-1, -1, 0)]
+
+    def gpu0(last):
+        # tb 2 writes s0, tb 1 then sends to GPU 1, and GPU 1 to tb 0. No other chain orders tb 0 after tb 2.
+        steps = [(last,), ("s s0 s0 1 <2.0",), ("cpy i0 s0 1 !",)]
+        return (2, *((*end, *step) for end, step in zip(ends, steps, strict=True)))
+
+    gpu1 = (1, (-1, 0, 1, "r i0 s0 1 !"), (0, -1, 0, "s i0 s0 1 <0.0"))
+    for last, reads in (("rrc s0 s1 1", True), ("r i0 s0 1", False)):
+        text = file("broadcast", 1, gpu0(last), gpu1)
+        with pytest.raises(ScheduleError) as caught:
+            verify_msccl_xml(text)
+        assert ("a race" in str(caught.value)) == reads
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_the_style_of_msccl_tools_and_rccl(n):
+    """Files in the style of msccl-tools and RCCL are accepted: chains of nops, fused additions, scratch memory."""
+    report = verify_msccl_xml(one_step(n))
+    assert (report.coll, report.inplace, report.outofplace, report.slots) == ("allreduce", True, False, 8)
+    assert not [note for note in report.notes if "refuse" in note]
+    assert verify_msccl_xml(pairwise(n)).coll == "alltoall"
+
+
+def test_the_attributes_that_msccl_tools_leaves_out():
+    """Without outofplace, minBytes and maxBytes, inplace alone counts; the report names the runtimes that refuse it."""
+    report = verify_msccl_xml(fused_ring(3, outofplace=None, minBytes=None, maxBytes=None))
+    assert (report.inplace, report.outofplace) == (True, False)
+    assert report.notes == (
+        "msccl-executor-nccl refuses a file without the attribute outofplace, minBytes, maxBytes",
+        "RCCL refuses a file without the attribute outofplace, minBytes, maxBytes",
+    )
+
+
+def test_slots():
+    """A connection has 2 slots under Simple and 8 under LL; a forwarding ring needs 2, and has a deadlock with one."""
+    assert [verify_msccl_xml(fused_ring(4, proto=proto)).slots for proto in ("Simple", "LL", "LL128")] == [2, 8, 8]
+    with pytest.raises(ScheduleError, match=r"a deadlock\. .* waits for one of 1 slots to gpu \d, tb 0; "):
+        verify_msccl_xml(fused_ring(4), slots=1)
+
+
+def test_large_steps_need_several_slots():
+    """A step of several chunks needs one slot per chunk, unless the largest message allows several chunks per slot."""
+    both = (3, ("s i0 s0 3", "r i0 s0 3", "re s0 i0 3"))
+    verify_msccl_xml(two(both, both, chunks=3, proto="LL"))
+    with pytest.raises(ScheduleError, match="a deadlock"):
+        verify_msccl_xml(two(both, both, chunks=3))
+    small = two(both, both, chunks=3, maxBytes=3 << 18)  # 256 KiB per chunk, two chunks per slot
+    assert fault(small, 0, 5) is None
+    verify_msccl_xml(small)
+    with pytest.raises(ScheduleError, match="a deadlock"):
+        verify_msccl_xml(two(both, both, chunks=3, maxBytes=9 << 20))
+
+
+def test_roots():
+    """The root of a reduce or broadcast is found, or checked if it is given, and is in the report."""
+    text = exported("one_device", 3, sources=["cpu:2"])
+    report = verify_msccl_xml(text)
+    assert (report.coll, report.root) == ("broadcast", 2)
+    assert any("right only for 2" in note for note in report.notes)
+    assert verify_msccl_xml(text, root=2) == report
+    with pytest.raises(ScheduleError):
+        verify_msccl_xml(text, root=1)
+    reduce = exported("ring", 3, destinations=["cpu:1"])
+    assert verify_msccl_xml(reduce).root == 1
+    with pytest.raises(ScheduleError, match=r"was never written|lacks"):
+        verify_msccl_xml(reduce, root=0)
+    for given, file_ in ((3, text), (-1, text), (0, exported("ring", 2))):
+        with pytest.raises(ArgumentError, match="this root is invalid"):
+            verify_msccl_xml(file_, root=given)
+    with pytest.raises(ArgumentError, match="slots"):
+        verify_msccl_xml(text, slots=0)
+
+
+def test_only_the_root_has_an_output_in_a_reduce():
+    """Out of place, a reduce may use only the root's output buffer; other ranks may not have one."""
+    give = (0, (1, -1, 0, "cpy i0 o0 1", "s o0 o0 1"))
+    take = (0, (-1, 0, 0, "rrc i0 o0 1"))
+    verify_msccl_xml(file("reduce", 1, give, take))
+    with pytest.raises(ScheduleError, match=r"gpu 0, tb 0, step 0 \(cpy\): uses the output .* only the root 1 has"):
+        verify_msccl_xml(file("reduce", 1, give, take, inplace=0, outofplace=1))
+
+
+def test_a_broadcast_reads_the_roots_input_only():
+    """In a broadcast only the root's input is defined: a read of another rank's input is a fault."""
+    text = file(
+        "broadcast",
+        1,
+        (0, (1, -1, 0, "s i0 o0 1"), (-1, 1, 0, "r i0 s0 1")),
+        (1, (-1, 0, 0, "r i0 o0 1"), (0, -1, 0, "s i0 s0 1")),
+    )
+    text = text.replace('s_chunks="0"', 's_chunks="1"').replace(
+        'inplace="1" outofplace="0"', 'inplace="0" outofplace="1"'
+    )
+    with pytest.raises(ScheduleError, match=r"gpu 1, tb 1, step 0 \(s\): reads chunk 0 of the input .* never written"):
+        verify_msccl_xml(text, root=0)
+
+
+def test_notes():
+    """The report has notes on steps that the runtimes refuse or run in another way; they are proved as they run."""
+    swap = (2, ("s i0 s0 1 !", "r i0 s0 1 !"), ("nop i-1 o-1 0 <0.0", "cpy i0 s1 1", "re s0 i0 1 <0.1"))
+    assert "refuse the file: after a waiting nop it must wait too" in verify_msccl_xml(two(LATE, swap)).notes[0]
+    twenty = ("cpy i0 s1 1", "cpy i0 s2 1", *["re s1 s2 1"] * 20)
+    assert verify_msccl_xml(two(SWAP, (3, (*SWAP[1], *twenty)))).notes == ()
+    aside = ("cpy i0 s1 1", "cpy i0 s2 1", *["re s1 s2 1 !"] * 17, *["re s1 s2 1"] * 17)
+    (note,) = verify_msccl_xml(two(SWAP, (3, (*SWAP[1], *aside)))).notes
+    assert note == "gpu 1, tb 0, step 38: the runtimes fuse more than 16 re here, and write beyond their list"
+    (note,) = verify_msccl_xml('<?xml version="1.0" encoding="utf-8"?>\n' + two(SWAP, SWAP)).notes
+    assert "cannot read an XML declaration" in note
+    wide = verify_msccl_xml(two(SWAP, SWAP, nchannels=200))
+    assert wide.notes == (
+        "msccl-executor-nccl has 32 channels, the file needs 200",
+        "RCCL has 128 channels, the file needs 200",
+    )
+
+
+def test_adjacent_additions_are_fused():
+    """Adjacent ``re`` steps with one destination are proved as the runtimes run them: with the cnt of the last one."""
+    give = (0, (0, -1, 0, "s i0 s0 2"))
+    for right, sums in (
+        (True, ("re s0 i0 2 <1.0", "re s2 i0 2")),
+        (False, ("re s0 i0 2 <1.0", "re s2 i0 1", "re s3 i1 1")),  # right if each step ran separately
+    ):
+        adds = (-1, -1, 0, "nop i-1 o-1 0 <0.0", *sums)
+        text = file("reduce", 2, (4, (-1, 1, 0, "r i0 s0 2 !"), (-1, 2, 0, "r i0 s2 2 !"), adds), give, give)
+        assert (fault(text, 0, 5) is None) == right
+        if right:
+            verify_msccl_xml(text, root=0)
+        else:
+            with pytest.raises(ScheduleError, match=r"chunk 1 of the input .* lacks the contribution of rank 1"):
+                verify_msccl_xml(text, root=0)
+
+
+def test_a_write_to_the_input_is_noted():
+    """Out of place, a file that writes to the input is right, with a note, since callers expect an unchanged input."""
+    add = (1, ("s i0 s0 1", "r i0 s0 1", "re s0 i0 1", "cpy i0 o0 1"))
+    (note,) = verify_msccl_xml(two(add, SWAP[:1] + add[1:], inplace=0, outofplace=1)).notes[:1]
+    assert "gpu 0, tb 0, step 2 writes the input of an out-of-place call" in note
+
+
+def test_the_report_in_words():
+    """The report as text has the proved facts in two lines, and its notes."""
+    text = str(verify_msccl_xml(exported("ring", 4, sources=["cpu:0"])))
+    assert text.splitlines()[:2] == [
+        "broadcast at rank 0, in place and out of place: right.",
+        "  4 GPUs, 1 channels, 4 chunks, 2 threadblocks per GPU, 28 steps, Simple",
+    ]
+    assert text.splitlines()[2].startswith("  note: the format does not store a root")
+
+
+GOOD = fused_ring(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "MSCCL XML is text"),
+        (b"<algo/>", "MSCCL XML is text"),
+        ("", "not XML: no element found"),
+        ("{}", "not XML: .*line 1"),
+        (GOOD[:300], "not XML"),
+        (GOOD + GOOD, "not XML: junk after"),
+        ("\ud800", "not XML|no element"),
+        ("<gpu/>", "the file must not contain an element <gpu>"),
+        (GOOD.replace("<gpu id", "<cpu id").replace("</gpu>", "</cpu>"), "<algo> must not contain an element <cpu>"),
+        (GOOD.replace("<step s", "<op s"), "line 4: <tb> must not contain an element <op>"),
+        (GOOD.replace("</tb>", "x</tb>"), "text between the elements"),
+        ('<!DOCTYPE a [<!ENTITY b "c">]>' + GOOD, "document types and entities are not read"),
+        ('<!DOCTYPE algo SYSTEM "file:///etc/passwd">' + GOOD, "document types and entities are not read"),
+        (GOOD.replace('name="custom"', 'name="&b;"'), "undefined entity"),
+        (GOOD.replace('ngpus="2"', ""), "lacks the attribute ngpus"),
+        (GOOD.replace('ngpus="2"', 'ngpus="3"'), "the ids of <gpu> are 0, 1, 2"),
+        (GOOD.replace('ngpus="2"', 'ngpus="999999999"'), "the ids of <gpu> are 0, 1, 2"),
+        (GOOD.replace('<gpu id="1"', '<gpu id="0"'), "the ids of <gpu> are 0, 1, 2"),
+        (GOOD.replace('<tb id="0"', '<tb id="1"'), "gpu 0: the ids of <tb> are 0, 1, 2"),
+        (GOOD.replace('proto="Simple"', 'proto="simple"'), "unknown protocol"),
+        (GOOD.replace('coll="allreduce"', 'coll="all_reduce"'), "unknown collective"),
+        (GOOD.replace('inplace="1"', 'inplace="0"'), "neither for calls in place nor out of place"),
+        (GOOD.replace('inplace="1"', 'inplace="2"'), "inplace is not a valid integer"),
+        (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="0"'), "nchunksperloop is not a valid integer"),
+        (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="99999"'), "nchunksperloop is not a valid integer"),
+        (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="02"'), "nchunksperloop is not a valid integer"),
+        (
+            GOOD.replace("allreduce", "allgather").replace('loop="2"', 'loop="3"'),
+            "the same number of chunks of an allgather",
+        ),
+        (GOOD.replace('s="1" type', 's="2" type'), "gpu 0, tb 0, step 1: steps are numbered"),
+        (GOOD.replace('type="s"', 'type="send"'), "step 0: unknown type"),
+        (GOOD.replace('srcbuf="i"', 'srcbuf="x"'), "unknown buffer"),
+        (GOOD.replace('srcoff="0"', 'srcoff="1e9"'), "srcoff is not a valid integer"),
+        (GOOD.replace('cnt="1"', 'cnt="0"'), "cnt is not a valid integer"),
+        (GOOD.replace('depid="-1"', 'depid="-2"'), "depid is not a valid integer"),
+        (GOOD.replace('hasdep="0"', 'hasdep="yes"'), "hasdep is not a valid integer"),
+        (GOOD.replace('send="1"', 'send="0"'), "gpu 0, tb 0: a GPU cannot send to itself"),
+        (GOOD.replace('send="1"', 'send="2"'), "send is not a valid integer"),
+        (GOOD.replace('send="1"', 'send="-1"'), r"step 0 \(s\): the threadblock has no peer for it"),
+        (GOOD.replace(' chan="0"', ' chan="-1"'), "channel -1 of 2 does not exist"),
+    ],
+)
+def test_malformed_texts_are_refused(text, words):
+    """A malformed text is a ScheduleError with the place of the fault."""
+    with pytest.raises(ScheduleError, match=words):
+        verify_msccl_xml(text)
+
+
+def test_hostile_texts_are_refused_quickly():
+    """Deep and long texts, and texts that need much memory, are refused in a few seconds."""
+    start = time.perf_counter()
+    deep = "<algo>" * 100_000
+    steps = (
+        '<step s="0" type="s" srcbuf="i" srcoff="0" dstbuf="i" dstoff="0" cnt="32768" depid="-1" deps="-1" hasdep="0"/>'
+    )
+    blocks = "".join(steps.replace('s="0"', f's="{k}"', 1) for k in range(1000))
+    gpus = '<gpu id="0" i_chunks="32768" o_chunks="0" s_chunks="0"><tb id="0" send="1" recv="-1" chan="0">'
+    gpus += (
+        blocks
+        + '</tb></gpu><gpu id="1" i_chunks="32768" o_chunks="0" s_chunks="0"><tb id="0" send="-1" recv="0" chan="0">'
+    )
+    gpus += blocks.replace('type="s"', 'type="r"') + "</tb></gpu>"
+    work = re.sub(r"<gpu.*</gpu>", "", GOOD, flags=re.DOTALL).replace('loop="2"', 'loop="32768"')
+    for text, words in (
+        (deep, "must not contain an element <algo>"),
+        (" " * (1 << 26) + GOOD, "longer than"),
+        (work.replace("</algo>", gpus + "</algo>"), "too large to be verified"),
+    ):
+        with pytest.raises(ScheduleError, match=words):
+            verify_msccl_xml(text)
+    assert time.perf_counter() - start < 10
+
+
+def test_a_large_file_takes_seconds():
+    """A file of 16 GPUs with 32 threadblocks of 64 steps each is proved in a few seconds."""
+    text = big(16, 32, 64)
+    start = time.perf_counter()
+    assert verify_msccl_xml(text).steps == 16 * 32 * 64
+    seconds = time.perf_counter() - start
+    print(f"16 x 32 x 64: {seconds:.1f} s")
+    assert seconds < 30
