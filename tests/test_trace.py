@@ -50,7 +50,7 @@ def runs(draw):
 @settings(max_examples=100)
 @given(runs(), st.integers(0, 10**9))
 def test_events_have_the_times_of_the_simulation(run, nbytes):
-    """Ticks are the simulation's. The transfers of a link last as long as it is busy, do not overlap, and are inside
+    """Ticks are the simulation's. The transfers of a link take its busy time, do not overlap, and are inside
     their tick, after its latency. The last one ends with the simulation."""
     schedule, topology = run
     done = simulate(schedule, topology, nbytes)

@@ -125,8 +125,8 @@ class _Event:
       pair: of a put or wait.
       data: of a wait: whether it waits for a put, or for the permission to put.
       since: of a wait: the time of the event whose end is signalled.
-      srcs: what it reads.
-      dst: what it writes.
+      srcs: the memory that it reads.
+      dst: the memory that it writes.
       after: the signals that follow it; each has the fields ``pair`` and ``data`` of its wait.
     """
 

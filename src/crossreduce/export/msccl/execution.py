@@ -30,7 +30,7 @@ SLOTS: Final = {"Simple": 2, "LL": 8, "LL128": 8}
 # and 256 x 28 x 8 x 7/8 (LL128).
 SLOT_BYTES: Final = {"Simple": 1 << 19, "LL": 1 << 14, "LL128": 50_176}
 MOST_FUSED: Final = 16  # MSCCL_MAX_REDUCE_FUSION
-# Limits of what is verified, so that it takes minutes and 1 GB at most. The runtimes' own limits are far below.
+# The largest file that is verified, which takes minutes and 1 GB. The runtimes' own limits are far below.
 MOST_STEPS: Final = 1 << 16
 MOST_WORK: Final = 20_000_000
 
