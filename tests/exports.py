@@ -1,6 +1,7 @@
 """Schedules for the tests of the exporters, and the expressions that their results must be."""
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from strategies import names
 
 from crossreduce import Chunk, Schedule, Step
+from crossreduce.planning import one_shot, recursive_doubling
 
 
 @st.composite
@@ -102,34 +104,33 @@ def cover(rng, cells, sources):
     return tuple(rng.sample(devices := rng.choice(found), len(devices))) if found else None
 
 
-def one_shot(n, shares=(Fraction(1),)):
-    """An all-reduce of one round: each device reads the originals of all devices."""
-    everyone = tuple(range(n))
-    chunks = tuple(Chunk(share, everyone, everyone) for share in shares)
-    steps = tuple(Step(c, dst, everyone) for c in range(len(shares)) for dst in everyone)
-    return Schedule("all_reduce", "one_shot", names(n), chunks, (steps,))
+def rotation(devices, packs=1):
+    """Return a reduce to the first device, after all devices copied their values to the next one twice, in a ring."""
+    everyone = tuple(range(len(devices)))
+    copies = [Step(c, (k + 1) % len(devices), (k,)) for c in range(packs) for k in everyone]
+    sums = [Step(c, 0, everyone) for c in range(packs)]
+    chunks = [Chunk(Fraction(1, packs), everyone, (0,))] * packs
+    return Schedule("reduce", "rotation", devices, chunks, (copies, copies, sums))
 
 
-def recursive_doubling(n, shares=(Fraction(1),)):
-    """An all-reduce in which devices at distance 1, 2, 4, ... exchange their sums; ``n`` is a power of two."""
-    everyone = tuple(range(n))
-    chunks = tuple(Chunk(share, everyone, everyone) for share in shares)
-    rounds = []
-    distance = 1
-    while distance < n:
-        pairs = [(min(k, k ^ distance), max(k, k ^ distance)) for k in everyone]
-        rounds.append(tuple(Step(c, k, pairs[k]) for c in range(len(shares)) for k in everyone))
-        distance *= 2
-    return Schedule("all_reduce", "recursive_doubling", names(n), chunks, tuple(rounds))
+def uneven(schedule):
+    """Return a schedule of two chunks with shares of 2/5 and 3/5, so that its blocks have several units."""
+    first, second = schedule.chunks
+    chunks = (first._replace(share=Fraction(2, 5)), second._replace(share=Fraction(3, 5)))
+    return replace(schedule, chunks=chunks)
 
 
-def swaps(n, shares=(Fraction(1),)):
-    """A reduce to device 0 after all devices passed their values on to their neighbours, in a circle."""
-    everyone = tuple(range(n))
-    chunks = tuple(Chunk(share, everyone, (0,)) for share in shares)
-    numbers = range(len(shares))
-    rotate = tuple(Step(c, (k + 1) % n, (k,)) for c in numbers for k in everyone)
-    return Schedule("reduce", "swaps", names(n), chunks, (rotate, rotate, tuple(Step(c, 0, everyone) for c in numbers)))
+# Schedules in whose rounds devices read each other's values.
+EXCHANGES = [
+    schedule
+    for make in (one_shot, recursive_doubling, rotation)
+    for n in (2, 3, 4, 5, 8)
+    for schedule in (make(names(n)), uneven(make(names(n), packs=2)))
+]
+
+
+def exchange_id(schedule):
+    return f"{schedule.algorithm}-{len(schedule.devices)}-{len(schedule.chunks)}"
 
 
 def rotated(which):

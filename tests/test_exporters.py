@@ -6,7 +6,6 @@ from dataclasses import replace
 import msccl_machine
 import mscclpp_machine
 import pytest
-from exports import one_shot, recursive_doubling, swaps
 
 import crossreduce as cr
 from crossreduce.export import EXPORTERS, format_of
@@ -71,27 +70,6 @@ def test_a_wrong_schedule_is_not_exported(name):
     wrong = replace(plan, schedule=replace(plan.schedule, rounds=plan.schedule.rounds[:-1]))
     with pytest.raises(cr.ScheduleError, match="stale chunk 0"):
         EXPORTERS[name].write(wrong)
-
-
-@pytest.mark.parametrize("schedule", [one_shot(4), recursive_doubling(4), swaps(4)], ids=lambda s: s.algorithm)
-@pytest.mark.parametrize("name", [name for name in EXPORTERS if name != "nccl-graph"])
-def test_exchanges_are_exported(name, schedule):
-    """Every format but that of rings has schedules whose devices read each other's values in one round."""
-    plan = cr.plan(TOPOLOGY, nbytes=4096, algorithm="ring")
-    schedule = replace(schedule, devices=GPUS)
-    text = EXPORTERS[name].write(replace(plan, schedule=schedule, collective=schedule.collective))
-    if name in ("msccl", "mscclpp"):
-        machine = {"msccl": msccl_machine, "mscclpp": mscclpp_machine}[name]
-        assert machine.fault(text, 0, 3) is None
-    elif name == "schedule":
-        assert cr.Schedule.from_json(text) == schedule
-    else:
-        events = json.loads(text)["traceEvents"]
-        ends = {(event["args"]["from"], event["args"]["to"]) for event in events if event.get("cat") == "transfer"}
-        assert ends >= {
-            ("cuda:0", "cuda:1"),
-            ("cuda:1", "cuda:2") if schedule.algorithm == "swaps" else ("cuda:1", "cuda:0"),
-        }
 
 
 def test_suffixes_determine_the_format():

@@ -6,17 +6,7 @@ import xml.etree.ElementTree as ET
 from fractions import Fraction
 
 import pytest
-from exports import (
-    expression,
-    expressions,
-    one_shot,
-    recursive_doubling,
-    reductions,
-    results,
-    rotated,
-    swaps,
-    synchronous,
-)
+from exports import EXCHANGES, exchange_id, expression, expressions, reductions, results, rotated, synchronous
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msccl_machine import Machine, fault
@@ -27,7 +17,7 @@ from crossreduce.export.collective import collective
 from crossreduce.export.msccl.format import read_msccl_xml
 from crossreduce.export.msccl.verifier import verify_msccl_xml
 from crossreduce.export.msccl.writer import to_msccl_xml
-from crossreduce.planning import PLANNERS, direct, one_device, plan, ring
+from crossreduce.planning import PLANNERS, direct, one_device, one_shot, plan, recursive_doubling, ring
 
 
 def check_order(schedule, text):
@@ -98,20 +88,9 @@ def test_a_round_reads_the_values_of_the_round_before(schedule, channels, inplac
         check_order(schedule, text)
 
 
-UNEVEN = (Fraction(2, 5), Fraction(3, 5))
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        *(one_shot(n, shares) for n in (2, 3, 5, 8) for shares in ((Fraction(1),), UNEVEN)),
-        *(recursive_doubling(n, shares) for n in (2, 4, 8) for shares in ((Fraction(1),), UNEVEN)),
-        *(swaps(n, shares) for n in (2, 3, 5) for shares in ((Fraction(1),), UNEVEN)),
-    ],
-    ids=lambda schedule: f"{schedule.algorithm}-{len(schedule.devices)}-{len(schedule.chunks)}",
-)
+@pytest.mark.parametrize("schedule", EXCHANGES, ids=exchange_id)
 def test_exchanges(schedule):
-    """Devices that read each other's values in one round: one-shot, recursive doubling, and swaps."""
+    """Devices that read each other's values in one round: one-shot, recursive doubling, and rotations."""
     text = to_msccl_xml(schedule)
     assert fault(text, 1, 5, slots=1) is None
     check_order(schedule, text)
@@ -119,7 +98,7 @@ def test_exchanges(schedule):
 
 def test_exchanges_of_single_chunks_need_no_scratch_memory():
     """A message that fits into a slot is sent before the sum takes its memory, so no scratch memory is needed."""
-    for schedule in (recursive_doubling(2), recursive_doubling(8), one_shot(2)):
+    for schedule in (recursive_doubling(names(2)), recursive_doubling(names(8)), one_shot(names(2))):
         text = to_msccl_xml(schedule, outofplace=False)
         assert {gpu.sizes["s"] for gpu in read_msccl_xml(text).gpus} == {0}
         assert "cpy" not in text

@@ -6,17 +6,7 @@ import random
 from fractions import Fraction
 
 import pytest
-from exports import (
-    expression,
-    expressions,
-    one_shot,
-    recursive_doubling,
-    reductions,
-    results,
-    rotated,
-    swaps,
-    synchronous,
-)
+from exports import EXCHANGES, exchange_id, expression, expressions, reductions, results, rotated, synchronous
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mscclpp_machine import Machine, fault
@@ -25,7 +15,7 @@ from strategies import ALGORITHMS, algorithms, names, requests
 from crossreduce import ArgumentError, Chunk, PlanError, Schedule, Step, Topology
 from crossreduce.export.collective import collective
 from crossreduce.export.mscclpp import to_mscclpp_json
-from crossreduce.planning import PLANNERS, direct, one_device, plan, ring
+from crossreduce.planning import PLANNERS, direct, one_device, one_shot, plan, recursive_doubling, ring
 
 
 @pytest.mark.parametrize("planner", ALGORITHMS)
@@ -80,18 +70,10 @@ def test_a_round_reads_the_values_of_the_round_before(schedule, inplace, threadb
     check_order(schedule, text)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        *(one_shot(n) for n in (2, 3, 5, 8, 12)),
-        *(recursive_doubling(n) for n in (2, 4, 8)),
-        *(swaps(n) for n in (2, 3, 5)),
-    ],
-    ids=lambda schedule: f"{schedule.algorithm}-{len(schedule.devices)}",
-)
+@pytest.mark.parametrize("schedule", EXCHANGES, ids=exchange_id)
 @pytest.mark.parametrize("inplace", [True, False])
 def test_exchanges(schedule, inplace):
-    """Devices that read each other's values in one round: one-shot, recursive doubling, and swaps."""
+    """Devices that read each other's values in one round: one-shot, recursive doubling, and rotations."""
     text = to_mscclpp_json(schedule, inplace=inplace)
     assert fault(text, 1, 5) is None
     check_order(schedule, text)
@@ -99,7 +81,7 @@ def test_exchanges(schedule, inplace):
 
 def test_exchanges_put_before_they_wait():
     """In an exchange every device puts its own value before it waits for other values, so the puts overlap."""
-    for schedule in (recursive_doubling(2), one_shot(5)):
+    for schedule in (recursive_doubling(names(2)), one_shot(names(5))):
         for gpu in json.loads(to_mscclpp_json(schedule))["gpus"]:
             ops = [op["name"] for op in gpu["threadblocks"][0]["ops"] if op["name"] != "nop"]
             assert ops == ["signal", "wait", "put", "signal", "wait", "re"]

@@ -248,6 +248,14 @@ def test_empty_chunks_are_not_shown():
     assert [transfer["name"] for transfer in transfers] == ["chunk 0"]
 
 
+def test_needless_transfers_are_not_shown():
+    """A transfer that no result depends on has no event, as it is not in the program that runs."""
+    chunk = Chunk(Fraction(1), (0,), (1,))
+    schedule = Schedule("broadcast", "custom", names(3), (chunk,), ((Step(0, 1, (0,)), Step(0, 2, (0,))),))
+    transfers, _, _ = read(schedule, Topology.full_mesh(3), 100)
+    assert [transfer["link"] for transfer in transfers] == [("cpu:0", "cpu:1")]
+
+
 def test_invalid_arguments_are_refused():
     """Arguments that ``simulate`` refuses are refused with the same errors."""
     topology = Topology.ring(3)
