@@ -27,6 +27,8 @@ class ReduceOp(enum.Enum):
     MAX = "max"
     PRODUCT = "product"
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call in every cache lookup
+
     @classmethod
     def _missing_(cls, value: object) -> ReduceOp:
         if isinstance(value, str):
