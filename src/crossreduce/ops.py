@@ -61,6 +61,18 @@ class Numbers(NamedTuple):
     divisor: int
 
 
+ELEMENTWISE: Final = {
+    ReduceOp.SUM: "add",
+    ReduceOp.MEAN: "add",  # divided at the end
+    ReduceOp.MIN: "minimum",
+    ReduceOp.MAX: "maximum",
+    ReduceOp.PRODUCT: "multiply",
+}
+"""The function that combines two arrays, by its name in NumPy, torch and jax.numpy. All of them propagate NaN."""
+
+ALONG_AXIS: Final = {"add": "sum", "minimum": "amin", "maximum": "amax", "multiply": "prod"}
+"""The function that combines an array along an axis, by the name of the elementwise function."""
+
 KERNEL_OPS: Final = {op: "sum" if op is ReduceOp.MEAN else op.value for op in ReduceOp}
 """The op that combines two values, as the kernels name it: a mean is a sum that is divided at the end."""
 

@@ -22,26 +22,13 @@ from jax.sharding import SingleDeviceSharding
 
 from ..devices import parse
 from ..errors import DeviceError, UnsupportedError, message, shown
-from ..ops import ACCUMULATORS, COMPLEX, INTEGERS, Numbers, ReduceOp
+from ..ops import ACCUMULATORS, ALONG_AXIS, COMPLEX, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Immutable, Sparse, ThreadModes
 from .numpy import beyond
 
-FUNCTIONS: Final = {
-    ReduceOp.SUM: jnp.add,
-    ReduceOp.MEAN: jnp.add,
-    ReduceOp.MIN: jnp.minimum,
-    ReduceOp.MAX: jnp.maximum,
-    ReduceOp.PRODUCT: jnp.multiply,
-}
-_AXIS_FUNCTIONS: Final[dict[ReduceOp, Any]] = {
-    ReduceOp.SUM: jnp.sum,
-    ReduceOp.MEAN: jnp.sum,
-    ReduceOp.MIN: jnp.min,
-    ReduceOp.MAX: jnp.max,
-    ReduceOp.PRODUCT: jnp.prod,
-}
+FUNCTIONS: Final[dict[ReduceOp, Any]] = {op: getattr(jnp, name) for op, name in ELEMENTWISE.items()}
 # For each setting that JAX stores per thread, the context manager that sets it. Older releases lack some.
 _MODES: Final[dict[str, Any]] = {
     f"jax_{name}": getattr(jax, name)
@@ -368,7 +355,7 @@ class Jax(Immutable):
         return self.clone(x)
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
-        return _AXIS_FUNCTIONS[op](x.astype(numbers.accumulator), axis)
+        return getattr(jnp, ALONG_AXIS[ELEMENTWISE[op]])(x.astype(numbers.accumulator), axis)
 
 
 def _spelled(device: Any) -> str:

@@ -14,18 +14,12 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import ArgumentError, DeviceError, UnsupportedError, message, shown
-from ..ops import ACCUMULATORS, DTYPES, INTEGERS, Numbers, ReduceOp
+from ..ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Sparse, ThreadModes
 
-_UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PRODUCT: np.multiply,
-}
+_UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {op: getattr(np, name) for op, name in ELEMENTWISE.items()}
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from ..devices import canonical, parse
 from ..errors import DeviceError, UnsupportedError, message, shown
-from ..ops import ACCUMULATORS, DTYPES, INTEGERS, Numbers, ReduceOp
+from ..ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Immutable, Sparse
@@ -29,16 +29,8 @@ from .numpy import beyond
 
 _RAW: Final = tf.raw_ops
 # All of them propagate NaN.
-_BINARY: Final[dict[ReduceOp, Any]] = {
-    ReduceOp.MIN: _RAW.Minimum,
-    ReduceOp.MAX: _RAW.Maximum,
-    ReduceOp.PRODUCT: _RAW.Mul,
-}
-_LOGICAL: Final[dict[ReduceOp, Any]] = {
-    ReduceOp.MIN: _RAW.LogicalAnd,
-    ReduceOp.MAX: _RAW.LogicalOr,
-    ReduceOp.PRODUCT: _RAW.LogicalAnd,
-}
+_RAW_NAMES: Final = {"minimum": "Minimum", "maximum": "Maximum", "multiply": "Mul"}
+_RAW_NAMES_OF_BOOLS: Final = {"minimum": "LogicalAnd", "maximum": "LogicalOr", "multiply": "LogicalAnd"}
 # AddN adds up to 9 tensors from left to right; if there are more, it adds groups of 8 first.
 _ADDN: Final = 9
 _NAMES: Final[dict[Any, str]] = {tf.as_dtype(name): name for name in DTYPES}
@@ -194,7 +186,8 @@ class TensorFlow(Immutable):
                 for k in range(1, len(xs), more):
                     out = _RAW.AddN(inputs=[out, *(_cast(x, wide) for x in xs[k : k + more])])
             else:
-                binary = (_LOGICAL if numbers.accumulator == "bool" else _BINARY)[numbers.op]
+                names = _RAW_NAMES_OF_BOOLS if numbers.accumulator == "bool" else _RAW_NAMES
+                binary = getattr(_RAW, names[ELEMENTWISE[numbers.op]])
                 for x in xs[1:]:
                     out = binary(x=out, y=_cast(x, wide))
         return self.finish(out, numbers) if final else out

@@ -17,19 +17,13 @@ from torch.nn.parameter import is_lazy
 
 from ..devices import parse
 from ..errors import DeviceError, UnsupportedError, message, shown
-from ..ops import ACCUMULATORS, DTYPES, INTEGERS, Numbers, ReduceOp
+from ..ops import ACCUMULATORS, ALONG_AXIS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Sparse, ThreadModes
 from .numpy import beyond
 
-_BINARY: Final[dict[ReduceOp, Any]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MEAN: torch.add,
-    ReduceOp.MIN: torch.minimum,  # min and max propagate NaN; fmin and fmax would drop it
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
-}
+_BINARY: Final[dict[ReduceOp, Any]] = {op: getattr(torch, name) for op, name in ELEMENTWISE.items()}
 _KINDS: Final = ("cuda", "xpu", "mps")
 _NAMES: Final[dict[Any, str]] = {getattr(torch, name): name for name in DTYPES}
 DTYPES_BY_NAME: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
@@ -302,9 +296,7 @@ class Torch:
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         dtype = DTYPES_BY_NAME[numbers.accumulator]
-        if op in (ReduceOp.MIN, ReduceOp.MAX):
-            return (torch.amin if op is ReduceOp.MIN else torch.amax)(x, axis).to(dtype)
-        return (torch.prod if op is ReduceOp.PRODUCT else torch.sum)(x, axis, dtype=dtype)
+        return getattr(torch, ALONG_AXIS[ELEMENTWISE[op]])(x.to(dtype), axis).to(dtype)
 
 
 class _AcrossReplicas(torch.autograd.Function):  # type: ignore[misc]
