@@ -1,4 +1,4 @@
-// For every machine: 16-byte vectors, which x86-64 (SSE2) and arm64 (NEON) support and other compilers emulate.
+// For every machine: 16-byte vectors. x86-64 (SSE2) and arm64 (NEON) have them; elsewhere the compiler emulates them.
 #define ISA_NAME "baseline"
 #define WIDTH 16
 #include "isa.inc"

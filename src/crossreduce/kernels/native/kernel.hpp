@@ -1,4 +1,4 @@
-// Kernels: run fused programs on batches of tensors in place, without copying the tensors into a flat buffer.
+// Kernels: run fused programs on batches of tensors, without copying the tensors into a flat buffer.
 #pragma once
 
 #include <cstdint>

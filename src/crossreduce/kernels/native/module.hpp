@@ -11,7 +11,7 @@
 
 #include "kernel.hpp"
 
-// Add the class Kernel; RankProgram and SharedMemory. Returns -1 with an error set if that fails.
+// Add the class Kernel, or the classes RankProgram and SharedMemory. Return -1 with an error set if that fails.
 int add_kernel(PyObject *module);
 int add_shared_memory(PyObject *module);
 

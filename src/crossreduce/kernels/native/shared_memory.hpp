@@ -26,8 +26,8 @@ struct Instruction { // runs a kernel
 
 struct RankProgram {
     std::vector<std::vector<Instruction>> stages;
-    int slots;           // the slots that the instructions use: the first ones
-    int buffers;         // likewise, the caller's buffers
+    int slots;           // how many slots the instructions use, from the first
+    int buffers;         // how many of the caller's buffers they use
     int64_t slot_nbytes; // of each slot, in one half
 };
 
@@ -69,7 +69,7 @@ class SharedMemory {
   public:
     // Map the memory of all ranks, with slots of `slot` bytes. Returns null and sets errno if that fails.
     static SharedMemory *map(int fd, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads);
-    // Use the caller's memory, which must be zero at first and must outlive all ranks.
+    // Use the caller's memory, which must be zero before the first rank uses it and must outlive this object.
     static SharedMemory *over(void *memory, int rank, int ranks, int64_t slot, int64_t spin_ns, int threads);
     ~SharedMemory();
     static int64_t nbytes(int ranks, int64_t slot);
