@@ -128,7 +128,7 @@ def graph_layout(topology: Topology) -> GraphLayout:
 
 
 def _grid(devices: Sequence[str], near: dict[str, set[str]]) -> tuple[int, ...] | None:
-    """Return the shape of the mesh or torus that devices make row by row, or ``None``."""
+    """Return the shape of the mesh or torus that the devices form row by row, or ``None``."""
     n = len(devices)
     sides = [side for side in range(2, n) if n % side == 0]
     shapes = [(a, n // a) for a in sides] + [(a, b, n // (a * b)) for a in sides for b in sides if n // (a * b) > 1]
@@ -255,13 +255,13 @@ def _spread(
     nodes: Sequence[str], radius: float, positions: dict[str, complex], near: dict[str, set[str]]
 ) -> dict[str, complex]:
     """Place nodes evenly on a circle, each near the direction of its neighbours."""
-    seam = _TOP + 0.1  # where the sorting starts: no node is there, so rounding does not reorder
-    wishes = {
+    seam = _TOP + 0.1  # the first angle of the order: no node is there, so rounding does not change the order
+    directions = {
         node: sum((positions[other] / abs(positions[other]) for other in sorted(near[node] & positions.keys())), 0j)
         for node in nodes
     }
-    clear = {node: wish for node, wish in wishes.items() if abs(wish) > 1e-6}
-    ordered = sorted(nodes, key=lambda node: (seam - cmath.phase(wishes[node])) % math.tau if node in clear else 9)
+    clear = {node: direction for node, direction in directions.items() if abs(direction) > 1e-6}
+    ordered = sorted(nodes, key=lambda node: (seam - cmath.phase(directions[node])) % math.tau if node in clear else 9)
     slots = {node: cmath.rect(1, _TOP - k * math.tau / len(nodes)) for k, node in enumerate(ordered)}
-    turn = sum((wish / abs(wish) / slots[node] for node, wish in clear.items()), 0j)
+    turn = sum((direction / abs(direction) / slots[node] for node, direction in clear.items()), 0j)
     return {node: radius * slot * (turn / abs(turn) if abs(turn) > 1e-6 else 1) for node, slot in slots.items()}

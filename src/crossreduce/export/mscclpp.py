@@ -5,7 +5,7 @@ Input: a ``Schedule``. Output: the text of the plan.
 The plan uses six operations over memory channels: ``put`` writes a block into another GPU's memory, ``signal`` and
 ``wait`` synchronise two GPUs, ``re`` adds local blocks in the listed order, ``copy`` copies one, and ``nop``
 synchronises the threads of a threadblock. (``get`` and ``rre`` would make plans shorter. But ``rre`` always begins
-with the GPU's own block, and the executor's handleGet, as read, uses each side's offset for the other.)
+with the GPU's own block, and the executor's handleGet uses each side's offset for the other side.)
 
 Chunks are independent of each other, so each threadblock has its own chunks, the same ones on every GPU, and never
 waits for another threadblock of its GPU. Operands of a combination are put into separate scratch memory. A copy is
@@ -14,7 +14,7 @@ content. Nothing is put before the receiver has signalled that it has begun, sin
 earlier call.
 
 Events are made in one order, in which everything that is waited for is signalled before. So no threadblocks wait for
-each other in a circle, provided that all of them run at the same time. Within a round and block, the order is: puts of
+each other in a cycle, provided that all of them run at the same time. Within a round and block, the order is: puts of
 operands, then copies, then combinations. A copy is put into scratch memory if the value that it replaces is still to
 be read, as when two devices swap their values.
 
@@ -187,15 +187,14 @@ class _BlockEvents:
                 else:
                     self._event(device, "wait", pair=(devices[operand], device), since=since)
             inputs = [landed.get((operand, device), self.placement.locations[b, operand]) for operand in operands]
-            self._add(device, b, inputs, self.placement.store(device, b, value))
+            aside = next(landed[operand, device] for operand in operands if devices[operand] != device)
+            self._add(device, b, inputs, aside, self.placement.store(device, b, value))
 
-    def _add(self, rank: int, b: int, inputs: list[Location], target: Location) -> None:
-        """Add up in the listed order, with as few operations as possible."""
+    def _add(self, rank: int, b: int, inputs: list[Location], aside: Location, target: Location) -> None:
+        """Add up in the listed order, with as few operations as possible; partial sums replace ``aside``."""
         while len(inputs) > MOST_ADDED:
-            first, inputs = inputs[:MOST_ADDED], inputs[MOST_ADDED:]
-            total = next(part for part in first if part.buffer == "s")
-            self._local(rank, b, "re", first, total)
-            inputs.insert(0, total)
+            self._local(rank, b, "re", inputs[:MOST_ADDED], aside)
+            inputs = [aside, *inputs[MOST_ADDED:]]
         self._local(rank, b, "re", inputs, target)
 
     def _local(self, rank: int, b: int, kind: str, srcs: Iterable[Location], dst: Location) -> None:

@@ -34,7 +34,7 @@ _INK, _GREY, _PALE = "#1b1f24", "#c3cad2", "#eef1f4"
 # Shades of bandwidth, from slow to fast: ColorBrewer's YlGnBu without its palest (colorbrewer2.org).
 _SHADES: Final = ("#c7e9b4", "#7fcdbb", "#41b6c4", "#1d91c0", "#225ea8", "#0c2c84")
 _READABLE: Final = 0.45  # names can be read at this scale or a larger one
-_DPI, _PIXELS = 150, 8000  # of a PNG: dots per inch, and the most along a side, which take below 200 MB to draw
+_DPI, _PIXELS = 150, 8000  # dots per inch of a PNG, and its longest side: drawing it takes less than 200 MB
 
 
 def draw_topology(topology: Topology, path: str | os.PathLike[str], *, title: str | None = None) -> None:
@@ -118,7 +118,7 @@ def draw_schedule(
     shown_trees = trees[:PANELS]
     columns = math.ceil(math.sqrt(len(shown_trees)))
     rows = math.ceil(len(shown_trees) / columns)
-    # The width of a tree's panel in inches, and of the larger panel of the links; mostly names can be read from 2.4 on.
+    # Scales of a tree's panel and of the larger panel of the links. In panels of 2.4 inches most names can be read.
     small = min(1, max((2.4 if len(trees) > 4 else 3.4) / max(layout.size), 0.3))
     wide, high = max(layout.size[0] * small, 1.7), layout.size[1] * small + 0.35
     large = min(1.4, max((high * rows - 0.35) / layout.size[1], 4.2 / max(layout.size), 0.6))
@@ -135,8 +135,8 @@ def draw_schedule(
         left = width - (across + layout.size[0] * large) / 2
         ax = _panel(figure, layout, left, (height - foot - tall) / 2 + foot, large)
         _use(ax, schedule, topology, layout, large)
-        for label, colour in (("to the root", _REDUCE), ("from the root", _COPY)):
-            ax.plot([], [], color=colour, linewidth=2, marker=">", label=label)
+        for text, colour in (("to the root", _REDUCE), ("from the root", _COPY)):
+            ax.plot([], [], color=colour, linewidth=2, marker=">", label=text)
         ax.plot([], [], color=_INK, marker="s", markersize=8, linestyle="", label="root")
         figure.legend(loc="lower left", ncols=3, frameon=False, fontsize=9)
         if len(trees) > PANELS:
@@ -181,7 +181,8 @@ def _trees(schedule: Schedule, topology: Topology) -> list[_Tree]:
 
 
 def _tree(ax: Any, topology: Topology, layout: GraphLayout, scale: float, tree: _Tree) -> None:
-    _wires(ax, topology, layout, scale)
+    """Draw a tree."""
+    _all_links(ax, topology, layout, scale)
     for final, colour in ((False, _REDUCE), (True, _COPY)):
         arrows = []
         for src, dst, kind in tree.links:
@@ -193,13 +194,14 @@ def _tree(ax: Any, topology: Topology, layout: GraphLayout, scale: float, tree: 
 
 
 def _use(ax: Any, schedule: Schedule, topology: Topology, layout: GraphLayout, scale: float) -> None:
+    """Draw the use of the links, with its scale."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
     busy = simulate(schedule, topology, 1 << 30).busy
     most = max(busy.values(), default=0.0) or 1.0
     shades = LinearSegmentedColormap.from_list("use", ["#f0d4e6", "#c2459d", "#4d004b"])
-    _wires(ax, topology, layout, scale)
+    _all_links(ax, topology, layout, scale)
     used = sorted((seconds, pair) for pair, seconds in busy.items() if seconds)
     arrows = [layout.arrow(*pair, 0.06) for _, pair in used]
     _lines(ax, arrows, [shades(seconds / most) for seconds, _ in used], 2.2 * scale**0.5, 0.16)
@@ -213,7 +215,7 @@ def _use(ax: Any, schedule: Schedule, topology: Topology, layout: GraphLayout, s
 
 
 def _panel(figure: Any, layout: GraphLayout, left: float, bottom: float, scale: float) -> Any:
-    """Return axes for a map of the layout; ``left`` and ``bottom`` are their position in the figure, in inches."""
+    """Return axes for a map of the layout. ``left`` and ``bottom`` are their position in the figure, in inches."""
     from matplotlib.patches import Rectangle
 
     wide, high = figure.get_size_inches()
@@ -234,7 +236,7 @@ def _panel(figure: Any, layout: GraphLayout, left: float, bottom: float, scale: 
     return ax
 
 
-def _wires(ax: Any, topology: Topology, layout: GraphLayout, scale: float) -> None:
+def _all_links(ax: Any, topology: Topology, layout: GraphLayout, scale: float) -> None:
     """Draw all links as a pale background."""
     pairs = {frozenset((link.src, link.dst)): (link.src, link.dst) for link in topology.links}
     _lines(ax, [layout.line(*pair) for pair in pairs.values()], _GREY, 0.8 * scale, 0)
@@ -275,7 +277,7 @@ def _nodes(ax: Any, topology: Topology, layout: GraphLayout, scale: float, roots
 
 
 def _lines(ax: Any, lines: list[list[complex]], colours: Any, width: float, head: float) -> None:
-    """Draw lines in one colour or in one colour per line; arrow heads have ``head`` inches, 0: none."""
+    """Draw lines, in one colour or in one colour per line. Arrow heads have ``head`` inches; 0: no arrow heads."""
     from matplotlib.collections import LineCollection, PolyCollection
 
     heads = []
@@ -326,7 +328,7 @@ def _figure(path: str | os.PathLike[str], width: float, height: float, title: st
         ) from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        # Text stays text, which can be searched; names are not formulas; files do not contain a random salt.
+        # Text in files can be searched; names are not formulas; files do not contain a random salt.
         matplotlib.rcParams.update({"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": "crossreduce"})
         figure = Figure(figsize=(width, height), dpi=min(_DPI, _PIXELS / max(width, height)))
         figure.suptitle(title, fontsize=12, y=1 - 0.15 / height)

@@ -9,7 +9,7 @@ combination is the schedule's. If the device's own operand is third or later, th
 scratch memory first.
 
 The order in which operations are added to the threadblocks proves that no threadblocks wait for each other in a
-circle. Round by round, chunk by chunk and block by block, all sends are added before the receives. So the values that
+cycle. Round by round, chunk by chunk and block by block, all sends are added before the receives. So the values that
 the previous round left are sent before new values take their memory, and a connection has at most one message that is
 not yet received. A message of one unit needs one slot, so each operation can run when all operations before it are
 done. A message of more units may need more slots than there are, and then its send ends only after its receive has
@@ -274,7 +274,7 @@ class _XmlWriter:
             total = target
 
     def _add_copies(self, b: int, *, outofplace: bool) -> None:
-        """Copy the results that are not in the output to it, such as a broadcast's root does out of place."""
+        """Copy results that are elsewhere to the output, such as the input of a broadcast's root out of place."""
         block = self.made.blocks[b]
         chunk = self.made.program.chunks[block.chunk]
         for rank, result in zip(chunk.destinations, chunk.results, strict=True):
