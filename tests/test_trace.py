@@ -249,7 +249,7 @@ def test_empty_chunks_are_not_shown():
 
 
 def test_needless_transfers_are_not_shown():
-    """A transfer that no result depends on has no event, as it is not in the program that runs."""
+    """A transfer that no result depends on has no event, since lowering removes it."""
     chunk = Chunk(Fraction(1), (0,), (1,))
     schedule = Schedule("broadcast", "custom", names(3), (chunk,), ((Step(0, 1, (0,)), Step(0, 2, (0,))),))
     transfers, _, _ = read(schedule, Topology.full_mesh(3), 100)

@@ -14,13 +14,11 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from ..errors import PlanError, message
 from ..lowering import ChunkProgram, Program, lower
 from ..schedule import Schedule
-
-KINDS: Final = ("allreduce", "reduce", "broadcast", "reducescatter", "allgather")
 
 
 class Location(NamedTuple):
@@ -43,7 +41,7 @@ class Collective:
     """A schedule as one of NCCL's collectives.
 
     Args:
-      kind: one of ``KINDS``, in NCCL's spelling.
+      kind: allreduce, reduce, broadcast, reducescatter or allgather.
       root: the destination of a reduce or the source of a broadcast, else ``None``.
       units: the number of equal parts of the full buffer (the larger one of input and output).
       blocks: the chunks with a share above 0, in the schedule's order, divided to respect the exporter's largest size.
