@@ -169,10 +169,10 @@ bool SharedMemory::wait(int64_t until_ns) {
 
 void SharedMemory::abort(const std::string &text) {
     uint32_t none = 0;
-    if (!group->aborted.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) return;
+    if (!group->aborted.compare_exchange_strong(none, 2 + static_cast<uint32_t>(rank), std::memory_order_acq_rel)) return;
     group->cause_length = static_cast<uint32_t>(std::min<size_t>(text.size(), CAUSE_NBYTES));
     std::memcpy(group->cause, text.data(), group->cause_length);
-    group->aborted.store(2, std::memory_order_release);
+    group->aborted.store(1, std::memory_order_release);
     futex_wake_all(group->barriers);
 }
 
@@ -190,8 +190,13 @@ void SharedMemory::abort(const std::string &) {}
 #endif
 
 std::string SharedMemory::cause() const {
-    if (group->aborted.load(std::memory_order_acquire) != 2) return {};
+    if (group->aborted.load(std::memory_order_acquire) != 1) return {};
     return {group->cause, group->cause_length};
+}
+
+int SharedMemory::aborting_rank() const {
+    const uint32_t aborted = group->aborted.load(std::memory_order_acquire);
+    return aborted < 2 ? -1 : static_cast<int>(aborted - 2);
 }
 
 void SharedMemory::begin(const RankProgram &new_program, std::vector<char *> memory, const std::string &signature) {

@@ -58,7 +58,7 @@ struct GroupState { // at the start of the memory; the states of the ranks and t
     alignas(64) std::atomic<uint64_t> arrivals; // of all ranks at all barriers
     alignas(64) std::atomic<uint32_t> barriers; // that all ranks have reached; a futex
     std::atomic<uint32_t> sleepers;             // ranks that wait on the futex
-    alignas(64) std::atomic<uint32_t> aborted;  // 0: no; 1: the cause is being written; 2: yes
+    alignas(64) std::atomic<uint32_t> aborted;  // 0: no; 1: yes; 2 + rank: this rank is writing the cause
     uint32_t cause_length;
     char cause[CAUSE_NBYTES];
 };
@@ -82,7 +82,8 @@ class SharedMemory {
     void end_op();
     // Abort the group and wake all ranks. Later causes are ignored.
     void abort(const std::string &cause);
-    std::string cause() const; // empty: not aborted
+    std::string cause() const; // empty: not aborted, or the cause is incomplete
+    int aborting_rank() const; // the rank that is writing the cause; -1: none
 
     int rank, ranks;
     int64_t slot;

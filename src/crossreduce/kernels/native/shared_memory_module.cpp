@@ -261,6 +261,11 @@ PyObject *memory_cause(PyObject *object, PyObject *) {
     return PyBytes_FromStringAndSize(cause.data(), static_cast<Py_ssize_t>(cause.size()));
 }
 
+PyObject *memory_aborting_rank(PyObject *object, PyObject *) {
+    if (!usable(memory_of(object), false)) return nullptr;
+    return PyLong_FromLong(memory_of(object)->memory->aborting_rank());
+}
+
 PyObject *memory_address(PyObject *object, PyObject *args) {
     int rank;
     const SharedMemory *memory = read_rank(object, args, rank);
@@ -331,7 +336,9 @@ PyMethodDef memory_methods[] = {
      "the signatures differ; 3: aborted; 4: out of memory."},
     {"end_op", memory_end_op, METH_NOARGS, "End the current op early; all ranks must do so in the same stage."},
     {"abort", memory_abort, METH_VARARGS, "abort(cause): abort the group; later causes are ignored."},
-    {"cause", memory_cause, METH_NOARGS, "Return the cause of the abort; empty: the group is not aborted."},
+    {"cause", memory_cause, METH_NOARGS,
+     "Return the cause of the abort; empty: the group is not aborted, or the cause is incomplete."},
+    {"aborting_rank", memory_aborting_rank, METH_NOARGS, "Return the rank that is writing the cause of an abort, or -1."},
     {"address", memory_address, METH_VARARGS,
      "address(rank): return the address of the half of the rank's slot that the current op uses."},
     {"close", memory_close, METH_NOARGS, "Unmap the memory; afterwards every other method raises ValueError."},
