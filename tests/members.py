@@ -1,4 +1,4 @@
-"""Groups on one host, for tests: a rank's communicator, arrays as buffers, random arrays, and what a process holds."""
+"""Groups on one host, for tests: communicators, arrays as memory, random arrays, and the resources of a process."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from pathlib import Path
 
 import numpy as np
 import oracle
-from ranks import Meet
+from ranks import SocketRendezvous
 
-from crossreduce.ranks.communicator import Communicator
-from crossreduce.transports.base import Buffer
+from crossreduce.ranks.communicator import ArrayMemory, Communicator
 
 
-def buffer(array):
-    """Return an array's memory; the array must stay."""
+def memory(array):
+    """Return an array's memory; the caller must keep the array alive."""
     assert array.flags.c_contiguous
-    return Buffer(array.ctypes.data, array.size, array.dtype.name, array.shape)
+    return ArrayMemory(array.ctypes.data, array.size, array.dtype.name, array.shape)
 
 
-def buffers(arrays):
-    return [buffer(array) for array in arrays]
+def memories(arrays):
+    return [memory(array) for array in arrays]
 
 
 def member(rendezvous, timeout_s=20.0, name="world"):
     """Join a group whose ranks are all on this host."""
     if name != "world":
-        rendezvous = Meet(rendezvous.path, rendezvous.rank, rendezvous.size, name)
+        rendezvous = SocketRendezvous(rendezvous.path, rendezvous.rank, rendezvous.size, name)
     return Communicator(rendezvous, None, name=name, timeout_s=timeout_s)
 
 
 def random_array(draw, size, dtype):
-    """Return random numbers that a few sums and products keep finite."""
+    """Return random numbers whose sums and products of a few are finite."""
     made = oracle.dtype_of(dtype)
     if made.kind == "b":
         return draw.integers(0, 2, size).astype(bool)
@@ -46,18 +45,18 @@ def random_array(draw, size, dtype):
 
 
 def poisoned(size, dtype):
-    """Return memory whose bytes no reduction gives by chance."""
+    """Return memory with bytes that no reduction produces by chance."""
     made = oracle.dtype_of(dtype)
     return np.full(size * made.itemsize, 0x5B, np.uint8).view(made)
 
 
 def untouched(array):
-    """Return whether ``poisoned`` memory is as it was."""
+    """Return whether ``poisoned`` memory is unchanged."""
     return bool((array.reshape(-1).view(np.uint8) == 0x5B).all())
 
 
 class Warnings(logging.Handler):
-    """What the library warns of from now on, in this process."""
+    """The warnings that the library logs from now on, in this process."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -68,15 +67,15 @@ class Warnings(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-class Holds:
-    """What this process holds: descriptors of shared memory, mappings of it, sockets, threads."""
+class Resources:
+    """The resources of this process: descriptors and mappings of shared memory, sockets, threads."""
 
     def __init__(self):
         self.files = sorted(_links())
         maps = Path("/proc/self/maps").read_text().splitlines()
         self.mappings = sum("memfd:" in line or "/dev/shm" in line for line in maps)
         self.threads = sorted(thread.name for thread in threading.enumerate())
-        # Other programs come and go there, too.
+        # Other programs may create and delete files there, too.
         self.shm = sorted(Path("/dev/shm").glob("*crossreduce*"))
 
     def __eq__(self, other):
@@ -90,13 +89,13 @@ class Holds:
 
 def _links():
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the folder's own
+        with contextlib.suppress(OSError):  # the descriptor of the directory itself
             link = str(entry.readlink())
             if not link.startswith("/proc/"):
                 yield link.split(":[")[0]
 
 
 def resident_bytes():
-    """Return how much memory of its own this process has now (what is shared is counted with whoever has it)."""
+    """Return the bytes of private memory of this process."""
     pages = Path("/proc/self/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""What each rank does in ``test_mpi``: a table of all collectives, and what is refused. Run by mpiexec."""
+"""The program of each rank in ``test_mpi``, run by mpiexec: a table of all collectives, and invalid calls."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ if names != "one":
     os.environ["CROSSREDUCE_HOST"] = names[me]
 
 import crossreduce as cr  # noqa: E402
-from crossreduce.ranks import mpi  # noqa: E402
+from crossreduce import mpi  # noqa: E402
 
 DTYPES = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int8", "int64", "uint16", "complex64", "bool"]
 
@@ -37,13 +37,13 @@ def same(a, b):
     assert a.tobytes() == np.ascontiguousarray(b).tobytes(), (a.ravel()[:5], b.ravel()[:5])
 
 
-def refused(kind, text, call):
+def raises(kind, text, call):
     try:
         call()
     except kind as error:
         assert text in str(error), str(error)  # noqa: PT017 - no pytest here
     else:
-        raise AssertionError(f"{kind.__name__} was due: {text}")
+        raise AssertionError(f"{kind.__name__} was not raised: {text}")
 
 
 before = {thread.name for thread in threading.enumerate()}
@@ -59,7 +59,7 @@ with mpi.join(timeout_s=30) as group:
             x = every[me]
             kind = np.dtype(dtype).kind
             ops = ["max", "min"] if kind == "b" else ["sum", "product"] if kind == "c" else ["sum", "max", "min"]
-            for op in ops:  # small whole numbers: exact in every dtype but for products, which wrap alike
+            for op in ops:  # small integers: exact in every dtype, except products, which wrap around in the same way
                 wide = np.stack(every).astype(
                     "complex128" if kind == "c" else "float64" if kind in "fV" else every[0].dtype
                 )
@@ -93,7 +93,7 @@ with mpi.join(timeout_s=30) as group:
             out = np.empty(shape, dtype)
             assert group.scatter(rows if me == 0 else None, out) is out
             same(out, part(me, shape, dtype))
-    # Numbers: means of integers are true means, halves are rounded once; layouts and byte orders do not matter.
+    # Means of integers are true means, and halves are rounded once, for any layout and byte order.
     same(group.all_reduce(np.full(3, me), "mean"), np.full(3, (n - 1) / 2))
     same(group.all_reduce(np.full(3, 40000, "float16"), "mean"), np.full(3, 40000, "float16"))
     grid = np.arange(12.0).reshape(3, 4)
@@ -103,7 +103,7 @@ with mpi.join(timeout_s=30) as group:
     kept = np.full(4, float(me))
     assert group.broadcast(kept, 0, out=kept) is kept
     assert (kept == 0).all()
-    # Wherever out lies in the array that is given, nothing is written over what is still to be read.
+    # If out overlaps the input, no element is written before it is read.
     long = np.arange(3_000_001.0)
     for src, dst in ((slice(None, -1), slice(1, None)), (slice(1, None), slice(None, -1))):
         moved = long.copy()
@@ -127,46 +127,46 @@ with mpi.join(timeout_s=30) as group:
     assert me or (gathered == np.arange(n)[:, None]).all()
     group.barrier()
 
-    # What is refused, before anybody waits; and what all ranks refuse together.
-    refused(cr.UnsupportedError, "dtype object", lambda: group.all_reduce(np.array([None])))
-    refused(cr.UnsupportedError, "sum of bools", lambda: group.all_reduce(np.array([True])))
-    refused(cr.ArgumentError, "out must be", lambda: group.all_reduce(grid, out=grid.T))
-    refused(cr.ArgumentError, "out must be", lambda: group.all_reduce(grid, out=grid.astype("float32")))
-    refused(cr.ArgumentError, "no such reduction", lambda: group.all_reduce(grid, "summ"))
-    refused(cr.ArgumentError, "a row for each", lambda: group.all_to_all(np.zeros(n + 1)))
-    called = group._communicator.arena.number
-    refused(cr.ArgumentError, "out must be", lambda: group.all_to_all(np.zeros(n), out=np.zeros(n + 1)))
-    assert group._communicator.arena.number == called
-    refused(cr.ArgumentError, "no rank", lambda: group.broadcast(grid, n))
-    refused(cr.ArgumentError, "no rank", lambda: group.gather(grid, -1))
+    # Invalid arguments raise before any rank waits; calls that differ raise on all ranks.
+    raises(cr.UnsupportedError, "dtype object", lambda: group.all_reduce(np.array([None])))
+    raises(cr.UnsupportedError, "sum of bools", lambda: group.all_reduce(np.array([True])))
+    raises(cr.ArgumentError, "out must be", lambda: group.all_reduce(grid, out=grid.T))
+    raises(cr.ArgumentError, "out must be", lambda: group.all_reduce(grid, out=grid.astype("float32")))
+    raises(cr.ArgumentError, "not a known reduction", lambda: group.all_reduce(grid, "summ"))
+    raises(cr.ArgumentError, "one row for each", lambda: group.all_to_all(np.zeros(n + 1)))
+    called = group._communicator.memory.number
+    raises(cr.ArgumentError, "out must be", lambda: group.all_to_all(np.zeros(n), out=np.zeros(n + 1)))
+    assert group._communicator.memory.number == called
+    raises(cr.ArgumentError, "not a rank", lambda: group.broadcast(grid, n))
+    raises(cr.ArgumentError, "not a rank", lambda: group.gather(grid, -1))
     if n > 1:
-        refused(cr.MismatchError, f"float64[{n + 3}]", lambda: group.all_reduce(np.zeros(n + 3 if me == n - 1 else 2)))
-        refused(cr.MismatchError, "all_gather", lambda: group.all_gather(grid) if me else group.barrier())
+        raises(cr.MismatchError, f"float64[{n + 3}]", lambda: group.all_reduce(np.zeros(n + 3 if me == n - 1 else 2)))
+        raises(cr.MismatchError, "all_gather", lambda: group.all_gather(grid) if me else group.barrier())
     same(group.all_reduce(grid), n * grid)
 
     topology = group.measure_topology(0.2)
     assert len(topology.devices) == n
     assert len(set(world.allgather(topology.to_json()))) == 1
     same(group.all_reduce(np.arange(300_000)), n * np.arange(300_000))
-    again = mpi.join(world.Split(me % 2, me), timeout_s=30)  # a part of the ranks, beside the others
+    again = mpi.join(world.Split(me % 2, me), timeout_s=30)  # a group of some of the ranks
     same(again.all_reduce(np.ones(5)), np.full(5, float(len(range(me % 2, n, 2)))))
     again.close()
 assert {thread.name for thread in threading.enumerate()} <= before
-# What comes after a wire was given up is written nowhere: the memory that it was for may be another's.
+# A message that arrives after an abort is not written, since its memory may already have another use.
 if n > 1:
-    wire, memory, word = mpi.MpiWire(world.Dup()), np.zeros(1000, "uint8"), np.ones(1000, "uint8")
+    transport, memory, word = mpi.MpiTransport(world.Dup()), np.zeros(1000, "uint8"), np.ones(1000, "uint8")
     if me == 1:
-        late = wire.receive(memory.ctypes.data, memory.nbytes, 0, 0)
-        wire.abort()
-        refused(ConnectionError, "given up", lambda: late.wait(1))
+        late = transport.receive(memory.ctypes.data, memory.nbytes, 0, 0)
+        transport.abort()
+        raises(ConnectionError, "aborted the group", lambda: late.wait(1))
     world.Barrier()
     if me == 0:
-        wire.send(word.ctypes.data, word.nbytes, 1, 0).wait(5)
+        transport.send(word.ctypes.data, word.nbytes, 1, 0).wait(5)
     world.Barrier()
     for _ in range(100):
-        world.Iprobe()  # MPI gets on only while it is called
+        world.Iprobe()  # MPI makes progress only while it is called
     assert not memory.any()
-    wire.close()
-refused(cr.ArgumentError, "mpi4py communicator", lambda: mpi.join(3))
-refused(cr.ArgumentError, "above 0", lambda: mpi.join(world, timeout_s=0))
+    transport.close()
+raises(cr.ArgumentError, "mpi4py intracommunicator", lambda: mpi.join(3))
+raises(cr.ArgumentError, "above 0", lambda: mpi.join(world, timeout_s=0))
 print(f"rank {me} of {n} is done", flush=True)

@@ -1,7 +1,7 @@
-"""Ranks for tests: forked processes that meet at a store in the test's own process, and a wire of plain sockets.
+"""Ranks for tests: forked processes with a store in the test's process as rendezvous, and a transport of plain sockets.
 
-No framework, and nothing of the library but its exceptions' classes when they are pickled. Every run has a hard limit,
-after which what still runs is killed, by its number.
+This uses no framework, and of the library only the classes of pickled exceptions. Every run has a time limit, after
+which its remaining processes are killed by their process numbers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 
 
 class Store:
-    """A table of bytes that processes write and wait for, behind a socket in the file system (so that processes of
-    other network namespaces reach it too)."""
+    """A table of bytes that processes write and wait for, behind a socket in the file system, so that processes of
+    other network namespaces can reach it, too."""
 
     def __init__(self):
         self.folder = tempfile.mkdtemp(prefix="ranks-")
@@ -44,14 +44,14 @@ class Store:
     def _serve(self):
         while True:
             try:
-                way, _ = self.listener.accept()
+                connection, _ = self.listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._answer, args=(way,), daemon=True).start()
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
-    def _answer(self, way):
-        with way, contextlib.suppress(OSError, EOFError):
-            what, keys, value, timeout = pickle.loads(_read(way))
+    def _answer(self, connection):
+        with connection, contextlib.suppress(OSError, EOFError):
+            what, keys, value, timeout = pickle.loads(_read(connection))
             with self.changed:
                 if what == "put":
                     self.table.setdefault(keys[0], value)
@@ -62,7 +62,7 @@ class Store:
                 else:
                     self.changed.wait_for(lambda: self.closed or self.table.keys() >= set(keys), timeout)
                 found = [self.table.get(key) for key in keys]
-            _write(way, pickle.dumps(found))
+            _write(connection, pickle.dumps(found))
 
     def close(self):
         with self.changed:
@@ -76,111 +76,111 @@ class Store:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _read(way):
-    (length,) = struct.unpack("<Q", _exactly(way, 8))
-    return _exactly(way, length)
+def _read(connection):
+    (length,) = struct.unpack("<Q", _exactly(connection, 8))
+    return _exactly(connection, length)
 
 
-def _exactly(way, length):
+def _exactly(connection, length):
     got = bytearray()
     while len(got) < length:
-        part = way.recv(length - len(got))
+        part = connection.recv(length - len(got))
         if not part:
             raise EOFError
         got += part
     return bytes(got)
 
 
-def _write(way, payload):
-    way.sendall(struct.pack("<Q", len(payload)) + payload)
+def _write(connection, payload):
+    connection.sendall(struct.pack("<Q", len(payload)) + payload)
 
 
-class Meet:
-    """A ``Rendezvous`` at a ``Store``; groups of other names do not hear each other."""
+class SocketRendezvous:
+    """A ``Rendezvous`` at a ``Store``. Groups with different names are independent of each other."""
 
     def __init__(self, path, rank, size, name="all", timeout_s=20.0):
         self.path, self.rank, self.size, self.name, self.timeout_s = path, rank, size, name, timeout_s
         self.calls = 0
 
-    def ask(self, what, keys, value=None, timeout=0.0):
-        with socket.socket(socket.AF_UNIX) as way:
-            way.settimeout(timeout + 20)
-            way.connect(self.path)
-            _write(way, pickle.dumps((what, keys, value, timeout)))
-            return pickle.loads(_read(way))
+    def query(self, what, keys, value=None, timeout=0.0):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(timeout + 20)
+            connection.connect(self.path)
+            _write(connection, pickle.dumps((what, keys, value, timeout)))
+            return pickle.loads(_read(connection))
 
     def all_gather(self, payload):
         self.calls += 1
         keys = [(self.name, self.calls, rank) for rank in range(self.size)]
-        self.ask("put", [keys[self.rank]], payload)
-        found = self.ask("get", keys, timeout=self.timeout_s)
-        late = [rank for rank, said in enumerate(found) if said is None]
+        self.query("put", [keys[self.rank]], payload)
+        found = self.query("get", keys, timeout=self.timeout_s)
+        late = [rank for rank, value in enumerate(found) if value is None]
         if late:
-            raise TimeoutError(f"ranks {late} did not come to meeting {self.calls} of {self.name}")
-        if self.calls > 2:  # whoever is here has read all of the meeting before the last one
-            self.ask("drop", [(self.name, self.calls - 2, self.rank)])
+            raise TimeoutError(f"ranks {late} did not reach all_gather {self.calls} of {self.name}")
+        if self.calls > 2:  # all ranks have read the values of the call before the previous one
+            self.query("drop", [(self.name, self.calls - 2, self.rank)])
         return found
 
-    def announce(self, cause):
+    def publish_abort(self, cause):
         with contextlib.suppress(OSError, EOFError):
-            self.ask("put", [(self.name, "cause")], cause)
+            self.query("put", [(self.name, "cause")], cause)
 
-    def heard(self):
+    def abort_cause(self):
         try:
-            return self.ask("get", [(self.name, "cause")])[0]
+            return self.query("get", [(self.name, "cause")])[0]
         except (OSError, EOFError):
             return None
 
 
-class SocketWire:
-    """A ``Wire`` of one TCP connection a pair of ranks, each with a thread that sends and one that receives."""
+class SocketTransport:
+    """A ``Transport`` with one TCP connection per pair of ranks, each with a sending and a receiving thread."""
 
     def __init__(self, rendezvous, address="127.0.0.1"):
         self.rank, self.closed = rendezvous.rank, False
         listener = socket.create_server((address, 0), backlog=rendezvous.size)
-        doors = [pickle.loads(said) for said in rendezvous.all_gather(pickle.dumps(listener.getsockname()[:2]))]
-        self.ways, self.out, self.waiting, self.early, self.threads = {}, {}, {}, {}, []
+        addresses = [pickle.loads(x) for x in rendezvous.all_gather(pickle.dumps(listener.getsockname()[:2]))]
+        self.connections, self.out, self.waiting, self.early, self.threads = {}, {}, {}, {}, []
         self.lock = threading.Lock()
         for rank in range(self.rank):
-            self.ways[rank] = socket.create_connection(doors[rank], timeout=10)
-            self.ways[rank].sendall(struct.pack("<i", self.rank))
+            self.connections[rank] = socket.create_connection(addresses[rank], timeout=10)
+            self.connections[rank].sendall(struct.pack("<i", self.rank))
         for _ in range(self.rank + 1, rendezvous.size):
             listener.settimeout(10)
-            way, _ = listener.accept()
-            (rank,) = struct.unpack("<i", _exactly(way, 4))
-            self.ways[rank] = way
+            connection, _ = listener.accept()
+            (rank,) = struct.unpack("<i", _exactly(connection, 4))
+            self.connections[rank] = connection
         listener.close()
-        for rank, way in self.ways.items():
-            way.settimeout(None)
-            way.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for rank, connection in self.connections.items():
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.out[rank] = queue.SimpleQueue()
             for work in (self._send, self._receive):
-                self.threads.append(threading.Thread(target=work, args=(rank, way), daemon=True))
+                self.threads.append(threading.Thread(target=work, args=(rank, connection), daemon=True))
         for thread in self.threads:
             thread.start()
 
-    def _send(self, rank, way):
+    def _send(self, rank, connection):
         while (entry := self.out[rank].get()) is not None:
             address, nbytes, tag, pending = entry
             try:
-                way.sendall(struct.pack("<qq", tag, nbytes))
+                connection.sendall(struct.pack("<qq", tag, nbytes))
                 if nbytes:
-                    way.sendall((ctypes.c_char * nbytes).from_address(address))
+                    connection.sendall((ctypes.c_char * nbytes).from_address(address))
                 pending.end(None)
             except OSError as error:
                 pending.end(ConnectionError(str(error)))
 
-    def _receive(self, rank, way):
-        failure = ConnectionError(f"rank {rank} hung up")
+    def _receive(self, rank, connection):
+        failure = ConnectionError(f"rank {rank} closed the connection")
         try:
             while True:
-                tag, nbytes = struct.unpack("<qq", _exactly(way, 16))
+                tag, nbytes = struct.unpack("<qq", _exactly(connection, 16))
                 key = (rank, tag)
                 with self.lock:
                     posted = self.waiting.get(key, [])
                     entry = posted.pop(0) if posted else None
                 if entry is None:
-                    data = _exactly(way, nbytes)
+                    data = _exactly(connection, nbytes)
                     with self.lock:
                         posted = self.waiting.get(key, [])
                         entry = posted.pop(0) if posted else None
@@ -195,7 +195,7 @@ class SocketWire:
                     return
                 got, view = 0, memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else b""
                 while got < nbytes:
-                    part = way.recv_into(view[got:])
+                    part = connection.recv_into(view[got:])
                     if not part:
                         pending.end(failure)
                         return
@@ -224,7 +224,7 @@ class SocketWire:
     def send(self, address, nbytes, dst, tag):
         pending = _Pending()
         if self.closed:
-            pending.end(ConnectionError("the wire was cut"))
+            pending.end(ConnectionError("the transport was aborted"))
         else:
             self.out[dst].put((address, nbytes, tag, pending))
         return pending
@@ -246,12 +246,12 @@ class SocketWire:
 
     def abort(self):
         self.closed = True
-        for way in self.ways.values():
+        for connection in self.connections.values():
             with contextlib.suppress(OSError):
-                way.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self):
-        """Send what is queued, then hang up."""
+        """Send the queued messages, then close the connections."""
         for outgoing in self.out.values():
             outgoing.put(None)
         for thread in self.threads[::2]:
@@ -259,8 +259,8 @@ class SocketWire:
         self.abort()
         for thread in self.threads:
             thread.join(5)
-        for way in self.ways.values():
-            way.close()
+        for connection in self.connections.values():
+            connection.close()
 
 
 class _Pending:
@@ -279,7 +279,7 @@ class _Pending:
 
 
 class Died:
-    """What ``ranks`` returns for a rank that was killed or left without a word."""
+    """The result of ``ranks`` for a rank that was killed or ended without a result."""
 
     def __init__(self, status):
         self.status = status
@@ -292,10 +292,10 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
     """Run ``function(rendezvous, *args)`` in n forked processes and return what each returned, in order.
 
     Args:
-      timeout_s: after this long whatever still runs is killed, and the test fails.
-      environment: for each rank, what to put into its environment.
-      check: raise if a rank raised or died; else its exception (or a ``Died``) stands in its place.
-      begun: called with the list of process numbers when all run, in a thread.
+      timeout_s: after this time the remaining processes are killed, and the test fails.
+      environment: for each rank, variables to set in its environment.
+      check: raise if a rank raised or died; else its exception, or a ``Died``, is its result.
+      begun: called in a thread with the list of process numbers when all processes run.
     """
     store = Store()
     pids, pipes = [], []
@@ -310,22 +310,23 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
             pids.append(pid)
             pipes.append(reader)
         store.start()
-        if begun:
-            threading.Thread(target=begun, args=(list(pids),), daemon=True).start()
-        deadline, said = time.monotonic() + timeout_s, {reader: bytearray() for reader in pipes}
+        helper = _Helper(begun, list(pids)) if begun else None
+        deadline, output = time.monotonic() + timeout_s, {reader: bytearray() for reader in pipes}
         open_ = set(pipes)
         while open_ and time.monotonic() < deadline:
             for reader in select.select(sorted(open_), [], [], 0.2)[0]:
                 part = os.read(reader, 1 << 16)
-                said[reader] += part
+                output[reader] += part
                 if not part:
                     open_.discard(reader)
         late = [rank for rank, reader in enumerate(pipes) if reader in open_]
+        if helper:
+            helper.finish()  # before processes are reaped, since it may send signals to their numbers
         for rank, reader in enumerate(pipes):
             if rank in late:
                 os.kill(pids[rank], signal.SIGKILL)
             _, status = os.waitpid(pids[rank], 0)
-            results[rank] = pickle.loads(bytes(said[reader])) if said[reader] else Died(status)
+            results[rank] = pickle.loads(bytes(output[reader])) if output[reader] else Died(status)
         pids = []
         assert not late, f"ranks {late} did not end within {timeout_s} s: {results}"
     finally:
@@ -344,13 +345,69 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
     return results
 
 
+class _Helper(threading.Thread):
+    """Calls a function with the list of process numbers."""
+
+    def __init__(self, function, pids):
+        super().__init__(daemon=True)
+        self.function, self.pids, self.error = function, pids, None
+        self.start()
+
+    def run(self):
+        try:
+            self.function(self.pids)
+        except BaseException as error:
+            self.error = error
+
+    def finish(self):
+        self.join(30)
+        assert not self.is_alive(), "the function that was called with the process numbers does not end"
+        if self.error is not None:
+            raise self.error
+
+
+class Moment:
+    """A point in time, with the times for which the ranks' processes have waited for a CPU until then."""
+
+    def __init__(self):
+        """Record the present; in the test's process or in a rank."""
+        parent = os.getppid() if _IN_RANK else os.getpid()
+        self.time, self.waits = time.monotonic(), {}
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                for pid in children.read_text().split():
+                    self.waits[pid] = _cpu_wait_s(pid)
+
+    def seconds_since(self, earlier):
+        """Return the seconds since another moment, without those for which ranks waited for a CPU.
+
+        On an idle machine this is the elapsed time. On a busy one the work of other programs does not count.
+        """
+        waited = sum(max(0.0, total - earlier.waits.get(pid, total)) for pid, total in self.waits.items())
+        return self.time - earlier.time - waited
+
+
+def _cpu_wait_s(pid):
+    """Return the seconds for which the threads of a process were ready to run, but had no CPU."""
+    total = 0
+    for schedule in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            total += int(schedule.read_text().split()[1])
+    return total / 1e9
+
+
+_IN_RANK = False
+
+
 def _child(store, rank, n, function, args, writer, environment):
-    """Run one rank, and leave without what the test's process does when it ends."""
+    """Run one rank, and end without the exit handlers of the test's process."""
+    global _IN_RANK
+    _IN_RANK = True
     try:
         os.environ.update(environment)
         store.listener.close()
         try:
-            result = function(Meet(store.path, rank, n), *args)
+            result = function(SocketRendezvous(store.path, rank, n), *args)
         except BaseException as error:
             error.add_note(traceback.format_exc())
             error.__cause__ = error.__context__ = error.__traceback__ = None

@@ -13,10 +13,9 @@ from ranks import ranks
 
 import crossreduce as cr
 from crossreduce.ranks import flight_recorder
-from crossreduce.ranks.communicator import Communicator
+from crossreduce.ranks.communicator import ArrayMemory, Communicator
 from crossreduce.ranks.flight_recorder import History, Op
 from crossreduce.ranks.shared_memory import LEFT
-from crossreduce.transports.base import Buffer
 
 GOLDEN = Path(__file__).parent / "dumps"
 SUM = "all_reduce sum float32[10]"
@@ -44,7 +43,7 @@ def history(rank, last, ended=None, pid=None):
 
 def dump(rank, *histories, hosts=((0, 1, 2, 3),), group="world", token="7"):
     """Return the dump of a rank."""
-    return flight_recorder.taken(group, token, rank, hosts, "why", histories)
+    return flight_recorder.new_dump(group, token, rank, hosts, "why", histories)
 
 
 def test_the_report_on_a_broken_group(doctor):
@@ -173,11 +172,11 @@ def one_stops(rendezvous, timeout_s):
     """Run one rank: 40 calls; rank 2 stops its own process before its call 38, and the others time out."""
     communicator = Communicator(rendezvous, None, name="world", timeout_s=timeout_s)
     x = np.full(10, 3.0**communicator.rank, np.float32)
-    buffer = Buffer(x.ctypes.data, x.size, "float32", x.shape)
+    array = ArrayMemory(x.ctypes.data, x.size, "float32", x.shape)
     for number in range(1, 41):
         if communicator.rank == 2 and number == 38:
             os.kill(os.getpid(), signal.SIGSTOP)
-        communicator.broadcast(buffer, 1)
+        communicator.broadcast(array, 1)
 
 
 def test_a_stopped_rank_is_found_in_the_dumps_of_the_others(directory, doctor):

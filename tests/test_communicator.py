@@ -1,4 +1,4 @@
-"""The collectives of the ranks of one host: every one of them right, the same bits on all ranks, every time."""
+"""The collectives of the ranks of one host: all are correct, with the same bits on all ranks and in every run."""
 
 import gc
 import hashlib
@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from members import Holds, buffer, buffers, member, poisoned, random_array, untouched
-from ranks import Meet, ranks
+from members import Resources, member, memories, memory, poisoned, random_array, untouched
+from ranks import SocketRendezvous, ranks
 from strategies import DTYPES, FLOATS, ops_for
 
 from crossreduce.errors import (
@@ -26,18 +26,19 @@ from crossreduce.errors import (
     UnsupportedError,
 )
 from crossreduce.ops import INTEGERS, ReduceOp
-from crossreduce.ranks import arena
-from crossreduce.ranks.programs import PIECE_BYTES, SMALL_BYTES
-from crossreduce.transports.base import Buffer
+from crossreduce.ranks import shared_memory
+from crossreduce.ranks.collectives import SMALL_BYTES
+from crossreduce.ranks.communicator import ArrayMemory
+from crossreduce.ranks.programs import PIECE_BYTES
 
 
 @pytest.fixture(autouse=True)
 def dumps(tmp_path, monkeypatch):
-    """Where ranks write down what they did last, when a group breaks."""
+    """Let ranks write their flight recorder dumps into a directory of the test."""
     monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
 
 
-ODD = 3001  # elements: beyond what each rank reduces for itself, for all dtypes of four bytes and more
+ODD = 3001  # elements: for dtypes of at least four bytes more than each rank reduces itself
 
 
 def digest(array):
@@ -45,19 +46,19 @@ def digest(array):
 
 
 def given(n, size, dtype, seed):
-    """Every rank's array, the same on all ranks."""
+    """Return the arrays of all ranks; every rank gets the same list."""
     draw = np.random.default_rng(seed)
     return [random_array(draw, size, dtype) for _ in range(n)]
 
 
 class Checks:
-    """Runs one collective after the other and keeps what all ranks must have in common."""
+    """Runs one collective after the other and records the results that all ranks must share."""
 
     def __init__(self, comm):
         self.comm, self.common, self.turn = comm, {}, 0
 
-    def mine(self):
-        """Whether it is this rank's turn to ask the oracle, which takes long."""
+    def is_checked_here(self):
+        """Return whether this rank compares with the oracle, which takes long; the ranks take turns."""
         self.turn += 1
         return self.turn % self.comm.size == self.comm.rank
 
@@ -66,21 +67,21 @@ class Checks:
         arrays = given(n, size, dtype, seed)
         name = ReduceOp(op)
         out = poisoned(size, dtype)
-        comm.all_reduce(name, buffer(arrays[me]), buffer(out))
-        if self.mine():
+        comm.all_reduce(name, memory(arrays[me]), memory(out))
+        if self.is_checked_here():
             oracle.check(out, op, arrays, result=dtype)
         self.common["all_reduce", op, size, dtype] = digest(out)
         same = arrays[me].copy()
-        comm.all_reduce(name, buffer(same), buffer(same))
+        comm.all_reduce(name, memory(same), memory(same))
         assert same.tobytes() == out.tobytes(), "in place"
         root = seed % n
         rooted = poisoned(size, dtype)
-        comm.reduce(name, buffer(arrays[me]), buffer(rooted) if me == root else None, root)
+        comm.reduce(name, memory(arrays[me]), memory(rooted) if me == root else None, root)
         assert rooted.tobytes() == out.tobytes() if me == root else untouched(rooted), "reduce"
-        parts = [given(n, size // n, dtype, seed + 1 + k) for k in range(n)]  # parts[k][r]: rank r's for rank k
+        parts = [given(n, size // n, dtype, seed + 1 + k) for k in range(n)]  # parts[k][r]: of rank r for rank k
         share = poisoned(size // n, dtype)
-        comm.reduce_scatter(name, buffers([parts[k][me] for k in range(n)]), buffer(share))
-        if self.mine():
+        comm.reduce_scatter(name, memories([parts[k][me] for k in range(n)]), memory(share))
+        if self.is_checked_here():
             oracle.check(share, op, parts[me], result=dtype)
 
     def copies(self, size, dtype, seed):
@@ -88,26 +89,26 @@ class Checks:
         arrays, root = given(n, size, dtype, seed), seed % n
         grid = [given(n, size // n, dtype, seed + 1 + k) for k in range(n)]  # grid[i][k]: from rank i to rank k
         x = arrays[me].copy()
-        comm.broadcast(buffer(x), root)
+        comm.broadcast(memory(x), root)
         assert x.tobytes() == arrays[root].tobytes(), "broadcast"
         outs = [poisoned(size, dtype) for _ in range(n)]
-        comm.all_gather(buffer(arrays[me]), buffers(outs))
+        comm.all_gather(memory(arrays[me]), memories(outs))
         assert [o.tobytes() for o in outs] == [a.tobytes() for a in arrays], "all_gather"
         outs = [poisoned(size, dtype) for _ in range(n)]
-        comm.gather(buffer(arrays[me]), buffers(outs) if me == root else None, root)
+        comm.gather(memory(arrays[me]), memories(outs) if me == root else None, root)
         assert me != root or [o.tobytes() for o in outs] == [a.tobytes() for a in arrays], "gather"
         assert me == root or all(untouched(o) for o in outs), "gather"
         out = poisoned(size // n, dtype)
-        comm.scatter(buffers(grid[root]) if me == root else None, buffer(out), root)
+        comm.scatter(memories(grid[root]) if me == root else None, memory(out), root)
         assert out.tobytes() == grid[root][me].tobytes(), "scatter"
         outs = [poisoned(size // n, dtype) for _ in range(n)]
-        comm.all_to_all(buffers(grid[me]), buffers(outs))
+        comm.all_to_all(memories(grid[me]), memories(outs))
         assert [o.tobytes() for o in outs] == [grid[i][me].tobytes() for i in range(n)], "all_to_all"
         comm.barrier()
 
 
 def table(rendezvous, dtypes):
-    """Every collective over dtypes and ops, at sizes for each way of doing it; what all ranks have in common."""
+    """Run every collective for dtypes, ops and sizes of each schedule; return the results that all ranks share."""
     comm = member(rendezvous)
     checks = Checks(comm)
     for seed, dtype in enumerate(dtypes):
@@ -115,7 +116,7 @@ def table(rendezvous, dtypes):
             if op == "mean" and dtype in INTEGERS:
                 x = np.zeros(3, dtype)
                 with pytest.raises(UnsupportedError, match="the mean of integers"):
-                    comm.all_reduce(ReduceOp.MEAN, buffer(x), buffer(x))
+                    comm.all_reduce(ReduceOp.MEAN, memory(x), memory(x))
                 continue
             for size in (0, 37) if op != "sum" else (0, 1, 37, ODD):
                 checks.reductions(op, size, dtype, seed)
@@ -127,8 +128,8 @@ def table(rendezvous, dtypes):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
 def test_every_collective_dtype_and_op(n):
-    """Results are the oracle's, whatever the dtype, op, root and size; all ranks have the same bits; nothing else is
-    written; in place gives the same as out of place."""
+    """For every dtype, op, root and size results are the oracle's; all ranks have the same bits; nothing else is
+    written; in-place calls give the same results."""
     found = ranks(n, table, DTYPES if n < 9 else ("bfloat16", "complex128", "uint8", "int64"))
     assert len(found[0]) > (100 if n < 9 else 30)
     assert all(one == found[0] for one in found)
@@ -154,14 +155,16 @@ def specials(rendezvous):
             [most] * n,
             [-most] * n,
         ]
-        rows = np.ascontiguousarray(np.array(columns * 20).T.astype(made))  # 200 elements: through whole vectors too
+        rows = np.ascontiguousarray(
+            np.array(columns * 20).T.astype(made)
+        )  # 200 elements, so that whole vectors are computed, too
         for op in ops_for(dtype):
             if "complex" in dtype and op == "product":
-                continue  # of infinities: implementations differ on the parts, as C's standard allows
+                continue  # the C standard does not define the parts of a product with infinities
             with np.errstate(all="ignore"):
                 out = poisoned(rows.shape[1], dtype)
-                comm.all_reduce(ReduceOp(op), buffer(rows[me]), buffer(out))
-                # Beyond the accumulator's range a mean is infinite; the oracle's, being exact, is not.
+                comm.all_reduce(ReduceOp(op), memory(rows[me]), memory(out))
+                # Beyond the accumulator's range a mean is infinite, but the oracle's exact mean is not.
                 kept = np.arange(200) % 10 < (8 if op == "mean" and dtype != "float16" else 10)
                 oracle.check(out[kept], op, [row[kept] for row in rows])
                 assert op != "mean" or dtype == "float16" or np.isinf(out[~kept]).all()
@@ -174,14 +177,14 @@ def specials(rendezvous):
         rows = np.array([[info.max, info.min, info.max // 2 + 1, 3] * 50 for _ in range(n)], dtype)
         for op in ("sum", "product", "min", "max"):
             out = poisoned(200, dtype)
-            comm.all_reduce(ReduceOp(op), buffer(rows[me]), buffer(out))
+            comm.all_reduce(ReduceOp(op), memory(rows[me]), memory(out))
             oracle.check(out, op, list(rows))
     comm.close()
     return common
 
 
 def test_special_numbers():
-    """NaN, infinities, negative zeros, subnormals and what overflows come out as IEEE 754 has it, integers wrap."""
+    """NaN, infinities, negative zeros, subnormals and overflows follow IEEE 754; integers wrap around."""
     found = ranks(3, specials)
     assert found[0] == found[1] == found[2]
 
@@ -195,19 +198,19 @@ def halves(rendezvous):
             draw = np.random.default_rng(3)
             arrays = [draw.uniform(1, 2, 4000).astype(oracle.dtype_of(dtype)) for _ in range(n)]
             out = poisoned(4000, dtype)
-            comm.all_reduce(ReduceOp(op), buffer(arrays[me]), buffer(out))
+            comm.all_reduce(ReduceOp(op), memory(arrays[me]), memory(out))
             exact = np.sum([a.astype("float64") for a in arrays], axis=0) / (n if op == "mean" else 1)
             ulp = 2.0 ** (np.floor(np.log2(exact)) - mantissa)
             worst = max(worst, float((np.abs(out.astype("float64") - exact) / ulp).max()))
     x = np.full(100, 40000, np.float16)
-    comm.all_reduce(ReduceOp.MEAN, buffer(x), buffer(x))
+    comm.all_reduce(ReduceOp.MEAN, memory(x), memory(x))
     assert (x == 40000).all(), "the sum is beyond float16, the mean is not"
     comm.close()
     return worst
 
 
 def test_halves_are_rounded_once():
-    """Sums and means of half types lie within 0.51 units in the last place of the exact ones, and none overflows."""
+    """Sums and means of half types are within 0.51 units in the last place of the exact ones, and do not overflow."""
     assert max(ranks(7, halves)) <= 0.51
 
 
@@ -221,14 +224,14 @@ def delayed(rendezvous):
             arrays = given(n, size, "float32", size)
             out = poisoned(size, "float32")
             time.sleep(draw.choice([0, 0, 0.001, 0.02]))
-            comm.all_reduce(ReduceOp.SUM, buffer(arrays[me]), buffer(out))
+            comm.all_reduce(ReduceOp.SUM, memory(arrays[me]), memory(out))
             seen.setdefault(size, set()).add(digest(out))
     comm.close()
     return seen
 
 
-def test_the_same_bits_whoever_comes_first():
-    """However late each rank is, every time and on every rank the bits are the same: those of adding rank by rank."""
+def test_bits_do_not_depend_on_arrival_order():
+    """Delays of ranks do not change a bit: every result on every rank is the sum in the order of the ranks."""
     found = ranks(4, delayed)
     assert all(one == found[0] for one in found)
     for size, digests in found[0].items():
@@ -237,7 +240,7 @@ def test_the_same_bits_whoever_comes_first():
 
 
 def edges(rendezvous):
-    """Sizes at which small becomes large, shares become empty and pieces begin, as digits that lose nothing."""
+    """Reduce sizes at the limits of small arrays, of shares and of pieces, with data that shows every error."""
     comm = member(rendezvous)
     n, me = comm.size, comm.rank
     wanted = sum((n + 1) ** r for r in range(n))
@@ -245,39 +248,41 @@ def edges(rendezvous):
         for size in (middle - 1, middle, middle + 1):
             x = np.full(size, (n + 1) ** me, np.int64) + (n * np.arange(size) if me == 0 else 0)
             out = poisoned(size, "int64")
-            comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(out))
+            comm.all_reduce(ReduceOp.SUM, memory(x), memory(out))
             assert (out == wanted + n * np.arange(size)).all(), size
-    memory = np.zeros(3 * 5000 * 8 + 64, np.uint8)
-    for shift in (1, 3, 8, 63):  # addresses that are multiples of nothing
-        at = memory.ctypes.data + shift
+    block = np.zeros(3 * 5000 * 8 + 64, np.uint8)
+    for shift in (1, 3, 8, 63):  # unaligned addresses
+        at = block.ctypes.data + shift
         values = np.arange(5000, dtype=np.int64) + me
-        memory[:] = 0
-        memory[shift : shift + 40000] = values.view(np.uint8)
+        block[:] = 0
+        block[shift : shift + 40000] = values.view(np.uint8)
         gap = 40000 + 1
-        comm.all_reduce(ReduceOp.SUM, Buffer(at, 5000, "int64", (5000,)), Buffer(at + gap, 5000, "int64", (5000,)))
-        found = memory[shift + gap : shift + gap + 40000].copy().view(np.int64)
+        comm.all_reduce(
+            ReduceOp.SUM, ArrayMemory(at, 5000, "int64", (5000,)), ArrayMemory(at + gap, 5000, "int64", (5000,))
+        )
+        found = block[shift + gap : shift + gap + 40000].copy().view(np.int64)
         assert (found == n * np.arange(5000) + n * (n - 1) // 2).all(), shift
-        assert not memory[shift + gap + 40000 :].any()
-        assert not memory[:shift].any()
-        assert memory[shift + 40000] == 0
+        assert not block[shift + gap + 40000 :].any()
+        assert not block[:shift].any()
+        assert block[shift + 40000] == 0
     comm.close()
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_edges_of_pieces_and_unaligned_memory(n):
-    """No element is lost, doubled or misplaced where shares and pieces end, nor where memory lies at odd addresses."""
+    """No element is lost, doubled or misplaced at the ends of shares and pieces, or in unaligned memory."""
     ranks(n, edges)
 
 
-def patient(rendezvous):
-    """Many calls by more ranks than cores, of which a rank looks round only after days."""
-    arena.SLICE_S = 1e5
+def unsliced(rendezvous):
+    """Make many calls with more ranks than cores; waits end by a wake-up, or not within the test."""
+    shared_memory.SLICE_S = 1e5
     comm = member(rendezvous)
     draw = random.Random(comm.rank)
     x = np.ones(3000, np.float32)
     for k in range(1500):
         part = x[: 10 if k % 2 else 3000]
-        comm.all_reduce(ReduceOp.MAX, buffer(part), buffer(part))
+        comm.all_reduce(ReduceOp.MAX, memory(part), memory(part))
         if draw.random() < 0.02:
             time.sleep(draw.random() * 0.002)
     comm.close()
@@ -285,27 +290,27 @@ def patient(rendezvous):
 
 @pytest.mark.parametrize("n", [2, 6])
 def test_no_wake_up_is_lost(n):
-    """Whoever sleeps is woken by the last to arrive, not by the clock."""
-    ranks(n, patient, timeout_s=40)
+    """The last rank to arrive wakes the sleeping ranks; no timer is needed."""
+    ranks(n, unsliced, timeout_s=40)
 
 
 def big(rendezvous):
     comm = member(rendezvous)
     size = (72 << 20) // 4 + 1
     x = np.arange(size, dtype=np.int32) * (comm.rank + 1)
-    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     right = bool((x == np.arange(size, dtype=np.int32) * 3).all())
     comm.close()
     return right
 
 
-def test_more_than_a_slot_has_room_for():
-    """72 MiB go through slots of a few, in place."""
+def test_arrays_larger_than_slots():
+    """72 MiB are reduced in place, in pieces, through slots of a few MiB."""
     assert ranks(2, big) == [True, True]
 
 
 def crowd(rendezvous):
-    """Three threads a rank, each with a group of its own, made in opposite orders; and two threads of one group."""
+    """Run three threads per rank, each with its own group, made in opposite orders; and two threads with one group."""
     n, me = rendezvous.size, rendezvous.rank
     wrong, done = [], []
 
@@ -315,7 +320,7 @@ def crowd(rendezvous):
             for k in range(90):
                 size = (10, 3000, 200_000)[k % 3]
                 x = np.full(size, k + (n + 1) ** me, np.int64)
-                comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
+                comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
                 if not (x == n * k + sum((n + 1) ** r for r in range(n))).all():
                     wrong.append((name, k))
             comm.close()
@@ -330,10 +335,10 @@ def crowd(rendezvous):
         thread.start()
     x = [np.full(5000, me + 1, np.int32) for _ in range(2)]
     pair = [
-        threading.Thread(target=lambda y=y: [shared.all_reduce(ReduceOp.MAX, buffer(y), buffer(y)) for _ in range(30)])
+        threading.Thread(target=lambda y=y: [shared.all_reduce(ReduceOp.MAX, memory(y), memory(y)) for _ in range(30)])
         for y in x
     ]
-    for thread in pair:  # calls of one group from two threads, which are alike and so may come in any order
+    for thread in pair:  # equal calls of one group from two threads, which may run in any order
         thread.start()
     for thread in (*threads, *pair):
         thread.join(30)
@@ -343,12 +348,12 @@ def crowd(rendezvous):
 
 
 def test_several_groups_and_threads_at_once():
-    """Groups do not disturb each other, in whatever order they are made and used; calls of one group take turns."""
+    """Groups are independent of each other, made and used in any order; calls of one group run one after another."""
     assert ranks(3, crowd) == [([], ["a", "b", "c"])] * 3
 
 
 def forking(rendezvous):
-    """Fork children in every state; they may not use the group, and must not harm it."""
+    """Fork children during calls; the children use, drop or close the group."""
     comm = member(rendezvous)
     x = np.ones(300_000, np.float32)
     statuses = []
@@ -357,7 +362,7 @@ def forking(rendezvous):
     def busy():
         y = np.ones(300_000, np.float32)
         for _ in range(25):
-            comm.all_reduce(ReduceOp.MAX, buffer(y), buffer(y))
+            comm.all_reduce(ReduceOp.MAX, memory(y), memory(y))
         stop.set()
 
     thread = threading.Thread(target=busy)
@@ -365,7 +370,7 @@ def forking(rendezvous):
     for how in ("use", "drop", "close", "use", "drop"):
         pid = os.fork()
         if pid == 0:
-            signal.alarm(10)  # a child that waits for a lock ends by it
+            signal.alarm(10)  # ends a child that waits for a lock
             code = 1
             try:
                 if how == "use":
@@ -381,36 +386,36 @@ def forking(rendezvous):
                 os._exit(code)
         statuses.append(os.waitpid(pid, 0)[1])
     thread.join()
-    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     assert (x == comm.size).all()
     comm.close()
     return statuses
 
 
-def test_forked_children_do_no_harm():
-    """A child forked during a call may not use its parent's group, can close and drop it, and the parent goes on."""
+def test_forked_children_do_not_affect_the_group():
+    """A child forked during a call cannot use its parent's group, can close and drop it, and the parent continues."""
     assert ranks(2, forking) == [[0] * 5] * 2
 
 
 def dropped(rendezvous):
-    before = Holds()
+    before = Resources()
     comm = member(rendezvous, 10)
     x = np.ones(10, np.float32)
-    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     error = None
     if rendezvous.rank:
         try:
             comm.barrier()
         except PeerLostError as lost:
-            error = str(lost), lost.ranks, comm.cards[0][0] == os.getppid()
+            error = str(lost), lost.ranks, comm.peers[0].pid == os.getppid()
             del lost
     del comm
     gc.collect()
-    return error, before == Holds(), (before, Holds())
+    return error, before == Resources(), (before, Resources())
 
 
-def test_a_group_that_is_dropped_is_left():
-    """Whoever lets go of a group without closing it leaves it, and keeps nothing; others are told."""
+def test_a_rank_whose_group_is_garbage_collected_leaves_it():
+    """A rank that drops a group without closing it releases all resources, and the other ranks get an error."""
     found = ranks(3, dropped)
     assert all(same for _, same, _ in found), found
     for error, *_ in found[1:]:
@@ -420,7 +425,7 @@ def test_a_group_that_is_dropped_is_left():
 
 
 def short_of_addresses(rendezvous):
-    before, began = Holds(), time.monotonic()
+    before, began = Resources(), time.monotonic()
     if rendezvous.rank == 1:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 20),) * 2)
@@ -430,17 +435,17 @@ def short_of_addresses(rendezvous):
         caught = str(error)
     took = time.monotonic() - began
     gc.collect()
-    return caught, took, before == Holds()
+    return caught, took, before == Resources()
 
 
-def test_a_rank_that_cannot_reach_the_memory_holds_up_nobody():
-    """Where a limit keeps one rank from the shared memory all ranks say so at once, and keep nothing."""
+def test_a_rank_that_cannot_map_the_memory_delays_no_other_rank():
+    """If a limit prevents one rank from mapping the shared memory, all ranks raise at once and keep no resources."""
     found = ranks(3, short_of_addresses)
     text, *_ = found[0]
     assert "given: rank 1: [Errno 12] Cannot allocate memory\n" in text
     for again, took, same in found:
         assert again == text
-        assert took < 10  # of the 20 s that it waits for others
+        assert took < 10  # the timeout is 20 s
         assert same
 
 
@@ -449,7 +454,7 @@ def two_in_one(rendezvous):
 
     def one(rank):
         try:
-            member(Meet(rendezvous.path, rank, 2, "twins"), 5)
+            member(SocketRendezvous(rendezvous.path, rank, 2, "twins"), 5)
         except ContextError as error:
             caught[rank] = str(error)
 
@@ -462,7 +467,7 @@ def two_in_one(rendezvous):
 
 
 def test_two_ranks_in_one_process_are_refused():
-    """Ranks are told from each other by their processes, so threads cannot be ranks of one group."""
+    """Ranks must be processes; threads cannot be ranks of one group."""
     ((caught, pid),) = ranks(1, two_in_one)
     assert all(f"ranks 0, 1 in process {pid}" in text for text in caught)
 
@@ -472,28 +477,32 @@ def misused(rendezvous):
     n = comm.size
     x, y = np.zeros(6, np.float32), np.zeros(7, np.float32)
     wrong = [
-        (lambda: comm.broadcast(buffer(x), n), ArgumentError, "no rank of the group"),
-        (lambda: comm.broadcast(buffer(x), -1), ArgumentError, "no rank of the group"),
-        (lambda: comm.all_gather(buffer(x), buffers([x] * (n + 1))), ArgumentError, "one buffer a rank"),
-        (lambda: comm.all_to_all([], []), ArgumentError, "one buffer a rank"),
-        (lambda: comm.all_to_all(buffers([x] * n), []), ArgumentError, "one buffer a rank"),
-        (lambda: comm.reduce(ReduceOp.SUM, buffer(x), None, comm.rank), ArgumentError, "only the root"),
-        (lambda: comm.gather(buffer(x), buffers([x] * n), (comm.rank + 1) % n), ArgumentError, "only the root"),
-        (lambda: comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(y)), MismatchError, "differs in dtype or size"),
-        (lambda: comm.all_reduce(ReduceOp.MAX, *[Buffer(0, 0, "complex64", ())] * 2), UnsupportedError, "no order"),
-        (lambda: comm.all_reduce(ReduceOp.SUM, *[Buffer(0, 0, "float8", ())] * 2), UnsupportedError, "float8"),
+        (lambda: comm.broadcast(memory(x), n), ArgumentError, "not a rank of the group"),
+        (lambda: comm.broadcast(memory(x), -1), ArgumentError, "not a rank of the group"),
+        (lambda: comm.all_gather(memory(x), memories([x] * (n + 1))), ArgumentError, "one array per rank"),
+        (lambda: comm.all_to_all([], []), ArgumentError, "one array per rank"),
+        (lambda: comm.all_to_all(memories([x] * n), []), ArgumentError, "one array per rank"),
+        (lambda: comm.reduce(ReduceOp.SUM, memory(x), None, comm.rank), ArgumentError, "only the root"),
+        (lambda: comm.gather(memory(x), memories([x] * n), (comm.rank + 1) % n), ArgumentError, "only the root"),
+        (lambda: comm.all_reduce(ReduceOp.SUM, memory(x), memory(y)), MismatchError, "same dtype and size"),
+        (
+            lambda: comm.all_reduce(ReduceOp.MAX, *[ArrayMemory(0, 0, "complex64", ())] * 2),
+            UnsupportedError,
+            "no order",
+        ),
+        (lambda: comm.all_reduce(ReduceOp.SUM, *[ArrayMemory(0, 0, "float8", ())] * 2), UnsupportedError, "float8"),
     ]
     for call, kind, words in wrong:
         with pytest.raises(kind, match=words):
             call()
-    assert comm.plans("all_reduce", ReduceOp.SUM, "complex64")
-    assert not comm.plans("all_reduce", ReduceOp.MAX, "complex64")
-    assert not comm.plans("all_reduce", ReduceOp.MEAN, "int8")
-    assert comm.plans("broadcast", None, "complex128")
-    assert comm.plans("all_to_all", None, "bool")
-    assert not comm.plans("broadcast", None, "float8")
+    assert comm.supports("all_reduce", ReduceOp.SUM, "complex64")
+    assert not comm.supports("all_reduce", ReduceOp.MAX, "complex64")
+    assert not comm.supports("all_reduce", ReduceOp.MEAN, "int8")
+    assert comm.supports("broadcast", None, "complex128")
+    assert comm.supports("all_to_all", None, "bool")
+    assert not comm.supports("broadcast", None, "float8")
     x[:] = comm.rank
-    comm.all_reduce(ReduceOp.SUM, buffer(x), buffer(x))  # none of it counted as a call
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))  # the wrong calls do not count
     assert (x == n * (n - 1) / 2).all()
     comm.close()
     comm.close()
@@ -502,13 +511,13 @@ def misused(rendezvous):
         comm.barrier()
 
 
-def test_wrong_arguments_are_refused_where_they_are_given():
-    """A call that one rank can see to be wrong raises there, and counts for nothing; a closed group says so."""
+def test_wrong_arguments_raise_on_the_calling_rank():
+    """A call with wrong arguments raises and does not count as a call; a closed group raises, too."""
     ranks(2, misused)
 
 
 def handled(rendezvous, inside):
-    """Rank 0 is in a call when a signal's handler uses the group."""
+    """Use the group in a signal handler during a call of rank 0."""
     comm = member(rendezvous, 10)
     seen = []
     if comm.rank:
@@ -538,13 +547,13 @@ def handled(rendezvous, inside):
         outcome = str(error)
     finally:
         comm.close()
-    return seen, outcome, time.monotonic() - began, comm.arena.fd
+    return seen, outcome, time.monotonic() - began, comm.memory.fd
 
 
-def test_a_handler_of_signals_in_the_middle_of_a_call():
-    """Another call there is refused and the first goes on; close and abort there end it, on all ranks."""
+def test_a_signal_handler_during_a_call():
+    """A call in the handler raises and the interrupted call continues; close and abort end it on all ranks."""
     (seen, outcome, _, fd), other = ranks(2, handled, "barrier")
-    assert "under way in this very thread" in seen[0]
+    assert "this thread is already in a call" in seen[0]
     assert (outcome, other, fd) == ("done", "done", -1)
     for inside in ("close", "abort"):
         (seen, outcome, took, fd), other = ranks(2, handled, inside)
@@ -559,44 +568,44 @@ def handled_while_it_closes(rendezvous):
     comm, seen = member(rendezvous), []
 
     def handler(*_):
-        with pytest.raises(ContextError) as error:
+        with pytest.raises(ContextError, match="is closed") as error:
             comm.barrier()
         seen.append(str(error.value))
 
-    def leave(course, leave=comm.arena.leave):
+    def record_leaving(record_leaving=comm.memory.record_leaving):
         signal.raise_signal(signal.SIGUSR1)
-        leave(course)
+        record_leaving()
 
     signal.signal(signal.SIGUSR1, handler)
-    comm.arena.leave = leave
+    comm.memory.record_leaving = record_leaving
     comm.close()
-    return seen, comm.arena.fd
+    return seen, comm.memory.fd
 
 
-def test_a_handler_of_signals_while_a_group_closes():
-    """A call there is refused, and does not wait for the thread that it interrupts."""
+def test_a_signal_handler_while_a_group_closes():
+    """A call in the handler raises and does not wait for the interrupted thread."""
     (((text,), fd),) = ranks(1, handled_while_it_closes, timeout_s=10)
     assert 'group "world" is closed' in text
     assert fd == -1
 
 
-def awake(meet, cpus):
-    os.sched_setaffinity(0, {cpus[meet.rank]})
-    told, make = [], arena.Arena.__init__
+def spin_times(rendezvous, cpus):
+    os.sched_setaffinity(0, {cpus[rendezvous.rank]})
+    recorded, original = [], shared_memory.HostMemory.__init__
 
-    def heard(self, fd, host, rank, slot, spin_s):
-        told.append(spin_s)
-        make(self, fd, host, rank, slot, spin_s)
+    def recording(self, fd, host, rank, slot, spin_s):
+        recorded.append(spin_s)
+        original(self, fd, host, rank, slot, spin_s)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena.Arena, "__init__", heard)
-        member(meet).close()
-    return told
+        patch.setattr(shared_memory.HostMemory, "__init__", recording)
+        member(rendezvous).close()
+    return recorded
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this system gives the tests one CPU")
-def test_ranks_wait_awake_where_each_has_a_cpu():
-    """Ranks that a launcher bound to a CPU each wait awake; two that share one do not."""
+def test_ranks_spin_only_if_each_has_a_cpu():
+    """Ranks that a launcher bound to one CPU each spin while they wait; two that share a CPU do not."""
     first, second, *_ = sorted(os.sched_getaffinity(0))
-    assert ranks(2, awake, (first, second)) == [[arena.SPIN_S]] * 2
-    assert ranks(2, awake, (first, first)) == [[0.0]] * 2
+    assert ranks(2, spin_times, (first, second)) == [[shared_memory.SPIN_S]] * 2
+    assert ranks(2, spin_times, (first, first)) == [[0.0]] * 2

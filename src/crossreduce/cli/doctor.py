@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..ranks.diagnostics import named
+from ..errors import rank_list
 from ..ranks.flight_recorder import Dump, Frame, History, Thread, read
 from ..ranks.shared_memory import LEFT
 from .output import print_lines
@@ -131,12 +131,14 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
     waiting = [state.rank for state in states if state.sequence == last and state.rank not in behind]
     running = [rank for rank in waiting if by_rank[rank].state == "running"]
     if running and last:
-        findings.append(f"{named(running)} {'was' if len(running) == 1 else 'were'} in op {last}, {text}.")
+        findings.append(f"{rank_list(running)} {'was' if len(running) == 1 else 'were'} in op {last}, {text}.")
     finished = [rank for rank in waiting if by_rank[rank].state == "finished"]
     if finished:
-        findings.append(f"{named(finished)} had finished op {last}, {text}.")
+        findings.append(f"{rank_list(finished)} had finished op {last}, {text}.")
     if missing:
-        findings.append(f"Nothing is known about {named(missing)}, which wrote no dump and is in no other rank's dump.")
+        findings.append(
+            f"Nothing is known about {rank_list(missing)}, which wrote no dump and is in no other rank's dump."
+        )
     if not behind and not missing:
         findings.append("No rank is behind: all ranks reached the same call.")
     return Incident(
@@ -190,7 +192,7 @@ def _finding(state: RankState, last: int, text: str, because: str) -> str:
     """Return a sentence about a rank that is behind; ``because``: possible reasons why it wrote no dump."""
     process = "pid unknown" if state.pid is None else f"pid {state.pid}"
     where = process if state.hostname is None else f"{process} on {state.hostname}"
-    rank, ago = f"{named([state.rank])} ({where})", f"{state.seconds or 0.0:.1f} s before the group broke"
+    rank, ago = f"{rank_list([state.rank])} ({where})", f"{state.seconds or 0.0:.1f} s before the group broke"
     never_called = f"; it did not call op {last}, {text}."
     if state.state == "left":
         line = f"{rank} left the group after op {state.sequence}{f', {state.text}' if state.text else ''}."

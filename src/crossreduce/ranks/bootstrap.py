@@ -1,8 +1,9 @@
-"""Who shares a host, found out by the ranks themselves, and the memory that they share.
+"""Bootstrap: the ranks of a group find out which of them share a host, and share memory there.
 
-In: a place to meet, and how many bytes a host's ranks need.  Out: the hosts, a file descriptor of this host's memory,
-and how many CPUs its ranks have. Ranks are on one host when the kernel says so and one of them could hand its memory to
-all others; it has no name anywhere, so nothing can be left behind, whatever dies.
+Input: a rendezvous, and the bytes that a host's ranks need. Output: the hosts, a file descriptor of this host's memory,
+and the number of CPUs of its ranks. Ranks are on one host if the kernel's identifiers are equal and one of them could
+send its memory to all others. The memory has no name in the file system, so nothing is left behind however a process
+ends.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from ..transports.base import Rendezvous
 _LOG: Final = logging.getLogger("crossreduce")
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")  # names of abstract sockets belong to one network namespace
-_GROUP: Final = Path("/proc/self/cgroup")
-_GROUPS: Final = Path("/sys/fs/cgroup")
-_NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL, which some systems insist on and kernels before 6.3 do not know
+_CGROUP: Final = Path("/proc/self/cgroup")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; kernels before 6.3 do not support it
 
 
-class Meeting(NamedTuple):
+class BootstrapResult(NamedTuple):
     """What the ranks of a group found out.
 
     Args:
       hosts: the ranks of each host, ascending; hosts in the order of their lowest ranks.
-      host: those of this rank's.
-      fd: memory that these share, zeroed; the caller closes it.
-      cpus: on how many CPUs they may run: launchers bind ranks to CPUs of their own, so all of theirs count.
+      host: the ranks of this rank's host.
+      fd: memory that these ranks share, zeroed; the caller closes it.
+      cpus: the number of CPUs on which any of these ranks may run; launchers may bind each rank to CPUs of its own.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -50,53 +51,53 @@ class Meeting(NamedTuple):
     cpus: int
 
 
-class _Card(NamedTuple):
-    """What a rank tells all others: equal identities may share memory; where it can be handed memory; its CPUs."""
+class _HostInfo(NamedTuple):
+    """What a rank tells all others. Ranks with equal identities may share memory, which is sent to socket ``name``."""
 
     identity: list[str]
     name: str
     cpus: list[int]
 
 
-def meet(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Meeting:
-    """Find out who shares a host, and share memory with them. All ranks call it together.
+def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> BootstrapResult:
+    """Find out which ranks share a host, and share memory with them. All ranks call it together.
 
     ``CROSSREDUCE_HOST`` in the environment splits a host: only ranks with the same text can be on one.
 
     Args:
       rendezvous: where the ranks meet; it is used three times.
-      nbytes: how many bytes the ranks of one host share, given how many they are.
+      nbytes: returns the bytes that the ranks of one host share, given their number.
     Raises:
-      ReductionError: there is no memory even for one rank.
-      CollectiveTimeout: some ranks did not come.
+      ReductionError: there is not enough memory even for one rank.
+      CollectiveTimeout: some ranks did not reach the rendezvous in time.
     """
     identity = _identity()
-    with socket.socket(socket.AF_UNIX if identity else socket.AF_INET, socket.SOCK_STREAM) as door:
+    with socket.socket(socket.AF_UNIX if identity else socket.AF_INET, socket.SOCK_STREAM) as listener:
         name = f"crossreduce-{secrets.token_hex(16)}"
         if identity:
-            door.bind("\0" + name)
-            door.listen(1)
-            door.setblocking(False)
-        # Whoever cannot share has an identity that nobody else has.
-        own = _Card([*identity, os.environ.get("CROSSREDUCE_HOST", "")] if identity else [name], name, _cpus())
-        cards = [_Card(*json.loads(said)) for said in rendezvous.all_gather(json.dumps(own).encode())]
-        ranks = [rank for rank, card in enumerate(cards) if card.identity == own.identity]
+            listener.bind("\0" + name)
+            listener.listen(1)
+            listener.setblocking(False)
+        # A rank that cannot share memory gets an identity of its own.
+        own = _HostInfo([*identity, os.environ.get("CROSSREDUCE_HOST", "")] if identity else [name], name, _cpus())
+        infos = [_HostInfo(*json.loads(info)) for info in rendezvous.all_gather(json.dumps(own).encode())]
+        ranks = [rank for rank, info in enumerate(infos) if info.identity == own.identity]
         size, fd, problem = nbytes(len(ranks)), -1, ""
         try:
             try:
                 if rendezvous.rank == ranks[0]:
                     fd = _memory(size)
-                    _hand_over(fd, [cards[rank].name for rank in ranks[1:]])
+                    _send_to_all(fd, [infos[rank].name for rank in ranks[1:]])
             except OSError as error:
                 problem = f"rank {rendezvous.rank} could not share {size} bytes: {error}"
-            rendezvous.all_gather(b"")  # what was handed over lies at every door now
+            rendezvous.all_gather(b"")  # from here on each listener's queue contains the memory that was sent to it
             try:
                 if fd < 0 and not problem:
-                    fd = _take(door, size)
+                    fd = _received(listener, size)
             except OSError as error:
-                problem = f"rank {rendezvous.rank} was handed no memory: {error}"
-            problems = [said.decode() for said in rendezvous.all_gather(problem.encode())]
-            hosts = _hosts(cards, problems)
+                problem = f"rank {rendezvous.rank} received no memory: {error}"
+            problems = [text.decode() for text in rendezvous.all_gather(problem.encode())]
+            hosts = _hosts(infos, problems)
             if ranks not in map(list, hosts):
                 if rendezvous.rank == ranks[0]:
                     _LOG.warning("%s", _dissolved(ranks, problems))
@@ -109,34 +110,34 @@ def meet(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Meeting:
                 os.close(fd)
             raise
         host = next(ranks for ranks in hosts if rendezvous.rank in ranks)
-        return Meeting(hosts, host, fd, len({cpu for rank in host for cpu in cards[rank].cpus}))
+        return BootstrapResult(hosts, host, fd, len({cpu for rank in host for cpu in infos[rank].cpus}))
 
 
 def _identity() -> list[str]:
-    """Return what ranks that may share memory have in common; empty: this system has no way to share it."""
+    """Return the identifiers that are equal on ranks that may share memory; empty if the system cannot share it."""
     if not hasattr(os, "memfd_create"):
         return []
     try:
         return [_BOOT.read_text().strip(), str(_NETWORK.stat().st_ino), str(os.getuid())]
     except OSError as error:
-        _LOG.warning("this rank's host is unknown, so it shares memory with none: %s", error)
+        _LOG.warning("the host of this rank cannot be identified, so the rank shares no memory: %s", error)
         return []
 
 
 def _cpus() -> list[int]:
-    """Return the CPUs that this process may run on, as far as the system says."""
+    """Return the CPUs on which this process may run, as far as the system reports them."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
-def _hosts(cards: Sequence[_Card], problems: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the hosts: ranks of one identity, or each for itself where one of them met a problem.
+def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the hosts: the ranks of one identity, or single ranks if one of them had a problem.
 
-    >>> _hosts([_Card(["a"], "", [])] * 2 + [_Card(["b"], "", [])] * 2, ["", "", "", "broken"])
+    >>> _hosts([_HostInfo(["a"], "", [])] * 2 + [_HostInfo(["b"], "", [])] * 2, ["", "", "", "broken"])
     ((0, 1), (2,), (3,))
     """
     found: dict[tuple[str, ...], list[int]] = {}
-    for rank, card in enumerate(cards):
-        found.setdefault(tuple(card.identity), []).append(rank)
+    for rank, info in enumerate(infos):
+        found.setdefault(tuple(info.identity), []).append(rank)
     hosts: list[tuple[int, ...]] = []
     for ranks in found.values():
         hosts += [(rank,) for rank in ranks] if any(problems[rank] for rank in ranks) else [tuple(ranks)]
@@ -147,21 +148,21 @@ def _dissolved(ranks: Sequence[int], problems: Sequence[str]) -> str:
     why = "; ".join(problems[rank] for rank in ranks if problems[rank])
     listed = ", ".join(map(str, ranks))
     return message(
-        f"ranks {listed} seem to share a host but no memory; each counts as a host of its own.",
+        f"ranks {listed} are on one host but could not share memory; each is treated as a host of its own.",
         why,
         "more memory for the container, or CROSSREDUCE_HOST set to another text on each host",
     )
 
 
 def _memory(nbytes: int) -> int:
-    """Return memory that only this user can open, of a size that nobody can change, and that is really there."""
+    """Return allocated memory of fixed size that only this user can open."""
     if not hasattr(os, "memfd_create"):
         fd, path = tempfile.mkstemp()
         Path(path).unlink()
         os.ftruncate(fd, nbytes)
         return fd
     available = _available()
-    if nbytes > available:  # asked for more, the kernel would end processes before it said no
+    if nbytes > available:  # the kernel would kill processes before it refused to allocate
         raise OSError(errno.ENOMEM, f"{available} bytes are available")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
@@ -181,13 +182,13 @@ def _memory(nbytes: int) -> int:
 
 
 def _available() -> int:
-    """Return how many bytes this process may still take, as far as the system says."""
+    """Return the bytes that this process may still allocate, as far as the system reports them."""
     found = [1 << 62]
     with suppress(OSError, ValueError, IndexError):
         rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines())
         found.append(int(rows["MemAvailable"].split()[0]) << 10)
     with suppress(OSError):
-        for row in _GROUP.read_text().splitlines():
+        for row in _CGROUP.read_text().splitlines():
             _, kind, group = row.split(":", 2)
             version = {"": ("", "memory.max", "memory.current", "inactive_file")}.get(kind)
             if "memory" in kind.split(","):
@@ -195,10 +196,10 @@ def _available() -> int:
             if version is None:
                 continue
             root, limit, usage, cache = version
-            top = Path(_GROUPS, root)
+            top = Path(_CGROUPS, root)
             own = top / group.lstrip("/")
-            for place in (own, *own.parents):  # one above may have the limit; a container may see its own as the top
-                with suppress(OSError, ValueError, KeyError):  # no limit: the file is missing, or says "max"
+            for place in (own, *own.parents):  # a parent may have the limit; a container may see its own as the top
+                with suppress(OSError, ValueError, KeyError):  # without a limit the file is missing or contains "max"
                     stats = dict(line.split() for line in Path(place, "memory.stat").read_text().splitlines())
                     most, used = (int(Path(place, name).read_text()) for name in (limit, usage))
                     found.append(max(0, most - used + int(stats[cache])))
@@ -212,38 +213,39 @@ def _own_memory(nbytes: int) -> int:
         return _memory(nbytes)
     except OSError as error:
         given = f"{nbytes} bytes: {error}"
-        raise ReductionError(message("there is no memory to work in.", given, "a larger memory limit")) from error
+        raise ReductionError(message("there is not enough memory.", given, "a larger memory limit")) from error
 
 
-def _hand_over(fd: int, names: Sequence[str]) -> None:
-    """Leave the memory at the doors of other ranks; they need not look for it yet."""
+def _send_to_all(fd: int, names: Sequence[str]) -> None:
+    """Send the memory to the listeners of other ranks; they need not accept it yet."""
     for name in names:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as way:
-            way.setblocking(False)
-            way.connect("\0" + name)
-            _require_same_user(way)
-            socket.send_fds(way, [b"m"], [fd])
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.setblocking(False)
+            connection.connect("\0" + name)
+            _require_same_user(connection)
+            socket.send_fds(connection, [b"m"], [fd])
 
 
-def _take(door: Any, nbytes: int) -> int:
-    """Return the memory that was left at this rank's door."""
-    way, _ = door.accept()
-    with way:
-        way.setblocking(False)
-        _require_same_user(way)
-        _, fds, _, _ = socket.recv_fds(way, 1, 1)
+def _received(listener: Any, nbytes: int) -> int:
+    """Return the memory that another rank sent to this rank's listener."""
+    connection, _ = listener.accept()
+    with connection:
+        connection.setblocking(False)
+        _require_same_user(connection)
+        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
         if not fds:
-            raise OSError(errno.EBADMSG, "no memory was in the message")
+            raise OSError(errno.EBADMSG, "the message contained no memory")
         os.set_inheritable(fds[0], False)
-        if os.fstat(fds[0]).st_size < nbytes:  # another library's version on the other side
+        if os.fstat(fds[0]).st_size < nbytes:  # the other rank has another version of the library
             size = os.fstat(fds[0]).st_size
             os.close(fds[0])
             raise OSError(errno.EBADMSG, f"it has {size} bytes, not {nbytes}")
         return int(fds[0])
 
 
-def _require_same_user(way: socket.socket) -> None:
+def _require_same_user(connection: socket.socket) -> None:
     if sys.platform == "linux":
-        credentials = struct.unpack("3i", way.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        size = struct.calcsize("3i")
+        credentials = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
         if credentials[1] != os.getuid():
-            raise PermissionError(errno.EACCES, f"the other side belongs to user {credentials[1]}")
+            raise PermissionError(errno.EACCES, f"the other process belongs to user {credentials[1]}")

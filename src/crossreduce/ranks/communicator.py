@@ -1,7 +1,7 @@
-"""``Communicator``: the collectives of a group of ranks, over memory that is named by its address.
+"""``Communicator``: the collectives of a group of ranks, on memory that is given by its address.
 
-In: where the ranks meet, and a wire between hosts.  Out: reduced memory, or the same error on every rank. On one host
-a call is a course through shared memory; between hosts see ``across``. Knows no arrays.
+Input: a rendezvous, a transport between hosts, and arrays. Output: reduced arrays, or the same error on every rank. On
+one host a call is a rank program in shared memory (``one_host``); between hosts see ``multi_host``.
 """
 
 from __future__ import annotations
@@ -15,156 +15,155 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 from ..errors import ArgumentError, ContextError, MismatchError, ReductionError, UnsupportedError, message
-from ..ops import COMPLEX, ReduceOp
+from ..ops import COMPLEX, Numbers, ReduceOp, copying
 from ..topology import Topology
-from ..transports.base import Buffer, Rendezvous, Wire
-from .diagnostics import Said, described
-from .exchange import Late, Lost
-from .membership import Member, again
-from .multi_host import Crossing
-from .programs import Numbers, copying, flows, native_course, reduction_numbers
-from .shared_memory import BROKEN, DONE, LEFT, MISMATCH, MOST_TEXT, WAITING, Watch
+from ..transports.base import Rendezvous, Transport
+from .diagnostics import CallSignature, call_text
+from .exchange import PeerDisconnected, PeerTimeout
+from .instructions import reduction_numbers
+from .membership import Member, renewed
+from .one_host import RankExecutable
+from .shared_memory import MAX_TEXT_BYTES, GroupAborted
 
-_KEPT: Final = 1 << 15  # ticks of courses that are remembered; on 8 ranks each takes 1 to 2 KiB
-ACROSS: Final = ("all_reduce", "reduce", "broadcast")  # the collectives that are planned over several hosts
-
-
-class _GivenUp(Exception):  # noqa: N818
-    """Somebody on this host has said why nothing goes on."""
+_CACHED_STAGES: Final = 1 << 15  # of all cached executables; on 8 ranks a stage takes 1 to 2 KiB
 
 
-class _Call(NamedTuple):
-    """A call, ready to run."""
+class ArrayMemory(NamedTuple):
+    """An array in C order: its address, its number of elements and the name of their dtype.
 
-    course: Any
-    ticks: int
-    text: bytes
+    ``shape`` appears in messages; ranks whose shapes differ are reported.
+    """
+
+    address: int
+    size: int
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Communicator(Member):
-    """The collectives of a group, seen from one rank.
+    """The collectives of a group, from the view of one rank.
 
-    Calls block, let other Python threads run, and answer signals; calls of several threads wait for each other. All
-    ranks make the same calls in the same order; before any result is written each makes sure that all do.
+    Calls block, release Python's global lock, and react to signals; calls of several threads run one after another. All
+    ranks must make the same calls in the same order; this is checked before any result is written.
 
     Args:
       rendezvous: where the ranks meet.
-      wire: how ranks of different hosts reach each other; ``None`` where all are on one.
+      transport: carries messages between hosts; ``None`` if all ranks are on one host.
       name: the group's, in messages.
       timeout_s: how long a call waits for other ranks, in seconds.
-      members: what messages and errors call the ranks, such as their numbers in a larger group; ``None``: 0, 1, ...
+      global_ranks: the ranks' numbers in messages and errors, such as those in a larger group; ``None``: 0, 1, ...
     Raises:
-      BackendError: the compiled kernels are not there, or this system is not Linux.
-      CollectiveTimeout: some ranks did not come.
-      ContextError: two ranks are one process.
+      BackendError: the compiled kernels are missing, or this system is not Linux.
+      CollectiveTimeout: some ranks did not reach the rendezvous in time.
+      ContextError: two ranks are in one process.
       MismatchError: the ranks have different versions of crossreduce.
-      ReductionError: some rank has no memory, or cannot reach what its host shares.
+      ReductionError: a rank has no memory, or cannot map the memory that its host shares.
     """
 
     def __init__(
         self,
         rendezvous: Rendezvous,
-        wire: Wire | None,
+        transport: Transport | None,
         *,
         name: str,
         timeout_s: float,
-        members: Sequence[int] | None = None,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         self._lock = threading.Lock()
-        self._caller: int | None = None  # the thread that is in a call
+        self._caller: int | None = None  # the thread whose call runs
         self._pid = os.getpid()
-        self._calls: dict[Any, _Call | Crossing] = {}
-        self._ticks = 0  # of all of these
+        self._executables: dict[Any, RankExecutable] = {}
+        self._stages = 0  # of all of these
         self._closed = False
-        super().__init__(rendezvous, wire, name, timeout_s, members)
+        super().__init__(rendezvous, transport, name, timeout_s, global_ranks)
 
     # The collectives
 
-    def all_reduce(self, op: ReduceOp, source: Buffer, result: Buffer) -> None:
-        """Combine all ranks' ``source`` into everybody's ``result``, which may be the same memory."""
+    def all_reduce(self, op: ReduceOp, source: ArrayMemory, result: ArrayMemory) -> None:
+        """Combine ``source`` of all ranks into ``result`` on every rank; both may be the same memory."""
         self._check(source, result)
         self._reduction("all_reduce", op, source, (source.address, result.address), None)
 
-    def reduce(self, op: ReduceOp, source: Buffer, result: Buffer | None, root: int) -> None:
-        """Combine all ranks' ``source`` into the root's ``result``."""
+    def reduce(self, op: ReduceOp, source: ArrayMemory, result: ArrayMemory | None, root: int) -> None:
+        """Combine ``source`` of all ranks into ``result`` of the root."""
         self.check_root(root, result is not None)
         if result is not None:
             self._check(source, result)
         addresses = (source.address,) if result is None else (source.address, result.address)
         self._reduction("reduce", op, source, addresses, root)
 
-    def broadcast(self, buffer: Buffer, root: int) -> None:
-        """Copy the root's ``buffer`` to everybody's."""
+    def broadcast(self, array: ArrayMemory, root: int) -> None:
+        """Copy ``array`` of the root to ``array`` of every rank."""
         self.check_root(root, None)
-        self._copying("broadcast", buffer, (buffer.address,), root)
+        self._copying("broadcast", array, (array.address,), root)
 
-    def all_gather(self, source: Buffer, results: Sequence[Buffer]) -> None:
-        """Copy every rank's ``source`` to everybody's ``results``, one a rank."""
+    def all_gather(self, source: ArrayMemory, results: Sequence[ArrayMemory]) -> None:
+        """Copy ``source`` of rank k to ``results[k]`` of every rank."""
         self._check(source, *results, count=self.size)
         self._copying("all_gather", source, (source.address, *(r.address for r in results)), None)
 
-    def reduce_scatter(self, op: ReduceOp, sources: Sequence[Buffer], result: Buffer) -> None:
-        """Combine all ranks' ``sources[k]`` into rank k's ``result``."""
+    def reduce_scatter(self, op: ReduceOp, sources: Sequence[ArrayMemory], result: ArrayMemory) -> None:
+        """Combine ``sources[k]`` of all ranks into ``result`` of rank k."""
         self._check(result, *sources, count=self.size)
         self._reduction("reduce_scatter", op, result, (*(s.address for s in sources), result.address), None)
 
-    def gather(self, source: Buffer, results: Sequence[Buffer] | None, root: int) -> None:
-        """Copy every rank's ``source`` to the root's ``results``."""
+    def gather(self, source: ArrayMemory, results: Sequence[ArrayMemory] | None, root: int) -> None:
+        """Copy ``source`` of rank k to ``results[k]`` of the root."""
         self.check_root(root, results is not None)
         if results is not None:
             self._check(source, *results, count=self.size)
         self._copying("gather", source, (source.address, *(r.address for r in results or ())), root)
 
-    def scatter(self, sources: Sequence[Buffer] | None, result: Buffer, root: int) -> None:
-        """Copy the root's ``sources[k]`` to rank k's ``result``."""
+    def scatter(self, sources: Sequence[ArrayMemory] | None, result: ArrayMemory, root: int) -> None:
+        """Copy ``sources[k]`` of the root to ``result`` of rank k."""
         self.check_root(root, sources is not None)
         if sources is not None:
             self._check(result, *sources, count=self.size)
         self._copying("scatter", result, (result.address, *(s.address for s in sources or ())), root)
 
-    def all_to_all(self, sources: Sequence[Buffer], results: Sequence[Buffer]) -> None:
-        """Copy rank i's ``sources[k]`` to rank k's ``results[i]``."""
+    def all_to_all(self, sources: Sequence[ArrayMemory], results: Sequence[ArrayMemory]) -> None:
+        """Copy ``sources[k]`` of rank i to ``results[i]`` of rank k."""
         self._check(*sources[:1], *sources, count=self.size)
         self._check(*sources[:1], *results, count=self.size)
-        self._copying("all_to_all", sources[0], tuple(b.address for b in (*sources, *results)), None)
+        self._copying("all_to_all", sources[0], tuple(x.address for x in (*sources, *results)), None)
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
         self.agree("barrier")
 
-    def agree(self, what: str) -> None:
-        """Make sure that all ranks say the same, and move nothing.
+    def agree(self, text: str) -> None:
+        """Check that all ranks pass the same text, and move nothing.
 
         Raises:
           MismatchError: they do not.
         """
-        self._run(what, lambda: self._nothing(what), ())
+        self._run(text, lambda: self._comparison(text), ())
 
     def plan_on(self, topology: Topology) -> None:
-        """Plan calls between hosts by measured links from now on; all ranks say the same (see ``links.measure``)."""
-        if self._across is not None:
+        """Plan calls between hosts on these links from now on; all ranks pass the same (see ``measurement``)."""
+        if self._remote is not None:
             with self._lock:
-                self._across.topology = topology
-                self._calls.clear()
-                self._ticks = 0
+                self._remote.topology = topology
+                self._executables.clear()
+                self._stages = 0
 
     @contextmanager
-    def afar(self) -> Iterator[None]:
-        """Give up on the group if what is done here breaks off: messages to other hosts, beside the collectives."""
+    def aborting(self) -> Iterator[None]:
+        """Abort the group if the enclosed inter-host communication fails."""
         try:
             yield
-        except ReductionError:  # a call's, which has done what it must
+        except ReductionError:  # raised by a call of this group, which has aborted it if necessary
             raise
         except (ConnectionError, TimeoutError) as error:
-            self._give_up(self._from_afar(error))
+            self._abort(self._remote_failure(error))
             self._raise_broken()
-        except BaseException:  # Ctrl-C: what other hosts send would come into memory that is about to go
-            self._give_up(self._interrupted("was interrupted"))
+        except BaseException:  # Ctrl-C: other hosts' messages would be written to memory that is about to be freed
+            self._abort(self._interrupted("was interrupted"))
             raise
 
-    def plans(self, collective: str, op: ReduceOp | None = None, dtype: str = "uint8") -> bool:
-        """Return whether a call runs here; else it is for another engine, after ``agree``."""
-        if len(self.hosts) > 1 and collective not in (*ACROSS, "barrier"):
+    def supports(self, collective: str, op: ReduceOp | None = None, dtype: str = "uint8") -> bool:
+        """Return whether this communicator runs a call. Others are for another engine, after ``agree``."""
+        if not self.engine.supports(collective):
             return False
         with suppress(UnsupportedError):
             reduction_numbers(op or ReduceOp.MAX, dtype, self.size)
@@ -172,14 +171,14 @@ class Communicator(Member):
         return op is None and dtype in COMPLEX
 
     def abort(self) -> None:
-        """Leave the group at once, also in the middle of a call, which then fails on all ranks.
+        """Leave the group at once, even during a call, which then fails on all ranks.
 
-        So does what else is under way on the wire.
+        Everything else that uses the transport fails, too.
         """
         if not self._closed and os.getpid() == self._pid:
-            self._give_up(self._interrupted("left"))
-            if self.wire is not None:  # ranks of one host may use its engine, too
-                self.wire.abort()
+            self._abort(self._interrupted("left"))
+            if self.transport is not None:  # ranks of one host may use its connections, too
+                self.transport.abort()
         self.close()
 
     def close(self) -> None:
@@ -187,188 +186,157 @@ class Communicator(Member):
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        if self._caller == threading.get_ident():  # a signal's handler, in the middle of a call, which fails now
-            self._give_up(self._interrupted("left"))
+        if self._caller == threading.get_ident():  # a signal handler during a call, which fails now
+            self._abort(self._interrupted("left"))
             return
         with self._lock:
-            self._let_go()
+            self._release()
 
     def __del__(self) -> None:
         """Leave the group."""
-        with suppress(Exception):  # it may be half made
+        with suppress(Exception):  # ``__init__`` may have failed
             self.close()
 
-    def _let_go(self) -> None:
-        if self.arena.fd >= 0:
-            self.arena.leave(self._nothing(LEFT).course)
-            self.arena.close()
-        if self._lookout is not None:  # last: Ctrl-C may end the wait for its thread, and nobody comes here again
-            self._lookout.close()
+    def _release(self) -> None:
+        if self.memory.fd >= 0:
+            self.memory.record_leaving()
+            self.memory.close()
+        if self._watched is not None:  # last: Ctrl-C may end the wait for its thread, and this is not called again
+            self._watched.close()
 
-    # How a call runs
+    # Running a call
 
     def _reduction(
-        self, collective: str, op: ReduceOp, given: Buffer, addresses: tuple[int, ...], root: int | None
+        self, collective: str, op: ReduceOp, array: ArrayMemory, addresses: tuple[int, ...], root: int | None
     ) -> None:
-        def make() -> _Call | Crossing:
-            numbers = reduction_numbers(op, given.dtype, self.size)
-            text = described(collective, op.value, root, given.dtype, given.shape)
-            return self._made(collective, given.size, numbers, root, text)
+        def compiled() -> RankExecutable:
+            numbers = reduction_numbers(op, array.dtype, self.size)
+            text = call_text(collective, op.value, root, array.dtype, array.shape)
+            return self._compiled(collective, array.size, numbers, root, text)
 
-        self._run((collective, op, given.dtype, given.shape, root), make, addresses)
+        self._run((collective, op, array.dtype, array.shape, root), compiled, addresses)
 
-    def _copying(self, collective: str, given: Buffer, addresses: tuple[int, ...], root: int | None) -> None:
-        def make() -> _Call | Crossing:
-            numbers = copying(given.dtype)
-            text = described(collective, None, root, given.dtype, given.shape)
-            return self._made(collective, given.size, numbers, root, text)
+    def _copying(self, collective: str, array: ArrayMemory, addresses: tuple[int, ...], root: int | None) -> None:
+        def compiled() -> RankExecutable:
+            text = call_text(collective, None, root, array.dtype, array.shape)
+            return self._compiled(collective, array.size, copying(array.dtype), root, text)
 
-        self._run((collective, given.dtype, given.shape, root), make, addresses)
+        self._run((collective, array.dtype, array.shape, root), compiled, addresses)
 
-    def _run(self, key: Any, make: Callable[[], _Call | Crossing], addresses: tuple[int, ...]) -> None:
+    def _run(self, key: Any, compiled: Callable[[], RankExecutable], addresses: tuple[int, ...]) -> None:
+        """Run a call. ``compiled``: returns its executable; called if none is cached under ``key``."""
         thread = threading.get_ident()
         self._require_usable(thread)  # before the lock, which may have been held when this process was forked
         with self._lock:
             self._caller = thread
             try:
-                self._require_whole()
-                call = self._calls.get(key) or self._remembered(key, make())
-                if isinstance(call, Crossing):
-                    self._cross(call, addresses)
-                else:
-                    self._walk(call, addresses)
+                self._require_intact()
+                executable = self._executables.get(key) or self._cached(key, compiled())
+                self._execute(executable, addresses)
             finally:
                 self._caller = None
                 if self._closed:
-                    self._let_go()
+                    self._release()
 
-    def _remembered(self, key: Any, call: _Call | Crossing) -> _Call | Crossing:
-        """Return a call that was made just now, and keep it for the next time, if need be instead of all others."""
-        self._ticks += call.ticks
-        if self._ticks > _KEPT:
-            self._calls.clear()
-            self._ticks = call.ticks
-        self._calls[key] = call
-        return call
+    def _cached(self, key: Any, executable: RankExecutable) -> RankExecutable:
+        """Cache and return a new executable; if the cache is full, it replaces all others."""
+        self._stages += executable.stages
+        if self._stages > _CACHED_STAGES:
+            self._executables.clear()
+            self._stages = executable.stages
+        self._executables[key] = executable
+        return executable
+
+    def _execute(self, executable: RankExecutable, addresses: tuple[int, ...]) -> None:
+        try:
+            same = executable.run(addresses, self._runner, self.timeout_s)
+            calls = {} if same else self._calls_of_all()
+        except (GroupAborted, PeerDisconnected, PeerTimeout, ReductionError) as error:
+            if isinstance(error, (PeerDisconnected, PeerTimeout)):
+                self._abort(self._remote_failure(error))
+            elif isinstance(error, ReductionError):
+                self._abort(error)
+            self._raise_broken()
+        except BaseException:  # Ctrl-C, or what a signal handler raised
+            if self.memory.running or self._remote is not None:
+                self._abort(self._interrupted("was interrupted"))
+            raise
+        if calls:
+            raise self._mismatch(calls)
+
+    def _calls_of_all(self) -> dict[int, CallSignature]:
+        """Return the current call of every rank of the group."""
+        if self._remote is not None:
+            calls = self.rendezvous.all_gather(json.dumps(self._current_call()).encode())
+            return {rank: CallSignature(*json.loads(call)) for rank, call in enumerate(calls)}
+        number = self.memory.number
+        return {rank: self.memory.call_of(rank, number) or CallSignature(number, "?") for rank in self.host}
 
     def _require_usable(self, thread: int) -> None:
-        """Raise unless this thread of this process may call."""
+        """Raise unless this thread of this process may make a call."""
         if os.getpid() != self._pid:
-            problem = f'group "{self.name}" belongs to process {self._pid}, which this one was forked from.'
+            problem = f'group "{self.name}" belongs to process {self._pid}, from which this process was forked.'
             raise ContextError(message(problem, f"process {os.getpid()}", "make the group after the fork, or spawn"))
         if self._caller == thread:
-            problem = f'a call of group "{self.name}" is under way in this very thread.'
-            raise ContextError(message(problem, "a call in a signal's handler", "close() or abort() there"))
-        self._require_open()  # before the lock, too: a signal's handler may run while this very thread closes
+            problem = f'this thread is already in a call of group "{self.name}".'
+            raise ContextError(message(problem, "a call in a signal handler", "close() or abort() there"))
+        self._require_open()  # before the lock, too: a signal handler may run while this thread closes the group
 
     def _require_open(self) -> None:
         if self._closed:
             raise ContextError(message(f'group "{self.name}" is closed.', remedy="make a new group"))
 
-    def _require_whole(self) -> None:
-        """Raise what broke the group, if it is broken."""
+    def _require_intact(self) -> None:
+        """Raise the error that broke the group, if it is broken."""
         self._require_open()
         if self._broken is not None:
-            raise again(self._broken)
-        if self.arena.running:  # a call was interrupted, perhaps a second time before it had said so
-            self._give_up(self._interrupted("was interrupted"))
+            raise renewed(self._broken)
+        if self.memory.running:  # a call was interrupted, perhaps a second time before it could abort the group
+            self._abort(self._interrupted("was interrupted"))
             self._raise_broken()
 
-    def _walk(self, call: _Call, addresses: tuple[int, ...]) -> None:
-        """Run a call on this host, and look round now and then while it waits."""
-        try:
-            outcome = self.arena.begin(call.course, addresses, call.text, call.ticks)
-            if outcome == WAITING:
-                watch = Watch(self._warn_after_s())
-                while outcome == WAITING:
-                    self._look_round(watch)
-                    outcome = self.arena.advance(call.ticks)
-        except ReductionError as error:
-            self._give_up(error)
-            outcome = BROKEN
-        except BaseException:  # Ctrl-C, or whatever else a signal's handler raised
-            if self.arena.running:
-                self._give_up(self._interrupted("was interrupted"))
-            raise
-        if outcome == MISMATCH:
-            number = self.arena.number
-            raise self._mismatch({rank: self.arena.call(rank, number) or Said(number, "?") for rank in self.host})
-        if outcome == BROKEN:
-            self._raise_broken()
+    # Checking a call
 
-    def _cross(self, crossing: Crossing, addresses: tuple[int, ...]) -> None:
-        """Walk through a call over several hosts."""
-        assert self._across is not None
-        watch = Watch(self._warn_after_s())
+    def _comparison(self, text: str) -> RankExecutable:
+        return self._compiled("", 0, copying("uint8"), None, text)
 
-        def begin(course: Any, buffers: tuple[int, ...], text: bytes, until: int) -> bool:
-            return reached(self.arena.begin(course, buffers, text, until), until)
-
-        def reach(until: int) -> None:
-            reached(self.arena.advance(until), until)
-
-        def reached(outcome: int, until: int) -> bool:
-            while outcome == WAITING:
-                self._look_round(watch)
-                outcome = self.arena.advance(until)
-            if outcome == BROKEN:
-                raise _GivenUp
-            return outcome == DONE
-
-        try:
-            same = self._across.run(crossing, addresses, begin, reach, self.timeout_s)
-            calls = [] if same else self.rendezvous.all_gather(json.dumps(self._said()).encode())
-        except (_GivenUp, Lost, Late, ReductionError) as error:
-            if not isinstance(error, _GivenUp):
-                self._give_up(self._from_afar(error) if isinstance(error, (Lost, Late)) else error)
-            self._raise_broken()
-        except BaseException:  # Ctrl-C, or whatever else a signal's handler raised
-            self._give_up(self._interrupted("was interrupted"))
-            raise
-        if calls:
-            raise self._mismatch({rank: Said(*json.loads(call)) for rank, call in enumerate(calls)})
-
-    # What a call is
-
-    def _nothing(self, what: str) -> _Call | Crossing:
-        return self._made("", 0, copying("uint8"), None, what)
-
-    def _made(self, collective: str, size: int, numbers: Numbers, root: int | None, text: str) -> _Call | Crossing:
-        if self._across is not None:
-            if collective and collective not in ACROSS:
-                problem = f"{collective} over several hosts is for another engine."
-                raise UnsupportedError(message(problem, f"{len(self.hosts)} hosts", "ask plans(), then agree()"))
-            return self._across.crossing(collective, size, numbers, root, short(text))
-        given = flows(collective, self.size, root) if collective else ()
-        course, ticks = native_course(given, size, numbers, self.rank, self.size)
-        return _Call(course, ticks, short(text))
+    def _compiled(self, collective: str, size: int, numbers: Numbers, root: int | None, text: str) -> RankExecutable:
+        if collective and not self.engine.supports(collective):
+            problem = f"{collective} is not supported between hosts."
+            remedy = "another engine: check supports(), then call agree()"
+            raise UnsupportedError(message(problem, f"{len(self.hosts)} hosts", remedy))
+        return self.engine.compile(collective, size, numbers, root, encoded_text(text))
 
     def check_root(self, root: int, has_all: bool | None = None) -> None:
-        """Raise ``ArgumentError`` unless the root is a rank, and only it has all parts, or the result."""
-        if not 0 <= root < self.size:
-            raise ArgumentError(message("the root is no rank of the group.", str(root), f"0 to {self.size - 1}"))
-        if has_all is not None and has_all != (self.rank == root):
-            problem = f"rank {root} is the root, and only the root has all parts or the result."
-            raise ArgumentError(message(problem, f"rank {self.rank} {'has' if has_all else 'lacks'} them"))
+        """Raise ``ArgumentError`` unless the root is a rank of the group.
 
-    def _check(self, first: Buffer | None = None, *others: Buffer, count: int | None = None) -> None:
-        """Raise unless buffers are alike, and as many as there are ranks."""
+        ``has_all``: whether this rank passed all parts, or the result, as only the root must; ``None``: not checked.
+        """
+        if not 0 <= root < self.size:
+            problem = "the root is not a rank of the group."
+            raise ArgumentError(message(problem, str(root), f"0 to {self.size - 1}"))
+        if has_all is not None and has_all != (self.rank == root):
+            problem = f"rank {root} is the root, and only the root passes all parts or the result."
+            raise ArgumentError(message(problem, f"rank {self.rank} {'passed' if has_all else 'did not pass'} them"))
+
+    def _check(self, first: ArrayMemory | None = None, *others: ArrayMemory, count: int | None = None) -> None:
+        """Raise unless arrays have the same size and dtype, and there are ``count`` of them."""
         if count is not None and len(others) != count:
-            raise ArgumentError(message("there must be one buffer a rank.", f"{len(others)} for {count} ranks"))
-        assert first is not None, "there is one rank at least"
+            raise ArgumentError(message("there must be one array per rank.", f"{len(others)} for {count} ranks"))
+        assert first is not None, "a group has at least one rank"
         for other in others:
             if (other.size, other.dtype) != (first.size, first.dtype):
                 given = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
-                raise MismatchError(message("what goes in and comes out differs in dtype or size.", given))
+                raise MismatchError(message("inputs and results must have the same dtype and size.", given))
 
 
-def short(text: str) -> bytes:
-    """Return a call's description as at most ``MOST_TEXT`` bytes; what is cut off still counts, by its hash."""
+def encoded_text(text: str) -> bytes:
+    """Return a call's description as at most ``MAX_TEXT_BYTES`` bytes; a hash replaces the end of a longer one."""
     encoded = text.encode()
-    if len(encoded) <= MOST_TEXT:
+    if len(encoded) <= MAX_TEXT_BYTES:
         return encoded
     return (
-        encoded[: MOST_TEXT - 20].decode(errors="ignore").encode()
+        encoded[: MAX_TEXT_BYTES - 20].decode(errors="ignore").encode()
         + b"... "
         + blake2b(encoded, digest_size=8).hexdigest().encode()
     )

@@ -1,7 +1,7 @@
-"""What is said when the ranks of a group do not agree, or do not come.
+"""The texts of warnings and errors about ranks whose calls differ, or that are missing.
 
-In: what each rank called: a sequence number and a line such as ``all_reduce sum float32[1024, 3]``.  Out: texts. They
-say the same whichever rank asks, so that all ranks can raise the same error. Waits for nobody, reads no clock.
+Input: what each rank called: a sequence number and a text such as ``all_reduce sum float32[1024, 3]``. Output: texts.
+They do not depend on the rank that produces them, so all ranks can raise the same error.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from ..errors import message
+from ..errors import message, rank_list
 
-DOCTOR: Final = "crossreduce doctor"  # DIR behind it becomes the directory, where there is one
-_MOST_RUNS: Final = 12
-_MOST_CALLS: Final = 8  # a text is read by people: so many different calls are shown
-_BUFFER: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
+DOCTOR: Final = "crossreduce doctor"  # followed by DIR, which is replaced by the directory if there is one
+UNUSABLE: Final = "The group cannot be used again. Restart the job."
+_MAX_CALLS: Final = 8  # different calls in one text
+_ARRAY: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
 
 
-class Said(NamedTuple):
-    """One rank's call: the how-manieth of its group it is, from 1, and the call in words.
+class CallSignature(NamedTuple):
+    """One rank's call: its sequence number within the group, starting at 1, and its description.
 
-    >>> Said(17, "broadcast root 2 int8[7]").words
+    >>> CallSignature(17, "broadcast root 2 int8[7]").words
     'op 17, broadcast root 2 int8[7]'
     """
 
@@ -34,7 +34,7 @@ class Said(NamedTuple):
         return f"op {self.sequence}, {self.text}"
 
 
-class _Parts(NamedTuple):
+class _CallParts(NamedTuple):
     collective: str
     op: str
     root: str
@@ -42,16 +42,16 @@ class _Parts(NamedTuple):
     shapes: tuple[str, ...]
 
 
-def described(
+def call_text(
     collective: str,
     op: str | None = None,
     root: int | None = None,
     dtype: str | None = None,
     shape: Iterable[int] | None = None,
 ) -> str:
-    """Return a call in words, which every other function here reads.
+    """Return the description of a call. The functions below parse it.
 
-    >>> described("reduce", "sum", 2, "float32", (1024, 3))
+    >>> call_text("reduce", "sum", 2, "float32", (1024, 3))
     'reduce sum root 2 float32[1024, 3]'
     """
     words = [collective]
@@ -64,153 +64,138 @@ def described(
     return " ".join(words)
 
 
-def named(ranks: Iterable[int]) -> str:
-    """Return ranks in words, with those that count up joined.
-
-    >>> named([2]), named([6, 0, 1, 2, 3]), named([0, 1])
-    ('rank 2', 'ranks 0-3, 6', 'ranks 0, 1')
-    """
-    ordered = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:_MOST_RUNS]]
-    if len(runs) > _MOST_RUNS:
-        texts.append(f"... ({len(ordered)} in all)")
-    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(texts)
-
-
-def disagreement(said: Mapping[int, Said], name: str) -> str:
+def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     """Return the text of the ``MismatchError`` that all ranks of a group raise.
 
-    The many are believed against the few, the lowest rank where they are as many.
+    The call of the most ranks counts as the correct one; of equally frequent calls, that of the lowest rank.
 
     Args:
-      said: what each rank of the group called, the same on all ranks. Not all are alike.
+      calls: what each rank of the group called, the same on all ranks. At least two differ.
       name: the group's.
 
-    >>> few, many = Said(17, "all_reduce sum float32[10]"), Said(17, "all_reduce sum float32[12]")
-    >>> print(disagreement({0: many, 1: many, 2: few, 3: many}, "world"))
+    >>> few, many = CallSignature(17, "all_reduce sum float32[10]"), CallSignature(17, "all_reduce sum float32[12]")
+    >>> print(mismatch_text({0: many, 1: many, 2: few, 3: many}, "world"))
     rank 2 differs from ranks 0, 1, 3 in shape at op 17 of group "world".
       given: rank 2: all_reduce sum float32[10]; ranks 0, 1, 3: all_reduce sum float32[12]
-      try:   the same shape on all ranks; nothing was reduced, and the group can go on
+      try:   the same shape on all ranks; nothing was reduced, and the group can still be used
     """
-    calls: dict[Said, list[int]] = {}
-    for rank in sorted(said):
-        calls.setdefault(said[rank], []).append(rank)
-    assert len(calls) > 1, "the ranks agree"
-    # Sorting keeps the order of what is equal, which is that of the lowest ranks.
-    ordered = sorted(calls, key=lambda call: -len(calls[call]))
+    ranks_of: dict[CallSignature, list[int]] = {}
+    for rank in sorted(calls):
+        ranks_of.setdefault(calls[rank], []).append(rank)
+    assert len(ranks_of) > 1, "the ranks agree"
+    # Sorting keeps the order of equal elements, which is that of their lowest ranks.
+    ordered = sorted(ranks_of, key=lambda call: -len(ranks_of[call]))
     usual, others = ordered[0], ordered[1:]
-    few = [rank for call in others for rank in calls[call]]
-    aspects = [aspect for call in others for aspect in _aspects(usual, call)]
-    what = list(dict.fromkeys(aspects))
-    counted = len({call.sequence for call in calls}) > 1
+    few = [rank for call in others for rank in ranks_of[call]]
+    aspects = list(dict.fromkeys(aspect for call in others for aspect in _aspects(usual, call)))
+    counted = len({call.sequence for call in ranks_of}) > 1
     shown = [
-        f"{named(calls[call])}: {call.words if counted else call.text}" for call in [*others[: _MOST_CALLS - 1], usual]
+        f"{rank_list(ranks_of[call])}: {call.words if counted else call.text}"
+        for call in [*others[: _MAX_CALLS - 1], usual]
     ]
-    if len(others) >= _MOST_CALLS:
-        shown.insert(-1, f"and {len(others) - _MOST_CALLS + 1} other calls")
+    if len(others) >= _MAX_CALLS:
+        shown.insert(-1, f"and {len(others) - _MAX_CALLS + 1} other calls")
     verb = "differs" if len(few) == 1 else "differ"
     where = f'of group "{name}"' if counted else f'at op {usual.sequence} of group "{name}"'
+    remedy = _REMEDIES.get(aspects[0], f"the same {aspects[0]}")
     return message(
-        f"{named(few)} {verb} from {named(calls[usual])} in {' and '.join(what)} {where}.",
+        f"{rank_list(few)} {verb} from {rank_list(ranks_of[usual])} in {' and '.join(aspects)} {where}.",
         "; ".join(shown),
-        f"{_REMEDIES.get(what[0], f'the same {what[0]}')} on all ranks; nothing was reduced, and the group can go on",
+        f"{remedy} on all ranks; nothing was reduced, and the group can still be used",
     )
 
 
-def stalled(waited_s: float, call: Said, late: Mapping[int, Said | None], name: str) -> str:
+def stall_text(waited_s: float, call: CallSignature, late: Mapping[int, CallSignature | None], name: str) -> str:
     """Return the warning that is logged while ranks wait.
 
     Args:
       waited_s: seconds since the first of them began to wait.
-      call: what the others are in.
-      late: the last call that each late rank began, ``None`` where that is not known here.
+      call: the call of the waiting ranks.
+      late: for each missing rank the last call that it began; ``None``: not known here.
       name: the group's.
 
-    >>> print(stalled(5, Said(17, "all_reduce sum float32[10]"), {3: Said(16, "barrier")}, "world"))
-    5 s without rank 3 in op 17, all_reduce sum float32[10], of group "world".
+    >>> call = CallSignature(17, "all_reduce sum float32[10]")
+    >>> print(stall_text(5, call, {3: CallSignature(16, "barrier")}, "world"))
+    waited 5 s for rank 3 in op 17, all_reduce sum float32[10], of group "world".
       given: rank 3 has not begun it: its last call was op 16, barrier
     """
-    return message(f'{waited_s:.3g} s without {named(late)} in {call.words}, of group "{name}".', _late(call, late))
+    problem = f'waited {waited_s:.3g} s for {rank_list(late)} in {call.words}, of group "{name}".'
+    return message(problem, _late_text(call, late))
 
 
-def stalled_afar(waited_s: float, call: Said, ranks: Iterable[int], peer: int | None, name: str) -> str:
+def remote_stall_text(waited_s: float, call: CallSignature, ranks: Iterable[int], peer: int | None, name: str) -> str:
     """Return the warning that is logged while ``ranks`` of this host wait for another host.
 
-    ``peer``: the rank there whose message they wait for, if that is known.
+    ``peer``: the rank there whose message they wait for, if it is known.
 
-    >>> print(stalled_afar(5, Said(17, "barrier"), [0, 1], None, "world"))
-    5 s without another host in op 17, barrier, of group "world".
-      given: ranks 0, 1 exchange with other hosts, and wait for them
+    >>> print(remote_stall_text(5, CallSignature(17, "barrier"), [0, 1], None, "world"))
+    waited 5 s for another host in op 17, barrier, of group "world".
+      given: ranks 0, 1 exchange messages with other hosts and wait for them
     """
     ranks = sorted(ranks)
     verbs = ("exchange", "wait") if len(ranks) > 1 else ("exchanges", "waits")
-    given = f"{named(ranks)} {verbs[0]} with other hosts, and {verbs[1]} for them"
+    given = f"{rank_list(ranks)} {verbs[0]} messages with other hosts and {verbs[1]} for them"
     if peer is not None:
-        given += f": for rank {peer}, or for ranks of its host that it waits for"
-    return message(f'{waited_s:.3g} s without another host in {call.words}, of group "{name}".', given)
+        given += f": for rank {peer}, which may itself wait for other ranks of its host"
+    return message(f'waited {waited_s:.3g} s for another host in {call.words}, of group "{name}".', given)
 
 
-def timed_out(timeout_s: float, call: Said, late: Mapping[int, Said | None], name: str) -> str:
-    """Return the text of the ``CollectiveTimeout`` that is raised in the end; arguments as for ``stalled``.
+def timeout_text(timeout_s: float, call: CallSignature, late: Mapping[int, CallSignature | None], name: str) -> str:
+    """Return the text of a ``CollectiveTimeout``; arguments as for ``stall_text``.
 
-    >>> print(timed_out(0.5, Said(17, "barrier"), {0: Said(17, "barrier"), 2: None}, "world"))
-    ranks 0, 2 did not come within the timeout of 0.5 s to op 17, barrier, of group "world", which is of no use now.
-      given: rank 0 has begun it, and then stopped; rank 2 has not answered
-      try:   crossreduce doctor DIR shows what each rank did last, or a longer timeout
+    >>> call = CallSignature(17, "barrier")
+    >>> print(timeout_text(0.5, call, {0: call, 2: None}, "world"))  # doctest: +ELLIPSIS
+    ranks 0, 2 did not complete op 17, barrier, of group "world", within the timeout of 0.5 s. The group cannot be ...
+      given: rank 0 has begun it, but has stopped since; rank 2 has not answered
+      try:   crossreduce doctor DIR shows the last calls of each rank; or a longer timeout
     """
     return message(
-        f"{named(late)} did not come within the timeout of {timeout_s:.3g} s to {call.words}, "
-        f'of group "{name}", which is of no use now.',
-        _late(call, late),
-        f"{DOCTOR} DIR shows what each rank did last, or a longer timeout",
+        f'{rank_list(late)} did not complete {call.words}, of group "{name}", within the timeout of {timeout_s:.3g} s. '
+        f"{UNUSABLE}",
+        _late_text(call, late),
+        f"{DOCTOR} DIR shows the last calls of each rank; or a longer timeout",
     )
 
 
-def lost(ranks: Mapping[int, str], call: Said, name: str, how: str = "died") -> str:
+def lost_text(ranks: Mapping[int, str], call: CallSignature, name: str, how: str = "died") -> str:
     """Return the text of a ``PeerLostError``.
 
     Args:
       ranks: for each lost rank where it was, such as ``pid 4711 on host a``.
-      call: what the others were in.
+      call: the call of the other ranks.
       name: the group's.
-      how: died, left or was interrupted.
+      how: "died", "left" or "was interrupted".
 
-    >>> print(lost({3: "pid 4711 on host a"}, Said(17, "all_reduce sum float32[10]"), "world"))
-    rank 3 died during op 17, all_reduce sum float32[10], of group "world", which is of no use now.
+    >>> print(lost_text({3: "pid 4711 on host a"}, CallSignature(17, "barrier"), "world"))
+    rank 3 died during op 17, barrier, of group "world". The group cannot be used again. Restart the job.
       given: rank 3: pid 4711 on host a
-      try:   look at what rank 3 printed last; crossreduce doctor DIR shows what each rank did last
+      try:   read the last output of rank 3; crossreduce doctor DIR shows the last calls of each rank
     """
-    assert ranks, "nobody was lost"
+    assert ranks, "no rank was lost"
     if len(ranks) > 1:
         how = how.replace("was ", "were ")
-    shown = [f"rank {rank}: {ranks[rank]}" for rank in sorted(ranks)[:_MOST_CALLS]]
-    if len(ranks) > _MOST_CALLS:
-        shown.append(f"and {len(ranks) - _MOST_CALLS} other ranks")
+    shown = [f"rank {rank}: {ranks[rank]}" for rank in sorted(ranks)[:_MAX_CALLS]]
+    if len(ranks) > _MAX_CALLS:
+        shown.append(f"and {len(ranks) - _MAX_CALLS} other ranks")
     return message(
-        f'{named(ranks)} {how} during {call.words}, of group "{name}", which is of no use now.',
+        f'{rank_list(ranks)} {how} during {call.words}, of group "{name}". {UNUSABLE}',
         "; ".join(shown),
-        f"look at what {named(ranks)} printed last; {DOCTOR} DIR shows what each rank did last",
+        f"read the last output of {rank_list(ranks)}; {DOCTOR} DIR shows the last calls of each rank",
     )
 
 
-_ORDER: Final = "what they call"
-_COUNT: Final = "how many calls they have made"
-_REMEDIES: Final = {_ORDER: "the same calls in the same order", _COUNT: "as many calls, in the same order,"}
+_CALL: Final = "the call"
+_COUNT: Final = "the number of calls"
+_REMEDIES: Final = {_CALL: "the same calls in the same order", _COUNT: "the same number of calls in the same order"}
 
 
-def _aspects(usual: Said, call: Said) -> list[str]:
-    """Return in words what is different between two calls."""
+def _aspects(usual: CallSignature, call: CallSignature) -> list[str]:
+    """Return the aspects in which two calls differ."""
     if call.sequence != usual.sequence:
-        return [_COUNT] if call.text == usual.text else [_COUNT, _ORDER]
-    one, other = _parts(usual.text), _parts(call.text)
+        return [_COUNT] if call.text == usual.text else [_COUNT, _CALL]
+    one, other = _parsed(usual.text), _parsed(call.text)
     if one is None or other is None or one.collective != other.collective:
-        return [_ORDER]
+        return [_CALL]
     found = [aspect for aspect in ("op", "root") if getattr(one, aspect) != getattr(other, aspect)]
     if len(one.dtypes) != len(other.dtypes):
         return [*found, "number of tensors"]
@@ -218,35 +203,35 @@ def _aspects(usual: Said, call: Said) -> list[str]:
         found.append("dtype")
     if one.shapes != other.shapes:
         found.append("shape")
-    return found or [_ORDER]
+    return found or [_CALL]
 
 
-def _parts(text: str) -> _Parts | None:
-    """Return the parts of a call that ``described`` wrote, also of one with several tensors; ``None`` of any other."""
-    found = re.fullmatch(rf"(\w+)(?: (?!root )(\w+))?(?: root (\d+))?((?:,? {_BUFFER.pattern})*)", text)
+def _parsed(text: str) -> _CallParts | None:
+    """Return the parts of a text of ``call_text``, also of one with several tensors; ``None`` for any other text."""
+    found = re.fullmatch(rf"(\w+)(?: (?!root )(\w+))?(?: root (\d+))?((?:,? {_ARRAY.pattern})*)", text)
     if found is None:
         return None
-    buffers = _BUFFER.findall(found[4])
-    return _Parts(found[1], found[2] or "", found[3] or "", *(tuple(part[k] for part in buffers) for k in (0, 1)))
+    arrays = _ARRAY.findall(found[4])
+    return _CallParts(found[1], found[2] or "", found[3] or "", *(tuple(part[k] for part in arrays) for k in (0, 1)))
 
 
-def _late(call: Said, late: Mapping[int, Said | None]) -> str:
-    """Return where late ranks are, those that are in the same place together."""
-    places: dict[Said | None, list[int]] = {}
+def _late_text(call: CallSignature, late: Mapping[int, CallSignature | None]) -> str:
+    """Return how far missing ranks are; ranks with the same last call are listed together."""
+    ranks_of: dict[CallSignature | None, list[int]] = {}
     for rank in sorted(late):
-        places.setdefault(late[rank], []).append(rank)
+        ranks_of.setdefault(late[rank], []).append(rank)
     texts = []
-    for said, ranks in list(places.items())[:_MOST_CALLS]:
+    for last, ranks in list(ranks_of.items())[:_MAX_CALLS]:
         many = len(ranks) > 1
-        have, they = ("have", "their last calls were") if many else ("has", "its last call was")
-        if said is None:
-            texts.append(f"{named(ranks)} {have} not answered")
-        elif not said.sequence:
-            texts.append(f"{named(ranks)} {have} made no call so far")
-        elif said.sequence >= call.sequence:
-            texts.append(f"{named(ranks)} {have} begun it, and then stopped")
+        have, calls = ("have", "their last calls were") if many else ("has", "its last call was")
+        if last is None:
+            texts.append(f"{rank_list(ranks)} {have} not answered")
+        elif not last.sequence:
+            texts.append(f"{rank_list(ranks)} {have} made no call so far")
+        elif last.sequence >= call.sequence:
+            texts.append(f"{rank_list(ranks)} {have} begun it, but {have} stopped since")
         else:
-            texts.append(f"{named(ranks)} {have} not begun it: {they} {said.words}")
-    if len(places) > _MOST_CALLS:
-        texts.append(f"and others in {len(places) - _MOST_CALLS} other places")
+            texts.append(f"{rank_list(ranks)} {have} not begun it: {calls} {last.words}")
+    if len(ranks_of) > _MAX_CALLS:
+        texts.append(f"and other ranks with {len(ranks_of) - _MAX_CALLS} other last calls")
     return "; ".join(texts)

@@ -1,12 +1,12 @@
-"""The exchange between hosts: one rank of each host runs a schedule of the hosts over a wire, piece by piece.
+"""The exchange between hosts: one rank of each host runs the hosts' schedule over a transport, piece by piece.
 
-In: a verified schedule whose devices are hosts, a wire, and this host's partial result of each piece.  Out: the
-whole results. Knows no other ranks of the own host and no framework.
+Input: a lowered program whose devices are hosts, a transport, and this host's partial result of each piece. Output: the
+fully reduced pieces. The other ranks of the host are not involved.
 
-The order of all messages is static, so none needs a name: in tick t piece j does round r where j + LAG r = t. What is
-sent in a tick was made whole LAG - 1 ticks before the data that the other side waits for has come, so that the link
-always has something to carry; receives are posted a tick early. What a round sends is what a host held when the round
-began, which is what ``verify`` proves right. Values of a piece are never overwritten while the piece is under way.
+Pieces are pipelined: in stage t of the exchange, piece j executes round r where t = j + ROUND_LAG * r. The order of all
+messages is fixed, so messages need no names. A message is sent ROUND_LAG - 1 stages before the receiver waits for it,
+so that the link always has something to carry; receives are posted one stage early. A round sends values that were
+complete when it began, as ``verify`` proves. No value of a piece is replaced before the piece is complete.
 """
 
 from __future__ import annotations
@@ -18,270 +18,297 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from .. import kernels
-from ..lowering import DeviceProgram, for_device, lower
+from ..lowering import DeviceProgram, Program, for_device
+from ..ops import Numbers
 from ..packing import itemsize
-from ..schedule import Schedule
-from ..transports.base import Pending, Wire
-from .programs import LINE, Numbers, kernel_plan
+from ..transports.base import PendingMessage, Transport
+from .instructions import kernel
+from .programs import LINE
 
-LAG: Final = 2
-"""Ticks from one round of a piece to its next; with 1 the link would idle while a round is folded."""
-
-
-class Lost(ConnectionError):  # noqa: N818 - what happened, not that it is an error
-    """Rank ``rank`` of another host does not answer any more."""
-
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank}: {why}")
-        self.rank = rank
+ROUND_LAG: Final = 2
+"""Stages from one round of a piece to its next. With 1 the link would idle while a round is combined."""
 
 
-class Late(TimeoutError):  # noqa: N818
-    """Rank ``rank`` of another host took too long."""
+class PeerDisconnected(ConnectionError):  # noqa: N818 - a state of the peer, which becomes a PeerLostError
+    """The connection to rank ``rank`` of another host is lost."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank}: {why}")
         self.rank = rank
 
 
-class Layout(NamedTuple):
-    """Where each value of a piece lies in the memory of a piece, and its size: bytes, elements. ``room``: of all."""
+class PeerTimeout(TimeoutError):  # noqa: N818 - a state of the peer, which becomes a CollectiveTimeout
+    """A message from or to rank ``rank`` of another host did not complete in time."""
 
-    places: tuple[tuple[int, int, int], ...]
-    room: int
-
-
-@lru_cache(maxsize=4096)
-def layout(found: DeviceProgram, schedule: Schedule, size: int, accumulator: str, result: str) -> Layout:
-    """Lay out the values of a piece of ``size`` elements: its partial result in one run, then all others."""
-    spans = schedule.spans(size)
-    places, at = [], 0
-    for number, (chunk, whole) in enumerate(found.values):
-        start, stop = spans[chunk]
-        nbytes = (stop - start) * itemsize(result if whole else accumulator)
-        if number < len(schedule.chunks):
-            places.append((start * itemsize(accumulator), nbytes, stop - start))
-            at = -(-size * itemsize(accumulator) // LINE) * LINE
-        else:
-            places.append((at, nbytes, stop - start))
-            at += -(-nbytes // LINE) * LINE
-    return Layout(tuple(places), at)
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank}: {why}")
+        self.rank = rank
 
 
-def _folding(numbers: Numbers, operands: int, whole: bool, size: int) -> kernels.Kernel:
-    """Return the plan of a fold, whose operands are partial results."""
-    numbers = numbers._replace(dtype=numbers.accumulator)
-    if not whole:
-        numbers = numbers._replace(result=numbers.accumulator, divisor=1)
-    return kernel_plan(numbers, size, operands, 1)
-
-
-def delay(schedule: Schedule, single: bool) -> int:
-    """Return in how many ticks after its own a piece is whole, 1 at least; a single piece waits for nobody."""
-    return max(1, (1 if single else LAG) * schedule.round_count - 1)
-
-
-class Work(NamedTuple):
-    """What one host does in an op of several pieces, laid out once for any number of calls.
+class PieceMemory(NamedTuple):
+    """Where the values of a piece are in the memory of the piece.
 
     Args:
-      part: in the schedule.
-      peers: for each host the rank that does this work there.
-      layouts: of each piece.
-      numbers: what is computed: partial results are in the accumulator's dtype.
-      lag: ticks from a round of a piece to its next; a single piece waits for nobody.
-      delay: in how many ticks after its own a piece is whole.
-      window: how many pieces have memory at a time; then it is used again.
-      room: bytes of a piece's memory.
+      places: for each local value its offset and size in bytes, and its elements.
+      results_at: where the results of all chunks begin; they follow each other in the order of the chunks.
+      nbytes: of the whole piece.
+    """
+
+    places: tuple[tuple[int, int, int], ...]
+    results_at: int
+    nbytes: int
+
+
+class ExchangeProgram(NamedTuple):
+    """One host's part in an op of several pieces. It is made once and serves any number of calls.
+
+    Args:
+      part: the host's part in the program.
+      peers: for each host the rank that runs the exchange there.
+      pieces: the memory of each piece.
+      numbers: how values are computed; partial results have the accumulator's dtype.
+      lag: stages from a round of a piece to its next.
+      delay: the number of stages after its own in which a piece is complete.
+      window: the number of pieces that have memory at the same time.
+      room: bytes of each piece's memory.
     """
 
     part: DeviceProgram
     peers: tuple[int, ...]
-    layouts: tuple[Layout, ...]
+    pieces: tuple[PieceMemory, ...]
     numbers: Numbers
     lag: int
     delay: int
     window: int
     room: int
 
-    def place(self, piece: int) -> int:
-        """Return where, in an exchange's memory, a piece's partial result belongs."""
+    def partial_at(self, piece: int) -> int:
+        """Return the offset in the exchange's memory at which a piece's partial result has to be."""
         return piece % self.window * self.room
+
+    def results_at(self, piece: int) -> int:
+        """Return the offset in the exchange's memory at which a piece's results are, if this host needs them."""
+        return self.partial_at(piece) + self.pieces[piece].results_at
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the exchange's memory."""
+        return self.window * self.room
+
+
+def delay(program: Program, pieces: int) -> int:
+    """Return the number of stages after its own in which a piece is complete, 1 at least."""
+    return max(1, _lag(pieces) * program.round_count - 1)
+
+
+def _lag(pieces: int) -> int:
+    return 1 if pieces == 1 else ROUND_LAG  # a single piece does not wait for others
 
 
 @lru_cache(maxsize=1024)
-def work(schedule: Schedule, host: int, peers: tuple[int, ...], sizes: tuple[int, ...], numbers: Numbers) -> Work:
-    """Lay out what a host does.
+def exchange_program(
+    program: Program, host: int, peers: tuple[int, ...], sizes: tuple[int, ...], numbers: Numbers
+) -> ExchangeProgram:
+    """Return what a host does.
 
     Args:
-      schedule: of the hosts; verified; all chunks of the same sources and destinations.
-      host: the own one's number.
+      program: its devices are the hosts; all chunks have the same sources and destinations.
+      host: this one's number.
       peers: for each host the rank that runs this exchange there.
       sizes: elements of each piece.
-      numbers: what is computed.
+      numbers: how values are computed.
     """
-    found = for_device(lower(schedule), host)
-    late = delay(schedule, len(sizes) == 1)
-    layouts = tuple(layout(found, schedule, size, numbers.accumulator, numbers.result) for size in sizes)
-    # Receives are posted a tick early, and a piece's memory is used again when its last sends are LAG ticks old.
+    program.require_uniform()
+    part = for_device(program, host)
+    late = delay(program, len(sizes))
+    # The only source already has the results, whatever other hosts send back.
+    has_results = program.chunks[0].sources == (host,)
+    pieces = tuple(_piece_memory(part, program, size, numbers, has_results) for size in sizes)
+    # Receives are posted a stage early, and memory is used again when its last sends are ROUND_LAG stages old.
     window = min(len(sizes), late + 2)
-    lag = 1 if len(sizes) == 1 else LAG
-    return Work(found, peers, layouts, numbers, lag, late, window, max(made.room for made in layouts))
+    room = max(piece.nbytes for piece in pieces)
+    return ExchangeProgram(part, peers, pieces, numbers, _lag(len(sizes)), late, window, room)
+
+
+@lru_cache(maxsize=4096)
+def _piece_memory(part: DeviceProgram, program: Program, size: int, numbers: Numbers, has_results: bool) -> PieceMemory:
+    """Lay out the values of a piece of ``size`` elements: its partial result, its results, then all others.
+
+    ``has_results``: the partial result is the result.
+    """
+    spans = program.spans(size)
+    partial, result = itemsize(numbers.accumulator), itemsize(numbers.result)
+    kept = set() if has_results else {value for value in part.results if value >= 0}
+    results_at = _lines(size * partial) if kept else 0
+    at = results_at + _lines(size * result) if kept else _lines(size * partial)
+    places = []
+    for number, (chunk, final) in enumerate(part.values):
+        start, stop = spans[chunk]
+        nbytes = (stop - start) * (result if final else partial)
+        if number < len(spans):
+            place = start * partial
+        elif number in kept:
+            place = results_at + start * result
+        else:
+            place = at
+            at += _lines(nbytes)
+        places.append((place, nbytes, stop - start))
+    return PieceMemory(tuple(places), results_at, at)
+
+
+def _lines(nbytes: int) -> int:
+    return -(-nbytes // LINE) * LINE
 
 
 class Exchange:
-    """A piece of work under way.
+    """One op's exchange.
 
-    In tick t the caller puts piece t's partial result at ``partial(t)``, calls ``tick(t)``, and then has piece
-    t - ``delay`` to ``take``; ticks go on until all are taken, then ``close`` waits for what is still being sent. All
-    hosts do so. Whoever breaks off keeps the exchange until the wire is gone: its memory is still being written.
+    In stage t the caller puts piece t's partial result at ``program.partial_at(t)``, calls ``run_stage(t)``, and then
+    finds the results of piece t - ``delay`` at ``program.results_at``. After the last piece ``close`` waits for the
+    remaining sends. All hosts do so. After a failure the caller must keep the exchange until the transport is gone,
+    since messages are still written to its memory.
 
     Args:
-      work: what to do.
-      wire: what carries messages.
+      program: the host's part in the op.
+      transport: carries the messages.
       tag: of all messages.
       timeout_s: how long to wait for each message.
     """
 
-    def __init__(self, work: Work, wire: Wire, tag: int, timeout_s: float) -> None:
-        self._work, self._part = work, work.part
-        self._wire, self._tag, self._timeout_s = wire, tag, timeout_s
-        self._memory = kernels.memory(max(1, work.window * work.room + LINE))
-        self.base = -(-ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) // LINE) * LINE
-        self._sending: list[list[tuple[Pending, int]]] = [[] for _ in range(work.window)]
-        self._receiving: dict[tuple[int, int], list[tuple[Pending, int]]] = {}
+    def __init__(self, program: ExchangeProgram, transport: Transport, tag: int, timeout_s: float) -> None:
+        self._program = program
+        self._transport, self._tag, self._timeout_s = transport, tag, timeout_s
+        self._memory = kernels.memory(max(1, program.nbytes + LINE))
+        self.base = _lines(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
+        self._sends: list[list[tuple[PendingMessage, int]]] = [[] for _ in range(program.window)]
+        self._receives: dict[tuple[int, int], list[tuple[PendingMessage, int]]] = {}
 
-    def partial(self, piece: int) -> int:
-        """Return where the caller puts this host's partial result of a piece, before its tick."""
-        return self.base + self._work.place(piece)
-
-    def tick(self, tick: int) -> None:
-        """Do what is due: send, wait, fold.
+    def run_stage(self, stage: int) -> None:
+        """Send, wait and combine what this stage requires.
 
         Raises:
-          Lost, Late: a rank of another host; nothing more can come of this op.
+          PeerDisconnected, PeerTimeout: a rank of another host; the op cannot continue.
         """
-        if tick == 0:
-            self._post(0)
-        self._post(tick + 1)
-        for piece, r in self._due(tick):
+        if stage == 0:
+            self._post_receives(0)
+        self._post_receives(stage + 1)
+        for piece, r in self._active(stage):
             self._send(piece, r)
-        for piece, r in self._due(tick - self._work.lag + 1):
+        for piece, r in self._active(stage - self._program.lag + 1):
             self._finish(piece, r)
 
-    def take(self, piece: int, address: int) -> None:
-        """Copy a piece's result, where there is one here, to ``address``."""
-        base, made = self.partial(piece), self._work.layouts[piece]
-        at = address
-        for value in self._part.results:
-            if value >= 0:
-                place, nbytes, _ = made.places[value]
-                ctypes.memmove(at, base + place, nbytes)
-                at += nbytes
-
     def close(self) -> None:
-        """Wait until everything is sent."""
-        for sending in self._sending:
-            self._wait(sending)
+        """Wait until all messages are sent."""
+        for sends in self._sends:
+            self._wait(sends)
 
-    def _due(self, tick: int) -> Iterator[tuple[int, int]]:
-        """Yield the pieces that do a round in a tick, and which round."""
-        for r in range(len(self._part.stages)):
-            piece = tick - self._work.lag * r
-            if 0 <= piece < len(self._work.layouts):
+    def _active(self, stage: int) -> Iterator[tuple[int, int]]:
+        """Yield the pieces that execute a round in a stage, with the round."""
+        for r in range(len(self._program.part.stages)):
+            piece = stage - self._program.lag * r
+            if 0 <= piece < len(self._program.pieces):
                 yield piece, r
 
-    def _post(self, tick: int) -> None:
-        for piece, r in self._due(tick):
+    def _places(self, piece: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+        return self.base + self._program.partial_at(piece), self._program.pieces[piece].places
+
+    def _post_receives(self, stage: int) -> None:
+        for piece, r in self._active(stage):
             if r == 0:
-                self._wait(self._sending[piece % self._work.window])
-            base, made, posted = self.partial(piece), self._work.layouts[piece], []
-            for value, src in self._part.stages[r].receives:
-                place, nbytes, _ = made.places[value]
+                self._wait(self._sends[piece % self._program.window])
+            base, places = self._places(piece)
+            posted = []
+            for value, src in self._program.part.stages[r].receives:
+                place, nbytes, _ = places[value]
                 if nbytes:
-                    rank = self._work.peers[src]
-                    posted.append((self._wire.receive(base + place, nbytes, rank, self._tag), rank))
-            self._receiving[piece, r] = posted
+                    rank = self._program.peers[src]
+                    posted.append((self._transport.receive(base + place, nbytes, rank, self._tag), rank))
+            self._receives[piece, r] = posted
 
     def _send(self, piece: int, r: int) -> None:
-        base, made, sending = self.partial(piece), self._work.layouts[piece], self._sending[piece % self._work.window]
-        for value, dst in self._part.stages[r].sends:
-            place, nbytes, _ = made.places[value]
+        base, places = self._places(piece)
+        sends = self._sends[piece % self._program.window]
+        for value, dst in self._program.part.stages[r].sends:
+            place, nbytes, _ = places[value]
             if nbytes:
-                rank = self._work.peers[dst]
-                sending.append((self._wire.send(base + place, nbytes, rank, self._tag), rank))
+                rank = self._program.peers[dst]
+                sends.append((self._transport.send(base + place, nbytes, rank, self._tag), rank))
 
     def _finish(self, piece: int, r: int) -> None:
-        self._wait(self._receiving.pop((piece, r)))
-        base, places = self.partial(piece), self._work.layouts[piece].places
-        for made, operands, whole in self._part.stages[r].combinations:
+        self._wait(self._receives.pop((piece, r)))
+        base, places = self._places(piece)
+        numbers = self._program.numbers._replace(dtype=self._program.numbers.accumulator)
+        for made, operands, final in self._program.part.stages[r].combinations:
             at, nbytes, size = places[made]
             if nbytes:
-                plan = _folding(self._work.numbers, len(operands), whole, size)
-                plan.run([[base + places[value][0] for value in operands]], [[base + at]], 1, False, False)
+                using = numbers if final else numbers._replace(result=numbers.accumulator, divisor=1)
+                combine = kernel(using, size, len(operands), 1)
+                combine.run([[base + places[value][0] for value in operands]], [[base + at]], 1, False, False)
 
-    def _wait(self, pendings: list[tuple[Pending, int]]) -> None:
-        while pendings:
-            pending, rank = pendings[0]
-            wait_for(pending, rank, self._timeout_s)
-            del pendings[0]
+    def _wait(self, messages: list[tuple[PendingMessage, int]]) -> None:
+        while messages:
+            wait_for(*messages[0], self._timeout_s)
+            del messages[0]
 
 
-def wait_for(pending: Pending, rank: int, timeout_s: float) -> None:
+def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
     """Wait for a message from or to a rank.
 
     Raises:
-      Lost: it is gone.
-      Late: it took too long.
+      PeerDisconnected: the rank is gone.
+      PeerTimeout: the message did not complete in time.
     """
     try:
         pending.wait(timeout_s)
     except TimeoutError as error:
-        raise Late(rank, str(error)) from error
+        raise PeerTimeout(rank, str(error)) from error
     except OSError as error:
-        raise Lost(rank, str(error)) from error
+        raise PeerDisconnected(rank, str(error)) from error
 
 
-def alike(digest: bytes, peers: tuple[int, ...], host: int, wire: Wire, tag: int, timeout_s: float) -> bool:
-    """Tell the ranks of other hosts what this host is about to do, and return whether all do the same.
+def all_equal(
+    digest: bytes, peers: tuple[int, ...], host: int, transport: Transport, tag: int, timeout_s: float
+) -> bool:
+    """Exchange digests with the ranks of other hosts and return whether all are equal.
 
     Args:
-      digest: of what it is; as long on all hosts.
-      peers: for each host the rank that is told.
-      host: the own one's number.
+      digest: this host's; all hosts' have the same length.
+      peers: for each host the rank that calls this there.
+      host: this one's number.
+      transport, tag, timeout_s: as in ``Exchange``.
     Raises:
-      Lost, Late: a rank of another host.
+      PeerDisconnected, PeerTimeout: a rank of another host.
     """
     size = len(digest)
-    said = ctypes.create_string_buffer(digest, size)
-    heard = [ctypes.create_string_buffer(size) for _ in peers]
+    own = ctypes.create_string_buffer(digest, size)
+    received = [ctypes.create_string_buffer(size) for _ in peers]
     others = [(k, rank) for k, rank in enumerate(peers) if k != host]
-    under_way = [(wire.receive(ctypes.addressof(heard[k]), size, rank, tag), rank) for k, rank in others]
-    under_way += [(wire.send(ctypes.addressof(said), size, rank, tag), rank) for _, rank in others]
-    for pending, rank in under_way:
-        wait_for(pending, rank, timeout_s)
-    return all(heard[k].raw == digest for k, _ in others)
+    pending = [(transport.receive(ctypes.addressof(received[k]), size, rank, tag), rank) for k, rank in others]
+    pending += [(transport.send(ctypes.addressof(own), size, rank, tag), rank) for _, rank in others]
+    for message, rank in pending:
+        wait_for(message, rank, timeout_s)
+    return all(received[k].raw == digest for k, _ in others)
 
 
-def cut(size: int, nbytes: int, least: int, most: int, deep: int) -> tuple[int, ...]:
-    """Return the sizes of pieces: small ones first and last, so that filling and draining is quick, large ones between.
+def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int) -> tuple[int, ...]:
+    """Return the sizes of pieces: small ones first and last, so that the pipeline fills and drains quickly.
 
     Args:
       size: elements, of ``nbytes`` bytes each.
-      least: bytes of the first and the last pieces.
-      most: bytes of a piece, if an element is not larger.
-      deep: how many pieces are first, and last: in as many ticks the first comes through.
+      smallest: bytes of the first and the last pieces.
+      largest: bytes of a piece at most, unless one element is larger.
+      depth: the number of small pieces at either end: the number of stages that the first piece needs.
 
-    >>> cut(1000, 4, 400, 1200, 1), cut(90, 4, 400, 1200, 1), cut(0, 4, 400, 1200, 1)
+    >>> piece_sizes(1000, 4, 400, 1200, 1), piece_sizes(90, 4, 400, 1200, 1), piece_sizes(0, 4, 400, 1200, 1)
     ((100, 200, 200, 200, 200, 100), (90,), (0,))
     """
-    step, largest = max(1, least // nbytes), max(1, most // nbytes)
+    step, most = max(1, smallest // nbytes), max(1, largest // nbytes)
     ends: list[int] = []
-    while size > 3 * step and step < largest:
+    while size > 3 * step and step < most:
         ends.append(step)
         size -= 2 * step
-        if len(ends) >= deep:
-            step = min(2 * step, largest)
+        if len(ends) >= depth:
+            step = min(2 * step, most)
     count = max(1, -(-size // step))
-    between = (b - a for a, b in pairwise(k * size // count for k in range(count + 1)))
-    return *ends, *between, *ends[::-1]
+    middle = (b - a for a, b in pairwise(k * size // count for k in range(count + 1)))
+    return *ends, *middle, *ends[::-1]

@@ -1,7 +1,8 @@
-"""What ranks did last, in files that are written when a group breaks: ``crossreduce doctor`` reads them.
+"""Flight recorder: files with the last calls of each rank, written when a group breaks, for ``crossreduce doctor``.
 
-In: plain values, as shared memory keeps them of all ranks of a host.  Out: ``DIR/rank<r>.json``, whole or not at all,
-for the eyes of this user only. No environment is written, which may hold secrets; the stacks have no values either.
+Input: the last calls of all ranks of a host, which shared memory records. Output: ``DIR/rank<r>.json``, written
+completely or not at all, and readable by this user only. The files contain no environment variables, which may be
+secret, and stacks without values.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ T = TypeVar("T")
 _LOG: Final = logging.getLogger("crossreduce")
 _FORMAT: Final = "crossreduce dump"
 _VERSION: Final = 1
-_LARGEST: Final = 1 << 26  # bytes; a real dump of 64 ranks has under 1 MiB
+_LARGEST: Final = 1 << 26  # bytes; a dump of 64 ranks has less than 1 MiB
 _FILE: Final = re.compile(r"rank\d{1,9}(\.\d{1,9})?\.json")
 
 
 class Op(NamedTuple):
-    """A collective that a rank called: seconds are those of ``time.monotonic``, which all processes of a host share."""
+    """A collective that a rank called. Seconds are those of ``time.monotonic``, which all processes of a host share."""
 
     sequence: int
     text: str
     started_s: float
     ended_s: float | None
-    """``None`` while it runs."""
+    """``None``: it has not ended."""
 
 
 class History(NamedTuple):
@@ -54,7 +55,7 @@ class History(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Where a function stands."""
+    """The position of one function in a stack."""
 
     file: str
     line: int
@@ -70,7 +71,7 @@ class Thread(NamedTuple):
 
 
 class Dump(NamedTuple):
-    """What one rank wrote down. ``time`` is by the clock on the wall, ``now_s`` by the one of ``Op``."""
+    """The content of one rank's file. ``time`` is calendar time; ``now_s`` has the clock of ``Op``."""
 
     group: str
     token: str
@@ -88,23 +89,23 @@ class Dump(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The dumps of a directory, in the order of group, time and rank, and what else is there, in words."""
+    """The dumps of a directory, in the order of group, token and rank, and descriptions of unreadable files."""
 
     dumps: tuple[Dump, ...]
     problems: tuple[str, ...]
 
 
-def taken(
+def new_dump(
     group: str, token: str, rank: int, hosts: Sequence[Sequence[int]], cause: str, histories: Iterable[History]
 ) -> Dump:
-    """Return the dump of this process as it stands now.
+    """Return the dump of this process in its current state.
 
     Args:
       group: the group's name.
-      token: what all ranks of this group share and no other group has, such as when it met.
-      rank: this one's.
+      token: identifies the group; all its ranks have the same, and no other group has.
+      rank: this rank.
       hosts: the ranks of each host.
-      cause: why the group is broken.
+      cause: the text of the error that broke the group.
       histories: the last calls of this rank and of those that share its host.
     """
     return Dump(
@@ -125,10 +126,10 @@ def taken(
 
 
 def write(dump: Dump) -> Path | None:
-    """Write a dump, and return its file; ``None``, and a warning in the log, where that is not possible.
+    """Write a dump and return its file; if that is not possible, log a warning and return ``None``.
 
-    Its directory is CROSSREDUCE_DUMP_DIR; else one that all ranks of the group on this host share, for this user only,
-    among the system's temporary files. A file that is there is kept: the new one is numbered.
+    The directory is CROSSREDUCE_DUMP_DIR; else one in the system's directory for temporary files, which all ranks of
+    the group on this host share and only this user can read. An existing file is kept; the new one gets a number.
     """
     try:
         directory = _directory(dump)
@@ -142,17 +143,17 @@ def write(dump: Dump) -> Path | None:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        _LOG.warning("rank %d could not write down what it did last: %s", dump.rank, error)
+        _LOG.warning("rank %d could not write its flight recorder dump: %s", dump.rank, error)
         return None
     if path.name != f"rank{dump.rank}.json":
-        _LOG.warning("%s is another dump's; this one is %s", path.with_name(f"rank{dump.rank}.json"), path.name)
+        _LOG.warning("%s already exists; this dump is %s", path.with_name(f"rank{dump.rank}.json"), path.name)
     return path
 
 
 def read(directory: Path) -> Found:
-    """Read a directory's dumps: as many as are there, whatever else is.
+    """Return all readable dumps of a directory.
 
-    Never raises: a file that is missing half, or is no dump, is one of ``problems``.
+    This never raises: a file that is truncated, or is not a dump, is described in ``problems``.
     """
     dumps, problems = [], []
     try:
@@ -166,15 +167,17 @@ def read(directory: Path) -> Found:
             why = error.strerror if isinstance(error, OSError) else str(error)
             problems.append(f"{path.name} cannot be read: {why}.")
     if not paths:
-        problems.append(message(f"{directory} has no dumps.", remedy="the directory that a CollectiveTimeout names"))
+        problems.append(
+            message(f"{directory} has no dumps.", remedy="the directory in the text of the CollectiveTimeout")
+        )
     return Found(tuple(sorted(dumps, key=lambda dump: (dump.group, dump.token, dump.rank))), tuple(problems))
 
 
 def _directory(dump: Dump) -> Path:
-    """Return the directory to write into, which exists then."""
-    asked = os.environ.get("CROSSREDUCE_DUMP_DIR")
-    if asked:
-        path = Path(asked)
+    """Return the directory to write into, after creating it if necessary."""
+    chosen = os.environ.get("CROSSREDUCE_DUMP_DIR")
+    if chosen:
+        path = Path(chosen)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path
     readable = re.sub(r"[^\w.-]+", "_", f"{dump.group}-{dump.token}")[:100]
@@ -182,16 +185,16 @@ def _directory(dump: Dump) -> Path:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        # Another rank made it; or somebody else, who would read or redirect what is written.
+        # Another rank created it; or another user, who could then read or redirect the files.
         found = path.lstat()
-        own = getattr(os, "getuid", lambda: found.st_uid)()  # Windows has no owners by number
+        own = getattr(os, "getuid", lambda: found.st_uid)()  # Windows has no numeric user ids
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != own or found.st_mode & 0o077:
             path = Path(tempfile.mkdtemp(prefix=f"crossreduce-{readable}-"))
     return path
 
 
 def _published(temporary: Path, directory: Path, rank: int) -> Path:
-    """Give a whole file the first name that is free; a link, unlike a rename, never replaces what is there."""
+    """Give a complete file the first free name; a hard link, unlike a rename, never replaces an existing file."""
     k = 1
     while True:
         path = directory / (f"rank{rank}.json" if k == 1 else f"rank{rank}.{k}.json")
@@ -199,7 +202,7 @@ def _published(temporary: Path, directory: Path, rank: int) -> Path:
             path.hardlink_to(temporary)
         except FileExistsError:
             k += 1
-        except OSError:  # a file system without links
+        except OSError:  # a file system without hard links
             if not path.exists():
                 return temporary.rename(path)
             k += 1
@@ -231,7 +234,7 @@ def version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what takes part; nothing is imported for it."""
+    """Return the versions of Python, of the platform and of the libraries that are already imported."""
     found = {"python": platform.python_version(), "platform": platform.platform(), "crossreduce": version()}
     for name in ("numpy", "torch", "mpi4py"):
         if name in sys.modules:
@@ -240,7 +243,7 @@ def versions() -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can hold of named tuples: their fields by name."""
+    """Return named tuples as dictionaries and tuples as lists, for JSON."""
     if hasattr(value, "_asdict"):
         return {name: _plain(field) for name, field in value._asdict().items()}
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
@@ -248,30 +251,34 @@ def _plain(value: Any) -> Any:
 
 def _content(path: Path) -> Any:
     if not path.is_file():
-        raise ValueError("it is no file")
+        raise ValueError("it is not a file")
     if path.stat().st_size > _LARGEST:
         raise ValueError(f"it has more than {_LARGEST} bytes")
     try:
         return json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON: {error}") from error
+        raise ValueError(f"it is not JSON: {error}") from error
 
 
 def _dump(found: Any) -> Dump:
-    """Return the dump that was read, or raise ValueError that says what is wrong with it."""
+    """Return a dump from parsed JSON.
+
+    Raises:
+      ValueError: it is not a dump; the text states why.
+    """
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise ValueError("it is no dump of crossreduce's")
+        raise ValueError("it is not a dump of crossreduce")
     if found.get("version") != _VERSION:
-        raise ValueError(f"it is of version {found.get('version')}, not {_VERSION}")
+        raise ValueError(f"its version is {found.get('version')}, not {_VERSION}")
     dump = Dump(
         group=_text(found, "group"),
         token=_text(found, "token"),
-        rank=_whole(found, "rank"),
-        size=_whole(found, "size"),
+        rank=_natural(found, "rank"),
+        size=_natural(found, "size"),
         hosts=_many(found, "hosts", _ranks),
         cause=_text(found, "cause"),
         hostname=_text(found, "hostname"),
-        pid=_whole(found, "pid"),
+        pid=_natural(found, "pid"),
         time=_text(found, "time"),
         now_s=_seconds(found, "now_s"),
         histories=_many(found, "histories", _history),
@@ -280,18 +287,18 @@ def _dump(found: Any) -> Dump:
     )
     ranks = [rank for host in dump.hosts for rank in host]
     if not len(set(ranks)) == len(ranks) == dump.size or dump.rank not in ranks:
-        raise ValueError("its ranks are not those of its hosts")
+        raise ValueError("its ranks do not match its hosts")
     return dump
 
 
 def _history(found: Any) -> History:
-    pid = None if found.get("pid") is None else _whole(found, "pid")
-    return History(_whole(found, "rank"), _many(found, "ops", _op), pid)
+    pid = None if found.get("pid") is None else _natural(found, "pid")
+    return History(_natural(found, "rank"), _many(found, "ops", _op), pid)
 
 
 def _op(found: Any) -> Op:
     ended = None if found.get("ended_s") is None else _seconds(found, "ended_s")
-    return Op(_whole(found, "sequence"), _text(found, "text"), _seconds(found, "started_s"), ended)
+    return Op(_natural(found, "sequence"), _text(found, "text"), _seconds(found, "started_s"), ended)
 
 
 def _thread(found: Any) -> Thread:
@@ -299,18 +306,18 @@ def _thread(found: Any) -> Thread:
 
 
 def _frame(found: Any) -> Frame:
-    return Frame(_text(found, "file"), _whole(found, "line"), _text(found, "function"), _text(found, "code"))
+    return Frame(_text(found, "file"), _natural(found, "line"), _text(found, "function"), _text(found, "code"))
 
 
 def _ranks(found: Any) -> tuple[int, ...]:
-    return tuple(_whole({"rank": rank}, "rank") for rank in found)
+    return tuple(_natural({"rank": rank}, "rank") for rank in found)
 
 
 def _many(found: Any, name: str, read_one: Callable[[Any], T]) -> tuple[T, ...]:
     items = _field(found, name, list)
     kind = list if name == "hosts" else dict
     if not all(isinstance(item, kind) for item in items):
-        raise ValueError(f'its "{name}" are not as they should be')
+        raise ValueError(f'its "{name}" are malformed')
     return tuple(read_one(item) for item in items)
 
 
@@ -318,7 +325,7 @@ def _text(found: Any, name: str) -> str:
     return str(_field(found, name, str))
 
 
-def _whole(found: Any, name: str) -> int:
+def _natural(found: Any, name: str) -> int:
     value = int(_field(found, name, int))
     if value < 0:
         raise ValueError(f'its "{name}" is negative')
@@ -327,13 +334,13 @@ def _whole(found: Any, name: str) -> int:
 
 def _seconds(found: Any, name: str) -> float:
     value = _field(found, name, (int, float))
-    if not abs(value) < 1e15:  # also no NaN; JSON may hold what no float can
-        raise ValueError(f'its "{name}" is no time')
+    if not abs(value) < 1e15:  # NaN is not below it either; JSON may contain numbers that a float cannot represent
+        raise ValueError(f'its "{name}" is not a time')
     return float(value)
 
 
 def _field(found: Any, name: str, kind: type | tuple[type, ...]) -> Any:
     value = found.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f'its "{name}" is missing, or not as it should be')  # noqa: TRY004 - what a file holds
+        raise ValueError(f'its "{name}" is missing or malformed')  # noqa: TRY004 - about the content of a file
     return value

@@ -1,8 +1,9 @@
-"""How fast the links between hosts are, measured over the wire that ranks use.
+"""Measures how fast the links between hosts are, over the transport that the ranks use.
 
-In: a communicator.  Out: the same ``Topology`` on all ranks, by which reductions are planned from then on. The first
-rank of each host measures: pairs of hosts one after the other, pairs that share no host together, each direction by
-itself; then all at once, which shows where a host's links share one cable. Numbers are rounded to three digits.
+Input: a communicator. Output: the same ``Topology`` on all ranks, on which the group's reductions are planned from then
+on. The first rank of each host measures: pairs of hosts one after the other (pairs without a common host at the same
+time), each direction by itself; then all hosts at once, which shows whether a host's links share one cable. Numbers are
+rounded to three digits.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ from typing import Final, NamedTuple
 from .. import kernels
 from ..errors import ArgumentError, message, shown
 from ..topology import Link, Switch, Topology
-from ..transports.base import Pending, Wire
-from . import exchange as between
+from ..transports.base import PendingMessage, Transport
 from .communicator import Communicator
-from .multi_host import names
+from .exchange import wait_for
+from .multi_host import host_names
 
-_TAG: Final = 1  # another than reductions', which may go on beside
+_TAG: Final = 1  # differs from that of reductions, which may run at the same time
 _PINGS: Final = 9
-_FIRST: Final = 1 << 20  # bytes of the first try, some of which a token bucket lets by at once
+_FIRST_BYTES: Final = 1 << 20  # of the first stream; a token bucket may let some of them pass at once
 _MESSAGES: Final = 8
-_TRIES: Final = 5  # streams, of which the median counts: work beside slows one down, a token bucket speeds one up
-_ALL_AT_ONCE: Final = 3  # of these the median likewise
-_MOST: Final = 1 << 25  # bytes sent in one direction at most
-_SHARED: Final = 0.75  # of what its links carry one by one: a host that takes in less from all has one cable
-_COPIED: Final = 1 << 22  # bytes for the speed of memory
+_STREAMS: Final = 5  # the median counts: other work slows one down, a token bucket speeds one up
+_ALL_AT_ONCE: Final = 3  # streams of all hosts; the median counts
+_MAX_BYTES: Final = 1 << 25  # sent in one direction at most
+_SHARED: Final = 0.75  # a host that receives less than this share of the sum of its links has one cable
+_COPIED_BYTES: Final = 1 << 22  # for the bandwidth of memory
 _LOCAL_LATENCY_S: Final = 1e-6
 
 
 class Speeds(NamedTuple):
-    """What was measured. Bandwidths in GB/s.
+    """Measured speeds. Bandwidths are in GB/s.
 
     Args:
       gb_per_s: row src, column dst, of two hosts at a time; 0 on the diagonal.
-      latency_s: likewise, one way.
-      cables: for each host what it takes in from all others at once; 0: as much as its links one by one.
-      memory: for each host what one of its ranks copies while all do.
+      latency_s: row src, column dst, one way.
+      cables: for each host the bandwidth from all others at once; 0: the sum of its links.
+      memory: for each host the bandwidth of a copy by one of its ranks while all of them copy.
     """
 
     gb_per_s: tuple[tuple[float, ...], ...]
@@ -53,34 +54,34 @@ class Speeds(NamedTuple):
 
 
 def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
-    """Measure the links between a group's hosts, plan its reductions by them from now on, and return all of them.
+    """Measure the links between a group's hosts, plan its reductions on them from now on, and return the topology.
 
-    All ranks call it together, best while nothing else uses the network.
+    All ranks call it together, best while no other program uses the network.
 
     Args:
       communicator: the group's.
-      seconds: about how long it may take, in all; slow links take longer, as something has to go over them.
+      seconds: about how long it may take in all. Slow links take longer, since a minimum of bytes must be sent.
     Returns:
-      A device for each rank, in order, named after its host ("host1/cpu:2"); ranks of a host are joined by a switch of
-      the speed of its memory, hosts by links of what was measured. The same on all ranks.
+      A device for each rank, in order, named after its host ("host1/cpu:2"). The ranks of a host are joined by a switch
+      with the bandwidth of its memory, hosts by links with the measured speeds. It is the same on all ranks.
     Raises:
       ArgumentError: ``seconds`` is not above 0.
-      PeerLostError, CollectiveTimeout: as every call of the group.
+      PeerLostError, CollectiveTimeout: as for every call of the group.
     """
     if not seconds > 0:
-        raise ArgumentError(message("measuring takes some time.", f"seconds={shown(seconds)}", "seconds=1.0"))
+        raise ArgumentError(message("seconds must be above 0.", f"seconds={shown(seconds)}", "seconds=1.0"))
     hosts, rank = communicator.hosts, communicator.rank
     count = len(hosts)
     communicator.agree(f"measure_topology {seconds:g} s")
     own = hosts.index(communicator.host)
-    found: dict[str, object] = {"memory": _memory()}
+    found: dict[str, object] = {"memory": _memory_bandwidth()}
     if count > 1:
-        assert communicator.wire is not None
-        leads = [ranks[0] for ranks in hosts]
-        probe = _Probe(communicator.wire, leads, own, communicator.timeout_s) if rank in leads else None
-        turns = _tournament(count)
+        assert communicator.transport is not None
+        leaders = [ranks[0] for ranks in hosts]
+        probe = _Probe(communicator.transport, leaders, own, communicator.timeout_s) if rank in leaders else None
+        turns = _pairings(count)
         each_s = seconds / (2 * len(turns) + 1)
-        with communicator.afar():
+        with communicator.aborting():
             for pairs in turns:
                 other = next((b if a == own else a for a, b in pairs if own in (a, b)), None)
                 if probe is not None and other is not None:
@@ -90,37 +91,37 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
             found |= {"in": probe.bandwidth, "latency": probe.latency}
     speeds = _gathered(communicator, found)
     if count > 2:
-        tries = []
-        with communicator.afar():
+        received = []
+        with communicator.aborting():
             for _ in range(_ALL_AT_ONCE):
-                tries.append(0.0 if probe is None else probe.all_at_once(speeds.gb_per_s, each_s / _ALL_AT_ONCE))
-                communicator.agree("measure_topology")  # nobody sends before all have taken in what came before
-        cable = json.dumps(median(tries)).encode()
-        said = [json.loads(one) for one in communicator.rendezvous.all_gather(cable)]
-        speeds = speeds._replace(cables=_cables(speeds, [said[ranks[0]] for ranks in hosts]))
+                received.append(0.0 if probe is None else probe.all_at_once(speeds.gb_per_s, each_s / _ALL_AT_ONCE))
+                communicator.agree("measure_topology")  # all have received before any sends again
+        own_cable = json.dumps(median(received)).encode()
+        of_ranks = [json.loads(text) for text in communicator.rendezvous.all_gather(own_cable)]
+        speeds = speeds._replace(cables=_cables(speeds, [of_ranks[ranks[0]] for ranks in hosts]))
     if count > 1:
-        communicator.plan_on(of_hosts(speeds))
-    return whole(speeds, hosts)
+        communicator.plan_on(host_topology(speeds))
+    return rank_topology(speeds, hosts)
 
 
-def _memory() -> float:
-    """Return how many GB/s this rank copies, while all of its host do."""
-    source, target = kernels.memory(_COPIED), kernels.memory(_COPIED)
+def _memory_bandwidth() -> float:
+    """Return how many GB/s this rank copies while all ranks of its host do."""
+    source, target = kernels.memory(_COPIED_BYTES), kernels.memory(_COPIED_BYTES)
     a, b = (ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in (source, target))
-    ctypes.memset(a, 1, _COPIED)
-    ctypes.memset(b, 1, _COPIED)
+    ctypes.memset(a, 1, _COPIED_BYTES)
+    ctypes.memset(b, 1, _COPIED_BYTES)
     taken = []
     for _ in range(5):
         began = time.perf_counter()
-        ctypes.memmove(b, a, _COPIED)
+        ctypes.memmove(b, a, _COPIED_BYTES)
         taken.append(time.perf_counter() - began)
-    return _COPIED / median(taken) / 1e9
+    return _COPIED_BYTES / median(taken) / 1e9
 
 
-def _tournament(count: int) -> list[list[tuple[int, int]]]:
-    """Return turns of pairs in which every two hosts meet once and none is in two pairs of a turn.
+def _pairings(count: int) -> list[list[tuple[int, int]]]:
+    """Return turns of pairs: every two hosts are a pair in one turn, and no host is in two pairs of a turn.
 
-    >>> _tournament(3)
+    >>> _pairings(3)
     [[(1, 2)], [(0, 2)], [(0, 1)]]
     """
     seats = [*range(count), *([-1] if count % 2 else [])]
@@ -134,15 +135,15 @@ def _tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 class _Probe:
-    """Messages between the first ranks of hosts, to see how long they take."""
+    """Times messages between the first ranks of the hosts."""
 
-    def __init__(self, wire: Wire, peers: Sequence[int], host: int, timeout_s: float) -> None:
-        self.wire, self.peers, self.host, self.timeout_s = wire, peers, host, timeout_s
+    def __init__(self, transport: Transport, peers: Sequence[int], host: int, timeout_s: float) -> None:
+        self.transport, self.peers, self.host, self.timeout_s = transport, peers, host, timeout_s
         self.bandwidth = [0.0] * len(peers)  # from each host to this one, in GB/s
         self.latency = [0.0] * len(peers)
-        self.memory = kernels.memory(2 * _MOST)  # one half to send, one to receive
+        self.memory = kernels.memory(2 * _MAX_BYTES)  # one half to send, one to receive
         self.at = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        ctypes.memset(self.at, 1, 2 * _MOST)
+        ctypes.memset(self.at, 1, 2 * _MAX_BYTES)
 
     def pair(self, other: int, seconds: float) -> None:
         """Measure the links from and to another host, which does the same."""
@@ -152,106 +153,106 @@ class _Probe:
             began = time.perf_counter()
             if first:
                 self._send(other, 8)
-                self._take(other, 8)
+                self._receive_now(other, 8)
             else:
-                self._take(other, 8)
+                self._receive_now(other, 8)
                 self._send(other, 8)
             taken.append((time.perf_counter() - began) / 2)
         self.latency[other] = median(taken[1:])
-        # The first try's speed says how much to send in the time there is; who receives says how much that is.
+        # The first stream's speed determines how many bytes fit into the time; the receiver sends their number.
         for sending in (first, not first):
             if sending:
-                self._stream_out(other, _FIRST)
-                nbytes = self._told(other)
-                for _ in range(_TRIES):
+                self._stream_out(other, _FIRST_BYTES)
+                nbytes = self._receive_number(other)
+                for _ in range(_STREAMS):
                     self._stream_out(other, nbytes)
             else:
                 began = time.perf_counter()
-                self._stream_in(other, _FIRST)
-                rough = _FIRST / (time.perf_counter() - began) / 1e9
-                nbytes = int(min(_MOST, max(_FIRST, rough * 1e9 * seconds / 2 / _TRIES)))
-                self._tell(other, nbytes)
-                self.bandwidth[other] = median(self._stream_in(other, nbytes) for _ in range(_TRIES))
+                self._stream_in(other, _FIRST_BYTES)
+                rough = _FIRST_BYTES / (time.perf_counter() - began) / 1e9
+                nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, rough * 1e9 * seconds / 2 / _STREAMS)))
+                self._send_number(other, nbytes)
+                self.bandwidth[other] = median(self._stream_in(other, nbytes) for _ in range(_STREAMS))
 
     def all_at_once(self, gb_per_s: Sequence[Sequence[float]], seconds: float) -> float:
-        """Return how many GB/s this host takes in from all others, which all send at once, each as much as it may."""
-        room = _MOST // len(self.peers)
+        """Return how many GB/s this host receives from all others, which send at the same time."""
+        room = _MAX_BYTES // len(self.peers)
 
         def share(src: int, dst: int) -> int:
-            return int(min(room, max(_FIRST, gb_per_s[src][dst] * 1e9 * seconds / 2)))
+            return int(min(room, max(_FIRST_BYTES, gb_per_s[src][dst] * 1e9 * seconds / 2)))
 
         others = [other for other in range(len(self.peers)) if other != self.host]
         incoming = [(self._receive(other, share(other, self.host), other * room), other) for other in others]
         began = time.perf_counter()
         outgoing = [(self._start(other, share(self.host, other)), other) for other in others]
         for pending, other in incoming:
-            between.wait_for(pending, self.peers[other], self.timeout_s)
+            wait_for(pending, self.peers[other], self.timeout_s)
         taken = time.perf_counter() - began
         for pending, other in outgoing:
-            between.wait_for(pending, self.peers[other], self.timeout_s)
+            wait_for(pending, self.peers[other], self.timeout_s)
         return sum(share(other, self.host) for other in others) / taken / 1e9
 
     def _stream_out(self, other: int, nbytes: int) -> None:
         sent = [self._start(other, nbytes // _MESSAGES) for _ in range(_MESSAGES)]
         for pending in sent:
-            between.wait_for(pending, self.peers[other], self.timeout_s)
+            wait_for(pending, self.peers[other], self.timeout_s)
 
     def _stream_in(self, other: int, nbytes: int) -> float:
-        """Return the GB/s of a stream of messages, from the second on: the first few pay for its start."""
+        """Return the GB/s of a stream of messages, without its first messages, which also contain its start."""
         size = nbytes // _MESSAGES
         posted = [self._receive(other, size, k * size) for k in range(_MESSAGES)]
-        came = []
+        arrivals = []
         for pending in posted:
-            between.wait_for(pending, self.peers[other], self.timeout_s)
-            came.append(time.perf_counter())
-        return (_MESSAGES - 2) * size / max(came[-1] - came[1], 1e-9) / 1e9
+            wait_for(pending, self.peers[other], self.timeout_s)
+            arrivals.append(time.perf_counter())
+        return (_MESSAGES - 2) * size / max(arrivals[-1] - arrivals[1], 1e-9) / 1e9
 
-    def _start(self, other: int, nbytes: int) -> Pending:
-        return self.wire.send(self.at, nbytes, self.peers[other], _TAG)
+    def _start(self, other: int, nbytes: int) -> PendingMessage:
+        return self.transport.send(self.at, nbytes, self.peers[other], _TAG)
 
-    def _receive(self, other: int, nbytes: int, offset: int) -> Pending:
-        return self.wire.receive(self.at + _MOST + offset, nbytes, self.peers[other], _TAG)
+    def _receive(self, other: int, nbytes: int, offset: int) -> PendingMessage:
+        return self.transport.receive(self.at + _MAX_BYTES + offset, nbytes, self.peers[other], _TAG)
 
     def _send(self, other: int, nbytes: int) -> None:
-        between.wait_for(self._start(other, nbytes), self.peers[other], self.timeout_s)
+        wait_for(self._start(other, nbytes), self.peers[other], self.timeout_s)
 
-    def _take(self, other: int, nbytes: int) -> None:
-        between.wait_for(self._receive(other, nbytes, 0), self.peers[other], self.timeout_s)
+    def _receive_now(self, other: int, nbytes: int) -> None:
+        wait_for(self._receive(other, nbytes, 0), self.peers[other], self.timeout_s)
 
-    def _tell(self, other: int, number: int) -> None:
+    def _send_number(self, other: int, number: int) -> None:
         ctypes.c_int64.from_address(self.at).value = number
         self._send(other, 8)
 
-    def _told(self, other: int) -> int:
-        self._take(other, 8)
-        return ctypes.c_int64.from_address(self.at + _MOST).value
+    def _receive_number(self, other: int) -> int:
+        self._receive_now(other, 8)
+        return ctypes.c_int64.from_address(self.at + _MAX_BYTES).value
 
 
 def _gathered(communicator: Communicator, found: dict[str, object]) -> Speeds:
-    """Put all ranks' numbers together: the same on all of them, as all work with the same texts."""
-    said = [json.loads(one) for one in communicator.rendezvous.all_gather(json.dumps(found).encode())]
+    """Return the numbers of all ranks; the same on every rank, since all parse the same texts."""
+    of_ranks = [json.loads(text) for text in communicator.rendezvous.all_gather(json.dumps(found).encode())]
     hosts = communicator.hosts
-    first = [said[ranks[0]] for ranks in hosts]
+    first = [of_ranks[ranks[0]] for ranks in hosts]
     count = len(hosts)
     nothing = [0.0] * count
-    into = [one.get("in", nothing) for one in first]
-    late = [one.get("latency", nothing) for one in first]
+    incoming = [each.get("in", nothing) for each in first]
+    latency = [each.get("latency", nothing) for each in first]
     return Speeds(
-        tuple(tuple(_rounded(into[dst][src]) for dst in range(count)) for src in range(count)),
-        tuple(tuple(_rounded((late[a][b] + late[b][a]) / 2) for b in range(count)) for a in range(count)),
+        tuple(tuple(_rounded(incoming[dst][src]) for dst in range(count)) for src in range(count)),
+        tuple(tuple(_rounded((latency[a][b] + latency[b][a]) / 2) for b in range(count)) for a in range(count)),
         (0.0,) * count,
-        tuple(_rounded(median(said[rank]["memory"] for rank in ranks)) for ranks in hosts),
+        tuple(_rounded(median(of_ranks[rank]["memory"] for rank in ranks)) for ranks in hosts),
     )
 
 
-def _cables(speeds: Speeds, taken_in: Sequence[float]) -> tuple[float, ...]:
-    """Return the speed of the cables of hosts that take in less from all at once than from one by one; 0 for others."""
-    singly = [sum(row[dst] for row in speeds.gb_per_s) for dst in range(len(taken_in))]
-    # A burst may make it seem less than the fastest single link, which it cannot be.
-    fastest = [max(row[dst] for row in speeds.gb_per_s) for dst in range(len(taken_in))]
+def _cables(speeds: Speeds, received: Sequence[float]) -> tuple[float, ...]:
+    """Return the bandwidth of the cables of hosts that receive less from all at once than one by one; 0 for others."""
+    singly = [sum(row[dst] for row in speeds.gb_per_s) for dst in range(len(received))]
+    # A burst may make it look slower than the fastest single link, which is impossible.
+    fastest = [max(row[dst] for row in speeds.gb_per_s) for dst in range(len(received))]
     return tuple(
         _rounded(max(together, most)) if together < _SHARED * apart else 0.0
-        for together, apart, most in zip(taken_in, singly, fastest, strict=True)
+        for together, apart, most in zip(received, singly, fastest, strict=True)
     )
 
 
@@ -259,22 +260,22 @@ def _rounded(number: float) -> float:
     return float(f"{number:.3g}")
 
 
-def of_hosts(speeds: Speeds) -> Topology:
-    """Return the topology of hosts: links of every two, behind a cable where a host has but one.
+def host_topology(speeds: Speeds) -> Topology:
+    """Return the topology of hosts: a link between every two, behind a cable if all links of a host share one.
 
     >>> mesh = Speeds(((0, 1), (2, 0)), ((0, 1e-4), (1e-4, 0)), (0, 0), (10, 10))
-    >>> of_hosts(mesh).link("host1/cpu:0", "host0/cpu:0").bandwidth
+    >>> host_topology(mesh).link("host1/cpu:0", "host0/cpu:0").bandwidth
     Fraction(2, 1)
     """
     count = len(speeds.cables)
-    devices = names(count)
+    devices = host_names(count)
     ends = [f"host{k}.cable" if speeds.cables[k] else devices[k] for k in range(count)]
     switches = [end for end, device in zip(ends, devices, strict=True) if end != device]
     return Topology(devices, tuple(_links(speeds, ends, devices)), tuple(map(Switch, switches)))
 
 
-def whole(speeds: Speeds, hosts: Sequence[Sequence[int]]) -> Topology:
-    """Return the topology of all ranks: those of a host around a switch, hosts joined as measured."""
+def rank_topology(speeds: Speeds, hosts: Sequence[Sequence[int]]) -> Topology:
+    """Return the topology of all ranks: a switch joins the ranks of a host, and measured links join the hosts."""
     count = len(hosts)
     inner = [f"host{k}" for k in range(count)]
     ends = [f"host{k}.cable" if speeds.cables[k] else inner[k] for k in range(count)]
@@ -288,7 +289,7 @@ def whole(speeds: Speeds, hosts: Sequence[Sequence[int]]) -> Topology:
 
 
 def _links(speeds: Speeds, ends: Sequence[str], inner: Sequence[str]) -> list[Link]:
-    """Return the links of every two hosts' ends, and those from a host to its end where that is another node."""
+    """Return the links between the ends of all hosts, and those from each host to its end if that is another node."""
     links = []
     for src, dst in permutations(range(len(ends)), 2):
         seconds = Fraction(repr(speeds.latency_s[src][dst]))
@@ -300,5 +301,5 @@ def _links(speeds: Speeds, ends: Sequence[str], inner: Sequence[str]) -> list[Li
 
 
 def _both(a: str, b: str, gb_per_s: float, latency_s: float) -> list[Link]:
-    speed, seconds = Fraction(repr(gb_per_s)), Fraction(repr(latency_s))
-    return [Link(a, b, speed, seconds), Link(b, a, speed, seconds)]
+    bandwidth, seconds = Fraction(repr(gb_per_s)), Fraction(repr(latency_s))
+    return [Link(a, b, bandwidth, seconds), Link(b, a, bandwidth, seconds)]

@@ -1,10 +1,11 @@
-"""A collective over several hosts: reduced on each through its memory, exchanged between them, spread again, in pieces.
+"""The engine for groups on several hosts: reduce on each host, exchange between hosts, distribute the results.
 
-In: what is reduced, where the hosts' ranks are, the links between them if they were measured.  Out: a ``Crossing`` for
-each rank, and the walk through it. The first ranks of each host, as many as the smallest host has, are its lanes: each
-owns a stripe of every piece, reduces it on its host and exchanges it with the same lane of the other hosts. While a
-piece is exchanged, the next is copied in and reduced, and the one before is copied out. Partial results travel in the
-accumulator's dtype; where they become whole they are divided and rounded, once.
+Input: a collective, the ranks of the hosts, and the links between hosts if they were measured. Output: an executable
+for each rank. If the smallest host has n ranks, the first n ranks of each host are its rail leaders. Each leader owns a
+stripe of every piece: it reduces the stripe on its host and exchanges it with the same leader of the other hosts. The
+reduction to the leaders and the distribution of the results are rank programs. They are pipelined with the exchange:
+while a piece is exchanged, the next one is reduced, and the one before is distributed. Partial results travel in the
+accumulator's dtype; where they become final they are divided and rounded, once.
 """
 
 from __future__ import annotations
@@ -12,310 +13,286 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from hashlib import blake2b
-from itertools import accumulate, pairwise
-from typing import Any, Final, NamedTuple
+from itertools import accumulate
+from typing import Any, Final
 
 from .. import kernels
+from ..lowering import lower
+from ..ops import Numbers, copying
 from ..packing import itemsize
 from ..planning import plan, planned
 from ..schedule import Schedule
 from ..topology import Topology
-from ..transports.base import Wire
-from . import exchange as between
-from .exchange import Exchange
-from .programs import LINE, SLOT_BYTES, Job, Numbers, Spot, copying, ready, shares
-from .shared_memory import Arena
+from ..transports.base import Transport
+from .collectives import one_round
+from .exchange import Exchange, ExchangeProgram, all_equal, delay, exchange_program, piece_sizes
+from .instructions import Placement, RankInstruction, kernel, native_program, pipelined
+from .programs import LINE, PIECE_BYTES, SLOT_BYTES, RankCompiler, analyze, line_shares
+from .shared_memory import HostMemory, StageRunner
 
 TAG: Final = 0
-LEAST_PIECE: Final = 1 << 17
-MOST_PIECE: Final = 1 << 20
-"""Bytes of a piece, of all lanes together; a slot has room for two pieces, and for two results of a stripe."""
+SMALLEST_PIECE: Final = 1 << 17
+"""Bytes of the first and the last pieces, of all leaders together; the others have up to ``PIECE_BYTES``."""
+COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast")
+"""The collectives that run over several hosts."""
 
-# Words at the start of a lane's slot: whether all hosts are about to do the same; whether it waits for another host.
-_VERDICT, _AFAR = 0, 1
-_SAME, _OTHER = 1, 2
+# Words at the start of each slot: whether all hosts made the same call; whether the rank waits for another host.
+_VERDICT, _REMOTE = 0, 1
+_SAME, _DIFFERENT = 1, 2
 
 
-class Crossing(NamedTuple):
-    """A rank's part in a call over several hosts, ready to run.
+@dataclass(frozen=True, eq=False)
+class InterHostPlan:
+    """What a rank does in a call over several hosts. See ``RankExecutable``.
 
     Args:
-      course: its jobs, for the arena.
-      ticks: how many.
-      text: what the call is.
-      work: what it exchanges with other hosts; ``None``: it is no lane, or nothing moves.
+      engine: runs it.
+      program: the native ``RankProgram`` of its host's part.
+      stages: the number of its stages.
+      text: describes the call.
       digest: of all that hosts must agree on.
-      takes: for each piece where the own stripe's result goes: an offset in its slot, or -1; the place in the caller's
-        buffer, or -1.
-      result: which of the caller's buffers takes the result.
+      exchange: the leader's exchange with other hosts; ``None``: the rank is not a leader, or nothing moves.
+      deliveries: for each piece the instructions that copy the exchange's results to where other ranks read them.
     """
 
-    course: Any
-    ticks: int
+    engine: MultiHostEngine
+    program: Any
+    stages: int
     text: bytes
-    work: between.Work | None
     digest: bytes
-    takes: tuple[tuple[int, int], ...]
-    result: int
+    exchange: ExchangeProgram | None = None
+    deliveries: tuple[tuple[RankInstruction, ...], ...] = ()
+
+    def run(self, addresses: tuple[int, ...], runner: StageRunner, timeout_s: float) -> bool:
+        """Run the call."""
+        return self.engine.run(self, addresses, runner, timeout_s)
 
 
-class Across:
-    """The lanes of a group's hosts.
+class MultiHostEngine:
+    """See ``RankEngine``.
 
     Args:
-      hosts: the ranks of each.
-      rank: this one.
-      arena: its host's memory.
-      wire: between hosts.
+      hosts: the ranks of each host.
+      rank: this rank.
+      memory: its host's.
+      transport: between hosts.
     """
 
-    def __init__(self, hosts: tuple[tuple[int, ...], ...], rank: int, arena: Arena, wire: Wire) -> None:
-        self.hosts, self.rank, self.arena, self.wire = hosts, rank, arena, wire
-        self.host = hosts.index(arena.host)
-        self.lanes = min(map(len, hosts))
-        place = arena.host.index(rank)
-        self.lane = place if place < self.lanes else None
-        self.peers = tuple(ranks[place] for ranks in hosts) if self.lane is not None else ()
+    def __init__(self, hosts: tuple[tuple[int, ...], ...], rank: int, memory: HostMemory, transport: Transport) -> None:
+        self.hosts, self.rank, self.memory, self.transport = hosts, rank, memory, transport
+        self.host = hosts.index(memory.host)
+        self.ranks = memory.host
+        self.leaders = min(map(len, hosts))
+        place = self.ranks.index(rank)
+        self.leader = place if place < self.leaders else None
+        self.peers = tuple(ranks[place] for ranks in hosts) if self.leader is not None else ()
         self.topology: Topology | None = None  # of the hosts, if it was measured
-        self._under_way: Exchange | None = None
+        self._exchange: Exchange | None = None  # of the current op
 
-    def crossing(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> Crossing:
-        """Return this rank's part in a call.
+    def supports(self, collective: str) -> bool:
+        """Return whether this engine runs a collective."""
+        return collective in COLLECTIVES
 
-        Args:
-          collective: "all_reduce", "reduce", "broadcast", or anything else of size 0, which moves nothing.
-          size: elements.
-          numbers: what is computed.
-          root: the rank, of a reduce or broadcast.
-          text: what the call is, in words; all ranks must say the same.
-        """
+    def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> InterHostPlan:
+        """Return the executable of a call; of size 0 it only compares calls, whatever the collective."""
         if size == 0:
-            nothing = kernels.native().RankProgram([[]] * 3)
-            return Crossing(nothing, 3, text, None, _digest(text, ""), (), 0)
+            return InterHostPlan(self, native_program([[]] * 3), 3, text, _digest(text, ""))
         nbytes = itemsize(numbers.dtype)
-        main = None if root is None else next(k for k, ranks in enumerate(self.hosts) if root in ranks)
-        schedule = host_schedule(self.topology, len(self.hosts), collective, size * nbytes, main)
-        most = (SLOT_BYTES // 2 - 8 * LINE) * self.lanes // (2 * self.lanes + 2)
-        sizes = between.cut(size, nbytes, LEAST_PIECE, min(MOST_PIECE, most), between.delay(schedule, False))
-        laid = _Laid(self, collective, sizes, numbers, root)
-        work = None
-        if self.lane is not None:
-            mine = tuple(ends[self.lane + 1] - ends[self.lane] for ends in laid.stripes)
-            order = [names(len(self.hosts)).index(name) for name in schedule.devices]  # it has its own
-            peers = tuple(self.peers[host] for host in order)
-            work = between.work(schedule, order.index(self.host), peers, mine, numbers)
-        late = between.delay(schedule, len(sizes) == 1)
-        ticks = laid.ticks(work, late)
-        course = kernels.native().RankProgram([[ready(job, using) for job, using in tick] for tick in ticks])
-        takes = laid.takes() if work is not None and any(value >= 0 for value in work.part.results) else ()
-        return Crossing(
-            course, len(ticks), text, work, _digest(text, f"{schedule.to_json()} {sizes}"), takes, laid.result
-        )
-
-    def run(
-        self,
-        crossing: Crossing,
-        addresses: tuple[int, ...],
-        begin: Callable[[Any, tuple[int, ...], bytes, int], bool],
-        reach: Callable[[int], None],
-        timeout_s: float,
-    ) -> bool:
-        """Walk through a crossing; return whether all ranks of all hosts called the same, else nothing was written.
-
-        Args:
-          addresses: the caller's buffers.
-          begin: begins a course as ``Arena.begin`` does, waits, and says whether the ranks of this host are alike.
-          reach: waits until the ticks before a number are done.
-          timeout_s: how long to wait for another host.
-        Raises:
-          Lost, Late: a rank of another host; and what ``begin`` and ``reach`` raise.
-        """
+        root_host = None if root is None else next(k for k, ranks in enumerate(self.hosts) if root in ranks)
+        schedule = host_schedule(self.topology, len(self.hosts), collective, size * nbytes, root_host)
+        between = lower(schedule)
+        sizes = piece_sizes(size, nbytes, SMALLEST_PIECE, PIECE_BYTES, delay(between, 2))
         exchange = None
-        if crossing.work is not None:
-            exchange = self._under_way = Exchange(crossing.work, self.wire, TAG, timeout_s)
+        if self.leader is not None:
+            shares = [line_shares(piece, self.leaders, nbytes) for piece in sizes]
+            stripes = tuple(ends[self.leader + 1] - ends[self.leader] for ends in shares)
+            order = [host_names(len(self.hosts)).index(name) for name in schedule.devices]
+            peers = tuple(self.peers[host] for host in order)
+            exchange = exchange_program(between, order.index(self.host), peers, stripes, numbers)
+        local = _LocalParts(self, collective, sizes, numbers, root, exchange)
+        depth = delay(between, len(sizes)) + 2
+        stages = pipelined(len(sizes), local.phases(depth), depth)
+        digest = _digest(text, f"{schedule.to_json()} {sizes}")
+        deliveries = local.deliveries()
+        return InterHostPlan(self, native_program(stages), len(stages), text, digest, exchange, deliveries)
+
+    def run(self, executable: InterHostPlan, addresses: tuple[int, ...], runner: StageRunner, timeout_s: float) -> bool:
+        """Run a call; see ``RankExecutable``."""
+        exchange = None
+        if executable.exchange is not None:
+            exchange = self._exchange = Exchange(executable.exchange, self.transport, TAG, timeout_s)
             addresses = (*addresses, exchange.base)
-        same = here = begin(crossing.course, addresses, crossing.text, 2)
-        if self.lane is not None:
-            digest = blake2b(crossing.digest + str(self.arena.number).encode(), digest_size=16).digest()
-            digest = digest if here else bytes(len(digest))  # what no call's is
-            with self._afar():
-                same = between.alike(digest, self.peers, self.host, self.wire, TAG, timeout_s) and here
-        if not here:
-            self._under_way = None
+        same_here = runner.begin(executable.program, addresses, executable.text, 2)
+        same = same_here
+        if self.leader is not None:
+            digest = blake2b(executable.digest + str(self.memory.number).encode(), digest_size=16).digest()
+            digest = digest if same_here else bytes(len(digest))  # which differs from every call's
+            with self._waiting_for_hosts():
+                alike = all_equal(digest, self.peers, self.host, self.transport, TAG, timeout_s)
+                same = alike and same_here
+        if not same_here:
+            self._exchange = None
             return False
-        if self.lane is not None:
-            self._word(_VERDICT).value = _SAME if same else _OTHER
+        if self.leader is not None:
+            self._word(_VERDICT).value = _SAME if same else _DIFFERENT
         if exchange is not None and same:
-            self._stage(crossing, exchange, addresses, 1)
-        reach(3)
-        if self._word(_VERDICT, self.hosts[self.host][0]).value != _SAME:
-            self.arena.abandon()
-            self._under_way = None
+            self._exchange_stage(executable, exchange, addresses, 1)
+        runner.reach(3)
+        if self._word(_VERDICT, self.ranks[0]).value != _SAME:
+            self.memory.end_op()
+            self._exchange = None
             return False
-        if exchange is None and crossing.ticks > 3:
-            reach(crossing.ticks)
+        if exchange is None and executable.stages > 3:
+            runner.reach(executable.stages)
         elif exchange is not None:
-            for tick in range(2, crossing.ticks - 1):
-                self._stage(crossing, exchange, addresses, tick)
-                reach(tick + 2)
-            with self._afar():
+            for stage in range(2, executable.stages - 1):
+                self._exchange_stage(executable, exchange, addresses, stage)
+                runner.reach(stage + 2)
+            with self._waiting_for_hosts():
                 exchange.close()
-            self._under_way = None
+            self._exchange = None
         return True
 
-    def _stage(self, crossing: Crossing, exchange: Exchange, addresses: tuple[int, ...], tick: int) -> None:
-        """Do what a tick has to do between hosts, after its jobs."""
-        assert crossing.work is not None
-        with self._afar():
-            exchange.tick(tick - 1)
-        piece = tick - 1 - crossing.work.delay
-        if piece >= 0 and crossing.takes:
-            slot, own = crossing.takes[piece]
-            if slot >= 0:
-                exchange.take(piece, self.arena.address(self.rank) + slot)
-            if own >= 0:
-                exchange.take(piece, addresses[crossing.result] + own)
+    def _exchange_stage(
+        self, executable: InterHostPlan, exchange: Exchange, addresses: tuple[int, ...], stage: int
+    ) -> None:
+        """Execute the inter-host part of a stage, after the stage's instructions."""
+        assert executable.exchange is not None
+        with self._waiting_for_hosts():
+            exchange.run_stage(stage - 1)
+        piece = stage - 1 - executable.exchange.delay
+        if piece >= 0 and executable.deliveries:
+            for instruction in executable.deliveries[piece]:
+                self._execute(instruction, addresses)
 
-    def afar(self, rank: int) -> bool:
+    def _execute(self, instruction: RankInstruction, addresses: tuple[int, ...]) -> None:
+        operands, results = (
+            [
+                addresses[~place.region] + place.offset
+                if place.region < 0
+                else self.memory.address(self.ranks[place.region]) + place.offset
+                for place in places
+            ]
+            for places in (instruction.operands, instruction.results)
+        )
+        run = kernel(instruction.numbers, instruction.size, len(operands), len(results)).run
+        run([operands], [results], 1, False, False)
+
+    def is_waiting_for_hosts(self, rank: int) -> bool:
         """Return whether a rank of this host waits for another host in the current op."""
-        return bool(self._word(_AFAR, rank).value)
+        return bool(self._word(_REMOTE, rank).value)
 
     @contextmanager
-    def _afar(self) -> Iterator[None]:
-        word = self._word(_AFAR)
+    def _waiting_for_hosts(self) -> Iterator[None]:
+        word = self._word(_REMOTE)
         word.value = 1
-        yield  # what is raised here breaks the group, and the word stands
+        yield  # an error breaks the group, and the word keeps its value
         word.value = 0
 
     def _word(self, which: int, rank: int | None = None) -> ctypes.c_int32:
-        """Return a word in the first line of a rank's slot."""
-        return ctypes.c_int32.from_address(self.arena.address(self.rank if rank is None else rank) + 4 * which)
+        """Return a word at the start of a rank's slot."""
+        return ctypes.c_int32.from_address(self.memory.address(self.rank if rank is None else rank) + 4 * which)
 
 
-class _Laid:
-    """Where a call's pieces lie in a rank's slot, and what it does with each.
+class _LocalParts:
+    """The rank programs of one host: the reduction to the leaders and the distribution of the results.
 
-    A slot: a line of words; what is copied in, two pieces in turn; then the results of the rank's own stripe,
-    likewise.
+    A slot begins with a line of words; the room of the reduction and that of the distribution follow. The exchange's
+    memory is a buffer of the leader, behind the caller's buffers.
     """
 
     def __init__(
-        self, across: Across, collective: str, sizes: tuple[int, ...], numbers: Numbers, root: int | None
+        self,
+        engine: MultiHostEngine,
+        collective: str,
+        sizes: tuple[int, ...],
+        numbers: Numbers,
+        root: int | None,
+        exchange: ExchangeProgram | None,
     ) -> None:
-        self.numbers, self.copying = numbers, copying(numbers.dtype)
-        self.rank, self.lane, self.lanes = across.rank, across.lane, across.lanes
-        self.ranks = across.hosts[across.host]
-        main, others = [rank for rank in self.ranks if rank == root], [rank for rank in self.ranks if rank != root]
-        self.gives = main if collective == "broadcast" else self.ranks
-        self.wants = {"all_reduce": self.ranks, "reduce": main, "broadcast": others}[collective]
-        self.buffers = 1 if collective == "broadcast" or (collective == "reduce" and self.rank != root) else 2
-        self.result = self.buffers - 1
-        self.nbytes = itemsize(numbers.dtype)
-        self.sizes = sizes
-        self.starts = list(accumulate(sizes, initial=0))
-        self.stripes = [shares(size, self.lanes, self.nbytes) for size in sizes]
-        self.room = -(-max(sizes) * self.nbytes // LINE) * LINE
-        self.out_at = LINE + 2 * self.room
-        self.out_room = max(
-            -(-(b - a) * self.nbytes // LINE) * LINE for ends in self.stripes for a, b in pairwise(ends)
-        )
-        assert self.out_at + 2 * self.out_room <= SLOT_BYTES // 2, "a piece does not fit a slot"
-        self.past = self.starts[-1] * self.nbytes >= kernels.STREAMING_BYTES
-
-    def ticks(self, work: between.Work | None, late: int) -> list[list[tuple[Job, Numbers]]]:
-        """Return the jobs of each tick: a piece is copied in, reduced a tick later, and copied out when it is whole."""
-        count = len(self.sizes)
-        ticks: list[list[tuple[Job, Numbers]]] = [[] for _ in range(count + late + 2)]
-        for piece in range(count):
-            ticks[piece] += self.copy_in(piece)
-            if work is not None and self.gives:
-                ticks[piece + 1] += self.reduce(piece, work.place(piece))
-            ticks[piece + late + 2] += self.copy_out(piece)
-        return [[(job, using) for job, using in tick if job.size] for tick in ticks]
-
-    def takes(self) -> tuple[tuple[int, int], ...]:
-        """Return for each piece where this lane's results go: see ``Crossing``."""
-        assert self.lane is not None
-        shared = any(rank != self.rank for rank in self.wants)
-        return tuple(
-            (
-                self.result_at(piece) if shared else -1,
-                (self.starts[piece] + ends[self.lane]) * self.nbytes if self.rank in self.wants else -1,
+        ranks, rank = engine.ranks, engine.rank
+        everyone = tuple(range(len(ranks)))
+        main = tuple(k for k in everyone if ranks[k] == root)
+        sources = main if collective == "broadcast" else everyone
+        destinations = {
+            "all_reduce": everyone,
+            "reduce": main,
+            "broadcast": tuple(k for k in everyone if ranks[k] != root),
+        }[collective]
+        buffers = 1 if collective == "broadcast" or (collective == "reduce" and rank != root) else 2
+        nbytes = itemsize(numbers.dtype)
+        starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
+        partials = finals = Placement(buffers, ())  # of the own stripe; other ranks do not use them
+        if exchange is not None:
+            assert engine.leader is not None
+            stripes = [line_shares(size, engine.leaders, nbytes)[engine.leader] for size in sizes]
+            wide, narrow = itemsize(numbers.accumulator), itemsize(numbers.result)
+            partials = Placement(
+                buffers, tuple(exchange.partial_at(j) - stripe * wide for j, stripe in enumerate(stripes))
             )
-            for piece, ends in enumerate(self.stripes)
-        )
+            finals = Placement(
+                buffers, tuple(exchange.results_at(j) - stripe * narrow for j, stripe in enumerate(stripes))
+            )
+        streaming = (starts[-1] + sizes[-1] * nbytes) >= kernels.STREAMING_BYTES
+        leaders = range(engine.leaders)
+        me, used = ranks.index(rank), (LINE,) * len(ranks)
+        self._reduce = self._distribute = None
+        self._pieces, self._is_leader = len(sizes), exchange is not None
+        if sources:
+            program = one_round("reduce_scatter", len(ranks), [(sources, (k,)) for k in leaders])
+            to_partials = numbers._replace(result=numbers.accumulator, divisor=1)
+            self._reduce = RankCompiler(
+                analyze(program, to_partials, 1), me, sizes, [Placement(0, starts)], [partials], bases=used
+            )
+            used = self._reduce.ends
+        if destinations:
+            program = one_round("all_gather", len(ranks), [((k,), destinations) for k in leaders])
+            self._distribute = RankCompiler(
+                analyze(program, copying(numbers.result), 1),
+                me,
+                sizes,
+                [finals],
+                [Placement(buffers - 1, starts)],
+                streaming=streaming,
+                bases=used,
+            )
+            used = self._distribute.ends
+        assert max(used) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
 
-    def result_at(self, piece: int) -> int:
-        return self.out_at + piece % 2 * self.out_room
+    def phases(self, depth: int) -> list[tuple[int, Callable[[int], list[RankInstruction]]]]:
+        """Return the phases for ``pipelined``. ``depth``: the delay after which results are distributed."""
+        found: list[tuple[int, Callable[[int], list[RankInstruction]]]] = []
+        if self._reduce is not None:
+            found += [(phase, partial(self._reduce.phase, phase=phase)) for phase in (0, 1)]
+        if self._distribute is not None:
+            found.append((depth, partial(self._distribute.phase, phase=1)))
+        return found
 
-    def given_at(self, piece: int, start: int) -> int:
-        return LINE + piece % 2 * self.room + start * self.nbytes
-
-    def copy_in(self, piece: int) -> list[tuple[Job, Numbers]]:
-        """What other ranks' lanes need of this rank's part goes into its slot."""
-        if self.rank not in self.gives:
-            return []
-        jobs = []
-        ends = self.stripes[piece]
-        for a, b in _others(ends, self.lane):
-            own = Spot(~0, (self.starts[piece] + a) * self.nbytes)
-            jobs.append((Job(b - a, (own,), (Spot(self.me(self.rank), self.given_at(piece, a)),)), self.copying))
-        return jobs
-
-    def reduce(self, piece: int, place: int) -> list[tuple[Job, Numbers]]:
-        """This lane reduces its stripe: its own part from where it lies, all others' from their slots."""
-        assert self.lane is not None
-        a, b = self.stripes[piece][self.lane : self.lane + 2]
-        sources = tuple(
-            Spot(~0, (self.starts[piece] + a) * self.nbytes)
-            if rank == self.rank
-            else Spot(self.me(rank), self.given_at(piece, a))
-            for rank in self.gives
-        )
-        numbers = self.numbers._replace(result=self.numbers.accumulator, divisor=1)
-        return [(Job(b - a, sources, (Spot(~self.buffers, place),)), numbers)]
-
-    def copy_out(self, piece: int) -> list[tuple[Job, Numbers]]:
-        """What other lanes got goes to this rank's result."""
-        if self.rank not in self.wants:
-            return []
-        jobs = []
-        for lane, (a, b) in enumerate(pairwise(self.stripes[piece])):
-            if lane != self.lane:
-                there = Spot(self.me(self.ranks[lane]), self.result_at(piece))
-                own = Spot(~self.result, (self.starts[piece] + a) * self.nbytes)
-                jobs.append((Job(b - a, (there,), (own,), self.past), self.copying))
-        return jobs
-
-    def me(self, rank: int) -> int:
-        """Return a rank's place on its host."""
-        return self.ranks.index(rank)
-
-
-def _others(ends: tuple[int, ...], lane: int | None) -> list[tuple[int, int]]:
-    """Return what lies before and after a lane's stripe."""
-    if lane is None:
-        return [(0, ends[-1])]
-    return [(0, ends[lane]), (ends[lane + 1], ends[-1])]
+    def deliveries(self) -> tuple[tuple[RankInstruction, ...], ...]:
+        """Return the instructions of phase 0 of the distribution, which leaders execute after the exchange."""
+        if self._distribute is None or not self._is_leader:
+            return ()
+        return tuple(tuple(self._distribute.phase(piece, 0)) for piece in range(self._pieces))
 
 
 def _digest(text: bytes, more: str) -> bytes:
     return blake2b(text + b"\0" + more.encode(), digest_size=16).digest()
 
 
-def names(hosts: int) -> tuple[str, ...]:
-    """Return what hosts are called in their topology and schedules."""
+def host_names(hosts: int) -> tuple[str, ...]:
+    """Return the names of hosts in their topology and schedules."""
     return tuple(f"host{k}/cpu:0" for k in range(hosts))
 
 
 def host_schedule(topology: Topology | None, hosts: int, collective: str, nbytes: int, root: int | None) -> Schedule:
-    """Return the schedule by which hosts exchange what their ranks have reduced.
+    """Return the schedule by which hosts exchange the partial results of their ranks.
 
     Args:
-      topology: the links between hosts; ``None``: as long as nobody has measured them they count as equal.
-      hosts: how many.
+      topology: the links between hosts; ``None``: they were not measured and are assumed to be equal.
+      hosts: the number of hosts.
       collective: "all_reduce", "reduce" or "broadcast".
       nbytes: of an array.
       root: the host, of a reduce or broadcast.
@@ -325,14 +302,12 @@ def host_schedule(topology: Topology | None, hosts: int, collective: str, nbytes
 
 @lru_cache(maxsize=256)
 def _planned(topology: Topology | None, hosts: int, collective: str, nbytes: int, root: int | None) -> Schedule:
-    every = names(hosts)
-    if topology is None and (hosts == 2 or collective == "all_reduce"):  # what nothing beats, found without a search
-        end = every if root is None else (every[root],)
-        sources, destinations = (
-            (end if collective == "broadcast" else every),
-            (end if collective == "reduce" else every),
-        )
+    names = host_names(hosts)
+    if topology is None and (hosts == 2 or collective == "all_reduce"):  # optimal, and found without a search
+        end = names if root is None else (names[root],)
+        sources = end if collective == "broadcast" else names
+        destinations = end if collective == "reduce" else names
         return planned("direct" if root is None else "one_device", sources, destinations)
-    wiring = topology or Topology.full_mesh(every, gb_per_s=1, latency_s=1e-4)
+    wiring = topology or Topology.full_mesh(names, gb_per_s=1, latency_s=1e-4)
     main = None if root is None else wiring.devices[root]
     return plan(wiring, collective, nbytes, root=main).schedule.cut_into(1)

@@ -1,311 +1,368 @@
-"""A collective among the ranks of one host, written down as ticks of jobs for each rank.
+"""The rank compiler: turns a lowered program into the instructions of one rank of a host.
 
-In: what flows from whom to whom, and how much.  Out: a ``Course``: what each rank does between two meetings of all.
-Pure, and the same on every rank. A job reads and writes the caller's memory, and slots, which all ranks of the host
-see. Long arrays go in pieces, so that slots stay small and in the cache: while one piece is copied in, the one before
-it is reduced, and the one before that is copied out.
+Input: a ``Program`` whose devices are the ranks of one host, where its arrays are in the caller's buffers, and how
+values are computed. Output: instructions in phases. Between two phases all ranks pass a barrier. The compiler is a pure
+function of its arguments and gives all ranks the same layout of shared memory.
 
-Who reduces what: a flow of its own (all-reduce, reduce) is shared out among all ranks, as in a ``direct`` schedule;
-of several flows (reduce-scatter) each is reduced where it is wanted. Either way the order of combination is that of
-the ranks, so the same inputs give the same bits, on every rank.
+Phase 0 copies the inputs that other ranks read into this rank's slot in shared memory. Phase 1 + r executes round r of
+the schedule: a rank reads its own inputs from the caller's buffer and everything else from slots, and writes a value
+into the caller's result buffer, into its slot, or, if both is needed, into both at once.
+
+Large arrays are cut into pieces and pipelined, so that slots are small enough for the cache: piece j executes phase p
+in stage j + p. A value that phase p writes and phase q reads last has q - p + 1 places, which the pieces use in turn.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, pairwise
+from typing import Final, NamedTuple
 
-from .. import kernels
-from ..errors import UnsupportedError, message
-from ..kernels import STREAMING_BYTES, FusedProgram, Segment
-from ..lowering import fused, lower
-from ..ops import ACCUMULATORS, INTEGERS, ReduceOp
+from ..kernels import STREAMING_BYTES
+from ..lowering import ChunkProgram, Program
+from ..ops import Numbers, copying
 from ..packing import itemsize
-from ..planning import direct
+from .instructions import BufferReference, Placement, RankInstruction, joined, pipelined
 
-# What a rank copies into its slot at a time. Measured for 2, 4 and 8 ranks on 2 cores: 128 KiB takes 1.6 to 2.9 times
-# as long, 2 MiB up to 1.3 times; beside the ranks' own work (DDP on 8 ranks) 512 KiB takes 1.2 times, as all must be
-# scheduled for each piece.
+# The bytes that a rank contributes to a piece. Measured for 2, 4 and 8 ranks on 2 cores: 128 KiB takes 1.6 to 2.9 times
+# as long, 2 MiB up to 1.3 times; beside the ranks' own work (DDP on 8 ranks) 512 KiB takes 1.2 times, since all ranks
+# must be scheduled for each piece.
 PIECE_BYTES: Final = 1 << 20
-# Up to so many bytes each rank reduces everything for itself: one meeting fewer.
-SMALL_BYTES: Final = 1 << 13
-# Each rank's slot: for the ops of even number and for the odd ones two pieces copied in and its shares of two reduced,
-# which of 2 ranks are halves, and what rounding to lines may add.
-SLOT_BYTES: Final = 2 * (3 * PIECE_BYTES + (1 << 18))
-LINE: Final = 64  # bytes of a cache line; shares begin where lines do
+# Each rank's slot. Ops of even and odd number use one half each, so that an op can begin while other ranks still read
+# the results of the previous one. A half has room for two pieces, which is what the schedules of ``collectives`` need,
+# and for rounding. Schedules with more intermediate values get smaller pieces.
+SLOT_BYTES: Final = 2 * (2 * PIECE_BYTES + (1 << 18))
+LINE: Final = 64  # bytes of a cache line; chunks begin at multiples of it
 
 
-class Numbers(NamedTuple):
-    """What is computed: op, dtypes of sources, accumulator and results, and what results are divided by."""
+def line_shares(size: int, count: int, nbytes: int) -> tuple[int, ...]:
+    """Return where each of ``count`` equal shares of ``size`` elements begins, at whole lines, and where the last ends.
 
-    op: str
-    dtype: str
-    accumulator: str
-    result: str
-    divisor: int
-
-
-class Flow(NamedTuple):
-    """An array's way: ``(rank, buffer)`` of each rank that has a part, and of each that gets the result."""
-
-    sources: tuple[tuple[int, int], ...]
-    destinations: tuple[tuple[int, int], ...]
-
-
-class Spot(NamedTuple):
-    """Where an operand lies: in rank ``region``'s slot, or, for ``~k``, in the caller's buffer ``k``."""
-
-    region: int
-    offset: int
-
-
-class Job(NamedTuple):
-    """Combine, or copy, ``size`` elements: sources in order, the first to all results if there is but one."""
-
-    size: int
-    sources: tuple[Spot, ...]
-    results: tuple[Spot, ...]
-    streaming: bool = False
-
-
-Tick = tuple[Job, ...]
-
-
-def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
-    """Return in which dtypes ranks reduce, whose results are of the same dtype as what they give.
-
-    Raises:
-      UnsupportedError: the op is not defined for the dtype, or its result would be of another.
+    >>> line_shares(100, 3, 4)
+    (0, 32, 64, 100)
     """
-    wide = ACCUMULATORS[op, dtype]
-    if op is ReduceOp.MEAN and dtype in INTEGERS:
-        problem = "the mean of integers is no integer."
-        raise UnsupportedError(message(problem, f"op mean, dtype {dtype}", "the sum and a division, or floats"))
-    mean = op is ReduceOp.MEAN
-    return Numbers("sum" if mean else op.value, dtype, wide, dtype, ranks if mean else 1)
+    return *(_boundary(k, count, size, nbytes) for k in range(count)), size
 
 
-def copying(dtype: str) -> Numbers:
-    """Return the numbers of a copy."""
-    return Numbers("sum", dtype, dtype, dtype, 1)
+def _boundary(numerator: int, denominator: int, size: int, nbytes: int) -> int:
+    """Return a share's boundary in elements, rounded down to whole lines; the end of the array is not rounded."""
+    if numerator == denominator:
+        return size
+    line = max(1, LINE // nbytes)
+    return min(size, numerator * size // denominator // line * line)
+
+
+class _ChunkValues(NamedTuple):
+    """What the compiler derives of a chunk's values, in their order.
+
+    Args:
+      devices: where each is made.
+      made: the phase that makes it; 0: inputs.
+      last: the last phase that reads it from a slot; -1: it needs no slot.
+      dtypes: in slots and results.
+      direct: the number of leading values, all or none of the inputs, that their own ranks read from the caller's
+        buffers. A rank's result may be written to the same memory: no later step can read the input, since the
+        schedule has replaced it by then.
+    """
+
+    devices: tuple[int, ...]
+    made: tuple[int, ...]
+    last: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    direct: int
+
+    def in_caller(self, operand: int, rank: int) -> bool:
+        """Return whether a rank reads an operand from the caller's buffer."""
+        return operand < self.direct and self.devices[operand] == rank
+
+
+class _SlotGroup(NamedTuple):
+    """Values ``(chunk, value)`` that a rank's slot stores during the same phases; each has ``copies`` places."""
+
+    copies: int
+    values: tuple[tuple[int, int], ...]
+
+
+class RankAnalysis:
+    """What the compiler derives of a program before sizes are given.
+
+    Args:
+      program: its devices are the ranks of a host.
+      numbers: how values are computed.
+      arrays: the number of arrays of equal size that the program's flat buffer consists of.
+    """
+
+    def __init__(self, program: Program, numbers: Numbers, arrays: int) -> None:
+        self.program, self.numbers, self.arrays = program, numbers, arrays
+        used = sorted({instruction.round for chunk in program.chunks for instruction in chunk.instructions})
+        phase = {r: 1 + k for k, r in enumerate(used)}
+        self.phases = max(2, 1 + len(used))
+        self.values = [_chunk_values(chunk, phase, numbers) for chunk in program.chunks]
+        self.groups = self._groups()
+        ends = list(accumulate((chunk.share * arrays for chunk in program.chunks), initial=Fraction(0)))
+        self._bounds = []  # of each chunk: its array, and the boundaries within the array
+        for start, stop in pairwise(ends):
+            array = min(int(start), arrays - 1)
+            assert stop - array <= 1, "a chunk is in one array"
+            self._bounds.append((array, (start - array).as_integer_ratio(), (stop - array).as_integer_ratio()))
+
+    def _groups(self) -> list[list[_SlotGroup]]:
+        found: list[dict[tuple[int, int], list[tuple[int, int]]]] = [{} for _ in self.program.devices]
+        for c, known in enumerate(self.values):
+            for value, last in enumerate(known.last):
+                if last >= 0:
+                    found[known.devices[value]].setdefault((known.made[value], last), []).append((c, value))
+        return [[_SlotGroup(last - made + 1, tuple(values)) for (made, last), values in each.items()] for each in found]
+
+    def spans(self, size: int) -> list[tuple[int, int, int]]:
+        """Return for each chunk its array and its range of elements in a piece of ``size`` elements per array."""
+        nbytes = itemsize(self.numbers.dtype)
+        return [
+            (array, _boundary(*start, size, nbytes), _boundary(*stop, size, nbytes))
+            for array, start, stop in self._bounds
+        ]
+
+    def piece_size(self, size: int, room: int) -> int:
+        """Return the number of elements per array that go at a time.
+
+        Args:
+          size: of each array.
+          room: the bytes that each slot has.
+        """
+        nbytes = itemsize(self.numbers.dtype)
+        contributed: list[Fraction] = [Fraction(0)] * len(self.program.devices)  # in arrays
+        for chunk in self.program.chunks:
+            for source in chunk.sources:
+                contributed[source] += chunk.share * self.arrays
+        fits = int(PIECE_BYTES / (nbytes * max(contributed)))
+        for groups in self.groups:
+            # A chunk is at most a line longer than its share, and begins at a line in the slot, too.
+            rounding = sum(2 * LINE * 2 * group.copies * len(group.values) for group in groups)
+            stored = sum(
+                group.copies * self.program.chunks[c].share * itemsize(self.values[c].dtypes[value])
+                for group in groups
+                for c, value in group.values
+            )
+            if stored:
+                fits = min(fits, int((room - rounding) / (stored * self.arrays)))
+        fits = max(1, fits)
+        return max(1, min(size, fits // LINE * LINE or fits))
 
 
 @lru_cache(maxsize=256)
-def flows(collective: str, ranks: int, root: int | None) -> tuple[Flow, ...]:
-    """Return what flows in a collective. A rank's buffers are numbered: what it gives, then what it gets.
-
-    >>> flows("reduce", 2, 1)
-    (Flow(sources=((0, 0), (1, 0)), destinations=((1, 1),)),)
-    """
-    everyone = range(ranks)
-    all_first = tuple((rank, 0) for rank in everyone)
-    if collective == "all_reduce":
-        return (Flow(all_first, tuple((rank, 1) for rank in everyone)),)
-    if collective == "reduce":
-        assert root is not None
-        return (Flow(all_first, ((root, 1),)),)
-    if collective == "broadcast":
-        assert root is not None
-        return (Flow(((root, 0),), tuple((rank, 0) for rank in everyone if rank != root)),)
-    if collective == "all_gather":
-        return tuple(Flow(((k, 0),), tuple((rank, 1 + k) for rank in everyone)) for k in everyone)
-    if collective == "reduce_scatter":
-        return tuple(Flow(tuple((rank, k) for rank in everyone), ((k, ranks),)) for k in everyone)
-    if collective == "gather":
-        assert root is not None
-        return tuple(Flow(((k, 0),), ((root, 1 + k),)) for k in everyone)
-    if collective == "scatter":
-        assert root is not None
-        return tuple(Flow(((root, 1 + k),), ((k, 0),)) for k in everyone)
-    assert collective == "all_to_all", collective
-    return tuple(Flow(((i, k),), ((k, ranks + i),)) for i in everyone for k in everyone)
+def analyze(program: Program, numbers: Numbers, arrays: int) -> RankAnalysis:
+    """Return the cached ``RankAnalysis`` of a program."""
+    return RankAnalysis(program, numbers, arrays)
 
 
-def shares(size: int, owners: int, nbytes: int) -> tuple[int, ...]:
-    """Return where each owner's share of ``size`` elements begins, in whole lines, and where the last ends.
+def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) -> _ChunkValues:
+    inputs, devices = len(chunk.sources), chunk.devices
+    made = [0] * inputs + [phase[instruction.round] for instruction in chunk.instructions]
+    kinds = ["input"] * inputs
+    mixed = False
+    for instruction in chunk.instructions:
+        read = {kinds[operand] for operand in instruction.operands}
+        mixed = mixed or len(read) > 1
+        kinds.append(read.pop() if len(instruction.operands) == 1 else "final" if instruction.final else "partial")
+    # Kernels read operands of one dtype: where inputs meet partial results, inputs are widened when they are copied in.
+    stored = numbers.accumulator if mixed else numbers.dtype
+    if inputs == 1:
+        assert numbers.divisor == 1, "a mean has several sources"
+        stored = numbers.result
+    dtype_of = {"input": stored, "partial": numbers.accumulator, "final": numbers.result}
+    dtypes = tuple(dtype_of[kind] for kind in kinds)
+    found = _ChunkValues(devices, tuple(made), (), dtypes, inputs if stored == numbers.dtype else 0)
+    last = [-1] * len(kinds)
+    for value, instruction in enumerate(chunk.instructions, inputs):
+        for operand in instruction.operands:
+            if not found.in_caller(operand, instruction.device):
+                last[operand] = made[value]
+    return found._replace(last=tuple(last))
 
-    >>> shares(100, 3, 4)
-    (0, 32, 64, 100)
-    """
-    line = max(1, LINE // nbytes)
-    return *(min(size, k * size // owners // line * line) for k in range(owners)), size
+
+def _converting(numbers: Numbers, dtype: str) -> Numbers:
+    """Return the numbers of a copy of an input, which is stored in ``dtype``."""
+    return copying(dtype) if dtype == numbers.dtype else numbers._replace(result=dtype, divisor=1)
 
 
-def piece_size(flows: tuple[Flow, ...], size: int, nbytes: int) -> int:
-    """Return how many elements of each flow go at a time: what any rank copies in fits ``PIECE_BYTES``."""
-    crowd = _crowd(flows)
-    return max(1, min(size, PIECE_BYTES // (nbytes * crowd) // LINE * LINE or PIECE_BYTES // (nbytes * crowd)))
-
-
-def ticks(flows: tuple[Flow, ...], size: int, numbers: Numbers, rank: int, ranks: int) -> list[Tick]:
-    """Return what a rank does, tick by tick; all ranks have the same number of ticks, two at least.
+class _Template(NamedTuple):
+    """An instruction without addresses.
 
     Args:
-      flows: what flows; all of one size. Buffers are the caller's, numbered as it hands them over.
-      size: elements of each flow.
-      numbers: what is computed where a flow has several sources; of the same ``dtype`` and ``result`` size.
-      rank: whose course it is, of ``ranks``.
-
-    >>> pair = Flow(((0, 0), (1, 0)), ((0, 1), (1, 1)))
-    >>> numbers = Numbers("sum", "float32", "float32", "float32", 1)
-    >>> for tick in ticks((pair,), 8, numbers, 0, 2):  # small: each rank reduces all of it
-    ...     print(*(tuple(map(tuple, job.sources)) for job in tick), *(tuple(map(tuple, job.results)) for job in tick))
-    ((-1, 0),) ((0, 0),)
-    ((0, 0), (1, 0)) ((-2, 0),)
+      chunk: the chunk that it computes a part of.
+      operands: values; ``~v``: value v, an input, is read from the caller's buffer.
+      value: its value, which this rank's slot stores; -1: the slot does not store it.
+      kept: whether it is written to the caller's result buffer.
+      numbers: how it is computed.
     """
-    nbytes = itemsize(numbers.dtype)
-    step = piece_size(flows, size, nbytes)
-    starts = range(0, size, step)
-    small = len(flows) == 1 and len(flows[0].sources) > 1 and size * nbytes <= SMALL_BYTES
-    past = size * nbytes * len(flows) >= STREAMING_BYTES
-    mine = _Pieces(flows, nbytes, rank, ranks, step, small, past)
-    reducing = any(len(flow.sources) > 1 for flow in flows) and not small
-    stages = [mine.copy_in, mine.reduce, mine.copy_out] if reducing else [mine.copy_in, mine.take]
-    made: list[list[Job]] = [[] for _ in range(max(len(starts), 1) + len(stages) - 1)]
-    for number, start in enumerate(starts):
-        for delay, stage in enumerate(stages):
-            made[number + delay] += stage(number, start, min(size, start + step))
-    return [tuple(job for job in jobs if job.size) for jobs in made]
+
+    chunk: int
+    operands: tuple[int, ...]
+    value: int
+    kept: bool
+    numbers: Numbers
 
 
-class _Pieces:
-    """What one rank does with one piece, elements ``start`` to ``stop`` of each flow."""
+class RankCompiler:
+    """The instructions of one rank for each piece.
+
+    Args:
+      analysis: of the program.
+      rank: the device whose instructions are made.
+      sizes: of each piece, in elements of each array.
+      inputs: where each array is on ranks that contribute to it.
+      outputs: where each array is on ranks that need its result.
+      streaming: whether copies into the caller's buffers use streaming stores.
+      bases: for each rank where the room in its slot begins, in bytes; ``None``: at 0. ``ends``: where the used room
+        ends.
+    """
 
     def __init__(
-        self, flows: tuple[Flow, ...], nbytes: int, rank: int, ranks: int, step: int, small: bool, past: bool
+        self,
+        analysis: RankAnalysis,
+        rank: int,
+        sizes: Sequence[int],
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement],
+        *,
+        streaming: bool = False,
+        bases: Sequence[int] | None = None,
     ) -> None:
-        self.flows, self.nbytes, self.rank, self.ranks = flows, nbytes, rank, ranks
-        self.small, self.past = small, past
-        # A slot: what is copied in, two pieces in turn; then the own shares of what is reduced, likewise. In lines.
-        self.room = -(-step * nbytes // LINE) * LINE
-        self.crowd = _crowd(flows)
-        self.results_at = 2 * self.crowd * self.room
-        self.share_room = (step * nbytes // ranks // LINE + 2) * LINE
+        self._analysis, self._rank, self._sizes = analysis, rank, sizes
+        self._inputs, self._outputs, self._streaming = inputs, outputs, streaming
+        self.phases = analysis.phases
+        self._spans = {size: analysis.spans(size) for size in dict.fromkeys(sizes)}
+        self._places: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {size: {} for size in self._spans}
+        at = bases or [0] * len(analysis.groups)
+        self.ends = tuple(self._lay_out(groups, base) for groups, base in zip(analysis.groups, at, strict=True))
 
-    def places(self, number: int) -> Iterator[tuple[Flow, dict[int, int]]]:
-        """Yield each flow, and where in its sources' slots a piece of it is."""
-        filled: Counter[int] = Counter()
-        for flow in self.flows:
-            place = {}
-            for source, _ in flow.sources:
-                place[source] = (number % 2 * self.crowd + filled[source]) * self.room
-                filled[source] += 1
-            yield flow, place
+    def _lay_out(self, groups: list[_SlotGroup], at: int) -> int:
+        """Give the values of one slot their places, and return where the used room ends.
 
-    def owned(self, flow: Flow, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return who reduces what of a piece: ``(rank, start, stop)``."""
-        if len(self.flows) > 1:
-            return [(flow.destinations[0][0], start, stop)]
-        ends = shares(stop - start, self.ranks, self.nbytes)
-        return [(owner, start + ends[owner], start + ends[owner + 1]) for owner in range(self.ranks)]
+        A value's place for pieces of a size: the offset for piece 0, the distance to the next copy, and the copies.
+        Values that are written and read in the same phases share the room of a copy; others could overwrite each
+        other where pieces differ in size.
+        """
+        for copies, values in groups:
+            room = 0
+            offsets: dict[int, list[int]] = {}
+            for size, spans in self._spans.items():
+                filled, offsets[size] = 0, []
+                for c, value in values:
+                    _, start, stop = spans[c]
+                    offsets[size].append(filled)
+                    nbytes = (stop - start) * itemsize(self._analysis.values[c].dtypes[value])
+                    filled += -(-nbytes // LINE) * LINE
+                room = max(room, filled)
+            for size, each in offsets.items():
+                places = self._places[size]
+                for value_of_chunk, offset in zip(values, each, strict=True):
+                    places[value_of_chunk] = (at + offset, room, copies)
+            at += copies * room
+        return at
 
-    def own(self, buffer: int, start: int) -> Spot:
-        return Spot(~buffer, start * self.nbytes)
-
-    def copy_in(self, number: int, start: int, stop: int) -> Iterator[Job]:
-        """What others need of this rank's part goes into its slot."""
-        for flow, place in self.places(number):
-            for source, buffer in flow.sources:
-                if source != self.rank:
+    @cached_property
+    def _templates(self) -> list[list[_Template]]:
+        rank, numbers, known = self._rank, self._analysis.numbers, self._analysis.values
+        made: list[list[_Template]] = [[] for _ in range(self.phases)]
+        for c, chunk in enumerate(self._analysis.program.chunks):
+            of = known[c]
+            inputs = len(chunk.sources)
+            result = chunk.results[chunk.destinations.index(rank)] if rank in chunk.destinations else -1
+            if rank in chunk.sources:
+                own = chunk.sources.index(rank)
+                stored = _converting(numbers, of.dtypes[own])
+                if of.last[own] >= 0:
+                    made[0].append(_Template(c, (~own,), own, False, stored))
+                if result == own:  # a local copy; in phase 1, as other ranks' copies
+                    made[1].append(_Template(c, (~own,), -1, True, stored))
+            for value, instruction in enumerate(chunk.instructions, inputs):
+                if instruction.device != rank:
                     continue
-                if len(flow.sources) > 1 and not self.small:
-                    needed = [(a, b) for owner, a, b in self.owned(flow, start, stop) if owner != source]
-                elif len(flow.sources) > 1 or any(rank != source for rank, _ in flow.destinations):
-                    needed = [(start, stop)]
-                else:
-                    needed = []
-                for a, b in _joined(needed):
-                    to = Spot(source, place[source] + (a - start) * self.nbytes)
-                    yield Job(b - a, (self.own(buffer, a),), (to,))
+                phase = of.made[value]
+                operands = tuple(
+                    ~operand if of.in_caller(operand, rank) else operand for operand in instruction.operands
+                )
+                dtype = of.dtypes[instruction.operands[0]]
+                using = numbers._replace(dtype=dtype, result=of.dtypes[value])
+                if not instruction.final:
+                    using = using._replace(divisor=1)
+                if len(operands) == 1:
+                    using = copying(dtype)
+                slot = value if of.last[value] >= 0 else -1
+                made[phase].append(_Template(c, operands, slot, value == result, using))
+        return made
 
-    def reduce(self, number: int, start: int, stop: int) -> Iterator[Job]:
-        """This rank reduces its shares: its own part from where it lies, all others from their slots."""
-        for flow, place in self.places(number):
-            if len(flow.sources) == 1:
+    def phase(self, piece: int, phase: int) -> list[RankInstruction]:
+        """Return what the rank executes in a phase of a piece."""
+        spans = self._spans[self._sizes[piece]]
+        instructions = []
+        for chunk, operands, value, kept, numbers in self._templates[phase]:
+            array, start, stop = spans[chunk]
+            if stop == start:
                 continue
-            for owner, a, b in self.owned(flow, start, stop):
-                if owner != self.rank:
-                    continue
-                at = (a - start) * self.nbytes
-                sources = tuple(
-                    self.own(buffer, a) if source == owner else Spot(source, place[source] + at)
-                    for source, buffer in flow.sources
-                )
-                results = [self.own(buffer, a) for rank, buffer in flow.destinations if rank == owner]
-                if any(rank != owner for rank, _ in flow.destinations):
-                    results.append(self.reduced(owner, number))
-                yield Job(b - a, sources, tuple(results))
+            read = tuple(
+                self._reference(piece, chunk, operand)
+                if operand >= 0
+                else _placed(self._inputs[array], piece, start, self._analysis.numbers.dtype)
+                for operand in operands
+            )
+            written = [_placed(self._outputs[array], piece, start, numbers.result)] if kept else []
+            if value >= 0:
+                written.append(self._reference(piece, chunk, value))
+            if list(read) == written:
+                continue  # the root of a broadcast
+            streaming = self._streaming and len(operands) == 1 and value < 0
+            instructions.append(RankInstruction(stop - start, read, tuple(written), numbers, streaming))
+        return joined(instructions)
 
-    def reduced(self, owner: int, number: int) -> Spot:
-        return Spot(owner, self.results_at + number % 2 * self.share_room)
-
-    def copy_out(self, number: int, start: int, stop: int) -> Iterator[Job]:
-        """What others reduced goes to this rank's results."""
-        for flow, _ in self.places(number):
-            for rank, buffer in flow.destinations:
-                if rank != self.rank or len(flow.sources) == 1:
-                    continue
-                for owner, a, b in self.owned(flow, start, stop):
-                    if owner != rank:
-                        yield Job(b - a, (self.reduced(owner, number),), (self.own(buffer, a),), self.past)
-
-    def take(self, number: int, start: int, stop: int) -> Iterator[Job]:
-        """What needs no owner: copies of one source, and small arrays, which each rank reduces for itself."""
-        for flow, place in self.places(number):
-            for rank, buffer in flow.destinations:
-                if rank != self.rank:
-                    continue
-                sources = tuple(
-                    self.own(from_buffer, start)
-                    if source == rank and len(flow.sources) == 1
-                    else Spot(source, place[source])
-                    for source, from_buffer in flow.sources
-                )
-                yield Job(stop - start, sources, (self.own(buffer, start),), self.past and len(sources) == 1)
+    def _reference(self, piece: int, chunk: int, value: int) -> BufferReference:
+        """Return where a value is in the slot of the rank that made it."""
+        first, distance, copies = self._places[self._sizes[piece]][chunk, value]
+        return BufferReference(self._analysis.values[chunk].devices[value], first + piece % copies * distance)
 
 
-def _crowd(flows: tuple[Flow, ...]) -> int:
-    """Return how many flows have the same rank as a source, at most."""
-    return max(Counter(rank for flow in flows for rank, _ in flow.sources).values(), default=1)
+def _placed(placement: Placement, piece: int, start: int, dtype: str) -> BufferReference:
+    return BufferReference(~placement.buffer, placement.starts[piece] + start * itemsize(dtype))
 
 
-def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Join spans that follow on each other."""
-    start = end = -1
-    for a, b in spans:
-        if a == end:
-            end = b
-            continue
-        if end > start:
-            yield start, end
-        start, end = a, b
-    if end > start:
-        yield start, end
+def rank_stages(
+    program: Program, inputs: Sequence[int], outputs: Sequence[int], size: int, numbers: Numbers, rank: int
+) -> list[list[RankInstruction]]:
+    """Return the stages of one rank. All ranks have the same number of stages, at least two.
 
+    Args:
+      program: device k is the host's rank number k. Its flat buffer consists of arrays of equal size.
+      inputs: for each array the number of the caller's buffer that it is in, on ranks that contribute to it.
+      outputs: likewise, on ranks that need its result.
+      size: elements of each array.
+      numbers: how values are computed.
+      rank: the rank whose instructions are returned.
 
-def native_course(flows: tuple[Flow, ...], size: int, numbers: Numbers, rank: int, ranks: int) -> tuple[Any, int]:
-    """Return a rank's course, ready for ``Arena.begin``, and how many ticks it has."""
-    made = ticks(flows, size, numbers, rank, ranks)
-    return kernels.native().RankProgram([[ready(job, numbers) for job in tick] for tick in made]), len(made)
-
-
-def ready(job: Job, numbers: Numbers) -> tuple[kernels.Kernel, tuple[Spot, ...], tuple[Spot, ...], bool]:
-    """Return a job as the native course takes it."""
-    return kernel_plan(numbers, job.size, len(job.sources), len(job.results)), job.sources, job.results, job.streaming
-
-
-@lru_cache(maxsize=4096)
-def kernel_plan(numbers: Numbers, size: int, sources: int, results: int) -> kernels.Kernel:
-    """Return the plan that combines ``size`` elements of the sources, in order, or copies those of the only one."""
-    op, dtype, accumulator, result, divisor = numbers
-    everything = (Segment(0, 0, size, 0),)
-    if sources == 1:
-        copying = FusedProgram(0, (), (0,) * results)
-        kinds = (dtype, dtype, dtype) if result == dtype else (dtype, accumulator, result)
-        return kernels.compile_kernel("sum", kinds, 1, 1, results, (size,), (copying,), everything)
-    reducing = fused(lower(direct([f"cpu:{k}" for k in range(sources)])).chunks[0], 1)
-    reducing = reducing._replace(results=reducing.results * results)
-    kinds = (dtype, accumulator, result)
-    return kernels.compile_kernel(op, kinds, divisor, sources, results, (size,), (reducing,), everything)
+    >>> from crossreduce.lowering import lower
+    >>> from crossreduce.planning import one_shot
+    >>> program = lower(one_shot(["cpu:0", "cpu:1"]))
+    >>> for stage in rank_stages(program, [0], [1], 8, copying("float32"), 0):
+    ...     for size, operands, results, *_ in stage:
+    ...         print(size, *map(tuple, operands), "->", *map(tuple, results))
+    8 (-1, 0) -> (0, 0)
+    8 (-1, 0) (1, 0) -> (-2, 0)
+    """
+    analysis = analyze(program, numbers, len(inputs))
+    piece = analysis.piece_size(size, SLOT_BYTES // 2)
+    pieces = range(0, size, piece)
+    starts = tuple(start * itemsize(numbers.dtype) for start in pieces)
+    assert itemsize(numbers.result) == itemsize(numbers.dtype), "pieces begin at the same bytes in both"
+    compiler = RankCompiler(
+        analysis,
+        rank,
+        [min(piece, size - start) for start in pieces],
+        [Placement(buffer, starts) for buffer in inputs],
+        [Placement(buffer, starts) for buffer in outputs],
+        streaming=size * itemsize(numbers.result) * len(inputs) >= STREAMING_BYTES,
+    )
+    assert max(compiler.ends) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
+    phases = [(phase, partial(compiler.phase, phase=phase)) for phase in range(compiler.phases)]
+    return pipelined(len(pieces), phases, compiler.phases - 1)

@@ -1,8 +1,9 @@
-"""The memory that the ranks of one host share: they meet in it, see who is missing, and say why nothing goes on.
+"""``HostMemory``: the memory that the ranks of one host share, with barriers, liveness and the abort reason.
 
-In: a file descriptor that all of them have, and courses.  Out: courses done, or an error that names who is to blame.
-The data goes through the compiled kernels; here is what happens while a rank waits. What a rank holds as long as it
-lives is a record lock on its own byte of the memory's file: the kernel lets go of it, whatever ends the process.
+Input: a file descriptor that all of these ranks have, and compiled rank programs. Output: executed programs, or the
+outcome for which a call cannot continue. The kernels move the data; this module serves a rank that waits. Each rank
+holds a record lock on its own byte of the memory's file. The operating system releases the lock when the process ends,
+for any reason, so other ranks can detect that it is gone.
 """
 
 from __future__ import annotations
@@ -18,134 +19,150 @@ from typing import Any, Final
 
 from .. import kernels
 from ..errors import CollectiveTimeout, PeerLostError, ReductionError
-from .diagnostics import Said
+from .diagnostics import CallSignature
 
-SLICE_S: Final = 0.05  # so long a rank waits before it looks round: for signals, for the dead
-SPIN_S: Final = 50e-6  # before it sleeps; about what sleeping and waking take
-MOST_TEXT: Final = 232  # bytes of a call's description, and below of a cause (arena.hpp)
-MOST_CAUSE: Final = 2040
+SLICE_S: Final = 0.05  # a rank waits this long before it handles signals and checks the other ranks
+SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time that sleeping and waking take
+MAX_TEXT_BYTES: Final = 232  # of a call's description, and below of an abort reason (see the native arena.hpp)
+MAX_CAUSE_BYTES: Final = 2040
 LEFT: Final = "left the group"
 _LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 DONE, WAITING, MISMATCH, BROKEN = range(4)
+"""Outcomes: all required stages are executed; other ranks are missing; the ranks' calls differ; the group is broken."""
 
 
-class Arena:
-    """One host's shared memory, as one of its ranks sees it.
+class HostMemory:
+    """One host's shared memory, from the view of one of its ranks.
 
     Args:
-      fd: the memory, of ``Arena.nbytes(len(host), slot)`` bytes; closed with the arena.
+      fd: the memory, of ``HostMemory.nbytes(len(host), slot)`` bytes; it is closed with this object.
       host: the ranks of this host, ascending.
-      rank: this one's.
-      slot: bytes of each rank's part.
-      spin_s: how long this rank waits awake before it sleeps: none at all where ranks share a CPU.
+      rank: this rank.
+      slot: bytes of each rank's slot.
+      spin_s: how long this rank spins before it sleeps; 0 if ranks share a CPU.
     """
 
     def __init__(self, fd: int, host: tuple[int, ...], rank: int, slot: int, spin_s: float) -> None:
-        self.host, self.me, self.fd = host, host.index(rank), fd
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.me)
+        self.host, self.place, self.fd = host, host.index(rank), fd
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.place)
         threads = max(1, kernels.threads() // len(host))
-        self._native = kernels.native().SharedMemory(fd, self.me, len(host), slot, spin_s, threads)
+        self._native = kernels.native().SharedMemory(fd, self.place, len(host), slot, spin_s, threads)
 
     @staticmethod
     def nbytes(ranks: int, slot: int) -> int:
-        """Return how much memory so many ranks with slots of ``slot`` bytes share."""
+        """Return the bytes of memory that ``ranks`` ranks with slots of ``slot`` bytes share."""
         return int(kernels.native().SharedMemory.nbytes(ranks, slot))
 
-    def begin(self, course: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
-        """Begin the next op and do the ticks before ``until``; see ``DONE`` and its neighbours for what is returned."""
-        return self._outcome(self._native.begin(course, addresses, text, until, SLICE_S))
+    def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
+        """Begin the next op and execute the stages before ``until``.
+
+        Args:
+          program: a native ``RankProgram``.
+          addresses: the caller's buffers.
+          text: describes the call; the ranks' texts must be equal.
+          until: a stage.
+        Returns:
+          An outcome, see ``DONE``. After ``WAITING`` the caller calls ``advance``.
+        """
+        return self._outcome(self._native.begin(program, addresses, text, until, SLICE_S))
 
     def advance(self, until: int) -> int:
-        """Go on with the op under way."""
+        """Continue the current op up to stage ``until``, and return an outcome as ``begin`` does."""
         return self._outcome(self._native.advance(until, SLICE_S))
 
-    def abandon(self) -> None:
-        """End the op under way; all ranks of the host do so in the same tick."""
+    def end_op(self) -> None:
+        """End the current op early; all ranks of the host do so in the same stage."""
         self._native.end_op()
 
     def _outcome(self, outcome: int) -> int:
         if outcome > BROKEN:
             raise MemoryError("the kernels had no working memory")
-        return outcome
+        return int(outcome)
 
     @property
     def running(self) -> bool:
-        """Whether an op is under way."""
+        """Whether an op has begun and not ended."""
         return bool(self._native.running())
 
     @property
     def number(self) -> int:
-        """The number of this rank's latest op, from 1."""
+        """The sequence number of this rank's latest op, from 1."""
         return int(self._native.number())
 
     def address(self, rank: int) -> int:
-        """Return where the part of a rank's slot begins that the current op uses."""
+        """Return the address of the half of a rank's slot that the current op uses."""
         return int(self._native.address(self.host.index(rank)))
 
-    def said(self, rank: int) -> Said:
-        """Return the last call that a rank of this host began; of number 0: none so far."""
+    def last_call(self, rank: int) -> CallSignature:
+        """Return the last call that a rank of this host began; its number is 0 if there was none."""
         ops = self._native.ops(self.host.index(rank))
-        return Said(ops[-1][0], ops[-1][1]) if ops else Said(0, "")
+        return CallSignature(ops[-1][0], ops[-1][1]) if ops else CallSignature(0, "")
 
     def ops(self, rank: int) -> list[tuple[int, str, float, float | None]]:
-        """Return a rank's last calls: number, text, begun and over (``None``: not yet) by ``time.monotonic``."""
+        """Return a rank's last calls: number, text, begin and end by ``time.monotonic`` (``None``: not ended)."""
         found: list[tuple[int, str, float, float | None]] = self._native.ops(self.host.index(rank))
         return found
 
-    def call(self, rank: int, number: int) -> Said | None:
-        """Return what a rank of this host called as its op of that number, if that is still known."""
-        return next((Said(op[0], op[1]) for op in self.ops(rank) if op[0] == number), None)
+    def call_of(self, rank: int, number: int) -> CallSignature | None:
+        """Return the call that a rank of this host made as its op ``number``; ``None`` if it is no longer recorded."""
+        return next((CallSignature(op[0], op[1]) for op in self.ops(rank) if op[0] == number), None)
 
     def arrivals(self) -> int:
-        """Return how often this rank has come to where all meet."""
-        return int(self._native.arrivals()[self.me])
+        """Return the number of barriers at which this rank has arrived."""
+        return int(self._native.arrivals()[self.place])
 
     def missing(self) -> list[int]:
-        """Return the ranks of this host that have not come where this one waits."""
+        """Return the ranks of this host that have not arrived at the barrier at which this rank waits."""
         arrivals = self._native.arrivals()
-        return [rank for k, rank in enumerate(self.host) if arrivals[k] < arrivals[self.me]]
+        return [rank for k, rank in enumerate(self.host) if arrivals[k] < arrivals[self.place]]
 
     def alive(self, rank: int) -> bool:
-        """Return whether the process of a rank of this host is there, stopped or not."""
-        if self.host[self.me] == rank:
+        """Return whether the process of a rank of this host exists, running or stopped."""
+        if self.host[self.place] == rank:
             return True
-        asked = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, self.host.index(rank), 1, 0)
-        found = struct.unpack(_LOCK, fcntl.fcntl(self.fd, fcntl.F_GETLK, asked))
+        query = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, self.host.index(rank), 1, 0)
+        found = struct.unpack(_LOCK, fcntl.fcntl(self.fd, fcntl.F_GETLK, query))
         return bool(found[0] != fcntl.F_UNLCK)
 
-    def leave(self, course: Any) -> None:
-        """Write down that this rank leaves on purpose."""
+    def record_leaving(self) -> None:
+        """Record that this rank leaves the group on purpose."""
         if not self._native.cause():
+            nothing = kernels.native().RankProgram([[], []])
             try:
-                self._native.begin(course, (), LEFT, 0, 0.0)
-            except ValueError:  # in the middle of an op: its end is written down already
+                self._native.begin(nothing, (), LEFT, 0, 0.0)
+            except ValueError:  # in the middle of an op, whose end is already recorded
                 return
 
-    def give_up(self, error: ReductionError) -> None:
-        """Say why nothing goes on, for all ranks of this host; the first cause stands."""
-        self._native.abort(packed(error))
+    def abort(self, error: ReductionError) -> None:
+        """Abort the group for all ranks of this host. The first error becomes the reason."""
+        self._native.abort(encoded(error))
 
-    def cause(self) -> ReductionError | None:
-        """Return why nothing goes on, if so; the same on all ranks of this host."""
+    def abort_cause(self) -> ReductionError | None:
+        """Return the error for which the group was aborted, the same on all ranks of this host, or ``None``."""
         text = self._native.cause()
-        return unpacked(text) if text else None
+        return decoded(text) if text else None
+
+    def aborting_rank(self) -> int | None:
+        """Return the rank of this host that is writing the reason of an abort, or ``None``."""
+        place = self._native.aborting_rank()
+        return None if place < 0 else self.host[place]
 
     def close(self) -> None:
-        """Let go of the memory, and with that of the lock that says that this rank lives."""
+        """Release the memory, and with it the lock that shows that this rank is alive."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             self._native.close()
             os.close(fd)
 
     def __del__(self) -> None:
-        """Close; in a process forked from this rank's nothing but its own descriptor."""
+        """Close the descriptor; in a forked process nothing else, since the rest belongs to the parent."""
         if getattr(self, "fd", -1) >= 0:
             os.close(self.fd)
 
 
-def stopped(pid: int) -> bool:
-    """Return whether a process is there but has been stopped, as far as the system says."""
+def is_stopped(pid: int) -> bool:
+    """Return whether a process exists but was stopped by a signal, as far as the system can tell."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
@@ -155,55 +172,101 @@ def stopped(pid: int) -> bool:
 KINDS: Final = {"timeout": CollectiveTimeout, "lost": PeerLostError}
 
 
-def packed(error: ReductionError) -> bytes:
-    """Return an error as bytes, at most ``MOST_CAUSE``.
+def encoded(error: ReductionError) -> bytes:
+    """Return an error as bytes, at most ``MAX_CAUSE_BYTES``.
 
-    >>> unpacked(packed(PeerLostError("rank 3 died.", [3])))
+    >>> decoded(encoded(PeerLostError("rank 3 died.", [3])))
     PeerLostError('rank 3 died.')
     """
     kind = "timeout" if isinstance(error, CollectiveTimeout) else "lost"
     ranks, text = list(getattr(error, "ranks", ())), str(error)
-    while len(made := json.dumps([kind, ranks, text]).encode()) > MOST_CAUSE:
+    while len(made := json.dumps([kind, ranks, text]).encode()) > MAX_CAUSE_BYTES:
         ranks, text = ranks[:64], text[: max(0, len(text) - 64)]
     return made
 
 
-def unpacked(cause: bytes) -> ReductionError:
-    """Return the error that ``packed`` wrote."""
+def decoded(cause: bytes) -> ReductionError:
+    """Return the error that ``encoded`` encoded."""
     kind, ranks, text = json.loads(cause)
     return KINDS[kind](text, ranks)
 
 
-class Watch:
-    """What a rank looks at while it waits: whether others live, what other hosts say, and the clock."""
+class WaitTimer:
+    """Measures how long a rank waits at one barrier, and when it should warn or query other hosts.
+
+    ``warn_s``: seconds at one barrier after which a warning is due.
+    """
 
     def __init__(self, warn_s: float) -> None:
-        self.began = time.monotonic()
-        self.warn_s = warn_s
-        self.came: int | None = None
-        self.warn_at: float | None = self.began + warn_s
-        self.heard_at = self.began
+        self._began = self._queried = time.monotonic()
+        self._warn_s = warn_s
+        self._arrivals: int | None = None
+        self._warn_at: float | None = self._began + warn_s
 
-    def waited_s(self, came: int) -> float:
-        """Return for how long this rank has waited where it is, ``came`` being how often it has come where all meet."""
-        if self.came is None:
-            self.came = came
-        elif came != self.came:
-            self.came, self.began = came, time.monotonic()
-            if self.warn_at is not None:
-                self.warn_at = self.began + self.warn_s
-        return time.monotonic() - self.began
+    def waited_s(self, arrivals: int) -> float:
+        """Return the seconds for which this rank has waited at its barrier, which is the ``arrivals``-th."""
+        if self._arrivals is None:
+            self._arrivals = arrivals
+        elif arrivals != self._arrivals:
+            self._arrivals, self._began = arrivals, time.monotonic()
+            if self._warn_at is not None:
+                self._warn_at = self._began + self._warn_s
+        return time.monotonic() - self._began
 
-    def due_to_warn(self) -> bool:
-        """Return whether to warn now; once."""
-        if self.warn_at is None or time.monotonic() < self.warn_at:
+    def is_warning_due(self) -> bool:
+        """Return whether a warning is due now; ``True`` at most once."""
+        if self._warn_at is None or time.monotonic() < self._warn_at:
             return False
-        self.warn_at = None
+        self._warn_at = None
         return True
 
-    def heard(self, ask: Callable[[], bytes | None], every_s: float = 0.25) -> bytes | None:
-        """Ask what other hosts say, not too often."""
-        if time.monotonic() - self.heard_at < every_s:
+    def query(self, function: Callable[[], bytes | None], every_s: float = 0.25) -> bytes | None:
+        """Return what ``function`` returns, but call it only once in ``every_s`` seconds."""
+        if time.monotonic() - self._queried < every_s:
             return None
-        self.heard_at = time.monotonic()
-        return ask()
+        self._queried = time.monotonic()
+        return function()
+
+
+class GroupAborted(Exception):  # noqa: N818 - internal: the public error is raised from the recorded reason
+    """A rank of this host has aborted the group."""
+
+
+class StageRunner:
+    """Executes the stages of ops, and checks the other ranks while it waits for them.
+
+    Args:
+      memory: of the host.
+      check_peers: raises if the wait is in vain; called every ``SLICE_S`` seconds of a wait.
+      warn_after_s: returns after how many seconds of waiting a warning is due.
+    """
+
+    def __init__(
+        self, memory: HostMemory, check_peers: Callable[[WaitTimer], None], warn_after_s: Callable[[], float]
+    ) -> None:
+        self._memory, self._check_peers, self._warn_after_s = memory, check_peers, warn_after_s
+        self._timer: WaitTimer | None = None
+
+    def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> bool:
+        """Begin an op and execute the stages before ``until``; return whether all ranks of the host made the same call.
+
+        Raises:
+          GroupAborted: a rank of this host has aborted the group.
+          ReductionError: what ``check_peers`` raises.
+        """
+        self._timer = None
+        outcome = self._memory.begin(program, addresses, text, until)
+        return outcome == DONE or self._complete(outcome, until)
+
+    def reach(self, until: int) -> None:
+        """Execute the stages before ``until``; errors as for ``begin``."""
+        self._complete(self._memory.advance(until), until)
+
+    def _complete(self, outcome: int, until: int) -> bool:
+        while outcome == WAITING:
+            self._timer = self._timer or WaitTimer(self._warn_after_s())
+            self._check_peers(self._timer)
+            outcome = self._memory.advance(until)
+        if outcome == BROKEN:
+            raise GroupAborted
+        return outcome == DONE

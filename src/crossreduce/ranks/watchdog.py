@@ -1,6 +1,6 @@
-"""``Lookout``: a wire that knows for whom it waits; the engines between hosts wait without a word.
+"""``WatchedTransport``: a transport that records which message a rank waits for, and a thread that checks long waits.
 
-In: a wire.  Out: the same wire, and a thread that looks, now and then, whether a wait has become a long one.
+Input: a transport. Output: the same transport; a function is called from time to time, which can warn of a long wait.
 """
 
 from __future__ import annotations
@@ -13,81 +13,81 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 from weakref import WeakMethod
 
-from ..transports.base import Pending, Wire
+from ..transports.base import PendingMessage, Transport
 
 _LOG: Final = logging.getLogger("crossreduce")
 _EVERY_S: Final = 0.2
 
 
-class Wait(NamedTuple):
-    """For which rank's message this one waits, and since when by ``time.monotonic``."""
+class RemoteWait(NamedTuple):
+    """The rank whose message this rank waits for, and since when by ``time.monotonic``."""
 
     rank: int
     since_s: float
 
 
-class Lookout:
-    """A ``contract.Wire``.
+class WatchedTransport:
+    """See ``transports.base.Transport``.
 
     Args:
-      wire: what carries the messages.
-      look: is called every 0.2 s in a thread of its own; a method, whose object is not kept alive for it. Where the
-        system grants no thread it is not called, and messages go their way.
+      transport: carries the messages.
+      check: a method that a thread calls every 0.2 s; its object is not kept alive by this. If the system cannot start
+        the thread, the method is never called, and messages are carried all the same.
     """
 
-    def __init__(self, wire: Wire, look: Callable[[], None]) -> None:
-        self.waits: Wait | None = None
-        self._wire = wire
-        self._over = threading.Event()
+    def __init__(self, transport: Transport, check: Callable[[], None]) -> None:
+        self.wait: RemoteWait | None = None
+        self._transport = transport
+        self._closed = threading.Event()
         self._thread = threading.Thread(
-            target=_look, args=(WeakMethod(look), self._over), name="crossreduce lookout", daemon=True
+            target=_check_repeatedly, args=(WeakMethod(check), self._closed), name="crossreduce watchdog", daemon=True
         )
         try:
             self._thread.start()
-        except RuntimeError as error:  # other ranks have met this one already, and would wait for it
-            _LOG.warning("this rank will not warn when another host is late: %s", error)
+        except RuntimeError as error:  # the other ranks already count on this one, so it continues
+            _LOG.warning("this rank will not warn if another host is late: %s", error)
 
-    def send(self, address: int, nbytes: int, dst: int, tag: int) -> Pending:
+    def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:
         """Start to send."""
-        return _Watched(self._wire.send(address, nbytes, dst, tag), dst, self)
+        return _WatchedMessage(self._transport.send(address, nbytes, dst, tag), dst, self)
 
-    def receive(self, address: int, nbytes: int, src: int, tag: int) -> Pending:
+    def receive(self, address: int, nbytes: int, src: int, tag: int) -> PendingMessage:
         """Start to receive."""
-        return _Watched(self._wire.receive(address, nbytes, src, tag), src, self)
+        return _WatchedMessage(self._transport.receive(address, nbytes, src, tag), src, self)
 
     def abort(self) -> None:
-        """Make all messages under way fail soon."""
-        self._wire.abort()
+        """Make all messages of this rank fail soon."""
+        self._transport.abort()
 
     def close(self) -> None:
-        """End the thread; the wire stays as it is."""
-        self._over.set()
+        """End the thread; the transport stays open."""
+        self._closed.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(1)  # not for ever: a signal's handler may close while its own thread holds a log's lock
+            self._thread.join(1)  # a signal handler may close while its own thread holds the lock of a log handler
 
 
-class _Watched:
-    """A message under way, whose wait is known."""
+class _WatchedMessage:
+    """A message whose wait is recorded."""
 
-    def __init__(self, pending: Pending, rank: int, lookout: Lookout) -> None:
-        self._pending, self._rank, self._lookout = pending, rank, lookout
+    def __init__(self, pending: PendingMessage, rank: int, watched: WatchedTransport) -> None:
+        self._pending, self._rank, self._watched = pending, rank, watched
 
     def wait(self, timeout_s: float) -> None:
-        """Wait as the wire does."""
-        self._lookout.waits = Wait(self._rank, time.monotonic())
+        """Wait for the message."""
+        self._watched.wait = RemoteWait(self._rank, time.monotonic())
         try:
             self._pending.wait(timeout_s)
         finally:
-            self._lookout.waits = None
+            self._watched.wait = None
 
 
-def _look(method: WeakMethod[Callable[[], None]], over: threading.Event) -> None:
-    while not over.wait(_EVERY_S):
-        look = method()
-        if look is None:
+def _check_repeatedly(method: WeakMethod[Callable[[], None]], closed: threading.Event) -> None:
+    while not closed.wait(_EVERY_S):
+        check = method()
+        if check is None:
             return
         try:
-            look()
-        except Exception:  # noqa: BLE001 - such as a log's handler's: it is reported, and the next long wait is seen
+            check()
+        except Exception:  # noqa: BLE001 - for example a log handler's: it is reported, and checking continues
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-        del look  # or this thread would keep its object
+        del check  # it would keep its object alive

@@ -1,1 +1,1 @@
-"""Transports: how bytes get from one host to another."""
+"""Transports carry bytes between hosts. One file per transport; ``base`` defines the protocols."""

@@ -1,70 +1,58 @@
-"""What a group of ranks needs from outside: a place to meet, and a wire between hosts.
+"""Protocols of what a group of ranks needs from its environment: a rendezvous, and a transport between hosts.
 
-In: nothing; these are protocols.  Out: see ``Rendezvous`` and ``Wire``. PyTorch's stores and gloo process groups, and
-MPI communicators, are made into them; here is no transport of our own.
+Input and output: see ``Rendezvous`` and ``Transport``. Each implementation has a file of its own in this folder, or is
+an object of the caller; the caller creates it and passes it to a ``Communicator``, which creates none itself.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
-
-class Buffer(NamedTuple):
-    """Memory in C order: where it begins, how many elements it has, and their dtype's name.
-
-    ``shape`` is for messages, and for finding out that ranks disagree.
-    """
-
-    address: int
-    size: int
-    dtype: str
-    shape: tuple[int, ...]
+from typing import Protocol
 
 
 class Rendezvous(Protocol):
-    """Where the ranks of one group find each other, before and beside the data."""
+    """Where the ranks of one group exchange small messages before and beside the data."""
 
     rank: int
     size: int
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, in the order of ranks. All ranks call it, in the same order.
+        """Return the payloads of all ranks, in the order of the ranks. All ranks call it, in the same order.
 
         Raises:
-          CollectiveTimeout: some did not come in time; it names them.
+          CollectiveTimeout: some ranks did not call it in time; the error names them.
         """
 
-    def announce(self, cause: bytes) -> None:
-        """Put up why the group is broken, for ranks of other hosts to see; the first cause stands. Never raises."""
+    def publish_abort(self, cause: bytes) -> None:
+        """Make the reason of an abort readable on all hosts; the first one is kept. Never raises."""
 
-    def heard(self) -> bytes | None:
-        """Return the cause that was put up, or ``None``. Quick, and never raises."""
+    def abort_cause(self) -> bytes | None:
+        """Return the published reason, or ``None``. This is quick and never raises."""
 
 
-class Pending(Protocol):
-    """A message under way."""
+class PendingMessage(Protocol):
+    """A message that is being sent or received."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when its memory may be used again (sent) or read (received).
+        """Return when the memory may be used again (send) or read (receive).
 
         Raises:
-          ConnectionError: the other side is gone.
-          TimeoutError: it took too long.
+          ConnectionError: the other rank is gone.
+          TimeoutError: the message did not complete in time.
         """
 
 
-class Wire(Protocol):
-    """Messages between ranks of different hosts, by an engine that exists.
+class Transport(Protocol):
+    """Carries messages between ranks of different hosts.
 
-    Messages of one tag between two ranks arrive in the order in which they were sent. Whoever hands memory over keeps
-    it until ``wait`` returned.
+    Messages with one tag between two ranks arrive in the order in which they were sent. The caller must keep the memory
+    of a message until ``wait`` returned.
     """
 
-    def send(self, address: int, nbytes: int, dst: int, tag: int) -> Pending:
-        """Start to send."""
+    def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:
+        """Start to send ``nbytes`` from ``address`` to rank ``dst`` of the group."""
 
-    def receive(self, address: int, nbytes: int, src: int, tag: int) -> Pending:
-        """Start to receive."""
+    def receive(self, address: int, nbytes: int, src: int, tag: int) -> PendingMessage:
+        """Start to receive ``nbytes`` from rank ``src`` of the group into ``address``."""
 
     def abort(self) -> None:
-        """Make all messages under way fail soon, here; nothing can be sent afterwards. Any thread may call it."""
+        """Make all messages of this rank fail soon; later ones fail, too. Any thread may call it."""

@@ -1,7 +1,7 @@
-"""Messages between hosts through a gloo process group.
+"""The gloo transport: messages between hosts through a ``ProcessGroupGloo``.
 
-In: addresses.  Out: a ``processes.contract.Wire``. Knows no ops; gloo brings the connections, and its errors become
-built-in ones here.
+Input: addresses. Output: see ``base.Transport``. gloo keeps the connections; its errors become built-in ones here. The
+caller creates the process group.
 """
 
 from __future__ import annotations
@@ -17,66 +17,67 @@ FIRST_TAG: Final = 0x43520000  # users number their own messages from 0
 _ABORT_TAG: Final = 0x4352FFFF
 
 
-class GlooWire:
+class GlooTransport:
     """Messages over the connections of a ``ProcessGroupGloo``."""
 
     def __init__(self, gloo: Any) -> None:
-        """Use ``gloo``, also beside other users of it: their tags are others."""
+        """Use ``gloo``, which may have other users at the same time, since their tags differ."""
         self._gloo = gloo
         self._aborted = False
 
-    def send(self, address: int, nbytes: int, dst: int, tag: int) -> _Message:
+    def send(self, address: int, nbytes: int, dst: int, tag: int) -> _GlooMessage:
         """Start to send ``nbytes`` to rank ``dst`` of the group."""
         return self._start(self._gloo.send, address, nbytes, dst, tag)
 
-    def receive(self, address: int, nbytes: int, src: int, tag: int) -> _Message:
+    def receive(self, address: int, nbytes: int, src: int, tag: int) -> _GlooMessage:
         """Start to receive ``nbytes`` from rank ``src`` of the group."""
         return self._start(self._gloo.recv, address, nbytes, src, tag)
 
-    def _start(self, start: Any, address: int, nbytes: int, peer: int, tag: int) -> _Message:
+    def _start(self, start: Any, address: int, nbytes: int, peer: int, tag: int) -> _GlooMessage:
         if not 0 <= tag < _ABORT_TAG - FIRST_TAG:
             raise AssertionError(f"tag {tag}")
         if not nbytes:
-            return _Message(None, peer)
-        # A failure to start is one to be found by who waits: gloo closes all connections at once.
+            return _GlooMessage(None, peer)
+        # A failure is reported by ``wait``, also if the message could not be started: gloo closes all connections at
+        # once.
         if self._aborted:
-            return _Message(ConnectionError("this rank has hung up"), peer)
-        held = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+            return _GlooMessage(ConnectionError("this rank has aborted the group"), peer)
+        memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
         try:
-            return _Message(start([held], peer, FIRST_TAG + tag), peer)
+            return _GlooMessage(start([memory], peer, FIRST_TAG + tag), peer)
         except RuntimeError as error:
-            return _Message(_translated(error, peer), peer)
+            return _GlooMessage(_translated(error, peer), peer)
 
     def abort(self) -> None:
-        """Make all messages under way fail, on this rank at once and on its peers as soon as they look."""
+        """Make all messages of this rank fail: here at once, on the other ranks when they next wait."""
         self._aborted = True
-        # ProcessGroupGloo.abort() leaves waits alone (torch 2.13). A wait that takes too long, however, closes every
-        # connection of the group; so wait a millisecond for what nobody sends.
+        # ProcessGroupGloo.abort() does not end waits (torch 2.13). A wait that times out, however, closes all
+        # connections of the group. So this waits a millisecond for a message that no rank sends.
         with contextlib.suppress(RuntimeError):
             other = (self._gloo.rank() + 1) % self._gloo.size()
             self._gloo.recv([torch.empty(1, dtype=torch.uint8)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
-class _Message:
-    """A message under way, or what became of it: ``None``, or an error."""
+class _GlooMessage:
+    """A gloo work that is not finished; or ``None``: it succeeded; or the error with which it failed."""
 
     def __init__(self, work: Any, peer: int) -> None:
         self._work = work
         self._peer = peer
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the memory may be used again; a timeout closes all of the group's connections.
+        """Return when the memory may be used again. A timeout closes all connections of the group.
 
         Raises:
-          ConnectionError: the other side is gone.
-          TimeoutError: it took too long.
+          ConnectionError: the other rank is gone.
+          TimeoutError: the message did not complete in time.
         """
         if self._work is None:
             return
         if isinstance(self._work, Exception):
             raise self._work
         try:
-            # Less than a millisecond would be 0, which gloo takes for its own timeout.
+            # Less than a millisecond would become 0, for which gloo uses its own timeout.
             self._work.wait(timedelta(milliseconds=max(1, round(timeout_s * 1e3))))
         except RuntimeError as error:
             self._work = _translated(error, self._peer)

@@ -1,0 +1,131 @@
+"""Instructions of ranks, how the pieces of an array are pipelined, and the compiled form that runs.
+
+Input: instructions for each phase of each piece. Output: stages, and the native ``RankProgram``. Which instructions a
+rank executes is up to ``programs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from .. import kernels
+from ..errors import UnsupportedError, message
+from ..kernels import FusedProgram, Segment
+from ..ops import ACCUMULATORS, INTEGERS, KERNEL_OPS, Numbers, ReduceOp
+from ..packing import itemsize
+
+
+class BufferReference(NamedTuple):
+    """Where an operand is: ``offset`` bytes into rank ``region``'s slot, or, for ``~k``, into the caller's buffer k."""
+
+    region: int
+    offset: int
+
+
+class RankInstruction(NamedTuple):
+    """Combines ``size`` elements of the operands, in order, or copies those of the only one, into all results.
+
+    ``streaming``: results are written with streaming stores, which bypass the cache.
+    """
+
+    size: int
+    operands: tuple[BufferReference, ...]
+    results: tuple[BufferReference, ...]
+    numbers: Numbers
+    streaming: bool = False
+
+
+class Placement(NamedTuple):
+    """Where an array is: the number of the caller's buffer, and for each piece the offset of its first element."""
+
+    buffer: int
+    starts: tuple[int, ...]
+
+
+def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
+    """Return how ranks reduce arrays of a dtype to a result of the same dtype.
+
+    Raises:
+      UnsupportedError: the op is not defined for the dtype, or its result has another dtype.
+    """
+    wide = ACCUMULATORS[op, dtype]
+    if op is ReduceOp.MEAN and dtype in INTEGERS:
+        problem = "the mean of integers is not an integer."
+        raise UnsupportedError(message(problem, f"op mean, dtype {dtype}", "the sum and a division, or floats"))
+    return Numbers(op, dtype, wide, dtype, ranks if op is ReduceOp.MEAN else 1)
+
+
+def joined(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
+    """Join instructions whose operands and results continue each other."""
+    made: list[RankInstruction] = []
+    for following in instructions:
+        if made and _continues(made[-1], following):
+            made[-1] = made[-1]._replace(size=made[-1].size + following.size)
+        else:
+            made.append(following)
+    return made
+
+
+def _continues(one: RankInstruction, following: RankInstruction) -> bool:
+    numbers = one.numbers
+    alike = (numbers, one.streaming, len(one.operands), len(one.results)) == (
+        following.numbers,
+        following.streaming,
+        len(following.operands),
+        len(following.results),
+    )
+    return alike and all(
+        b == (a.region, a.offset + one.size * itemsize(dtype))
+        for dtype, before, after in (
+            (numbers.dtype, one.operands, following.operands),
+            (numbers.result, one.results, following.results),
+        )
+        for a, b in zip(before, after, strict=True)
+    )
+
+
+def pipelined(
+    pieces: int, phases: Sequence[tuple[int, Callable[[int], list[RankInstruction]]]], depth: int
+) -> list[list[RankInstruction]]:
+    """Return the stages in which all pieces are executed.
+
+    Args:
+      pieces: how many.
+      phases: for each phase its delay and the function that returns the instructions of a piece: piece j executes the
+        phase in stage j + delay.
+      depth: the largest delay.
+    """
+    stages: list[list[RankInstruction]] = [[] for _ in range(max(pieces, 1) + depth)]
+    for piece in range(pieces):
+        for delay, instructions in phases:
+            stages[piece + delay] += instructions(piece)
+    return stages
+
+
+def native_program(stages: Sequence[Iterable[RankInstruction]]) -> Any:
+    """Return stages as the compiled ``RankProgram`` that shared memory executes."""
+    return kernels.native().RankProgram(
+        [
+            [
+                (kernel(i.numbers, i.size, len(i.operands), len(i.results)), i.operands, i.results, i.streaming)
+                for i in stage
+            ]
+            for stage in stages
+        ]
+    )
+
+
+@lru_cache(maxsize=4096)
+def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.Kernel:
+    """Return the kernel that combines ``size`` elements of the operands, in order, or copies those of the only one."""
+    everything = (Segment(0, 0, size, 0),)
+    op, dtype, wide, result, divisor = numbers
+    if operands == 1:
+        dtypes = (dtype, dtype if result == dtype else wide, result)
+        fused = FusedProgram(0, (), (0,) * results)
+        return kernels.compile_kernel("sum", dtypes, 1, 1, results, (size,), (fused,), everything)
+    fused = FusedProgram(1, ((0, *range(operands)),), (~0,) * results)
+    dtypes = (dtype, wide, result)
+    return kernels.compile_kernel(KERNEL_OPS[op], dtypes, divisor, operands, results, (size,), (fused,), everything)

@@ -1,0 +1,200 @@
+"""The MPI transport: a rendezvous and messages between hosts over an mpi4py communicator.
+
+Input: a communicator of its own. Output: see ``base.Rendezvous`` and ``base.Transport``. The caller imports mpi4py and
+creates the communicator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..errors import CollectiveTimeout, message, rank_list
+
+_GATHER, _CAUSE = 1, 2  # tags of the communicator
+_FIRST_TAG: Final = 16  # of the transport's messages
+_ABORTED: Final = "this rank has aborted the group"
+_CHECK_S: Final = 0.25  # between two checks whether another rank has aborted
+_SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # between two tests of a message: MPI itself can only wait by spinning
+UNFINISHED: Final[list[Any]] = []
+"""Requests that MPI cannot cancel. They keep the arrays that MPI still reads and writes."""
+
+
+class MpiRendezvous:
+    """Where the ranks of an MPI communicator meet. See ``base.Rendezvous``."""
+
+    def __init__(self, comm: Any, timeout_s: float) -> None:
+        """``comm``: a duplicate that no other code uses."""
+        self._comm, self._timeout_s = comm, timeout_s
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._cause: bytes | None = None
+        self._sent: list[Any] = []  # requests keep the bytes that MPI still reads
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return the payloads of all ranks."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends = [self._comm.isend(payload, rank, _GATHER) for rank in others]
+        found: dict[int, bytes] = {self.rank: payload}
+        missing = set(others)
+        deadline, pause = time.monotonic() + self._timeout_s, _SHORTEST_S
+        while missing:
+            arrived = [rank for rank in missing if self._comm.iprobe(rank, _GATHER)]
+            for rank in arrived:  # messages of one rank arrive in the order in which they were sent
+                found[rank] = self._comm.recv(source=rank, tag=_GATHER)
+            missing -= set(arrived)
+            if missing and time.monotonic() > deadline:
+                problem = f"{rank_list(missing)} did not reach the rendezvous within {self._timeout_s:g} s."
+                raise CollectiveTimeout(message(problem, remedy="a longer timeout"), sorted(missing))
+            pause = _SHORTEST_S if arrived else min(2 * pause, _LONGEST_S)
+            if missing:
+                time.sleep(pause)
+        for rank, send in zip(others, sends, strict=True):
+            while not send.test()[0]:
+                if time.monotonic() > deadline:
+                    UNFINISHED.append(send)
+                    problem = f"rank {rank} did not receive a rendezvous message within {self._timeout_s:g} s."
+                    raise CollectiveTimeout(message(problem, remedy="a longer timeout"), [rank])
+                time.sleep(_SHORTEST_S)
+        return [found[rank] for rank in range(self.size)]
+
+    def publish_abort(self, cause: bytes) -> None:
+        """Send the reason of an abort to all ranks."""
+        if self._cause is None:
+            self._cause = cause
+            with contextlib.suppress(Exception):  # MPI's own errors: it may be shutting down
+                others = (rank for rank in range(self.size) if rank != self.rank)
+                self._sent += [self._comm.isend(cause, rank, _CAUSE) for rank in others]
+
+    def abort_cause(self) -> bytes | None:
+        """Return the first reason that this rank published or received."""
+        if self._cause is None:
+            with contextlib.suppress(Exception):
+                from mpi4py import MPI
+
+                # A matched probe: no other thread can receive the message.
+                if (found := self._comm.improbe(MPI.ANY_SOURCE, _CAUSE)) is not None:
+                    self._cause = found.recv()
+        return self._cause
+
+
+class MpiTransport:
+    """Messages over an MPI communicator. See ``base.Transport``.
+
+    MPI makes progress with large messages only while one of its functions is called. So while there are messages, a
+    thread tests them regularly: this rank may wait for other ranks of its host, which wait for hosts that wait for its
+    message.
+    """
+
+    def __init__(self, comm: Any, abort_cause: Callable[[], bytes | None] = lambda: None) -> None:
+        """``comm``: a duplicate that no other code uses. ``abort_cause``: see ``base.Rendezvous``.
+
+        MPI closes no connection when a rank aborts the group, so waits check ``abort_cause``.
+        """
+        from mpi4py import MPI
+
+        self.abort_cause = abort_cause
+        self.aborted = False
+        self._comm, self._address, self._error = comm, MPI.memory.fromaddress, MPI.Exception
+        self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._messages: set[MpiMessage] = set()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def send(self, address: int, nbytes: int, dst: int, tag: int) -> MpiMessage:
+        """Start to send."""
+        return self._begin(lambda memory: self._comm.Isend(memory, dst, _FIRST_TAG + tag), address, nbytes)
+
+    def receive(self, address: int, nbytes: int, src: int, tag: int) -> MpiMessage:
+        """Start to receive."""
+        return self._begin(lambda memory: self._comm.Irecv(memory, src, _FIRST_TAG + tag), address, nbytes)
+
+    def _begin(self, start: Callable[[Any], Any], address: int, nbytes: int) -> MpiMessage:
+        if self.aborted:
+            return MpiMessage(None, self, _ABORTED)
+        try:
+            made = MpiMessage(start(self._address(address, nbytes)), self)
+        except self._error as error:
+            return MpiMessage(None, self, str(error))
+        self._messages.add(made)
+        if self._threads and self._thread is None:
+            self._thread = threading.Thread(target=self._test_repeatedly, name="crossreduce-mpi", daemon=True)
+            self._thread.start()
+        self._wake.set()
+        return made
+
+    def _test_repeatedly(self) -> None:
+        while not self.aborted:
+            self._wake.wait()
+            self._wake.clear()
+            while self._messages and not self.aborted:
+                for each in list(self._messages):
+                    each.test()
+                time.sleep(_LONGEST_S)
+
+    def forget(self, finished: MpiMessage) -> None:
+        """Stop testing a finished message."""
+        self._messages.discard(finished)
+
+    def abort(self) -> None:
+        """Make all messages fail."""
+        self.aborted = True
+        self._wake.set()
+        for each in list(self._messages):
+            each.cancel()
+
+    def close(self) -> None:
+        """Abort, and end the thread if there is one."""
+        self.abort()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+            self._thread = None
+
+
+class MpiMessage:
+    """An MPI request, or the reason why it could not be made. See ``base.PendingMessage``."""
+
+    def __init__(self, request: Any, transport: MpiTransport, failure: str | None = None) -> None:
+        self._request, self._transport, self._failure = request, transport, failure
+        self._lock = threading.Lock()
+        self._done = failure is not None
+
+    def test(self) -> bool:
+        """Return whether the request is finished."""
+        with self._lock:
+            if not self._done:
+                try:
+                    self._done = bool(self._request.Test())
+                except Exception as error:  # noqa: BLE001 - MPI's class of errors exists only after its import
+                    self._done, self._failure = True, str(error)
+        if self._done:
+            self._transport.forget(self)
+        return self._done
+
+    def cancel(self) -> None:
+        """Cancel the request, since its memory will be used for other things."""
+        with self._lock, contextlib.suppress(Exception):  # MPI's own errors: it may be shutting down
+            if not self._done:
+                self._failure = _ABORTED
+                self._request.Cancel()
+        self.test()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the memory may be used again."""
+        pause, began = _SHORTEST_S, time.monotonic()
+        deadline, check_at = began + timeout_s, began + _CHECK_S
+        while not self.test():
+            if self._transport.aborted:
+                raise ConnectionError(_ABORTED)
+            if time.monotonic() > check_at:
+                check_at += _CHECK_S
+                if self._transport.abort_cause() is not None:
+                    raise ConnectionError("another rank has aborted the group")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no message within {timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_S)
+        if self._failure is not None:
+            raise ConnectionError(self._failure)

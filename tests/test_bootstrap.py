@@ -1,0 +1,224 @@
+"""Bootstrap: ranks find out which of them share a host, share memory, and leave nothing behind."""
+
+import fcntl
+import os
+import random
+import socket
+import stat
+import struct
+from pathlib import Path
+
+import pytest
+from ranks import ranks
+
+from crossreduce.errors import ReductionError
+from crossreduce.ranks import bootstrap
+
+
+def bytes_for(count):
+    return 4096 * count
+
+
+def numbered(rendezvous):
+    """Share memory, write this rank's number into it, and read the numbers of the other ranks of the host."""
+    before = set(Path("/proc/self/fd").iterdir())
+    found = bootstrap.bootstrap(rendezvous, bytes_for)
+    here = next(host for host in found.hosts if rendezvous.rank in host)
+    assert found.host == here
+    os.pwrite(found.fd, struct.pack("<q", 1000 + rendezvous.rank), 4096 * here.index(rendezvous.rank))
+    rendezvous.all_gather(b"written")
+    read = [struct.unpack("<q", os.pread(found.fd, 8, 4096 * place))[0] for place in range(len(here))]
+    size = os.fstat(found.fd).st_size
+    mode = stat.S_IMODE(os.fstat(found.fd).st_mode)
+    kept = set(Path("/proc/self/fd").iterdir()) - before
+    inheritable = os.get_inheritable(found.fd)
+    os.close(found.fd)
+    return found.hosts, read, size, mode, len(kept), inheritable
+
+
+def test_ranks_of_one_machine_share_its_memory():
+    """The ranks of one machine are one host; all can read what each writes, and only their user can open the memory."""
+    for hosts, read, size, mode, kept, inheritable in ranks(4, numbered):
+        assert hosts == ((0, 1, 2, 3),)
+        assert read == [1000, 1001, 1002, 1003]
+        assert (size, mode, kept, inheritable) == (4 * 4096, 0o600, 1, False)
+
+
+def test_a_group_of_one_rank():
+    """One rank is one host."""
+    assert ranks(1, numbered)[0][:3] == (((0,),), [1000], 4096)
+
+
+def test_a_name_in_the_environment_splits_a_host():
+    """Ranks with different names in CROSSREDUCE_HOST are on different hosts, in the order of their lowest ranks."""
+    names = ["b", "a", "b", "", "a"]
+    found = ranks(5, numbered, environment=[{"CROSSREDUCE_HOST": name} for name in names])
+    assert {result[0] for result in found} == {((0, 2), (1, 4), (3,))}
+    assert [result[1] for result in found] == [[1000, 1002], [1001, 1004], [1000, 1002], [1003], [1001, 1004]]
+
+
+def sealed(rendezvous):
+    fd = bootstrap.bootstrap(rendezvous, bytes_for).fd
+    refused = 0
+    for size in (0, 1 << 20):
+        try:
+            os.ftruncate(fd, size)
+        except PermissionError:
+            refused += 1
+    blocks = os.fstat(fd).st_blocks * 512
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    return refused, blocks, bool(seals & fcntl.F_SEAL_SEAL)
+
+
+def test_shared_memory_has_a_fixed_size_and_is_allocated():
+    """The memory can neither shrink nor grow, and all of it is allocated, so that no access raises SIGBUS."""
+    for refused, blocks, final in ranks(2, sealed):
+        assert (refused, final) == (2, True)
+        assert blocks >= 2 * 4096
+
+
+def left_behind(rendezvous):
+    before = sorted(Path("/dev/shm").iterdir())
+    fd = bootstrap.bootstrap(rendezvous, bytes_for).fd
+    during = sorted(Path("/dev/shm").iterdir())
+    rendezvous.all_gather(b"seen")
+    os.close(fd)
+    return before == during
+
+
+def test_shared_memory_has_no_name():
+    """While ranks share memory, /dev/shm has no new file."""
+    assert ranks(3, left_behind) == [True] * 3
+
+
+def broken(rendezvous, failing, problem):
+    """Share memory while a function fails once on some ranks."""
+    if rendezvous.rank in failing:
+        real = getattr(bootstrap, problem)
+        calls = []
+
+        def fails(*args):
+            calls.append(args)
+            if len(calls) == 1:
+                raise OSError(28, "no space is left, for the test")
+            return real(*args)
+
+        setattr(bootstrap, problem, fails)
+    return numbered(rendezvous)[:3]
+
+
+@pytest.mark.parametrize(
+    ("failing", "problem"), [({0}, "_memory"), ({0}, "_send_to_all"), ({2}, "_received"), ({1, 2}, "_received")]
+)
+def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
+    """If one rank of a host does not get the memory, each rank of the host becomes a host of its own."""
+    found = ranks(3, broken, failing, problem)
+    assert found == [(((0,), (1,), (2,)), [1000 + rank], 4096) for rank in range(3)]
+
+
+def test_other_hosts_are_not_split():
+    """The ranks of another host still share their memory."""
+    names = [{"CROSSREDUCE_HOST": name} for name in "abab"]
+    found = ranks(4, broken, {3}, "_received", environment=names)
+    assert [result[0] for result in found] == [((0, 2), (1,), (3,))] * 4
+    assert found[0][1] == found[2][1] == [1000, 1002]
+
+
+def without_memory(rendezvous):
+    before = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(ReductionError, match="there is not enough memory") as error:
+        bootstrap.bootstrap(rendezvous, lambda count: 1 << 50)
+    return str(error.value), sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_a_lack_of_memory_is_an_error_on_every_rank():
+    """If there is not even enough memory for one rank, each rank raises and leaves no file open."""
+    for text, closed in ranks(2, without_memory):
+        assert str(1 << 50) in text
+        assert closed
+
+
+def test_requests_beyond_the_available_memory_raise(monkeypatch):
+    """A request beyond the available memory raises, since the kernel would kill processes; a smaller one succeeds."""
+    assert 1 << 20 < bootstrap._available() < 1 << 50
+    with pytest.raises(OSError, match="are available"):
+        bootstrap._memory(bootstrap._available() + 1)
+    monkeypatch.setattr(bootstrap, "_available", lambda: 4096)
+    os.close(bootstrap._memory(4096))
+    with pytest.raises(OSError, match="4096 bytes are available"):
+        bootstrap._memory(4097)
+
+
+@pytest.mark.parametrize(("line", "limit", "usage", "cache"), [
+    ("0::/slice/job", "memory.max", "memory.current", "inactive_file"),
+    ("4:cpu,memory:/slice/job", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+])  # fmt: skip
+def test_the_smallest_limit_of_all_control_groups_counts(tmp_path, monkeypatch, line, limit, usage, cache):
+    """The limits of this process's control group and of its parents count: of a slice, a pod, a container."""
+    monkeypatch.setattr(bootstrap, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(bootstrap, "_CGROUPS", tmp_path)
+    Path(tmp_path, "cgroup").write_text(f"3:cpuset:/\n{line}\n")
+
+    def limited(group, most):
+        for name, text in (
+            (limit, str(most)),
+            (usage, "3000"),
+            (f"{Path(limit).parent}/memory.stat", f"{cache} 500\n"),
+        ):
+            path = Path(tmp_path, Path(name).parent, group, Path(name).name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    limited("slice/job", "max")
+    assert bootstrap._available() > 1 << 20
+    limited("", 9000)
+    assert bootstrap._available() == 6500
+    limited("slice", 5000)
+    assert bootstrap._available() == 2500
+    limited("slice/job", 7000)
+    assert bootstrap._available() == 2500
+    limited("slice/job", 2000)
+    assert bootstrap._available() == 0
+
+
+def test_ranks_of_another_user_are_on_another_host():
+    """Memory is shared only between ranks of one user."""
+    assert bootstrap._identity()[2] == str(os.getuid())
+    found = bootstrap._hosts(
+        [bootstrap._HostInfo(["boot", "net", "0"], "", []), bootstrap._HostInfo(["boot", "net", "1"], "", [])], ["", ""]
+    )
+    assert found == ((0,), (1,))
+
+
+def test_memory_is_neither_sent_to_nor_received_from_another_user(monkeypatch):
+    """A connection to a process of another user raises."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        bootstrap._require_same_user(ours)
+        monkeypatch.setattr(os, "getuid", lambda: 54321)
+        with pytest.raises(PermissionError, match="belongs to user"):
+            bootstrap._require_same_user(ours)
+
+
+def test_systems_without_shareable_memory_have_one_rank_per_host(monkeypatch):
+    """If the system cannot share memory, each rank is its own host and still gets memory."""
+
+    def alone(rendezvous):
+        monkeypatch.delattr(os, "memfd_create")
+        return numbered(rendezvous)[:3]
+
+    assert ranks(2, alone) == [(((0,), (1,)), [1000 + rank], 4096) for rank in range(2)]
+
+
+def test_hosts_are_in_the_order_of_their_lowest_ranks():
+    """Hosts partition the ranks; their ranks ascend, and they are in the order of their lowest ranks."""
+    draw = random.Random(1)
+    for _ in range(200):
+        n = draw.randint(1, 9)
+        names = [str(draw.randint(0, 3)) for _ in range(n)]
+        found = bootstrap._hosts([bootstrap._HostInfo([name], "", []) for name in names], [""] * n)
+        assert sorted(rank for host in found for rank in host) == list(range(n))
+        assert all(list(host) == sorted(host) for host in found)
+        assert [host[0] for host in found] == sorted(host[0] for host in found)
+        assert all(len({names[rank] for rank in host}) == 1 for host in found)
+        assert len(found) == len(set(names))

@@ -1,0 +1,151 @@
+"""The texts about ranks whose calls differ or that are missing: the same on all ranks, with ranks and values."""
+
+import copy
+import pickle
+import re
+
+import pytest
+
+import crossreduce as cr
+from crossreduce.errors import rank_list
+from crossreduce.ranks.diagnostics import (
+    CallSignature,
+    call_text,
+    lost_text,
+    mismatch_text,
+    stall_text,
+    timeout_text,
+)
+
+SUM = call_text("all_reduce", "sum", dtype="float32", shape=(1024, 3))
+
+
+def calls_of(*texts, sequence=17):
+    return {rank: CallSignature(sequence, text) for rank, text in enumerate(texts)}
+
+
+# Calls that differ from all_reduce sum float32[1024, 3], by the aspect that the error names.
+DIFFERENCES = {
+    "shape": call_text("all_reduce", "sum", dtype="float32", shape=(3, 1024)),
+    "dtype": call_text("all_reduce", "sum", dtype="float64", shape=(1024, 3)),
+    "op": call_text("all_reduce", "mean", dtype="float32", shape=(1024, 3)),
+    "op and dtype and shape": call_text("all_reduce", "max", dtype="int8", shape=()),
+    "the call": call_text("broadcast", root=0, dtype="float32", shape=(1024, 3)),
+    "number of tensors": SUM + ", float32[4]",
+}
+
+
+@pytest.mark.parametrize(("what", "other"), DIFFERENCES.items(), ids=list(DIFFERENCES))
+def test_a_mismatch_names_the_rank_the_aspect_and_both_values(what, other):
+    """If one of four ranks makes another call, the text names the rank, its call, the others' call and the aspect."""
+    text = mismatch_text(calls_of(SUM, SUM, other, SUM), "world")
+    head, given, remedy = text.splitlines()
+    assert head == f'rank 2 differs from ranks 0, 1, 3 in {what} at op 17 of group "world".'
+    assert given == f"  given: rank 2: {other}; ranks 0, 1, 3: {SUM}"
+    assert remedy.startswith("  try:   ")
+
+
+def test_roots_differ():
+    """Broadcasts from different roots differ only in root."""
+    calls = [call_text("broadcast", root=root, dtype="int8", shape=(7,)) for root in (2, 2, 1)]
+    assert "rank 2 differs from ranks 0, 1 in root at op 17" in mismatch_text(calls_of(*calls), "a")
+
+
+def test_a_missing_call_is_named_with_its_number():
+    """A rank that has made another number of calls is named with both numbers."""
+    calls = calls_of(SUM, SUM, SUM, SUM, sequence=18) | {2: CallSignature(17, SUM)}
+    text = mismatch_text(calls, "world")
+    assert "rank 2 differs from ranks 0, 1, 3 in the number of calls of" in text
+    assert f"rank 2: op 17, {SUM}; ranks 0, 1, 3: op 18, {SUM}" in text
+
+
+def test_the_call_of_most_ranks_counts_as_correct():
+    """The smaller party differs; of two equal parties, the one without the lowest rank."""
+    assert mismatch_text(calls_of("barrier", SUM, SUM), "a").startswith("rank 0 differs from ranks 1, 2")
+    assert mismatch_text(calls_of("barrier", SUM), "a").startswith("rank 1 differs from rank 0")
+    assert mismatch_text(calls_of("barrier", SUM, SUM, "barrier"), "a").startswith("ranks 1, 2 differ from ranks 0, 3")
+
+
+def test_the_text_is_the_same_on_every_rank():
+    """The text does not depend on the order of the calls in the mapping."""
+    calls = calls_of(SUM, "barrier", DIFFERENCES["op"], SUM, "barrier")
+    texts = {mismatch_text(dict(sorted(calls.items(), key=lambda x: x[0] * k % 5)), "a") for k in range(1, 5)}
+    assert len(texts) == 1
+
+
+def test_each_of_several_differing_ranks_is_named():
+    """Three different calls are three parties, each with its value, and all aspects are named."""
+    text = mismatch_text(calls_of(SUM, DIFFERENCES["shape"], SUM, DIFFERENCES["dtype"]), "a")
+    assert text.startswith("ranks 1, 3 differ from ranks 0, 2 in shape and dtype")
+    assert f"rank 1: {DIFFERENCES['shape']}; rank 3: {DIFFERENCES['dtype']}; ranks 0, 2: {SUM}" in text
+
+
+def test_texts_stay_short_on_many_ranks():
+    """512 different calls, and ranks with gaps, are counted instead of listed."""
+    texts = [call_text("all_reduce", "sum", dtype="float32", shape=(k,)) for k in range(512)]
+    text = mismatch_text(calls_of(*texts), "a")
+    assert len(text) < 1000
+    assert "and 504 other calls" in text
+    assert len(rank_list(range(0, 1000, 2))) < 100
+    assert "(500 in all)" in rank_list(range(0, 1000, 2))
+    assert (
+        len(timeout_text(1, CallSignature(600, "barrier"), {k: CallSignature(k, "barrier") for k in range(512)}, "a"))
+        < 1000
+    )
+    assert len(lost_text({k: f"pid {k}" for k in range(512)}, CallSignature(1, "barrier"), "a")) < 1000
+
+
+@pytest.mark.parametrize("text", ["", "a user's text: [1, 2]", "send 3 (tag 4)", "x" * 500, "a root b"])
+def test_any_texts_can_be_compared(text):
+    """A text with another syntax differs in the call."""
+    assert "in the call" in mismatch_text(calls_of(SUM, SUM, text), "a")
+
+
+def test_late_ranks_are_named_with_their_last_calls():
+    """The warning and the timeout name the late ranks, their last calls, and the call of the others."""
+    late = {3: CallSignature(16, "barrier"), 5: CallSignature(17, SUM), 6: None, 7: CallSignature(0, "")}
+    call = CallSignature(17, SUM)
+    warning, end = stall_text(5, call, late, "world"), timeout_text(30, call, late, "world")
+    assert warning.startswith(f'waited 5 s for ranks 3, 5-7 in op 17, {SUM}, of group "world".')
+    assert end.startswith(f'ranks 3, 5-7 did not complete op 17, {SUM}, of group "world", within the timeout of 30 s. ')
+    for text in (warning, end):
+        assert "rank 3 has not begun it: its last call was op 16, barrier" in text
+        assert "rank 5 has begun it, but has stopped since" in text
+        assert "rank 6 has not answered" in text
+        assert "rank 7 has made no call so far" in text
+    assert "crossreduce doctor" in end
+
+
+def test_lost_ranks_are_named_with_their_processes():
+    """The text names each lost rank with its process and host, and how it was lost."""
+    where = {1: "pid 10 on host a", 4: "pid 11 on host b"}
+    text = lost_text(where, CallSignature(17, SUM), "world", "was interrupted")
+    assert text.startswith(f'ranks 1, 4 were interrupted during op 17, {SUM}, of group "world"')
+    assert "rank 1: pid 10 on host a; rank 4: pid 11 on host b" in text
+    assert lost_text({1: "pid 10"}, CallSignature(1, "barrier"), "a", "was interrupted").startswith(
+        "rank 1 was interrupted"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"), [(cr.PeerLostError, ConnectionError), (cr.CollectiveTimeout, TimeoutError)]
+)
+def test_errors_keep_their_ranks(kind, builtin):
+    """An error about ranks is also a built-in one, and keeps text and ranks when it is pickled, copied or prefixed."""
+    error = kind("rank 3 died", [3, 4])
+    assert isinstance(error, builtin)
+    assert isinstance(error, cr.ReductionError)
+    for other in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (type(other), str(other), other.ranks) == (kind, "rank 3 died", (3, 4))
+    error.prefix("leaf w")
+    assert (str(error), error.ranks) == ("leaf w: rank 3 died", (3, 4))
+    with pytest.raises(cr.ReductionError, match=re.escape("rank 3 died")):
+        raise error
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 4)])
+@pytest.mark.parametrize(("op", "root"), [(None, None), ("sum", None), ("max", 3), (None, 0)])
+def test_a_text_of_a_call_can_be_parsed(shape, op, root):
+    """For any parts of a call, another dtype is found as the only difference."""
+    one, other = (call_text("reduce", op, root, dtype, shape) for dtype in ("bfloat16", "float16"))
+    assert "rank 1 differs from rank 0 in dtype at" in mismatch_text(calls_of(one, other), "a")

@@ -1,0 +1,364 @@
+"""The exchange between hosts, for any verified schedule, any number of pieces and any delay of messages."""
+
+import ctypes
+import random
+import threading
+import time
+from fractions import Fraction
+
+import numpy as np
+import oracle
+import pytest
+
+from crossreduce.errors import PlanError
+from crossreduce.lowering import lower
+from crossreduce.ops import Numbers, ReduceOp
+from crossreduce.planning import PLANNERS, plan, planned
+from crossreduce.ranks.exchange import (
+    Exchange,
+    PeerDisconnected,
+    PeerTimeout,
+    all_equal,
+    exchange_program,
+    piece_sizes,
+)
+from crossreduce.schedule import Chunk, Schedule, Step
+from crossreduce.topology import Topology
+
+SUM = Numbers(ReduceOp.SUM, "float32", "float32", "float32", 1)
+
+
+class ThreadTransport:
+    """Transports between threads that stand for hosts; each message is delayed for a random time."""
+
+    def __init__(self, seed=0, most_s=0.0):
+        self.lock, self.draw, self.most_s = threading.Lock(), random.Random(seed), most_s
+        self.sent, self.wanted, self.dead = {}, {}, set()
+        self.messages = []
+
+    def at(self, rank):
+        return _Endpoint(self, rank)
+
+    def match(self, key):
+        sent, wanted = self.sent.setdefault(key, []), self.wanted.setdefault(key, [])
+        while sent and wanted:
+            (source, nbytes, done), (target, room, filled) = sent.pop(0), wanted.pop(0)
+            assert nbytes == room, f"{nbytes} bytes were sent from {key}, {room} expected"
+            if self.most_s:
+                time.sleep(self.draw.random() * self.most_s)
+            ctypes.memmove(target, source, nbytes)
+            done.set()
+            filled.set()
+
+
+class _Endpoint:
+    def __init__(self, shared, rank):
+        self.shared, self.rank = shared, rank
+
+    def send(self, address, nbytes, dst, tag):
+        event = threading.Event()
+        with self.shared.lock:
+            self.shared.messages.append((self.rank, dst, nbytes))
+            self.shared.sent.setdefault((self.rank, dst, tag), []).append((address, nbytes, event))
+            self.shared.match((self.rank, dst, tag))
+        return _Message(self.shared, dst, event)
+
+    def receive(self, address, nbytes, src, tag):
+        event = threading.Event()
+        with self.shared.lock:
+            self.shared.wanted.setdefault((src, self.rank, tag), []).append((address, nbytes, event))
+            self.shared.match((src, self.rank, tag))
+        return _Message(self.shared, src, event)
+
+    def abort(self):
+        self.shared.dead.add(self.rank)
+
+
+class _Message:
+    def __init__(self, shared, other, event):
+        self.shared, self.other, self.event = shared, other, event
+
+    def wait(self, timeout_s):
+        until = time.monotonic() + timeout_s
+        while not self.event.wait(0.01):
+            if self.other in self.shared.dead:
+                raise ConnectionError("connection closed")
+            if time.monotonic() > until:
+                raise TimeoutError("no message")
+
+
+def together(count, function, timeout_s=30):
+    """Run ``function(k)`` in threads and return the results; raise the first error."""
+    results = [None] * count
+
+    def run(k):
+        try:
+            results[k] = function(k)
+        except BaseException as error:
+            results[k] = error
+
+    threads = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(count)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0, until - time.monotonic()))
+        assert not thread.is_alive(), "a host hangs"
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def exchange(schedule, inputs, numbers, sizes, shared=None, peers=None, timeout_s=20):
+    """Run an exchange with one thread per host; return each host's result, ``None`` for hosts that need none."""
+    shared = shared or ThreadTransport()
+    count = len(schedule.devices)
+    peers = peers or tuple(range(count))
+    starts = np.cumsum([0, *sizes])
+
+    def host(k):
+        program = exchange_program(lower(schedule), k, peers, sizes, numbers)
+        made = Exchange(program, shared.at(peers[k]), 7, timeout_s)
+        out = np.zeros(sum(sizes), oracle.dtype_of(numbers.result))
+        for stage in range(len(sizes) + program.delay):
+            if stage < len(sizes) and inputs[k] is not None:
+                piece = np.ascontiguousarray(inputs[k][starts[stage] : starts[stage + 1]])
+                ctypes.memmove(made.base + program.partial_at(stage), piece.ctypes.data, piece.nbytes)
+            made.run_stage(stage)
+            done = stage - program.delay
+            if done >= 0:
+                to = out.ctypes.data + int(starts[done]) * out.itemsize
+                ctypes.memmove(to, made.base + program.results_at(done), sizes[done] * out.itemsize)
+        made.close()
+        return out if k in schedule.chunks[0].destinations else None
+
+    return together(count, host)
+
+
+def evaluated(schedule, inputs, numbers, size):
+    """Return the results that each host should have, computed by NumPy round by round on whole arrays."""
+    accumulator, result = oracle.dtype_of(numbers.accumulator), oracle.dtype_of(numbers.result)
+    step = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}[numbers.op.value]
+    cells = {
+        (c, s): inputs[s][slice(*schedule.spans(size)[c])]
+        for c, chunk in enumerate(schedule.chunks)
+        for s in chunk.sources
+    }
+    contained = {cell: {cell[1]} for cell in cells}
+    for steps in schedule.rounds:
+        before, known = dict(cells), dict(contained)
+        for c, dst, srcs in steps:
+            value = before[c, srcs[0]]
+            for src in srcs[1:]:
+                value = step(value, before[c, src])
+            contained[c, dst] = set().union(*(known[c, src] for src in srcs))
+            if len(srcs) > 1 and contained[c, dst] == set(schedule.chunks[c].sources):
+                value = (value / accumulator.type(numbers.divisor) if numbers.divisor != 1 else value).astype(result)
+            cells[c, dst] = value
+    chunks = range(len(schedule.chunks))
+    destinations = schedule.chunks[0].destinations
+    return [
+        np.concatenate([cells[c, host] for c in chunks]) if host in destinations else None
+        for host in range(len(schedule.devices))
+    ]
+
+
+def schedules():
+    for count in (2, 3, 4, 5):
+        names = tuple(f"cpu:{k}" for k in range(count))
+        for name in PLANNERS:
+            yield pytest.param(planned(name, names, names), id=f"{name}-{count}")
+        yield pytest.param(planned("forest", names, names), id=f"forest-{count}")
+    slow = Topology.from_matrix([[0, 5, 1], [5, 0, 5], [1, 5, 0]], latency_s=1e-4)
+    yield pytest.param(plan(slow, nbytes=1 << 25).schedule, id="slow link")
+    for root in ("cpu:0", "cpu:2"):
+        for collective in ("reduce", "broadcast"):
+            for algorithm in ("auto", "one_device", "ring", "hierarchical_copy"):
+                try:
+                    made = plan(slow, collective, 1 << 20, algorithm, root=root).schedule
+                except PlanError:
+                    continue
+                yield pytest.param(made, id=f"{collective} {root} {algorithm}")
+
+
+ALL = list(schedules())
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_every_schedule_gives_the_bits_of_its_steps(schedule):
+    """For any number and size of pieces, empty chunks included, results equal NumPy's evaluation of the schedule."""
+    draw = np.random.default_rng(5)
+    count, sources = len(schedule.devices), schedule.chunks[0].sources
+    numbers = SUM
+    for sizes in ((64,), (1,), (0,), (3, 4, 3, 4, 4, 4, 4), (101, 100), (2, 1, 0, 1, 2)):
+        inputs = [draw.standard_normal(sum(sizes)).astype("float32") if k in sources else None for k in range(count)]
+        got = exchange(schedule, inputs, numbers, sizes, ThreadTransport(count, 1e-4))
+        starts = np.cumsum([0, *sizes])
+        for k, (a, size) in enumerate(zip(starts, sizes, strict=False)):
+            piece = [x if x is None else x[a : a + size] for x in inputs]
+            for host, due in enumerate(evaluated(schedule, piece, numbers, size)):
+                if due is None:
+                    assert got[host] is None
+                else:
+                    assert got[host][a : a + size].tobytes() == due.tobytes(), (host, k)
+
+
+@pytest.mark.parametrize("schedule", [p for p in ALL if "3" in p.id or "slow" in p.id])
+def test_no_contribution_is_lost_doubled_or_misplaced(schedule):
+    """With powers of n + 1 and each element's position as data, the result of each host is the exact sum."""
+    count, sources = len(schedule.devices), schedule.chunks[0].sources
+    sizes = (7, 7, 6)
+    inputs = [
+        np.array([(count + 1) ** k * 1000 + p for p in range(20)], "int64") if k in sources else None
+        for k in range(count)
+    ]
+    due = sum(x for x in inputs if x is not None)
+    for got in exchange(schedule, inputs, Numbers(ReduceOp.SUM, "int64", "int64", "int64", 1), sizes):
+        if got is not None:
+            assert got.tolist() == due.tolist()
+
+
+@pytest.mark.parametrize(
+    ("op", "accumulator", "result", "divisor"),
+    [
+        ("sum", "float32", "bfloat16", 1),
+        ("sum", "float32", "float16", 6),
+        ("sum", "float64", "float64", 5),
+        ("product", "complex64", "complex64", 1),
+        ("max", "bfloat16", "bfloat16", 1),
+        ("min", "int8", "int8", 1),
+        ("max", "bool", "bool", 1),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "one_device"])
+def test_partial_results_keep_the_accumulator_and_are_rounded_once(op, accumulator, result, divisor, algorithm):
+    """Partial results are sent in the accumulator's dtype; only final values are divided and rounded."""
+    names = tuple(f"cpu:{k}" for k in range(3))
+    schedule = planned(algorithm, names, names)
+    draw = np.random.default_rng(9)
+    inputs = [oracle.dtype_of(accumulator).type(3) * draw.standard_normal(33) for _ in names]
+    inputs = [(x > 0 if accumulator == "bool" else x).astype(oracle.dtype_of(accumulator)) for x in inputs]
+    numbers = Numbers(ReduceOp(op), accumulator, accumulator, result, divisor)
+    got = exchange(schedule, inputs, numbers, (20, 13))
+    first, second = (
+        evaluated(schedule, [x[s] for x in inputs], numbers, n) for s, n in ((slice(20), 20), (slice(20, 33), 13))
+    )
+    for host in range(3):
+        if op == "product":  # NumPy's complex product may round differently
+            np.testing.assert_allclose(got[host], np.concatenate([first[host], second[host]]), rtol=1e-6)
+        else:
+            assert got[host].tobytes() == first[host].tobytes() + second[host].tobytes()
+        assert got[host].tobytes() == got[0].tobytes()
+
+
+def test_delays_of_messages_do_not_change_bits():
+    """All hosts have the same bits, whichever messages arrive first."""
+    names = tuple(f"cpu:{k}" for k in range(4))
+    draw = np.random.default_rng(2)
+    inputs = [draw.standard_normal(999).astype("float32") for _ in names]
+    seen = set()
+    for seed in range(5):
+        got = exchange(
+            planned("direct", names, names),
+            inputs,
+            SUM,
+            piece_sizes(999, 4, 400, 400, 3),
+            ThreadTransport(seed, 2e-4),
+        )
+        seen |= {one.tobytes() for one in got}
+    assert len(seen) == 1
+
+
+def test_hosts_send_only_the_bytes_of_the_schedule():
+    """Each of two hosts sends as many bytes as the array has, the least possible; final halves are sent as halves."""
+    names = ("cpu:0", "cpu:1")
+    for accumulator, result, nbytes in (("float32", "float32", 4), ("float32", "bfloat16", 3)):
+        shared = ThreadTransport()
+        inputs = [np.arange(1000, dtype=accumulator)] * 2
+        exchange(
+            planned("direct", names, names),
+            inputs,
+            Numbers(ReduceOp.SUM, accumulator, accumulator, result, 1),
+            (250,) * 4,
+            shared,
+        )
+        for host in range(2):
+            assert sum(size for src, _, size in shared.messages if src == host) == 1000 * nbytes
+
+
+def test_memory_does_not_grow_with_the_number_of_pieces():
+    """The exchange uses the memory of a few pieces for an array of any number of pieces."""
+    schedule = planned("direct", ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1"))
+    few, many = (exchange_program(lower(schedule), 0, (0, 1), (1000,) * count, SUM).nbytes for count in (10, 1000))
+    assert few == many <= 5 * 2.6 * 4000
+
+
+def test_steps_without_effect_are_removed():
+    """A step that no result depends on sends no message."""
+    whole = Chunk(Fraction(1), (0, 1, 2), (0,))
+    for rounds in (
+        ((Step(0, 2, (2, 1)), Step(0, 0, (0, 1, 2))), (Step(0, 1, (0,)),)),
+        ((Step(0, 0, (0, 1, 2)),), (Step(0, 1, (0,)), Step(0, 2, (1,)))),
+    ):
+        schedule = Schedule("reduce", "custom", ("cpu:0", "cpu:1", "cpu:2"), (whole,), rounds)
+        shared = ThreadTransport()
+        inputs = [np.array([4.0**k], "float32") for k in range(3)]
+        got = exchange(schedule, inputs, SUM, (1,), shared)
+        assert got[0] == [21]
+        assert got[1:] == [None, None]
+        assert sorted(shared.messages) == [(1, 0, 4), (2, 0, 4)]
+
+
+def run_all(made):
+    for stage in range(9):
+        made.run_stage(stage)
+
+
+def test_a_host_that_is_gone_or_late_is_named():
+    """The error names the rank of the host whose connection is closed, or whose message is late."""
+    schedule = planned("direct", ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1"))
+    program, shared = exchange_program(lower(schedule), 0, (0, 5), (100,) * 9, SUM), ThreadTransport()
+
+    def host(k):
+        if k == 1:
+            shared.at(5).abort()
+            return None
+        made = Exchange(program, shared.at(0), 7, 20)
+        with pytest.raises(PeerDisconnected, match="rank 5: connection closed") as error:
+            run_all(made)
+        return error.value.rank
+
+    assert together(2, host)[0] == 5
+    late = Exchange(program, ThreadTransport().at(0), 7, 0.05)
+    with pytest.raises(PeerTimeout, match="rank 5") as error:
+        run_all(late)
+    assert error.value.rank == 5
+
+
+def test_hosts_whose_digests_differ_detect_it():
+    """All hosts find whether all digests are equal, whichever hosts have different ones."""
+    for digests in (
+        (b"aaaa",) * 3,
+        (b"aaaa", b"aaaa", b"aaab"),
+        (b"baaa", b"aaaa", b"aaaa"),
+        (b"1111", b"2222", b"3333"),
+    ):
+        shared = ThreadTransport()
+        found = together(3, lambda k: all_equal(digests[k], (4, 9, 6), k, shared.at((4, 9, 6)[k]), 3, 10))  # noqa: B023
+        assert found == [len(set(digests)) == 1] * 3
+
+
+def test_pieces_cover_the_array_within_their_limits():
+    """Pieces cover the array and fit; of many, the first and the last are small; an empty array has one empty piece."""
+    draw = random.Random(3)
+    for _ in range(300):
+        size, nbytes = draw.randint(0, 50_000), draw.choice((1, 2, 4, 8, 16))
+        least = draw.randint(1, 3000)
+        most, deep = least * draw.randint(1, 20), draw.randint(1, 9)
+        sizes = piece_sizes(size, nbytes, least, most, deep)
+        assert sum(sizes) == size
+        assert min(sizes) > 0 or sizes == (0,)
+        assert max(sizes) * nbytes <= max(most, nbytes)
+        if len(sizes) > 3:
+            assert max(sizes[0], sizes[-1]) * nbytes <= max(least, nbytes)

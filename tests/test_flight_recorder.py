@@ -1,0 +1,191 @@
+"""The flight recorder: dumps that ranks write when their group breaks, and that are read back."""
+
+import json
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from crossreduce.ranks import flight_recorder
+from crossreduce.ranks.flight_recorder import History, Op
+
+SUM = "all_reduce sum float32[10]"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Return the directory into which ranks write."""
+    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
+    return tmp_path / "dumps"
+
+
+def history(rank, last, ended=None, pid=None):
+    ops = [Op(k, SUM, k + 0.25, k + 0.5) for k in range(max(1, last - 31), last)]
+    return History(rank, (*ops, Op(last, SUM, last + 0.25, ended)) if last else (), pid)
+
+
+def new_dump(rank, *histories, hosts=((0, 1, 2, 3),), group="world", token="7"):
+    return flight_recorder.new_dump(group, token, rank, hosts, "why", histories)
+
+
+def test_a_written_dump_is_read_back(here):
+    """A dump of 32 ops of each of 4 ranks is read back unchanged; only its user can read it; no other file is left."""
+    dump = new_dump(2, *(history(rank, 100 + rank, pid=10 + rank) for rank in range(4)))
+    path = flight_recorder.write(dump)
+    assert path == here / "rank2.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(here.stat().st_mode) == 0o700
+    assert [each.name for each in here.iterdir()] == ["rank2.json"]
+    assert flight_recorder.read(here) == ((dump,), ())
+    assert [len(each.ops) for each in dump.histories] == [32] * 4
+
+
+def test_stacks_of_all_threads_are_written_but_no_values(here, monkeypatch):
+    """A dump contains each thread's stack, by function and line, but no environment and no values of variables."""
+    monkeypatch.setenv("A_SECRET", "hunter2hunter2")
+    stop = threading.Event()
+
+    def stands_here(password):
+        stop.wait(60)
+
+    thread = threading.Thread(target=stands_here, args=("tiger5tiger5",), name="the waiting one")
+    thread.start()
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            dump = new_dump(0, history(0, 1), hosts=((0,),))
+            if any("stands_here" in [f.function for f in each.stack] for each in dump.threads):
+                break
+            assert time.monotonic() < deadline
+    finally:
+        stop.set()
+        thread.join()
+    content = flight_recorder.write(dump).read_text()
+    assert dump.threads[0].name == "MainThread"
+    assert any(frame.function == "stands_here" for each in dump.threads for frame in each.stack)
+    assert {each.name for each in dump.threads} >= {"MainThread", "the waiting one"}
+    assert "hunter2" not in content
+    assert "tiger5tiger5" not in content.replace('\\"tiger5tiger5\\"', "")  # the source line above may be quoted
+    assert dump.versions.keys() >= {"python", "crossreduce", "platform"}
+
+
+def test_an_older_dump_is_kept(here, caplog):
+    """A second dump of a rank gets a number, the first is unchanged, and a warning is logged."""
+    first, second = new_dump(0, history(0, 5), token="1"), new_dump(0, history(0, 9), token="2")
+    before = flight_recorder.write(first).read_bytes()
+    with caplog.at_level("WARNING", logger="crossreduce"):
+        assert flight_recorder.write(second) == here / "rank0.2.json"
+    assert "rank0.json already exists" in caplog.text
+    assert (here / "rank0.json").read_bytes() == before
+    assert flight_recorder.read(here).dumps == (first, second)
+
+
+def test_ranks_share_a_directory_of_their_own(tmp_path, monkeypatch):
+    """Without CROSSREDUCE_DUMP_DIR the ranks of a group share a new directory that only their user can read."""
+    monkeypatch.delenv("CROSSREDUCE_DUMP_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    paths = [flight_recorder.write(new_dump(rank, history(rank, 3), group="a/../b c")) for rank in range(3)]
+    assert {path.parent for path in paths} == {paths[0].parent}
+    assert paths[0].parent.parent == tmp_path
+    assert stat.S_IMODE(paths[0].parent.stat().st_mode) == 0o700
+    other = flight_recorder.write(new_dump(0, history(0, 3), group="a/../b c", token="8"))
+    assert other.parent != paths[0].parent
+
+
+@pytest.mark.parametrize("trap", ["a link", "open to all"])
+def test_a_directory_of_another_user_is_not_used(tmp_path, monkeypatch, trap):
+    """If a link, or a directory that others can read, has the name of the directory, another one is created."""
+    monkeypatch.delenv("CROSSREDUCE_DUMP_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o700)
+    if trap == "a link":
+        (tmp_path / "crossreduce-world-7").symlink_to(victim)
+    else:
+        (tmp_path / "crossreduce-world-7").mkdir()
+        (tmp_path / "crossreduce-world-7").chmod(0o777)
+    path = flight_recorder.write(new_dump(0, history(0, 3)))
+    assert path.parent.name.startswith("crossreduce-world-7-")
+    assert not list(victim.iterdir())
+    assert not list((tmp_path / "crossreduce-world-7").iterdir())
+
+
+def test_a_dump_that_cannot_be_written_raises_nothing(tmp_path, monkeypatch, caplog):
+    """If a dump cannot be written, a warning is logged, and the group's own error is raised."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "file" / "below"))
+    with caplog.at_level("WARNING", logger="crossreduce"):
+        assert flight_recorder.write(new_dump(0, history(0, 3))) is None
+    assert "rank 0 could not write its flight recorder dump" in caplog.text
+
+
+def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(here):
+    """A file under a dump's name is complete, whenever the writer is killed."""
+    code = (
+        "import os, sys\n"
+        "from crossreduce.ranks import flight_recorder\n"
+        "ops = tuple(flight_recorder.Op(k, 'x' * 1000, 0.0, None) for k in range(1, 2000))\n"
+        "history = flight_recorder.History(0, ops)\n"
+        "dump = flight_recorder.new_dump('world', '7', 0, ((0,),), 'why', [history])\n"
+        "print('ready', flush=True)\n"
+        "while True:\n"
+        "    flight_recorder.write(dump)\n"
+    )
+    for pause in (0.0, 0.013, 0.03):
+        writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            assert writer.stdout.readline() == b"ready\n"
+            while not here.exists() or not list(here.glob("rank*.json")):
+                time.sleep(0.001)
+            time.sleep(pause)
+        finally:
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.communicate(timeout=60)
+    files = list(here.glob("rank*.json"))
+    assert files
+    assert len(flight_recorder.read(here).dumps) == len(files)
+
+
+BROKEN = {
+    "empty": "",
+    "cut short": '{"format": "crossreduce dump", "version": 1, "group"',
+    "not a dump": '{"format": "something else"}',
+    "a list": "[1, 2]",
+    "another version": '{"format": "crossreduce dump", "version": 99}',
+    "fields missing": '{"format": "crossreduce dump", "version": 1, "group": "world"}',
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=list(BROKEN))
+def test_a_broken_file_is_a_problem(here, content):
+    """A file that is not a dump is reported as one problem; the other dumps are read."""
+    dumps = [new_dump(rank, history(rank, 3)) for rank in range(2)]
+    for dump in dumps:
+        flight_recorder.write(dump)
+    (here / "rank1.json").write_text(content)
+    found = flight_recorder.read(here)
+    assert found.dumps == (dumps[0],)
+    (problem,) = found.problems
+    assert problem.startswith("rank1.json cannot be read: it")
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("rank", "0"), ("rank", True), ("rank", -1), ("rank", 4), ("size", 3), ("hosts", [[0, 1], [1, 2, 3]]),
+    ("hosts", [7]), ("histories", [3]), ("histories", [{"rank": 0, "ops": [{"sequence": 1}]}]), ("threads", {}),
+    ("now_s", None), pytest.param("now_s", 10**400, id="now_s-huge"), ("now_s", math.nan), ("now_s", -math.inf),
+])  # fmt: skip
+def test_a_malformed_field_is_a_problem(here, field, value):
+    """Any malformed field of a file is reported as one problem; no exception is raised."""
+    path = flight_recorder.write(new_dump(0, history(0, 1)))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    found = flight_recorder.read(here)
+    assert found.dumps == ()
+    (problem,) = found.problems
+    assert problem.startswith("rank0.json cannot be read: its ")

@@ -1,0 +1,361 @@
+"""Collectives over several hosts, which CROSSREDUCE_HOST simulates on this machine."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import numpy as np
+import oracle
+import pytest
+from members import Resources, Warnings, memory
+from ranks import Moment, SocketTransport, ranks
+
+from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError
+from crossreduce.ops import ReduceOp
+from crossreduce.ranks.communicator import Communicator
+
+
+def on(*names):
+    """Return the environment of each rank, with the name of its simulated host."""
+    return [{"CROSSREDUCE_HOST": name} for name in names]
+
+
+def joined(rendezvous, timeout_s=20.0):
+    transport = SocketTransport(rendezvous)
+    return Communicator(rendezvous, transport, name="world", timeout_s=timeout_s), transport
+
+
+def parts(n, size, dtype, seed=0):
+    """Return the arrays of all ranks: random floats, or integers with powers of n + 1, which show every error."""
+    draw = np.random.default_rng(seed + size)
+    if dtype.startswith("int"):
+        return [((n + 1) ** k * (draw.integers(1, 2, size)) + 0).astype(dtype) + np.arange(size) % 3 for k in range(n)]
+    if dtype.startswith("complex"):
+        return [(draw.standard_normal(size) + 1j * draw.standard_normal(size)).astype(dtype) for _ in range(n)]
+    return [draw.standard_normal(size).astype(oracle.dtype_of(dtype)) for _ in range(n)]
+
+
+CASES = [
+    ("sum", "float32", 1),
+    ("sum", "float32", 1000),
+    ("sum", "int64", 100_003),
+    ("mean", "float32", 300_001),
+    ("sum", "bfloat16", 70_001),
+    ("mean", "float16", 513),
+    ("max", "bfloat16", 1025),
+    ("product", "float64", 77),
+    ("min", "int8", 4099),
+    ("sum", "complex64", 999),
+    ("sum", "float32", 0),
+]
+
+
+def table(rendezvous):
+    """Run all cases, and return the results of this rank by case and collective."""
+    comm, transport = joined(rendezvous)
+    got = {}
+    n, me = comm.size, comm.rank
+    for op, dtype, size in CASES:
+        given = parts(n, size, dtype)[me]
+        before = given.tobytes()
+        out = np.full_like(given, 7)
+        comm.all_reduce(ReduceOp(op), memory(given), memory(out))
+        assert given.tobytes() == before
+        got["all_reduce", op, dtype, size] = out.copy()
+        again = given.copy()
+        comm.all_reduce(ReduceOp(op), memory(again), memory(again))
+        got["in place", op, dtype, size] = again
+        for root in (0, n - 1):
+            out = np.full_like(given, 7)
+            comm.reduce(ReduceOp(op), memory(given), memory(out) if me == root else None, root)
+            got[f"reduce {root}", op, dtype, size] = out
+            assert given.tobytes() == before
+            shared = given.copy()
+            comm.broadcast(memory(shared), root)
+            got[f"broadcast {root}", op, dtype, size] = shared
+    comm.barrier()
+    hosts = comm.hosts
+    assert "crossreduce watchdog" in {thread.name for thread in threading.enumerate()}
+    assert comm.supports("all_reduce", ReduceOp.SUM, "bfloat16")
+    assert not comm.supports("all_gather", None, "float32")
+    with pytest.raises(UnsupportedError, match="another engine"):
+        comm.all_gather(memory(np.zeros(1)), [memory(np.zeros(1)) for _ in range(n)])
+    comm.close()
+    transport.close()
+    assert "crossreduce watchdog" not in {thread.name for thread in threading.enumerate()}
+    return hosts, got
+
+
+@pytest.mark.parametrize(
+    ("names", "hosts"),
+    [
+        ("aabb", ((0, 1), (2, 3))),
+        ("aaabbbbb", ((0, 1, 2), (3, 4, 5, 6, 7))),
+        ("abab", ((0, 2), (1, 3))),
+        ("abcc", ((0,), (1,), (2, 3))),
+        ("ab", ((0,), (1,))),
+    ],
+)
+def test_every_collective_over_hosts(names, hosts):
+    """Reductions of any op, dtype and size, in place or not, to one rank or all, are correct; all ranks have the same
+    bits."""
+    found = ranks(len(names), table, environment=on(*names), timeout_s=90)
+    n = len(names)
+    assert {one for one, _ in found} == {hosts}
+    for op, dtype, size in CASES:
+        inputs = parts(n, size, dtype)
+        for root in (None, 0, n - 1):
+            names_of = ("all_reduce", "in place") if root is None else (f"reduce {root}",)
+            destinations = range(n) if root is None else [root]
+            for name in names_of:
+                for rank in destinations:
+                    result = found[rank][1][name, op, dtype, size]
+                    assert (
+                        result.tobytes() == found[destinations[0]][1]["all_reduce", op, dtype, size].tobytes()
+                        or root is not None
+                    )
+                    close(result, inputs, op, dtype)
+                for rank in set(range(n)) - set(destinations):
+                    assert (found[rank][1][name, op, dtype, size] == 7).all()
+            if root is not None:
+                for rank in range(n):
+                    assert found[rank][1][f"broadcast {root}", op, dtype, size].tobytes() == inputs[root].tobytes()
+
+
+def close(result, inputs, op, dtype):
+    """Compare with the reduction in higher precision: exactly for integers, within n roundings for floats."""
+    wide = np.array(
+        [
+            x.astype(dtype if dtype.startswith("int") else "complex128" if "complex" in dtype else "float64")
+            for x in inputs
+        ]
+    )
+    due = {"sum": wide.sum, "mean": wide.mean, "max": wide.max, "min": wide.min, "product": wide.prod}[op](axis=0)
+    if dtype.startswith("int") or op in ("min", "max"):
+        assert (result == due.astype(result.dtype)).all()
+        return
+    n, u = len(inputs), oracle.ROUNDOFF[dtype]
+    depth = 1 if dtype in oracle.HALVES else n
+    size = np.abs(wide).prod(axis=0) if op == "product" else np.abs(wide).sum(axis=0) / (n if op == "mean" else 1)
+    slack = depth * u / (1 - depth * u) * size * (1 + 1e-3) + n * 2.0**-24 * size + oracle.SMALLEST[dtype]
+    assert (np.abs(result.astype(wide.dtype) - due) <= slack).all()
+
+
+def disagreeing(rendezvous):
+    """Make calls that differ between ranks; return the texts of the errors, and the result of a correct call."""
+    comm, transport = joined(rendezvous)
+    me, texts = comm.rank, []
+    x = np.arange(50_000, dtype="float32") + me
+    out = np.full_like(x, 7)
+    calls = [
+        # Between hosts; within a host; both; one rank calls something else.
+        lambda: comm.all_reduce(ReduceOp.SUM if me < 2 else ReduceOp.MAX, memory(x), memory(out)),
+        lambda: comm.all_reduce(ReduceOp.MAX if me == 1 else ReduceOp.SUM, memory(x), memory(out)),
+        lambda: comm.all_reduce(ReduceOp.SUM, memory(x[: 10_000 + me]), memory(out[: 10_000 + me])),
+        lambda: comm.barrier() if me == 4 else comm.all_reduce(ReduceOp.SUM, memory(x), memory(out)),
+        lambda: comm.agree(f"inner op {me // 3}"),
+    ]
+    for call in calls:
+        with pytest.raises(MismatchError) as error:
+            call()
+        texts.append(str(error.value))
+        assert (out == 7).all()
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(out))
+    comm.close()
+    transport.close()
+    return texts, out
+
+
+def test_ranks_whose_calls_differ_raise_the_same_error_before_anything_is_written():
+    """On whichever hosts calls differ, all ranks raise one text that names these ranks; the group can still be used."""
+    found = ranks(5, disagreeing, environment=on(*"aaabb"))
+    texts = found[0][0]
+    assert all(each == texts for each, _ in found)
+    assert "ranks 2-4" in texts[0]
+    assert "ranks 0, 1" in texts[0]
+    assert "rank 1 " in texts[1]
+    assert "float32[10000]" in texts[2]
+    assert "float32[10004]" in texts[2]
+    assert "rank 4 " in texts[3]
+    assert "inner op 0" in texts[4]
+    assert "inner op 1" in texts[4]
+    for _, out in found:
+        assert (out == 5 * np.arange(50_000, dtype="float32") + 10).all()
+
+
+def until_lost(rendezvous, victim, how, at, timeout_s):
+    """Reduce repeatedly until one rank kills or stops itself. Return the error, and how long it took to be raised."""
+    comm, transport = joined(rendezvous, timeout_s)
+    x, out = np.ones(1_000_000, "float32"), np.empty(1_000_000, "float32")
+    began = Moment()
+    try:
+        for number in range(200):
+            if comm.rank == victim and number == at:
+                os.kill(os.getpid(), how)
+            comm.all_reduce(ReduceOp.SUM, memory(x), memory(out))
+            began = Moment()
+    except (PeerLostError, CollectiveTimeout) as error:
+        elapsed, took = time.monotonic() - began.time, Moment().seconds_since(began)
+        again = None
+        try:
+            comm.barrier()
+        except type(error) as second:
+            again = str(second) == str(error)
+        # No rank leaves before all have raised, since the end of a process ends the waits for it.
+        rendezvous.query("put", [("raised", comm.rank)], b"")
+        others = [("raised", rank) for rank in range(comm.size) if rank != victim]
+        assert all(value is not None for value in rendezvous.query("get", others, timeout=10.0)), "some wait too long"
+        return type(error).__name__, list(error.ranks), elapsed, took, again
+    finally:
+        transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("names", "victim"), [("aabb", 3), ("aabb", 2), ("abb", 0), ("aaabb", 2), ("aabbb", 4), ("aaabbbb", 6)]
+)
+def test_a_rank_that_dies_is_named_on_all_hosts(names, victim):
+    """If a leader dies, another rank, or a whole host, all other ranks soon name it in their errors."""
+    found = ranks(len(names), until_lost, victim, signal.SIGKILL, 5, 20.0, environment=on(*names), check=False)
+    for rank, result in enumerate(found):
+        if rank != victim:
+            kind, lost, _, took, again = result
+            assert (kind, lost, again) == ("PeerLostError", [victim], True), result
+            assert took < 3
+
+
+@pytest.mark.parametrize(("names", "victim"), [("aabb", 3), ("aabb", 2), ("abb", 0)])
+def test_a_rank_that_stops_is_named_on_all_hosts_after_the_timeout(names, victim):
+    """A rank that hangs is named after the timeout, also by the ranks of other hosts."""
+    found = ranks(
+        len(names), until_lost, victim, signal.SIGSTOP, 5, 1.5,
+        environment=on(*names), check=False, begun=lambda pids: ended(pids[victim], 5),
+    )  # fmt: skip
+    for rank, result in enumerate(found):
+        if rank != victim:
+            kind, late, elapsed, took, again = result
+            assert (kind, late, again) == ("CollectiveTimeout", [victim], True), result
+            assert elapsed > 1.4
+            assert took < 3.5
+
+
+def ended(pid, after_s):
+    time.sleep(after_s)
+    os.kill(pid, signal.SIGKILL)
+
+
+def last_sum(comm, transport):
+    """Sum 10 numbers of each rank, leave the group, and return the result."""
+    x = np.arange(10.0) * 4**comm.rank
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    comm.close()
+    transport.close()
+    return x
+
+
+def waiting(rendezvous):
+    """Delay rank 2; return the warnings of this rank, and the sum."""
+    comm, transport = joined(rendezvous, 4.0)
+    warned = Warnings()
+    if comm.rank == 2:
+        time.sleep(3)
+    return warned.texts, last_sum(comm, transport)
+
+
+def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
+    """A rank that waits for a leader, which waits for another host, warns of the other host and not of the leader."""
+    (first, x), (second, y), (_, z) = ranks(3, waiting, environment=on(*"aab"))
+    (warning,) = second
+    assert "s for another host in op 1, all_reduce sum float64[10]" in warning
+    assert "rank 0 exchanges messages with other hosts and waits for them" in warning
+    (itself,) = first
+    assert itself.startswith("rank 0: waited 2")
+    assert " s for another host in op 1, all_reduce sum float64[10]" in itself
+    assert "waits for them: for rank 2, which may itself wait for other ranks of its host" in itself
+    assert all((one == 21 * np.arange(10.0)).all() for one in (x, y, z))
+
+
+def without_a_thread(rendezvous):
+    """Let the start of rank 0's watchdog thread fail; return the warnings, and the sum."""
+    start, warned = threading.Thread.start, Warnings()
+
+    def refused(thread):
+        if rendezvous.rank == 0 and thread.name == "crossreduce watchdog":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        comm, transport = joined(rendezvous, 5.0)
+    return warned.texts, last_sum(comm, transport)
+
+
+def test_a_group_works_without_a_watchdog():
+    """A rank that cannot start its watchdog thread logs that it will not warn, and takes part in collectives."""
+    (first, x), (second, y) = ranks(2, without_a_thread, environment=on(*"ab"))
+    assert first == ["this rank will not warn if another host is late: can't start new thread"]
+    assert second == []
+    assert all((one == 5 * np.arange(10.0)).all() for one in (x, y))
+
+
+def interrupted_close(rendezvous):
+    """Close while Ctrl-C ends the wait for the watchdog thread; return the remaining resources."""
+    before = Resources()
+    comm, transport = joined(rendezvous)
+    comm.barrier()
+
+    def interrupted(_):
+        raise KeyboardInterrupt("for the test")
+
+    comm._watched._thread.join = interrupted
+    with pytest.raises(KeyboardInterrupt, match="for the test"):
+        comm.close()
+    transport.close()
+    after = Resources()
+    return [link for link in after.files if "memfd" in link], after.mappings - before.mappings
+
+
+def test_a_close_that_is_interrupted_has_left_the_group():
+    """After Ctrl-C in a close the memory and the lock that shows that this rank is alive are released."""
+    assert ranks(2, interrupted_close, environment=on(*"ab")) == [([], 0)] * 2
+
+
+def test_bits_do_not_depend_on_arrival_order():
+    """For any order in which the ranks arrive, a sum over hosts has the same bits on all ranks."""
+    found = ranks(5, shuffled, environment=on(*"abbab"))
+    assert len({bits for result in found for bits in result}) == 1
+
+
+def shuffled(rendezvous):
+    comm, transport = joined(rendezvous)
+    draw = random.Random(comm.rank)
+    x = parts(5, 50_001, "float32")[comm.rank]
+    seen = set()
+    for _ in range(8):
+        time.sleep(draw.random() * 0.01)
+        out = np.empty_like(x)
+        comm.all_reduce(ReduceOp.SUM, memory(x), memory(out))
+        seen.add(out.tobytes())
+    comm.close()
+    transport.close()
+    return seen
+
+
+def test_each_host_sends_one_partial_result():
+    """The transport carries one partial result per host, not one per rank."""
+    found = ranks(4, counted, environment=on(*"aabb"))
+    assert sum(found) == 2 * 400_000  # each of two hosts sends the array once
+
+
+def counted(rendezvous):
+    comm, transport = joined(rendezvous)
+    x = np.ones(100_000, "float32")
+    comm.barrier()
+    sent, send = [], transport.send
+    transport.send = lambda address, nbytes, dst, tag: (sent.append(nbytes), send(address, nbytes, dst, tag))[1]
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    assert (x == 4).all()
+    comm.close()
+    transport.close()
+    return sum(size for size in sent if size > 16)

@@ -1,0 +1,409 @@
+"""The compiled rank programs and shared memory: argument checks, reports, and texts that ranks exchange."""
+
+import ctypes
+import fcntl
+import gc
+import math
+import mmap
+import os
+import random
+import threading
+import time
+
+import pytest
+
+from crossreduce import kernels
+from crossreduce.errors import CollectiveTimeout, PeerLostError
+from crossreduce.kernels import FusedProgram, Segment
+from crossreduce.ranks.communicator import encoded_text
+from crossreduce.ranks.shared_memory import (
+    DONE,
+    LEFT,
+    MAX_CAUSE_BYTES,
+    MAX_TEXT_BYTES,
+    MISMATCH,
+    WAITING,
+    HostMemory,
+    WaitTimer,
+    decoded,
+    encoded,
+)
+
+SLOT = 1 << 14
+native = kernels.native()
+pytestmark = pytest.mark.skipif(
+    native is None or not hasattr(os, "memfd_create"), reason="shared memory needs the compiled kernels, and Linux"
+)
+
+
+def kernel(sources=1, results=1, size=8, dtype="int64"):
+    program = FusedProgram(
+        sources > 1, ((0, *range(sources)),) if sources > 1 else (), ((~0 if sources > 1 else 0),) * results
+    )
+    return kernels.compile_kernel(
+        "sum", (dtype, dtype, dtype), 1, sources, results, (size,), (program,), (Segment(0, 0, size, 0),)
+    )
+
+
+def copy(source, result, size=8):
+    """Return an instruction."""
+    return kernel(size=size), (source,), (result,), False
+
+
+def nothing(stages=2):
+    """Return a program that moves nothing."""
+    return native.RankProgram([[]] * stages)
+
+
+@pytest.fixture
+def fd():
+    number = os.memfd_create("test")
+    os.ftruncate(number, native.SharedMemory.nbytes(2, SLOT))
+    yield number
+    os.close(number)
+
+
+@pytest.fixture
+def pair(fd):
+    """Return the shared memory of two ranks in one process."""
+    return [native.SharedMemory(fd, rank, 2, SLOT, 0.0, 1) for rank in (0, 1)]
+
+
+def raises(kinds, call, *args):
+    with pytest.raises(kinds, match=r"\w"):
+        call(*args)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        None,
+        5,
+        [],
+        [[]],
+        [[], 5],
+        [[5], []],
+        [[()], []],
+        [[(1, (), (), False)], []],
+        [[(kernel(), (), ((0, 0),), False)], []],
+        [[(kernel(), ((0, 0), (0, 0)), ((0, 0),), False)], []],
+        [[(kernel(), ((0, 0),), (), False)], []],
+        [[(kernel(), ((0,),), ((0, 0),), False)], []],
+        [[(kernel(), ((0, 0, 0),), ((0, 0),), False)], []],
+        [[(kernel(), ((0, -8),), ((0, 0),), False)], []],
+        [[(kernel(), ((0, 1 << 60),), ((0, 0),), False)], []],
+        [[(kernel(), ((1 << 70, 0),), ((0, 0),), False)], []],
+        [[(kernel(), ((1 << 30, 0),), ((0, 0),), False)], []],
+        [[(kernel(), ((-(1 << 31), 0),), ((0, 0),), False)], []],
+        [[(kernel(), (("a", 0),), ((0, 0),), False)], []],
+        [[(kernel(), ((0.5, 0),), ((0, 0),), False)], []],
+        [[(kernel(), None, ((0, 0),), False)], []],
+        [[(kernel(), ((0, 0),), ((0, 0),))], []],
+    ],
+)
+def test_malformed_programs_raise(stages):
+    """Every argument that is not a rank program raises."""
+    raises((ValueError, TypeError, OverflowError, AttributeError), native.RankProgram, stages)
+
+
+def test_an_instruction_with_several_tensors_raises():
+    """The kernel of an instruction has one tensor."""
+    two = kernels.compile_kernel("sum", ("int8", "int8", "int8"), 1, 1, 1, (3, 4), (FusedProgram(0, (), (0,)),), ())
+    with pytest.raises(ValueError, match="one tensor"):
+        native.RankProgram([[(two, ((0, 0),), ((0, 0),), False)], []])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (2, 2, SLOT, 0.0, 1),  # rank
+        (-1, 2, SLOT, 0.0, 1),
+        (0, 0, SLOT, 0.0, 1),  # ranks
+        (0, -3, SLOT, 0.0, 1),
+        (0, 10**6, SLOT, 0.0, 1),
+        (0, 2, SLOT + 1, 0.0, 1),  # slot
+        (0, 2, SLOT + 4096, 0.0, 1),
+        (0, 2, -SLOT, 0.0, 1),
+        (0, 2, 1 << 62, 0.0, 1),
+        (0, 2, SLOT, -1.0, 1),  # seconds
+        (0, 2, SLOT, 5.0, 1),
+        (0, 2, SLOT, math.nan, 1),
+        (0, 2, SLOT, 0.0, 0),  # threads
+        (0, 2, SLOT, 0.0),
+        ("0", 2, SLOT, 0.0, 1),
+        (0, 2**40, SLOT, 0.0, 1),
+    ],
+)
+def test_malformed_memory_arguments_raise(fd, arguments):
+    """Numbers are checked before memory is mapped."""
+    raises((ValueError, TypeError, OverflowError), native.SharedMemory, fd, *arguments)
+
+
+def test_descriptors_that_cannot_be_mapped_raise(fd, tmp_path):
+    """A descriptor that is closed, too small or not memory raises OSError; an access would end the process."""
+    raises(OSError, native.SharedMemory, fd, 0, 3, SLOT, 0.0, 1)
+    raises(OSError, native.SharedMemory, 1 << 20, 0, 2, SLOT, 0.0, 1)
+    raises(OSError, native.SharedMemory, -1, 0, 2, SLOT, 0.0, 1)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    raises(OSError, native.SharedMemory, folder, 0, 2, SLOT, 0.0, 1)
+    os.close(folder)
+    reader, writer = os.pipe()
+    raises(OSError, native.SharedMemory, reader, 0, 2, SLOT, 0.0, 1)
+    os.close(reader)
+    os.close(writer)
+    for ranks, slot in ((0, SLOT), (-1, SLOT), (10**6, SLOT), (2, -1), (2, 1 << 62)):
+        raises(ValueError, native.SharedMemory.nbytes, ranks, slot)
+
+
+def test_malformed_calls_raise_and_do_not_count(pair):
+    """A call that cannot run raises and is not counted as an op: the next correct call has number 1."""
+    one, other = pair
+    memory = (ctypes.c_int64 * 8)()
+    good = ctypes.addressof(memory)
+    far = native.RankProgram([[copy((0, SLOT // 2 - 63), (~0, 0))], []])
+    third = native.RankProgram([[copy((2, 0), (~0, 0))], []])
+    two = native.RankProgram([[copy((~1, 0), (~0, 0))], []])
+    kinds = (ValueError, TypeError, OverflowError)
+    for arguments in (
+        (None, (), "a", 2, 0.0),
+        (kernel(), (), "a", 2, 0.0),
+        (int, (), "a", 2, 0.0),
+        (far, (good,), "a", 2, 0.0),
+        (third, (good,), "a", 2, 0.0),
+        (two, (good,), "a", 2, 0.0),
+        (two, (good, "x"), "a", 2, 0.0),
+        (two, (good, 1 << 80), "a", 2, 0.0),
+        (two, (good, None), "a", 2, 0.0),
+        (two, 5, "a", 2, 0.0),
+        (nothing(), (), 5, 2, 0.0),
+        (nothing(), (), "a", 3, 0.0),
+        (nothing(), (), "a", -1, 0.0),
+        (nothing(), (), "a", 2, math.nan),
+        (nothing(), (), "a", 2, math.inf),
+        (nothing(), (), "a", 2, -1.0),
+        (nothing(), (), "a", 2),
+    ):
+        raises(kinds, one.begin, *arguments)
+        assert not one.running()
+    assert one.number() == 0
+    raises(ValueError, one.advance, 1, 0.0)
+    for rank in (-1, 2, 1 << 40):
+        raises(kinds, one.ops, rank)
+        raises(kinds, one.address, rank)
+    raises(TypeError, one.abort, "text")
+    assert one.begin(nothing(), (), "a", 2, 0.0) == WAITING
+    raises(ValueError, one.begin, nothing(), (), "b", 2, 0.0)
+    raises(ValueError, one.advance, 3, 0.0)
+    assert other.begin(nothing(), (), "a", 2, 1.0) == DONE
+    assert one.advance(2, 1.0) == DONE
+    assert one.number() == other.number() == 1
+    gc.collect()
+
+
+def test_closed_memory_raises(pair):
+    """All methods of closed memory raise, except that closing it again does nothing."""
+    one, other = pair
+    one.close()
+    one.close()
+    assert not one.running()
+    for call in (
+        lambda: one.begin(nothing(), (), "a", 2, 0.0),
+        lambda: one.advance(1, 0.0),
+        one.end_op,
+        one.cause,
+        one.number,
+        one.arrivals,
+        lambda: one.abort(b"x"),
+        lambda: one.ops(0),
+        lambda: one.address(0),
+    ):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+    assert other.cause() == b""
+
+
+def test_a_second_thread_raises(pair):
+    """While a thread waits in an op, another one cannot continue or end the op, or unmap the memory."""
+    one, other = pair
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.append(one.begin(nothing(), (), "a", 2, 5.0)))
+    thread.start()
+    while one.arrivals()[0] == 0:
+        time.sleep(0.001)
+    for call in (lambda: one.advance(2, 0.0), one.close, one.end_op, lambda: one.begin(nothing(), (), "b", 2, 0.0)):
+        with pytest.raises(ValueError, match="another thread"):
+            call()
+    other.begin(nothing(), (), "a", 2, 5.0)
+    thread.join(5)
+    assert outcomes == [DONE]
+
+
+def test_a_rank_that_ends_right_after_its_arrival_has_arrived(fd, pair):
+    """The last rank at a barrier may be killed or stopped before it announces that all have arrived: the others
+    continue, and miss it at the next barrier."""
+    one, other = pair
+    assert one.begin(nothing(3), (), "a", 3, 0.0) == WAITING
+    assert other.begin(nothing(3), (), "a", 2, 1.0) == DONE  # it has arrived, and continues
+    with mmap.mmap(fd, 0) as memory:
+        met = 64  # the offset of the announcement (see shared_memory.hpp)
+        assert memory[met] == 1
+        memory[met] = 0
+        assert one.advance(2, 0.01) == DONE
+        assert one.advance(3, 0.01) == WAITING
+        assert one.arrivals() == [2, 1]
+
+
+def test_programs_live_as_long_as_they_run(pair):
+    """An op keeps its program and its kernels alive after the caller has dropped them."""
+    one, other = pair
+    source, result = (ctypes.c_int64 * 8)(*range(8)), (ctypes.c_int64 * 8)()
+    ends = ctypes.addressof(source), ctypes.addressof(result)
+    assert one.begin(native.RankProgram([[copy((~0, 0), (0, 0))], [], []]), ends, "a", 3, 0.0) == WAITING
+    gc.collect()
+    there = native.RankProgram([[], [copy((0, 0), (~1, 0))], []])
+    assert other.begin(there, ends, "a", 3, 0.0) == WAITING
+    del there
+    gc.collect()
+    done = {one: False, other: False}
+    for _ in range(10):
+        for memory in [memory for memory, over in done.items() if not over]:
+            done[memory] = memory.advance(3, 0.01) == DONE
+    assert all(done.values())
+    assert list(result) == list(range(8))
+
+
+def test_texts_that_differ_anywhere_are_a_mismatch(pair):
+    """Two calls are the same only if their texts are equal, for any length and any position of a difference."""
+    one, other = pair
+    draw = random.Random(2)
+    for length in (0, 1, 7, 8, 9, 63, 64, 231, 232):
+        text = bytes(draw.randrange(97, 123) for _ in range(length)).decode()
+        changed = [text[:k] + "X" + text[k + 1 :] for k in {0, length // 2, length - 1} if length]
+        for second, due in [(text, DONE), *((t, MISMATCH) for t in changed), (text + "y", MISMATCH)]:
+            if len(second) > MAX_TEXT_BYTES:
+                continue
+            one.begin(nothing(), (), text, 2, 0.0)
+            assert other.begin(nothing(3), (), second, 2, 1.0) == due, (text, second)
+            assert one.advance(2, 1.0) == due
+            if due == DONE:
+                other.end_op()
+            assert other.ops(0)[-1][1] == text
+            assert other.ops(1)[-1][1] == second
+
+
+def test_the_last_ops_are_recorded(pair):
+    """The last 32 ops of each rank are recorded, with begin and end; a running op has no end."""
+    one, other = pair
+    assert one.ops(0) == one.ops(1) == []
+    for k in range(50):
+        one.begin(nothing(), (), f"op {k}", 2, 0.0)
+        other.begin(nothing(), (), f"op {k}", 2, 1.0)
+        assert one.advance(2, 1.0) == DONE
+    before = time.monotonic()
+    one.begin(nothing(), (), "last", 2, 0.0)
+    found = other.ops(0)
+    assert [op[0] for op in found] == list(range(20, 52))
+    assert [op[1] for op in found] == [f"op {k}" for k in range(19, 50)] + ["last"]
+    assert all(op[2] <= op[3] for op in found[:-1])
+    assert found[-1][2] >= before
+    assert found[-1][3] is None
+    assert other.ops(1)[-1][1] == "op 49"
+
+
+def test_an_aborted_group_stays_aborted(pair):
+    """All ranks read the complete first reason; no rank arrives at a barrier or writes afterwards."""
+    one, other = pair
+    one.begin(nothing(), (), "a", 2, 0.0)
+    one.abort(b"first")
+    other.abort(b"second")
+    assert one.cause() == other.cause() == b"first"
+    assert one.advance(2, 1.0) == 3
+    arrivals = one.arrivals()
+    target = (ctypes.c_int64 * 8)()
+    ends = (ctypes.addressof(target), ctypes.addressof(target))
+    there = ctypes.cast(other.address(1), ctypes.POINTER(ctypes.c_int64))
+    before = there[0]
+    target[0] = 77
+    assert other.begin(native.RankProgram([[copy((~0, 0), (1, 0))], []]), ends, "a", 2, 1.0) == 3
+    one.end_op()
+    assert one.begin(nothing(), (), "b", 2, 1.0) == 3
+    assert one.arrivals() == arrivals
+    assert ctypes.cast(other.address(1), ctypes.POINTER(ctypes.c_int64))[0] in (0, before)
+
+
+def test_a_rank_that_never_waits_returns_after_its_slice(fd):
+    """An op returns after its slice even if no other rank is missing, so that signals are handled."""
+    alone = native.SharedMemory(fd, 0, 1, SLOT, 0.0, 1)
+    count, rounds = 100, 0
+    outcome = alone.begin(nothing(count), (), "a", count, 0.0)
+    while outcome == WAITING:
+        rounds, outcome = rounds + 1, alone.advance(count, 0.0)
+    assert outcome == DONE
+    assert rounds == count - 1
+
+
+def test_errors_are_encoded_and_decoded():
+    """A decoded error equals the encoded one; a text that is too long is cut."""
+    for error in (CollectiveTimeout("late: ü", [3, 1]), PeerLostError('rank 3 "died"\n  given: x', [3])):
+        found = decoded(encoded(error))
+        assert (type(found), str(found), found.ranks) == (type(error), str(error), error.ranks)
+    long = PeerLostError("ü" * 5000, range(1000))
+    made = encoded(long)
+    assert len(made) <= MAX_CAUSE_BYTES
+    assert str(long).startswith(str(decoded(made)))
+    assert decoded(made).ranks == tuple(range(64))
+
+
+def test_long_texts_that_differ_at_the_end_still_differ():
+    """A call's text is cut to the available room; a hash stands for the rest."""
+    assert encoded_text("a" * MAX_TEXT_BYTES) == b"a" * MAX_TEXT_BYTES
+    one, other = encoded_text("ü" * 500 + "a"), encoded_text("ü" * 500 + "b")
+    assert one != other
+    for text in (one, other):
+        assert len(text) <= MAX_TEXT_BYTES
+        assert text.decode()
+
+
+def test_a_rank_is_alive_until_its_process_ends(fd):
+    """Other ranks detect a process by its lock, which the operating system releases however the process ends."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            other = HostMemory(os.dup(fd), (4, 7), 7, SLOT, 0.0)
+            other.record_leaving()
+            os.write(writer, b"x")
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    assert os.read(reader, 1) == b"x"
+    memory = HostMemory(os.dup(fd), (4, 7), 4, SLOT, 0.0)
+    assert memory.alive(4)
+    assert memory.alive(7)
+    assert memory.last_call(7).text == LEFT
+    assert memory.missing() == []
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    assert not memory.alive(7)
+    assert memory.alive(4)
+    memory.close()
+    memory.close()
+    assert fcntl.fcntl(fd, fcntl.F_GETFD) >= 0
+    os.close(reader)
+    os.close(writer)
+
+
+def test_the_wait_timer_restarts_at_each_barrier():
+    """A wait is measured from the rank's last arrival; a warning is due only once."""
+    timer = WaitTimer(0.05)
+    assert timer.waited_s(3) < 0.04
+    time.sleep(0.06)
+    assert timer.waited_s(3) >= 0.06
+    assert timer.waited_s(4) < 0.04
+    assert not timer.is_warning_due()
+    time.sleep(0.06)
+    assert timer.is_warning_due()
+    assert not timer.is_warning_due()
+    timer.waited_s(5)
+    time.sleep(0.06)
+    assert not timer.is_warning_due()

@@ -1,0 +1,142 @@
+"""The transport that records which message a rank waits for."""
+
+import gc
+import threading
+import time
+
+import pytest
+
+from crossreduce.ranks.watchdog import WatchedTransport
+
+
+class Slow:
+    """A transport whose messages complete or fail when the test lets them."""
+
+    def __init__(self):
+        self.calls, self.go, self.error = [], threading.Event(), None
+
+    def send(self, *given):
+        self.calls.append(("send", *given))
+        return self
+
+    def receive(self, *given):
+        self.calls.append(("receive", *given))
+        return self
+
+    def abort(self):
+        self.calls.append("abort")
+
+    def wait(self, timeout_s):
+        self.calls.append(("wait", timeout_s))
+        assert self.go.wait(10)
+        if self.error is not None:
+            raise self.error
+
+
+class Checker:
+    def __init__(self):
+        self.transport, self.waits, self.checked = Slow(), [], threading.Event()
+        self.watched = WatchedTransport(self.transport, self.check)
+
+    def check(self):
+        self.waits.append(self.watched.wait)
+        self.checked.set()
+
+    def next_check(self):
+        self.checked.clear()
+        assert self.checked.wait(10)
+        return self.waits[-1]
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "crossreduce watchdog"]
+
+
+@pytest.fixture(autouse=True)
+def _no_threads():
+    assert not threads()
+    yield
+    assert not threads()
+
+
+@pytest.mark.parametrize("error", [None, TimeoutError("late"), ConnectionError("gone")])
+def test_a_wait_is_recorded_until_it_ends(error):
+    """Messages are passed on unchanged; the rank of a wait is recorded until the message completes or fails."""
+    checker = Checker()
+    transport, watched = checker.transport, checker.watched
+    sent, received = watched.send(1, 2, 3, 4), watched.receive(5, 6, 7, 8)
+    assert checker.next_check() is None
+    transport.error = error
+    began = time.monotonic()
+    ended = []
+
+    def wait():
+        try:
+            received.wait(9.0)
+        except OSError as found:
+            ended.append(found)
+        else:
+            ended.append(None)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while (recorded := checker.next_check()) is None:
+        pass
+    assert recorded.rank == 7
+    assert began <= recorded.since_s <= time.monotonic()
+    transport.go.set()
+    waiting.join()
+    assert ended == [error]
+    assert watched.wait is None
+    transport.error = None
+    sent.wait(1.0)
+    watched.abort()
+    assert transport.calls == [("send", 1, 2, 3, 4), ("receive", 5, 6, 7, 8), ("wait", 9.0), ("wait", 1.0), "abort"]
+    watched.close()
+
+
+def test_the_thread_does_not_keep_the_checked_object_alive():
+    """The thread also ends when the object is garbage collected without a close."""
+    checker = Checker()
+    checker.next_check()
+    (thread,) = threads()
+    del checker
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_checking_continues_after_an_error(monkeypatch):
+    """An error in a check, such as a log handler's, is reported like any thread's error, and the next check follows."""
+    reported, failed = [], []
+    monkeypatch.setattr(threading, "excepthook", lambda given: reported.append((given.exc_type, given.thread.name)))
+
+    class Fails(Checker):
+        def check(self):
+            super().check()
+            if not failed:
+                failed.append(True)
+                raise ZeroDivisionError
+
+    checker = Fails()
+    for _ in range(3):
+        checker.next_check()
+    assert reported == [(ZeroDivisionError, "crossreduce watchdog")]
+    checker.watched.close()
+
+
+def test_closing_from_its_own_thread():
+    """A check may close the transport, as a finalizer does that happens to run in its thread."""
+    checker = Checker()
+    (thread,) = threads()
+
+    class Closes:
+        def check(self):
+            checker.watched.close()
+            self.watched.close()
+
+    closes = Closes()
+    closes.watched = WatchedTransport(Slow(), closes.check)
+    for each in (thread, *threads()):
+        each.join(10)
+        assert not each.is_alive()
