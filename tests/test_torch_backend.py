@@ -1,4 +1,4 @@
-"""``dist.init_process_group("crossreduce")``: every collective in every form, on ranks that are processes."""
+"""``dist.init_process_group("crossreduce")``: every collective in every form, on several processes."""
 
 import pytest
 from torch_checks import CHECKS
@@ -7,41 +7,41 @@ from torch_running import checked
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What three ranks of one host wrote."""
+    """Return the reports of three ranks of one host."""
     return checked("torch_checks.py", 3, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory):
-    """What three ranks wrote of which two share a host, or so they are told."""
+    """Return the reports of three ranks on two simulated hosts."""
     folder = tmp_path_factory.mktemp("apart")
     return checked("torch_checks.py", 3, folder, 200, lambda rank: {"CROSSREDUCE_HOST": "AAB"[rank]})
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_one_host(found, name):
-    """Each check of torch_checks.py holds on every rank."""
-    for rank, said in enumerate(found):
-        assert name not in said["failed"], f"rank {rank}:\n{said['failed'][name]}"
+    """Each check of torch_checks.py passes on every rank of one host."""
+    for rank, report in enumerate(found):
+        assert name not in report["failed"], f"rank {rank}:\n{report['failed'][name]}"
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_hosts(apart, name):
-    """The same holds where the ranks are on two hosts."""
-    for rank, said in enumerate(apart):
-        assert name not in said["failed"], f"rank {rank}:\n{said['failed'][name]}"
+    """Each check of torch_checks.py passes on every rank of two hosts."""
+    for rank, report in enumerate(apart):
+        assert name not in report["failed"], f"rank {rank}:\n{report['failed'][name]}"
 
 
 def test_same_bits(found, apart):
-    """All ranks get the same bits, and the same text of an error."""
+    """All ranks have the same bits, and the same texts of errors."""
     for ranks in (found, apart):
         assert len(ranks[0]["digests"]) > 100
         assert ranks[0]["digests"] == ranks[1]["digests"] == ranks[2]["digests"]
 
 
-def test_groups_leave_nothing(found, apart):
-    """However many groups were made and destroyed, as many threads and descriptors are left."""
+def test_destroyed_groups_release_everything(found, apart):
+    """The number of threads and descriptors does not depend on how many groups were made and destroyed."""
     for ranks in (found, apart):
-        for said in ranks:
-            assert said["counts"][0] == said["counts"][2]
-            assert said["counts"][2][0] == 1  # no Python thread but the first
+        for report in ranks:
+            assert report["counts"][0] == report["counts"][2]
+            assert report["counts"][2][0] == 1  # only the main thread of Python

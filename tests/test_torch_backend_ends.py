@@ -1,4 +1,4 @@
-"""How a process group ends: by itself, with its process, by a signal, by another rank's death, under torchrun."""
+"""The ends of a process group: with its process, by a signal, by another rank's death, under torchrun."""
 
 import os
 import signal
@@ -14,11 +14,11 @@ PROGRAM = HERE / "torch_endings.py"
 @pytest.mark.parametrize(
     "scene",
     [
-        "no_goodbye",
+        "without_destroy",
         "unfinished",
-        "unfinished_inside",
-        "ends_within",
-        "unanswered",
+        "unfinished_in_gloo",
+        "ends_during_gloo",
+        "left_by_one_rank",
         "interrupted",
         "interrupted_in_backward",
         "late",
@@ -27,7 +27,7 @@ PROGRAM = HERE / "torch_endings.py"
     ],
 )
 def test_scene(tmp_path, scene):
-    """Every rank gets to the scene's end, and its process ends by itself."""
+    """Every rank runs a scene of torch_endings.py to its end, and its process ends."""
     for rank, (status, text) in enumerate(finish(start([PROGRAM, scene, tmp_path], 3), 60)):
         assert status == 0, f"rank {rank} ended with {status}:\n{text}"
         assert (tmp_path / f"{scene}-{rank}").exists()
@@ -36,22 +36,23 @@ def test_scene(tmp_path, scene):
 @pytest.mark.parametrize("scene", ["killed_in_backward", "killed_in_hook"])
 def test_killed(tmp_path, scene):
     """When a rank is killed, the others' backward() raises PeerLostError within seconds."""
-    said = finish(start([PROGRAM, scene, tmp_path], 3), 60)
-    assert said[1][0] == -signal.SIGKILL
+    outputs = finish(start([PROGRAM, scene, tmp_path], 3), 60)
+    assert outputs[1][0] == -signal.SIGKILL
     for rank in (0, 2):
-        assert said[rank][0] == 0, f"rank {rank}:\n{said[rank][1]}"
+        assert outputs[rank][0] == 0, f"rank {rank}:\n{outputs[rank][1]}"
 
 
 def test_debug_detail(tmp_path):
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL changes nothing: disagreements are found without it."""
-    said = finish(start([PROGRAM, "no_goodbye", tmp_path], 2, lambda rank: {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}), 60)
-    assert [status for status, _ in said] == [0, 0], said
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL changes nothing."""
+    detail = start([PROGRAM, "without_destroy", tmp_path], 2, lambda rank: {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    outputs = finish(detail, 60)
+    assert [status for status, _ in outputs] == [0, 0], outputs
 
 
 def test_torchrun(tmp_path):
-    """torchrun starts ranks as for any other backend."""
+    """torchrun can start the ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    environment = {**os.environ, "SAID": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(PROGRAM), "launched", str(tmp_path)],
         env=environment,

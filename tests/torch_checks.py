@@ -1,8 +1,8 @@
-"""What one rank of a group does in tests/test_torch_backend.py: every collective, in every form, against an oracle.
+"""The program of each rank in tests/test_torch_backend.py: every collective, in every form, compared with an oracle.
 
-``python torch_checks.py FOLDER [CHECK ...]`` with RANK and WORLD_SIZE set runs all checks in order and writes what
-failed, and digests of results that all ranks must have alike, to FOLDER. The oracle makes all ranks' inputs from seeds
-and reduces them in double precision with plain torch; it moves nothing between ranks.
+``python torch_checks.py FOLDER [CHECK ...]`` with RANK and WORLD_SIZE set runs all checks in order and writes the
+failures, and digests of results that all ranks must share, to FOLDER. The oracle makes all ranks' inputs from seeds and
+reduces them in double precision with plain torch, without communication.
 """
 
 import gc
@@ -35,7 +35,7 @@ def check(function):
 
 
 def given(rank, shape, dtype=torch.float32, salt=0):
-    """Return a rank's input: the same wherever it is made."""
+    """Return a rank's input, the same in every process."""
     generator = torch.Generator().manual_seed(1000 * salt + rank)
     if dtype is torch.bool:
         return torch.randint(2, shape, generator=generator).bool()
@@ -47,7 +47,7 @@ def given(rank, shape, dtype=torch.float32, salt=0):
 
 
 def expect_reduced(got, op, xs):
-    """Check a reduction: integers exactly, the rest to what rounding allows (Higham, SISC 1993)."""
+    """Check a reduction: integers exactly, others within the rounding errors (Higham, SISC 1993)."""
     dtype = xs[0].dtype
     assert got.dtype == dtype
     assert got.shape == xs[0].shape, (got.shape, xs[0].shape)
@@ -68,20 +68,20 @@ def expect_reduced(got, op, xs):
     half = dtype in (torch.float16, torch.bfloat16)
     u = torch.finfo(torch.float32 if half else dtype).eps / 2
     scale = ys.abs().prod(0) if op == PRODUCT else ys.abs().sum(0)
-    bound = 4 * len(xs) * u * scale  # 4: products of complex numbers round four times as often
+    bound = 4 * len(xs) * u * scale  # 4: complex products have four times the roundings
     if half:
         bound = bound + torch.finfo(dtype).eps / 2 * want.abs() + torch.finfo(dtype).smallest_normal
     assert bool(((got.to(wide) - want).abs() <= bound).all()), (got, want)
 
 
-def alike(name, tensor):
-    """Note a result that all ranks must have to the bit."""
+def record_digest(name, tensor):
+    """Record a result whose bits all ranks must share."""
     raw = tensor.detach().resolve_conj().contiguous().reshape(-1)
     raw = torch.view_as_real(raw) if raw.is_complex() else raw
     DIGESTS[name] = hashlib.sha256(raw.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def refuses(error, words, function, *args, **kwargs):
+def raises(error, words, function, *args, **kwargs):
     caught = None
     try:
         function(*args, **kwargs)
@@ -98,7 +98,7 @@ def inputs(c, *args):
 
 @check
 def all_reduce_every_op_dtype_and_shape(c):
-    """all_reduce leaves the same bits on all ranks: those of the reduction of all inputs."""
+    """all_reduce gives all ranks the same bits, those of the reduction of all inputs."""
     cases = [(op, dtype) for op in (SUM, AVG, MIN, MAX, PRODUCT) for dtype in FLOATS]
     cases += [(op, dtype) for op in (SUM, MIN, MAX, PRODUCT) for dtype in INTEGERS]
     cases += [(op, dtype) for op in (SUM, AVG) for dtype in COMPLEX] + [
@@ -116,22 +116,22 @@ def all_reduce_every_op_dtype_and_shape(c):
             else:
                 dist.all_reduce(x, op)
                 expect_reduced(x, op, xs)
-            alike(f"all_reduce {op} {dtype} {shape}", x)
+            record_digest(f"all_reduce {op} {dtype} {shape}", x)
 
 
 @check
 def all_reduce_of_many_pieces(c):
-    """An array far larger than the segments is reduced like a small one."""
+    """An array of many pieces is reduced like a small one."""
     xs = inputs(c, (5_000_011,), torch.float32, 3)
     x = xs[c.rank].clone()
     dist.all_reduce(x)
     expect_reduced(x, SUM, xs)
-    alike("large", x)
+    record_digest("large", x)
 
 
 @check
 def forms_of_tensors(c):
-    """Tensors that do not lie in one piece, are lazily conjugated, or require gradients are reduced like any other."""
+    """Tensors that are not contiguous, lazily conjugated, or require gradients are reduced like others."""
     xs = inputs(c, (6, 10), torch.float32, 5)
     for take in (lambda x: x.T, lambda x: x[:, ::2], lambda x: x[1:, 3:7], lambda x: x.unsqueeze(0).permute(2, 0, 1)):
         base = xs[c.rank].clone()
@@ -158,7 +158,7 @@ def forms_of_tensors(c):
 
 @check
 def reduce_to_each_root(c):
-    """reduce gives the root the result, and leaves the others' tensors alone."""
+    """reduce writes the result on the root, and does not change the others' tensors."""
     for root in range(c.size):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             xs = inputs(c, (33, 5), dtype, 11 + root)
@@ -177,7 +177,7 @@ def reduce_to_each_root(c):
 
 @check
 def broadcast_from_each_root(c):
-    """broadcast copies any dtype, also those that cannot be reduced, to all."""
+    """broadcast copies tensors of any dtype, also of those that cannot be reduced."""
     dtypes = [*FLOATS, *INTEGERS, *COMPLEX, torch.bool, torch.float8_e4m3fn]
     for salt, dtype in enumerate(dtypes):
         root = salt % c.size
@@ -196,7 +196,7 @@ def broadcast_from_each_root(c):
 
 @check
 def all_gather_forms(c):
-    """all_gather puts every rank's tensor in its place, as list, as one tensor, coalesced, and of different sizes."""
+    """all_gather collects every rank's tensor, as a list, as one tensor, coalesced, and of different sizes."""
     for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int16):
         xs = inputs(c, (5, 7), dtype, 50)
         out = [torch.empty_like(x) for x in xs]
@@ -212,7 +212,7 @@ def all_gather_forms(c):
     out = [torch.empty(7, 5).T for x in xs]
     dist.all_gather(out, xs[c.rank].T.contiguous().T)
     assert all(map(torch.equal, out, xs))
-    aliased = torch.zeros(c.size, 5, 7)  # the input lies in the output, as FSDP has it
+    aliased = torch.zeros(c.size, 5, 7)  # the input is a part of the output, as in FSDP
     aliased[c.rank] = xs[c.rank]
     dist.all_gather_into_tensor(aliased, aliased[c.rank])
     assert torch.equal(aliased, torch.stack(xs))
@@ -232,7 +232,7 @@ def all_gather_forms(c):
 
 @check
 def reduce_scatter_forms(c):
-    """reduce_scatter gives rank k the reduction of all ranks' k-th tensors, in every form."""
+    """reduce_scatter gives rank k the reduction of the k-th tensors of all ranks, in every form."""
     for op, dtype in ((SUM, torch.float32), (AVG, torch.bfloat16), (MAX, torch.int32), (PRODUCT, torch.float64)):
         xs = [[given(rank, (3, 5), dtype, 60 + part) for part in range(c.size)] for rank in range(c.size)]
         wanted = [x[c.rank] for x in xs]
@@ -260,7 +260,7 @@ def reduce_scatter_forms(c):
 
 @check
 def gather_and_scatter(c):
-    """gather collects on the root what scatter gives out from there."""
+    """gather collects tensors on the root, and scatter distributes those of the root."""
     for root in range(c.size):
         for dtype in (torch.float32, torch.int8, torch.complex64):
             xs = inputs(c, (4, 9), dtype, 90 + root)
@@ -275,7 +275,7 @@ def gather_and_scatter(c):
 
 @check
 def all_to_all_forms(c):
-    """all_to_all gives rank k what every rank has for it: equal shares and others, as lists and as one tensor."""
+    """all_to_all gives rank k the k-th part of every rank: equal or different parts, as lists and as one tensor."""
     n = c.size
     for dtype in (torch.float32, torch.complex64, torch.uint8):
         xs = [[given(n * src + dst, (3, 2), dtype, 100) for dst in range(n)] for src in range(n)]
@@ -285,7 +285,7 @@ def all_to_all_forms(c):
         joined = torch.empty(3 * n, 2, dtype=dtype)
         dist.all_to_all_single(joined, torch.cat(xs[c.rank]))
         assert torch.equal(joined, torch.cat([x[c.rank] for x in xs]))
-    # Only rank 0 could believe that all shares are equal.
+    # Only rank 0's own parts are equal.
     rows = [[2 if 0 in (src, dst) else 1 + (src + 2 * dst) % 4 for dst in range(n)] for src in range(n)]
     xs = [[given(n * src + dst, (rows[src][dst], 2), torch.float32, 101) for dst in range(n)] for src in range(n)]
     out = [torch.empty(rows[src][c.rank], 2) for src in range(n)]
@@ -294,12 +294,12 @@ def all_to_all_forms(c):
     joined = torch.empty(sum(rows[src][c.rank] for src in range(n)), 2)
     dist.all_to_all_single(joined, torch.cat(xs[c.rank]), [rows[src][c.rank] for src in range(n)], rows[c.rank])
     assert torch.equal(joined, torch.cat([x[c.rank] for x in xs]))
-    splits = [[1] * n] * 2 if c.rank == 0 else []  # equal ones, said by one rank and meant by all
+    splits = [[1] * n] * 2 if c.rank == 0 else []  # equal parts, which only one rank states
     moved = torch.empty(n)
     dist.all_to_all_single(moved, torch.arange(float(n)) + 10 * c.rank, *splits)
     assert torch.equal(moved, torch.arange(float(n)) * 10 + c.rank)
     wrong = [1] * n
-    refuses(
+    raises(
         ValueError,
         "another number of elements",
         dist.all_to_all_single,
@@ -312,8 +312,8 @@ def all_to_all_forms(c):
 
 
 @check
-def between_two(c):
-    """Messages between two ranks, with tags and from any source, go through the inner engine."""
+def messages_between_two_ranks(c):
+    """The inner backend carries messages between two ranks, with tags and from any source."""
     after, before = (c.rank + 1) % c.size, (c.rank - 1) % c.size
     sent, got = given(c.rank, (100,), torch.float32, 110), torch.empty(100)
     works = [dist.isend(sent, after, tag=4), dist.irecv(got, before, tag=4)]
@@ -342,13 +342,13 @@ def between_two(c):
 
 @check
 def objects(c):
-    """Python objects go through the collectives of tensors."""
+    """Collectives of Python objects run on those of tensors."""
     out = [None] * c.size
     dist.all_gather_object(out, {"rank": c.rank, "text": "x" * c.rank})
     assert out == [{"rank": rank, "text": "x" * rank} for rank in range(c.size)]
-    told = [c.rank, "a" * 5000] if c.rank == 1 else [None, None]
-    dist.broadcast_object_list(told, 1)
-    assert told == [1, "a" * 5000]
+    listed = [c.rank, "a" * 5000] if c.rank == 1 else [None, None]
+    dist.broadcast_object_list(listed, 1)
+    assert listed == [1, "a" * 5000]
     got = [None]
     dist.scatter_object_list(got, list(range(c.size)) if c.rank == 0 else None, 0)
     assert got == [c.rank]
@@ -358,8 +358,8 @@ def objects(c):
 
 
 @check
-def later_in_order(c):
-    """Asynchronous calls run in the order of their calls, and one that waits takes its turn behind them."""
+def asynchronous_calls(c):
+    """Asynchronous calls run in order, and a synchronous call runs after them."""
     x = given(c.rank, (1000,), torch.float64, 120)
     y = x.clone()
     works = [dist.all_reduce(y, async_op=True) for _ in range(20)]
@@ -384,7 +384,7 @@ def later_in_order(c):
 
 @check
 def ops_in_callbacks(c):
-    """What a future's callback calls is run, also if the callback waits for it in the thread that runs ops."""
+    """Ops that a callback of a future calls run, also if the callback waits for them in the queue's thread."""
     waits = (lambda y: dist.all_reduce(y), lambda y: dist.all_reduce(y, async_op=True).wait())
     for wait in (*waits, lambda y: dist.all_reduce(y, async_op=True).get_future().wait()):
         x, y = given(c.rank, (200_000,), torch.float32, 125), given(c.rank, (9,), torch.float32, 126)
@@ -395,7 +395,7 @@ def ops_in_callbacks(c):
 
 @check
 def coalesced_all_reduces(c):
-    """all-reduces in a coalescing block, of several shapes, are all done at its end."""
+    """All-reduces of several shapes in a coalescing block complete at its end."""
     xs = [given(c.rank, (k,), torch.float32, 130 + k) for k in (1, 10, 100)]
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
         for x in xs:
@@ -406,8 +406,8 @@ def coalesced_all_reduces(c):
 
 
 @check
-def inner_engine(c):
-    """What crossreduce has no plan for goes to gloo: sparse tensors and bitwise ops."""
+def inner_backend(c):
+    """gloo executes sparse and bitwise reductions, which crossreduce does not support."""
     bits = [given(rank, (9, 4), torch.int32, 140) for rank in range(c.size)]
     for op, function in ((dist.ReduceOp.BAND, torch.bitwise_and), (dist.ReduceOp.BXOR, torch.bitwise_xor)):
         x = bits[c.rank].clone()
@@ -430,8 +430,8 @@ def inner_engine(c):
 
 
 @check
-def inner_engine_lets_go(c):
-    """Once an op returns nobody holds what gloo was given, however late its threads get hold of the interpreter."""
+def inner_backend_releases_tensors(c):
+    """When an op returns, gloo has released its tensors, however late its threads get the interpreter."""
 
     class Watched:
         def __init__(self, gloo):
@@ -441,8 +441,8 @@ def inner_engine_lets_go(c):
             self.given.append(weakref.ref(tensors[0]))
             return self.gloo.allreduce(tensors, options)
 
-    do, interval = dist.group.WORLD._do, sys.getswitchinterval()
-    do._gloo = watched = Watched(do._gloo)
+    collectives, interval = dist.group.WORLD._collectives, sys.getswitchinterval()
+    collectives._gloo = watched = Watched(collectives._gloo)
     sys.setswitchinterval(100)
     try:
         for x in [torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.int32)] * 10:
@@ -450,12 +450,12 @@ def inner_engine_lets_go(c):
             assert watched.given.pop()() is None
     finally:
         sys.setswitchinterval(interval)
-        do._gloo = watched.gloo
+        collectives._gloo = watched.gloo
 
 
 @check
-def references_hold_nothing_up(c):
-    """Whoever refers to a sparse tensor while it is reduced neither waits for it nor makes others wait."""
+def references_cause_no_delay(c):
+    """References to a sparse tensor during its reduction delay neither this rank nor others."""
     tensor, seen, took = torch.eye(300).to_sparse(), [], []
     for _ in range(5):
         begun = time.monotonic()
@@ -470,59 +470,59 @@ def references_hold_nothing_up(c):
 
 @check
 def sparse_leaf(c):
-    """A sparse tensor that requires gradients, coalesced or not, is reduced like any other."""
+    """A sparse tensor that requires gradients, coalesced or not, is reduced like others."""
     every = [torch.sparse_coo_tensor([[0, 0, rank + 1]], given(rank, (3,)), (c.size + 1,)) for rank in range(c.size)]
     for tensor in (every[c.rank].clone(), every[c.rank].coalesce()):
-        held = tensor.requires_grad_()
-        dist.all_reduce(held)
-        assert held.is_leaf
-        torch.testing.assert_close(held.detach().to_dense(), sum(x.to_dense() for x in every))
+        leaf = tensor.requires_grad_()
+        dist.all_reduce(leaf)
+        assert leaf.is_leaf
+        torch.testing.assert_close(leaf.detach().to_dense(), sum(x.to_dense() for x in every))
 
 
 @check
-def a_subgroup_names_ranks_of_the_world(c):
-    """What is said of a sub-group's ranks has their numbers in the world: those are what their owner knows."""
+def errors_of_a_subgroup_have_global_ranks(c):
+    """Errors of a sub-group name its ranks by their numbers in the world."""
     group = dist.new_group([0, 2])
     if c.rank != 1:
-        refuses(ValueError, "rank 2 differs from rank 0 in shape", dist.all_reduce, torch.ones(3 + c.rank), group=group)
+        raises(ValueError, "rank 2 differs from rank 0 in shape", dist.all_reduce, torch.ones(3 + c.rank), group=group)
         dist.destroy_process_group(group)
 
 
 @check
-def refusals(c):
-    """What no rank can do is refused on all ranks, in words, and the group goes on."""
-    refuses(TypeError, "the mean of integers is no integer", dist.all_reduce, torch.ones(3, dtype=torch.int64), AVG)
-    refuses(TypeError, "mean of bools", dist.all_reduce, torch.ones(3, dtype=torch.bool), AVG)
-    refuses(ValueError, "do not fit together", dist.all_gather_into_tensor, torch.empty(5), torch.empty(7))
-    refuses(ValueError, "do not fit together", dist.all_gather, [torch.empty(5)], torch.empty(5))
-    refuses(ValueError, "do not fit together", dist.all_to_all, [], [])
-    refuses(TypeError, "dist.new_group", dist.group.WORLD.split_group, [0])
+def unsupported_calls(c):
+    """Unsupported calls raise on all ranks, and the group can still be used."""
+    raises(TypeError, "the mean of integers is not an integer", dist.all_reduce, torch.ones(3, dtype=torch.int64), AVG)
+    raises(TypeError, "mean of bools", dist.all_reduce, torch.ones(3, dtype=torch.bool), AVG)
+    raises(ValueError, "do not fit together", dist.all_gather_into_tensor, torch.empty(5), torch.empty(7))
+    raises(ValueError, "do not fit together", dist.all_gather, [torch.empty(5)], torch.empty(5))
+    raises(ValueError, "do not fit together", dist.all_to_all, [], [])
+    raises(TypeError, "dist.new_group", dist.group.WORLD.split_group, [0])
     work = dist.all_reduce(torch.ones(3, dtype=torch.int32), AVG, async_op=True)
     future = work.get_future()
-    refuses(TypeError, "the mean of integers", work.wait)
-    refuses(TypeError, "the mean of integers", future.wait)
+    raises(TypeError, "the mean of integers", work.wait)
+    raises(TypeError, "the mean of integers", future.wait)
     assert work.exception() is not None
     dist.barrier()
 
 
 @check
-def disagreement(c):
-    """Ranks that call different things all get the same MismatchError, and the group goes on."""
+def mismatch(c):
+    """If calls of ranks differ, all ranks raise the same MismatchError, and the group can still be used."""
     from crossreduce import MismatchError
 
     x = torch.ones(10 + (c.rank == 1))
-    error = refuses(MismatchError, "rank 1", dist.all_reduce, x)
-    DIGESTS["disagreement"] = str(error)
+    error = raises(MismatchError, "rank 1", dist.all_reduce, x)
+    DIGESTS["mismatch"] = str(error)
     work = dist.all_reduce(torch.ones(3), MAX if c.rank == 0 else MIN, async_op=True)
-    refuses(MismatchError, "rank 0", work.wait)
+    raises(MismatchError, "rank 0", work.wait)
     sparse = torch.ones(3).to_sparse()
-    refuses(MismatchError, "rank 1", dist.all_reduce, sparse if c.rank == 1 else sparse.to_dense())
-    bytes_alike = torch.float8_e5m2 if c.rank == 1 else torch.float8_e4m3fn
-    refuses(MismatchError, "rank 1", dist.broadcast, torch.ones(3).to(bytes_alike), 0)
-    shape = tuple(range(2, 2 + c.size))  # of one rank's tensor, and the sizes of all tensors elsewhere
+    raises(MismatchError, "rank 1", dist.all_reduce, sparse if c.rank == 1 else sparse.to_dense())
+    moved_as_bytes = torch.float8_e5m2 if c.rank == 1 else torch.float8_e4m3fn
+    raises(MismatchError, "rank 1", dist.broadcast, torch.ones(3).to(moved_as_bytes), 0)
+    shape = tuple(range(2, 2 + c.size))  # the shape of one rank's tensor, and the sizes of all tensors on other ranks
     sizes = shape if c.rank == 1 else [torch.Size(shape).numel()] * c.size
     x = torch.ones(sizes[c.rank] if c.rank == 1 else shape)
-    refuses(MismatchError, "rank 1", dist.all_gather, [torch.empty(size).reshape(-1) for size in sizes], x)
+    raises(MismatchError, "rank 1", dist.all_gather, [torch.empty(size).reshape(-1) for size in sizes], x)
     y = torch.full((3,), 4.0**c.rank)
     dist.all_reduce(y)
     assert torch.equal(y, torch.full((3,), sum(4.0**rank for rank in range(c.size))))
@@ -530,7 +530,7 @@ def disagreement(c):
 
 @check
 def subgroups(c):
-    """Groups within the group, of other ranks, of another backend, and several at once from threads, do not meet."""
+    """Groups of some ranks, of another backend, and several groups in threads at once are independent."""
     pair = dist.new_group([0, c.size - 1])
     alone = dist.new_group([1])
     plain = dist.new_group(backend="gloo")
@@ -541,9 +541,9 @@ def subgroups(c):
         x = given(c.rank, (50,), torch.float32, 150)
         dist.all_reduce(x, group=pair)
         expect_reduced(x, SUM, [given(rank, (50,), torch.float32, 150) for rank in (0, c.size - 1)])
-        told = [c.rank]
-        dist.broadcast_object_list(told, c.size - 1, group=pair)
-        assert told == [c.size - 1]
+        listed = [c.rank]
+        dist.broadcast_object_list(listed, c.size - 1, group=pair)
+        assert listed == [c.size - 1]
     if c.rank == 1:
         x = given(1, (5,))
         dist.all_reduce(x, AVG, group=alone)
@@ -572,7 +572,7 @@ def subgroups(c):
         raise failures[0]
     for group in groups:
         dist.destroy_process_group(group)
-    for _ in range(3):  # the same name again and again
+    for _ in range(3):  # repeatedly the same name
         ranks = [0, 1] if c.rank < 2 else list(range(2, c.size))
         group = dist.new_group(ranks, use_local_synchronization=True)
         x = given(c.rank, (5,), torch.float64, 155)
@@ -580,12 +580,12 @@ def subgroups(c):
         expect_reduced(x, SUM, [given(rank, (5,), torch.float64, 155) for rank in ranks])
         dist.destroy_process_group(group)
     x = torch.ones(1)
-    refuses(Exception, "", dist.all_reduce, x, group=groups[0])
+    raises(Exception, "", dist.all_reduce, x, group=groups[0])
 
 
 @check
 def methods_of_the_group(c):
-    """The group's own methods take what those of torch's groups take."""
+    """The methods of the group accept the arguments of torch's groups."""
     group = dist.group.WORLD
     assert (group.rank(), group.size(), group.name()) == (c.rank, c.size, "crossreduce")
     x = given(c.rank, (5,), torch.float32, 170)
@@ -610,7 +610,7 @@ def methods_of_the_group(c):
 
 @check
 def functional_collectives(c):
-    """Functional collectives, which C++ calls, and a mesh of devices run on the backend."""
+    """Functional collectives, which C++ calls, and a device mesh run on the backend."""
     import torch.distributed._functional_collectives as functional
 
     xs = inputs(c, (4, 6), torch.float32, 180)
@@ -641,7 +641,7 @@ def functional_collectives(c):
 
 @check
 def topology(c):
-    """measure_topology returns the same devices and links on all ranks, and reductions go on along them."""
+    """measure_topology returns the same devices and links on all ranks, and reductions are planned on them."""
     import crossreduce
     from crossreduce.torch import measure_topology
 
@@ -652,21 +652,21 @@ def topology(c):
     x = xs[c.rank].clone()
     dist.all_reduce(x)
     expect_reduced(x, SUM, xs)
-    alike("by topology", x)
+    record_digest("topology sum", x)
     assert crossreduce.plan(found, "all_reduce", nbytes=1 << 20).seconds > 0
-    refuses(ValueError, "no group of ranks", measure_topology, dist.new_group(backend="gloo"))
+    raises(ValueError, "not a group that crossreduce reduces", measure_topology, dist.new_group(backend="gloo"))
 
 
 @check
 def forked(c):
-    """A process forked from a rank, as DataLoader's workers are, is no rank; the group goes on without noticing."""
+    """A process forked from a rank, such as a worker of DataLoader, cannot use the group, and does not affect it."""
     pid = os.fork()
     if not pid:
         try:
-            refuses(RuntimeError, "forked", dist.all_reduce, torch.ones(3))
-            refuses(RuntimeError, "forked", dist.barrier, async_op=True)
-            refuses(RuntimeError, "forked", dist.isend, torch.ones(3), (c.rank + 1) % c.size)
-            refuses(RuntimeError, "forked", dist.irecv, torch.ones(3), (c.rank + 1) % c.size)
+            raises(RuntimeError, "forked", dist.all_reduce, torch.ones(3))
+            raises(RuntimeError, "forked", dist.barrier, async_op=True)
+            raises(RuntimeError, "forked", dist.isend, torch.ones(3), (c.rank + 1) % c.size)
+            raises(RuntimeError, "forked", dist.irecv, torch.ones(3), (c.rank + 1) % c.size)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -683,7 +683,7 @@ class Context:
 
 
 def run(checks, folder):
-    """Run checks on this rank and write what became of them."""
+    """Run checks on this rank, and write its report."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     import crossreduce.torch  # noqa: F401
@@ -701,7 +701,7 @@ def run(checks, folder):
             failed[name] = traceback.format_exc()
             print(f"rank {rank}, {name}: {failed[name]}", file=sys.stderr, flush=True)
     dist.destroy_process_group()
-    # Everything again: a group leaves nothing behind.
+    # Later groups need no further threads and descriptors.
     counts = []
     for number in range(1, 4):
         begin(number)
@@ -713,11 +713,11 @@ def run(checks, folder):
         del group, work
         dist.barrier()
         dist.destroy_process_group()
-        gc.collect()  # errors that were caught hold frames, which hold groups
+        gc.collect()  # caught errors reference frames, which reference groups
         listed = [len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd")]
         counts.append([threading.active_count(), *listed])
-    said = {"failed": failed, "digests": DIGESTS, "counts": counts}
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(said))
+    report = {"failed": failed, "digests": DIGESTS, "counts": counts}
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

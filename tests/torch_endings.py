@@ -1,4 +1,4 @@
-"""How ranks end: ``python torch_endings.py SCENE FOLDER`` is one rank of a scene of test_torch_backend_ends.py."""
+"""The ends of ranks: ``python torch_endings.py SCENE FOLDER`` runs one rank of a test in test_torch_backend_ends.py."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch_checks import given, refuses
+from torch_checks import given, raises
 
 import crossreduce.torch
 
@@ -28,8 +28,8 @@ def total():
     assert torch.equal(x, torch.full((1000,), sum(4.0**rank for rank in range(SIZE))))
 
 
-def no_goodbye(folder):
-    """Leaves without destroying groups, with an op behind it and a thread that waits."""
+def without_destroy(folder):
+    """End without destroying groups, after an op, with a waiting thread."""
     begin(folder)
     other = dist.new_group()
     total()
@@ -37,7 +37,7 @@ def no_goodbye(folder):
 
 
 def unfinished(folder):
-    """Leaves while an op is under way that will never end."""
+    """End while an op waits for ranks that do not take part."""
     begin(folder)
     total()
     if RANK == 0:
@@ -47,15 +47,15 @@ def unfinished(folder):
         time.sleep(1)
 
 
-def unfinished_inside(folder):
-    """Groups end while gloo is at an op of theirs that will never end; it fails, and no thread is left."""
+def unfinished_in_gloo(folder):
+    """Groups end while gloo executes an op that other ranks do not execute; it fails, and its thread ends."""
     from crossreduce import PeerLostError
     from crossreduce.torch import collectives
 
     begin(folder)
     groups = [dist.new_group() for _ in range(2)]
     if RANK:
-        collectives._finish = lambda *_: None  # once all agreed, they do not come
+        collectives._finish = lambda *_: None  # they agree, but do not take part
     works = [dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, x, async_op=True) for x in groups]
     if RANK:
         works[0].wait()
@@ -66,13 +66,13 @@ def unfinished_inside(folder):
     for end, work, group in zip((groups[0].abort, groups[1]._end), works, groups, strict=True):
         begun = time.monotonic()
         end()
-        assert not group.line._thread.is_alive()
-        refuses(PeerLostError, "a rank is gone", work.wait)
+        assert not group.queue._thread.is_alive()
+        raises(PeerLostError, "a rank is gone", work.wait)
         assert time.monotonic() - begun < 3
 
 
-def ends_within(folder):
-    """Leaves while ops of gloo's wait for another rank, which comes: at the end of each gloo holds no tensor."""
+def ends_during_gloo(folder):
+    """End while ops of gloo wait for a late rank; when each completes, gloo holds no reference to its tensor."""
     from crossreduce.torch import collectives
 
     def watched(run, tensors, options):
@@ -90,8 +90,8 @@ def ends_within(folder):
         dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, async_op=True)
 
 
-def unanswered(folder):
-    """Rank 0 leaves while an op is under way; the others, who would have gone on for long, hear of it."""
+def left_by_one_rank(folder):
+    """Rank 0 ends during an op; the others raise long before their timeout."""
     begin(folder, 300)
     total()
     begun = time.monotonic()
@@ -99,24 +99,24 @@ def unanswered(folder):
         dist.all_reduce(torch.ones(3), async_op=True)
         time.sleep(0.3)
     elif RANK == 1:
-        refuses(ConnectionError, "rank 0", dist.all_reduce, torch.ones(3))
+        raises(ConnectionError, "rank 0", dist.all_reduce, torch.ones(3))
         assert time.monotonic() - begun < 8
     else:
         time.sleep(4)
 
 
 def interrupted(folder):
-    """Rank 0 waits for others that do not come, and is interrupted; they hear of it."""
+    """Rank 0 is interrupted while it waits for the others, which raise then."""
     begin(folder, 60)
     total()
     if RANK == 0:
         timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
-        refuses(KeyboardInterrupt, "", dist.all_reduce, torch.ones(3))
+        raises(KeyboardInterrupt, "", dist.all_reduce, torch.ones(3))
     else:
         time.sleep(1)
         begun = time.monotonic()
-        refuses(ConnectionError, "rank 0", dist.all_reduce, torch.ones(3))
+        raises(ConnectionError, "rank 0", dist.all_reduce, torch.ones(3))
         assert time.monotonic() - begun < 5
 
 
@@ -135,7 +135,7 @@ def interrupted_in_backward(folder):
     if RANK == 0:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
         begun = time.monotonic()
-        refuses(KeyboardInterrupt, "", lambda: model(given(RANK, (8, 50))).sum().backward())
+        raises(KeyboardInterrupt, "", lambda: model(given(RANK, (8, 50))).sum().backward())
         assert time.monotonic() - begun < 5
     else:
         time.sleep(3)
@@ -152,20 +152,20 @@ def killed_in_backward(folder, backend="crossreduce"):
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begun = time.monotonic()
-    error = refuses(PeerLostError, "rank 1", lambda: model(given(RANK, (8, 50))).sum().backward())
+    error = raises(PeerLostError, "rank 1", lambda: model(given(RANK, (8, 50))).sum().backward())
     assert error.ranks == (1,)
     assert time.monotonic() - begun < 5
     if backend == "crossreduce":
-        refuses(PeerLostError, "rank 1", dist.barrier)
+        raises(PeerLostError, "rank 1", dist.barrier)
 
 
 def killed_in_hook(folder):
-    """The same for DDP on gloo, with the hook."""
+    """Rank 1 is killed in DDP on gloo with the hook."""
     killed_in_backward(folder, "gloo")
 
 
 def late(folder):
-    """Rank 1 does not come; the others say so when the timeout is over."""
+    """Rank 1 makes no call; the others raise after the timeout."""
     from crossreduce import CollectiveTimeout
 
     begin(folder, 2)
@@ -175,15 +175,15 @@ def late(folder):
         return
     begun = time.monotonic()
     work = dist.all_reduce(torch.ones(3), async_op=True)
-    refuses(CollectiveTimeout, "wait", work.wait, timedelta(seconds=0.5))
+    raises(CollectiveTimeout, "the timeout of this wait", work.wait, timedelta(seconds=0.5))
     assert not work.is_completed()
-    error = refuses(CollectiveTimeout, "rank 1", work.wait)
+    error = raises(CollectiveTimeout, "rank 1", work.wait)
     assert error.ranks == (1,)
     assert 1.5 < time.monotonic() - begun < 3.5
 
 
 def late_for_one_call(folder):
-    """Rank 1 does not come; the others wait as long as a call, or the group by now, says."""
+    """Rank 1 makes no call; the others wait for the timeout of the call, or the new timeout of the group."""
     from crossreduce import CollectiveTimeout
 
     begin(folder, 60)
@@ -204,12 +204,12 @@ def late_for_one_call(folder):
     ]
     for wait in waits:
         begun = time.monotonic()
-        refuses(CollectiveTimeout, "the timeout of 1 s", wait)
+        raises(CollectiveTimeout, "the timeout of 1 s", wait)
         assert 0.5 < time.monotonic() - begun < 4
 
 
 def composed(folder):
-    """The backend for the CPU beside another's name for CUDA, and groups made after it."""
+    """Use the backend for the CPU together with another one for CUDA, and make a further group."""
     begin(folder, backend="cpu:crossreduce,cuda:nccl")
     total()
     group = dist.new_group()
@@ -218,12 +218,12 @@ def composed(folder):
 
 
 def launched(_folder):
-    """A rank that torchrun started."""
+    """Run a rank that torchrun started."""
     begin("")
     assert SIZE == 3
     total()
     dist.destroy_process_group()
-    Path(os.environ["SAID"], f"rank{RANK}").write_text("done")
+    Path(os.environ["FOLDER"], f"rank{RANK}").write_text("done")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starts the ranks of the tests of ``crossreduce.torch``: programs of their own, which end when the test does."""
+"""Starts the ranks of the tests of ``crossreduce.torch`` as programs, and ends them with the test."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ def start(argv, n, environment=None):
     """Start n ranks of a Python program; return their processes."""
     running = []
     for rank in range(n):
-        # As torchrun does; and so that a rank which is stopped, killed or late is not waited for by what torch starts.
+        # The variables that torchrun sets. One OpenMP thread, since torch would wait for threads of a stopped rank.
         own = {"RANK": str(rank), "WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
         own |= environment(rank) if environment else {}
         running.append(
@@ -34,8 +34,8 @@ def start(argv, n, environment=None):
 
 
 def finish(running, timeout_s):
-    """Return each rank's exit status and text; whatever runs after ``timeout_s`` is killed, with what it started."""
-    deadline, said = time.monotonic() + timeout_s, []
+    """Return the exit status and output of each rank; after ``timeout_s`` ranks and their children are killed."""
+    deadline, outputs = time.monotonic() + timeout_s, []
     try:
         for process in running:
             try:
@@ -43,11 +43,11 @@ def finish(running, timeout_s):
             except subprocess.TimeoutExpired:
                 _kill(process)
                 text = f"late: killed after {timeout_s} s\n{process.communicate()[0]}"
-            said.append((process.returncode, text))
+            outputs.append((process.returncode, text))
     finally:
         for process in running:
             _kill(process)
-    return said
+    return outputs
 
 
 def _kill(process):
@@ -56,10 +56,10 @@ def _kill(process):
 
 
 def checked(program, n, folder, timeout_s=120, environment=None):
-    """Run a program of checks on n ranks; return what each rank wrote."""
-    said = finish(start([program, folder], n, environment), timeout_s)
+    """Run a program of checks on n ranks; return the content of each rank's file."""
+    outputs = finish(start([program, folder], n, environment), timeout_s)
     found = []
-    for rank, (status, text) in enumerate(said):
+    for rank, (status, text) in enumerate(outputs):
         path = Path(folder, f"rank{rank}.json")
         assert status == 0, f"rank {rank} ended with {status}:\n{text}"
         assert path.exists(), f"rank {rank} wrote nothing:\n{text}"

@@ -1,7 +1,7 @@
-"""What one rank does in tests/test_torch_ddp.py: it trains, under everything that torch has for several processes.
+"""The program of each rank in tests/test_torch_ddp.py: training with torch's tools for several processes.
 
-``python torch_training.py FOLDER [CHECK ...]``, as torch_checks.py. The oracle is the same model on all ranks' samples
-in one process, in float64, so that what is left between the two is rounding.
+``python torch_training.py FOLDER [CHECK ...]``, like torch_checks.py. The oracle is the same model on all ranks'
+samples in one process, in float64, so that differences are due to rounding only.
 """
 
 import sys
@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch_checks import given, refuses, run
+from torch_checks import given, raises, run
 
 from crossreduce.torch import HookState, all_reduce_hook
 
@@ -43,7 +43,7 @@ def loss_of(model, rank, step):
 
 
 def trained(model, ranks, steps=3, optimizer=None):
-    """Train on the samples of some ranks; return the gradients of the last step."""
+    """Train on the samples of some ranks, and return the gradients of the last step."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
@@ -52,7 +52,7 @@ def trained(model, ranks, steps=3, optimizer=None):
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def expect_alike(got, want):
+def expect_close(got, want):
     assert len(got) == len(want)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
@@ -60,7 +60,7 @@ def expect_alike(got, want):
 
 @check
 def ddp(c):
-    """DistributedDataParallel, in each of its modes, gives the gradients and the weights of one process."""
+    """DistributedDataParallel gives in each mode the gradients and the weights of one process."""
     for options in (
         {},
         {"static_graph": True},
@@ -74,19 +74,19 @@ def ddp(c):
         want = trained(alone, range(c.size))
         model = Model(unused)
         if c.rank:
-            for p in model.parameters():  # DDP sends those of rank 0 to all
+            for p in model.parameters():  # DDP broadcasts those of rank 0
                 p.data.normal_()
         replica = DistributedDataParallel(model, **options)
         got = trained(replica, [c.rank])
         used = [p for name, p in model.named_parameters() if "never" not in name]
-        expect_alike([p.grad for p in used], want)
-        expect_alike(list(model.parameters()), list(alone.parameters()))
+        expect_close([p.grad for p in used], want)
+        expect_close(list(model.parameters()), list(alone.parameters()))
         assert unused or len(got) == len(want)
 
 
 @check
 def ddp_as_on_gloo(c):
-    """With two ranks a sum has one order, so DDP on gloo and on crossreduce give the same bits; here, nearly so."""
+    """DDP on gloo and on crossreduce give the same gradients up to rounding."""
     gloo = dist.new_group(backend="gloo")
     grads = []
     for group in (None, gloo):
@@ -101,7 +101,7 @@ def ddp_as_on_gloo(c):
 
 @check
 def ddp_accumulates_and_joins(c):
-    """no_sync adds gradients up on each rank; join takes ranks with fewer batches."""
+    """no_sync accumulates gradients on each rank; join supports ranks with fewer batches."""
     model, alone = Model(), Model()
     replica = DistributedDataParallel(model)
     with replica.no_sync():
@@ -109,7 +109,7 @@ def ddp_accumulates_and_joins(c):
     loss_of(replica, c.rank, 1).backward()
     for step in (0, 1):
         (sum(loss_of(alone, rank, step) for rank in range(c.size)) / c.size).backward()
-    expect_alike([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+    expect_close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
     with replica.join():
         for step in range(c.rank + 1):
             loss_of(replica, c.rank, step).backward()
@@ -118,7 +118,7 @@ def ddp_accumulates_and_joins(c):
 
 @check
 def hook(c):
-    """The hook reduces what DDP on gloo would have, also for None, a group, or wrapped into torch's own hooks."""
+    """The hook reduces the gradients of DDP on gloo, for every kind of state, and inside torch's own hooks."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 
     gloo = dist.new_group(backend="gloo")
@@ -129,7 +129,7 @@ def hook(c):
         model = Model()
         replica = DistributedDataParallel(model, process_group=gloo, bucket_cap_mb=0.0005)
         replica.register_comm_hook(given_state, all_reduce_hook)
-        expect_alike(trained(replica, [c.rank]), want)
+        expect_close(trained(replica, [c.rank]), want)
     model = Model()
     replica = DistributedDataParallel(model, process_group=gloo)
     replica.register_comm_hook(state, fp16_compress_wrapper(all_reduce_hook))
@@ -141,7 +141,7 @@ def hook(c):
 
 @check
 def hook_that_reduces_in_callbacks(c):
-    """torch's PowerSGD hook, whose futures' callbacks call collectives and wait for them, runs on the backend."""
+    """torch's PowerSGD hook runs, whose callbacks of futures call collectives and wait for them."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     model = torch.nn.Linear(40, 40)
@@ -158,7 +158,7 @@ def hook_that_reduces_in_callbacks(c):
 
 @check
 def hook_after_another(c):
-    """An earlier hook comes first, and what its future holds is what is reduced."""
+    """An earlier hook runs first, and the value of its future is reduced."""
     gloo = dist.new_group(backend="gloo")
     seen = []
 
@@ -174,15 +174,15 @@ def hook_after_another(c):
     state = HookState(gloo, before=twice, before_state="mine")
     replica.register_comm_hook(state, all_reduce_hook)
     got = trained(replica, [c.rank], 1)
-    expect_alike([g / 2 for g in got], trained(Model(), range(c.size), 1))
+    expect_close([g / 2 for g in got], trained(Model(), range(c.size), 1))
     assert seen
-    refuses(ValueError, "no such process group", HookState, "world")
+    raises(ValueError, "not a process group", HookState, "world")
     state.close()
 
 
 @check
 def fully_sharded(c):
-    """FSDP2 on the CPU trains a model as one process does."""
+    """FSDP2 on the CPU trains a model like one process."""
     from torch.distributed.fsdp import fully_shard
 
     alone, model = Model(), Model()
@@ -191,8 +191,8 @@ def fully_sharded(c):
     fully_shard(model.first, mesh=mesh)
     fully_shard(model, mesh=mesh)
     got = trained(model, [c.rank])
-    expect_alike([g.full_tensor() for g in got], want)
-    expect_alike([p.full_tensor() for p in model.parameters()], list(alone.parameters()))
+    expect_close([g.full_tensor() for g in got], want)
+    expect_close([p.full_tensor() for p in model.parameters()], list(alone.parameters()))
 
 
 @check
@@ -212,7 +212,7 @@ def zero_redundancy(c):
 
 @check
 def compiled(c):
-    """A function with a functional collective in it, traced by torch.compile, reduces as it does untraced."""
+    """A function with a functional collective gives the same result under torch.compile."""
     import torch.distributed._functional_collectives as functional
 
     group = dist.group.WORLD
@@ -226,7 +226,7 @@ def compiled(c):
 
 @check
 def compiled_replica(c):
-    """torch.compile takes a model under DDP, and nothing of ours, which C++ calls in the midst of it."""
+    """torch.compile compiles a model under DDP, but not the library, which C++ calls meanwhile."""
     alone, model = Model().float(), Model().float()
     replica = torch.compile(DistributedDataParallel(model), backend="aot_eager")
     for step in range(3):
@@ -241,7 +241,7 @@ def compiled_replica(c):
 
 @check
 def differentiable(c):
-    """torch.distributed.nn's collectives, which have gradients, run on the backend."""
+    """The differentiable collectives of torch.distributed.nn run on the backend."""
     from torch.distributed.nn.functional import all_reduce
 
     x = given(c.rank, (5,), torch.float64).requires_grad_()
@@ -251,8 +251,8 @@ def differentiable(c):
 
 
 @check
-def disagreement_in_ddp(c):
-    """What goes wrong in DDP's own reductions, which C++ calls and waits for, is raised as our class by backward()."""
+def mismatch_in_ddp(c):
+    """backward() raises the library's error if calls of DDP differ, although C++ makes and awaits these calls."""
     from crossreduce import MismatchError
 
     class Odd(torch.autograd.Function):
@@ -269,9 +269,9 @@ def disagreement_in_ddp(c):
     model = Model()
     replica = DistributedDataParallel(model)
     x = given(c.rank, (6, 7), torch.float64)
-    refuses(MismatchError, "rank 1", lambda: Odd.apply(replica(x)).sum().backward())
+    raises(MismatchError, "rank 1", lambda: Odd.apply(replica(x)).sum().backward())
     if c.rank != 1:
-        refuses(MismatchError, "rank 1", dist.barrier)
+        raises(MismatchError, "rank 1", dist.barrier)
     dist.barrier()
 
 

@@ -1,12 +1,12 @@
-"""crossreduce for PyTorch's processes: a ``torch.distributed`` backend, and a hook for DDP.
+"""crossreduce for PyTorch processes: a ``torch.distributed`` backend, and a hook for DDP.
 
 Importing this registers the backend::
 
     import crossreduce.torch
     torch.distributed.init_process_group("crossreduce")  # or "cpu:crossreduce,cuda:nccl"
 
-In: calls of ``torch.distributed``.  Out: reductions through memory that the ranks of a host share, and through gloo
-between hosts. Replicas in one process need none of this: see ``crossreduce.all_reduce``.
+Input: calls of ``torch.distributed``. Output: reductions through memory that the ranks of a host share, and through
+gloo between hosts. For replicas in one process use ``crossreduce.all_reduce``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from ..ranks import measurement as links
+from ..ranks.measurement import measure
 from ..topology import Topology
 from .group import Group, create
 from .hook import HookState, all_reduce_hook, communicator_of
@@ -26,22 +26,22 @@ NAME: Final = "crossreduce"
 
 
 def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
-    """Measure the links between a group's hosts; its reductions are planned by them from now on.
+    """Measure the links between a group's hosts and plan the group's reductions on them from now on.
 
-    All ranks of the group call it together, while nothing else uses the network.
+    All ranks of the group call it together, while no other program uses the network.
 
     Args:
       group: a process group of this backend, or a ``HookState``; ``None``: the default group.
       seconds: about how long it may take.
     Returns:
-      A device for each rank ("host1/cpu:2") and the links between them, the same on all ranks; also for ``cr.plan``.
+      A device for each rank ("host1/cpu:2") and the links between them, the same on all ranks; ``cr.plan`` accepts it.
     Raises:
-      ArgumentError: the group is of another backend, or ``seconds`` is not above 0.
-      PeerLostError, CollectiveTimeout: as every call of the group.
+      ArgumentError: the group has another backend, or ``seconds`` is not above 0.
+      PeerLostError, CollectiveTimeout: as for every call of the group.
     """
     found: list[Topology] = []
-    line, ours = communicator_of(group)
-    line.run(lambda: found.append(links.measure(ours, seconds)), [], later=False)
+    queue, communicator = communicator_of(group)
+    queue.run(lambda: found.append(measure(communicator, seconds)), [], asynchronous=False)
     return found[0]
 
 

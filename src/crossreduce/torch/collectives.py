@@ -1,7 +1,8 @@
-"""Each collective over CPU tensors, from beginning to end: what a group's line runs.
+"""The collectives on CPU tensors, which a group's queue runs.
 
-In: tensors, as ``torch.distributed`` has them.  Out: calls of a ``Communicator``, or of gloo for what that has no plan
-for. A tensor that does not lie in one piece is copied; dtypes that cannot be reduced are moved as bytes. Blocks.
+Input: tensors, as ``torch.distributed`` passes them. Output: calls of a ``Communicator``, or of gloo for collectives
+that the communicator does not support. Tensors that are not contiguous are copied; dtypes that cannot be reduced are
+moved as bytes. All functions block.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch.distributed import ReduceOp as TorchOp
 from ..errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError, message
 from ..ops import ReduceOp
 from ..ranks.communicator import Communicator
-from ..ranks.diagnostics import described
-from ..ranks.programs import reduction_numbers
-from .memory import NAMES, buffer, readable, settle, settle_all, shares, writable
+from ..ranks.diagnostics import call_text
+from ..ranks.instructions import reduction_numbers
+from .memory import NAMES, copy_back, copy_back_all, equal_parts, memory, readable, writable
 
 _OPS: Final = {
     TorchOp.SUM: ReduceOp.SUM,
@@ -31,18 +32,18 @@ _OPS: Final = {
     TorchOp.PRODUCT: ReduceOp.PRODUCT,
 }
 
-# Sums and products of truths, as torch's NCCL has them.
+# Sums and products of bools, as torch defines them for NCCL.
 _OF_BOOLS: Final = {TorchOp.SUM: ReduceOp.MAX, TorchOp.PRODUCT: ReduceOp.MIN}
 
-_LETTING_GO_S: Final = 1.0  # at most, for what takes microseconds
+_RELEASE_S: Final = 1.0  # the longest wait for gloo to release tensors, which takes microseconds
 
 
 class Collectives:
     """The collectives of one rank of a group."""
 
     def __init__(self, communicator: Communicator, gloo: Any) -> None:
-        """Reduce through ``communicator``; ``gloo``, a ``ProcessGroupGloo`` of the same ranks, is the inner engine."""
-        self._ours = communicator
+        """Use ``communicator``, and ``gloo``, a ``ProcessGroupGloo`` of the same ranks, as the inner backend."""
+        self._communicator = communicator
         self._gloo = gloo
         self._rank, self._size = communicator.rank, communicator.size
 
@@ -53,12 +54,12 @@ class Collectives:
         if op is None:
             options = c10d.AllreduceOptions()
             options.reduceOp = kind
-            self._through_gloo(self._gloo.allreduce, tensor, options)
+            self._run_in_gloo(self._gloo.allreduce, tensor, options)
             return
         source = readable(tensor)
-        place = buffer(source)
-        self._ours.all_reduce(op, place, place)
-        settle(tensor, source)
+        array = memory(source)
+        self._communicator.all_reduce(op, array, array)
+        copy_back(tensor, source)
 
     def reduce(self, tensor: Any, kind: Any, root: int) -> None:
         self._reduce(self._op("reduce", kind, tensor, root), kind, tensor, tensor, root)
@@ -67,30 +68,28 @@ class Collectives:
         if op is None:
             options = c10d.ReduceOptions()
             options.reduceOp, options.rootRank = kind, root
-            held = tensor.detach().clone()  # gloo writes on all ranks
-            self._through_gloo(self._gloo.reduce, held, options)
+            copied = tensor.detach().clone()  # gloo writes on all ranks
+            self._run_in_gloo(self._gloo.reduce, copied, options)
             if root == self._rank:
-                result.detach().copy_(held.reshape(result.shape))
+                result.detach().copy_(copied.reshape(result.shape))
             return
         source = readable(tensor)
         written = writable(result) if root == self._rank else None
-        self._ours.reduce(op, buffer(source), None if written is None else buffer(written), root)
+        self._communicator.reduce(op, memory(source), None if written is None else memory(written), root)
         if written is not None:
-            settle(result, written)
+            copy_back(result, written)
 
     def reduce_scatter(self, output: Any, inputs: Sequence[Any], kind: Any) -> None:
         sizes = [x.numel() for x in inputs]
         fits = len(inputs) == self._size and sizes[self._rank] == output.numel() and _alike([output, *inputs])
-        self._require(
-            fits, "reduce_scatter", output, sizes, "one input for each rank; the own one as large as the output"
-        )
+        self._require(fits, "reduce_scatter", output, sizes, "one input per rank; this rank's as large as the output")
         op = self._op("reduce_scatter", kind, output) if len(set(sizes)) == 1 else None
         if op is None:
             self._reduce_each(inputs, output, kind)
             return
         sources, written = [readable(x) for x in inputs], writable(output)
-        self._ours.reduce_scatter(op, [buffer(x) for x in sources], buffer(written))
-        settle(output, written)
+        self._communicator.reduce_scatter(op, [memory(x) for x in sources], memory(written))
+        copy_back(output, written)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, kind: Any) -> None:
         fits = tensor.numel() == output.numel() * self._size and output.dtype == tensor.dtype
@@ -101,8 +100,8 @@ class Collectives:
             self._reduce_each(source.reshape(self._size, *output.shape), output, kind)
             return
         written = writable(output)
-        self._ours.reduce_scatter(op, shares(source, self._size), buffer(written))
-        settle(output, written)
+        self._communicator.reduce_scatter(op, equal_parts(source, self._size), memory(written))
+        copy_back(output, written)
 
     def _reduce_each(self, inputs: Any, output: Any, kind: Any) -> None:
         for root, tensor in enumerate(inputs):
@@ -112,22 +111,22 @@ class Collectives:
 
     def broadcast(self, tensor: Any, root: int) -> None:
         inner = self._is_inner("broadcast", tensor, root)
-        held = readable(tensor)
+        plain = readable(tensor)
         if inner:
             options = c10d.BroadcastOptions()
             options.rootRank = root
-            _finish(self._gloo.broadcast, [_raw(held)], options)
+            _finish(self._gloo.broadcast, [_raw(plain)], options)
         else:
-            self._ours.broadcast(buffer(held), root)
+            self._communicator.broadcast(memory(plain), root)
         if root != self._rank:
-            settle(tensor, held)
+            copy_back(tensor, plain)
 
     def all_gather(self, results: Sequence[Any], tensor: Any) -> None:
         sizes = [x.numel() for x in results]
         fits = len(results) == self._size and sizes[self._rank] == tensor.numel() and _alike([tensor, *results])
-        self._require(fits, "all_gather", tensor, sizes, "one output for each rank, as large as that rank's input")
+        self._require(fits, "all_gather", tensor, sizes, "one output per rank, as large as that rank's input")
         if len(set(sizes)) > 1:
-            self._ours.agree(f"all_gather {_name(tensor)} of sizes {sizes}")  # every rank knows all sizes
+            self._communicator.agree(f"all_gather {_name(tensor)} of sizes {sizes}")  # every rank has all sizes
             padded = tensor.new_zeros(max(sizes))
             padded[: tensor.numel()] = tensor.detach().reshape(-1)
             rows = padded.new_empty(self._size, max(sizes))
@@ -140,8 +139,8 @@ class Collectives:
         if inner:
             _finish(self._gloo.allgather, [list(map(_raw, written))], [_raw(source)])
         else:
-            self._ours.all_gather(buffer(source), [buffer(x) for x in written])
-        settle_all(results, written)
+            self._communicator.all_gather(memory(source), [memory(x) for x in written])
+        copy_back_all(results, written)
 
     def all_gather_single(self, output: Any, tensor: Any) -> None:
         fits = output.numel() == tensor.numel() * self._size and output.dtype == tensor.dtype
@@ -151,8 +150,8 @@ class Collectives:
         if inner:
             _finish(self._gloo._allgather_base, _raw(written), _raw(source))
         else:
-            self._ours.all_gather(buffer(source), shares(written, self._size))
-        settle(output, written)
+            self._communicator.all_gather(memory(source), equal_parts(written, self._size))
+        copy_back(output, written)
 
     def gather(self, results: Sequence[Any], tensor: Any, root: int) -> None:
         self._require_rooted("gather", tensor, results, root)
@@ -164,9 +163,9 @@ class Collectives:
             into = [list(map(_raw, written))] if root == self._rank else []
             _finish(self._gloo.gather, into, [_raw(source)], options)
         else:
-            places = [buffer(x) for x in written] if root == self._rank else None
-            self._ours.gather(buffer(source), places, root)
-        settle_all(results, written)
+            places = [memory(x) for x in written] if root == self._rank else None
+            self._communicator.gather(memory(source), places, root)
+        copy_back_all(results, written)
 
     def scatter(self, output: Any, inputs: Sequence[Any], root: int) -> None:
         self._require_rooted("scatter", output, inputs, root)
@@ -178,40 +177,40 @@ class Collectives:
             of = [list(map(_raw, sources))] if root == self._rank else []
             _finish(self._gloo.scatter, [_raw(written)], of, options)
         else:
-            places = [buffer(x) for x in sources] if root == self._rank else None
-            self._ours.scatter(places, buffer(written), root)
-        settle(output, written)
+            places = [memory(x) for x in sources] if root == self._rank else None
+            self._communicator.scatter(places, memory(written), root)
+        copy_back(output, written)
 
     def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         fits = len(outputs) == len(inputs) == self._size and _alike([*outputs, *inputs])
         any_of = (*inputs, *outputs, torch.empty(0))[0]
-        self._require(fits, "all_to_all", any_of, [], "one input and one output for each rank")
+        self._require(fits, "all_to_all", any_of, [], "one input and one output per rank")
         sizes, rooms = [x.numel() for x in inputs], [x.numel() for x in outputs]
         even = self._are_even(sizes, rooms, inputs[0])
         sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
         if even and not self._is_inner("all_to_all", inputs[0]):
-            self._ours.all_to_all([buffer(x) for x in sources], [buffer(x) for x in written])
-        else:  # gloo knows no lists
+            self._communicator.all_to_all([memory(x) for x in sources], [memory(x) for x in written])
+        else:  # gloo has no all-to-all of lists
             room = inputs[0].new_empty(sum(rooms))
             self._exchange(room, torch.cat([x.reshape(-1) for x in sources]), rooms, sizes)
             for result, part in zip(written, room.split(rooms), strict=True):
                 result.detach().copy_(part.reshape(result.shape))
-        settle_all(outputs, written)
+        copy_back_all(outputs, written)
 
     def all_to_all_single(self, output: Any, tensor: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
         fits = self._are_splits(tensor, sizes) and self._are_splits(output, rooms) and output.dtype == tensor.dtype
         fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel()
-        remedy = "splits that add up to the first dimension, or none and one that the number of ranks divides"
+        remedy = "splits that add up to the first dimension, or none if the number of ranks divides it"
         self._require(fits, "all_to_all", tensor, [*output.shape, *rooms, *sizes], remedy)
         rooms = list(rooms) or [output.shape[0] // self._size] * self._size
         sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size
         even = self._are_even(sizes, rooms, tensor)
         source, written = readable(tensor), writable(output)
         if even and not self._is_inner("all_to_all", tensor):
-            self._ours.all_to_all(shares(source, self._size), shares(written, self._size))
+            self._communicator.all_to_all(equal_parts(source, self._size), equal_parts(written, self._size))
         else:
             self._exchange(written, source, rooms, sizes)
-        settle(output, written)
+        copy_back(output, written)
 
     def _exchange(self, result: Any, source: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
         width = source.shape[1:].numel() * source.element_size()
@@ -224,31 +223,31 @@ class Collectives:
         return len(splits) == self._size and sum(splits) == tensor.shape[0] and min(splits) >= 0
 
     def _are_even(self, sizes: Sequence[int], rooms: Sequence[int], tensor: Any) -> bool:
-        """Return whether all ranks exchange shares of one size; a rank whose own are equal cannot know.
+        """Return whether all ranks exchange shares of one size; a rank cannot tell this from its own sizes.
 
         Raises:
-          MismatchError: what a rank sends is not what another expects; on all ranks.
+          MismatchError: a rank sends another number of elements than the receiver expects; raised on all ranks.
         """
-        self._ours.agree(f"all_to_all {_name(tensor)}")
+        self._communicator.agree(f"all_to_all {_name(tensor)}")
         own = torch.tensor([*sizes, *rooms])
         table = own.new_empty(self._size, 2, self._size)
         self.all_gather_single(table, own)
         for src, dst in (table[:, 0] != table[:, 1].T).nonzero().tolist():
-            problem = f"rank {src} sends rank {dst} another number of elements than that one expects."
+            problem = f"rank {src} sends rank {dst} another number of elements than rank {dst} expects."
             given = f"{table[src, 0, dst]} sent, {table[dst, 1, src]} expected"
-            raise MismatchError(message(problem, given, "splits that fit together on all ranks"))
+            raise MismatchError(message(problem, given, "matching splits on all ranks"))
         return bool((table == table[0, 0, 0]).all())
 
     def barrier(self) -> None:
-        self._ours.barrier()
+        self._communicator.barrier()
 
-    # ---- what all of them need ------------------------------------------------------------------------------------
+    # ---- helpers --------------------------------------------------------------------------------------------------
 
     def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
-        """Return the op, or, once the ranks agreed that it is the inner engine's, ``None``.
+        """Return the op; ``None``: the inner backend executes it, and all ranks have agreed on that.
 
         Raises:
-          UnsupportedError: it is not defined for this dtype; on all ranks, or on none.
+          UnsupportedError: the op is not defined for this dtype; raised on all ranks or on none.
         """
         op, name = _OPS.get(kind.op), NAMES.get(tensor.dtype)
         if name == "bool":
@@ -256,7 +255,7 @@ class Collectives:
         wrong = None
         if op is not None and name is not None and tensor.layout is torch.strided:
             wrong = _UNDEFINED.get((op, name))
-            if wrong is None and self._ours.plans(collective, op, name):
+            if wrong is None and self._communicator.supports(collective, op, name):
                 return op
         self._agree(collective, kind.op.name.lower() if op is None else op.value, tensor, root)
         if wrong is not None:
@@ -264,51 +263,51 @@ class Collectives:
         return None
 
     def _is_inner(self, collective: str, tensor: Any, root: int | None = None) -> bool:
-        """Return whether a move is the inner engine's, once the ranks agreed on it."""
+        """Return whether the inner backend executes a move; if so, all ranks have agreed on that."""
         name = NAMES.get(tensor.dtype)
-        inner = not self._ours.plans(collective, None, name or "uint8")
-        if inner or name is None:  # what moves as bytes has to be said
+        inner = not self._communicator.supports(collective, None, name or "uint8")
+        if inner or name is None:  # a move of bytes does not tell the dtype
             self._agree(collective, None, tensor, root)
         return inner
 
     def _agree(self, collective: str, op: str | None, tensor: Any, root: int | None) -> None:
-        self._ours.agree(described(collective, op, root, _name(tensor), tensor.shape))
+        self._communicator.agree(call_text(collective, op, root, _name(tensor), tensor.shape))
 
     def _require_rooted(self, collective: str, tensor: Any, listed: Sequence[Any], root: int) -> None:
         expected = [tensor.numel()] * self._size if root == self._rank else []
         sizes = [x.numel() for x in listed]
-        remedy = "on the root as many as there are ranks, each as large as the others' one; elsewhere none"
+        remedy = "on the root one per rank, each as large as the other ranks' one; on other ranks none"
         self._require(sizes == expected and _alike([tensor, *listed]), collective, tensor, sizes, remedy)
 
     def _require(self, fits: bool, collective: str, tensor: Any, sizes: Sequence[int], remedy: str) -> None:
-        """Raise on all ranks where one has tensors that cannot be.
+        """Raise on all ranks if the tensors of this rank do not fit.
 
         Raises:
-          ArgumentError: all ranks have the same such tensors.
-          MismatchError: they do not.
+          ArgumentError: all ranks passed the same unfitting tensors.
+          MismatchError: they did not.
         """
         if fits:
             return
-        call = described(collective, None, None, _name(tensor), tensor.shape)
-        self._ours.agree(f"{call} with {list(sizes)}")
+        call = call_text(collective, None, None, _name(tensor), tensor.shape)
+        self._communicator.agree(f"{call} with {list(sizes)}")
         problem = f"the tensors of this {collective} do not fit together."
         raise ArgumentError(message(problem, f"{call}; sizes {list(sizes)}; {self._size} ranks", remedy))
 
     @staticmethod
-    def _through_gloo(function: Any, tensor: Any, options: Any) -> None:
+    def _run_in_gloo(function: Any, tensor: Any, options: Any) -> None:
         dense = tensor.layout is torch.strided
-        held = readable(tensor) if dense else tensor
-        given = held.detach()  # others may use the tensor itself
+        plain = readable(tensor) if dense else tensor
+        given = plain.detach()  # other code may use the tensor itself
         _finish(function, [given], options)
         if dense:
-            settle(tensor, held)
-        else:  # what is written to a detached one becomes its own
+            copy_back(tensor, plain)
+        else:  # gloo replaces the memory of a sparse tensor, and the detached one does not share it
             with torch.no_grad():
                 tensor.copy_(given)
 
 
 def _undefined() -> dict[tuple[ReduceOp, str], str]:
-    """Return what cannot be reduced, with what to say."""
+    """Return the undefined pairs of op and dtype, with the texts of their errors."""
     found = {}
     for op in ReduceOp:
         for name in NAMES.values():
@@ -323,13 +322,13 @@ _UNDEFINED: Final = _undefined()
 
 
 def _name(tensor: Any) -> str:
-    """Return a tensor's dtype in words, and how it lies in memory where that is not as usual: ranks agree on both."""
+    """Return a tensor's dtype, and its layout unless it is strided, as text. Ranks must agree on both."""
     name = NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
     return name if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')}_{name}"
 
 
 def _raw(tensor: Any) -> Any:
-    """Return a plain tensor's memory as bytes: gloo knows few dtypes."""
+    """Return a plain tensor's memory as bytes, since gloo supports few dtypes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
@@ -338,14 +337,14 @@ def _alike(tensors: Sequence[Any]) -> bool:
 
 
 def _finish(run: Callable[..., Any], *arguments: Any) -> None:
-    """Run an op of gloo's until it has ended, and gloo has let go of its tensors.
+    """Run an op of gloo until it has completed and gloo has released its tensors.
 
-    A thread of gloo's lets go of them some time after the end, and needs the interpreter for it. If that ended
-    meanwhile, the process would be aborted (https://github.com/pytorch/pytorch/issues/190489).
+    A thread of gloo releases them some time after completion, for which it needs the interpreter. If the interpreter
+    ends before that, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
 
     Raises:
       PeerLostError: a connection was closed.
-      CollectiveTimeout: it took too long.
+      CollectiveTimeout: the op did not complete in time.
     """
     tensors = _tensors(arguments)
     before = _references(tensors)
@@ -354,31 +353,33 @@ def _finish(run: Callable[..., Any], *arguments: Any) -> None:
         try:
             work.wait()
         finally:
-            del work  # it refers to them, too
-    except RuntimeError as error:  # gloo's errors are all of one class
+            del work  # it also references the tensors
+    except RuntimeError as error:  # all errors of gloo have one class
         text = str(error)
         if "Connection" in text or "pair closure" in text:
-            raise PeerLostError(message("a rank is gone.", text, "look at what the other ranks say")) from error
+            raise PeerLostError(message("a rank is gone.", text, "read the errors of the other ranks")) from error
         if "Timed out" in text:
-            raise CollectiveTimeout(message("a rank did not come in time.", text, "look at the other ranks")) from error
+            raise CollectiveTimeout(
+                message("a rank did not take part in time.", text, "check the other ranks")
+            ) from error
         raise
     finally:
-        deadline = time.monotonic() + _LETTING_GO_S
+        deadline = time.monotonic() + _RELEASE_S
         while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < deadline:
-            time.sleep(0)  # gives the interpreter to that thread
+            time.sleep(0)  # lets that thread use the interpreter
 
 
 def _tensors(given: Any) -> list[Any]:
-    """Return the tensors in nested lists; not by optree, which knows no lists once the interpreter ends."""
+    """Return the tensors in nested lists. optree would not recognize lists while the interpreter shuts down."""
     if isinstance(given, (list, tuple)):
         return [tensor for each in given for tensor in _tensors(each)]
     return [given] if isinstance(given, torch.Tensor) else []
 
 
 def _references(tensors: Sequence[Any]) -> list[int]:
-    """Return how often each tensor is referred to, from Python and from C++.
+    """Return the number of references to each tensor, from Python and from C++.
 
-    In torch 2.13 C++ lets go of its own count first, then of Python's, for which it needs the interpreter; earlier
-    (torch 2.8) it needs it for a tensor that only C++ holds any more.
+    In torch 2.13 C++ releases its own reference first, then Python's, for which it needs the interpreter. Earlier
+    versions (torch 2.8) need the interpreter to release a tensor that only C++ references.
     """
     return [sys.getrefcount(x) + x._use_count() for x in tensors]

@@ -1,8 +1,8 @@
 """The process group that ``dist.init_process_group("crossreduce")`` makes.
 
-In: calls of ``torch.distributed``, from Python and, through its trampolines, from C++ (DDP, functional collectives).
-Out: jobs for a line, which runs them in the order in which they came. Whatever does not lie in host memory goes on to
-an inner engine, as does what is between two ranks: gloo for the CPU, NCCL for CUDA.
+Input: calls of ``torch.distributed``, from Python and, through its trampolines, from C++ (DDP, functional collectives).
+Output: ops for a queue, which runs them in the order of the calls. Tensors that are not in host memory, and messages
+between two ranks, are passed on to an inner backend: gloo for the CPU, NCCL for CUDA.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import UnsupportedError, message
 from ..ranks.communicator import Communicator
-from ..transports.gloo import GlooWire
+from ..transports.gloo import GlooTransport
 from .collectives import Collectives
-from .memory import readable, settle_all, writable
-from .op_queue import Landing, Line, untraced
+from .memory import copy_back_all, readable, writable
+from .op_queue import CopyBackWork, OpQueue, exclude_from_compile
 from .rendezvous import StoreRendezvous
 
 _CPU: Final = torch.device("cpu")
-_DRAIN_S: Final = 10.0  # for ops that were started and are still under way when their group is destroyed
-_LEAVE_S: Final = 1.0  # likewise, when their process ends
-_UNSET: Final = timedelta(0)  # the timeout of options that have none is below
+_DRAIN_S: Final = 10.0  # the time for pending ops when their group is destroyed
+_LEAVE_S: Final = 1.0  # the time for pending ops when their process ends
+_UNSET: Final = timedelta(0)  # options without a timeout have a negative one
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
 def create(options: Any, backend_options: Any = None) -> Group:  # noqa: ARG001 - the registry's signature
     """Make a group, for ``dist.Backend.register_backend``; all its ranks call it together."""
-    members = list(options.global_ranks_in_group)  # empty: the world
-    return Group(options.store, options.group_rank, options.group_size, options.timeout, options.group_id, members)
+    global_ranks = list(options.global_ranks_in_group)  # empty: the world
+    return Group(options.store, options.group_rank, options.group_size, options.timeout, options.group_id, global_ranks)
 
 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group whose CPU tensors are reduced through memory that ranks share."""
+    """A process group that reduces CPU tensors through memory that ranks share."""
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: timedelta, name: str, members: Sequence[int] = ()
+        self, store: Any, rank: int, size: int, timeout: timedelta, name: str, global_ranks: Sequence[int] = ()
     ) -> None:
-        """Meet the other ranks at ``store``; ``timeout`` is for every op, and for this."""
+        """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op, and to this."""
         super().__init__(rank, size)
-        # A group may get the name, and so the store's keys, of one that was destroyed: each has keys of its own.
+        # A group may have the name, and so the keys in the store, of a destroyed one; the prefix makes keys unique.
         store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+        gloo, self.communicator = connect(store, rank, size, timeout, name, global_ranks)
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         if torch.cuda.is_available() and dist.is_nccl_available():
@@ -59,24 +59,23 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             choices._timeout = timeout
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, choices)
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-        self._timeout, self._settings = timeout, gloo.options  # where _set_pg_timeout and set_timeout put another one
-        self.communicator = communicator(dist.PrefixStore("crossreduce/", store), gloo, timeout, name, members)
-        self._do = Collectives(self.communicator, gloo)
-        self._odd = threading.RLock()
-        # On several hosts there is waiting that does not hear Ctrl-C: not in the caller's thread.
-        self.line = Line(name, inline=len(self.communicator.hosts) == 1)
-        self._end = weakref.finalize(self, close, self.line, self.communicator)
+        self._timeout, self._settings = timeout, gloo.options  # _set_pg_timeout and set_timeout change the options
+        self._collectives = Collectives(self.communicator, gloo)
+        self._timeout_lock = threading.RLock()
+        # Ctrl-C does not end waits for other hosts, so these do not run in the caller's thread.
+        self.queue = OpQueue(name, inline=len(self.communicator.hosts) == 1)
+        self._end = weakref.finalize(self, close, self.queue, self.communicator)
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
         return "crossreduce"
 
     def shutdown(self) -> None:
-        """End the group: no thread, memory or descriptor of it is left."""
-        self.line.close(_DRAIN_S)
+        """End the group, and release its thread, memory and descriptors."""
+        self.queue.close(_DRAIN_S)
         self._end()
 
     def abort(self) -> None:
-        """End the group; what is under way fails."""
+        """End the group; pending ops fail."""
         self.communicator.abort()
         self._end()
 
@@ -84,140 +83,140 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.AllreduceOptions, timeout, op)
-        if (engine := self._elsewhere(tensors)) is not None:
-            return engine.allreduce(tensors, opts)
+        if (inner := self._other_backend(tensors)) is not None:
+            return inner.allreduce(tensors, opts)
         return self._run(partial(self._all_reduce, tensors, opts.reduceOp), tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.AllreduceCoalescedOptions)
-        if (engine := self._elsewhere(tensors)) is not None:
-            return engine.allreduce_coalesced(tensors, opts)
+        if (inner := self._other_backend(tensors)) is not None:
+            return inner.allreduce_coalesced(tensors, opts)
         return self._run(partial(self._all_reduce, tensors, opts.reduceOp), tensors, opts)
 
     def _all_reduce(self, tensors: Sequence[Any], kind: Any) -> None:
         for tensor in tensors:
-            self._do.all_reduce(tensor, kind)
+            self._collectives.all_reduce(tensor, kind)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.ReduceOptions, timeout, op)
-        if (engine := self._elsewhere(tensors)) is not None:
-            return engine.reduce(tensors, opts)
-        return self._run(lambda: self._do.reduce(tensors[0], opts.reduceOp, opts.rootRank), tensors, opts)
+        if (inner := self._other_backend(tensors)) is not None:
+            return inner.reduce(tensors, opts)
+        return self._run(lambda: self._collectives.reduce(tensors[0], opts.reduceOp, opts.rootRank), tensors, opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
         if isinstance(outputs, torch.Tensor):
             inputs = [inputs]
         outputs, opts = _read(outputs, opts, c10d.ReduceScatterOptions, timeout, op)
-        if (engine := self._elsewhere(outputs)) is not None:
-            return engine.reduce_scatter(outputs, inputs, opts)
+        if (inner := self._other_backend(outputs)) is not None:
+            return inner.reduce_scatter(outputs, inputs, opts)
 
-        def job() -> None:
+        def function() -> None:
             for output, sources in zip(outputs, inputs, strict=True):
-                self._do.reduce_scatter(output, sources, opts.reduceOp)
+                self._collectives.reduce_scatter(output, sources, opts.reduceOp)
 
-        return self._run(job, outputs, opts)
+        return self._run(function, outputs, opts)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
-        if (engine := self._elsewhere([output])) is not None:
-            return engine._reduce_scatter_base(output, tensor, opts or c10d.ReduceScatterOptions())
+        if (inner := self._other_backend([output])) is not None:
+            return inner._reduce_scatter_base(output, tensor, opts or c10d.ReduceScatterOptions())
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         outputs, opts = _read(outputs, opts, c10d.ReduceScatterOptions)
-        if (engine := self._elsewhere(outputs)) is not None:
-            return engine.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        if (inner := self._other_backend(outputs)) is not None:
+            return inner.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
 
-        def job() -> None:
+        def function() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                self._do.reduce_scatter_single(output, tensor, opts.reduceOp)
+                self._collectives.reduce_scatter_single(output, tensor, opts.reduceOp)
 
-        return self._run(job, outputs, opts)
+        return self._run(function, outputs, opts)
 
     # ---- moves ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         tensors, opts = _read(tensors, opts, c10d.BroadcastOptions, timeout, root=root)
-        if (engine := self._elsewhere(tensors)) is not None:
-            return engine.broadcast(tensors, opts)
+        if (inner := self._other_backend(tensors)) is not None:
+            return inner.broadcast(tensors, opts)
 
-        def job() -> None:
+        def function() -> None:
             for tensor in tensors:
-                self._do.broadcast(tensor, opts.rootRank)
+                self._collectives.broadcast(tensor, opts.rootRank)
 
-        return self._run(job, tensors, opts)
+        return self._run(function, tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(inputs, torch.Tensor):
             outputs = [outputs]
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions, timeout)
-        if (engine := self._elsewhere(inputs)) is not None:
-            return engine.allgather(outputs, inputs, opts)
+        if (inner := self._other_backend(inputs)) is not None:
+            return inner.allgather(outputs, inputs, opts)
 
-        def job() -> None:
+        def function() -> None:
             for results, tensor in zip(outputs, inputs, strict=True):
-                self._do.all_gather(results, tensor)
+                self._collectives.all_gather(results, tensor)
 
-        return self._run(job, [x for results in outputs for x in results], opts)
+        return self._run(function, [x for results in outputs for x in results], opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        # Here the lists lie the other way round: outputs[rank][tensor].
+        # Here the lists are transposed: outputs[rank][tensor].
         return self.allgather([list(results) for results in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
-        if (engine := self._elsewhere([tensor])) is not None:
-            return engine._allgather_base(output, tensor, opts or c10d.AllgatherOptions())
+        if (inner := self._other_backend([tensor])) is not None:
+            return inner._allgather_base(output, tensor, opts or c10d.AllgatherOptions())
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
-        if (engine := self._elsewhere(inputs)) is not None:
-            return engine.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        if (inner := self._other_backend(inputs)) is not None:
+            return inner.allgather_into_tensor_coalesced(outputs, inputs, opts)
 
-        def job() -> None:
+        def function() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                self._do.all_gather_single(output, tensor)
+                self._collectives.all_gather_single(output, tensor)
 
-        return self._run(job, outputs, opts)
+        return self._run(function, outputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         if isinstance(inputs, torch.Tensor):
             outputs = [outputs] if outputs else []
         inputs, opts = _read(inputs, opts, c10d.GatherOptions, timeout, root=root)
-        if (engine := self._elsewhere(inputs)) is not None:
-            return engine.gather(outputs, inputs, opts)
+        if (inner := self._other_backend(inputs)) is not None:
+            return inner.gather(outputs, inputs, opts)
         results = outputs[0] if outputs else []
-        return self._run(lambda: self._do.gather(results, inputs[0], opts.rootRank), results, opts)
+        return self._run(lambda: self._collectives.gather(results, inputs[0], opts.rootRank), results, opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         if isinstance(outputs, torch.Tensor):
             inputs = [inputs] if inputs else []
         outputs, opts = _read(outputs, opts, c10d.ScatterOptions, timeout, root=root)
-        if (engine := self._elsewhere(outputs)) is not None:
-            return engine.scatter(outputs, inputs, opts)
+        if (inner := self._other_backend(outputs)) is not None:
+            return inner.scatter(outputs, inputs, opts)
         sources = inputs[0] if inputs else []
-        return self._run(lambda: self._do.scatter(outputs[0], sources, opts.rootRank), outputs, opts)
+        return self._run(lambda: self._collectives.scatter(outputs[0], sources, opts.rootRank), outputs, opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         inputs, opts = _read(inputs, opts, c10d.AllToAllOptions)
-        if (engine := self._elsewhere(inputs)) is not None:
-            return engine.alltoall(outputs, inputs, opts)
-        return self._run(lambda: self._do.all_to_all(outputs, inputs), outputs, opts)
+        if (inner := self._other_backend(inputs)) is not None:
+            return inner.alltoall(outputs, inputs, opts)
+        return self._run(lambda: self._collectives.all_to_all(outputs, inputs), outputs, opts)
 
     def all_to_all_single(self, output: Any, tensor: Any, rooms: Any = (), sizes: Any = (), opts: Any = None) -> Any:
         inputs, opts = _read(tensor, opts, c10d.AllToAllOptions)
-        if (engine := self._elsewhere(inputs)) is not None:
-            return engine.alltoall_base(output, tensor, rooms, sizes, opts)
-        return self._run(lambda: self._do.all_to_all_single(output, tensor, rooms, sizes), [output], opts)
+        if (inner := self._other_backend(inputs)) is not None:
+            return inner.alltoall_base(output, tensor, rooms, sizes, opts)
+        return self._run(lambda: self._collectives.all_to_all_single(output, tensor, rooms, sizes), [output], opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         _, opts = _read([], opts, c10d.BarrierOptions, timeout)
         if opts.device is not None and opts.device.type != "cpu":
             return self._get_backend(opts.device).barrier(opts)
-        return self._run(self._do.barrier, [], opts)
+        return self._run(self._collectives.barrier, [], opts)
 
     def split_group(self, *_: Any, **__: Any) -> Any:
-        """Refuse: torch's own, in C++, would call itself without end."""
-        problem = "a group of this backend cannot be split."
+        """Raise an error: torch's own implementation, in C++, would recurse without end."""
+        problem = "groups of this backend cannot be split."
         raise UnsupportedError(message(problem, f'group "{self.group_name}"', "dist.new_group, which all ranks call"))
 
     splitGroup = split_group  # noqa: N815 - the trampoline's name
@@ -225,55 +224,54 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # ---- between two ranks ----------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        return self._between(tensors).send([readable(x) for x in tensors], dst, tag)
+        return self._inner_of(tensors).send([readable(x) for x in tensors], dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        held = [writable(x) for x in tensors]
-        return _landing(tensors, held, self._between(tensors).recv(held, src, tag))
+        buffers = [writable(x) for x in tensors]
+        return _received(tensors, buffers, self._inner_of(tensors).recv(buffers, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        held = [writable(x) for x in tensors]
-        return _landing(tensors, held, self._between(tensors).recv_anysource(held, tag))
+        buffers = [writable(x) for x in tensors]
+        return _received(tensors, buffers, self._inner_of(tensors).recv_anysource(buffers, tag))
 
-    def _between(self, tensors: Sequence[Any]) -> Any:
-        self.line.require_open()  # a forked process would write into its parent's connections
+    def _inner_of(self, tensors: Sequence[Any]) -> Any:
+        self.queue.require_open()  # a forked process would write to its parent's connections
         return self._get_backend(tensors[0].device)
 
-    # ---- what all of them need ------------------------------------------------------------------------------------
+    # ---- helpers --------------------------------------------------------------------------------------------------
 
-    def _run(self, job: Callable[[], None], tensors: Sequence[Any], opts: Any) -> Any:
+    def _run(self, function: Callable[[], None], tensors: Sequence[Any], opts: Any) -> Any:
         limit = opts.timeout
         if limit <= _UNSET:
             limit = self._settings._timeout
         if limit != self._timeout:
-            job = partial(self._within, limit.total_seconds(), job)
-        later = opts.asyncOp
-        work = self.line.run(job, tensors, later)
-        if later and torch._C._current_graph_task_id() != -1 and _backward_calls():
+            function = partial(self._with_timeout, limit.total_seconds(), function)
+        work = self.queue.run(function, tensors, opts.asyncOp)
+        if opts.asyncOp and torch._C._current_graph_task_id() != -1 and _is_called_by_backward():
             wait_in_backward(work)
         return work
 
-    def _within(self, seconds: float, job: Callable[[], None]) -> None:
-        """Run a job whose timeout is not what the group began with."""
+    def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
+        """Run an op with another timeout than the group's."""
         usual = self.communicator.timeout_s
-        with self._odd:
+        with self._timeout_lock:
             self.communicator.timeout_s = seconds
             try:
-                job()
+                function()
             finally:
                 self.communicator.timeout_s = usual
 
-    def _elsewhere(self, tensors: Sequence[Any]) -> Any:
-        """Return the inner engine, if the tensors do not lie in host memory."""
+    def _other_backend(self, tensors: Sequence[Any]) -> Any:
+        """Return the inner backend if the tensors are not in host memory, else ``None``."""
         for tensor in tensors:
             if not tensor.is_cpu:
                 return self._get_backend(tensor.device)
         return None
 
 
-untraced(Group)
+exclude_from_compile(Group)
 
-# What torch before 2.13 calls these.
+# The names of these methods before torch 2.13.
 Group._allgather_base = Group.all_gather_single
 Group.allgather_into_tensor_coalesced = Group.all_gather_single_coalesced
 Group._reduce_scatter_base = Group.reduce_scatter_single
@@ -281,29 +279,34 @@ Group.reduce_scatter_tensor_coalesced = Group.reduce_scatter_single_coalesced
 Group.alltoall_base = Group.all_to_all_single
 
 
-def communicator(store: Any, gloo: Any, timeout: timedelta, name: str, members: Sequence[int]) -> Communicator:
-    """Make the communicator of a group whose ranks meet at ``store`` and are joined by ``gloo``.
+def connect(
+    store: Any, rank: int, size: int, timeout: timedelta, name: str, global_ranks: Sequence[int]
+) -> tuple[Any, Communicator]:
+    """Return gloo's process group and the communicator of a group whose ranks meet at ``store``.
 
-    ``members``: their numbers in the whole world, which errors name; none: they are the world.
+    The communicator uses gloo as its transport between hosts; this is the only place that chooses a transport.
+    ``global_ranks``: the ranks' numbers in the world, for errors; empty: the group is the world.
     """
     seconds = timeout.total_seconds()
-    meeting = StoreRendezvous(store, gloo.rank(), gloo.size(), seconds)
-    return Communicator(meeting, GlooWire(gloo), name=name, timeout_s=seconds, members=members)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+    rendezvous = StoreRendezvous(dist.PrefixStore("crossreduce/", store), rank, size, seconds)
+    transport = GlooTransport(gloo)
+    return gloo, Communicator(rendezvous, transport, name=name, timeout_s=seconds, global_ranks=global_ranks)
 
 
-def close(line: Line, ours: Communicator) -> None:
-    """End a group that is no longer needed, and what is still under way in it; a forked process leaves it alone."""
-    if line.foreign:
+def close(queue: OpQueue, communicator: Communicator) -> None:
+    """End a group that is no longer used, and its pending ops. In a forked process this does nothing."""
+    if queue.is_forked:
         return
-    if line.close(_LEAVE_S):
-        ours.close()
+    if queue.close(_LEAVE_S):
+        communicator.close()
     else:
-        ours.abort()
-        line.close(_LEAVE_S)
+        communicator.abort()
+        queue.close(_LEAVE_S)
 
 
 def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = None, root: int = 0) -> tuple[Any, Any]:
-    """Return a list of tensors and options of class ``kind``, of whatever torch's own process groups take for them."""
+    """Return a list of tensors and options of class ``kind``, from any arguments that torch's process groups accept."""
     if isinstance(tensors, torch.Tensor):
         tensors = [tensors]
     if type(opts) is kind:
@@ -322,20 +325,22 @@ def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = Non
     return tensors, made
 
 
-def _landing(tensors: Sequence[Any], held: Sequence[Any], work: Any) -> Any:
-    """Return the work of receiving ``tensors``, which came into ``held`` where they do not lie in one piece."""
-    return work if all(map(operator.is_, tensors, held)) else Landing(work, partial(settle_all, tensors, held), tensors)
+def _received(tensors: Sequence[Any], buffers: Sequence[Any], work: Any) -> Any:
+    """Return the work of receiving ``tensors``; those that are not contiguous are received into other ``buffers``."""
+    if all(map(operator.is_, tensors, buffers)):
+        return work
+    return CopyBackWork(work, partial(copy_back_all, tensors, buffers), tensors)
 
 
 def wait_in_backward(work: Any) -> None:
-    """Wait for work at the end of the backward pass under way, in the thread that called it.
+    """Wait for work at the end of the current backward pass, in the thread that called it.
 
-    DDP, in C++, would wait for a future: deaf to Ctrl-C, and blind to an error's class. What is queued here runs before
-    what DDP queues once its last bucket is on its way.
+    DDP, in C++, would wait for a future, which Ctrl-C does not end and which loses the class of an error. A callback
+    that is queued here runs before the one that DDP queues after its last bucket.
     """
     torch.autograd.Variable._execution_engine.queue_callback(work.wait)
 
 
-def _backward_calls() -> bool:
-    """Return whether C++ called, in a backward pass: the newest Python code below is the one that started that."""
+def _is_called_by_backward() -> bool:
+    """Return whether C++ called the method in a backward pass: then the next Python frame is the one that began it."""
     return sys._getframe(3).f_code.co_name == "_engine_run_backward"

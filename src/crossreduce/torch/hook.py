@@ -1,6 +1,6 @@
-"""A communication hook for ``DistributedDataParallel``: its gradients go through crossreduce, whatever its backend.
+"""A communication hook for ``DistributedDataParallel``: crossreduce reduces its gradients, whatever the backend.
 
-In: DDP's buckets of gradients.  Out: futures of their means. What else the group does stays with its own backend.
+Input: DDP's buckets of gradients. Output: futures of their means. The group's other calls stay with its own backend.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch._C import _distributed_c10d as c10d
 from ..errors import ArgumentError, UnsupportedError, message, shown
 from ..ranks.communicator import Communicator
 from .collectives import Collectives
-from .group import Group, close, communicator, wait_in_backward
-from .op_queue import Line
+from .group import Group, close, connect, wait_in_backward
+from .op_queue import OpQueue
 
 Hook = Callable[[Any, Any], Any]
 _NUMBER: Final = itertools.count()
@@ -27,7 +27,7 @@ _STATES: Final[weakref.WeakKeyDictionary[Any, HookState]] = weakref.WeakKeyDicti
 
 
 class HookState:
-    """What ``all_reduce_hook`` works with: the ranks' shared memory, and a hook that is called before."""
+    """The state of ``all_reduce_hook``: the ranks' shared memory, and an earlier hook."""
 
     def __init__(
         self,
@@ -37,48 +37,51 @@ class HookState:
         before_state: Any = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        """Meet the other ranks; all ranks of the group call it together.
+        """Connect the ranks; all ranks of the group call it together.
 
         Args:
           group: DDP's process group, of any backend; ``None``: the default group.
-          before: an earlier hook, ``before(before_state, bucket)``. What its future holds is what is reduced: it may
-            change a bucket, watch it, or reduce it over another group.
-          timeout: for each reduction, and for the others to come here.
+          before: an earlier hook, called as ``before(before_state, bucket)``. The value of its future is reduced. It
+            may change a bucket, observe it, or reduce it over another group.
+          before_state: the first argument of ``before``.
+          timeout: for each reduction, and for the other ranks to call this.
         """
         group = dist.group.WORLD if group is None else group
         if not isinstance(group, dist.ProcessGroup):
-            remedy = "a process group that this rank is in; dist.init_process_group first"
-            raise ArgumentError(message("there is no such process group.", shown(group), remedy))
+            remedy = "a process group that contains this rank; dist.init_process_group first"
+            raise ArgumentError(message("this is not a process group.", shown(group), remedy))
         self.before, self.before_state = before, before_state
         name = f"{group.group_name} hook {next(_NUMBER)}"
         store = dist.PrefixStore(f"crossreduce {name}/", dist.distributed_c10d._get_process_group_store(group))
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), group.rank(), group.size(), timeout=timeout)
-        self.communicator = communicator(store, gloo, timeout, name, dist.get_process_group_ranks(group))
-        self._do = Collectives(self.communicator, gloo)
-        self.line = Line(name, inline=False)
-        self._end = weakref.finalize(self, close, self.line, self.communicator)
+        global_ranks = dist.get_process_group_ranks(group)
+        gloo, self.communicator = connect(store, group.rank(), group.size(), timeout, name, global_ranks)
+        self._collectives = Collectives(self.communicator, gloo)
+        self.queue = OpQueue(name, inline=False)
+        self._end = weakref.finalize(self, close, self.queue, self.communicator)
 
     def close(self) -> None:
-        """Let go of thread and memory; also done when the state is no longer used."""
+        """Release the thread and the memory. This also happens when the state is garbage collected."""
         self._end()
 
     def mean(self, tensor: Callable[[], Any]) -> Any:
-        """Start to replace what ``tensor`` will return by its mean over all ranks, in the order of these calls.
+        """Start to replace the tensor that ``tensor()`` will return by its mean over all ranks.
+
+        Means are computed in the order of these calls.
 
         Returns:
           The work; its result is a list of the tensor.
         """
-        held: list[Any] = []
+        tensors: list[Any] = []
 
-        def job() -> None:
-            held.append(_one(tensor()))
-            if not held[0].is_cpu:
-                problem = "only gradients in host memory are reduced by this hook."
+        def function() -> None:
+            tensors.append(_single(tensor()))
+            if not tensors[0].is_cpu:
+                problem = "this hook reduces only gradients in host memory."
                 remedy = "DDP's own reduction, through NCCL, for gradients on GPUs"
-                raise UnsupportedError(message(problem, shown(held[0]), remedy))
-            self._do.all_reduce(held[0], _MEAN.reduceOp)
+                raise UnsupportedError(message(problem, shown(tensors[0]), remedy))
+            self._collectives.all_reduce(tensors[0], _MEAN.reduceOp)
 
-        return self.line.run(job, held, later=True)
+        return self.queue.run(function, tensors, asynchronous=True)
 
 
 _MEAN: Final = c10d.AllreduceOptions()
@@ -91,8 +94,8 @@ def all_reduce_hook(state: Any, bucket: Any) -> Any:
     ``ddp.register_comm_hook(crossreduce.torch.HookState(), crossreduce.torch.all_reduce_hook)``
 
     Args:
-      state: a ``HookState``; or a process group, or ``None`` for the default one, for which one is made and kept.
-      bucket: what DDP hands over.
+      state: a ``HookState``; or a process group, or ``None`` for the default group: their state is made and cached.
+      bucket: DDP's bucket.
     Returns:
       A future of the bucket's tensor.
     Raises:
@@ -109,18 +112,18 @@ def all_reduce_hook(state: Any, bucket: Any) -> Any:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def communicator_of(group: Any) -> tuple[Line, Communicator]:
-    """Return in which order a group's calls run, and what they run on.
+def communicator_of(group: Any) -> tuple[OpQueue, Communicator]:
+    """Return the queue of a group's calls, and the communicator that executes them.
 
     Raises:
-      ArgumentError: it is a group of another backend.
+      ArgumentError: the group has another backend.
     """
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, (Group, HookState)):
-        problem = "this is no group of ranks that reduce through crossreduce."
+        problem = "this is not a group that crossreduce reduces."
         remedy = 'a process group of the backend "crossreduce", or a HookState'
         raise ArgumentError(message(problem, shown(found), remedy))
-    return found.line, found.communicator
+    return found.queue, found.communicator
 
 
 # DDP compares annotations with classes, not with their names.
@@ -139,6 +142,6 @@ def _state_of(group: Any) -> HookState:
     return state
 
 
-def _one(value: Any) -> Any:
-    """Return the tensor of a future: some hooks leave a list of one."""
+def _single(value: Any) -> Any:
+    """Return the tensor of a future, whose value some hooks make a list of one tensor."""
     return value[0] if isinstance(value, (list, tuple)) else value

@@ -1,7 +1,7 @@
-"""The ops of one group, in the order in which they were called.
+"""The ops of one group, executed in the order of their calls.
 
-In: functions to call.  Out: ``torch.distributed.Work``. A call that waits runs in the caller's own thread as long as
-nothing is before it; all others run in one thread of the group's. Knows no collectives.
+Input: functions to call. Output: ``torch.distributed.Work``. A synchronous call runs in the caller's thread if no op is
+before it; all others run in one thread of the group. Collectives are not handled here.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class Finished(dist.Work):  # type: ignore[misc]
         return future
 
 
-class Landing(Finished):
-    """Another engine's work, after which something is left to do: the first wait does it."""
+class CopyBackWork(Finished):
+    """The work of another backend, and a function that the first wait calls after it."""
 
-    def __init__(self, work: Any, last: Callable[[], None], tensors: Sequence[Any]) -> None:
+    def __init__(self, work: Any, finish: Callable[[], None], tensors: Sequence[Any]) -> None:
         super().__init__(tensors)
-        self._work, self._last = work, last
-        self._landed = False
+        self._work, self._finish = work, finish
+        self._finished = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._landed:
+        if not self._finished:
             self._work.wait(*([timeout] if timeout else []))
-            self._last()
-            self._landed = True
+            self._finish()
+            self._finished = True
         return True
 
     def synchronize(self) -> None:
@@ -89,45 +89,45 @@ class Landing(Finished):
 
 
 class Queued(dist.Work):  # type: ignore[misc]
-    """An op that runs in its group's thread, sooner or later."""
+    """An op that runs in its group's thread."""
 
-    def __init__(self, job: Callable[[], None], tensors: Sequence[Any], line: Line) -> None:
+    def __init__(self, function: Callable[[], None], tensors: Sequence[Any], ops: OpQueue) -> None:
         super().__init__()
-        self._job: Callable[[], None] | None = job
-        self._tensors, self._line = tensors, line
+        self._function: Callable[[], None] | None = function
+        self._tensors, self._ops = tensors, ops
         self._error: BaseException | None = None
-        self._gate = threading.Lock()  # held until the op has run; a lock's wait hears Ctrl-C, a future's does not
-        self._gate.acquire()
+        self._running = threading.Lock()  # held until the op has run; Ctrl-C ends a wait for a lock, not for a future
+        self._running.acquire()
         self._future: Any = None
         self._future_lock = threading.Lock()
 
     def run(self) -> None:
-        job, self._job = self._job, None  # what the job holds is let go here
+        function, self._function = self._function, None  # releases the function's references
         try:
-            assert job is not None
-            job()
-        except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits
+            assert function is not None
+            function()
+        except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
             self._error = error
 
     def finish(self) -> None:
-        """Let those who wait go on."""
-        self._gate.release()
+        """Release the waiting threads."""
+        self._running.release()
         with self._future_lock:
             if self._future is not None:
-                self._settle()
+                self._complete_future()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the op has run, and raise what it raised; no time, or none at all, is all the group's timeout.
+        """Wait until the op has run, and raise its error. Without a timeout above 0 the group's timeout applies.
 
         Raises:
-          CollectiveTimeout: ``timeout`` is over. The op goes on.
+          CollectiveTimeout: ``timeout`` has passed. The op continues.
         """
-        self._line.reach(self)
+        self._ops.run_until(self)
         limit = timeout.total_seconds() if timeout else -1
-        if not self._gate.acquire(timeout=limit if limit > 0 else -1):
-            problem = "an op has not ended within the timeout of its wait."
-            raise CollectiveTimeout(message(problem, f"{limit:g} s", "wait again: it is still under way"))
-        self._gate.release()
+        if not self._running.acquire(timeout=limit if limit > 0 else -1):
+            problem = "the op did not complete within the timeout of this wait."
+            raise CollectiveTimeout(message(problem, f"{limit:g} s", "wait again: the op continues"))
+        self._running.release()
         if self._error is not None:
             raise self._error
         return True
@@ -136,7 +136,7 @@ class Queued(dist.Work):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
-        return not self._gate.locked()
+        return not self._running.locked()
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -149,15 +149,15 @@ class Queued(dist.Work):  # type: ignore[misc]
         return list(self._tensors)
 
     def get_future(self) -> Any:
-        self._line.reach(self)
+        self._ops.run_until(self)
         with self._future_lock:
             if self._future is None:
                 self._future = torch.futures.Future()
                 if self.is_completed():
-                    self._settle()
+                    self._complete_future()
             return self._future
 
-    def _settle(self) -> None:
+    def _complete_future(self) -> None:
         if self._future.done():
             return
         if self._error is None:
@@ -168,10 +168,10 @@ class Queued(dist.Work):  # type: ignore[misc]
             self._future.set_exception(RuntimeError(repr(self._error)))
 
 
-def untraced(*classes: type) -> None:
-    """Keep torch.compile out of classes' methods.
+def exclude_from_compile(*classes: type) -> None:
+    """Make torch.compile skip the methods of classes.
 
-    C++ calls them back while a compiled model runs, as DDP's reducer does; torch.compile would take them for its own.
+    C++ calls them while a compiled model runs, as DDP's reducer does, and torch.compile would trace them.
     """
     frames: Any = torch._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.8
@@ -183,47 +183,47 @@ def untraced(*classes: type) -> None:
                 frames.set_code_exec_strategy(method.__code__, skip)
 
 
-untraced(Finished, Landing, Queued)
+exclude_from_compile(Finished, CopyBackWork, Queued)
 
 
-class Line:
-    """Ops run one after another, in the order of their calls."""
+class OpQueue:
+    """Runs ops one after another, in the order of their calls."""
 
     def __init__(self, name: str, inline: bool) -> None:
-        """Make a line; ``name`` is the group's. ``inline``: an op that is waited for may run in the caller's thread."""
+        """Make a queue for the group ``name``. ``inline``: a synchronous op may run in the caller's thread."""
         self.name = name
         self._inline = inline
         self._refusal: str | None = None
         self._lock = threading.Lock()
-        self._before = 0  # ops that wait or run
+        self._pending = 0  # ops that wait or run
         self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        _LINES.add(self)
+        _QUEUES.add(self)
 
-    def run(self, job: Callable[[], None], tensors: Sequence[Any], later: bool) -> dist.Work:
-        """Run ``job``: now, or ``later`` in the line's thread.
+    def run(self, function: Callable[[], None], tensors: Sequence[Any], asynchronous: bool) -> dist.Work:
+        """Run ``function``: before this returns, or ``asynchronous`` in the queue's thread.
 
         Raises:
-          ContextError: the group was destroyed, or belongs to the process that this one was forked from.
-          Exception: what ``job`` raises, if it runs now.
+          ContextError: the group was destroyed, or belongs to the process from which this one was forked.
+          Exception: what ``function`` raises, unless it is asynchronous.
         """
-        if later or self._before or not self._inline or self._refusal is not None:
-            work = self._put(job, tensors)
-            if not later:
+        if asynchronous or self._pending or not self._inline or self._refusal is not None:
+            work = self._put(function, tensors)
+            if not asynchronous:
                 work.wait()
             return work
-        job()
+        function()
         return Finished(tensors)
 
-    def _put(self, job: Callable[[], None], tensors: Sequence[Any]) -> Queued:
-        work = Queued(job, tensors, self)
+    def _put(self, function: Callable[[], None], tensors: Sequence[Any]) -> Queued:
+        work = Queued(function, tensors, self)
         with self._lock:
             self.require_open()
-            self._before += 1
+            self._pending += 1
             self._queue.put(work)
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=_work, args=(self,), name=f"crossreduce {self.name}", daemon=True
+                    target=_run_all, args=(self,), name=f"crossreduce {self.name}", daemon=True
                 )
                 self._thread.start()
         return work
@@ -232,38 +232,38 @@ class Line:
         """Raise unless the group may be used.
 
         Raises:
-          ContextError: it was destroyed, or belongs to the process that this one was forked from.
+          ContextError: it was destroyed, or belongs to the process from which this one was forked.
         """
         if self._refusal is not None:
-            raise ContextError(message(self._refusal, f'group "{self.name}"', "make a new group where you need one"))
+            raise ContextError(message(self._refusal, f'group "{self.name}"', "make a new group in this process"))
 
-    def step(self) -> bool:
-        """Take the next op, run it, and return whether there may be more."""
+    def run_next(self) -> bool:
+        """Run the next op and return whether there may be more."""
         work = self._queue.get()
         if work is None:
             return False
         work.run()
         with self._lock:
-            self._before -= 1
+            self._pending -= 1
         work.finish()
         return True
 
-    def reach(self, work: Queued) -> None:
-        """Run all that is before ``work``, and it, if this is the line's own thread.
+    def run_until(self, work: Queued) -> None:
+        """If this is the queue's own thread, run all ops up to ``work``.
 
-        It is one that runs the callbacks of futures, and a callback may wait for another op: nobody else would run it.
+        This thread runs the callbacks of futures. If a callback waits for another op, no other thread would run it.
         """
         if threading.current_thread() is self._thread:
             while not work.is_completed():
-                self.step()
+                self.run_next()
 
     @property
-    def foreign(self) -> bool:
+    def is_forked(self) -> bool:
         """Whether this process was forked from the one that the group belongs to."""
         return self._refusal == _FORKED
 
     def close(self, drain_s: float) -> bool:
-        """Take no more ops; wait ``drain_s`` seconds at most for those under way, and return whether all have ended."""
+        """Refuse new ops, wait up to ``drain_s`` seconds for pending ones, and return whether all have ended."""
         with self._lock:
             if self._refusal is None:
                 self._refusal = "this process group was destroyed."
@@ -274,25 +274,25 @@ class Line:
         thread.join(drain_s)
         return not thread.is_alive()
 
-    def disown(self) -> None:
-        """Refuse all ops: this is a forked process, which has neither the group's thread nor its place in the group."""
+    def disable_after_fork(self) -> None:
+        """Refuse all ops in a forked process, which has neither the group's thread nor a rank in the group."""
         self._lock = threading.Lock()  # another thread may have held it
         self._refusal = _FORKED
 
 
 _FORKED: Final = "a process group cannot be used in a process that was forked from its own."
-_LINES: Final[weakref.WeakSet[Line]] = weakref.WeakSet()
+_QUEUES: Final[weakref.WeakSet[OpQueue]] = weakref.WeakSet()
 
 
-def _work(line: Line) -> None:
-    while line.step():
+def _run_all(ops: OpQueue) -> None:
+    while ops.run_next():
         pass
 
 
-def _forked() -> None:
-    for line in list(_LINES):
-        line.disown()
+def _after_fork() -> None:
+    for ops in list(_QUEUES):
+        ops.disable_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_after_fork)
