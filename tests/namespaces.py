@@ -1,8 +1,8 @@
-"""A test bed of several hosts on one machine: network namespaces, joined by links of a given speed.
+"""Several simulated hosts on one machine: network namespaces, joined by links of a given bandwidth.
 
-Every two hosts have a link of their own: a veth pair with a token bucket (``tc tbf``) at both ends. A namespace has no
-name; it lives as long as a process that reads from a pipe of ours, so whatever ends this process, the kill signal
-included, takes namespaces, links and addresses with it. Needs root, ``ip``, ``tc``, ``unshare`` and ``nsenter``.
+Every two hosts have their own link: a veth pair with a token bucket (``tc tbf``) at both ends. Namespaces have no
+names. Each exists as long as a process that reads from a pipe of this one. So when this process ends, even if it is
+killed, namespaces, links and addresses are removed. This requires root, ``ip``, ``tc``, ``unshare`` and ``nsenter``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PATHS = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
 @functools.cache
 def available():
-    """Return why the test bed cannot be used here, or ``None``."""
+    """Return why hosts cannot be simulated here, or ``None``."""
     if sys.platform != "linux":
-        return "network namespaces are Linux's"
+        return "network namespaces exist only on Linux"
     missing = [name for name in NEEDED if shutil.which(name, path=PATHS) is None]
     if missing:
         return f"{', '.join(missing)} not installed"
     if os.geteuid() != 0:
-        return "only root may make network namespaces"
+        return "only root can make network namespaces"
     try:
         with hosts(2):
             return None
@@ -41,7 +41,7 @@ def available():
 
 
 class Bed:
-    """Hosts that are up. ``addresses``: one a host. ``interface``: the name of one that has it."""
+    """Running hosts. ``addresses``: one per host. ``interface``: the name of an interface that every host has."""
 
     def __init__(self, count, rate, mtu, slower):
         self.holders, self.processes, self.lock = [], [], threading.Lock()
@@ -49,7 +49,7 @@ class Bed:
         self.interface = "link0"
         try:
             for _ in range(count):
-                # "up" is said from within the namespace, so that no link is laid into the old one.
+                # The namespace itself reports "up", so that no link is added before it exists.
                 holder = subprocess.Popen(
                     ["unshare", "--net", "sh", "-c", "echo up; exec cat"],
                     stdin=subprocess.PIPE,
@@ -72,8 +72,8 @@ class Bed:
                     speed = slower.get((a, b), slower.get((b, a), rate))
                     self._do(host, ["ip", "address", "add", self.addresses[host] + "/32", "dev", name])
                     self._do(host, ["ip", "link", "set", name, "mtu", str(mtu), "up"])
-                    way = [self.addresses[there] + "/32", "dev", name, "src", self.addresses[host]]
-                    self._do(host, ["ip", "route", "add", *way])
+                    route = [self.addresses[there] + "/32", "dev", name, "src", self.addresses[host]]
+                    self._do(host, ["ip", "route", "add", *route])
                     bucket = ["rate", speed, "burst", "256k", "latency", "50ms"]
                     self._do(host, ["tc", "qdisc", "add", "dev", name, "root", "tbf", *bucket])
         except BaseException:
@@ -87,9 +87,9 @@ class Bed:
         return _call([*self._inside(host), *argv])
 
     def run(self, host, argv, env=None, **options):
-        """Start a process on a host and return its ``Popen``; it ends with the bed, or with the thread that started it.
+        """Start a process on a host and return its ``Popen``; it ends with the hosts, or with the starting thread.
 
-        ``env``: added to the environment. Options are ``Popen``'s.
+        ``env``: further variables of the environment. ``options``: of ``Popen``.
         """
         around = {**os.environ, "PATH": PATHS, "GLOO_SOCKET_IFNAME": self.interface, **(env or {})}
         command = [*self._inside(host), "setpriv", "--pdeathsig", "KILL", *argv]
@@ -99,14 +99,14 @@ class Bed:
         return process
 
     def sent(self, host):
-        """Return how many bytes, headers included, a host has sent so far over its link to each other host."""
-        said = json.loads(self._do(host, ["ip", "-s", "-j", "link", "show"]))
-        counts = {link["ifname"]: link["stats64"]["tx"]["bytes"] for link in said}
+        """Return the bytes, headers included, that a host has sent over its link to each other host."""
+        links = json.loads(self._do(host, ["ip", "-s", "-j", "link", "show"]))
+        counts = {link["ifname"]: link["stats64"]["tx"]["bytes"] for link in links}
         others = [other for other in range(len(self.addresses)) if other != host]
         return {other: counts[f"link{k}"] for k, other in enumerate(others)}
 
     def close(self):
-        """End all processes, and with them the namespaces and everything in them."""
+        """End all processes, and thereby the namespaces."""
         with self.lock:
             processes, self.processes = self.processes, []
         for process in processes:
@@ -130,7 +130,7 @@ def _require_up(holder):
 
 
 def _call(argv):
-    """Run a command of the system and return what it says."""
+    """Run a command and return its output."""
     ran = subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, "PATH": PATHS})
     if ran.returncode:
         raise RuntimeError(f"{' '.join(argv)}: {ran.stderr.strip()}")
@@ -139,16 +139,16 @@ def _call(argv):
 
 @contextlib.contextmanager
 def hosts(count, rate="1gbit", mtu=1500, slower=None):
-    """Make hosts, yield their ``Bed``, and take everything down again, whatever happens.
+    """Make hosts, yield their ``Bed``, and remove them in any case.
 
     Args:
-      count: how many.
-      rate: of each link, in each direction, as ``tc`` spells it. It counts Ethernet's headers: at an MTU of 1500, TCP
-        carries 1448 bytes in 1514.
+      count: the number of hosts.
+      rate: of each link, in each direction, in the notation of ``tc``. It includes Ethernet headers: at an MTU of 1500,
+        TCP carries 1448 bytes in 1514.
       mtu: of all links.
-      slower: links of another rate, by two hosts' numbers: ``{(0, 2): "200mbit"}``.
+      slower: links with another rate, by the numbers of two hosts: ``{(0, 2): "200mbit"}``.
     Raises:
-      RuntimeError: the system refuses; it says what (see ``available``).
+      RuntimeError: the system does not allow it (see ``available``).
     """
     bed = Bed(count, rate, mtu, slower or {})
     atexit.register(bed.close)

@@ -1,4 +1,4 @@
-"""The test bed of several hosts: its links' speeds, and what is left of it when anything ends."""
+"""The simulated hosts: the bandwidth of their links, and that nothing is left when they end."""
 
 import os
 import signal
@@ -10,44 +10,44 @@ from pathlib import Path
 import namespaces
 import pytest
 
-needs = pytest.mark.skipif(namespaces.available() is not None, reason=f"test bed: {namespaces.available()}")
+needs = pytest.mark.skipif(namespaces.available() is not None, reason=f"network namespaces: {namespaces.available()}")
 
-TAKE = """
+RECEIVE = """
 import socket, sys, time
-with socket.create_server((sys.argv[1], 5000)) as door:
+with socket.create_server((sys.argv[1], 5000)) as listener:
     print("up", flush=True)
-    way, _ = door.accept()
-    got, room = len(way.recv(1 << 20)), bytearray(1 << 20)
+    connection, _ = listener.accept()
+    got, room = len(connection.recv(1 << 20)), bytearray(1 << 20)
     start = time.perf_counter()
-    while count := way.recv_into(room):
+    while count := connection.recv_into(room):
         got += count
     print(got, time.perf_counter() - start)
 """
-GIVE = """
+SEND = """
 import socket, sys
-with socket.create_connection((sys.argv[1], 5000)) as way:
-    way.sendall(bytes(int(sys.argv[2])))
+with socket.create_connection((sys.argv[1], 5000)) as connection:
+    connection.sendall(bytes(int(sys.argv[2])))
 """
 
 
 def seconds(bed, src, dst, nbytes):
-    """Send bytes over one TCP connection and return how long they took."""
-    taking = bed.run(dst, [sys.executable, "-c", TAKE, bed.addresses[dst]], stdout=subprocess.PIPE, text=True)
-    assert taking.stdout.readline() == "up\n"
-    bed.run(src, [sys.executable, "-c", GIVE, bed.addresses[dst], str(nbytes)])
-    got, took = taking.communicate(timeout=30)[0].split()
+    """Send bytes over one TCP connection and return the seconds that this took."""
+    receiver = bed.run(dst, [sys.executable, "-c", RECEIVE, bed.addresses[dst]], stdout=subprocess.PIPE, text=True)
+    assert receiver.stdout.readline() == "up\n"
+    bed.run(src, [sys.executable, "-c", SEND, bed.addresses[dst], str(nbytes)])
+    got, took = receiver.communicate(timeout=30)[0].split()
     assert int(got) == nbytes
     return float(took)
 
 
 @needs
-def test_links_carry_what_they_are_made_for():
-    """A link of 1 Gbit/s carries no more than that, headers included, and not much less; a slower one likewise."""
+def test_links_have_their_bandwidth():
+    """A link of 1 Gbit/s carries at most that, headers included, and not much less; a slower link, too."""
     with namespaces.hosts(3, slower={(0, 2): "200mbit"}) as bed:
         for src, dst, rate, nbytes in ((0, 1, 125e6, 16 << 20), (2, 0, 25e6, 4 << 20)):
             before = bed.sent(src)
             took = seconds(bed, src, dst, nbytes)
-            # The bucket's 256 KiB go at once, and what the first read gave; headers are 4.6 % at this MTU.
+            # 256 KiB pass the bucket at once, and the first read is not counted; headers are 4.6 % at this MTU.
             assert 0.9 * nbytes / rate < took < 1.5 * nbytes / rate
             after = bed.sent(src)
             other = 3 - src - dst
@@ -56,11 +56,11 @@ def test_links_carry_what_they_are_made_for():
 
 
 @needs
-def test_hosts_have_network_namespaces_of_their_own():
-    """Hosts are not this machine's network, and do not see each other's sockets but over their links."""
-    say = [sys.executable, "-c", "import os; print(os.stat('/proc/self/ns/net').st_ino)"]
+def test_hosts_have_their_own_network_namespaces():
+    """The network namespaces of hosts differ from each other and from this process's."""
+    show = [sys.executable, "-c", "import os; print(os.stat('/proc/self/ns/net').st_ino)"]
     with namespaces.hosts(2) as bed:
-        spaces = {bed.run(k, say, stdout=subprocess.PIPE).communicate(timeout=20)[0] for k in range(2)}
+        spaces = {bed.run(k, show, stdout=subprocess.PIPE).communicate(timeout=20)[0] for k in range(2)}
     assert len({*spaces, f"{Path('/proc/self/ns/net').stat().st_ino}\n".encode()}) == 3
 
 
@@ -70,7 +70,7 @@ sys.path.insert(0, sys.argv[1])
 import namespaces
 with namespaces.hosts(2) as bed:
     child = bed.run(0, ["sh", "-c", "echo up; exec sleep 600"], stdout=-1)
-    child.stdout.readline()  # until then it may not know yet that it is to end with this process
+    child.stdout.readline()  # it is now set to end with this process
     print(*[holder.pid for holder in bed.holders], child.pid, flush=True)
     time.sleep(600)
 """
@@ -78,8 +78,8 @@ with namespaces.hosts(2) as bed:
 
 @needs
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left_whatever_ends_the_owner(how):
-    """However the process that made the bed ends, its namespaces and what ran in them end too."""
+def test_hosts_end_with_their_owner(how):
+    """However the process that made the hosts ends, its namespaces and their processes end, too."""
     here = str(Path(__file__).parent)
     owner = subprocess.Popen([sys.executable, "-c", OWNER, here], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     pids = [int(pid) for pid in owner.stdout.readline().split()]
@@ -90,7 +90,7 @@ def test_nothing_is_left_whatever_ends_the_owner(how):
     owner.stdout.close()
     until = time.monotonic() + 10
     while any(alive(pid) for pid in pids):
-        assert time.monotonic() < until, "a process of the test bed is left"
+        assert time.monotonic() < until, "a process of a host is left"
         time.sleep(0.01)
 
 
@@ -102,8 +102,8 @@ def alive(pid):
 
 
 @needs
-def test_a_failure_inside_takes_the_bed_down():
-    """An exception leaves no process and no namespace."""
+def test_hosts_end_with_an_exception():
+    """After an exception no process and no namespace is left."""
     with pytest.raises(ZeroDivisionError), namespaces.hosts(2) as bed:  # noqa: PT012
         pids = [holder.pid for holder in bed.holders]
         pids.append(bed.run(1, ["sleep", "600"]).pid)
@@ -111,8 +111,8 @@ def test_a_failure_inside_takes_the_bed_down():
     assert not any(alive(pid) for pid in pids)
 
 
-def test_what_is_missing_is_said(monkeypatch):
-    """Where the bed cannot be used, it says why."""
+def test_missing_tools_are_named(monkeypatch):
+    """If hosts cannot be simulated, the reason is returned."""
     monkeypatch.setattr(namespaces, "NEEDED", ("ip", "no-such-tool"))
     assert namespaces.available.__wrapped__() == "no-such-tool not installed"
     monkeypatch.setattr(namespaces, "NEEDED", ())

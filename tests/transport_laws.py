@@ -1,0 +1,131 @@
+"""The laws of ``transports.base.Transport``, which every transport must obey; each runs on all ranks of a group.
+
+``python transport_laws.py mpi LAW`` runs one law on the ranks that mpiexec started.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import numpy as np
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def content(src, dst, tag, number, nbytes):
+    return np.random.default_rng([src, dst, tag, number]).integers(0, 256, nbytes).astype(np.uint8)
+
+
+SIZES = (1, 0, 7, 1 << 16, 3 << 20, 64)
+
+
+def messages_arrive_in_order(transport, rendezvous):
+    """Messages of one tag between two ranks arrive in order and unchanged; tags and ranks are independent."""
+    me, others = rendezvous.rank, [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
+    for first in ("send", "receive"):
+        received, sent, pending = [], [], []
+        for step in (first, "send" if first == "receive" else "receive"):
+            for other in others:
+                for tag in (5, 0):
+                    for number, nbytes in enumerate(SIZES):
+                        if step == "send":
+                            sent.append(content(me, other, tag, number, nbytes))
+                            pending.append(transport.send(address(sent[-1]), nbytes, other, tag))
+                        else:
+                            buffer = np.zeros(nbytes, np.uint8)
+                            received.append((buffer, content(other, me, tag, number, nbytes)))
+                            pending.append(transport.receive(address(buffer), nbytes, other, tag))
+            rendezvous.all_gather(b"")
+        for each in reversed(pending):
+            each.wait(20.0)
+        assert all(buffer.tobytes() == right.tobytes() for buffer, right in received)
+
+
+def a_message_that_is_not_sent_times_out(transport, rendezvous):
+    """Waiting for a message that no rank sends raises TimeoutError after the timeout."""
+    if rendezvous.rank == 0:
+        buffer, began = np.zeros(100, np.uint8), time.monotonic()
+        try:
+            transport.receive(address(buffer), 100, 1, 0).wait(0.3)
+        except TimeoutError:
+            assert time.monotonic() - began > 0.25
+        else:
+            raise AssertionError("the wait did not time out")
+        assert not buffer.any()
+    rendezvous.all_gather(b"")
+
+
+def an_abort_ends_waits(transport, rendezvous):
+    """An abort in another thread ends this rank's waits soon; later messages fail, too; it does not raise twice."""
+    if rendezvous.rank == 0:
+        buffer, errors = np.zeros(100, np.uint8), []
+
+        def wait(pending):
+            try:
+                pending.wait(20.0)
+            except OSError as error:
+                errors.append(error)
+
+        pending = transport.receive(address(buffer), 100, 1, 0)
+        thread, began = threading.Thread(target=wait, args=(pending,)), time.monotonic()
+        thread.start()
+        time.sleep(0.2)
+        transport.abort()
+        thread.join(10)
+        wait(transport.send(address(buffer), 100, 1, 0))
+        wait(transport.receive(address(buffer), 100, 1, 0))
+        transport.abort()
+        assert [isinstance(error, ConnectionError) for error in errors] == [True] * 3, errors
+        assert time.monotonic() - began < 10
+    rendezvous.all_gather(b"")
+
+
+def an_abort_is_noticed_by_other_ranks(transport, rendezvous):
+    """If a rank publishes a reason and aborts, ranks that wait for its messages get a ConnectionError soon."""
+    if rendezvous.rank == 0:
+        time.sleep(0.2)
+        rendezvous.publish_abort(b"the reason")
+        transport.abort()
+    else:
+        buffer, began = np.zeros(100, np.uint8), time.monotonic()
+        try:
+            transport.receive(address(buffer), 100, 0, 0).wait(20.0)
+        except ConnectionError:
+            assert time.monotonic() - began < 10
+        else:
+            raise AssertionError("the wait did not fail")
+        deadline = time.monotonic() + 10
+        while rendezvous.abort_cause() is None:
+            assert time.monotonic() < deadline, "the reason is not published"
+            time.sleep(0.01)
+        assert rendezvous.abort_cause() == b"the reason"
+    rendezvous.all_gather(b"")
+
+
+LAWS = (
+    messages_arrive_in_order,
+    a_message_that_is_not_sent_times_out,
+    an_abort_ends_waits,
+    an_abort_is_noticed_by_other_ranks,
+)
+
+
+def run_under_mpi(name):
+    from mpi4py import MPI
+
+    from crossreduce.transports.mpi import MpiRendezvous, MpiTransport
+
+    comm = MPI.COMM_WORLD.Dup()
+    rendezvous = MpiRendezvous(comm, 30.0)
+    transport = MpiTransport(comm, rendezvous.abort_cause)
+    globals()[name](transport, rendezvous)
+    transport.close()
+    print(f"rank {rendezvous.rank} passed", flush=True)
+
+
+if __name__ == "__main__":
+    run_under_mpi(sys.argv[2])
