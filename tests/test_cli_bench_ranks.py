@@ -193,7 +193,7 @@ def test_times_of_all_ranks_are_combined(average, time_us):
 
 
 def test_wrong_elements_of_all_ranks_are_counted():
-    """Wrong elements of other ranks are counted; without a check the count is None."""
+    """Wrong elements of other ranks are counted; the count is ``None`` without a check."""
     (row,) = ranks.rows(FakeBackend(wrong=5), request_for(), "fake")
     assert row.out_of_place.nwrong == 5
     (row,) = ranks.rows(FakeBackend(wrong=5), request_for(check=0), "fake")

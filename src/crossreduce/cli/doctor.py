@@ -43,7 +43,7 @@ class RankState:
       sequence: its last call; 0: none.
       text: the op, dtype and shape of this call.
       state: of this call: running or finished; or left (the rank left the group), idle (it called no collective),
-        unknown (there is no information about this rank).
+        unknown (without any information).
       seconds: from the start of the call, or its end if it finished, until the first rank of the host aborted.
       dumped: whether the rank wrote a dump.
       stack: the innermost functions of its main thread, the innermost first.
