@@ -1,4 +1,5 @@
-"""Where all devices share one memory, is "direct" ever quicker than "one_device"? planning.choose says no.
+"""If all devices share one memory, is "direct" ever faster than "one_device"? ``planning.choose`` assumes that it is
+not.
 
 8 devices of host memory (NumPy) and of JAX. Run: python benchmarks/crossover.py
 """
@@ -22,7 +23,7 @@ def main():
     rng = np.random.default_rng(0)
     kept = {}
     for framework in ("numpy", "jax"):
-        print(f"\n{framework}: bytes a replica, median us of one_device and direct, ratio direct / one_device")
+        print(f"\n{framework}: bytes per replica, median us of one_device and direct, ratio direct / one_device")
         for exponent in range(10, 27, 2):
             arrays = [rng.standard_normal((1 << exponent) // 4, dtype=np.float32) for _ in range(N)]
             if framework == "jax":

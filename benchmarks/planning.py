@@ -1,9 +1,9 @@
-"""How near do plans come to their bounds, on whole machines, parts and broken ones, and what does planning take?
+"""How close are plans to their bounds, on complete, partial and damaged machines, and how long does planning take?
 
-Everything but the times is exact and the same on every machine. Expected values were computed beforehand by other code:
-the optima of all-gathers by ForestColl's (Zhao et al., arXiv:2402.06787), the others by linear programs and by hand.
-Times are medians of cold runs in one process: all plans forgotten, SciPy loaded. Wall time is what the issue's limits
-are for; CPU time is beside it, because machines that run benchmarks are often shared.
+All results except the times are exact and the same on every machine. Expected values were computed by other code: the
+optima of all-gathers by ForestColl's (Zhao et al., arXiv:2402.06787), the others by linear programs and manually. Times
+are medians of cold runs in one process, with empty caches and SciPy loaded. The limits are for wall time; CPU time is
+also reported, since machines that run benchmarks are often shared.
 Run: python benchmarks/planning.py [--quick] [--json PATH]
 """
 
@@ -31,11 +31,10 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow, shortest_path
 
 import crossreduce as cr
-from crossreduce.planning import hierarchical_copy
-from crossreduce.planning.forest import forest
-from crossreduce.planning.plans import NAMED
+from crossreduce.planning import REGISTRY, Request, hierarchical_copy
+from crossreduce.planning.algorithms.forest import forest
 from crossreduce.schedule import fluid_rate
-from crossreduce.schedule.simulate import way
+from crossreduce.schedule.simulate import route_links
 from crossreduce.topology.machines import machine_names
 
 box = cr.Topology.machine
@@ -49,10 +48,10 @@ SIZES = {
     "1 GiB": 1 << 30,
 }
 CUT_BOUNDS = ("all_gather", "reduce_scatter", "broadcast", "reduce")
-MOST_MIXED = 8  # devices up to which all rings are listed: 5,040 of them
+MOST_MIXED = 8  # the number of devices up to which all rings are listed: 5,040 of them
 
-# Expected values. A decimal is met when ours rounds to it.
-# Machine: (topology, all-gather, all-reduce, broadcast from any root, all-reduce where switches reduce).
+# Expected values. A result equals a decimal if it rounds to it.
+# Machine: (topology, all-gather, all-reduce, broadcast from any root, all-reduce if switches reduce).
 EXPECTED_BOUNDS = {
     "DGX-1P": (partial(box, "dgx-1p"), "91.43", "45.71", "80", "45.71"),
     "DGX-1V": (partial(box, "dgx-1v"), "171.43", "85.71", "150", "85.71"),
@@ -68,7 +67,7 @@ EXPECTED_BOUNDS = {
     "A100 x 2": (partial(box, "dgx-a100", 2), "346.67", "173.33", "200", "200"),
     "H100 x 2": (partial(box, "hgx-h100", 2), "533.33", "266.67", "400", "400"),
 }
-# Machine: (topology, all-gather, k, all-gather at one tree a root); None: not known.
+# Machine: (topology, all-gather, k, all-gather with one tree per root); None: not known.
 EXPECTED_OPTIMA = {
     "DGX-1P": (partial(box, "dgx-1p"), "640/7", "4", None),
     "DGX-1V": (partial(box, "dgx-1v"), "1200/7", "6", None),
@@ -100,11 +99,11 @@ def nvlink_pairs(bridge: int, pcie: int) -> cr.Topology:
     return cr.Topology(names, [link for a, b, speed in both for link in ((a, b, speed), (b, a, speed))], ["root"])
 
 
-# What there is to compare with.
+# Comparisons.
 
 
 def staged_rate(schedule: cr.Schedule, topology: cr.Topology) -> Fraction:
-    """Return the GB/s of a schedule whose rounds run one after another: each takes what its busiest link takes."""
+    """Return the GB/s of a schedule whose rounds run one after another, each in the time of its busiest link."""
     through = {route[:3]: route.through for route in schedule.routes}
     seconds = Fraction(0)
     for steps in schedule.rounds:
@@ -112,22 +111,22 @@ def staged_rate(schedule: cr.Schedule, topology: cr.Topology) -> Fraction:
         for chunk, dst, srcs in steps:
             for src in set(srcs) - {dst}:
                 ends = schedule.devices[src], schedule.devices[dst]
-                for pair in way(topology, *ends, through.get((chunk, src, dst))):
+                for pair in route_links(topology, *ends, through.get((chunk, src, dst))):
                     load[pair] += schedule.chunks[chunk].share / topology.link(*pair).bandwidth
         seconds += max(load.values(), default=Fraction(0))
     return 1 / seconds
 
 
 def rings(topology: cr.Topology) -> tuple[Fraction | None, str]:
-    """Return the GB/s of an all-reduce on rings that use only the devices' own links and ways through switches.
+    """Return the GB/s of an all-reduce on rings that use only the devices' own links and routes through switches.
 
-    Up to ``MOST_MIXED`` devices the best mix of all directed rings there are (``None``: there is no ring); else
-    what the planner finds.
+    For up to ``MOST_MIXED`` devices it is the best combination of all directed rings (``None``: no ring exists); else
+    that of the planner's rings.
     """
     devices, n = topology.devices, len(topology.devices)
     if n > MOST_MIXED:
         return cr.plan(topology, "all_reduce", LARGE, "ring").rate, "planner's"
-    ways = {
+    routes = {
         (a, b): tuple(pairwise(nodes))
         for a in devices
         for b in devices
@@ -137,10 +136,10 @@ def rings(topology: cr.Topology) -> tuple[Fraction | None, str]:
     paths = [(devices[0],)]
     while paths:
         path = paths.pop()
-        paths += [(*path, b) for b in devices if b not in path and (path[-1], b) in ways]
-        if len(path) == n and (path[-1], path[0]) in ways:
+        paths += [(*path, b) for b in devices if b not in path and (path[-1], b) in routes]
+        if len(path) == n and (path[-1], path[0]) in routes:
             hops = zip(path, (*path[1:], path[0]), strict=True)
-            uses.add(frozenset(Counter(pair for hop in hops for pair in ways[hop]).items()))
+            uses.add(frozenset(Counter(pair for hop in hops for pair in routes[hop]).items()))
     if not uses:
         return None, "best mix"
     number = {(link.src, link.dst): k for k, link in enumerate(topology.links)}
@@ -152,7 +151,7 @@ def rings(topology: cr.Topology) -> tuple[Fraction | None, str]:
 
 
 def least_seconds(topology: cr.Topology) -> float:
-    """Return the longest of all shortest ways between devices, in seconds: no all-reduce takes less."""
+    """Return the longest of all shortest routes between devices, in seconds: no all-reduce takes less."""
     number = {node: k for k, node in enumerate(topology.nodes)}
     pairs = [(number[link.src], number[link.dst]) for link in topology.links]
     delays = [float(link.latency_s) for link in topology.links]
@@ -161,11 +160,11 @@ def least_seconds(topology: cr.Topology) -> float:
     return float(shortest_path(matrix)[:n, :n].max())
 
 
-# Optima: how ForestColl counts.
+# Optima, as ForestColl counts them.
 
 
 def unit_trees(topology: cr.Topology) -> Fraction:
-    """Return k, the least number of equal trees a root that reaches the all-gather's bound."""
+    """Return k, the least number of equal trees per root that reaches the bound of the all-gather."""
     rate = cr.bound(topology, "all_gather").algbw / len(topology.devices)
     values = [rate, *(link.bandwidth for link in topology.links)]
     scale = lcm(*(value.denominator for value in values))
@@ -173,7 +172,7 @@ def unit_trees(topology: cr.Topology) -> Fraction:
 
 
 def single_trees(topology: cr.Topology) -> Fraction:
-    """Return the all-gather's GB/s where each root has one tree: capacities are rounded down to whole trees."""
+    """Return the GB/s of an all-gather with one tree per root: capacities are rounded down to complete trees."""
     n, source = len(topology.devices), len(topology.nodes)
     number = {node: k for k, node in enumerate(topology.nodes)}
     arcs = [(number[link.src], number[link.dst]) for link in topology.links] + [(source, k) for k in range(n)]
@@ -196,8 +195,8 @@ def single_trees(topology: cr.Topology) -> Fraction:
 # Times.
 
 
-def forget() -> None:
-    """Forget all bounds and plans."""
+def clear_caches() -> None:
+    """Clear all caches of planning."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("crossreduce.planning", "crossreduce.schedule")):
             for value in vars(module).values():
@@ -205,15 +204,15 @@ def forget() -> None:
 
 
 def fresh(topology: cr.Topology) -> cr.Topology:
-    """Return an equal topology that has not been asked for anything yet."""
+    """Return an equal topology without cached routes."""
     return cr.Topology(topology.devices, topology.links, topology.switches)
 
 
 def cold(topology: cr.Topology, run: Callable[[cr.Topology], object], runs: int) -> dict[str, float]:
-    """Time ``run`` on a topology with nothing remembered: medians."""
+    """Return the median times of ``run`` on a topology with empty caches."""
     wall, cpu = [], []
     for _ in range(runs):
-        forget()
+        clear_caches()
         again = fresh(topology)
         start, used = time.perf_counter(), time.process_time()
         run(again)
@@ -235,7 +234,7 @@ def compared(name: str, expected: str | None, ours: Fraction | None) -> dict[str
 
 
 def reference(most: int) -> list[dict[str, object]]:
-    """Compare everything that was known beforehand, on up to ``most`` devices."""
+    """Compare with all expected values, on up to ``most`` devices."""
     lines = []
     for name, (make, gather, reduce, root, inside) in EXPECTED_BOUNDS.items():
         topology = make()
@@ -261,7 +260,7 @@ def reference(most: int) -> list[dict[str, object]]:
         if k:
             lines.append(compared(f"{name}: k", k, unit_trees(topology)))
         if single:
-            lines.append(compared(f"{name}: one tree a root", single, single_trees(topology)))
+            lines.append(compared(f"{name}: one tree per root", single, single_trees(topology)))
     for name, (fluid, stages, tensor, limit) in EXPECTED_TENSORFLOW.items():
         topology = box(name)
         devices, n = topology.devices, len(topology.devices)
@@ -280,13 +279,13 @@ def reference(most: int) -> list[dict[str, object]]:
 
 
 def planned(name: str, topology: cr.Topology, collective: str, runs: int) -> dict[str, object]:
-    """Plan a forest, and describe it: bound, rate, ratio, k, trees, depth, seconds to plan."""
+    """Plan a forest, and return its bound, rate, ratio, k, trees, depth and planning time."""
     times = cold(topology, lambda again: cr.plan(again, collective, LARGE, "forest"), runs)
     plan = cr.plan(topology, collective, LARGE, "forest")
     chunk, devices = plan.schedule.chunks[0], topology.devices
     sources = [devices[s] for s in chunk.sources] if collective == "broadcast" else devices
     destinations = [devices[d] for d in chunk.destinations] if collective == "reduce" else devices
-    grown = forest(topology, collective, tuple(sources), tuple(destinations))
+    packed = forest(Request(collective, tuple(sources), tuple(destinations), topology=topology))
     plan.bound.check()
     return {
         "name": name,
@@ -295,15 +294,15 @@ def planned(name: str, topology: cr.Topology, collective: str, runs: int) -> dic
         "bound": text(plan.bound.algbw),
         "rate": text(plan.rate),
         "ratio": text(plan.ratio),
-        "k": text(grown.k),
-        "trees": grown.trees,
-        "depth": grown.depth,
+        "k": text(packed.k),
+        "trees": packed.trees,
+        "depth": packed.depth,
         "time": times,
     }
 
 
 def with_others(name: str, topology: cr.Topology, runs: int) -> dict[str, object]:
-    """Plan an all-reduce, and give the rates of TensorFlow's plan, of rings and of one device beside it."""
+    """Plan an all-reduce, and return also the rates of TensorFlow's plan, of rings and of one device."""
     devices = topology.devices
     rotated = hierarchical_copy(devices, packs=len(devices))
     around, how = rings(topology)
@@ -320,7 +319,7 @@ def with_others(name: str, topology: cr.Topology, runs: int) -> dict[str, object
 
 
 def on_many_devices(name: str, topology: cr.Topology) -> dict[str, object]:
-    """Describe what "auto" plans where there are too many devices for a forest, beside the cuts' bounds."""
+    """Return the plan of "auto" on too many devices for a forest, and the bounds by cuts."""
     times = cold(topology, lambda again: cr.plan(again, "all_reduce", LARGE), 1)
     plan = cr.plan(topology, "all_reduce", LARGE)
     found = {collective: text(cr.bound(topology, collective).algbw) for collective in CUT_BOUNDS}
@@ -338,7 +337,7 @@ def on_many_devices(name: str, topology: cr.Topology) -> dict[str, object]:
 
 
 def many(cases: Iterable[tuple[str, cr.Topology]]) -> dict[str, object]:
-    """Plan an all-reduce in each case, equal wirings once, and put the results together."""
+    """Plan an all-reduce in each case, equal wirings once, and combine the results."""
     made: dict[cr.Topology, dict[str, object] | None] = {}
     first: dict[cr.Topology, str] = {}
     counts: Counter[cr.Topology] = Counter()
@@ -388,7 +387,7 @@ def many(cases: Iterable[tuple[str, cr.Topology]]) -> dict[str, object]:
 
 
 def subsets(topology: cr.Topology, sizes: Iterable[int]) -> Iterable[tuple[str, cr.Topology]]:
-    """Yield the parts of a machine that have so many devices."""
+    """Yield the parts of a machine with these numbers of devices."""
     for size in sizes:
         for chosen in combinations(topology.devices, size):
             yield " ".join(chosen), topology.subset(chosen)
@@ -401,13 +400,13 @@ def failures(topology: cr.Topology) -> Iterable[tuple[str, cr.Topology]]:
 
 
 def chosen(name: str, topology: cr.Topology) -> list[dict[str, object]]:
-    """Return for each size what "auto" takes, how long that is, and how much longer each algorithm."""
+    """Return for each size the choice of "auto", its time, and the relative times of all algorithms."""
     latency, limit = least_seconds(topology), float(cr.bound(topology, "all_reduce").algbw)
     lines = []
     for size, nbytes in SIZES.items():
         best = cr.plan(topology, "all_reduce", nbytes)
         others = {}
-        for algorithm in NAMED:
+        for algorithm in REGISTRY:
             try:
                 others[algorithm] = cr.plan(topology, "all_reduce", nbytes, algorithm).seconds / best.seconds
             except cr.PlanError:
@@ -430,7 +429,7 @@ def chosen(name: str, topology: cr.Topology) -> list[dict[str, object]]:
 
 
 def times(runs: int, quick: bool) -> list[dict[str, object]]:
-    """Measure what planning takes, beside the limits that were set."""
+    """Measure the time of planning, with the limits."""
     lines = []
 
     def measure(what: str, limit: float, cases: dict[str, cr.Topology], run: Callable[[cr.Topology], object]) -> None:
@@ -465,15 +464,15 @@ def times(runs: int, quick: bool) -> list[dict[str, object]]:
         for algorithm in ("forest", "auto"):
             run = partial(cr.plan, nbytes=1 << 26, algorithm=algorithm)
             measure(f"re-plan by {algorithm} after a lost {what}, 8 devices", 0.05, whole, run)
-    for what, asked in (("", box("dgx-1v")), (", of an equal topology", fresh(box("dgx-1v")))):
+    for what, topology in (("", box("dgx-1v")), (", of an equal topology", fresh(box("dgx-1v")))):
         lines.append(
-            {"what": f"a plan that is known{what}", "limit_s": 1e-4, "cases": 1, "slowest": "dgx-1v"} | known(asked)
+            {"what": f"a cached plan{what}", "limit_s": 1e-4, "cases": 1, "slowest": "dgx-1v"} | cached(topology)
         )
     return lines
 
 
-def known(topology: cr.Topology) -> dict[str, float]:
-    """Time asking for the same plan again."""
+def cached(topology: cr.Topology) -> dict[str, float]:
+    """Measure the time of requesting the same plan again."""
     cr.plan(topology, nbytes=LARGE)
     start, used, calls = time.perf_counter(), time.process_time(), 1000
     for _ in range(calls):
@@ -484,11 +483,11 @@ def known(topology: cr.Topology) -> dict[str, float]:
 
 def grow(topology: cr.Topology, collective: str) -> object:
     """Plan a forest, without verifying and pipelining it."""
-    return forest(topology, collective, topology.devices, topology.devices)
+    return forest(Request(collective, topology.devices, topology.devices, topology=topology))
 
 
 def joined(topology: cr.Topology) -> bool:
-    """Return whether data can get from each device to every other; links go both ways in all machines."""
+    """Return whether data can get from each device to every other; all machines have links in both directions."""
     return all(topology.route(topology.devices[0], device) for device in topology.devices[1:])
 
 
@@ -496,22 +495,22 @@ def joined(topology: cr.Topology) -> bool:
 
 
 def text(value: Fraction | None) -> str | None:
-    """Write an exact number down."""
+    """Return an exact number as text."""
     return None if value is None else str(value)
 
 
 def short(value: object) -> str:
-    """Write a number for a table, and a dash for none."""
+    """Return a number for a table; a dash for ``None``."""
     return "-" if value is None else f"{float(Fraction(value)):.2f}"
 
 
 def milliseconds(times: dict[str, float]) -> str:
-    """Write wall and CPU time."""
+    """Return wall and CPU time as text."""
     return f"{times['wall_s'] * 1e3:.4g} ms ({times['cpu_s'] * 1e3:.4g} CPU)"
 
 
 def show_plans(title: str, lines: list[dict[str, object]]) -> None:
-    """Print planned lines."""
+    """Print lines of plans."""
     print(f"\n{title}: GB/s when large; TF: TensorFlow's trees at once / in stages / one tensor")
     for line in lines:
         rates = f"bound {short(line['bound']):>8}, rate {short(line['rate']):>8}"
@@ -530,7 +529,7 @@ def show_plans(title: str, lines: list[dict[str, object]]) -> None:
 
 
 def show_many(title: str, found: dict[str, dict[str, object]]) -> None:
-    """Print what many cases came to."""
+    """Print the combined results of many cases."""
     print(f"\n{title}: ratios to the bound, least / median / greatest")
     for name, result in found.items():
         print(
@@ -555,7 +554,7 @@ def show_rest(result: dict[str, list[dict[str, object]]]) -> None:
                 f"{short(line['ratio_to_scatter_and_gather'])}, planned in {milliseconds(line['time'])}"
             )
     print(
-        "\nAUTO: seconds of an all-reduce, over what latency and bandwidth need; how many times longer each algorithm"
+        "\nAUTO: seconds of an all-reduce, ratio to the bounds of latency and bandwidth, relative times of algorithms"
     )
     for line in result["auto"]:
         others = ", ".join(f"{name} {short(ratio)}" for name, ratio in line["relative"].items())
@@ -563,12 +562,12 @@ def show_rest(result: dict[str, list[dict[str, object]]]) -> None:
             f"  {line['name']:16} {line['size']:>8}: {line['algorithm']:17} {line['seconds'] * 1e6:11.2f} us, "
             f"{line['over_bound']:.2f} x bound; {others}"
         )
-    print("\nTIMES: the slowest case, cold; wall time is of a machine that may be shared, so CPU time is beside it")
+    print("\nTIMES: the slowest case, cold; wall and CPU time, since the machine may be shared")
     for line in result["times"]:
         word = "within" if line["worst_wall_s"] < line["limit_s"] else "OVER"
         print(
             f"  {line['what']:48} {milliseconds(line):34} {word:6} {line['limit_s'] * 1e3:g} ms: {line['slowest']}, of "
-            f"{line['cases']}; most wall time {line['worst_wall_s'] * 1e3:.4g} ms"
+            f"{line['cases']}; greatest wall time {line['worst_wall_s'] * 1e3:.4g} ms"
         )
 
 
@@ -589,7 +588,7 @@ def laid_out(value: object, margin: str = "\n") -> str:
 
 
 def main() -> None:
-    """Make all tables, print them, and keep them."""
+    """Make all tables, print them, and store them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one machine of each kind, each time measured once")
     parser.add_argument("--json", type=Path, default=RESULTS / "planning.json")
@@ -613,7 +612,7 @@ def main() -> None:
     show_many("SUBSETS", result["subsets"])
     sixteens = [name for name in names if len(box(name).devices) <= 16]
     result["failures"] = {name: many(failures(box(name))) for name in (boxes if quick else sixteens)}
-    if not quick:  # the torus looks the same from each of its 192 links; in a NVL72 each link is some device's only one
+    if not quick:  # all 192 links of the torus are equivalent; in a NVL72 each link is the only one of a device
         torus = box("tpu-v4")
         result["failures"]["tpu-v4"] = many([next(iter(failures(torus)))])
         result["failures"]["gb200-nvl72"] = many(failures(box("gb200-nvl72")))
@@ -635,7 +634,7 @@ def main() -> None:
     large = [] if quick else [(f"hgx-h100 x {n}", box("hgx-h100", n)) for n in (32, 128)]
     result["large"] = [on_many_devices(name, topology) for name, topology in large]
 
-    forget()
+    clear_caches()
     tabled = names if quick else [*sixteens, "gb200-nvl72", "tpu-v4"]
     result["auto"] = [line for name in tabled for line in chosen(name, box(name))]
     result["times"] = times(runs, quick)
@@ -644,9 +643,9 @@ def main() -> None:
     described = machine()
     described["versions"]["scipy"] = scipy.__version__
     kept = {"benchmark": "planning", "date": datetime.date.today().isoformat(), "machine": described, "quick": quick}
-    note = "Times are of a shared machine; wall time is in cold runs, and CPU time beside it. All else is exact."
+    note = "Times are medians of cold runs on a shared machine, wall and CPU time. All other results are exact."
     options.json.write_text(laid_out(kept | {"note": note} | result) + "\n")
-    print(f"\nkept in {options.json.name}")
+    print(f"\nstored in {options.json.name}")
 
 
 if __name__ == "__main__":

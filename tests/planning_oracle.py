@@ -1,7 +1,7 @@
-"""What planning must find, worked out the slow way: every cut, a whole flow program, a schedule's steps on lists.
+"""Reference results for planning, by slow methods: all cuts, a complete flow program, schedules run on lists.
 
-In: topologies and schedules, of which only the plain numbers are read.  Out: bounds, cuts, what devices hold; and
-wirings that hypothesis draws, to make topologies of. Nothing here imports crossreduce.
+Input: topologies and schedules, of which only plain numbers are read. Output: bounds, cuts, the values on devices; and
+wirings that hypothesis draws, for making topologies. Nothing here imports crossreduce.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-# Bandwidths: whole numbers, fractions that need a common unit, decimals as callers measure them, binary fractions
-# that lie close to a sum of others, and numbers that no float holds beside each other.
+# Bandwidths: integers, fractions that need a common unit, decimals as in measurements, binary fractions that are close
+# to a sum of others, and numbers too different for one float.
 WHOLE = (1, 2, 3, 25)
 ODD = (1, 2, Fraction(1, 3), Fraction(5, 2), Fraction(64, 3), 450)
 DECIMAL = tuple(map(Fraction, ("0.125", "0.1", "0.3", "12.5", "46.7", "5000")))
@@ -44,7 +44,7 @@ def width(topology: Any, inside: frozenset[str], outward: bool = True) -> Fracti
 def cut_bound(
     topology: Any, weights: Mapping[str, Fraction], outward: bool, members: Iterable[str] | None = None
 ) -> Fraction:
-    """Return the least over all sets S that lack a member of sum(w) B(S) / w(S); 0 where a member is cut off."""
+    """Return the least sum(w) B(S) / w(S) over all sets S that lack a member; 0 if a member cannot be reached."""
     needed = set(topology.devices if members is None else members)
     whole = sum(weights.values(), Fraction(0))
     found = []
@@ -56,7 +56,7 @@ def cut_bound(
 
 
 class _Program:
-    """A linear program that is written row by row; solved by HiGHS in floating point."""
+    """A linear program, row by row; solved by HiGHS in floating point."""
 
     def __init__(self) -> None:
         self.columns = 0
@@ -97,7 +97,7 @@ def _flows(
     outward: bool,
     whole: dict[int, float],
 ) -> None:
-    """Ask that to each sink there is a flow of ``whole`` from a source that feeds each root with what it has."""
+    """Require a flow of ``whole`` to each sink, from a source that supplies each root with its bytes."""
     ends = [(link.src, link.dst) if outward else (link.dst, link.src) for link in topology.links]
     for sink in sinks:
         along, fed = program.new(len(ends)), dict(zip(roots, program.new(len(roots)), strict=True))
@@ -116,7 +116,7 @@ def _flows(
 
 
 def _balance(program: _Program, topology: Any, used: list[int]) -> None:
-    """Ask that what enters a switch that cannot reduce leaves it."""
+    """Require equal rates into and out of each switch that cannot reduce."""
     for switch in topology.switches:
         if not switch.reduces:
             row = {c: 1.0 for c, link in zip(used, topology.links, strict=True) if link.dst == switch.name}
@@ -130,7 +130,7 @@ def _scale(topology: Any) -> Fraction:
 
 
 def all_reduce_bound(topology: Any) -> float:
-    """Return the rate of the best all-reduce by trees among all devices: the whole flow program, no cuts."""
+    """Return the rate of the best all-reduce by trees among all devices: the complete flow program, without cuts."""
     program = _Program()
     scale = _scale(topology)
     roots = program.new(len(topology.devices))
@@ -148,9 +148,9 @@ def all_reduce_bound(topology: Any) -> float:
 def trees_bound(
     topology: Any, weights: Mapping[str, Fraction], outward: bool, members: Iterable[str] | None = None
 ) -> float:
-    """Return the rate of the best trees out of (or into) weighted roots, switches that cannot reduce kept in balance.
+    """Return the rate of the best trees out of (or into) weighted roots, with balanced switches that cannot reduce.
 
-    It is ``cut_bound`` where each switch takes in as much as it gives out; it may be less where one does not.
+    It is ``cut_bound`` if each switch can send as much as it can receive, else it may be less.
     """
     program = _Program()
     scale, sum_ = _scale(topology), sum(weights.values(), Fraction(0))
@@ -166,7 +166,7 @@ def trees_bound(
 
 
 def least_cut(n: int, capacities: Mapping[tuple[int, int], int], src: int, dst: int) -> tuple[int, frozenset[int]]:
-    """Return the least capacity that leaves any set with ``src`` and without ``dst``, and the smallest such set."""
+    """Return the least capacity out of any set with ``src`` and without ``dst``, and the smallest such set."""
     found = []
     for inside in subsets(range(n)):
         if src in inside and dst not in inside:
@@ -178,7 +178,7 @@ def least_cut(n: int, capacities: Mapping[tuple[int, int], int], src: int, dst: 
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in what takes more processor time; for loops that would not end in any time to speak of."""
+    """Raise TimeoutError if the code takes more processor time; for loops that would run for very long."""
 
     def late(*_: Any) -> None:
         raise _LateError
@@ -187,7 +187,7 @@ def at_most(seconds: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
-    except _LateError:  # its traceback may end between two lines, which pytest cannot show
+    except _LateError:  # pytest cannot show its traceback, which may end between two lines
         error = TimeoutError(f"not done in {seconds} s")
     else:
         return
@@ -201,7 +201,7 @@ class _LateError(Exception):
     pass
 
 
-# Schedules, run on lists of Python's whole numbers.
+# Schedules, run on lists of Python integers.
 
 
 def spans(schedule: Any, size: int) -> list[range]:
@@ -211,9 +211,9 @@ def spans(schedule: Any, size: int) -> list[range]:
 
 
 def run(schedule: Any, buffers: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[int]]:
-    """Run a schedule on a buffer a device; return what each device holds of each chunk at the end.
+    """Run a schedule on one buffer per device; return the final value of each chunk on each device.
 
-    A device that is no source of a chunk holds none of it at first. All steps of a round read before any writes.
+    A device that is not a source of a chunk has no initial value. All steps of a round read before any of them writes.
     """
     where = spans(schedule, len(buffers[0]))
     held = {(c, s): [buffers[s][k] for k in where[c]] for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
@@ -228,7 +228,8 @@ def run(schedule: Any, buffers: Sequence[Sequence[int]]) -> dict[tuple[int, int]
 
 
 def rate(schedule: Any, topology: Any) -> Fraction:
-    """Return what the busiest link allows, in GB/s; a move without a route takes the link between its devices."""
+    """Return the rate that the busiest link allows, in GB/s; transfers without a route use the link between their
+    devices."""
     width = {(link.src, link.dst): link.bandwidth for link in topology.links}
     routes = {(chunk, src, dst, r): through for chunk, src, dst, through, r in schedule.routes}
     load = dict.fromkeys(width, Fraction(0))
@@ -243,12 +244,13 @@ def rate(schedule: Any, topology: Any) -> Fraction:
 
 
 def buffers(n: int, size: int) -> list[list[int]]:
-    """Return a buffer a device, such that each element of a sum tells its place and who is in it, and how often."""
+    """Return one buffer per device, such that each element of a sum shows its position and the count of each
+    contribution."""
     base = (n + 1) ** n
     return [[(k + 1) * base + (n + 1) ** device for k in range(size)] for device in range(n)]
 
 
-# Wirings: (devices, links, switches), to make a topology of.
+# Wirings: (devices, links, switches), for making a topology.
 
 
 class Wiring(NamedTuple):
@@ -258,7 +260,7 @@ class Wiring(NamedTuple):
 
 
 def both_ways(text: str) -> Wiring:
-    """Return a wiring by its links, such as "0-1 1/8, 1-s 5000": digits are devices, letters switches that pass on."""
+    """Return a wiring by its links, such as "0-1 1/8, 1-s 5000": digits are devices, letters are plain switches."""
     links: list[tuple[str, str, Fraction]] = []
     for link in text.split(", "):
         pair, width = link.split()
@@ -284,10 +286,10 @@ def wirings(
     """Draw 2 devices or more, and perhaps switches.
 
     Args:
-      kinds: "symmetric": joined, every link alike both ways. "directed": joined, links differ both ways, but what can
-        enter a switch can leave it. "lopsided": that differs, too. "loose": anything, perhaps in parts.
-      speeds: the bandwidths, of which those on one link add up.
-      reducing: what a switch may be.
+      kinds: "symmetric": connected, links equal in both directions. "directed": connected, links differ in the two
+        directions, but the rates into and out of a switch are equal. "lopsided": these differ, too. "loose": any links.
+      speeds: the bandwidths; several on one link add up.
+      reducing: whether a switch may reduce.
     """
     kind = draw(st.sampled_from(kinds))
     devices = tuple(f"cpu:{k}" for k in range(draw(st.integers(2, most_devices))))
@@ -304,7 +306,10 @@ def wirings(
 
     if kind != LOOSE:
         for k in range(1, len(nodes)):
-            a, b = nodes[k], nodes[draw(st.integers(0, min(k, len(devices)) - 1))]  # a switch never hangs on another
+            a, b = (
+                nodes[k],
+                nodes[draw(st.integers(0, min(k, len(devices)) - 1))],
+            )  # a switch is not linked to another one
             if kind == SYMMETRIC or (kind == DIRECTED and a in names):
                 add((a, b), (b, a))
             else:

@@ -14,18 +14,10 @@ from hypothesis import strategies as st
 
 from crossreduce import Link, Topology
 from crossreduce.packing import Packing
+from crossreduce.planning import PLANNERS, REGISTRY
 
-# The planners of plain lists of devices, which share one signature; "forest" plans on a topology only.
-ALGORITHMS = (
-    "one_device",
-    "hierarchical_copy",
-    "ring",
-    "halving_doubling",
-    "recursive_doubling",
-    "direct",
-    "one_shot",
-)
-NAMED = (*ALGORITHMS, "forest")
+ALGORITHMS = tuple(PLANNERS)  # the algorithms with a planner for lists of devices
+NAMED = tuple(REGISTRY)
 OPS = ("sum", "mean", "min", "max", "product")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")

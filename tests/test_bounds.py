@@ -1,4 +1,4 @@
-"""Bounds: equal to what trying every cut gives, and no certificate of a false one passes."""
+"""Bounds: equal to the least over all cuts, and no certificate of a wrong bound is accepted."""
 
 import itertools
 import re
@@ -22,7 +22,7 @@ DGX_1V = Topology.machine("dgx-1v")
 
 
 def line(*speeds, back=False):
-    """Return devices in a line, linked one way, or both."""
+    """Return devices in a line, linked in one direction or in both."""
     devices = [f"cpu:{k}" for k in range(len(speeds) + 1)]
     links = [Link(a, b, speed) for (a, b), speed in zip(itertools.pairwise(devices), speeds, strict=True)]
     return Topology(devices, links + [Link(b, a, speed) for a, b, speed, _ in links] * back)
@@ -32,12 +32,12 @@ def outward(collective):
     return collective in ("broadcast", "all_gather")
 
 
-# What every cut gives.
+# All cuts.
 
 
 @st.composite
 def requests(draw, kinds=(*ANY, LOOSE), speeds=WHOLE + ODD + WILD):
-    """Draw a topology, a one-way collective, its roots (None, one, or several with bytes) and who takes part."""
+    """Draw a topology, a one-way collective, its roots (None, one, or several with bytes) and the members."""
     topology = Topology(*draw(wirings(kinds, speeds, reducing=(False, True))))
     collective = draw(st.sampled_from(ONE_WAY))
     members = draw(st.one_of(st.none(), st.lists(st.sampled_from(topology.devices), min_size=2, unique=True)))
@@ -62,13 +62,13 @@ def weights(topology, roots, members):
 @settings(max_examples=300)
 @given(requests())
 def test_one_way_bounds_are_what_every_cut_gives(ask):
-    """For any roots and members, on any wiring and of any bandwidths, the bound is the least over all sets of nodes;
-    where that is 0, the error names the cut."""
+    """For any roots and members, on any wiring with any bandwidths, the bound is the least over all sets of nodes; if
+    that is 0, the error names the cut."""
     topology, collective, roots, members = ask
     given_, needed = weights(topology, roots, members), members or topology.devices
     wanted = planning_oracle.cut_bound(topology, given_, outward(collective), needed)
     if not wanted:
-        with pytest.raises(PlanError, match="needs a way from") as caught:
+        with pytest.raises(PlanError, match="needs a route from") as caught:
             bound(topology, collective, roots, members)
         check_names_a_cut(topology, needed, given_, collective, str(caught.value))
         return
@@ -84,8 +84,8 @@ def test_one_way_bounds_are_what_every_cut_gives(ask):
 
 
 def check_names_a_cut(topology, needed, roots, collective, text):
-    """The message names a device and some that it cannot reach, and the devices that it can: no link leaves these."""
-    src, beyond, inside = re.search(r"from (\S+) to (.*), and no link leads out of {(.*)}", text).groups()
+    """Check that a message has a device, the devices that it cannot reach, and those that it can."""
+    src, beyond, inside = re.search(r"from (\S+) to (.*), but no link leads out of {(.*)}", text).groups()
     inside, beyond = set(inside.split(", ")), set(beyond.split(", "))
     reached, waiting = {src}, [src]
     while waiting:
@@ -94,24 +94,22 @@ def check_names_a_cut(topology, needed, roots, collective, text):
                 reached.add(link.dst)
                 waiting.append(link.dst)
     assert inside in (reached, reached & set(topology.devices))
-    takers = set(needed) if collective in ("broadcast", "all_gather") else set(roots)
-    if collective == "reduce_scatter":
-        takers = set(needed)
-    assert beyond == takers - inside
+    destinations = set(roots) if collective == "reduce" else set(needed)
+    assert beyond == destinations - inside
     assert beyond
 
 
 def test_the_cut_that_is_named_has_its_switches():
-    """No link leads out of the set that an error names, so switches that can be reached are in it."""
+    """The set that an error names includes the switches that can be reached."""
     topology = Topology(["cpu:0", "cpu:1"], [("cpu:0", "s", 1), ("cpu:1", "cpu:0", 1)], ["s"])
-    with pytest.raises(PlanError, match=r"from cpu:0 to cpu:1, and no link leads out of {cpu:0, s}"):
+    with pytest.raises(PlanError, match=r"from cpu:0 to cpu:1, but no link leads out of {cpu:0, s}"):
         bound(topology, "all_gather")
 
 
 @settings(max_examples=60)
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.sampled_from(["broadcast", "reduce"]))
 def test_without_a_root_the_best_is_taken(wiring, collective):
-    """root=None is the root whose bound is greatest."""
+    """root=None is the root with the greatest bound."""
     topology = Topology(*wiring)
     best = max(bound(topology, collective, root).algbw for root in topology.devices)
     found = bound(topology, collective)
@@ -123,7 +121,7 @@ def test_without_a_root_the_best_is_taken(wiring, collective):
 
 @pytest.mark.parametrize(("collective", "root"), [("broadcast", "cpu:0"), ("reduce", "cpu:2")])
 def test_without_a_root_one_that_reaches_all_is_found(collective, root):
-    """On a one-way line only one device can be the root, and it is taken."""
+    """On a line in one direction only one device can be the root, and it is chosen."""
     topology = line(3, 2)
     assert bound(topology, collective, root).algbw == 2
     found = bound(topology, collective)
@@ -136,7 +134,8 @@ def test_without_a_root_one_that_reaches_all_is_found(collective, root):
 @settings(max_examples=50)
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)))
 def test_turned_links_turn_collectives(wiring):
-    """On the reversed links a broadcast is a reduce, an all-gather a reduce-scatter, an all-reduce itself."""
+    """On the reversed links a broadcast has the bound of a reduce, an all-gather that of a reduce-scatter, and an
+    all-reduce its own."""
     topology = Topology(*wiring)
     back = topology.reversed()
     for there, here in (("broadcast", "reduce"), ("all_gather", "reduce_scatter"), ("all_reduce", "all_reduce")):
@@ -147,7 +146,7 @@ def test_turned_links_turn_collectives(wiring):
 @settings(max_examples=50)
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.sampled_from([Fraction(1, 10**6), 7, 2**24]))
 def test_bounds_scale_with_bandwidth(wiring, factor):
-    """All links so many times as wide: so many times the rate."""
+    """The bound is proportional to the bandwidths."""
     topology = Topology(*wiring)
     wide = Topology(topology.devices, [link._replace(bandwidth=link.bandwidth * factor) for link in topology.links],
                     topology.switches)  # fmt: skip
@@ -160,7 +159,7 @@ def test_bounds_scale_with_bandwidth(wiring, factor):
 @settings(max_examples=50)
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.randoms(use_true_random=False))
 def test_bounds_do_not_depend_on_names(wiring, rng):
-    """Devices in another order, under other names, give the same bounds."""
+    """Devices in another order, with other names, have the same bounds."""
     topology = Topology(*wiring)
     order = list(topology.devices)
     rng.shuffle(order)
@@ -172,8 +171,8 @@ def test_bounds_do_not_depend_on_names(wiring, rng):
 @settings(max_examples=60)
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.data())
 def test_less_wiring_is_never_faster(wiring, data):
-    """A link that gets wider, and a switch that learns to reduce, never lower a bound; fewer devices never lower a
-    broadcast's."""
+    """A wider link, and a switch that can reduce, never lower a bound; fewer members never lower that of a
+    broadcast."""
     topology = Topology(*wiring)
     which = data.draw(st.integers(0, len(topology.links) - 1))
     wider = list(topology.links)
@@ -192,8 +191,8 @@ def test_less_wiring_is_never_faster(wiring, data):
 
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)))
 def test_an_all_reduce_lies_between(wiring):
-    """An all-reduce is as fast as a reduce-scatter and an all-gather on half of each link, one after the other,
-    and no faster than any broadcast or reduction alone."""
+    """The bound of an all-reduce is at least that of a reduce-scatter and an all-gather on half of each link, and at
+    most that of any broadcast or reduction."""
     topology = Topology(*wiring)
     rate = bound(topology, "all_reduce").algbw
     alone = [bound(topology, collective).algbw for collective in ("reduce_scatter", "all_gather")]
@@ -212,7 +211,7 @@ def test_an_all_reduce_lies_between(wiring):
 
 
 def proved(claim):
-    """Return what check says that a claim's certificate proves; None where it accepts the claim."""
+    """Return the rate that a certificate proves according to check; None if check accepts the claim."""
     try:
         claim.check()
     except PlanError as error:
@@ -230,7 +229,7 @@ def truth(claim):
 
 @st.composite
 def forgeries(draw, one_way=True):
-    """Draw a bound with another certificate: cuts moved, dropped, added, of other weights; potentials of any kind."""
+    """Draw a bound with another certificate: cuts moved, removed, added, with other weights; any potentials."""
     topology = Topology(*draw(wirings(ANY, WHOLE, most_devices=4, reducing=(False, True))))
     collective = draw(st.sampled_from(ONE_WAY if one_way else COLLECTIVES[:1]))
     root = draw(st.sampled_from(topology.devices)) if collective in ("broadcast", "reduce") else None
@@ -258,7 +257,7 @@ def forgeries(draw, one_way=True):
 
 def check_is_sound(forged):
     claimed = proved(forged)
-    if claimed is not None:  # refused as it is: claim what it is said to prove
+    if claimed is not None:  # refused: claim the rate that it proves
         assume(claimed >= 0)
         forged = replace(forged, algbw=claimed)
         assert proved(forged) is None
@@ -268,10 +267,10 @@ def check_is_sound(forged):
 @settings(max_examples=300)
 @given(forgeries())
 def test_no_single_cut_proves_a_false_bound(forged):
-    """Whatever set is put forward, what check accepts is a bound: nothing below the least cut of all passes."""
+    """For any set as certificate, check only accepts bounds: no rate below the least cut is accepted."""
     nodes = forged.cuts[0].nodes
     if set(forged.devices) <= nodes:
-        with pytest.raises(PlanError, match="lacks no device"):
+        with pytest.raises(PlanError, match="must lack a device"):
             forged.check()
         return
     assume(any(weight for root, weight in forged.roots if root in nodes))
@@ -281,13 +280,14 @@ def test_no_single_cut_proves_a_false_bound(forged):
 @settings(max_examples=120)
 @given(forgeries(one_way=False))
 def test_no_certificate_proves_a_false_all_reduce_bound(forged):
-    """Whatever is done to the cuts, weights and potentials, check accepts nothing below the flow program's optimum."""
+    """For any change of the cuts, weights and potentials, check accepts no rate below the optimum of the flow
+    program."""
     check_is_sound(forged)
 
 
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.sampled_from(COLLECTIVES), st.integers(1, 10**12))
 def test_a_changed_rate_is_refused(wiring, collective, part):
-    """A certificate proves its own rate, and neither a little more nor a little less."""
+    """A certificate proves its own rate, and no slightly different one."""
     real = bound(Topology(*wiring), collective)
     for factor in (1 + Fraction(1, part), 1 - Fraction(1, part), Fraction(2)):
         with pytest.raises(PlanError, match=r"does not prove the bound|given: .* claimed, .* proved"):
@@ -308,27 +308,31 @@ LOPSIDED_STAR = Topology(
         (lambda real: {"cuts": real.cuts[1:]}, "too little weight"),
         (lambda real: {"cuts": ()}, "too little weight"),
         (lambda real: {"cuts": tuple(cut._replace(weight=cut.weight / 2) for cut in real.cuts)}, "too little weight"),
-        (lambda real: {"cuts": tuple(cut._replace(weight=-cut.weight) for cut in real.cuts)}, "lacks no device"),
-        (lambda real: {"cuts": tuple(cut._replace(nodes=cut.nodes | {*real.devices}) for cut in real.cuts)}, "lacks"),
+        (lambda real: {"cuts": tuple(cut._replace(weight=-cut.weight) for cut in real.cuts)}, "must lack a device"),
+        (
+            lambda real: {"cuts": tuple(cut._replace(nodes=cut.nodes | {*real.devices}) for cut in real.cuts)},
+            "must lack a device",
+        ),
         (lambda real: {"cuts": tuple(cut._replace(weight=cut.weight * 2) for cut in real.cuts)}, "does not prove"),
         (lambda real: {"potentials": (("cpu:0", ONE, ONE),)}, "only switches that do not reduce"),
         (lambda real: {"potentials": (("nowhere", ONE, ONE),)}, "only switches that do not reduce"),
         (lambda real: {"potentials": (("s", Fraction(-5), Fraction(5)),)}, "does not prove"),
-        (lambda real: {"algbw": None}, "proves nothing"),
+        (lambda real: {"algbw": None}, "does not prove a bound"),
         (lambda real: {"topology": real.topology.with_switches(reducing=True), "potentials": (("s", ONE, ONE),)},
          "only switches that do not reduce"),
     ],
 )  # fmt: skip
 def test_a_broken_certificate_is_refused(change, words):
-    """A cut dropped, halved, doubled, negative or of everyone, a potential of a device or of a switch that reduces."""
+    """A missing, halved, doubled, negative or complete cut, or a potential of a device or a reducing switch, is
+    refused."""
     real = bound(LOPSIDED_STAR, "all_reduce")
     real.check()
     with pytest.raises(PlanError, match=words):
         replace(real, **change(real)).check()
 
 
-def test_a_certificate_is_of_one_topology():
-    """On wider links the same certificate proves less than is claimed, so it is refused."""
+def test_a_certificate_applies_to_one_topology():
+    """With wider links the same certificate proves another rate, so it is refused."""
     for collective in COLLECTIVES:
         real = bound(DGX_1V, collective)
         wide = Topology(real.topology.devices, [link._replace(bandwidth=link.bandwidth * 2) for link in DGX_1V.links])
@@ -339,8 +343,9 @@ def test_a_certificate_is_of_one_topology():
 
 
 @pytest.mark.parametrize("collective", ONE_WAY)
-def test_a_cut_of_the_wrong_way_is_refused(collective):
-    """What enters a set limits no broadcast out of it, and what leaves it no reduction into it."""
+def test_a_cut_in_the_wrong_direction_is_refused(collective):
+    """The links into a set do not limit a broadcast out of it, and the links out of it do not limit a reduction into
+    it."""
     topology = Topology(["cpu:0", "cpu:1"], [("cpu:0", "cpu:1", 5), ("cpu:1", "cpu:0", 1)])
     slow, fast = ("cpu:1", "cpu:0") if outward(collective) else ("cpu:0", "cpu:1")
     root = fast if collective in ("broadcast", "reduce") else None
@@ -357,7 +362,7 @@ def test_a_cut_of_the_wrong_way_is_refused(collective):
 @pytest.mark.parametrize("collective", ONE_WAY)
 @pytest.mark.parametrize("cuts", [(), "twice", "no root", "unknown"])
 def test_one_way_certificates_are_one_cut_with_a_root(collective, cuts):
-    """No cut, two cuts, or one without a root's bytes is an error that says so, not a crash."""
+    """No cut, two cuts, or one without the bytes of a root is a PlanError."""
     real = bound(line(3, 2, back=True), collective, "cpu:0" if collective in ("broadcast", "reduce") else None)
     empty = Cut(frozenset(), ONE, outward(collective))
     given_ = {(): (), "twice": real.cuts * 2, "no root": (empty,), "unknown": (Cut(frozenset({"x"}), ONE, True),)}[cuts]
@@ -392,8 +397,8 @@ TABLE = [
 
 @pytest.mark.parametrize("row", TABLE, ids=[f"{row[0]}-{row[1]}" for row in TABLE])
 def test_bounds_of_machines(row):
-    """On whole machines: the values that ForestColl's published search finds, and half of them for an all-reduce;
-    where switches can reduce, up to twice as much."""
+    """On complete machines the bounds are those of ForestColl's published search, half of them for an all-reduce, and
+    up to twice as much with reducing switches."""
     name, hosts, options, gather, all_reduce, single, in_network = row
     topology = Topology.machine(name, hosts, **options)
     wanted = dict(zip(COLLECTIVES, (all_reduce, single, single, gather, gather), strict=True))
@@ -410,7 +415,7 @@ def test_bounds_of_machines(row):
     ("hosts", "gather"), [(16, Fraction(1280, 3)), (32, Fraction(12800, 31)), (128, Fraction(51200, 127))]
 )
 def test_bounds_of_many_hosts(hosts, gather):
-    """128, 256 and 1,024 GPUs in HGX H100 boxes: the all-gather's cut is a box with its eight cards."""
+    """On 128, 256 and 1,024 GPUs in HGX H100 machines, the cut of the all-gather is a machine with its eight cards."""
     topology = Topology.machine("hgx-h100", hosts)
     found = bound(topology, "all_gather")
     assert found.algbw == gather
@@ -428,7 +433,7 @@ def test_bounds_of_many_hosts(hosts, gather):
         (Topology.mesh(4, 4), (Fraction(8, 5), 2, 2, Fraction(32, 15), Fraction(32, 15))),
         (Topology.mesh(5, 5), (Fraction(5, 3), 2, 2, Fraction(25, 12), Fraction(25, 12))),
         (line(3, 2, back=True), (2, 2, 2, Fraction(3), Fraction(3))),
-        # one way round: each reduction and each broadcast passes all links but one
+        # in one direction: each reduction and each broadcast passes all links but one
         (
             Topology(
                 ["cpu:0", "cpu:1", "cpu:2"], [("cpu:0", "cpu:1", 4), ("cpu:1", "cpu:2", 4), ("cpu:2", "cpu:0", 4)]
@@ -438,13 +443,13 @@ def test_bounds_of_many_hosts(hosts, gather):
     ],
 )
 def test_bounds_by_hand(topology, rates):
-    """Small wirings, whose bounds can be worked out on paper."""
+    """Small wirings have the bounds that can be computed on paper."""
     for collective, rate in zip(COLLECTIVES, rates, strict=True):
         assert bound(topology, collective).algbw == rate, collective
 
 
 def test_one_device_has_no_bound():
-    """Where nothing has to move there is no limit, and nothing to prove."""
+    """If no data has to move, the rate is unlimited and needs no proof."""
     for collective in COLLECTIVES:
         for devices, topology in ((None, Topology(["cpu:0"], [])), (["cuda:3"], DGX_1V)):
             found = bound(topology, collective, devices=devices)
@@ -453,19 +458,19 @@ def test_one_device_has_no_bound():
 
 
 def test_members_may_have_others_between_them():
-    """Devices that take no part pass on and combine, and are no roots."""
+    """Devices that do not take part forward and combine, and are not roots."""
     topology = line(3, 2, back=True)
     found = bound(topology, "all_gather", devices=["cpu:0", "cpu:2"])
     assert (found.algbw, found.devices) == (4, ("cpu:0", "cpu:2"))
     assert found.roots == (("cpu:0", ONE), ("cpu:2", ONE))
     star = Topology(["cpu:0", "cpu:1", "cpu:2", "cpu:3"],
                     [link for k in "123" for link in (("cpu:0", f"cpu:{k}", 6), (f"cpu:{k}", "cpu:0", 6))])  # fmt: skip
-    assert bound(star, "all_reduce", devices=["cpu:1", "cpu:2", "cpu:3"]).algbw == 6  # cpu:0 combines, as NVLS does
+    assert bound(star, "all_reduce", devices=["cpu:1", "cpu:2", "cpu:3"]).algbw == 6  # cpu:0 combines, like NVLS
     assert bound(Topology.star(3, 6), "all_reduce").algbw == Fraction(9, 2)
 
 
 def test_weighted_roots():
-    """Several reductions at once: what starts inside a set must leave it, whichever root it belongs to."""
+    """In several simultaneous reductions, all bytes that start inside a set must leave it."""
     topology = Topology.ring(4, 10)
     assert bound(topology, "reduce", {"cpu:0": 1}).algbw == bound(topology, "reduce", "cpu:0").algbw == 20
     even = bound(topology, "reduce", dict.fromkeys(topology.devices, 3))
@@ -475,8 +480,8 @@ def test_weighted_roots():
 
 
 def test_every_subset_of_a_dgx_1():
-    """On each of the 247 subsets of two GPUs or more, an all-reduce is at least as fast as reduce-scatter, then
-    all-gather; on some it is faster. Where links join no two parts, the error names them."""
+    """On each of the 247 subsets of two GPUs or more, an all-reduce is at least as fast as a reduce-scatter and an
+    all-gather, and on some it is faster. If no link joins two parts, the error names them."""
     faster = apart = 0
     for count in range(2, 9):
         for devices in itertools.combinations(DGX_1V.devices, count):
@@ -496,7 +501,7 @@ def test_every_subset_of_a_dgx_1():
     assert (faster, apart) == (174, 50)
 
 
-# Wrong requests.
+# Invalid requests.
 
 
 @pytest.mark.parametrize(
@@ -511,20 +516,20 @@ def test_every_subset_of_a_dgx_1():
         ((DGX_1V, "reduce", {"cuda:0": -1}), "0 bytes or more"),
         ((DGX_1V, "reduce", {"cuda:0": 0.5}), "0 bytes or more"),
         ((DGX_1V, "reduce", {"cuda:0": True}), "0 bytes or more"),
-        ((DGX_1V, "reduce", {"cuda:0": 0}), "some root must have some bytes"),
-        ((DGX_1V, "reduce", {}), "some root must have some bytes"),
+        ((DGX_1V, "reduce", {"cuda:0": 0}), "some root must have more than 0 bytes"),
+        ((DGX_1V, "reduce", {}), "some root must have more than 0 bytes"),
         ((DGX_1V, "all_reduce", None, ["cuda:9"]), "no such device"),
         ((DGX_1V, "all_reduce", None, []), "at least one device"),
     ],
 )
-def test_wrong_requests_say_what_is_wrong(arguments, words):
-    """An argument that cannot be used is an ArgumentError that names it."""
+def test_invalid_requests(arguments, words):
+    """An invalid argument is an ArgumentError that shows it."""
     with pytest.raises(ArgumentError, match=words):
         bound(*arguments)
 
 
 def test_bounds_are_frozen_values():
-    """Equal requests give equal bounds, which hash alike and cannot be changed."""
+    """Equal requests give equal bounds, which have equal hashes and cannot be changed."""
     one, two = bound(DGX_1V, "all_reduce"), bound(Topology.machine("dgx-1v"), "all_reduce")
     assert one == two
     assert isinstance(one, Bound)

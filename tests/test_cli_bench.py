@@ -264,7 +264,7 @@ def test_bench_takes_the_first_devices_of_a_topology(printed, crossreduce, tmp_p
     path.write_text(DGX.subset(["cuda:0", "cuda:5"]).to_json())
     code, _, error = crossreduce(*small, path)
     assert code == 2
-    assert "needs a way from cpu:0 to cpu:1, and no link leads out of {cpu:0}." in error
+    assert "needs a route from cpu:0 to cpu:1, but no link leads out of {cpu:0}." in error
 
 
 def test_bench_forwards_through_devices_that_are_not_measured(printed, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from command_line import expanded
 
 import crossreduce as cr
-from crossreduce.planning.bounds import COLLECTIVES
+from crossreduce.planning import COLLECTIVES
 from crossreduce.planning.explain import limited_by
 from crossreduce.topology.machines import machine_names
 
@@ -110,7 +110,7 @@ def test_the_selection_is_that_of_the_library(printed, line, topology):
     for collective, entry in report["bounds"].items():
         if "pcie-8" in line:
             assert entry["algbw"] is None
-            assert f"{collective} needs a way from cuda:" in entry["error"]
+            assert f"{collective} needs a route from cuda:" in entry["error"]
             continue
         limit = cr.bound(topology, collective)
         assert entry["error"] is None
@@ -135,7 +135,7 @@ def test_a_topology_in_pieces_is_shown(printed):
     first, *rest = out[out.index("│ all_reduce ") :].splitlines()
     cells = [first, *itertools.takewhile(lambda line: line.startswith("│     "), rest)]
     assert " ".join(line.split("│")[-2].strip() for line in cells) == (
-        "all_reduce needs a way from cuda:0 to cuda:5, and no link leads out of {cuda:0}."
+        "all_reduce needs a route from cuda:0 to cuda:5, but no link leads out of {cuda:0}."
     )
 
 

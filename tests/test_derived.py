@@ -1,4 +1,5 @@
-"""Reduce-scatters and all-gathers made from all-reduces: each device's part is its own, and nothing needless moves."""
+"""Reduce-scatters and all-gathers from all-reduces: each device has its own part, and there are no needless
+transfers."""
 
 from collections import Counter
 from dataclasses import replace
@@ -20,14 +21,15 @@ DGX = Topology.machine("dgx-1v")
 
 
 def owners(schedule, end):
-    """Return which device has each chunk to itself: its only destination (end 2), or its only source (end 1)."""
+    """Return the device of each chunk: its only destination (end 2), or its only source (end 1)."""
     found = [chunk[end] for chunk in schedule.chunks]
     assert all(len(one) == 1 for one in found)
     return [device for (device,) in found]
 
 
 def check_parts(schedule, collective, members):
-    """The i-th n-th of the buffer belongs to the i-th device, and all others give to it, or get it."""
+    """Check that the i-th of n parts of the buffer belongs to the i-th device, which receives it from, or sends it to,
+    all."""
     n = len(members)
     mine, others = (2, 1) if collective == "reduce_scatter" else (1, 2)
     assert schedule.collective == collective
@@ -44,7 +46,7 @@ def check_parts(schedule, collective, members):
 
 
 def moves(schedule):
-    """Return how often each chunk goes from each device to each other."""
+    """Count the transfers of each chunk from each device to each other one."""
     return Counter(
         (chunk, src, dst) for steps in schedule.rounds for chunk, dst, srcs in steps for src in set(srcs) - {dst}
     )
@@ -53,8 +55,8 @@ def moves(schedule):
 @pytest.mark.parametrize("algorithm", NAMED)
 @pytest.mark.parametrize("n", range(1, 10))
 def test_part_i_is_on_device_i(algorithm, n):
-    """With 1 to 9 devices, powers of two or not, in the topology's order or another, part i of a reduce-scatter ends on
-    the i-th device and part i of an all-gather starts there, by every algorithm on every wiring."""
+    """With 1 to 9 devices, in the order of the topology or another one, part i of a reduce-scatter ends on the i-th
+    device and part i of an all-gather starts there, by every algorithm on every wiring."""
     wirings = [Topology.full_mesh(n, 25, 1e-6), Topology.ring(n, 25, 1e-6), Topology.star(n, 450, 1e-6)]
     wirings += [Topology.mesh(3, n // 3, 25, 1e-6)] if n % 3 == 0 else [Topology.mesh(1, n, 25, 1e-6)]
     wirings += [DGX.subset(DGX.devices[:n])] if n <= 8 else []
@@ -68,7 +70,7 @@ def test_part_i_is_on_device_i(algorithm, n):
 @settings(max_examples=80)
 @given(st.data(), st.integers(2, 7), st.sampled_from([*NAMED, "auto"]), st.booleans())
 def test_some_devices_of_any_topology(data, n, algorithm, both_ways):
-    """So it is for some of the devices, in any order, on any topology."""
+    """The same is true for some of the devices, in any order, on any topology."""
     topology = data.draw(wired(names(n), both_ways=both_ways))
     members = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True))
     for collective in ("reduce_scatter", "all_gather"):
@@ -83,8 +85,8 @@ TREES = [name for name in NAMED if name not in PAIRED]
 
 
 @pytest.mark.parametrize("algorithm", NAMED)
-def test_nothing_needless_moves(algorithm):
-    """Each chunk moves once for each device but the one whose part it is: what all others give, or get."""
+def test_no_needless_transfers(algorithm):
+    """Each chunk moves once for each device but its owner."""
     others = (Topology.mesh(2, 3, 25, 1e-6), Topology.star(5, 450, 1e-6)) if algorithm in TREES else ()
     for topology in (DGX, *others):
         for collective in ("reduce_scatter", "all_gather"):
@@ -96,8 +98,8 @@ def test_nothing_needless_moves(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_gather_is_a_scatter_backwards(algorithm):
-    """On links that are alike both ways an all-gather takes as long as the reduce-scatter that it turns round."""
+def test_an_all_gather_takes_as_long_as_its_reduce_scatter(algorithm):
+    """On links that are equal in both directions an all-gather takes as long as the reduce-scatter that it reverses."""
     for topology in (DGX, Topology.mesh(2, 2, 25, 1e-6), Topology.machine("mi100")):
         scatter, gather = (
             cr.plan(topology, collective, 5 * MIB, algorithm) for collective in ("reduce_scatter", "all_gather")
@@ -107,13 +109,14 @@ def test_a_gather_is_a_scatter_backwards(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_gather_goes_the_other_way(algorithm):
-    """On links that differ both ways an all-gather takes as long as a reduce-scatter on the links turned round."""
+def test_an_all_gather_reverses_a_reduce_scatter(algorithm):
+    """On links that differ in the two directions an all-gather takes as long as a reduce-scatter on the reversed
+    links."""
     there = [("cpu:0", "a", 25), ("cpu:1", "a", 12), ("cpu:2", "b", 25), ("cpu:3", "b", 3), ("a", "b", 10)]
     back = [(dst, src, gb_per_s * 2 + 1) for src, dst, gb_per_s in there]
-    lopsided = Topology(names(4), [Link(*link, 1e-6) for link in there + back], ["a", "b"])
+    uneven = Topology(names(4), [Link(*link, 1e-6) for link in there + back], ["a", "b"])
     around = [Link(f"cpu:{k}", f"cpu:{(k + 1) % 4}", 25, 1e-6) for k in range(4)]
-    for topology in (lopsided, Topology(names(4), around)):
+    for topology in (uneven, Topology(names(4), around)):
         gather = cr.plan(topology, "all_gather", 5 * MIB, algorithm)
         scatter = cr.plan(topology.reversed(), "reduce_scatter", 5 * MIB, algorithm)
         assert gather.seconds == pytest.approx(scatter.seconds, rel=1e-9)
@@ -126,9 +129,9 @@ def test_a_gather_goes_the_other_way(algorithm):
 
 @settings(max_examples=100)
 @given(algorithms, st.integers(1, 9), st.integers(0, 9))
-def test_what_is_kept_of_an_all_reduce(algorithm, n, first):
-    """Of an all-reduce in as many packs as devices what brings each chunk to its owner is kept; an all-gather from that
-    turns each move round, but for those to a device that has the chunk already."""
+def test_the_steps_that_are_kept_of_an_all_reduce(algorithm, n, first):
+    """Of an all-reduce with one pack per device, the steps that bring each chunk to its owner are kept; the all-gather
+    reverses each transfer, except to a device that has the chunk already."""
     whole = PLANNERS[algorithm](names(n), packs=n, first=first)
     scattered = reduce_scatter(whole)
     check_parts(scattered, "reduce_scatter", names(n))
@@ -143,7 +146,7 @@ def test_what_is_kept_of_an_all_reduce(algorithm, n, first):
     assert moves(gathered).total() == len(gathered.chunks) * (n - 1)
     if algorithm in TREES or n & (n - 1) == 0:
         assert moves(gathered) == back
-        if algorithm not in ("recursive_doubling", "one_shot"):  # all devices compute the result, or pairs do
+        if algorithm not in ("recursive_doubling", "one_shot"):  # several devices compute each result
             assert back.total() * 2 == moves(whole).total()
         assert len(gathered.rounds) == len(scattered.rounds)
 
@@ -151,7 +154,7 @@ def test_what_is_kept_of_an_all_reduce(algorithm, n, first):
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
 @pytest.mark.parametrize("n", range(2, 10))
 def test_half_of_an_all_reduce(algorithm, n):
-    """A ring's and direct's reduce-scatter is the first half of the all-reduce, step by step."""
+    """The reduce-scatter of ring and direct is the first half of the all-reduce."""
     whole = PLANNERS[algorithm](names(n), first=1 if algorithm == "ring" else 0)
     scattered = reduce_scatter(whole)
     half = len(whole.rounds) // 2
@@ -160,7 +163,8 @@ def test_half_of_an_all_reduce(algorithm, n):
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_halving_then_doubling(n):
-    """For powers of two the reduce-scatter is the halving, in log2 n rounds, each of half the last one's additions."""
+    """For powers of two the reduce-scatter is the halving, in log2 n rounds with half the additions of the previous
+    one."""
     scattered = reduce_scatter(PLANNERS["halving_doubling"](names(n), packs=n))
     assert len(scattered.rounds) == n.bit_length() - 1
     assert {sum(len(step.srcs) - 1 for step in steps) for steps in scattered.rounds} == {
@@ -187,9 +191,9 @@ def test_one_shot_scatters_as_direct():
         assert shots.rounds == reduce_scatter(PLANNERS["direct"](names(n))).rounds
 
 
-def test_routes_turn_round_too():
-    """Where a chunk's way is named, the all-gather takes it backwards; ways of steps that are dropped are dropped."""
-    # Two ways between two devices and a third device: what is not named takes the wide bus.
+def test_routes_are_reversed_too():
+    """The all-gather uses the routes of the reduce-scatter backwards; routes of removed steps are removed."""
+    # Two routes between any two devices: transfers without a route of their own use the first bus.
     links = [Link(a, b, 10) for bus in ("b0", "b1") for d in names(3) for a, b in ((d, bus), (bus, d))]
     topology = Topology(names(3), links, ["b0", "b1"])
     scatter = cr.plan(topology, "reduce_scatter", MIB, "forest").schedule
@@ -206,16 +210,16 @@ def test_routes_turn_round_too():
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_chunks_stay_where_they_become_whole(algorithm):
-    """Where an all-reduce makes equally many chunks whole on each device, these are their owners: the reduce-scatter
+def test_chunks_stay_where_they_are_first_complete(algorithm):
+    """If an all-reduce completes the same number of chunks on each device, these are the owners, and the reduce-scatter
     has no copies."""
     n = 8
     scattered = reduce_scatter(PLANNERS[algorithm](names(n), packs=n))
     assert all(len(step.srcs) > 1 for steps in scattered.rounds for step in steps)
 
 
-def test_owners_are_equally_many():
-    """Where one device makes all chunks whole, they are handed out in turn."""
+def test_owners_in_turn():
+    """If one device completes all chunks, they are assigned to the devices in turn."""
     whole = PLANNERS["one_device"](names(3), root="cpu:1", packs=6)
     scattered = reduce_scatter(whole)
     assert owners(scattered, 2) == [0, 0, 1, 1, 2, 2]

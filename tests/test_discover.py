@@ -1,4 +1,4 @@
-"""What a machine is found to be: from NVML, from /sys, or nothing at all."""
+"""Topologies of this machine: from NVML, from /sys, or of one device."""
 
 import itertools
 import sys
@@ -9,16 +9,16 @@ import pytest
 
 from crossreduce import Topology
 from crossreduce.topology import discover as module
-from crossreduce.topology.discover import discover
 from crossreduce.topology.kinds import nvlink
-from crossreduce.topology.machines import machine
+
+machine, discover = Topology.machine, Topology.discover
 
 NOTHING = Topology(("cpu:0",), ())
 
 
 @pytest.fixture
 def sys_tree(tmp_path, monkeypatch):
-    """Return what writes a tree of NUMA nodes as Linux does; there are no GPUs."""
+    """Return a function that writes a tree of NUMA nodes as Linux does, without GPUs."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(module, "NODES", tmp_path)
 
@@ -45,11 +45,10 @@ def test_two_sockets(sys_tree):
     assert topology.devices == ("cpu:0", "cpu:1")
     assert topology.link("cpu:0", "cpu:1")[2:] == (16, Fraction(2, 10**7))
     assert topology.link("cpu:1", "cpu:0")[2:] == (10, Fraction(32, 10**8))
-    assert Topology.discover() == topology
 
 
 def test_eight_nodes(sys_tree):
-    """Nodes of one socket are nearer to each other than those of two, and so their links are wider."""
+    """Nodes of one socket are nearer to each other than those of two, so their links are wider."""
     rows = [" ".join("10" if i == j else "12" if i // 4 == j // 4 else "32" for j in range(8)) for i in range(8)]
     sys_tree(rows)
     topology = discover()
@@ -58,7 +57,8 @@ def test_eight_nodes(sys_tree):
 
 
 def test_nodes_without_cpus_or_memory_are_none(sys_tree):
-    """A node of memory alone, as CXL and GPUs have, is no device, nor is one without memory; numbers may have gaps."""
+    """A node with memory only, as of CXL and GPUs, is not a device, nor is one without memory; numbers may have
+    gaps."""
     rows = ["10 20 30 20", "20 10 20 20", "30 20 10 20", "20 20 20 10"]
     sys_tree(rows, cpus=["0-7", "", "8-15", "16-23"], memory=[9, 9, 9, 0], numbers=[0, 2, 8, 9])
     topology = discover()
@@ -67,7 +67,7 @@ def test_nodes_without_cpus_or_memory_are_none(sys_tree):
 
 
 def test_unreachable_nodes_have_no_link(sys_tree):
-    """ACPI's distance 255 means that there is no way."""
+    """ACPI's distance 255 means that a link does not exist."""
     sys_tree(["10 255", "20 10"])
     topology = discover()
     assert topology.link("cpu:0", "cpu:1") is None
@@ -75,7 +75,7 @@ def test_unreachable_nodes_have_no_link(sys_tree):
 
 
 def test_one_node_is_one_device(sys_tree):
-    """A laptop has one NUMA node and nothing to link."""
+    """A laptop has one NUMA node and no links."""
     sys_tree(["10"])
     assert discover() == NOTHING
 
@@ -85,14 +85,14 @@ def test_one_node_is_one_device(sys_tree):
     [["10 20"], ["10 20", "20"], ["10 20", "20 x"], ["10 20", ""], ["10 0", "20 10"], ["10 -5", "20 10"], ["", ""]],
 )
 def test_malformed_distances_are_no_machine(sys_tree, rows):
-    """A table of distances that makes no sense is not believed: there is one device."""
+    """With an invalid table of distances there is one device."""
     sys_tree(rows)
     assert discover() == NOTHING
 
 
 @pytest.mark.parametrize("gone", ["distance", "cpulist", "meminfo"])
 def test_missing_files_are_no_machine(sys_tree, gone):
-    """So it is where a file is missing or is no text."""
+    """If a file is missing or is not text, there is one device."""
     root = sys_tree(["10 20", "20 10"])
     assert len(discover().devices) == 2
     (root / "node1" / gone).write_bytes(b"\xff\xfe")
@@ -102,7 +102,7 @@ def test_missing_files_are_no_machine(sys_tree, gone):
 
 
 def test_odd_trees_are_no_machine(sys_tree, tmp_path):
-    """Whatever else is in the folder, it does not fail."""
+    """Unexpected files in the folder are not an error."""
     sys_tree(["10 20", "20 10"])
     (tmp_path / "node1x").mkdir()
     assert discover() == NOTHING
@@ -118,7 +118,7 @@ def test_systems_without_sys(monkeypatch, tmp_path, path):
 
 
 def test_this_machine():
-    """On the machine at hand it finds something and does not fail."""
+    """On the machine that runs this test there is at least one device."""
     assert discover().devices
 
 
@@ -126,19 +126,19 @@ def test_this_machine():
 
 
 class RefusedError(Exception):
-    """What NVML raises for whatever a GPU does not have."""
+    """The error that NVML raises for unsupported queries."""
 
 
 LEVELS = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
 
 
 class Nvml(ModuleType):
-    """An NVML of as many GPUs as ``peers`` has entries.
+    """An NVML with one GPU for each entry of ``peers``.
 
     Args:
-      peers: for each GPU, what each of its NVLinks leads to: a GPU's number, "switch", "hidden" (a switch, as virtual
-        machines see it), "cpu", "other" (a GPU that is not here), or None for a link that is down.
-      level: of two GPUs, how far PCIe goes.
+      peers: for each GPU, the peer of each of its NVLinks: the number of a GPU, "switch", "hidden" (a switch, in a
+        virtual machine), "cpu", "other" (a GPU that is not visible), or None for an inactive link.
+      level: the part of PCIe that joins two GPUs.
     """
 
     NVML_NVLINK_MAX_LINKS = 18
@@ -200,7 +200,7 @@ class Nvml(ModuleType):
 
 @pytest.fixture
 def nvml(monkeypatch, tmp_path):
-    """Return what installs a driver; there is nothing in /sys, and CUDA sees all GPUs."""
+    """Return a function that installs a driver; /sys is empty, and all GPUs are visible."""
     monkeypatch.setattr(module, "NODES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -213,7 +213,7 @@ def nvml(monkeypatch, tmp_path):
 
 
 def bricks(name, one):
-    """Return what the NVLinks of a machine's GPUs lead to."""
+    """Return the peers of the NVLinks of a machine's GPUs."""
     out = [machine(name).out_links(f"cuda:{k}") for k in range(8)]
     return [[int(link.dst[5:]) for link in links for _ in range(int(link.bandwidth / one))] for links in out]
 
@@ -221,7 +221,7 @@ def bricks(name, one):
 @pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.parametrize(("name", "one", "sm"), [("dgx-1v", 25, (7, 0)), ("dgx-1p", 20, (6, 0))])
 def test_a_dgx_1_is_found(nvml, name, one, sm, as_bytes):
-    """GPUs that NVLinks join are found as the machine of the library, and the driver is let go."""
+    """GPUs that NVLinks join give the machine of the library, and the driver is shut down."""
     driver = nvml(bricks(name, one), sm=sm, as_bytes=as_bytes)
     assert discover() == machine(name)
     assert driver.up == 0
@@ -232,19 +232,19 @@ def test_a_dgx_1_is_found(nvml, name, one, sm, as_bytes):
     ("name", "n", "links", "sm"), [("dgx-2", 16, 6, (7, 0)), ("dgx-a100", 8, 12, (8, 0)), ("hgx-h100", 8, 18, (9, 0))]
 )
 def test_nvswitches_are_found(nvml, name, n, links, sm, seen):
-    """All NVSwitches are one, whether the driver says what they are or not."""
+    """All NVSwitches are one switch, whether the driver reports their type or not."""
     nvml([[seen] * links] * n, sm=sm)
     assert discover() == machine(name)
 
 
 def test_three_gpus_of_a_dgx_2(nvml):
-    """Unlike the table of nvidia-smi, the driver says that three V100 hang on a switch."""
+    """Unlike the table of nvidia-smi, the driver reports that three V100 are linked to a switch."""
     nvml([["switch"] * 6] * 3, sm=(7, 0))
     assert discover() == machine("dgx-2").subset(["cuda:0", "cuda:1", "cuda:2"])
 
 
 def test_a_workstation_is_found(nvml):
-    """Pairs with a bridge have PCIe too, as fast as the driver says."""
+    """Pairs with a bridge have PCIe, too, with the speed that the driver reports."""
     nvml([[k ^ 1] * 4 for k in range(4)], lambda i, j: "PHB", sm=(8, 6))
     assert discover() == machine("nvlink-pairs-4")
 
@@ -262,7 +262,8 @@ def test_a_workstation_is_found(nvml):
     ],
 )
 def test_a_pcie_machine_is_found(nvml, pcie, gb_per_s):
-    """PCIe's switches and CPUs are found by how near GPUs are; a generation or width that cannot be is the nearest."""
+    """PCIe switches and CPUs follow from the distances of GPUs; an invalid generation or width becomes the nearest
+    valid one."""
     nvml([[]] * 8, lambda i, j: "PIX" if i // 2 == j // 2 else "NODE" if i // 4 == j // 4 else "SYS", pcie=pcie)
     topology = discover()
     assert topology.route("cuda:0", "cuda:1") == ("cuda:0", "pcie0", "cuda:1")
@@ -271,7 +272,7 @@ def test_a_pcie_machine_is_found(nvml, pcie, gb_per_s):
 
 
 def test_a_switch_is_as_wide_as_its_widest_gpu(nvml):
-    """GPUs of different PCIe share a switch, whose way up is that of the widest."""
+    """GPUs with different PCIe links share a switch, whose link upwards is the widest of these."""
     driver = nvml([[]] * 3, lambda i, j: "PIX" if i + j == 1 else "PHB")
     driver.nvmlDeviceGetMaxPcieLinkGeneration = lambda handle: (3, 5, 3)[handle.k]
     driver.nvmlDeviceGetMaxPcieLinkWidth = lambda handle: (16, 8, 16)[handle.k]
@@ -281,7 +282,7 @@ def test_a_switch_is_as_wide_as_its_widest_gpu(nvml):
 
 
 def test_links_that_lead_elsewhere(nvml):
-    """Links that are down, or lead to CPUs or to GPUs that are not here, join nothing."""
+    """Links that are inactive, or lead to CPUs or to GPUs that are not visible, are left out."""
     nvml([[1, None, "cpu", "other"], [0, None, "cpu", "other"]])
     assert discover() == Topology.full_mesh(["cuda:0", "cuda:1"], 25, Fraction(7, 10**7))
 
@@ -305,7 +306,7 @@ def test_links_that_lead_elsewhere(nvml):
     ],
 )
 def test_cuda_visible_devices(nvml, monkeypatch, value, found):
-    """Devices are those that CUDA sees, by its numbers; where it sees none, they are those of host memory."""
+    """Devices are those that CUDA can use, with its numbers; if there are none, those of host memory."""
     nvml([[1, 3], [0, 2, 2], [1, 1, 3, 3, 3], [0, 2, 2, 2]])
     links = {(0, 1): 1, (0, 3): 1, (1, 2): 2, (2, 3): 3}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
@@ -333,12 +334,12 @@ def test_cuda_visible_devices(nvml, monkeypatch, value, found):
     ],
 )
 def test_nvlink_by_compute_capability(sm, kind):
-    """A GPU's generation of NVLink follows from its compute capability."""
+    """The generation of a GPU's NVLink follows from its compute capability."""
     assert nvlink(sm)[0] == kind
 
 
 FUNCTIONS = [name for name in vars(Nvml) if name.startswith("nvml")]
-# Without these nothing is known; without those nothing is lost here.
+# Without the first ones nothing is known; the second ones have no effect here.
 NEEDED = {"nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetPciInfo"}
 SPARE = {"nvmlShutdown", "nvmlDeviceGetUUID", "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetMaxPcieLinkWidth"}
 
@@ -346,7 +347,7 @@ SPARE = {"nvmlShutdown", "nvmlDeviceGetUUID", "nvmlDeviceGetNvLinkRemoteDeviceTy
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("how", ["refuses", "missing"])
 def test_a_driver_that_refuses(nvml, monkeypatch, name, how):
-    """A function that the driver refuses or lacks costs what it would have told, never an error."""
+    """A function that the driver refuses or lacks is not an error; only its information is missing."""
     driver = nvml([[1, 1], [0, 0], []], lambda i, j: "PHB")
     whole = discover()
 
@@ -364,13 +365,13 @@ def test_a_driver_that_refuses(nvml, monkeypatch, name, how):
 
 @pytest.mark.parametrize("broken", [None, ModuleType("pynvml"), SimpleNamespace()])
 def test_a_broken_package(monkeypatch, tmp_path, broken):
-    """A package of that name that is none, or none at all, is no GPU."""
+    """With a broken package of that name, or without it, no GPU is found."""
     monkeypatch.setattr(module, "NODES", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", broken)
     assert discover() == NOTHING
 
 
 def test_no_gpu(nvml):
-    """A driver without a GPU is no GPU."""
+    """A driver may report no GPU."""
     nvml([])
     assert discover() == NOTHING

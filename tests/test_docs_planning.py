@@ -1,6 +1,6 @@
-"""What docs/planning.md says is so: its code prints what it shows and draws its pictures, its numbers are computed.
+"""docs/planning.md is correct: its code prints its output and draws its pictures, and its numbers are computed here.
 
-The kept results of benchmarks/planning.py, which it quotes, are what the code gives today.
+The stored results of benchmarks/planning.py, which the page quotes, are those of the current code.
 """
 
 import contextlib
@@ -17,7 +17,9 @@ from types import SimpleNamespace
 import pytest
 
 import crossreduce as cr
-from crossreduce.planning import forest, hierarchical_copy, plans
+from crossreduce.planning import Request, hierarchical_copy, registry
+from crossreduce.planning.algorithms.forest import forest
+from crossreduce.planning.trees import fitting
 from crossreduce.schedule import fluid_rate
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +31,7 @@ KEPT = json.loads((ROOT / "benchmarks" / "results" / "planning.json").read_text(
 BOX = cr.Topology.machine("dgx-1v")
 PART = BOX.subset([f"cuda:{k}" for k in (0, 1, 2, 4, 6)])
 N = len(PART.devices)
-TIMES = {  # what the page tells of the times, and which lines of the kept results that is
+TIMES = {  # the rows of the page's table of times, and the lines of the stored results for each
     "cut bound, up to 16 devices": r"(all_gather|reduce_scatter|broadcast|reduce) bound, up to 16 devices",
     "cut bound, 256 devices": r".* bound, 256 devices",
     "cut bound, 1,024 devices": r".* bound, 1,024 devices",
@@ -38,14 +40,14 @@ TIMES = {  # what the page tells of the times, and which lines of the kept resul
     "forest, 32 devices": r".* forest, 32 devices",
     "forest, 64 and 72 devices": r".* forest, 64 and 72 devices",
     "a new forest after a lost link or device, 8 devices": r"re-plan by forest .*",
-    "a new plan by auto, likewise": r"re-plan by auto .*",
-    "a plan that is known": r"a plan that is known.*",
+    "a new plan by auto after a lost link or device, 8 devices": r"re-plan by auto .*",
+    "a cached plan": r"a cached plan.*",
 }
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Run the page's code in turn: what each block printed, the names it left, the pictures it drew."""
+    """Run the code of the page, and return the output of each block, the names and the pictures."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "pictures").mkdir()
     names, printed = {}, []
@@ -58,19 +60,19 @@ def run(tmp_path_factory):
 
 
 def texts(picture):
-    """Return what is written in a picture."""
+    """Return the texts of a picture."""
     return re.findall(r"<text[^>]*>(.*?)</text>", picture.read_text(), re.DOTALL)
 
 
-def test_page_code_prints_what_the_page_shows(run):
-    """Each Python block, run in turn, prints the block that follows it, and nothing where none does."""
+def test_page_code_prints_the_output_of_the_page(run):
+    """Each Python block prints the text block after it, or nothing without one."""
     shown = [output for _, output in CODE.findall(PAGE)]
     assert len(shown) == PAGE.count("```python") > 8
     assert run.printed == shown
 
 
-def test_page_pictures_are_those_that_its_code_draws(run):
-    """The page names every drawing in docs/pictures; each says what the one says that the page's code draws now."""
+def test_page_pictures_are_those_of_its_code(run):
+    """The page uses every picture in docs/pictures, and each has the same texts as the one that the code draws now."""
     named = re.findall(r"\]\(pictures/([\w-]+\.svg)\)", PAGE)
     kept = sorted(file.name for file in (DOCS / "pictures").glob("*.svg"))
     assert sorted(named) == kept == sorted(file.name for file in run.pictures.iterdir())
@@ -79,12 +81,12 @@ def test_page_pictures_are_those_that_its_code_draws(run):
 
 
 def ratio(value):
-    """Write a fraction."""
+    """Return a fraction as text."""
     return f"{value.numerator} / {value.denominator}"
 
 
 def decimal(value):
-    """Write a number whose decimals end."""
+    """Return a number with finitely many decimals as text."""
     assert Fraction(f"{float(value):.10g}") == value
     return f"{float(value):.10g}"
 
@@ -95,7 +97,7 @@ def pairs(topology):
 
 
 def wiring():
-    """Yield what the page says of the wires."""
+    """Yield the page's statements about the links."""
     brick = min(link.bandwidth for link in BOX.links)
     yield f"NVLink bricks of {brick} GB/s each way"
     assert sum(link.bandwidth for link in BOX.links) / 2 / brick == 24  # "one brick of twenty-four"
@@ -109,8 +111,8 @@ def wiring():
 
 
 def tensorflow():
-    """Yield what the page says of TensorFlow's trees."""
-    for board in (BOX.devices[:4], BOX.devices[4:]):  # "each fully joined"
+    """Yield the page's statements about TensorFlow's trees."""
+    for board in (BOX.devices[:4], BOX.devices[4:]):  # "each fully connected"
         assert all(BOX.link(a, b) for a, b in permutations(board, 2))
     numbers = [device[-1] for device in PART.devices]
     yield f"are {', '.join(numbers[: N // 2])} and {', '.join(numbers[N // 2 :])}"
@@ -126,7 +128,7 @@ def tensorflow():
 
 
 def limits():
-    """Yield what the page says of the bound."""
+    """Yield the page's statements about the bound."""
     best = cr.bound(PART, "all_reduce").algbw
     into = [link.bandwidth for link in PART.links if link.dst == "cuda:6"]
     assert into == [25, 25]
@@ -139,7 +141,7 @@ def limits():
     assert best / both == twice
     yield f"{ratio(part)} of the buffer into each device twice, into 6 too"
     yield f"{best} / ({ratio(both)}) = {decimal(twice)} GB/s"
-    there, _ = (order for order in permutations(PART.devices[1:]) if ring(order))  # one ring, there and back
+    there, _ = (order for order in permutations(PART.devices[1:]) if ring(order))  # one ring, in both directions
     stops = "-".join(device[-1] for device in (PART.devices[0], *there))
     yield f"one ring, {stops}, with links of {ring(there)} GB/s"
     assert cr.plan(PART, "all_reduce", 1 << 20, "ring").rate == 2 * ring(there) / both == twice
@@ -148,22 +150,24 @@ def limits():
 
 
 def ring(order):
-    """Return the narrowest link of a ring that starts with the part's first device, or None where one is missing."""
+    """Return the narrowest link of a ring that starts with the part's first device; None: a link is missing."""
     stops = (PART.devices[0], *order, PART.devices[0])
     found = [PART.link(a, b) for a, b in pairwise(stops)]
     return min(link.bandwidth for link in found) if all(found) else None
 
 
 def trees():
-    """Yield what the page says of the plan, of its pieces, and of what a small buffer takes."""
+    """Yield the page's statements about the plan, its pieces and small buffers."""
     plan = cr.plan(PART, "all_reduce", nbytes=256 << 20)
-    grown = forest.forest(PART, "all_reduce", PART.devices, PART.devices)
-    assert (grown.trees, [chunk.share for chunk in plan.schedule.chunks]) == (2, [Fraction(1, 2)] * 2)
+    packed = forest(Request("all_reduce", PART.devices, PART.devices, topology=PART))
+    assert (packed.trees, [chunk.share for chunk in plan.schedule.chunks]) == (2, [Fraction(1, 2)] * 2)
     found = plan.explain().splitlines()
     assert all(" 1/2 cuda:0(" in line for line in found[6:8])
     yield f"both rooted at 0, each with half of the buffer, so each runs at {plan.rate / 2} GB/s"
     simulation = cr.simulate(plan.schedule, PART, 5 << 20)
-    assert {simulation.bytes[link[:2]] / link.bandwidth for link in PART.links} == {(5 << 20) / plan.rate}  # all full
+    assert {simulation.bytes[link[:2]] / link.bandwidth for link in PART.links} == {
+        (5 << 20) / plan.rate
+    }  # all links are busy
     yield "a link of 25 GB/s is in one tree, a link of 50 GB/s in both"
     yield "6 gets half of the sum"
     whole, sends = sum(link.bandwidth for link in PART.links), 2 * (N - 1)
@@ -177,14 +181,18 @@ def trees():
     yield f"In {rounds} rounds and {pieces} pieces there are {ticks} ticks of {float(latency)} us"
     yield f"of latency, {float(ticks * latency):.2f} us"
     assert plan.seconds * 1e6 > alone + float(ticks * latency)  # "the rest"
+    small = cr.plan(PART, nbytes=1 << 10)
+    assert (small.algorithm, small.schedule.round_count) == ("one_shot", 1)
+    yield f"For 2**{10} bytes only the latency matters"
+    assert max(len(PART.route(a, b)) for a, b in permutations(PART.devices, 2)) == 3  # "two hops at most"
 
 
 def lost():
-    """Yield what the page says of the link that fails."""
+    """Yield the page's statements about the failed link."""
     yield "the link 0-1 fails"
     left = PART.without_link("cuda:0", "cuda:1")
     limit = cr.bound(left, "all_reduce")
-    yield f"No single cut says {ratio(limit.algbw)}"
+    yield f"No single cut proves {ratio(limit.algbw)}"
     widths = [
         sum(link.bandwidth for link in left.links if (link.src in some) > (link.dst in some))
         for size in range(1, N)
@@ -193,7 +201,7 @@ def lost():
     yield f"each leaves {min(widths)} GB/s or more"
     assert min(widths) > limit.algbw
     islands = [{"cuda:0", "cuda:4"}, {"cuda:1", "cuda:2"}, {"cuda:6"}]
-    yield "into 0 and 4, 1 and 2, and 6"
+    yield "into 0 and 4, 1 and 2,\nand 6"
     assert {frozenset(set(left.devices) - island) for island in islands} == {cut.nodes for cut in limit.cuts}
     between = [link for link in left.links if not any({link.src, link.dst} <= island for island in islands)]
     names = [f"{link.src[-1]}-{link.dst[-1]}" for link in between if link.src < link.dst]
@@ -208,7 +216,7 @@ def lost():
     inside = {device: sum(cut.weight for cut in limit.cuts if device in cut.nodes) for device in left.devices}
     assert min(inside.values()) == 1
     yield "inside cuts of weight 1 in all"
-    yield "pays\nat least 1."
+    yield "pays at least 1."
     yield "in cuts of weight 1 or more"
     assert len(between) == 6
     yield f"six directed links of {width} GB/s charge {ratio(weight)}"
@@ -216,7 +224,7 @@ def lost():
 
 
 def others():
-    """Yield what the page says of switches, hosts and limits."""
+    """Yield the page's statements about switches, hosts and limits."""
     h100 = cr.Topology.machine("hgx-h100")
     (width,), n = {link.bandwidth for link in h100.links}, len(h100.devices)
     rate = cr.bound(h100, "all_reduce").algbw
@@ -231,14 +239,14 @@ def others():
     yield f"enter the fourth, host0, over its {len(into)} cards of {into[0].bandwidth} GB/s"
     yield f"24 / {len(four.devices)} of the buffer over {width} GB/s: {ratio(rate)} GB/s"
     assert rate == width / Fraction(24, len(four.devices))
-    yield f"more than {forest.MOST_TREES} trees a root"
-    yield f"within {int(forest.TOLERANCE * 100)} % of the bound. Beyond {plans.MOST_DEVICES} devices"
+    yield f"more than {fitting.MOST_TREES} trees per root"
+    yield f"within {int(fitting.TOLERANCE * 100)} % of the bound. Beyond {registry.MOST_TREES} devices"
 
 
 def parts_table():
-    """Return the page's table of parts and failed links, from what the benchmark kept."""
+    """Return the page's table of parts and failed links, from the stored results."""
     lines = [
-        "| box | parts | at the bound | joint | TensorFlow | rings (none) | one device "
+        "| machine | parts | at the bound | joint | TensorFlow | rings (none) | one device "
         "| links | connected | at the bound | joint | TensorFlow |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -253,14 +261,14 @@ def parts_table():
 
 
 def median(found, what):
-    """Write a median ratio in percent."""
+    """Return a median ratio in percent as text."""
     middle = found[what]["median"]
     return "-" if middle is None else f"{float(Fraction(middle) * 100):.0f}"
 
 
 def times_table():
-    """Return the page's table of times, from what the benchmark kept."""
-    lines = ["| what | took | of which CPU |", "|---|---|---|"]
+    """Return the page's table of times, from the stored results."""
+    lines = ["| what | time | of which CPU |", "|---|---|---|"]
     for what, pattern in TIMES.items():
         found = [line for line in KEPT["times"] if re.fullmatch(pattern, line["what"])]
         slowest = max(found, key=lambda line: line["cpu_s"])
@@ -269,40 +277,40 @@ def times_table():
 
 
 def seconds(value):
-    """Write a time."""
+    """Return a time as text."""
     for unit, scale in (("s", 1), ("ms", 1e-3), ("us", 1e-6)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"
     raise AssertionError(value)
 
 
-def told():
+def statements():
     """Return every statement of the page that has numbers."""
     return [*wiring(), *tensorflow(), *limits(), *trees(), *lost(), *others(), parts_table(), times_table()]
 
 
-def test_page_numbers_are_computed_anew():
+def test_page_numbers_are_computed_again():
     """Every number of the page's text is in a statement that is computed here."""
     flat = " ".join(PAGE.split())
-    for statement in told():
+    for statement in statements():
         assert " ".join(statement.split()) in flat, statement
     text = " ".join(CODE.sub("", PAGE).split())
-    for statement in sorted(told(), key=len, reverse=True):
+    for statement in sorted(statements(), key=len, reverse=True):
         text = text.replace(" ".join(statement.split()), "")
     text = re.sub(r"`[^`]*`|!?\[[^\]]*\]\([^)]*\)|DGX-1V?|V100", "", text)
     assert re.findall(r".{20}\d.{20}", text) == []
 
 
 def exact(value):
-    """Return a result without its times, and without the shape of the trees, of which there are several as good."""
+    """Return a result without its times, and without the shape of the trees, since several shapes are equally good."""
     if isinstance(value, dict):
-        left_out = ("time", "slowest_plan", "k", "trees", "depth")
-        return {what: exact(entry) for what, entry in value.items() if what not in left_out}
+        ignored = ("time", "slowest_plan", "k", "trees", "depth")
+        return {what: exact(entry) for what, entry in value.items() if what not in ignored}
     return [exact(v) for v in value] if isinstance(value, list) else value
 
 
-def test_kept_results_are_what_the_benchmark_gives_now(tmp_path):
-    """A quick run of benchmarks/planning.py meets all expected values, and gives what the full run gave."""
+def test_stored_results_are_current(tmp_path):
+    """A quick run of benchmarks/planning.py gives all expected values, and the results of the stored full run."""
     path = tmp_path / "planning.json"
     script = ROOT / "benchmarks" / "planning.py"
     done = subprocess.run(
@@ -322,8 +330,8 @@ def test_kept_results_are_what_the_benchmark_gives_now(tmp_path):
         assert exact(line) in exact(KEPT["subsets"]["dgx-1v"]["lines"])
 
 
-def test_kept_results_cover_what_they_should():
-    """The kept run has all machines, all 247 parts of each box of eight, and no plan above its bound."""
+def test_stored_results_are_complete():
+    """The stored results have all machines, all 247 parts of each machine of eight, and no plan above its bound."""
     machines = {name: cr.Topology.machine(name) for name, _ in cr.topology.machines.machine_names()}
     eights = {name for name, topology in machines.items() if len(topology.devices) == 8}
     assert {line["name"] for line in KEPT["machines"]} == machines.keys()

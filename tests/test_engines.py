@@ -9,6 +9,7 @@ import oracle
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from planned import planned
 from running import ENGINES, bounds, only, run, run_engine, run_on
 from strategies import NAMED, arrays, device_counts, named, names, op_and_dtype, requests
 
@@ -20,7 +21,7 @@ from crossreduce.frameworks.null import Counts, NullFramework
 from crossreduce.lowering import lower
 from crossreduce.packing import Buffer, Span
 from crossreduce.pipeline import select
-from crossreduce.planning import PLANNERS, planned
+from crossreduce.planning import PLANNERS
 
 sizes = st.integers(0, 40)
 each_engine = pytest.mark.parametrize("engine", ENGINES)

@@ -9,11 +9,12 @@ from fractions import Fraction
 import numpy as np
 import oracle
 import pytest
+from planned import planned
 
 from crossreduce.errors import PlanError
 from crossreduce.lowering import lower
 from crossreduce.ops import Numbers, ReduceOp
-from crossreduce.planning import PLANNERS, plan, planned
+from crossreduce.planning import PLANNERS, plan
 from crossreduce.ranks.exchange import (
     Exchange,
     PeerDisconnected,

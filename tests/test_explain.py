@@ -1,4 +1,4 @@
-"""explain: what a plan says of itself is true; every number in the text is worked out again from the schedule."""
+"""``explain``: every number in the text about a plan is computed again from the schedule."""
 
 import math
 import re
@@ -31,47 +31,58 @@ PLANS = {
     "mesh": lambda: cr.plan(MESH, nbytes=64 * MIB, algorithm="forest"),
     "mesh scatter": lambda: cr.plan(MESH, "reduce_scatter", MIB, "hierarchical_copy"),
     "star": lambda: cr.plan(STAR.with_switches(reducing=True), nbytes=MIB, algorithm="forest"),
+    "dgx shots": lambda: cr.plan(DGX, nbytes=KIB, algorithm="one_shot"),
+    "dgx doubling": lambda: cr.plan(DGX, nbytes=KIB, algorithm="recursive_doubling"),
+    "grid doubling": lambda: cr.plan(Topology.mesh(2, 3, 25, 1e-6), nbytes=KIB, algorithm="recursive_doubling"),
+    "mesh doubling broadcast": lambda: cr.plan(MESH, "broadcast", MIB, "recursive_doubling"),
     "star one": lambda: cr.plan(STAR, "reduce", 10**6, "one_device", root="cpu:4"),
 }
 each_plan = pytest.mark.parametrize("name", PLANS)
 
 
 def lines(made, label):
-    """Return what stands behind a label of the text."""
+    """Return the text after a label."""
     (found,) = [line[12:] for line in made.explain().splitlines() if line.startswith(f"  {label}".ljust(12))]
     return found
 
 
 def trees(schedule):
-    """Return each chunk's root, and who gives to whom on the way there; on the way from there, if none is combined."""
+    """Return (share, root, child -> parent) for each chunk and each device that combines it to the end; for a chunk
+    that is only copied, the tree from its source."""
     found = []
     for c, chunk in enumerate(schedule.chunks):
-        held, root, up, down = {s: {s} for s in chunk.sources}, None, {}, {}
-        if len(chunk.sources) == 1:
-            (root,) = chunk.sources
+        cells = {s: ({s}, frozenset()) for s in chunk.sources}  # contributions, and the transfers that brought them
+        roots = []
         for steps in schedule.rounds:
-            mine = [step for step in steps if step.chunk == c]
-            made = {step.dst: set().union(*(held.get(src, set()) for src in step.srcs)) for step in mine}
-            for _, dst, srcs in mine:
-                for src in set(srcs) - {dst}:
-                    if root is None:
-                        up[src] = dst
-                    else:
-                        down[dst] = src
-            held |= made
-            if root is None:
-                root = next((dst for dst, has in made.items() if has == set(chunk.sources)), None)
-        found.append((root, up or down))
+            made = {}
+            for _, dst, srcs in [step for step in steps if step.chunk == c]:
+                contributions = set().union(*(cells[src][0] for src in srcs))
+                moved = frozenset().union(*(cells[src][1] for src in srcs), {(src, dst) for src in set(srcs) - {dst}})
+                made[dst] = contributions, moved
+                if len(srcs) > 1 and contributions == set(chunk.sources):
+                    roots.append((chunk.share, dst, dict(moved)))
+            cells |= made
+        if not roots:
+            moved = frozenset().union(*(cells[dst][1] for dst in chunk.destinations))
+            roots = [(chunk.share, *chunk.sources, {child: parent for parent, child in moved})]
+        found += roots
     return found
 
 
-def hops(parents):
-    """Return the most links from a node to its root."""
-
-    def far(node):
-        return 1 + far(parents[node]) if node in parents else 0
-
-    return max(map(far, parents), default=0)
+def depth(schedule):
+    """Return the most hops from a device to a device that completes a chunk, or from there to a destination."""
+    deepest = 0
+    for c, chunk in enumerate(schedule.chunks):
+        cells = {s: ({s}, 0) for s in chunk.sources}  # contributions, hops
+        for steps in schedule.rounds:
+            made = {}
+            for _, dst, srcs in [step for step in steps if step.chunk == c]:
+                contributions = set().union(*(cells[src][0] for src in srcs))
+                hops = max(cells[src][1] + (src != dst) for src in srcs)
+                deepest = max(deepest, hops)
+                made[dst] = contributions, 0 if len(srcs) > 1 and contributions == set(chunk.sources) else hops
+            cells |= made
+    return deepest
 
 
 def read(text):
@@ -95,10 +106,10 @@ def read(text):
 
 
 def drawn(made):
-    """Return the lines that draw trees, as (share, text), and how many more there are."""
+    """Return the lines of trees, as (share, text), and the number of omitted ones."""
     text = made.explain().splitlines()
     start = next(k for k, line in enumerate(text) if line.startswith("  shares of the buffer"))
-    stop = text.index("  others, for the same request")
+    stop = text.index("  other algorithms, for the same request")
     more = [line for line in text[start + 1 : stop] if line.startswith("         and ")]
     shown = [line.split(maxsplit=1) for line in text[start + 1 : stop] if line not in more]
     count = int(re.fullmatch(r"         and (\d+) more", more[0])[1]) if more else 0
@@ -107,7 +118,7 @@ def drawn(made):
 
 @each_plan
 def test_the_head(name):
-    """The first line says what is done, of how much, by what, on how many devices."""
+    """The first line has the collective, the bytes, the algorithm and the number of devices."""
     made = PLANS[name]()
     chunks = made.schedule.chunks
     devices = {device for chunk in chunks for device in (*chunk.sources, *chunk.destinations)}
@@ -117,42 +128,26 @@ def test_the_head(name):
 
 @each_plan
 def test_the_plan_in_numbers(name):
-    """Chunks, unit trees a root, roots, depth, rounds and pieces are those of the schedule."""
+    """Chunks, unit trees per root, roots, depth, rounds and pieces are those of the schedule."""
     made = PLANS[name]()
     schedule = made.schedule
     shares = [chunk.share for chunk in schedule.chunks]
     parts = math.lcm(*(share.denominator for share in shares))
     unit = Fraction(math.gcd(*(int(share * parts) for share in shares)), parts)
     found = trees(schedule)
-    roots = {root for root, _ in found}
-    deepest = max(max(map(hops, both_ways(schedule, c, root))) for c, (root, _) in enumerate(found))
-    words = r"(\d+) chunks?, k = (\S+) unit trees? a root on (\d+) roots?, depth (\d+), "
-    words += r"(\d+) rounds?, (\d+) pieces? a chunk"
+    roots = {root for _, root, _ in found}
+    words = r"(\d+) chunks?, k = (\S+) unit trees? per root on (\d+) roots?, depth (\d+), "
+    words += r"(\d+) rounds?, (\d+) pieces? per chunk"
     numbers = re.fullmatch(words, lines(made, "plan")).groups()
     assert numbers[0] == str(len(shares))
-    assert float(numbers[1]) == pytest.approx(float(1 / unit / len(roots)), rel=1e-3)
-    assert numbers[2:] == tuple(map(str, (len(roots), deepest, len(schedule.rounds), schedule.pieces)))
-
-
-def both_ways(schedule, c, root):
-    """Return who gives to whom on a chunk's way to its root, and who gets from whom on its way back."""
-    whole, up, down = set(schedule.chunks[c].sources), {}, {}
-    held = {s: {s} for s in whole}
-    for steps in schedule.rounds:
-        mine = [step for step in steps if step.chunk == c]
-        for _, dst, srcs in mine:
-            for src in set(srcs) - {dst}:
-                if held[src] == whole and (len(whole) > 1 or whole == {root}):
-                    down[dst] = src
-                else:
-                    up[src] = dst
-        held |= {step.dst: set().union(*(held[src] for src in step.srcs)) for step in mine}
-    return up, down
+    whole = sum(share for share, _, _ in found)
+    assert float(numbers[1]) == pytest.approx(float(whole / unit / len(roots)), rel=1e-3)
+    assert numbers[2:] == tuple(map(str, (len(roots), depth(schedule), len(schedule.rounds), schedule.pieces)))
 
 
 @each_plan
 def test_the_prediction(name):
-    """The time is the simulation's, the rates are bytes by time, and what the busiest link allows."""
+    """The time is that of the simulation; the rates are bytes per time, and that of the busiest link."""
     made = PLANS[name]()
     done = simulate(made.schedule, made.topology, made.nbytes)
     rate = made.nbytes / done.seconds / 1e9
@@ -166,7 +161,7 @@ def test_the_prediction(name):
 
 @each_plan
 def test_the_bound(name):
-    """The bound is ``bound``'s, exact in brackets; the percentage is rounded down, and what is lost is said."""
+    """The bound is exact in brackets; the percentage is rounded down, and a loss is stated."""
     made = PLANS[name]()
     limit = made.bound
     limit.check()
@@ -185,32 +180,32 @@ def test_the_bound(name):
 
 @each_plan
 def test_the_trees(name):
-    """Each line is a tree along which chunks of so large a share go to or from its root; those left out are counted."""
+    """Each line is a tree with the share of its chunks; omitted trees are counted."""
     made = PLANS[name]()
     schedule = made.schedule
     wanted = {}
-    for chunk, (root, parents) in zip(schedule.chunks, trees(schedule), strict=True):
+    for share, root, parents in trees(schedule):
         named = {schedule.devices[child]: schedule.devices[parent] for child, parent in parents.items()}
         key = schedule.devices[root], tuple(sorted(named.items()))
-        wanted[key] = wanted.get(key, 0) + chunk.share
+        wanted[key] = wanted.get(key, 0) + share
     shown, more = drawn(made)
     assert len(shown) + more == len(wanted)
     assert more == max(0, len(wanted) - 16)
     for share, text in shown:
-        if text.endswith(" ..."):  # too long for a line: of the trees that begin so, one with this share is meant
+        if text.endswith(" ..."):  # too long for a line: one of the trees with this beginning and share
             begins = [tree for tree in wanted if nested(tree[0], dict(tree[1])).startswith(text.removesuffix(" ..."))]
             tree = next(tree for tree in begins if wanted[tree] == share)
         else:
             root, parents = read(text)
             tree = root, tuple(sorted(parents.items()))
         assert wanted.pop(tree) == share
-    assert sum(wanted.values()) + sum(share for share, _ in shown) == 1
+    assert len(wanted) == more
 
 
 @each_plan
 def test_the_others(name):
-    """The text compares with TensorFlow's trees in their four stages, with rings and with one device: their times, how
-    many times the plan's that is, and their rates, each as a plan of its own has them."""
+    """The text has the times and rates of TensorFlow's trees in their four stages, of rings and of one device, and the
+    ratios of their times to that of the plan."""
     made = PLANS[name]()
     chunk, devices = made.schedule.chunks[0], made.schedule.devices
     sources, takes = ([devices[k] for k in end] for end in (chunk.sources, chunk.destinations))
@@ -226,7 +221,7 @@ def test_the_others(name):
         due[algorithm] = other.seconds, other.rate
     assert made.others() == due
     text = made.explain().splitlines()
-    rows = text[text.index("  others, for the same request") + 1 :]
+    rows = text[text.index("  other algorithms, for the same request") + 1 :]
     pattern = r"    (.+?) +(\S+ \w+) \((\S+) x\) +(\S+) GB/s when large, (\S+) % of the bound"
     found = [re.fullmatch(pattern, row).groups() for row in rows]
     assert [row[0] for row in found] == list(due)
@@ -238,8 +233,8 @@ def test_the_others(name):
 
 
 def test_tensorflows_plan_on_a_dgx_1v():
-    """On the machine it was made for TensorFlow's plan has these numbers: 50 GB/s of the possible 600/7 if its stages
-    overlapped, and in stages 33.3 GB/s."""
+    """On its own machine TensorFlow's plan reaches 50 of the possible 600/7 GB/s if its stages overlap, and 33.3 GB/s
+    if they do not."""
     made = cr.plan(DGX, nbytes=GIB)
     seconds, rate = made.others()["TensorFlow's trees"]
     assert rate == 50
@@ -248,13 +243,13 @@ def test_tensorflows_plan_on_a_dgx_1v():
     assert "85.71 GB/s (600/7), 100 % of it reached" in made.explain()
 
 
-# What limits it.
+# The limit.
 
 PHRASE = re.compile(r"the (?:(\d+) )?(links?|NICs?) (into|out of) (\{.*?\}|\S+) \((\S+) GB/s\)")
 
 
 def proved(text, limit):
-    """Return the bound that follows from what the text says of one cut, for a collective of one buffer."""
+    """Return the bound that follows from the text about one cut, for a collective of one buffer."""
     count, noun, way, where, width = PHRASE.fullmatch(text).groups()
     members = set(limit.devices)
     inside = set(where.strip("{}").split(", ")) & members or {d for d in members if d.startswith(f"{where}/")}
@@ -278,7 +273,7 @@ BOXES = [name for name, _ in machine_names() if name not in ("tpu-v4", "gb200-nv
 @pytest.mark.parametrize("collective", ["broadcast", "reduce", "all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("topology", [*BOXES, "two hosts", "sixteen hosts", "mesh"])
 def test_the_tight_cut_proves_the_bound(topology, collective):
-    """The bound follows from the links, their bandwidth and the devices that the text names, and from nothing else."""
+    """The bound follows from the links, the bandwidth and the devices in the text alone."""
     boxes = {"two hosts": H100S, "mesh": MESH}
     if topology == "sixteen hosts":
         boxes[topology] = Topology.machine("hgx-h100", hosts=16)
@@ -287,7 +282,7 @@ def test_the_tight_cut_proves_the_bound(topology, collective):
 
 
 def test_hosts_are_named_by_their_cards():
-    """A cut round a host names the host and its network cards."""
+    """The text about a cut around a host has the host and its network cards."""
     assert limited_by(cr.bound(H100S, "broadcast", "host0/cuda:3")) == "the 8 NICs into host1 (400 GB/s)"
     assert limited_by(cr.bound(H100S, "reduce", "host0/cuda:3")) == "the 8 NICs out of host1 (400 GB/s)"
     sixteen = Topology.machine("hgx-h100", hosts=16)
@@ -307,8 +302,8 @@ def test_hosts_are_named_by_their_cards():
         (Topology.ring(7, Fraction(1, 2)), "1 GB/s by 2 links in and out", 1),
     ],
 )
-def test_every_device_limits_alike(topology, words, width):
-    """Where all devices are alike the text names the links of each; n / 2 (n - 1) of their bandwidth is the bound."""
+def test_equal_devices_are_named_together(topology, words, width):
+    """If all devices are equal the text has the links of each; n / 2 (n - 1) of their bandwidth is the bound."""
     limit, n = cr.bound(topology, "all_reduce"), len(topology.devices)
     assert limited_by(limit) == f"every device's own links: {words}"
     assert limit.algbw == Fraction(n * width, 2 * (n - 1))
@@ -316,8 +311,9 @@ def test_every_device_limits_alike(topology, words, width):
 
 @settings(max_examples=60)
 @given(st.integers(2, 6).flatmap(lambda n: wired(names(n))), st.booleans())
-def test_every_cut_of_an_all_reduce_is_there(topology, reducing):
-    """Each phrase is a cut of the certificate: so many links of so many GB/s lead into or out of just these devices."""
+def test_every_cut_in_the_text_is_in_the_certificate(topology, reducing):
+    """Each phrase is a cut of the certificate: the number and GB/s of the links into or out of exactly these
+    devices."""
     limit = cr.bound(topology.with_switches(reducing=reducing), "all_reduce")
     crossing = set()
     for nodes, _, outward in limit.cuts:
@@ -350,28 +346,28 @@ def test_every_cut_of_an_all_reduce_is_there(topology, reducing):
 # Any plan can be explained.
 
 
-def test_nothing_to_do_is_said():
-    """Where one device takes part, or there are no bytes, the text is one line."""
-    alone = "all_reduce of 8 bytes by one_device on 1 device: nothing has to move."
+def test_one_line_if_no_data_has_to_move():
+    """With one device, or without bytes, the text is one line."""
+    alone = "all_reduce of 8 bytes by one_device on 1 device: no data has to move."
     assert cr.plan(Topology.full_mesh(1), nbytes=8).explain() == alone
-    assert cr.plan(DGX, "reduce", MIB, sources=["cuda:3"], root="cuda:3").explain().endswith("nothing has to move.")
-    none = "all_reduce of 0 bytes by forest on 6 devices: nothing has to move."
+    assert cr.plan(DGX, "reduce", MIB, sources=["cuda:3"], root="cuda:3").explain().endswith("no data has to move.")
+    none = "all_reduce of 0 bytes by forest on 6 devices: no data has to move."
     assert cr.plan(STAR, nbytes=0, algorithm="forest").explain() == none
 
 
 @st.composite
-def asked(draw):
-    """Draw a topology, and some of its devices that give and some that take."""
+def requested(draw):
+    """Draw a topology, sources and destinations."""
     topology = draw(st.integers(1, 6).flatmap(lambda n: wired(names(n))))
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True)
     return topology, draw(some), draw(some)
 
 
 @settings(max_examples=80)
-@given(asked(), st.sampled_from([*NAMED, "auto"]), st.sampled_from([0, 1, MIB]))
+@given(requested(), st.sampled_from([*NAMED, "auto"]), st.sampled_from([0, 1, MIB]))
 @example((Topology.ring(5), ["cpu:0", "cpu:2"], ["cpu:2", "cpu:1"]), "ring", 1)
 def test_any_plan_can_be_explained(ask, algorithm, nbytes):
-    """Whoever gives and takes, every plan has its text, and others to compare it with."""
+    """For any sources and destinations a plan has its text, and a comparison."""
     topology, sources, destinations = ask
     made = cr.plan(topology, "all_reduce", nbytes, algorithm, sources, destinations)
     text = made.explain()
@@ -382,14 +378,14 @@ def test_any_plan_can_be_explained(ask, algorithm, nbytes):
 
 
 def test_sets_that_overlap_can_be_explained():
-    """Where some devices only give and others only take, the text counts all that take part."""
+    """The text counts all devices that take part, sources and destinations."""
     made = cr.plan(Topology.ring(5, 25, 1e-6), "all_reduce", MIB, "ring", ["cpu:0", "cpu:2"], ["cpu:2", "cpu:1"])
     assert made.explain().splitlines()[0] == "all_reduce of 1 MiB by ring on 3 devices"
 
 
 @pytest.mark.parametrize("collective", ["reduce", "broadcast"])
-def test_plans_over_links_that_lead_one_way_can_be_explained(collective):
-    """Where another algorithm has no way, it is left out of the comparison."""
+def test_plans_on_links_in_one_direction_can_be_explained(collective):
+    """An algorithm that has no route is left out of the comparison."""
     links = [Link("cpu:1", "cpu:0", 5, 1e-6), Link("cpu:1", "cpu:2", 5, 1e-6)]
     links = links if collective == "broadcast" else [link._replace(src=link.dst, dst=link.src) for link in links]
     made = cr.plan(Topology(names(3), links), collective, MIB, root="cpu:1")
@@ -397,7 +393,7 @@ def test_plans_over_links_that_lead_one_way_can_be_explained(collective):
     assert "bound     5.00 GB/s (5), 100 % of it reached" in made.explain()
 
 
-# Words for numbers.
+# Numbers as text.
 
 
 @pytest.mark.parametrize(
@@ -406,7 +402,7 @@ def test_plans_over_links_that_lead_one_way_can_be_explained(collective):
      (1 << 30, "1 GiB"), ((1 << 30) + 1024, "1048577 KiB"), (5 << 40, "5120 GiB")],
 )  # fmt: skip
 def test_sizes_in_words(nbytes, text):
-    """Bytes are said in the largest unit of which they are whole ones."""
+    """Bytes are written in the largest unit of which they are a multiple."""
     assert size(nbytes) == text
 
 
@@ -416,21 +412,21 @@ def test_sizes_in_words(nbytes, text):
      (3600, "3600.00 s")],
 )  # fmt: skip
 def test_durations_in_words(seconds, text):
-    """Seconds are said in the largest unit that is not too large."""
+    """Seconds are written in the largest unit that is not larger."""
     assert duration(seconds) == text
 
 
 @given(st.fractions(0, 1))
 def test_percents_are_rounded_down(ratio):
-    """A percentage has at most two digits, is never above the ratio, and is 100 only where all is reached."""
+    """A percentage has at most two decimals, is never above the ratio, and is 100 only for a ratio of 1."""
     number = Fraction(percent(ratio).removesuffix(" %"))
     assert 0 <= ratio * 100 - number < Fraction(1, 100)
     assert (number == 100) == (ratio == 1)
 
 
 @given(st.integers(1, 12), st.data())
-def test_trees_in_brackets_can_be_read_back(n, data):
-    """A tree that is written in brackets is that tree again when it is read."""
+def test_trees_in_brackets_can_be_read(n, data):
+    """A tree that is written in brackets can be read again."""
     order = data.draw(st.permutations([f"host{k // 4}/cuda:{k}" for k in range(n)]))
     parents = {order[k]: order[data.draw(st.integers(0, k - 1))] for k in range(1, n)}
     assert read(nested(order[0], parents)) == (order[0], parents)

@@ -1,4 +1,4 @@
-"""Forests: schedules that are right, as fast as the bound, and the same everywhere."""
+"""Forests: their schedules are right, as fast as the bound, and the same in every process."""
 
 import hashlib
 import itertools
@@ -33,9 +33,10 @@ from planning_oracle import (
 from running import run
 from test_verify import MUTATIONS, agree
 
-from crossreduce import PlanError, Schedule, Topology, bound, verify
-from crossreduce.planning.forest import MOST_TREES, TOLERANCE, forest
-from crossreduce.planning.plans import request_bound
+from crossreduce import PlanError, Schedule, Topology, bound, plan, verify
+from crossreduce.planning import Request
+from crossreduce.planning.algorithms import forest as module
+from crossreduce.planning.trees.fitting import MOST_TREES, TOLERANCE
 from crossreduce.schedule import fluid_rate
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -43,7 +44,7 @@ CLOSE = 1 - TOLERANCE
 DGX_1V = Topology.machine("dgx-1v")
 
 
-# 0.1 each way, but for 12.6 into a switch, as binary fractions
+# 0.1 in each direction, except for 12.6 into a switch, as binary fractions
 NEARLY = Wiring(
     ("cpu:0", "cpu:1"),
     (("cpu:0", "cpu:1", Fraction(0.1)), ("cpu:1", "cpu:0", Fraction(0.1)), ("cpu:0", "s", Fraction(12.6)),
@@ -52,12 +53,17 @@ NEARLY = Wiring(
 )  # fmt: skip
 
 
-# What fails by taking too long is not made smaller: each try would take as long.
+# Tests that fail after a long time are not shrunk: each try would take as long.
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
-def grown(topology, collective, root=None):
-    """Plan a collective of all devices; the root is the first one where none is given."""
+def forest(topology, collective, sources, destinations):
+    """Return the forest of a request."""
+    return module.forest(Request(collective, tuple(sources), tuple(destinations), topology=topology))
+
+
+def forest_of_all(topology, collective, root=None):
+    """Return the forest of all devices; the default root is the first device."""
     root = root or topology.devices[0]
     sources = (root,) if collective == "broadcast" else topology.devices
     destinations = (root,) if collective == "reduce" else topology.devices
@@ -71,7 +77,7 @@ def limit(topology, collective, root=None):
 
 
 def check_right(found, topology):
-    """It verifies, and running it gives the right sums in any order; it moves along links and counts itself right."""
+    """Check that a forest verifies, gives the right sums, uses links, and has correct counts; return its rate."""
     schedule = found.schedule
     verify(schedule)
     assert oracle.right(schedule)
@@ -81,14 +87,15 @@ def check_right(found, topology):
     assert set(schedule.devices) <= set(topology.nodes)
     for chunk, src, dst, through, _ in schedule.routes:
         nodes = [schedule.devices[src], *through, schedule.devices[dst]]
-        assert len(set(nodes)) == len(nodes) > 2, f"chunk {chunk} goes round: {nodes}"
+        assert len(set(nodes)) == len(nodes) > 2, f"the route of chunk {chunk} has a loop: {nodes}"
     rate = fluid_rate(schedule, topology)
     assert rate is None or rate == planning_oracle.rate(schedule, topology)
     return rate
 
 
 def check_close(found, topology, wanted):
-    """The rate is at most what is wanted; all of it, or within the tolerance with a few trees a root. Return which."""
+    """Check that the rate is the wanted one, or within the tolerance of it with few trees per root; return whether it
+    is exact."""
     rate = check_right(found, topology)
     assert rate <= wanted
     if rate < wanted:
@@ -97,12 +104,12 @@ def check_close(found, topology, wanted):
     return rate == wanted
 
 
-# What a forest reaches.
+# The rate of a forest.
 
 
 def test_forests_reach_the_bound():
-    """On any joined wiring whose switches take in what they can give out, all five collectives run at the bound's
-    rate: exactly, but for few that few trees come close to."""
+    """On any connected wiring with balanced switches, all five collectives reach the rate of the bound: exactly, or
+    within the tolerance with few trees."""
     counts = Counter()
 
     @settings(max_examples=120)
@@ -110,7 +117,7 @@ def test_forests_reach_the_bound():
     def law(wiring):
         topology = Topology(*wiring)
         for collective in COLLECTIVES:
-            counts[check_close(grown(topology, collective), topology, limit(topology, collective))] += 1
+            counts[check_close(forest_of_all(topology, collective), topology, limit(topology, collective))] += 1
 
     law()
     print(f"at the bound: {counts[True]}, within {TOLERANCE} of it: {counts[False]}")
@@ -121,11 +128,11 @@ def test_forests_reach_the_bound():
 @settings(max_examples=60)
 @given(wirings((LOPSIDED,), WHOLE + ODD))
 def test_switches_that_take_in_more_than_they_give_out(wiring):
-    """What such a switch cannot pass on is no use: one-way collectives reach the best that trees can, which may be
-    less than the cuts' bound; an all-reduce reaches its bound, which knows."""
+    """With unbalanced switches one-way collectives reach the best rate of trees, which may be less than the bound by
+    cuts; an all-reduce reaches its bound."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
-        found, wanted = grown(topology, collective), limit(topology, collective)
+        found, wanted = forest_of_all(topology, collective), limit(topology, collective)
         if collective == "all_reduce":
             check_close(found, topology, wanted)
             continue
@@ -140,12 +147,12 @@ def test_switches_that_take_in_more_than_they_give_out(wiring):
 @settings(max_examples=60)
 @given(wirings((SYMMETRIC, DIRECTED), WHOLE + ODD, reducing=(True, False)))
 def test_switches_that_reduce(wiring):
-    """An all-reduce in the network is no slower than one without, and at most at its bound, which trees of whole nodes
-    need not reach; one-way collectives reach theirs."""
+    """An all-reduce with reducing switches is not slower than one without them, and at most as fast as its bound, which
+    trees of complete nodes may not reach; one-way collectives reach theirs."""
     topology = Topology(*wiring)
     plain = topology.with_switches(reducing=False)
     for collective in COLLECTIVES:
-        found, wanted = grown(topology, collective), limit(topology, collective)
+        found, wanted = forest_of_all(topology, collective), limit(topology, collective)
         if collective == "all_reduce":
             rate = check_right(found, topology)
             assert CLOSE * limit(plain, collective) <= rate <= wanted
@@ -156,12 +163,12 @@ def test_switches_that_reduce(wiring):
 @settings(max_examples=60)
 @given(wirings((LOPSIDED,), WHOLE + ODD, reducing=(True,)))
 def test_lopsided_switches_that_multicast(wiring):
-    """A switch that can combine and multicast may be wider on one side, and that is made use of."""
+    """A switch that can combine and multicast may be wider on one side, and the forest uses that."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES[1:]:
-        rate = check_right(grown(topology, collective), topology)
+        rate = check_right(forest_of_all(topology, collective), topology)
         plain = topology.with_switches(reducing=False)
-        assert rate >= CLOSE * check_right(grown(plain, collective), plain)
+        assert rate >= CLOSE * check_right(forest_of_all(plain, collective), plain)
         assert rate <= limit(topology, collective)
 
 
@@ -169,7 +176,7 @@ def test_lopsided_switches_that_multicast(wiring):
 @pytest.mark.parametrize("hub", ["s", "cpu:3"])
 @pytest.mark.parametrize(("collective", "rate"), [("broadcast", 1), ("reduce", 1), ("all_gather", Fraction(3, 2))])
 def test_one_way_collectives_branch_where_they_can(hub, collective, rate):
-    """A hub with one link in and two out, which can copy and combine, feeds both at the full rate."""
+    """A hub with one link in and two out, which can copy and combine, supplies both at the full rate."""
     devices = ("cpu:0", "cpu:1", "cpu:2")
     links = [("cpu:0", hub, 1), (hub, "cpu:1", 1), (hub, "cpu:2", 1), ("cpu:1", "cpu:0", 1), ("cpu:2", "cpu:0", 1)]
     topology = Topology([*devices, *([hub] * (hub != "s"))], links, [("s", True)] * (hub == "s"))
@@ -182,16 +189,16 @@ def test_one_way_collectives_branch_where_they_can(hub, collective, rate):
     assert check_right(forest(topology, collective, sources, destinations), topology) == rate
 
 
-@pytest.mark.xfail(strict=False, reason="the linear program is not solved where bandwidths are far apart")
+@pytest.mark.xfail(strict=False, reason="the linear program is not solved if bandwidths are far apart")
 @example(both_ways("0-1 3/8, 0-2 1/8, 0-s 1/8, 0-t 1/8, 2-s 5000"))  # an all-reduce of 3/16 instead of 5/16
 @settings(max_examples=40, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), DECIMAL))
 def test_decimal_bandwidths(wiring):
-    """Bandwidths as they are measured, of several digits and far apart, are planned for like whole numbers."""
+    """Bandwidths with several digits and large ratios, as in measurements, are planned like integers."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         with planning_oracle.at_most(5):
-            found = grown(topology, collective)
+            found = forest_of_all(topology, collective)
         if collective == "all_reduce":
             check_close(found, topology, limit(topology, collective))
         assert check_right(found, topology) <= limit(topology, collective)
@@ -202,11 +209,11 @@ def test_decimal_bandwidths(wiring):
 @settings(max_examples=30, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), BINARY))
 def test_bandwidths_that_nearly_add_up(wiring):
-    """So are binary fractions that miss each other's sums by 1e-17."""
+    """The same is true for binary fractions that differ from sums of others by 1e-17."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         with planning_oracle.at_most(5):
-            found = grown(topology, collective)
+            found = forest_of_all(topology, collective)
         rate = check_right(found, topology)
         assert rate <= limit(topology, collective)
         assert collective != "all_reduce" or rate >= (CLOSE - Fraction(1, 1000)) * limit(topology, collective)
@@ -215,11 +222,12 @@ def test_bandwidths_that_nearly_add_up(wiring):
 @settings(max_examples=40, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED), WILD, most_switches=0))
 def test_bandwidths_no_float_holds_together(wiring):
-    """Without switches one-way collectives need no floating point: bandwidths 1e19 times apart are planned right."""
+    """Without switches one-way collectives need no floating point: bandwidths with a ratio of 1e19 are planned
+    exactly."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES[1:]:
         with planning_oracle.at_most(5):
-            found = grown(topology, collective)
+            found = forest_of_all(topology, collective)
         check_close(found, topology, limit(topology, collective))
 
 
@@ -228,7 +236,7 @@ def test_bandwidths_no_float_holds_together(wiring):
 
 @st.composite
 def asked(draw, kinds=(SYMMETRIC, DIRECTED, LOOSE)):
-    """Draw a topology and a request on it: some sources, some destinations, the rest only forwards."""
+    """Draw a topology and a request: some sources and some destinations; the other devices only forward."""
     topology = Topology(*draw(wirings(kinds, WHOLE, reducing=(False, False, True))))
     collective = draw(st.sampled_from(COLLECTIVES))
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple)
@@ -243,7 +251,7 @@ def asked(draw, kinds=(SYMMETRIC, DIRECTED, LOOSE)):
 
 
 def joined(topology, sources, destinations):
-    """Return whether links lead from every source to every destination."""
+    """Return whether there is a route from every source to every destination."""
     for source in sources:
         reached, waiting = {source}, [source]
         while waiting:
@@ -258,7 +266,7 @@ def joined(topology, sources, destinations):
 
 def check_request(topology, collective, sources, destinations):
     if not joined(topology, sources, destinations):
-        with pytest.raises(PlanError, match=r"needs a way from \S+ to .*, and no link leads out of {"):
+        with pytest.raises(PlanError, match=r"needs a route from \S+ to .*, but no link leads out of {"):
             forest(topology, collective, sources, destinations)
         return
     members = tuple(dict.fromkeys([*sources, *destinations]))
@@ -267,7 +275,7 @@ def check_request(topology, collective, sources, destinations):
         and collective == "all_reduce"
         and not joined(topology, members, members)
     ):
-        with pytest.raises(PlanError, match=r"by trees needs a way from \S+ to .*, and no link leads out of {"):
+        with pytest.raises(PlanError, match=r"by trees needs a route from \S+ to .*, but no link leads out of {"):
             forest(topology, collective, sources, destinations)
         return
     found = forest(topology, collective, sources, destinations)
@@ -281,7 +289,7 @@ def check_request(topology, collective, sources, destinations):
     if collective in ("reduce_scatter", "all_gather"):
         wanted = bound(topology, collective, devices=members).algbw
     else:
-        wanted = request_bound(topology, sources, destinations).algbw if len(members) > 1 else None
+        wanted = plan(topology, "all_reduce", 1, "forest", sources, destinations).bound.algbw
     if wanted is None:
         assert rate is None
     elif rate is not None:
@@ -291,22 +299,23 @@ def check_request(topology, collective, sources, destinations):
 @settings(max_examples=200)
 @given(asked((SYMMETRIC, DIRECTED)))
 def test_any_sources_and_destinations(ask):
-    """Subsets that are disjoint, overlap or are one device; the rest forwards: what was asked for, and right."""
+    """Sources and destinations may be disjoint, overlap or be one device, while the other devices forward."""
     check_request(*ask)
 
 
 @settings(max_examples=200)
 @given(asked((LOOSE,)))
 def test_devices_that_are_not_joined(ask):
-    """Where no way leads to some destination, the error says from where to where; devices that cannot be reached but
-    take no part do no harm."""
+    """If a destination cannot be reached, the error has both devices; unreachable devices that do not take part
+    do not matter."""
     check_request(*ask)
 
 
 @settings(max_examples=60)
 @given(asked((SYMMETRIC,)))
 def test_relays_do_not_slow_one_way_collectives(ask):
-    """Devices that take no part pass on what they can: links alike both ways, one-way collectives reach the bound."""
+    """Devices that do not take part forward: with links equal in both directions, one-way collectives reach the
+    bound."""
     topology, collective, sources, destinations = ask
     assume(collective != "all_reduce" and len({*sources, *destinations}) > 1)
     single = {"broadcast": sources[0], "reduce": destinations[0]}.get(collective)
@@ -319,11 +328,11 @@ def test_relays_do_not_slow_one_way_collectives(ask):
     ("links", "destinations"), [("02 03 12 13", ("cpu:2", "cpu:3")), ("01 10 12 23 32", ("cpu:1", "cpu:2", "cpu:3"))]
 )
 def test_no_way_back_from_destinations_to_sources(links, destinations):
-    """Trees are rooted at any member, so several sources that no destination can reach are refused in words; a single
-    destination does without."""
+    """Trees have any member as root, so several sources that no destination can reach are a PlanError; this does not
+    apply to a single destination."""
     topology = Topology([f"cpu:{k}" for k in range(4)], [(f"cpu:{a}", f"cpu:{b}", 1) for a, b in links.split()])
     with pytest.raises(
-        PlanError, match=r"all_reduce by trees needs a way from cpu:\d to .*, and no link leads out of {"
+        PlanError, match=r"all_reduce by trees needs a route from cpu:\d to .*, but no link leads out of {"
     ):
         forest(topology, "all_reduce", ("cpu:0", "cpu:1"), destinations)
     for destination in destinations:
@@ -331,7 +340,7 @@ def test_no_way_back_from_destinations_to_sources(links, destinations):
 
 
 def test_one_device():
-    """One device has what it needs: nothing moves, whatever else there is."""
+    """For one device no data moves, on any topology."""
     for topology in (Topology(["cpu:0"], []), Topology.ring(3), Topology.star(3)):
         for collective in COLLECTIVES:
             found = forest(topology, collective, ("cpu:0",), ("cpu:0",))
@@ -340,7 +349,7 @@ def test_one_device():
 
 
 def test_one_device_beside_another_that_is_cut_off():
-    """A device that no link joins is no reason to fail for those that do without it."""
+    """A device without links does not matter if it does not take part."""
     topology = Topology(["cpu:0", "cpu:1", "cpu:2"], [("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:0", 1)])
     for devices in (("cpu:2",), ("cpu:0", "cpu:1")):
         for collective in COLLECTIVES:
@@ -351,31 +360,33 @@ def test_one_device_beside_another_that_is_cut_off():
 
 @pytest.mark.parametrize("width", [1, Fraction(1, 3), 10**9])
 def test_two_devices(width):
-    """Two devices exchange halves; a broadcast takes the whole link."""
+    """Two devices exchange halves; a broadcast uses the complete link."""
     topology = Topology.ring(2, width)
-    rates = {collective: fluid_rate(grown(topology, collective).schedule, topology) for collective in COLLECTIVES}
+    rates = {
+        collective: fluid_rate(forest_of_all(topology, collective).schedule, topology) for collective in COLLECTIVES
+    }
     assert rates == dict(zip(COLLECTIVES, (width, width, width, 2 * width, 2 * width), strict=True))
 
 
 @pytest.mark.parametrize("n", range(3, 8))
 def test_one_way_rings(n):
-    """On a ring of links one way each chunk goes all the way round, and once more in an all-reduce."""
+    """On a ring of links in one direction each chunk travels once round the ring, twice in an all-reduce."""
     devices = [f"cpu:{k}" for k in range(n)]
     topology = Topology(devices, [(devices[k - 1], devices[k], 12) for k in range(n)])
     for collective, laps in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
-        found = grown(topology, collective)
+        found = forest_of_all(topology, collective)
         assert check_right(found, topology) == Fraction(12 * n, laps * (n - 1))
         assert (found.depth, len(found.schedule.rounds)) == (n - 1, laps * (n - 1))
     for collective in ("broadcast", "reduce"):
-        assert check_right(grown(topology, collective, devices[2]), topology) == 12
+        assert check_right(forest_of_all(topology, collective, devices[2]), topology) == 12
 
 
 # Values.
 
 
 def test_damaged_dgx_1s_reach_their_bound():
-    """All connected ones of the 247 subsets of a DGX-1V and of the 16 it becomes when a link is lost: the all-reduce
-    reaches its bound, at least half the all-gather's."""
+    """On all connected parts of a DGX-1V, and without each of its 16 links, the all-reduce reaches its bound, which is
+    at least half of the all-gather's."""
     damaged = [DGX_1V.without_link(a, b) for a, b in itertools.combinations(DGX_1V.devices, 2) if DGX_1V.link(a, b)]
     subsets = [DGX_1V.subset(d) for n in range(2, 9) for d in itertools.combinations(DGX_1V.devices, n)]
     assert (len(damaged), len(subsets)) == (16, 247)
@@ -383,11 +394,11 @@ def test_damaged_dgx_1s_reach_their_bound():
     for topology in damaged + subsets:
         if not joined(topology, topology.devices[:1], topology.devices):
             with pytest.raises(PlanError, match="no link leads out of"):
-                grown(topology, "all_reduce")
+                forest_of_all(topology, "all_reduce")
             continue
         wanted = limit(topology, "all_reduce")
         assert wanted >= limit(topology, "all_gather") / 2
-        exact += check_close(grown(topology, "all_reduce"), topology, wanted)
+        exact += check_close(forest_of_all(topology, "all_reduce"), topology, wanted)
     assert exact == 16 + 197
 
 
@@ -400,66 +411,66 @@ MACHINES = [
 
 @pytest.mark.parametrize(("name", "options"), MACHINES, ids=[f"{name}-{o.get('hosts', 1)}" for name, o in MACHINES])
 def test_forests_of_machines(name, options):
-    """On whole machines of up to 16 devices all five collectives reach the bound exactly."""
+    """On complete machines of up to 16 devices all five collectives reach the bound exactly."""
     topology = Topology.machine(name, **options)
     for collective in COLLECTIVES:
-        assert check_close(grown(topology, collective), topology, limit(topology, collective)), collective
+        assert check_close(forest_of_all(topology, collective), topology, limit(topology, collective)), collective
 
 
 def test_few_trees_where_the_bound_takes_many():
-    """Two DGX A100 take 13 trees a root to reach the bound: one a root is within 1.1 % of it."""
+    """Two DGX A100 need 13 trees per root to reach the bound; one per root is within 1.1 % of it."""
     topology = Topology.machine("dgx-a100", 2)
-    found = grown(topology, "all_gather")
+    found = forest_of_all(topology, "all_gather")
     assert not check_close(found, topology, limit(topology, "all_gather"))
     assert (found.k, found.trees) == (1, 16)
     assert fluid_rate(found.schedule, topology) / limit(topology, "all_gather") == Fraction(90, 91)
 
 
 def test_meshes_reach_more_than_half_an_all_gather():
-    """On meshes the corners are badly joined; an all-reduce rooted elsewhere reaches the linear program's rate."""
+    """On meshes the corners have few links; an all-reduce with other roots reaches the rate of the linear program."""
     for rows, rate in ((3, Fraction(3, 2)), (4, Fraction(8, 5)), (5, Fraction(5, 3))):
         topology = Topology.mesh(rows, rows)
-        assert check_close(grown(topology, "all_reduce"), topology, rate)
+        assert check_close(forest_of_all(topology, "all_reduce"), topology, rate)
         assert rate > limit(topology, "all_gather") / 2
 
 
 @pytest.mark.parametrize(("name", "rate"), [("hgx-h100", 450), ("gb200-nvl72", 900)])
 def test_switches_in_the_network_reduce(name, rate):
-    """Through a switch that combines and multicasts each device sends and takes its buffer once."""
+    """With a switch that combines and multicasts each device sends and receives its buffer once."""
     topology = Topology.machine(name, in_network=True)
-    found = grown(topology, "all_reduce")
+    found = forest_of_all(topology, "all_reduce")
     assert check_right(found, topology) == rate
     assert (found.trees, found.depth) == (1, 2)  # from a device to the switch to all others
     assert found.schedule.devices == (*topology.devices, "nvswitch")
 
 
 def test_machines_are_planned_with_k_trees():
-    """k, trees and depth of machines known from ForestColl's paper."""
+    """k, the number of trees and the depth on some machines are those of ForestColl's paper."""
     for name, k, trees, depth in (
         ("dgx-1v", 6, 16, None),
         ("dgx-2", 1, 16, 1),
         ("mi300x", 1, 8, 1),
         ("mi250", 3, 24, None),
     ):
-        found = grown(Topology.machine(name), "all_gather")
+        found = forest_of_all(Topology.machine(name), "all_gather")
         assert found.k == k
         assert found.trees == trees
         assert depth in (None, found.depth)
         assert found.k.denominator == 1
 
 
-# Where data lies.
+# The positions of parts.
 
 
 @settings(max_examples=60)
 @given(wirings((SYMMETRIC, DIRECTED), WHOLE, reducing=(False, True)), st.integers(0, 40))
 def test_parts_lie_in_the_devices_order(wiring, size):
-    """After a reduce-scatter the k-th device holds the k-th part of the sum, all parts of one length; an all-gather
-    puts each device's part there for all."""
+    """After a reduce-scatter the k-th device has the k-th part of the sum, and all parts have one length; an all-gather
+    collects the parts in this order."""
     topology = Topology(*wiring)
     n = len(topology.devices)
     for collective, whose in (("reduce_scatter", "destinations"), ("all_gather", "sources")):
-        schedule = grown(topology, collective).schedule
+        schedule = forest_of_all(topology, collective).schedule
         owners = [getattr(chunk, whose) for chunk in schedule.chunks]
         assert owners == sorted(owners)
         for k in range(n):
@@ -482,7 +493,7 @@ def test_parts_lie_in_the_devices_order(wiring, size):
 @settings(max_examples=60)
 @given(asked((SYMMETRIC, DIRECTED)), st.integers(0, 30))
 def test_executed_forests_give_the_oracles_sums(ask, size):
-    """Run on NumPy arrays of whole numbers, every destination holds the sum over all sources, to the last bit."""
+    """Run on NumPy arrays of integers, every destination has the exact sum over all sources."""
     topology, collective, sources, destinations = ask
     assume(collective in ("all_reduce", "broadcast", "reduce") and not any(s.reduces for s in topology.switches))
     schedule = forest(topology, collective, sources, destinations).schedule
@@ -497,7 +508,7 @@ def test_executed_forests_give_the_oracles_sums(ask, size):
         np.testing.assert_array_equal(got, wanted)
 
 
-# The same everywhere.
+# Determinism.
 
 REQUESTS = {
     "dgx-1v": "Topology.machine('dgx-1v')",
@@ -511,24 +522,25 @@ REQUESTS = {
 SCRIPT = """
 import hashlib
 from crossreduce import Topology
-from crossreduce.planning.forest import forest
+from crossreduce.planning import Request
+from crossreduce.planning.algorithms.forest import forest
 for topology in [{}]:
     for collective in {}:
         sources = topology.devices[: 1 if collective == "broadcast" else None]
         destinations = topology.devices[: 1 if collective == "reduce" else None]
-        found = forest(topology, collective, sources, destinations)
+        found = forest(Request(collective, sources, destinations, topology=topology))
         print(hashlib.sha256(found.schedule.to_json().encode()).hexdigest(), found.k, found.trees, found.depth)
 """
 
 
 def test_the_same_request_gives_the_same_bytes():
-    """Under any hash seed, in another process, in another order of requests, schedules are equal byte for byte."""
+    """With any hash seed, in another process, in another order of requests, schedules are byte-identical."""
     here = []
     for text in reversed(REQUESTS.values()):
         topology = eval(text)
         lines = []
         for collective in COLLECTIVES:
-            found = grown(topology, collective)
+            found = forest_of_all(topology, collective)
             digest = hashlib.sha256(found.schedule.to_json().encode()).hexdigest()
             lines.append(f"{digest} {found.k} {found.trees} {found.depth}")
         here = lines + here
@@ -556,15 +568,15 @@ def test_plans_do_not_depend_on_units(wiring, factor):
     links = [link._replace(bandwidth=link.bandwidth * factor) for link in topology.links]
     scaled = Topology(topology.devices, links, topology.switches)
     for collective in ("all_gather", "broadcast"):
-        assert grown(scaled, collective) == grown(topology, collective)
+        assert forest_of_all(scaled, collective) == forest_of_all(topology, collective)
 
 
 @given(wirings((SYMMETRIC, DIRECTED), WHOLE, reducing=(False, True)), st.sampled_from(COLLECTIVES))
 def test_plans_do_not_depend_on_names(wiring, collective):
-    """Devices of other names have the same plan, in their names."""
+    """Devices with other names have the same plan, with their names."""
     topology = Topology(*wiring)
     names = [f"host{k}/cuda:{k}" for k in range(len(topology.devices))]
-    one, two = grown(topology, collective).schedule, grown(topology.renamed(names), collective).schedule
+    one, two = forest_of_all(topology, collective).schedule, forest_of_all(topology.renamed(names), collective).schedule
     assert (one.chunks, one.rounds) == (two.chunks, two.rounds)
     assert two.devices[: len(names)] == tuple(names)
 
@@ -573,20 +585,20 @@ def test_plans_do_not_depend_on_names(wiring, collective):
 
 
 def test_what_cannot_be_reached_is_named():
-    """The error of a request that links do not join names both sides of the cut, and what to do."""
+    """The error of a request without a route has both sides of the cut, and a remedy."""
     parts = Topology.from_matrix([[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]])
     for collective in COLLECTIVES:
         with pytest.raises(PlanError) as caught:
-            grown(parts, collective)
+            forest_of_all(parts, collective)
         text = str(caught.value)
         there = "cpu:2 to cpu:0" if collective == "reduce" else "cpu:0 to cpu:2, cpu:3"
         inside = "cpu:2, cpu:3" if collective == "reduce" else "cpu:0, cpu:1"
-        assert re.search(rf"^{collective} needs a way from {there}, and no link leads out of {{{inside}}}\.", text)
+        assert re.search(rf"^{collective} needs a route from {there}, but no link leads out of {{{inside}}}\.", text)
         assert "4 devices, 4 links" in text
         assert "topology.subset(devices)" in text
 
 
-# The checker is checked on forests, too.
+# ``verify`` is tested with forests, too.
 
 UNEVEN = [(f"cpu:{a}", f"cpu:{b}", width) for a, b, width in ((0, 1, 3), (1, 2, 2), (2, 0, 1), (1, 0, 1), (0, 2, 2))]
 MUTATED = [
@@ -601,11 +613,11 @@ SEEDS = 4  # mutants of each kind of each schedule
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_mutants_of_forests_are_accepted_if_and_only_if_their_sums_are_right(mutate, record_property):
-    """Whatever is done to a forest's steps, verify's answer is that of running it on the oracle's data."""
+    """verify accepts a mutated forest if and only if running it on the oracle's data gives the right sums."""
     tried = taken = 0
     for name, topology in MUTATED:
         for collective in COLLECTIVES:
-            schedule = grown(topology, collective).schedule
+            schedule = forest_of_all(topology, collective).schedule
             assert agree(schedule)
             for seed in range(SEEDS):
                 rng = random.Random(f"{mutate.__name__} {name} {collective} {seed}")

@@ -1,4 +1,4 @@
-"""Files of topologies: ours, NCCL's and RCCL's XML, and what nvidia-smi prints."""
+"""Files of topologies: this library's JSON, NCCL's and RCCL's XML, and the table of nvidia-smi."""
 
 import itertools
 from fractions import Fraction
@@ -9,14 +9,21 @@ from hypothesis import strategies as st
 
 from crossreduce import ArgumentError, Topology
 from crossreduce.topology import nccl_xml, nvidia_smi
-from crossreduce.topology.formats import LARGEST, load
+from crossreduce.topology.formats import LARGEST
 from crossreduce.topology.kinds import joins
-from crossreduce.topology.machines import machine, machine_names
-from crossreduce.topology.nccl_xml import read_nccl_xml
-from crossreduce.topology.nvidia_smi import read_nvidia_smi
+from crossreduce.topology.machines import machine_names
 
+machine, load = Topology.machine, Topology.load
 INTEL = 'arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="85"'
 AMD = 'arch="x86_64" vendor="AuthenticAMD" familyid="25" modelid="1"'
+
+
+def read_nccl_xml(text, **options):
+    return Topology(*nccl_xml.read_nccl_xml(text, **options))
+
+
+def read_nvidia_smi(text, **options):
+    return Topology(*nvidia_smi.read_nvidia_smi(text, **options))
 
 
 def bus(k):
@@ -32,18 +39,18 @@ def gpu(k, links="", chip='sm="70"', **slot):
 
 
 def entries(peers, tag="nvlink", tclass="0x030200"):
-    """Return a GPU's entries, for the number of links to each peer."""
+    """Return the entries of a GPU, given the number of links to each peer."""
     return "".join(f'<{tag} target="{bus(peer)}" count="{n}" tclass="{tclass}"/>' for peer, n in peers.items())
 
 
 def system(*cpus, version=1, about=INTEL):
-    """Return the file of a machine whose k-th CPU has the given devices."""
+    """Return the XML of a machine whose k-th CPU has the given devices."""
     nodes = (f'<cpu numaid="{k}" {about}>\n{inside}\n</cpu>' for k, inside in enumerate(cpus))
     return f'<system version="{version}">\n' + "\n".join(nodes) + "\n</system>\n"
 
 
 def counts(topology, one):
-    """Return how many links of a bandwidth each device has to each other, as numbers."""
+    """Return the number of links of a bandwidth between every two devices."""
     peers = {k: {} for k in range(len(topology.devices))}
     for src, dst, bandwidth, _ in topology.links:
         peers[int(src.split(":")[1])][int(dst.split(":")[1])] = int(bandwidth / one)
@@ -64,7 +71,7 @@ def counts(topology, one):
     ],
 )
 def test_a_mesh(name, tag, chip, one, effective):
-    """GPUs that their own links join are read as the machine of the library, with no PCIe; speeds are asked for."""
+    """GPUs that NVLink or xGMI joins give the machine of the library, without PCIe, at the requested speeds."""
     there = machine(name)
     n = len(there.devices)
     peers = counts(there, one)
@@ -79,14 +86,14 @@ def test_a_mesh(name, tag, chip, one, effective):
 
 @pytest.mark.parametrize(("name", "sm", "count"), [("dgx-a100", 80, 2), ("hgx-h100", 90, 3), ("hgx-b200", 100, 3)])
 def test_nvswitches(name, sm, count):
-    """All NVSwitches are one switch, whatever their bus numbers look like, and the links to them add up."""
-    ends = [bus(100 + k) for k in range(5)] + ["fffffff:ffff:ff"]  # a virtual machine's
+    """All NVSwitches are one switch, regardless of their bus numbers, and the links to them add up."""
+    ends = [bus(100 + k) for k in range(5)] + ["fffffff:ffff:ff"]  # of a virtual machine
     links = "".join(f'<nvlink target="{end}" count="{count}" tclass="0x068000"/>' for end in ends)
     assert read_nccl_xml(system("".join(gpu(k, links, f'sm="{sm}"') for k in range(8)))) == machine(name)
 
 
 def test_a_pcie_machine():
-    """Without NVLink there are PCIe switches and CPUs, with NCCL's speed between CPUs."""
+    """Without NVLink the topology has PCIe switches and CPUs, with NCCL's speed between CPUs."""
     halves = [
         pci(91, gpu(0) + gpu(1)) + pci(92, gpu(2) + gpu(3)),
         pci(93, gpu(4) + gpu(5)) + pci(94, gpu(6) + gpu(7)),
@@ -102,14 +109,15 @@ def test_a_pcie_machine():
 
 
 def test_nvlink_bridges_on_pcie():
-    """GPUs that NVLink joins in pairs only have PCIe too."""
+    """GPUs that NVLink joins in pairs only have PCIe links, too."""
     bridge = ({1: 4}, {0: 4}, {3: 4}, {2: 4})
     cards = (gpu(k, entries(bridge[k]), 'sm="86"', speed="16.0 GT/s PCIe") for k in range(4))
     assert read_nccl_xml(system("".join(cards))) == machine("nvlink-pairs-4")
 
 
 def test_bridges_of_one_branch_are_part_of_the_link():
-    """A PCI bridge with one branch is no switch; its link is as narrow as its narrowest; cards are no branches."""
+    """A PCI bridge with one branch is not a switch: its link has the least width of the path; network cards are not
+    branches."""
     nic = pci(80, '<nic><net name="mlx5_0" dev="0" speed="200000"/></nic>', more='class="0x020700"')
     narrow = pci(90, pci(91, gpu(0, width=16), width=4) + nic)
     text = system(narrow + gpu(1) + "<nic><net/></nic>").replace('sm="70"', 'sm="61"')
@@ -131,7 +139,7 @@ def test_bridges_of_one_branch_are_part_of_the_link():
         ("16.0 GT/s PCIe", "16", Fraction("31.5"), 24),
         ("32.0 GT/s PCIe", "16", 63, 48),
         ("64.0 GT/s PCIe", "16", 121, 96),
-        # What NCCL takes where the system does not say.
+        # NCCL's default if the system does not report a value.
         ("", "0", Fraction("15.75"), 12),
         ("", "", Fraction("15.75"), 12),
         ("Undefined", "16", Fraction("15.75"), 12),
@@ -140,7 +148,7 @@ def test_bridges_of_one_branch_are_part_of_the_link():
     ],
 )
 def test_pcie_speeds(speed, width, raw, effective):
-    """PCIe's bandwidth is what rate and width make, or NCCL's default."""
+    """The bandwidth of PCIe is the product of rate and width, or NCCL's default."""
     text = system(gpu(0, chip='sm="61"', speed=speed, width=width) + gpu(1, chip='sm="61"'))
     assert read_nccl_xml(text).link("cuda:0", "cpu0").bandwidth == raw
     assert read_nccl_xml(text, speeds="effective").link("cpu0", "cuda:0").bandwidth == effective
@@ -166,14 +174,14 @@ def test_pcie_speeds(speed, width, raw, effective):
     ],
 )
 def test_cpus(about, gb_per_s):
-    """Between CPUs there is what NCCL counts on for their maker and model."""
+    """Links between CPUs have the speed that NCCL assumes for their vendor and model."""
     topology = read_nccl_xml(system(gpu(0, chip='sm="61"'), gpu(1, chip='sm="61"'), about=about))
     assert topology.link("cpu0", "cpu1").bandwidth == topology.link("cpu1", "cpu0").bandwidth == gb_per_s
     assert topology.route("cuda:0", "cuda:1") == ("cuda:0", "cpu0", "cpu1", "cuda:1")
 
 
 def test_power9():
-    """On POWER9 NVLinks lead to the CPU as well."""
+    """On POWER9, NVLinks lead to the CPU, too."""
     to_cpu = '<nvlink target="0004:00:01.0" count="3" tclass="0x068001"/>'
     halves = [
         "".join(gpu(k, entries({j: 3}) + to_cpu) for k, j in pairs) for pairs in [((0, 1), (1, 0)), ((2, 3), (3, 2))]
@@ -185,7 +193,7 @@ def test_power9():
 
 
 def test_gpus_are_called_by_their_number():
-    """Devices are in the order of ``dev``, wherever they stand; bus numbers have one meaning however spelled."""
+    """Devices are in the order of ``dev``, not of the file; bus numbers may have any spelling."""
     links = {k: f'<nvlink target="00000000:{1 - k + 0xAA:X}:00.0" count="2" tclass="0x030200"/>' for k in (0, 1)}
     text = "".join(
         f'<pci busid="0000:{k + 0xAA:x}:00.0"><gpu dev="{7 - k}" sm="70">{links[k]}</gpu></pci>' for k in (0, 1)
@@ -194,7 +202,7 @@ def test_gpus_are_called_by_their_number():
 
 
 def test_a_gpu_that_is_not_in_the_file():
-    """Links to a GPU outside the job that wrote the file lead nowhere."""
+    """Links to a GPU outside the job that wrote the file are left out."""
     text = system("".join(gpu(k, entries({j: 1 for j in range(4) if j != k})) for k in range(3)))
     assert read_nccl_xml(text) == Topology.full_mesh(["cuda:0", "cuda:1", "cuda:2"], 25, Fraction(7, 10**7))
 
@@ -205,7 +213,7 @@ def test_one_gpu():
 
 
 def test_several_hosts_in_one_file():
-    """Where a rack's hosts wrote one file, devices have their host in front; NVSwitches join them."""
+    """In a file of the hosts of a rack, names of devices start with their host; NVSwitches join the hosts."""
     link = '<nvlink target="fffffff:ffff:ff" count="18" tclass="0x068000"/>'
     cpu = '<cpu numaid="0" host_hash="0x{}" arch="arm64">{}</cpu>'
     inside = "".join(gpu(k, link, 'sm="100"') for k in range(4))
@@ -216,7 +224,7 @@ def test_several_hosts_in_one_file():
 
 
 def test_cpus_of_several_hosts_are_apart():
-    """CPUs of different hosts are not joined, though each host's have their speed."""
+    """CPUs of different hosts have no link; those of one host do."""
     cpu = '<cpu numaid="{}" host_hash="0x{}" arch="arm64">{}</cpu>'
     nodes = [cpu.format(n, host, gpu(n, chip='sm="61"')) for host in "ab" for n in (0, 1)]
     topology = read_nccl_xml(f'<system version="1">{"".join(nodes)}</system>')
@@ -225,7 +233,7 @@ def test_cpus_of_several_hosts_are_apart():
 
 
 def test_comments():
-    """Comments are skipped, also those that XML forbids and RCCL's files start with; lines still count."""
+    """Comments are skipped, also the malformed ones at the start of RCCL's files; line numbers do not change."""
     text = "<!------\n - (c) <gpu> & more\n------->\n" + system(gpu(0) + "<!-- a - b -- c -->")
     assert read_nccl_xml(text).devices == ("cuda:0",)
     with pytest.raises(ArgumentError, match="line 8"):
@@ -238,7 +246,7 @@ WITHOUT_GPU = system(f'<pci busid="{bus(1)}" class="0x030200" link_speed="16 GT/
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        # What a file may leave out, since NCCL asks the driver.
+        # Parts that NCCL reads from the driver if the file lacks them.
         (WITHOUT_GPU, ["no <gpu>", "1 of its PCI devices", "line 1", "NCCL_TOPO_DUMP_FILE"]),
         (system(), ["no <gpu>", "0 of its PCI devices"]),
         ('<system version="1"/>', ["no <gpu>"]),
@@ -252,34 +260,40 @@ WITHOUT_GPU = system(f'<pci busid="{bus(1)}" class="0x030200" link_speed="16 GT/
             system(gpu(0, chip='sm="61"') + gpu(1, chip='sm="61"').replace("class", 'device="0x20b0" class')),
             ["joined by NVLink", 'dev="1"'],
         ),
-        (system(gpu(0, chip='sm="61"'), gpu(1, chip='sm="61"'), about=""), ["how CPUs are joined", 'numaid="0"']),
-        (system(gpu(0, entries({1: 1}), "") + gpu(1)), ["a GPU says what it is"]),
-        (system(gpu(0, entries({1: 1}, "xgmi"), 'gcn="gfx700"') + gpu(1)), ["a GPU says what it is", "gfx700"]),
-        (system(gpu(0, '<nvlink target="0000:11:00.0" tclass="0x03"/>') + gpu(1)), ["how many links"]),
-        (system(gpu(0, '<nvlink target="0000:11:00.0" count="0" tclass="0x03"/>') + gpu(1)), ["how many links"]),
-        (system(gpu(0, '<nvlink target="0000:11:00.0" count="2.5" tclass="0x03"/>') + gpu(1)), ["how many links"]),
-        (system(gpu(0, '<nvlink count="2" tclass="0x030200"/>') + gpu(1)), ["where its links lead"]),
-        # What contradicts itself.
-        (system(gpu(0) + gpu(0)), ["two GPUs are cuda:0"]),
-        (system(gpu(0), gpu(1)).replace('numaid="1"', 'numaid="0"'), ["NUMA node is in the file twice"]),
+        (system(gpu(0, chip='sm="61"'), gpu(1, chip='sm="61"'), about=""), ["the link between CPUs", 'numaid="0"']),
+        (system(gpu(0, entries({1: 1}), "") + gpu(1)), ["a GPU must have its model"]),
+        (system(gpu(0, entries({1: 1}, "xgmi"), 'gcn="gfx700"') + gpu(1)), ["a GPU must have its model", "gfx700"]),
+        (system(gpu(0, '<nvlink target="0000:11:00.0" tclass="0x03"/>') + gpu(1)), ["the number of its links"]),
+        (
+            system(gpu(0, '<nvlink target="0000:11:00.0" count="0" tclass="0x03"/>') + gpu(1)),
+            ["the number of its links"],
+        ),
+        (
+            system(gpu(0, '<nvlink target="0000:11:00.0" count="2.5" tclass="0x03"/>') + gpu(1)),
+            ["the number of its links"],
+        ),
+        (system(gpu(0, '<nvlink count="2" tclass="0x030200"/>') + gpu(1)), ["the target of its links"]),
+        # Inconsistent files.
+        (system(gpu(0) + gpu(0)), ["two GPUs are called cuda:0"]),
+        (system(gpu(0), gpu(1)).replace('numaid="1"', 'numaid="0"'), ["NUMA node appears twice in the file"]),
         (system(gpu(0)).replace('numaid="0"', ""), ["number of its NUMA node"]),
-        # What is no such file.
-        ("", ["no XML", "line 1"]),
-        ("GPU0", ["no XML", "line 1"]),
-        (system(gpu(0))[:-12], ["no XML", "line 4"]),
-        (system(gpu(0)) + "<system/>", ["no XML", "line 6: <system/>"]),
-        (system(gpu(0)).replace('dev="0"', "dev=0"), ["no XML", "line 3"]),
-        ("<!-- never ends", ["no XML"]),
+        # Files of another kind.
+        ("", ["this is not XML", "line 1"]),
+        ("GPU0", ["this is not XML", "line 1"]),
+        (system(gpu(0))[:-12], ["this is not XML", "line 4"]),
+        (system(gpu(0)) + "<system/>", ["this is not XML", "line 6: <system/>"]),
+        (system(gpu(0)).replace('dev="0"', "dev=0"), ["this is not XML", "line 3"]),
+        ("<!-- never ends", ["this is not XML"]),
         ('<graphs version="1"/>', ["starts with <system", "<graphs", "line 1"]),
         (system(gpu(0), version=3), ["starts with <system", 'version="3"']),
         ("<system/>", ["starts with <system"]),
-        (system("&unknown;"), ["no XML", "undefined entity"]),
-        (b"<system/>", ["topology is text"]),
-        (None, ["topology is text"]),
+        (system("&unknown;"), ["this is not XML", "undefined entity"]),
+        (b"<system/>", ["topology must be text"]),
+        (None, ["topology must be text"]),
     ],
 )
-def test_xml_that_is_refused(text, words):
-    """A file that is incomplete, wrong or something else is refused: the line, what is missing, how to get it."""
+def test_invalid_xml(text, words):
+    """An incomplete or invalid file is an ArgumentError with the line, the missing part and a remedy."""
     with pytest.raises(ArgumentError) as caught:
         read_nccl_xml(text)
     for word in words:
@@ -287,7 +301,7 @@ def test_xml_that_is_refused(text, words):
 
 
 def test_pcie_cards_need_no_nvlink():
-    """A chip that also comes on PCIe cards is believed to be on one where its device number says so."""
+    """A chip that exists on modules and on PCIe cards needs no NVLink if its device number is that of a card."""
     text = "".join(gpu(k, chip='sm="80"').replace("class", 'device="0x20b5" class') for k in (0, 1))
     assert read_nccl_xml(system(text)).route("cuda:0", "cuda:1") == ("cuda:0", "cpu0", "cuda:1")
 
@@ -300,25 +314,28 @@ LAUGHS = '<!DOCTYPE l [<!ENTITY a "ha">' + "".join(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (f"{LAUGHS}]><system version='1'>&k;</system>", ["no document type", "line 1"]),
-        ('<!DOCTYPE s SYSTEM "file:///etc/passwd"><system version="1"/>', ["no document type"]),
+        (f"{LAUGHS}]><system version='1'>&k;</system>", ["a document type is not allowed", "line 1"]),
+        ('<!DOCTYPE s SYSTEM "file:///etc/passwd"><system version="1"/>', ["a document type is not allowed"]),
         (
             '<!DOCTYPE s [<!ENTITY x SYSTEM "file:///etc/passwd">]><system version="1">&x;</system>',
-            ["no document type"],
+            ["a document type is not allowed"],
         ),
-        ('<?xml version="1.0"?>\n<!DOCTYPE topology SYSTEM "hwloc2.dtd">\n<topology/>', ["no document type", "line 2"]),
-        (f'<system version="1">{"<pci>" * 5000}', ["elements inside each other"]),
+        (
+            '<?xml version="1.0"?>\n<!DOCTYPE topology SYSTEM "hwloc2.dtd">\n<topology/>',
+            ["a document type is not allowed", "line 2"],
+        ),
+        (f'<system version="1">{"<pci>" * 5000}', ["levels of elements"]),
         (" " * nccl_xml.LONGEST + "<system/>", ["at most", "characters"]),
         ("<pci/>" * nccl_xml.MOST_TAGS * 2, ["at most", "tags"]),
-        ("<!--" * nccl_xml.MOST_TAGS, ["no XML"]),
+        ("<!--" * nccl_xml.MOST_TAGS, ["this is not XML"]),
         (system(*[""] * 300), ["at most 256 CPUs"]),
-        (system(gpu(0, '<nvlink count="99999999999999" target="a" tclass="0x068000"/>')), ["how many links"]),
-        ("\ud800\x00", ["no XML"]),
+        (system(gpu(0, '<nvlink count="99999999999999" target="a" tclass="0x068000"/>')), ["the number of its links"]),
+        ("\ud800\x00", ["this is not XML"]),
     ],
     ids=["laughs", "dtd", "entity", "hwloc", "deep", "long", "tags", "comments", "cpus", "count", "junk"],
 )
 def test_hostile_xml(text, words):
-    """Entities, depth, length and numbers beyond all reason are refused at once."""
+    """Entities, and excessive depth, length and numbers, are refused at once."""
     with pytest.raises(ArgumentError) as caught:
         read_nccl_xml(text)
     for word in words:
@@ -337,7 +354,7 @@ SAMPLES = [
 
 @given(st.sampled_from(SAMPLES), st.data())
 def test_damaged_xml(sample, data):
-    """A file that is cut short or changed anywhere is a topology or an ArgumentError, never another error."""
+    """A truncated or changed file is a topology or an ArgumentError, never another error."""
     at = data.draw(st.integers(0, len(sample)))
     text = data.draw(
         st.one_of(st.just(""), st.just(sample[at + 1 :]), st.text(max_size=3).map(lambda t: t + sample[at:]))
@@ -345,7 +362,7 @@ def test_damaged_xml(sample, data):
     try:
         topology = read_nccl_xml(sample[:at] + text)
     except ArgumentError as error:
-        assert "given" in str(error)  # noqa: PT017 - either is right
+        assert "given" in str(error)  # noqa: PT017 - both outcomes are right
     else:
         assert topology.devices
 
@@ -388,8 +405,8 @@ def uniform(n, cell):
     return [" ".join("X" if i == j else cell for j in range(n)) for i in range(n)]
 
 
-def test_a_dgx_1_is_read_as_the_machine():
-    """What nvidia-smi prints on a DGX-1 is the library's DGX-1, link by link."""
+def test_the_table_of_a_dgx_1():
+    """The table that nvidia-smi prints on a DGX-1 gives the library's DGX-1."""
     assert read_nvidia_smi(DGX_1) == machine("dgx-1v")
     assert read_nvidia_smi(DGX_1.replace("NV2", "NV1"), nvlink_gb_per_s=20) == machine("dgx-1p")
 
@@ -399,7 +416,7 @@ def test_a_dgx_1_is_read_as_the_machine():
     [("dgx-a100", 8, 12, 25), ("dgx-2", 16, 6, 25), ("hgx-h100", 8, 18, 25), ("hgx-b200", 8, 18, 50)],
 )
 def test_more_links_than_a_gpu_has_are_a_switch(name, n, links, gb_per_s):
-    """Where a row counts more NVLinks than there can be, each GPU's go to one switch."""
+    """If a row has more NVLinks than a GPU can have, all NVLinks lead to one switch."""
     topology = read_nvidia_smi(table(uniform(n, f"NV{links}"), cores="0-23,48-71"), nvlink_gb_per_s=gb_per_s)
     same = machine(name)
     assert (topology.devices, topology.switches) == (same.devices, same.switches)
@@ -419,7 +436,7 @@ def test_more_links_than_a_gpu_has_are_a_switch(name, n, links, gb_per_s):
     ],
 )
 def test_links_that_a_gpu_can_have_are_its_own(n, links, most, direct):
-    """Up to the number that a GPU can have, NVLinks lead from one to the other."""
+    """If a row has at most the number of NVLinks that a GPU can have, they join pairs of GPUs."""
     topology = read_nvidia_smi(table(uniform(n, f"NV{links}")), nvlinks_per_gpu=most)
     assert (topology.switches == ()) == direct
     peer = "cuda:1" if direct else "nvswitch"
@@ -427,7 +444,7 @@ def test_links_that_a_gpu_can_have_are_its_own(n, links, most, direct):
 
 
 def test_a_switch_with_a_link_down():
-    """A GPU of which some links are down has as many as its row still says."""
+    """A GPU with some inactive links has the number of links in its row."""
     rows = uniform(8, "NV12")
     rows[3] = rows[3].replace("NV12", "NV11")
     rows = [
@@ -438,7 +455,7 @@ def test_a_switch_with_a_link_down():
 
 
 def test_two_islands_of_nvlink():
-    """GPUs that NVLink joins in groups, through switches or not, have PCIe between the groups."""
+    """Groups of GPUs that NVLink joins, through switches or not, have PCIe between the groups."""
     rows = [" ".join("X" if i == j else "NV12" if i // 4 == j // 4 else "SYS" for j in range(8)) for i in range(8)]
     topology = read_nvidia_smi(table(rows))
     assert topology.route("cuda:1", "cuda:3") == ("cuda:1", "nvswitch", "cuda:3")
@@ -447,7 +464,7 @@ def test_two_islands_of_nvlink():
 
 
 def test_bridges_in_a_workstation():
-    """Pairs with an NVLink bridge have PCIe to the CPU as well; its speed is a parameter."""
+    """Pairs with an NVLink bridge have PCIe to the CPU, too; its speed is a parameter."""
     rows = ["X NV4 PHB PHB", "NV4 X PHB PHB", "PHB PHB X NV4", "PHB PHB NV4 X"]
     topology = read_nvidia_smi(table(rows), nvlink_gb_per_s=14.0625, pcie="pcie4")
     assert topology == machine("nvlink-pairs-4")
@@ -474,7 +491,7 @@ def test_the_tree_of_pcie():
 
 
 def test_eight_gpus_under_two_cpus():
-    """The library's PCIe machine is read from its table, with other names."""
+    """The table of the library's PCIe machine gives that machine, with other names of switches."""
     rows = [
         " ".join("X" if i == j else ("PIX", "PHB", "SYS")[(i // 2 != j // 2) + (i // 4 != j // 4)] for j in range(8))
         for i in range(8)
@@ -486,7 +503,7 @@ def test_eight_gpus_under_two_cpus():
 
 
 def test_cards_tell_which_gpus_share_a_switch():
-    """GPUs of an NVLink pair, whose PCIe the table does not show, share the switch of a card that is near both."""
+    """GPUs of an NVLink pair, for which the table has no PCIe entry, share the switch of a card that is near both."""
     names = ["GPU0", "GPU1", "GPU2", "NIC0"]
     rows = ["X NV2 SYS PIX", "NV2 X SYS PIX", "SYS SYS X SYS", "PIX PIX SYS X"]
     topology = read_nvidia_smi(table(rows, names))
@@ -497,7 +514,7 @@ def test_cards_tell_which_gpus_share_a_switch():
 
 
 def test_cores_tell_which_gpus_share_a_cpu():
-    """GPUs of an NVLink pair have one CPU where their cores are the same, else two."""
+    """GPUs of an NVLink pair have one CPU if their cores are the same, else two."""
     rows = ["X NV2 SYS SYS", "NV2 X SYS SYS", "SYS SYS X NV2", "SYS SYS NV2 X"]
     text = table(rows, cores="{}")
     one = read_nvidia_smi(text.format("0-7", "0-7", "8-15", "8-15"))
@@ -515,7 +532,7 @@ def test_cores_tell_which_gpus_share_a_cpu():
     ],
 )
 def test_variants_of_the_table(text):
-    """What gets lost in a paste, and what drivers print differently, does not matter."""
+    """Lost whitespace and differences between drivers do not matter."""
     assert read_nvidia_smi(text).route("cuda:0", "cuda:1") == ("cuda:0", "cpu0", "cpu1", "cuda:1")
 
 
@@ -530,19 +547,19 @@ GOOD = table(["X NV1 SYS", "NV1 X SYS", "SYS SYS X"], cores="0-7")
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
-        ("", {}, ["no table of GPUs", "nvidia-smi topo -m"]),
-        ("GPU 0: Tesla V100 (UUID: GPU-1)", {}, ["no table of GPUs"]),
-        (GOOD[: GOOD.index("GPU2\tSYS")], {}, ["no row of GPU2", "line 1"]),
+        ("", {}, ["does not contain a table of GPUs", "nvidia-smi topo -m"]),
+        ("GPU 0: Tesla V100 (UUID: GPU-1)", {}, ["does not contain a table of GPUs"]),
+        (GOOD[: GOOD.index("GPU2\tSYS")], {}, ["not have a row of GPU2", "line 1"]),
         (GOOD[: GOOD.index("GPU2\tSYS") + 10], {}, ["row of GPU2", "line 4", "GPU2 SYS"]),
         (GOOD.replace("NV1", "NVX"), {}, ["row of GPU0", "line 2"]),
-        (GOOD.replace("NV1", "NV1", 1).replace("GPU1\tNV1", "GPU1\tNV2"), {}, ["GPU0 and GPU1 are joined in two ways"]),
-        (GOOD.replace("GPU0\tX", "GPU0\tNV1"), {}, ["GPU0 and GPU0 are joined in two ways"]),
-        (GOOD.replace("GPU1\tNV1", "GPU1\tX"), {}, ["joined in two ways"]),
+        (GOOD.replace("NV1", "NV1", 1).replace("GPU1\tNV1", "GPU1\tNV2"), {}, ["the entries of GPU0 and GPU1 differ"]),
+        (GOOD.replace("GPU0\tX", "GPU0\tNV1"), {}, ["the entries of GPU0 and GPU0 differ"]),
+        (GOOD.replace("GPU1\tNV1", "GPU1\tX"), {}, ["the entries of"]),
         (GOOD.replace("GPU1\tNV1", "GPU0\tNV1"), {}, ["row of GPU0", "line 3"]),
         (GOOD.replace("\tGPU2\t", "\tGPU1\t"), {}, ["twice"]),
         ("x" * (nvidia_smi.LONGEST + 1), {}, ["at most", "characters"]),
-        (None, {}, ["text of at most"]),
-        (GOOD.encode(), {}, ["text of at most"]),
+        (None, {}, ["must be text of at most"]),
+        (GOOD.encode(), {}, ["must be text of at most"]),
         (GOOD, {"nvlink_gb_per_s": 0}, ["GB/s above 0"]),
         (GOOD, {"nvlink_gb_per_s": float("nan")}, ["GB/s above 0", "nan"]),
         (GOOD, {"nvlink_gb_per_s": float("inf")}, ["GB/s above 0"]),
@@ -551,12 +568,12 @@ GOOD = table(["X NV1 SYS", "NV1 X SYS", "SYS SYS X"], cores="0-7")
         (GOOD, {"nvlinks_per_gpu": 0}, ["number of links", "0"]),
         (GOOD, {"nvlinks_per_gpu": True}, ["number of links"]),
         (GOOD, {"nvlinks_per_gpu": 4.0}, ["number of links"]),
-        (GOOD, {"pcie": "pcie7"}, ["no such PCIe", "'pcie7'"]),
-        (GOOD, {"pcie": "hdr"}, ["no such PCIe"]),
+        (GOOD, {"pcie": "pcie7"}, ["kind of PCIe is not known", "'pcie7'"]),
+        (GOOD, {"pcie": "hdr"}, ["kind of PCIe is not known"]),
     ],
 )
-def test_tables_that_are_refused(text, options, words):
-    """What is no table, or a part of one, is refused: the line, and what to paste."""
+def test_invalid_tables(text, options, words):
+    """An invalid or incomplete table is an ArgumentError with the line and a remedy."""
     with pytest.raises(ArgumentError) as caught:
         read_nvidia_smi(text, **options)
     for word in words:
@@ -565,7 +582,7 @@ def test_tables_that_are_refused(text, options, words):
 
 @given(st.sampled_from([DGX_1, GOOD]), st.data())
 def test_damaged_tables(sample, data):
-    """A table that is cut short or changed anywhere is a topology or an ArgumentError, never another error."""
+    """A truncated or changed table is a topology or an ArgumentError, never another error."""
     at = data.draw(st.integers(0, len(sample)))
     text = data.draw(
         st.one_of(st.just(""), st.just(sample[at + 1 :]), st.text(max_size=3).map(lambda t: t + sample[at:]))
@@ -573,7 +590,7 @@ def test_damaged_tables(sample, data):
     try:
         topology = read_nvidia_smi(sample[:at] + text)
     except ArgumentError as error:
-        assert "given" in str(error)  # noqa: PT017 - either is right
+        assert "given" in str(error)  # noqa: PT017 - both outcomes are right
     else:
         assert topology.devices
 
@@ -582,8 +599,8 @@ def test_damaged_tables(sample, data):
 
 FILES = {
     "powershell-be.txt": (b"\xfe\xff" + DGX_1.encode("utf-16-be"), machine("dgx-1v")),
-    "ours.json": (Topology.torus(2, 3).to_json().encode(), Topology.torus(2, 3)),
-    "ours-indented.json": (b"\n  " + Topology.star(3).to_json().encode() + b"\n", Topology.star(3)),
+    "topology.json": (Topology.torus(2, 3).to_json().encode(), Topology.torus(2, 3)),
+    "topology-indented.json": (b"\n  " + Topology.star(3).to_json().encode() + b"\n", Topology.star(3)),
     "nccl.xml": (SAMPLES[0].encode(), read_nccl_xml(SAMPLES[0])),
     "with-header.xml": (b'<?xml version="1.0" encoding="UTF-8"?>\n' + SAMPLES[1].encode(), read_nccl_xml(SAMPLES[1])),
     "table.txt": (DGX_1.encode(), machine("dgx-1v")),
@@ -595,7 +612,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_load(name, tmp_path):
-    """A file is read by what is in it, whatever it is called, from a path of any kind."""
+    """The content of a file determines its format, not its name; paths may be of any kind."""
     data, topology = FILES[name]
     path = tmp_path / name
     path.write_bytes(data)
@@ -615,24 +632,24 @@ def test_machines_survive_a_file(name, tmp_path):
     [
         (b"", ["empty"]),
         (b" \n\t\n", ["empty"]),
-        (b"\x00\x01\x02", ["no topology"]),
-        (bytes(range(256)), ["no text"]),
-        (b"\x89PNG\r\n\x1a\n" + bytes(100), ["no text"]),
-        (b"\xff\xfe\x00", ["no text"]),
-        (b"hello", ["no topology", "nvidia-smi topo -m", "crossreduce.topology/1"]),
-        (b"[1, 2]", ["no topology"]),
-        (b"{", ["no topology in JSON"]),
-        (b"{}", ["no topology in JSON"]),
-        (b'{"a": ' * 100_000, ["no topology in JSON"]),
-        (Topology.ring(3).to_json().encode()[:-20], ["no topology in JSON"]),
-        (SAMPLES[0].encode()[:-20], ["no XML", "line"]),
+        (b"\x00\x01\x02", ["this is not a topology"]),
+        (bytes(range(256)), ["this is not text"]),
+        (b"\x89PNG\r\n\x1a\n" + bytes(100), ["this is not text"]),
+        (b"\xff\xfe\x00", ["this is not text"]),
+        (b"hello", ["this is not a topology", "nvidia-smi topo -m", "crossreduce.topology/1"]),
+        (b"[1, 2]", ["this is not a topology"]),
+        (b"{", ["not a topology in JSON"]),
+        (b"{}", ["not a topology in JSON"]),
+        (b'{"a": ' * 100_000, ["not a topology in JSON"]),
+        (Topology.ring(3).to_json().encode()[:-20], ["not a topology in JSON"]),
+        (SAMPLES[0].encode()[:-20], ["this is not XML", "line"]),
         (b"<html></html>", ["starts with <system"]),
-        (b"GPU0 is busy", ["no table of GPUs"]),
+        (b"GPU0 is busy", ["does not contain a table of GPUs"]),
         (b"x" * (LARGEST + 1), ["at most", "bytes"]),
     ],
 )
-def test_files_that_are_refused(data, words, tmp_path):
-    """What is no topology is an ArgumentError that names the file."""
+def test_invalid_files(data, words, tmp_path):
+    """An invalid file is an ArgumentError that names it."""
     path = tmp_path / "given.file"
     path.write_bytes(data)
     with pytest.raises(ArgumentError) as caught:
@@ -642,14 +659,14 @@ def test_files_that_are_refused(data, words, tmp_path):
 
 
 @pytest.mark.parametrize("path", [None, 3.5, b"topology.xml", ["topology.xml"], "a\0b"])
-def test_what_is_no_path(path):
-    """What is no path is an ArgumentError."""
-    with pytest.raises(ArgumentError, match="no path"):
+def test_invalid_paths(path):
+    """An invalid path is an ArgumentError."""
+    with pytest.raises(ArgumentError, match="this is not a path"):
         load(path)
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    """A missing file, or a folder, is an OSError as for any other reader."""
+    """A missing file, or a folder, is an OSError."""
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "missing.xml")
     with pytest.raises(OSError, match="irectory"):

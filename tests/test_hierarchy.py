@@ -1,4 +1,4 @@
-"""hierarchical_copy on a topology: the hierarchy is that of the wiring, up and down the same tree, and never slow."""
+"""``hierarchical_copy`` on a topology: trees of the wiring, in both directions, and never slower than one device."""
 
 import itertools
 from dataclasses import replace
@@ -12,8 +12,8 @@ from strategies import names, wired
 
 import crossreduce as cr
 from crossreduce import Link, PlanError, Topology, simulate, verify
-from crossreduce.planning import hierarchical_copy, one_device
-from crossreduce.planning.hierarchy import hierarchies
+from crossreduce.planning import Request, hierarchical_copy, one_device
+from crossreduce.planning.search import candidates
 from crossreduce.schedule import fluid_rate, pipelined
 from crossreduce.topology.machines import machine_names
 
@@ -24,21 +24,21 @@ H100S = Topology.machine("hgx-h100", hosts=2)
 
 
 def edges(schedule, c):
-    """Return who gives to whom on a chunk's way to its root, and from whom who gets it back: (child, parent) pairs."""
-    whole = set(schedule.chunks[c].sources)
-    held, up, down = {s: {s} for s in whole}, [], []
+    """Return the edges of a chunk's tree into its root, and of the tree out of it, as (child, parent) pairs."""
+    everyone = set(schedule.chunks[c].sources)
+    cells, up, down = {s: {s} for s in everyone}, [], []
     for steps in schedule.rounds:
         mine = [step for step in steps if step.chunk == c]
         for _, dst, srcs in mine:
             for src in set(srcs) - {dst}:
-                copied = held[src] == whole and len(srcs) == 1 and len(whole) > 1
+                copied = cells[src] == everyone and len(srcs) == 1 and len(everyone) > 1
                 (down if copied else up).append((dst, src) if copied else (src, dst))
-        held |= {step.dst: set().union(*(held[src] for src in step.srcs)) for step in mine}
+        cells |= {step.dst: set().union(*(cells[src] for src in step.srcs)) for step in mine}
     return up, down
 
 
 def root_of(schedule, c):
-    """Return the one device that others give to and that gives to none."""
+    """Return the device that receives from others and sends to no other one."""
     up, _ = edges(schedule, c)
     (root,) = {parent for _, parent in up} - {child for child, _ in up}
     return root
@@ -60,9 +60,11 @@ def middle(topology):
     return [k for k, hops in far.items() if hops == min(far.values())]
 
 
-def readings(topology, packs=1, first=0, root=None):
-    """Return the schedules of all readings of a topology's hierarchy for an all-reduce of all its devices."""
-    return hierarchies(topology, topology.devices, topology.devices, packs, first, root)
+def hierarchies(topology, sources=None, destinations=None, packs=1, first=0, root=None):
+    """Return the candidates of hierarchical_copy for an all-reduce; by default of all devices."""
+    sources, destinations = sources or topology.devices, destinations or topology.devices
+    request = Request("all_reduce", sources, destinations, "hierarchical_copy", topology, 0, packs, first, root)
+    return candidates(request)
 
 
 # Trees.
@@ -70,11 +72,11 @@ def readings(topology, packs=1, first=0, root=None):
 
 @settings(max_examples=80)
 @given(st.data(), st.integers(2, 7), st.integers(1, 4), st.integers(0, 9))
-def test_a_pack_is_one_tree_up_and_the_same_one_down(data, n, packs, first):
-    """In every reading each pack is a tree that spans the devices; the sum goes up along it to the pack's root, and
-    back along the same edges; the roots go round the devices."""
+def test_a_pack_is_one_tree_in_both_directions(data, n, packs, first):
+    """In every candidate each pack is a tree that spans the devices; sums move along it to the root of the pack, and
+    copies back along the same edges; the roots rotate over the devices."""
     topology = data.draw(wired(names(n)))
-    for schedule in readings(topology, packs, first):
+    for schedule in hierarchies(topology, packs=packs, first=first):
         verify(schedule)
         assert oracle.right(schedule)
         assert schedule.algorithm == "hierarchical_copy"
@@ -88,12 +90,12 @@ def test_a_pack_is_one_tree_up_and_the_same_one_down(data, n, packs, first):
 
 @settings(max_examples=60)
 @given(st.data(), st.integers(2, 6), st.integers(1, 3), st.sampled_from([1, 3 * MIB]))
-def test_a_root_is_every_packs(data, n, packs, nbytes):
-    """Where a root is given every tree is rooted there; the plan is the quickest of the readings, of which one is a
-    single level."""
+def test_a_root_is_that_of_every_pack(data, n, packs, nbytes):
+    """A given root is the root of every tree; the plan is the fastest candidate, and one candidate has a single
+    level."""
     topology = data.draw(wired(names(n)))
     root = data.draw(st.sampled_from([None, *topology.devices]))
-    found = readings(topology, packs, 0, root)
+    found = hierarchies(topology, packs=packs, root=root)
     assert one_device(names(n), packs=packs, root=root).rounds in [schedule.rounds for schedule in found]
     for schedule in found:
         roots = [root_of(schedule, pack) for pack in range(packs)]
@@ -106,25 +108,26 @@ def test_a_root_is_every_packs(data, n, packs, nbytes):
 
 @settings(max_examples=80)
 @given(st.data(), st.integers(1, 6), st.booleans())
-def test_some_give_and_others_take(data, n, both_ways):
-    """Any devices may give and any take, over links that may differ both ways; every reading is right."""
+def test_any_sources_and_destinations(data, n, both_ways):
+    """Any devices may be sources and destinations, over links that may differ in the two directions; every candidate is
+    right."""
     topology = data.draw(wired(names(n), both_ways=both_ways))
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple)
     sources, destinations = data.draw(some), data.draw(some)
-    for schedule in hierarchies(topology, sources, destinations, 2, 1, None):
+    for schedule in hierarchies(topology, sources, destinations, packs=2, first=1):
         verify(schedule)
         assert oracle.right(schedule)
-        assert simulate(schedule, topology, MIB).seconds >= 0  # every move has its way
+        assert simulate(schedule, topology, MIB).seconds >= 0  # every transfer has a route
         for chunk in schedule.chunks:
             assert tuple(schedule.devices[k] for k in chunk.sources) == sources
             assert tuple(schedule.devices[k] for k in chunk.destinations) == destinations
 
 
-# The wiring's hierarchy.
+# The hierarchy of the wiring.
 
 
 def widest(topology):
-    """Return the total bandwidth of a widest tree that spans the devices (Kruskal)."""
+    """Return the total bandwidth of a widest spanning tree of the devices (Kruskal)."""
     leader, total = {device: device for device in topology.devices}, Fraction(0)
 
     def find(device):
@@ -149,12 +152,12 @@ def hop_counts(topology, start):
 
 @settings(max_examples=80)
 @given(st.data(), st.integers(2, 7))
-def test_readings_are_widest_and_nearest_trees(data, n):
-    """Without switches one reading is a widest spanning tree, and in another every device is as few links from the
-    root as any way is."""
+def test_candidates_include_widest_and_shortest_trees(data, n):
+    """Without switches one candidate is a widest spanning tree, and in another one every device is as near to the root
+    as possible."""
     topology = data.draw(wired(names(n), most_switches=0))
     root = data.draw(st.sampled_from(topology.devices))
-    found = [named(schedule, edges(schedule, 0)[0]) for schedule in readings(topology, 1, 0, root)]
+    found = [named(schedule, edges(schedule, 0)[0]) for schedule in hierarchies(topology, root=root)]
     on_links = [tree for tree in found if all(topology.link(*pair) for pair in tree)]
     assert widest(topology) in [sum(topology.link(*pair).bandwidth for pair in tree) for tree in on_links]
 
@@ -170,7 +173,7 @@ def test_readings_are_widest_and_nearest_trees(data, n):
 
 
 def crossings(topology, schedule, label):
-    """Return for each pack how many of its edges up join two groups."""
+    """Return for each pack the number of edges of its tree between groups."""
     found = []
     for pack in range(len(schedule.chunks)):
         up, _ = edges(schedule, pack)
@@ -186,9 +189,9 @@ ISLANDS = {
 
 
 @pytest.mark.parametrize("name", ISLANDS)
-def test_slow_links_are_crossed_once_an_island(name):
-    """Where fast links join islands and a bus joins all, a large plan crosses between islands once for each island but
-    one, each way, whichever device is the root; one device's crosses once for each device outside the root's."""
+def test_slow_links_are_used_once_per_island(name):
+    """If fast links join islands and a bus joins all devices, the tree of a large plan has one edge per island but one
+    between islands, for any root; one_device has one for each device outside the root's island."""
     groups = ISLANDS[name]
     label = {f"cpu:{k}": number for number, group in enumerate(groups) for k in group}
     n = len(label)
@@ -206,7 +209,7 @@ def test_slow_links_are_crossed_once_an_island(name):
 
 
 def test_two_hosts_exchange_each_pack_once():
-    """On two hosts of 8 GPUs with a card each, 16 packs cross the network once each way, over all 8 rails."""
+    """On two hosts of 8 GPUs with a card each, 16 packs cross the network once per direction, over all 8 rails."""
     label = {device: device.split("/")[0] for device in H100S.devices}
     made = cr.plan(H100S, nbytes=GIB, algorithm="hierarchical_copy", packs=16)
     assert crossings(H100S, made.schedule, label) == [1] * 16
@@ -215,13 +218,13 @@ def test_two_hosts_exchange_each_pack_once():
         for host in (0, 1):
             # Each rail carries 2 packs from each of the two hosts, up or down: a quarter of 16.
             assert done.bytes[f"host{host}/cuda:{k}", f"rail{k}"] == GIB // 8
-    assert made.rate == Fraction(1800, 7)  # as fast as inside one box: the network is no limit
+    assert made.rate == Fraction(1800, 7)  # as fast as inside one machine: the network does not limit it
     assert cr.plan(H100S, nbytes=GIB, algorithm="one_device", packs=16).rate == 50
 
 
-def test_tensorflows_trees_are_one_reading_of_a_dgx_1v():
-    """On the machine that TensorFlow's trees were made for they are among the readings, and another is better."""
-    found = readings(DGX, 8)
+def test_tensorflows_trees_are_candidates_on_a_dgx_1v():
+    """On the machine of TensorFlow's trees these are candidates, and another candidate is better."""
+    found = hierarchies(DGX, packs=8)
     plain = hierarchical_copy(DGX.devices, packs=8)
     assert plain in found
     assert fluid_rate(plain, DGX) == 50
@@ -232,25 +235,25 @@ def test_tensorflows_trees_are_one_reading_of_a_dgx_1v():
     assert fluid_rate(hierarchical_copy(DGX.devices), DGX) == 25
 
 
-def test_islands_of_those_that_take_part():
-    """Groups are the islands' members that take part; an island without any is left out."""
+def test_islands_of_the_members():
+    """Groups are the members of a request in each island; an island without members is left out."""
     label = [k // 3 for k in range(9)]
     cells = [[0 if i == j else 50 if label[i] == label[j] else 1 for j in range(9)] for i in range(9)]
     topology = Topology.from_matrix(cells)
     some = tuple(f"cpu:{k}" for k in (0, 2, 3, 5))
-    found = hierarchies(topology, some, some, 1, 0, None)
+    found = hierarchies(topology, some, some)
     assert hierarchical_copy(some, groups=[some[:2], some[2:]]) in found
     alone = some[:2]  # one island only
-    assert {len(schedule.rounds) for schedule in hierarchies(topology, alone, alone, 1, 0, None)} == {2}
+    assert {len(schedule.rounds) for schedule in hierarchies(topology, alone, alone)} == {2}
 
 
-# Never slow.
+# Never slower than one device.
 
 
 @pytest.mark.parametrize("name", [name for name, _ in machine_names()])
 def test_never_slower_than_one_device_on_any_machine(name):
-    """On every machine, at every size, with one tree or one for each device, no plan is slower than one device's, nor
-    than TensorFlow's trees."""
+    """On every machine, for every size, with one tree or one per device, no plan is slower than one_device, nor than
+    TensorFlow's trees."""
     topology = Topology.machine(name)
     n = len(topology.devices)
     for nbytes in SIZES:
@@ -263,18 +266,18 @@ def test_never_slower_than_one_device_on_any_machine(name):
 
 @pytest.mark.parametrize("count", range(2, 9))
 def test_never_slower_than_one_device_on_any_part_of_a_dgx_1v(count):
-    """On every set of a DGX-1V's GPUs, whether data may pass the others or not, no plan is slower than one device's;
-    where a set's own links do not join it, PlanError says so."""
+    """On every set of a DGX-1V's GPUs, with and without the other GPUs, no plan is slower than one_device; if the links
+    of a set do not join it, that is a PlanError."""
     plain, apart = {"algorithm": "one_device"}, 0
     for some in itertools.combinations(DGX.devices, count):
         part = DGX.subset(some)
-        ways = {pair for pair in itertools.permutations(some, 2) if part.route(*pair) is None}
-        apart += bool(ways)
-        if ways:
-            with pytest.raises(PlanError, match=r"all_reduce needs a way from cuda:\d to cuda:\d"):
+        unreachable = any(part.route(*pair) is None for pair in itertools.permutations(some, 2))
+        apart += unreachable
+        if unreachable:
+            with pytest.raises(PlanError, match=r"all_reduce needs a route from cuda:\d to cuda:\d"):
                 cr.plan(part, algorithm="hierarchical_copy")
         for nbytes in SIZES:
-            for topology in (DGX,) if ways else (DGX, part):
+            for topology in (DGX,) if unreachable else (DGX, part):
                 given = {"nbytes": nbytes, "sources": some, "destinations": some}
                 made = cr.plan(topology, algorithm="hierarchical_copy", **given)
                 assert made.seconds <= cr.plan(topology, **plain, **given).seconds
@@ -287,8 +290,8 @@ def test_never_slower_than_one_device_on_any_part_of_a_dgx_1v(count):
     ("name", "packs", "least"),
     [("dgx-1v", 1, 3.9), ("dgx-1v", 8, 1.6), ("mi250", 16, 5.0), ("mi100", 8, 3.9), ("epyc-numa-8", 8, 2.2)],
 )
-def test_much_faster_than_one_device_where_there_is_a_hierarchy(name, packs, least):
-    """At 1 GiB the hierarchy pays off by these factors, as the links and their numbers have it."""
+def test_much_faster_than_one_device_with_a_hierarchy(name, packs, least):
+    """For 1 GiB the hierarchy is faster than one_device by these factors, which follow from the links."""
     topology = Topology.machine(name)
     made, plain = (
         cr.plan(topology, nbytes=GIB, algorithm=algorithm, packs=packs)

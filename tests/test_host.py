@@ -12,6 +12,7 @@ import strategies
 from engine_runs import engine_runs, on_devices
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from planned import planned
 from running import only
 
 import crossreduce as cr
@@ -22,7 +23,6 @@ from crossreduce.frameworks import get
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.lowering import fused, lower
 from crossreduce.packing import Buffer, Packing, Span
-from crossreduce.planning import planned
 from crossreduce.values import TensorSpec
 
 # ---- The law: kernels, loop and reference agree -------------------------------------------------------------------

@@ -7,12 +7,13 @@ import pytest
 import strategies
 from hypothesis import given
 from hypothesis import strategies as st
+from planned import planned
 
 import crossreduce as cr
 from crossreduce.engines.jax.matchings import matchings
 from crossreduce.engines.jax.permutations import compile_permutations
 from crossreduce.lowering import lower
-from crossreduce.planning import PLANNERS, planned
+from crossreduce.planning import PLANNERS
 
 
 def run(compiled, combine, start):

@@ -16,11 +16,12 @@ import oracle
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from planned import planned, planned_for
 from strategies import ALGORITHMS, algorithms, named, names, requests, wired
 
 from crossreduce import Chunk, PlanError, Route, Schedule, ScheduleError, Step, Topology, simulate, verify
 from crossreduce.lowering import element_ranges, for_device, fused, lower
-from crossreduce.planning import PLANNERS, direct, one_device, planned, planned_for, ring
+from crossreduce.planning import PLANNERS, direct, one_device, ring
 from crossreduce.planning.derived import all_gather, reduce_scatter
 
 

@@ -1,4 +1,4 @@
-"""The library's machines: what is wired to what, and the bounds that follow."""
+"""The machines of the library: their links, and the bounds that follow from them."""
 
 import itertools
 import math
@@ -12,14 +12,16 @@ from scipy.sparse.csgraph import maximum_flow
 
 from crossreduce import ArgumentError, Switch, Topology
 from crossreduce.topology.kinds import joins, read_data
-from crossreduce.topology.machines import machine, machine_names
+from crossreduce.topology.machines import machine_names
+
+machine = Topology.machine
 
 NAMES = [name for name, _ in machine_names()]
 FILES = {file: content for file, content in read_data().items() if file != "links.json"}
 KINDS = read_data()["links.json"]["kinds"]
 
 
-# Bounds, from their definitions: what all other devices need of the devices in a set S must leave S.
+# Bounds by definition: the data of the devices in a set S that all other devices need must leave S.
 
 
 def leaving(topology, inside):
@@ -28,7 +30,7 @@ def leaving(topology, inside):
 
 
 def scale(topology, *numbers):
-    """Return the least factor that makes all bandwidths and numbers whole."""
+    """Return the least factor that makes all bandwidths and numbers integers."""
     return math.lcm(
         *(Fraction(number).denominator for number in (*numbers, *(link.bandwidth for link in topology.links)))
     )
@@ -67,7 +69,7 @@ def all_but(topology, left_out):
     return {node for node in topology.nodes if not node.startswith(tuple(left_out.split()))}
 
 
-# Machine, hosts, speeds, network, the devices that a tightest set leaves out, all-gather and broadcast in GB/s.
+# Machine, hosts, speeds, network, the devices outside of a tightest set, all-gather and broadcast in GB/s.
 BOUNDS = [
     ("dgx-1p", 1, "raw", None, "cuda:0", Fraction(640, 7), 80),
     ("dgx-1v", 1, "raw", None, "cuda:0", Fraction(1200, 7), 150),
@@ -97,11 +99,12 @@ IDS = [f"{row[0]}-{row[1]}" for row in BOUNDS]
 
 @pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "out", "gather", "_"), BOUNDS, ids=IDS)
 def test_all_gather_bounds(name, hosts, speeds, nics, out, gather, _):
-    """A set of nodes has the ratio that is claimed; and every device can be fed at that rate, so none has a worse."""
+    """A set of nodes has the expected ratio; and every device can be supplied at that rate, so no set has a worse
+    one."""
     topology = machine(name, hosts, speeds=speeds, nics=nics)
     n, inside = len(topology.devices), all_but(topology, out)
     assert n * leaving(topology, inside) / len(inside.intersection(topology.devices)) == gather
-    sinks = topology.devices if hosts <= 4 else topology.devices[: n // hosts]  # the hosts are alike
+    sinks = topology.devices if hosts <= 4 else topology.devices[: n // hosts]  # the hosts are equal
     for sink in sinks if hosts < 128 else sinks[:2]:
         assert flow(topology, topology.devices, sink, gather / n) == gather
 
@@ -117,7 +120,7 @@ def test_all_gather_bounds_by_every_set(name, hosts, speeds, nics, _, gather, __
 
 @pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "_", "__", "broadcast"), BOUNDS, ids=IDS)
 def test_broadcast_bounds(name, hosts, speeds, nics, _, __, broadcast):
-    """The least flow from a device to another is what a broadcast, or a reduction in the network, cannot beat."""
+    """The least flow between two devices is the bound of a broadcast, and of a reduction in the network."""
     topology = machine(name, hosts, speeds=speeds, nics=nics)
     root, devices = topology.devices[0], topology.devices
     others = devices[1:] if len(devices) <= 72 else (devices[1], devices[-1])
@@ -129,7 +132,7 @@ def test_broadcast_bounds(name, hosts, speeds, nics, _, __, broadcast):
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_says_what_it_must(file):
-    """A machine's file has its own name, one line about it, devices, links of known kinds, and sources."""
+    """The file of a machine has its name, a description of one line, devices, links of known kinds, and sources."""
     content = FILES[file]
     allowed = {
         "name",
@@ -161,7 +164,7 @@ def test_a_file_says_what_it_must(file):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_of_link_is_never_quicker_in_use_than_built(name):
-    """What NCCL and RCCL count on is at most what the link is built for; every figure has a source and a latency."""
+    """Effective speeds are at most the specified ones; every kind has a source and a latency."""
     entry = KINDS[name]
     assert set(entry) == {"raw", "effective", "latency_us", "source"}
     assert 0 < entry["effective"] <= entry["raw"]
@@ -170,7 +173,7 @@ def test_a_kind_of_link_is_never_quicker_in_use_than_built(name):
 
 
 def test_joins():
-    """Links join devices where there is a path between each two, through switches too, whichever way links go."""
+    """Links join devices if there is a path between every two of them, also through switches, in any direction."""
     ring = Topology.ring(5)
     assert joins(ring.devices, ring.links)
     assert joins(ring.devices, ring.links[1:3] + ring.links[4:])
@@ -198,7 +201,7 @@ def test_all_the_machines_are_there():
 @pytest.mark.parametrize("speeds", ["raw", "effective"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_machine_is_whole(name, speeds):
-    """Links go both ways alike, take some time, and join all devices; a single host has no network."""
+    """Links are equal in both directions, have a latency, and join all devices; a single host has no network."""
     topology = machine(name, speeds=speeds)
     raw = machine(name)
     kind, number = FILES[f"{name}.json"]["devices"]
@@ -217,7 +220,7 @@ NETWORKS = [(name, network) for name in NAMES for network in FILES[f"{name}.json
 
 @pytest.mark.parametrize(("name", "nics"), NETWORKS)
 def test_hosts_are_joined(name, nics):
-    """Every network joins all hosts; each host is wired as a single one is, and the hosts are alike."""
+    """Every network joins all hosts; each host has the links of a single one, and the hosts are equal."""
     one, three = machine(name), machine(name, 3, nics=nics)
     assert three.devices == tuple(f"host{h}/{device}" for h in range(3) for device in one.devices)
     assert joins(three.devices, three.links)
@@ -232,15 +235,16 @@ def test_hosts_are_joined(name, nics):
     assert of_host[0] == of_host[1] == of_host[2]
 
 
-# What differs from machine to machine.
+# Differences between machines.
 
-# msccl-tools' bricks of a DGX-1V, and where its GPUs are in nvidia-smi's order.
+# msccl-tools' bricks of a DGX-1V, and the positions of its GPUs in nvidia-smi's order.
 BRICKS = ["02112000", "20120100", "11020020", "12200001", "20000211", "01002012", "00201102", "00011220"]
 ORDER = [0, 3, 1, 2, 4, 7, 5, 6]
 
 
 def test_the_mesh_of_a_dgx_1_is_that_of_msccl_tools():
-    """DGX-1V has msccl-tools' links, of 25 GB/s a brick, in nvidia-smi's order; DGX-1P one of 20 where V has any."""
+    """DGX-1V has msccl-tools' links, of 25 GB/s per brick, in nvidia-smi's order; DGX-1P has one of 20 for each of
+    them."""
     v, p = machine("dgx-1v"), machine("dgx-1p")
     for i, j in itertools.product(range(8), repeat=2):
         bricks = int(BRICKS[i][j])
@@ -268,7 +272,7 @@ def test_the_mesh_of_a_dgx_1_is_that_of_msccl_tools():
     ],
 )
 def test_speeds(name, speeds, pair, gb_per_s):
-    """Raw is what the links are built for; effective is NCCL's or RCCL's constant times the links."""
+    """Raw speeds are the specified ones; effective speeds are NCCL's or RCCL's constant times the number of links."""
     assert machine(name, speeds=speeds).link(*pair).bandwidth == gb_per_s
 
 
@@ -307,14 +311,15 @@ def test_a_shared_card_is_a_switch(name, nics, card, switch, shared_by):
     ],
 )
 def test_a_card_of_ones_own_is_a_link(name, nics, k, switch, gb_per_s):
-    """A card that one device has to itself is a link to its network, or its rail, and to no other."""
+    """A card that belongs to one device is a link to its network, or its rail, and to no other."""
     topology = machine(name, 2, nics=nics)
     links = [link for link in topology.out_links(f"host1/cuda:{k}") if "/" not in link.dst]
     assert [(link.dst, link.bandwidth) for link in links] == [(switch, gb_per_s)]
 
 
 def test_in_network():
-    """Asked for, NVSwitches since H100 and InfiniBand combine; older NVSwitches, Ethernet, cards and CPUs do not."""
+    """With in_network, NVSwitches since H100 and InfiniBand combine; older NVSwitches, Ethernet, cards and CPUs do
+    not."""
 
     def able(name, hosts=1, **options):
         return {switch.name for switch in machine(name, hosts, in_network=True, **options).switches if switch.reduces}
@@ -329,7 +334,8 @@ def test_in_network():
 
 
 def test_latencies_of_paths():
-    """A path through a switch costs both of its links: 0.7 us over NVLink or NVSwitch, 1.7 us over InfiniBand."""
+    """The latency of a path through a switch is that of both links: 0.7 us over NVLink or NVSwitch, 1.7 us over
+    InfiniBand."""
 
     def latency(topology, src, dst):
         route = topology.route(src, dst)
@@ -346,16 +352,17 @@ def test_latencies_of_paths():
     "spelling", ["dgx-1v", "DGX-1V", "dgx1v", "DGX_1V", " dgx 1v ", "dgx-1", "P3.16xLarge", "ndv2"]
 )
 def test_spellings(spelling):
-    """Only letters and digits of a name count; aliases of a machine differ in their network alone."""
+    """Only letters and digits of a name are compared; aliases of a machine differ only in their network."""
     assert machine(spelling) == machine("dgx-1v")
 
 
 def test_topology_machine_is_the_same():
-    """``Topology.machine`` passes everything on."""
-    asked = {"speeds": "effective", "nics": "hdr", "in_network": True}
-    assert Topology.machine("p4d", 2, **asked) == machine("p4d", 2, **asked)
-    assert Topology.machine("p4d", 2, **asked) != Topology.machine("p4d", 2)
-    assert Switch("ib1", True) in Topology.machine("p4d", 2, **asked).switches
+    """All arguments of ``Topology.machine`` have an effect."""
+    options = {"speeds": "effective", "nics": "hdr", "in_network": True}
+    for name in options:
+        assert machine("p4d", 2, **options) != machine("p4d", 2, **{k: v for k, v in options.items() if k != name})
+    assert Topology.machine("p4d", 2, **options) != Topology.machine("p4d", 2)
+    assert Switch("ib1", True) in Topology.machine("p4d", 2, **options).switches
 
 
 @pytest.mark.parametrize(
@@ -368,32 +375,32 @@ def test_topology_machine_is_the_same():
         ((None,), {}, ["no machine of this name", "None", "dgx-1p"]),
         ((["dgx-1v"],), {}, ["no machine of this name", "list"]),
         (("links",), {}, ["no machine of this name"]),
-        (("dgx-1v", 0), {}, ["hosts is a number of boxes", "0"]),
-        (("dgx-1v", -1), {}, ["hosts is a number of boxes", "-1"]),
-        (("dgx-1v", True), {}, ["hosts is a number of boxes", "True"]),
-        (("dgx-1v", 2.0), {}, ["hosts is a number of boxes", "2.0"]),
-        (("dgx-1v", "2"), {}, ["hosts is a number of boxes", "'2'"]),
-        (("dgx-1v", None), {}, ["hosts is a number of boxes", "None"]),
+        (("dgx-1v", 0), {}, ["hosts must be a number of machines", "0"]),
+        (("dgx-1v", -1), {}, ["hosts must be a number of machines", "-1"]),
+        (("dgx-1v", True), {}, ["hosts must be a number of machines", "True"]),
+        (("dgx-1v", 2.0), {}, ["hosts must be a number of machines", "2.0"]),
+        (("dgx-1v", "2"), {}, ["hosts must be a number of machines", "'2'"]),
+        (("dgx-1v", None), {}, ["hosts must be a number of machines", "None"]),
         (("dgx-1v",), {"speeds": "measured"}, ["raw or effective", "'measured'"]),
         (("dgx-1v",), {"speeds": None}, ["raw or effective", "None"]),
         (("dgx-1v", 2), {"nics": "hdr"}, ["dgx-1v has no such network", "'hdr'", '"edr" or "edr-1" or "25gbe"']),
         (("ndv2", 1), {"nics": "hdr"}, ["dgx-1v has no such network"]),
         (("dgx-1v", 2), {"nics": 3}, ["dgx-1v has no such network", "3 (int)"]),
         (("pcie-8", 1), {"nics": "ib"}, ["pcie-8 has no such network", "no nics"]),
-        (("pcie-8", 2), {}, ["pcie-8 has no network that could join", "hosts=2", "hosts=1"]),
-        (("tpu-v4", 2), {}, ["tpu-v4 has no network"]),
+        (("pcie-8", 2), {}, ["pcie-8 does not have a network that joins", "hosts=2", "hosts=1"]),
+        (("tpu-v4", 2), {}, ["tpu-v4 does not have a network"]),
     ],
 )
 def test_bad_arguments(arguments, options, words):
-    """Whatever cannot be built is refused, with what was given and what there is instead."""
+    """Invalid arguments are ArgumentErrors with the given value and the valid ones."""
     with pytest.raises(ArgumentError) as caught:
         machine(*arguments, **options)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_a_thousand_gpus_take_no_time():
-    """1,024 GPUs on 128 hosts are wired in well under a second."""
+def test_a_thousand_gpus_take_less_than_a_second():
+    """The topology of 1,024 GPUs on 128 hosts is made in less than half a second."""
     best = math.inf
     for _ in range(5):  # the machine may be busy
         start = time.perf_counter()

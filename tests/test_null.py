@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import planned
 from running import run_engine, run_on
 from strategies import FLOATS, INTEGERS, NAMED, named, names, ops, requests
 
@@ -17,7 +18,7 @@ from crossreduce import (
 )
 from crossreduce.frameworks.null import Counts, NullFramework
 from crossreduce.packing import itemsize
-from crossreduce.planning import PLANNERS, planned
+from crossreduce.planning import PLANNERS
 
 WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "int64": 8}
 

@@ -235,14 +235,14 @@ def test_a_fresh_part_that_is_one_tensor_is_not_copied():
 def test_a_plan_does_not_grow_with_the_number_of_packs(monkeypatch, algorithm, most):
     """For any number of packs, a schedule has at most one tree per root, and every pack keeps the limit of bytes."""
     packs, ranges = [], []
-    planned, layouts = pipeline.planned, pipeline.layouts
+    schedule_for, layouts = pipeline.schedule_for, pipeline.layouts
 
     def record(*args):
         found = layouts(*args)
         ranges.extend(each.stop - each.start for made in found for buffer in made.buffers for each in buffer.ranges)
         return found
 
-    monkeypatch.setattr(pipeline, "planned", lambda *args: packs.append(args[3]) or planned(*args))
+    monkeypatch.setattr(pipeline, "schedule_for", lambda request: packs.append(request.packs) or schedule_for(request))
     monkeypatch.setattr(pipeline, "layouts", record)
     layouts.cache_clear()
     value = cr.PerReplica([np.arange(1000, dtype="float32") * k for k in range(4)])

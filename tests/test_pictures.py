@@ -197,7 +197,7 @@ def test_titles_are_plain_text(tmp_path):
             ArgumentError,
             "draw_schedule takes a Schedule and a Topology",
         ),
-        (lambda path: draw_schedule(ring(names(2)), Topology(names(2), []), path), PlanError, "no way from"),
+        (lambda path: draw_schedule(ring(names(2)), Topology(names(2), []), path), PlanError, "no route from"),
         (
             lambda path: draw_schedule(replace(ring(GPUS), rounds=()), ring_of(GPUS), path),
             ScheduleError,

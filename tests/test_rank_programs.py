@@ -13,12 +13,13 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import planned
 
 from crossreduce.errors import UnsupportedError
 from crossreduce.lowering import lower
 from crossreduce.ops import Numbers, ReduceOp
 from crossreduce.packing import itemsize
-from crossreduce.planning import PLANNERS, planned
+from crossreduce.planning import PLANNERS
 from crossreduce.ranks import collectives, programs
 from crossreduce.ranks.collectives import COLLECTIVES, HostCollective, host_collective, rank_names
 from crossreduce.ranks.instructions import reduction_numbers

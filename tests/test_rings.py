@@ -1,4 +1,5 @@
-"""Rings: each is a way round all devices that is there, all together fit on the links, and the schedule is theirs."""
+"""Rings on a topology: each passes all devices over existing links, all fit on the links together, and the schedule
+uses them."""
 
 import itertools
 from collections import Counter
@@ -12,8 +13,9 @@ from strategies import names, wired
 
 import crossreduce as cr
 from crossreduce import Link, Topology, simulate, verify
-from crossreduce.planning import ring
-from crossreduce.planning.rings import orders, rings
+from crossreduce.planning import Request, ring
+from crossreduce.planning.algorithms.ring import ring_schedules
+from crossreduce.planning.algorithms.ring_search import ring_orders
 from crossreduce.schedule import fluid_rate
 from crossreduce.topology.machines import machine_names
 
@@ -21,73 +23,80 @@ DGX = Topology.machine("dgx-1v")
 H100S = Topology.machine("hgx-h100", hosts=2)
 
 
+def rings(topology, sources, destinations=None, packs=1, first=0):
+    """Return the schedule of the rings on a topology."""
+    request = Request("all_reduce", sources, destinations or sources, "ring", topology, 0, packs, first)
+    (schedule,) = ring_schedules(request)
+    return schedule
+
+
 def hops(order):
     return list(zip(order, (*order[1:], order[0]), strict=True))
 
 
-def real(topology, order):
-    """Return whether each hop of an order has a way that passes no other of its devices."""
-    ways = [topology.route(a, b) for a, b in hops(order)]
-    return len(order) > 1 and all(way and not set(way[1:-1]) & set(order) for way in ways)
+def is_ring(topology, order):
+    """Return whether each hop of an order has a route that passes no other of its devices."""
+    routes = [topology.route(a, b) for a, b in hops(order)]
+    return len(order) > 1 and all(route and not set(route[1:-1]) & set(order) for route in routes)
 
 
 def used(topology, found):
-    """Return how often the hops of orders pass each link."""
+    """Return the number of hops of the orders over each link."""
     return Counter(pair for order in found for a, b in hops(order) for pair in itertools.pairwise(topology.route(a, b)))
 
 
 def check(topology, found, members):
-    """Each order has each device once, and its hops have ways; if each uses as much as the narrowest link has, all
-    together use no link beyond its bandwidth. Or there is one order, made up."""
+    """Check that each order has each device once and a route for each hop, and that all orders together, each with the
+    bandwidth of the narrowest link, fit on the links; or that there is one order, which is not a ring."""
     assert found
     assert all(sorted(order) == sorted(members) for order in found)
-    if not real(topology, found[0]):
+    if not is_ring(topology, found[0]):
         assert found == (members,)
         return
-    assert all(real(topology, order) for order in found)
+    assert all(is_ring(topology, order) for order in found)
     width = {(link.src, link.dst): link.bandwidth for link in topology.links}
-    ways = [topology.route(a, b) for a, b in itertools.permutations(members, 2)]
+    routes = [topology.route(a, b) for a, b in itertools.permutations(members, 2)]
     inside = set(members)
-    pairs = {pair for way in ways if way and not inside & {*way[1:-1]} for pair in itertools.pairwise(way)}
+    free = [route for route in routes if route and not inside & {*route[1:-1]}]
+    pairs = {pair for route in free for pair in itertools.pairwise(route)}
     unit = min(width[pair] for pair in pairs)
     assert all(times * unit <= width[pair] for pair, times in used(topology, found).items())
 
 
 @settings(max_examples=150)
 @given(st.data(), st.integers(1, 6), st.booleans())
-def test_rings_are_there_wherever_there_are_any(data, n, both_ways):
-    """Orders are rings over links that are there, side by side within the bandwidths; where no ring was found there is
-    none whose hops fit on the links."""
+def test_rings_are_found_if_there_are_any(data, n, both_ways):
+    """Orders are rings over existing links that fit together; if no ring was found, no ring fits on the links."""
     topology = data.draw(wired(names(n), both_ways=both_ways))
     members = tuple(data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True)))
-    found = orders(topology, members)
+    found = ring_orders(topology, members)
     check(topology, found, members)
-    if not real(topology, found[0]) and len(members) > 1:
+    if not is_ring(topology, found[0]) and len(members) > 1:
         width = {(link.src, link.dst): link.bandwidth for link in topology.links}
         inside = set(members)
-        ways = {pair: topology.route(*pair) for pair in itertools.permutations(members, 2)}
-        free = {pair: way for pair, way in ways.items() if not inside & {*way[1:-1]}}
-        unit = min((width[pair] for way in free.values() for pair in itertools.pairwise(way)), default=1)
+        routes = [topology.route(*pair) for pair in itertools.permutations(members, 2)]
+        free = [route for route in routes if not inside & {*route[1:-1]}]
+        unit = min((width[pair] for route in free for pair in itertools.pairwise(route)), default=1)
         for rest in itertools.permutations(members[1:]):
             order = (members[0], *rest)
             times = used(topology, [order])
-            assert not (real(topology, order) and all(count * unit <= width[pair] for pair, count in times.items()))
+            assert not (is_ring(topology, order) and all(count * unit <= width[pair] for pair, count in times.items()))
 
 
 @pytest.mark.parametrize("name", [name for name, _ in machine_names()])
 def test_rings_of_the_machines(name):
-    """On every machine rings are found that fit side by side."""
+    """On every machine rings are found that fit together."""
     topology = Topology.machine(name)
-    check(topology, orders(topology, topology.devices), topology.devices)
+    check(topology, ring_orders(topology, topology.devices), topology.devices)
 
 
 COUNTS = [
-    (Topology.ring(5), 2),  # both ways round
+    (Topology.ring(5), 2),  # in both directions
     (Topology.ring(2), 1),
     (Topology.full_mesh(5), 4),  # all 20 links
     (Topology.full_mesh(3), 2),
     (Topology.torus(3, 3), 4),  # all 36 links
-    (Topology.star(6, 450), 1),  # one fills each device's link
+    (Topology.star(6, 450), 1),  # one uses all links
     (Topology.machine("dgx-1v"), 6),  # all 48 NVLinks, two rings over the double ones
     (Topology.machine("dgx-1p"), 4),  # all 32
     (Topology.machine("mi100"), 1),  # one between the two hives
@@ -95,16 +104,16 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("topology", "count"), COUNTS, ids=[repr(topology)[:50] for topology, _ in COUNTS])
-def test_as_many_rings_as_there_is_room_for(topology, count):
-    """The number of rings that fit side by side on machines where it is known."""
-    found = orders(topology, topology.devices)
+def test_the_number_of_rings(topology, count):
+    """All rings that fit together are found, on topologies for which their number is known."""
+    found = ring_orders(topology, topology.devices)
     assert len(found) == count
-    assert real(topology, found[0])
+    assert is_ring(topology, found[0])
 
 
 def test_a_ring_for_each_rail():
-    """On two hosts of 8 GPUs with 8 rails there are 8 rings, and each rail carries one into each host."""
-    found = orders(H100S, H100S.devices)
+    """On two hosts of 8 GPUs with 8 rails there are 8 rings, and each rail carries one of them into each host."""
+    found = ring_orders(H100S, H100S.devices)
     assert len(found) == 8
     times = used(H100S, found)
     for k in range(8):
@@ -115,21 +124,21 @@ def test_a_ring_for_each_rail():
 
 
 def test_wide_links_are_taken_first():
-    """A ring leaves a narrow link out where the wide ones go round."""
+    """A ring uses no narrow link if the wide ones make a ring."""
     wide = [Link(f"cpu:{k}", f"cpu:{(k + 2) % 5}", 10) for k in range(5)]
     narrow = [Link(f"cpu:{k}", f"cpu:{(k + 1) % 5}", 3) for k in range(5)]
-    first = orders(Topology(names(5), wide + narrow), names(5))[0]
+    first = ring_orders(Topology(names(5), wide + narrow), names(5))[0]
     assert first == ("cpu:0", "cpu:2", "cpu:4", "cpu:1", "cpu:3")
 
 
 @pytest.mark.parametrize("topology", [Topology.mesh(1, 4), Topology.mesh(3, 3), Topology.star(["cpu:7"])], ids=repr)
-def test_where_no_ring_is(topology):
-    """A line and an odd grid have no ring: the order is the devices' own, and data passes others on some hops."""
-    assert orders(topology, topology.devices) == (topology.devices,)
-    schedule = rings(topology, topology.devices, topology.devices, 1, 0)
+def test_topologies_without_a_ring(topology):
+    """A line and an odd grid have no ring: the order is that of the devices, and some hops pass other devices."""
+    assert ring_orders(topology, topology.devices) == (topology.devices,)
+    schedule = rings(topology, topology.devices)
     verify(schedule)
     assert schedule.rounds == ring(topology.devices).rounds
-    simulate(schedule, topology, 1000)  # every hop has a way
+    simulate(schedule, topology, 1000)  # every hop has a route
 
 
 # The schedule.
@@ -138,8 +147,8 @@ def test_where_no_ring_is(topology):
 @settings(max_examples=80)
 @given(st.data(), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9))
 def test_the_schedule_of_rings(data, n, packs, first):
-    """Each ring has an equal share of the buffer, in chunks that move only from its devices to the next ones; any may
-    give and any take; the result is right."""
+    """Each ring has an equal share of the buffer, in chunks that move only from its devices to the next ones; any
+    devices may be sources and destinations; the result is right."""
     topology = data.draw(wired(names(n)))
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple) | st.just(topology.devices)
     sources, destinations = data.draw(some), data.draw(some)
@@ -148,7 +157,7 @@ def test_the_schedule_of_rings(data, n, packs, first):
     verify(schedule)
     assert oracle.right(schedule)
     assert schedule.devices == members
-    found = orders(topology, members)
+    found = ring_orders(topology, members)
     each = packs * len(members)
     assert [chunk.share for chunk in schedule.chunks] == [Fraction(1, len(found) * each)] * (len(found) * each)
     for steps in schedule.rounds:
@@ -162,21 +171,21 @@ def test_the_schedule_of_rings(data, n, packs, first):
 
 @pytest.mark.parametrize("name", ["dgx-1v", "dgx-1p", "dgx-2", "dgx-a100", "hgx-b200", "gb200-nvl72", "pcie-8"])
 def test_rings_reach_the_bound(name):
-    """On these machines the rings fill all links, so nothing beats them when large."""
+    """On these machines the rings use all links, so large buffers reach the bound."""
     topology = Topology.machine(name)
-    schedule = rings(topology, topology.devices, topology.devices, 1, 0)
+    schedule = rings(topology, topology.devices)
     assert fluid_rate(schedule, topology) == cr.bound(topology, "all_reduce").algbw
 
 
-def test_rings_of_a_part_lead_round_the_others():
-    """Rings of some devices take ways through switches and through devices that take no part, and none through one that
-    does."""
+def test_rings_of_some_devices():
+    """Rings of some devices pass switches and devices that do not take part, but no other member between two
+    members."""
     part = tuple(f"cuda:{k}" for k in (0, 3, 5, 6))
     made = cr.plan(DGX, nbytes=1 << 20, algorithm="ring", sources=part, destinations=part)
     assert made.schedule.devices == part
     assert set(simulate(made.schedule, DGX, 1000).bytes) <= {(link.src, link.dst) for link in DGX.links}
-    for order in orders(DGX, part):
-        assert real(DGX, order)
+    for order in ring_orders(DGX, part):
+        assert is_ring(DGX, order)
         assert {node for a, b in hops(order) for node in DGX.route(a, b)[1:-1]} <= {
             "cuda:1",
             "cuda:2",

@@ -1,4 +1,4 @@
-"""Routes of a schedule: which switches a chunk passes where the topology's own way is not the one to take."""
+"""Routes of a schedule: the switches that a chunk passes if it does not take the route of the topology."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ from crossreduce.planning import PLANNERS, ring
 
 BARE = Schedule(
     "all_reduce",
-    "by hand",
+    "custom",
     names(2),
     (Chunk(Fraction(1), (0, 1), (0, 1)),),
     ((Step(0, 0, (0, 1)),), (Step(0, 1, (0,)),)),
@@ -45,8 +45,9 @@ def routed(draw):
 
 
 @given(routed())
-def test_json_goes_both_ways(schedule):
-    """A schedule with routes that is written and read again is equal, hashes alike and is written alike."""
+def test_json_round_trip(schedule):
+    """A schedule with routes that is written and read again is equal, has an equal hash and is written the same way
+    again."""
     text = schedule.to_json()
     again = Schedule.from_json(text)
     assert again == schedule
@@ -60,8 +61,9 @@ def test_json_goes_both_ways(schedule):
 
 
 @given(routed())
-def test_text_without_routes_is_what_it_was(schedule):
-    """Without routes the text has no word of them, as before there were any; with them they stand at its end."""
+def test_routes_are_the_last_part_of_the_text(schedule):
+    """A schedule without routes is written without a list of routes; otherwise the list is the last part of the
+    text."""
     text, bare = schedule.to_json(), replace(schedule, routes=()).to_json()
     assert "routes" not in bare
     routes = json.dumps(
@@ -72,9 +74,9 @@ def test_text_without_routes_is_what_it_was(schedule):
 
 
 def test_json_is_this_text():
-    """The format is fixed, with routes and without: what was written before there were routes is read as before."""
+    """The format is fixed, with routes and without: a text from before there were routes can still be read."""
     old = (
-        '{"format":"crossreduce.schedule/1","collective":"all_reduce","algorithm":"by hand",'
+        '{"format":"crossreduce.schedule/1","collective":"all_reduce","algorithm":"custom",'
         '"devices":["cpu:0","cpu:1"],"chunks":[["1",[0,1],[0,1]]],"rounds":[[[0,0,[0,1]]],[[0,1,[0]]]],"pieces":1}'
     )
     assert BARE.to_json() == old
@@ -86,10 +88,10 @@ def test_json_is_this_text():
 
 
 def test_every_prefix_is_refused():
-    """A text that is cut off anywhere is a ScheduleError, never another error and never a schedule."""
+    """A truncated text is a ScheduleError, never another error and never a schedule."""
     text = ROUTED.to_json()
     for end in range(len(text)):
-        with pytest.raises(ScheduleError, match="no schedule in JSON"):
+        with pytest.raises(ScheduleError, match="this text is not a schedule in JSON"):
             Schedule.from_json(text[:end])
 
 
@@ -134,8 +136,11 @@ def test_every_prefix_is_refused():
     ],
 )
 def test_malformed_routes_are_refused(routes):
-    """Routes in a text that are none are a ScheduleError, never Python's own error."""
-    with pytest.raises(ScheduleError, match=r"no schedule in JSON|a route is malformed|one route between two devices"):
+    """Malformed routes in a text are a ScheduleError, never an error of Python's own."""
+    with pytest.raises(
+        ScheduleError,
+        match=r"this text is not a schedule in JSON|a route is malformed|only one route between two devices",
+    ):
         Schedule.from_json(json.dumps(json.loads(BARE.to_json()) | {"routes": routes}))
 
 
@@ -150,27 +155,29 @@ def test_malformed_routes_are_refused(routes):
         ((Route(0, 0, 1, ()),), "a route is malformed"),
         ((Route(0, 0, 1, ("x",), 2),), r"a route is malformed[\s\S]*round=2"),
         ((Route(0, 0, 1, ("x",), -1),), "a route is malformed"),
-        ((BACK, FORTH, BACK), "a chunk has one route between two devices"),
-        ((BACK, BACK._replace(through=("other",))), "a chunk has one route between two devices"),
+        ((BACK, FORTH, BACK), "a chunk can have only one route between two devices"),
+        ((BACK, BACK._replace(through=("other",))), "a chunk can have only one route between two devices"),
         ((Route(0, 0, 1, "bus"),), "a route is malformed"),
         ((Route(0, 0, 1, (3,)),), "a route is malformed"),
     ],
 )
 def test_malformed_routes_cannot_be_made(routes, text):
-    """A route to itself, through nothing, of no chunk or device, or a second one for the same way is refused."""
+    """A route from a device to itself, through no node, of no chunk or device, or a second one for the same transfer is
+    a ScheduleError."""
     with pytest.raises(ScheduleError, match=text):
         replace(BARE, routes=routes)
 
 
 def test_routes_of_several_chunks():
-    """Each chunk has its own route between the same devices, and one each way."""
+    """Each chunk has its own route between the same devices, one per direction."""
     schedule = ring(names(3), packs=2)
     routes = tuple(Route(chunk, *ends, (f"bus{chunk}",)) for chunk in range(6) for ends in ((0, 1), (1, 0)))
     assert replace(schedule, routes=routes).routes == routes
 
 
-def test_a_round_may_have_a_route_of_its_own():
-    """A route for one round is for that round only; one without is for all others; both may stand side by side."""
+def test_a_round_may_have_its_own_route():
+    """A route with a round applies to that round only; a route without one applies to all other rounds; a schedule may
+    have both."""
     schedule = ring(names(3))
     once, ever = Route(0, 1, 2, ("a",), 2), Route(0, 1, 2, ("b", "c"))
     both = replace(schedule, routes=(once, ever))
@@ -183,7 +190,7 @@ def test_a_round_may_have_a_route_of_its_own():
 
 
 def test_routes_count_for_equality():
-    """Schedules that differ in their routes differ, and so do most of their hashes."""
+    """Schedules that differ in their routes are not equal, and most of their hashes differ."""
     assert ROUTED != BARE
     assert replace(BARE, routes=(FORTH, BACK)) != ROUTED
     assert replace(ROUTED, routes=()) == BARE
@@ -192,7 +199,7 @@ def test_routes_count_for_equality():
 
 
 def test_a_schedule_made_of_lists_does_not_change_with_them():
-    """Routes given as lists are copied."""
+    """Routes that are given as lists are copied."""
     through = ["nvswitch"]
     routes = [[0, 1, 0, through]]
     schedule = replace(BARE, routes=routes)
@@ -205,7 +212,8 @@ def test_a_schedule_made_of_lists_does_not_change_with_them():
 @settings(max_examples=50)
 @given(routed())
 def test_results_do_not_depend_on_routes(schedule):
-    """A schedule with routes verifies, gives the right sums, and copies and adds what it does without them."""
+    """A schedule with routes verifies, gives the right sums, and makes the same copies and additions as without
+    them."""
     verify(schedule)
     assert oracle.right(schedule)
     counts = []

@@ -279,15 +279,16 @@ def test_spans_of_unequal_shares(weights, size):
 
 PRINT_ALL = """
 from crossreduce import Topology
-from crossreduce.planning import PLANNERS, planned_for
-names = [f"cpu:{k}" for k in range(7)]
+from crossreduce.planning import PLANNERS, Request, schedule_for
+names = tuple(f"cpu:{k}" for k in range(7))
 for planner in PLANNERS.values():
     for packs in (1, 3):
         print(planner(names, names[:4], names[2:], packs=packs, first=2).to_json())
         print(planner(names, packs=packs).to_json())
 quads = [[0 if i == j else 50 if i // 4 == j // 4 else 25 for j in range(7)] for i in range(7)]
 for algorithm in ("hierarchical_copy", "ring", "forest", "auto"):
-    print(planned_for(Topology.from_matrix(quads), algorithm, tuple(names), tuple(names), 1 << 20, 2).to_json())
+    request = Request("all_reduce", names, names, algorithm, Topology.from_matrix(quads), 1 << 20, 2)
+    print(schedule_for(request).to_json())
 print(Topology.from_matrix(quads).without_link("cpu:0", "cpu:1").links)
 """
 

@@ -1,4 +1,4 @@
-"""simulate: closed forms, an exact oracle that steps through every tick, and the bytes that a run really moves."""
+"""``simulate``: closed forms, an exact oracle that computes every tick, and the bytes that a run moves."""
 
 import math
 from collections import Counter
@@ -48,11 +48,11 @@ def near(wanted, rel=1e-9):
 
 @st.composite
 def wired(draw, devices, most_switches=2):
-    """Draw a topology of these devices and some switches in which every node reaches every other."""
+    """Draw a connected topology of these devices and some switches."""
     switches = [f"bus{k}" for k in range(draw(st.integers(0, most_switches)))]
     nodes = [*devices, *switches]
     pairs = set()
-    for k in range(1, len(nodes)):  # a tree, both ways
+    for k in range(1, len(nodes)):  # a tree, in both directions
         other = draw(st.integers(0, k - 1))
         pairs |= {(nodes[k], nodes[other]), (nodes[other], nodes[k])}
     if len(nodes) > 1:
@@ -63,7 +63,7 @@ def wired(draw, devices, most_switches=2):
 
 
 def line(n, gb_per_s, latency_s):
-    """Return n devices in a line, linked one way."""
+    """Return n devices in a line, linked in one direction."""
     devices = names(n)
     return Topology(devices, [Link(a, b, gb_per_s, latency_s) for a, b in pairwise(devices)])
 
@@ -120,7 +120,7 @@ def test_a_pipelined_binary_tree_takes_its_closed_form(depth, pieces):
 
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_a_star_takes_its_closed_form(n):
-    """Through a switch a move has two latencies, and all moves to one device share its link."""
+    """A transfer through a switch has two latencies, and all transfers to one device share its link."""
     topology = Topology.star(n, 50, MICRO)
     everything, root = n * 10**5, topology.devices[0]
     reduce = one_device(topology.devices, destinations=[root])
@@ -153,8 +153,8 @@ def test_full_meshes_take_their_closed_forms(log):
     ids=["dgx-1v", "dgx-1p"],
 )
 def test_tensorflows_plan_on_the_dgx_1(topology, overlapped, staged, one):
-    """TensorFlow's trees on the machine they were written for, with roots that rotate over 8 packs: these GB/s
-    where all stages overlap, where the four stages follow each other, and with one pack."""
+    """TensorFlow's trees on their own machine, with roots that rotate over 8 packs, have these GB/s if all stages
+    overlap, if the four stages follow each other, and with one pack."""
     plan = hierarchical_copy(names(8), packs=8)
     nbytes = 8 * 10**9
     assert fluid_rate(plan, topology) == overlapped
@@ -163,12 +163,12 @@ def test_tensorflows_plan_on_the_dgx_1(topology, overlapped, staged, one):
     assert nbytes / simulate(single, topology, nbytes).seconds == near(one * GB)
 
 
-# An oracle that shares nothing but the words.
+# An oracle that shares no code with the simulation.
 
 
 def slowly(schedule, topology, nbytes, itemsize=1):
-    """Step through every tick with exact numbers: piece j does round r in tick j + r. Times are those of exact
-    shares; bytes are those of whole elements."""
+    """Compute every tick with exact numbers: piece j does round r in tick j + r. Times are those of exact shares; bytes
+    are those of whole elements."""
     width = {(link.src, link.dst): link.bandwidth * GB for link in topology.links}
     delay = {(link.src, link.dst): link.latency_s for link in topology.links}
     whole = [(stop - start) * itemsize for start, stop in schedule.spans(nbytes // itemsize)]
@@ -185,7 +185,7 @@ def slowly(schedule, topology, nbytes, itemsize=1):
                     a, b = schedule.devices[src], schedule.devices[dst]
                     named = [route for route in schedule.routes if route[:3] == (chunk, src, dst)]
                     named = [route for route in named if route.round in (None, r)]
-                    named.sort(key=lambda route: route.round is None)  # one for this round goes before one for all
+                    named.sort(key=lambda route: route.round is None)  # a route of this round has precedence
                     nodes = (a, *named[0].through, b) if named else topology.route(a, b)
                     latency = max(latency, sum(delay[pair] for pair in pairwise(nodes)))
                     for pair in pairwise(nodes):
@@ -199,8 +199,8 @@ def slowly(schedule, topology, nbytes, itemsize=1):
 @settings(max_examples=150)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3), st.integers(1, 9))
 def test_any_schedule_agrees_with_an_exact_oracle(data, algorithm, ask, pieces):
-    """On any connected topology with switches the seconds, ticks, busy times and bytes are those of a step-by-step
-    simulation in exact fractions, for any pieces, sizes and widths of an element."""
+    """On any connected topology with switches the seconds, ticks, busy times and bytes equal those of the oracle in
+    exact fractions, for any pieces, sizes and item sizes."""
     topology = data.draw(wired(ask.devices))
     schedule = replace(plan(algorithm, ask), pieces=pieces)
     itemsize = data.draw(st.sampled_from([1, 2, 4, 8]))
@@ -220,8 +220,8 @@ def test_any_schedule_agrees_with_an_exact_oracle(data, algorithm, ask, pieces):
 @settings(max_examples=60)
 @given(st.data(), algorithms, requests(st.integers(2, 6), most_packs=3))
 def test_routes_through_named_switches(data, algorithm, ask):
-    """A chunk with a route goes over that route's links, in the route's round or in all, and any other as the
-    topology routes it."""
+    """A transfer with a route uses its links, in the round of the route or in all rounds; any other transfer uses the
+    route of the topology."""
     base = data.draw(wired(ask.devices, most_switches=0))
     spare = [Link(device, "spare", 3, MICRO) for device in ask.devices]
     spare += [Link("spare", device, 3, MICRO) for device in ask.devices]
@@ -240,7 +240,7 @@ def test_routes_through_named_switches(data, algorithm, ask):
     assert done.seconds == pytest.approx(float(sum(ticks)), rel=1e-9)
 
 
-# What a run really moves.
+# The bytes of a run.
 
 
 @settings(max_examples=200)
@@ -252,7 +252,7 @@ def test_routes_through_named_switches(data, algorithm, ask):
     st.integers(0, 100),
 )
 def test_bytes_are_those_that_the_null_backend_counts(data, algorithm, ask, kind, size):
-    """A link's bytes are those that a run moves between devices whose way leads over it."""
+    """The bytes of a link are those that a run moves between devices whose route includes it."""
     dtype, width = kind
     topology = data.draw(wired(ask.devices))
     schedule = plan(algorithm, ask)
@@ -273,7 +273,7 @@ def test_bytes_are_those_that_the_null_backend_counts(data, algorithm, ask, kind
 @settings(max_examples=100)
 @given(st.data(), algorithms, requests(st.integers(2, 6), most_packs=3), st.integers(1, 5), st.integers(1, 10**8))
 def test_no_schedule_beats_its_busiest_link_or_its_latencies(data, algorithm, ask, pieces, nbytes):
-    """The seconds are no fewer than any link is busy, nor than the latencies of the rounds one after the other."""
+    """The seconds are at least the busy time of each link, and at least the sum of the latencies of all rounds."""
     topology = data.draw(wired(ask.devices))
     schedule = replace(plan(algorithm, ask), pieces=pieces)
     done = simulate(schedule, topology, nbytes)
@@ -298,7 +298,8 @@ def test_no_schedule_beats_its_busiest_link_or_its_latencies(data, algorithm, as
 @settings(max_examples=100)
 @given(st.data(), algorithms, requests(st.integers(2, 5), most_packs=2), st.integers(1, 4), st.integers(0, 10**7))
 def test_a_better_link_is_never_slower(data, algorithm, ask, pieces, nbytes):
-    """More bandwidth on a link of a full mesh makes no schedule slower, and more latency on any link none quicker."""
+    """More bandwidth on a link of a full mesh makes no schedule slower, and more latency on a link makes none
+    faster."""
     speeds = st.sampled_from([1, 5, 25])
     n = len(ask.devices)
     matrix = [[0 if i == j else data.draw(speeds) for j in range(n)] for i in range(n)]
@@ -317,7 +318,7 @@ def test_a_better_link_is_never_slower(data, algorithm, ask, pieces, nbytes):
 @settings(max_examples=60)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3))
 def test_the_fluid_rate_is_the_limit_of_many_pieces(data, algorithm, ask):
-    """Without latency p pieces of R rounds reach the fluid rate but for (R - 1) / p of it; it is exact."""
+    """Without latency p pieces of R rounds are slower than the fluid rate by at most (R - 1) / p; the rate is exact."""
     latent = data.draw(wired(ask.devices))
     topology = Topology(latent.devices, [link._replace(latency_s=0) for link in latent.links], latent.switches)
     schedule = replace(plan(algorithm, ask), pieces=1000)
@@ -336,14 +337,14 @@ def test_the_fluid_rate_is_the_limit_of_many_pieces(data, algorithm, ask):
     assert reached * (1 + (len(schedule.rounds) - 1) / 1000) * (1 + 1e-12) >= float(rate)
 
 
-# Sharing, and nothing to do.
+# Shared links, and schedules without transfers.
 
 
 def test_moves_that_share_a_link_share_its_bandwidth():
-    """Two moves over one link take as long as their bytes one after the other; apart they take the longer's time."""
+    """Two transfers over one link take as long as all their bytes; on different links they take the longer time."""
     devices = names(3)
     chunks = (Chunk(Fraction(1, 4), (0,), (2,)), Chunk(Fraction(3, 4), (0,), (1,)))
-    together = Schedule("broadcast", "by hand", devices, chunks, ((Step(0, 2, (0,)), Step(1, 1, (0,))),))
+    together = Schedule("broadcast", "custom", devices, chunks, ((Step(0, 2, (0,)), Step(1, 1, (0,))),))
     topology = line(3, 1, MICRO)
     done = simulate(together, topology, 4000)
     assert done.bytes == {("cpu:0", "cpu:1"): 4000, ("cpu:1", "cpu:2"): 1000}
@@ -352,7 +353,7 @@ def test_moves_that_share_a_link_share_its_bandwidth():
 
 
 def test_steps_inside_a_device_cost_nothing():
-    """A step whose only source is its own device moves nothing and waits for nothing."""
+    """A step whose only source is its own device moves no data and takes no time."""
     chunk = Chunk(ONE, (0,), (0,))
     schedule = Schedule("broadcast", "idle", names(1), (chunk,), ((Step(0, 0, (0,)),),))
     done = simulate(schedule, Topology.ring(1), 100)
@@ -371,7 +372,7 @@ def test_no_rounds_take_no_time(pieces):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_no_bytes_take_no_time(algorithm):
-    """Nothing to move takes no time, not even a latency; the links are those of the schedule, with 0 bytes."""
+    """Without bytes a schedule takes no time, not even a latency; its links have 0 bytes."""
     topology = Topology.full_mesh(4, 25, MICRO)
     schedule = PLANNERS[algorithm](names(4))
     done = simulate(schedule, topology, 0)
@@ -382,7 +383,7 @@ def test_no_bytes_take_no_time(algorithm):
 
 
 def test_elements_are_not_cut_but_time_is():
-    """Of 1 element in 4 chunks one chunk has it all; times are those of exact quarters, whatever an element is."""
+    """1 element in 4 chunks is in one chunk; times are those of exact quarters, for any item size."""
     whole = simulate(direct(names(4)), Topology.full_mesh(4), 8, itemsize=8)
     assert sorted(whole.bytes.values()) == [0] * 6 + [8] * 6
     single = simulate(direct(names(4)), Topology.full_mesh(4), 8)
@@ -391,11 +392,11 @@ def test_elements_are_not_cut_but_time_is():
     assert whole.busy == single.busy
 
 
-# How many pieces.
+# The number of pieces.
 
 
 def fastest(schedule, topology, nbytes, most=64):
-    """Return the least seconds of 1 to 64 pieces none of which is too small."""
+    """Return the least seconds of 1 to 64 pieces, of at least the least size."""
     allowed = max(1, nbytes // len(schedule.chunks) // LEAST_PIECE)
     return min(
         simulate(replace(schedule, pieces=p), topology, nbytes).seconds for p in range(1, min(most, allowed) + 1)
@@ -405,7 +406,7 @@ def fastest(schedule, topology, nbytes, most=64):
 @settings(max_examples=40)
 @given(st.integers(2, 40), st.sampled_from([0, 1e-7, 1e-6, 1e-5]), st.sampled_from([1, 25, 450]), st.integers(0, 10**8))
 def test_a_chain_is_cut_into_the_best_number_of_pieces(n, latency, speed, nbytes):
-    """No number of pieces from 1 to 64 is quicker down a chain than the one that is chosen."""
+    """On a chain, no number of pieces from 1 to 64 is faster than the chosen one."""
     topology = line(n, speed, Fraction(latency))
     best, seconds = pipelined(chain(n), topology, nbytes)
     assert replace(best, pieces=1) == chain(n)
@@ -430,7 +431,7 @@ LATENT = Topology(DGX_1V.devices, [link._replace(latency_s=MICRO) for link in DG
     ],
 )
 def test_plans_are_cut_into_the_best_number_of_pieces(algorithm, packs, topology, nbytes):
-    """No number of pieces from 1 to 64 is quicker than the one that is chosen."""
+    """No number of pieces from 1 to 64 is faster than the chosen one."""
     schedule = PLANNERS[algorithm](topology.devices, packs=packs)
     best, seconds = pipelined(schedule, topology, nbytes)
     assert seconds == simulate(best, topology, nbytes).seconds
@@ -439,58 +440,58 @@ def test_plans_are_cut_into_the_best_number_of_pieces(algorithm, packs, topology
 
 @given(algorithms, st.integers(1, 6), st.integers(0, 10**6), st.integers(1, 4))
 def test_no_piece_is_too_small(algorithm, n, nbytes, packs):
-    """No piece of an average chunk is below LEAST_PIECE bytes; how many there were before does not matter."""
+    """No piece of an average chunk is below LEAST_PIECE bytes; the previous number of pieces does not matter."""
     schedule = PLANNERS[algorithm](names(n), packs=packs)
     best, seconds = pipelined(replace(schedule, pieces=77), Topology.full_mesh(n), nbytes)
     assert (best, seconds) == pipelined(schedule, Topology.full_mesh(n), nbytes)
     assert best.pieces == 1 or nbytes / len(schedule.chunks) / best.pieces >= LEAST_PIECE
 
 
-# What is refused.
+# Invalid arguments.
 
-PAIR = Schedule("broadcast", "by hand", names(2), (Chunk(ONE, (0,), (0, 1)),), ((Step(0, 1, (0,)),),))
+PAIR = Schedule("broadcast", "custom", names(2), (Chunk(ONE, (0,), (0, 1)),), ((Step(0, 1, (0,)),),))
 
 
 @pytest.mark.parametrize("nbytes", [-1, True, False, 1.0, 1e6, "8", None, [8], math.nan, Fraction(8)])
 def test_bytes_are_a_whole_number(nbytes):
-    """A number of bytes that is negative or no whole number is an ArgumentError that shows it."""
+    """A number of bytes that is negative or not an integer is an ArgumentError that shows it."""
     topology = Topology.ring(2)
-    with pytest.raises(ArgumentError, match=r"nbytes is a whole number of bytes[\s\S]*given: nbytes="):
+    with pytest.raises(ArgumentError, match=r"nbytes must be an integer[\s\S]*given: nbytes="):
         simulate(PAIR, topology, nbytes)
-    with pytest.raises(ArgumentError, match="nbytes is a whole number"):
+    with pytest.raises(ArgumentError, match="nbytes must be an integer"):
         pipelined(PAIR, topology, nbytes)
 
 
 @pytest.mark.parametrize("itemsize", [0, -4, 3, 16, True, 4.0, None])
 def test_elements_are_whole(itemsize):
-    """The bytes of an element divide the buffer's; what does not is refused."""
-    with pytest.raises(ArgumentError, match=r"of whole elements[\s\S]*itemsize="):
+    """A number of bytes that is not a multiple of the item size is an ArgumentError."""
+    with pytest.raises(ArgumentError, match=r"a multiple of itemsize[\s\S]*itemsize="):
         simulate(PAIR, Topology.ring(2), 8, itemsize)
 
 
 @pytest.mark.parametrize("wrong", [None, "ring", 3, ring, []])
 def test_a_schedule_and_a_topology(wrong):
-    """What is no Schedule or no Topology is an ArgumentError that shows both."""
-    with pytest.raises(ArgumentError, match="takes a Schedule and a Topology"):
+    """Anything but a Schedule and a Topology is an ArgumentError that shows both."""
+    with pytest.raises(ArgumentError, match="needs a Schedule and a Topology"):
         simulate(wrong, Topology.ring(2), 8)
-    with pytest.raises(ArgumentError, match="takes a Schedule and a Topology"):
+    with pytest.raises(ArgumentError, match="needs a Schedule and a Topology"):
         simulate(PAIR, wrong, 8)
 
 
-def test_a_missing_way_is_named():
-    """A move for which the topology has no way is a PlanError with the devices, the route, and what is there."""
+def test_a_missing_route_is_named():
+    """A transfer without a route is a PlanError with the devices, the route, and the existing links."""
     alone = Topology(names(3), [Link("cpu:0", "cpu:2", 1), Link("cpu:1", "cpu:0", 1)])
-    with pytest.raises(PlanError, match=r"no way from cpu:0 to cpu:1\.[\s\S]*links out of cpu:0: cpu:2"):
+    with pytest.raises(PlanError, match=r"no route from cpu:0 to cpu:1\.[\s\S]*links out of cpu:0: cpu:2"):
         simulate(PAIR, alone, 8)
     for use in (simulate, pipelined):
-        with pytest.raises(PlanError, match=r"no way[\s\S]*links out of cpu:0: none"):
+        with pytest.raises(PlanError, match=r"no route[\s\S]*links out of cpu:0: none"):
             use(PAIR, Topology(names(2), []), 8)
-    with pytest.raises(PlanError, match="no way from cpu:0 to cpu:1"):
+    with pytest.raises(PlanError, match="no route from cpu:0 to cpu:1"):
         fluid_rate(PAIR, Topology(names(2), []))
     star = Topology(names(2), [Link("cpu:0", "bus", 1), Link("cpu:0", "cpu:1", 1)], ["bus", "lost"])
     for through in ("bus", "lost"):
         routed = replace(PAIR, routes=(Route(0, 0, 1, (through,)),))
-        with pytest.raises(PlanError, match=rf"no way from cpu:0 to cpu:1 through {through}"):
+        with pytest.raises(PlanError, match=rf"no route from cpu:0 to cpu:1 through {through}"):
             simulate(routed, star, 8)
 
 
@@ -504,17 +505,17 @@ def test_a_missing_way_is_named():
     ],
 )
 def test_nodes_that_the_topology_lacks(schedule, topology):
-    """A device or a route's switch that the topology does not have is a PlanError too."""
-    with pytest.raises(PlanError, match="no way from cpu:0 to cpu:1"):
+    """A device, or a switch of a route, that the topology lacks is a PlanError, too."""
+    with pytest.raises(PlanError, match="no route from cpu:0 to cpu:1"):
         simulate(schedule, topology, 8)
 
 
 def test_simulations_are_frozen():
-    """A simulation's parts cannot be assigned, and what is simulated does not change."""
+    """The parts of a simulation cannot be assigned, and callers cannot change cached results."""
     schedule, topology = ring(names(3)), Topology.ring(3)
     before = schedule.to_json(), topology.to_json()
     done = simulate(schedule, topology, 300)
-    done.bytes.clear()  # a result of its own, not the cache's
+    done.bytes.clear()  # a new result, not the cached one
     assert simulate(schedule, topology, 300).bytes
     assert (schedule.to_json(), topology.to_json()) == before
     with pytest.raises(AttributeError):

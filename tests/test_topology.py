@@ -26,7 +26,7 @@ def pairs(topology):
 
 @given(matrices)
 def test_from_matrix_has_a_link_for_each_entry(rows):
-    """Row src, column dst, GB/s: an entry above 0 is a link of exactly that bandwidth, 0 is none."""
+    """Row src, column dst, GB/s: an entry above 0 is a link of exactly that bandwidth, 0 is not a link."""
     topology = Topology.from_matrix(rows)
     wanted = {
         (f"cpu:{i}", f"cpu:{j}"): Fraction(entry) for i, row in enumerate(rows) for j, entry in enumerate(row) if entry
@@ -40,7 +40,7 @@ def test_from_matrix_has_a_link_for_each_entry(rows):
 
 
 def test_from_matrix_takes_any_numbers():
-    """Ints and fractions are kept exactly, floats as they are written; names are put in canonical form."""
+    """Ints and fractions are kept exactly, floats in decimal; names become canonical."""
     topology = Topology.from_matrix([[0, Fraction(1, 3)], [0.1, 0]], ["GPU:0", "/gpu:1"])
     assert topology.link("cuda:0", "cuda:1") == Link("cuda:0", "cuda:1", Fraction(1, 3), Fraction(0))
     assert topology.link("cuda:1", "cuda:0").bandwidth == Fraction(1, 10)
@@ -48,14 +48,14 @@ def test_from_matrix_takes_any_numbers():
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "int32", "uint8"])
 def test_from_matrix_takes_a_numpy_matrix(dtype):
-    """A matrix of bandwidths may be a NumPy array of any numbers, as measurements mostly are."""
+    """A matrix of bandwidths may be a NumPy array of any dtype."""
     topology = Topology.from_matrix(np.array([[0, 25], [25, 0]], dtype))
     assert pairs(topology) == {("cpu:0", "cpu:1"): 25, ("cpu:1", "cpu:0"): 25}
 
 
 @given(device_counts)
 def test_ring(n):
-    """A ring links each device with the next and the one before, both ways, and nothing else."""
+    """A ring links each device to the next one and to the previous one, in both directions, and has no other links."""
     wanted = {(f"cpu:{i}", f"cpu:{j}") for i in range(n) for j in range(n) if i != j and (i - j) % n in (1, n - 1)}
     topology = Topology.ring(n, 5)
     assert set(pairs(topology)) == wanted
@@ -74,7 +74,7 @@ def test_full_mesh(n):
 
 @given(matrices, st.data())
 def test_subset_keeps_links_among_the_chosen(rows, data):
-    """A subset has the devices asked for, in that order, and just the links that join two of them."""
+    """A subset has the given devices, in the given order, and exactly the links between them."""
     topology = Topology.from_matrix(rows)
     chosen = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True))
     part = topology.subset(name.upper() for name in chosen)
@@ -84,7 +84,8 @@ def test_subset_keeps_links_among_the_chosen(rows, data):
 
 @given(matrices, st.data())
 def test_without_link_removes_both_directions(rows, data):
-    """The links between two devices go, both ways; all others stay. The old topology does not change."""
+    """The links between two devices are removed in both directions; all others stay, and the original topology does not
+    change."""
     topology = Topology.from_matrix(rows)
     before = pairs(topology)
     if not before:
@@ -98,7 +99,7 @@ def test_without_link_removes_both_directions(rows, data):
 
 @given(matrices)
 def test_renamed_keeps_the_wiring(rows):
-    """The i-th device gets the i-th name, and the links go with it."""
+    """The i-th device gets the i-th name, and so do the ends of its links."""
     topology = Topology.from_matrix(rows)
     n = len(rows)
     turned = tuple(f"cuda:{(k + 3) % n}" for k in range(n))
@@ -124,7 +125,7 @@ def closure(n, joined):
 
 
 @given(matrices)
-def test_islands_are_what_the_fastest_links_join(rows):
+def test_islands_are_joined_by_the_fastest_links(rows):
     """Two devices are in one island if and only if a path of links of the greatest bandwidth joins them."""
     fastest = max(max(row) for row in rows)
     joined = [(i, j) for i, row in enumerate(rows) for j, entry in enumerate(row) if entry and entry == fastest]
@@ -132,7 +133,7 @@ def test_islands_are_what_the_fastest_links_join(rows):
 
 
 def test_islands_of_known_machines():
-    """Two quads with slower links between them are two islands; one kind of link makes one."""
+    """Two groups of four with slower links between them are two islands; links of one bandwidth make one island."""
     quads = [[0 if i == j else 50 if i // 4 == j // 4 else 25 for j in range(8)] for i in range(8)]
     assert Topology.from_matrix(quads).islands == (names(8)[:4], names(8)[4:])
     assert Topology.ring(5).islands == (names(5),)
@@ -155,15 +156,15 @@ A, B, C = names(3)
         (lambda: Topology.ring(True), "devices must be a list of names"),
         (lambda: Topology.ring(2.0), "devices must be a list of names"),
         (lambda: Topology.ring("cpu:0"), "devices must be a list of names"),
-        (lambda: Topology.ring([A, "CPU:0"]), "each device may stand only once, and cpu:0"),
+        (lambda: Topology.ring([A, "CPU:0"]), "each device may be listed only once: cpu:0 is listed more often"),
         (lambda: Topology((A, B), (Link(A, A, 1),)), r"two different nodes[\s\S]*cpu:0 -> cpu:0"),
         (lambda: Topology((A, B), (Link(A, C, 1),)), r"nodes of the topology[\s\S]*cpu:0 -> cpu:2"),
-        (lambda: Topology((A, B), (Link(A, B, 0),)), r"some bandwidth[\s\S]*cpu:0 -> cpu:1, 0 GB/s"),
+        (lambda: Topology((A, B), (Link(A, B, 0),)), r"with a bandwidth above 0[\s\S]*cpu:0 -> cpu:1, 0 GB/s"),
         (lambda: Topology((A, B), (Link(A, B, 1), Link("CPU:0", "CPU:1", 2))), r"once[\s\S]*add up the bandwidths"),
         (lambda: Topology((A, B), (Link(A, B, -1),)), r"a number of GB/s[\s\S]*given: -1"),
         (lambda: Topology.from_matrix([[0, 1], [1]]), r"must be square[\s\S]*2 rows of \[1, 2\] entries"),
         (lambda: Topology.from_matrix([[0, 1, 2], [1, 0, 2]]), "must be square"),
-        (lambda: Topology.from_matrix([[7]]), "no link to itself"),
+        (lambda: Topology.from_matrix([[7]]), "must not have a link to itself"),
         (lambda: Topology.from_matrix([[0, 1], [1, 0]], [A]), "2 rows, 1 devices"),
         (lambda: Topology.from_matrix([[0, math.nan], [1, 0]]), r"a number of GB/s[\s\S]*given: nan"),
         (lambda: Topology.from_matrix([[0, math.inf], [1, 0]]), r"a number of GB/s[\s\S]*given: inf"),
@@ -183,43 +184,43 @@ A, B, C = names(3)
             r"no such link[\s\S]*cpu:0 - cpu:2[\s\S]*out of cpu:0: cpu:1, cpu:3",
         ),
         (lambda: Topology.ring(4).without_link(A, A), r"no such link[\s\S]*cpu:0 - cpu:0"),
-        (lambda: Topology.ring(3).renamed([A, A, B]), "each device may stand only once"),
+        (lambda: Topology.ring(3).renamed([A, A, B]), "each device may be listed only once"),
     ],
 )
 def test_bad_topologies_are_refused(make, text):
-    """What is no topology raises ArgumentError, which says what was wrong and what was given."""
+    """Invalid arguments raise an ArgumentError that states the problem and the given value."""
     with pytest.raises(ArgumentError, match=text):
         make()
 
 
-def test_unreadable_devices_are_device_errors():
-    """A name that cannot be read is a DeviceError that shows it."""
+def test_invalid_names_are_device_errors():
+    """A name that cannot be parsed is a DeviceError that shows it."""
     for make in (lambda: Topology.ring(["foo"]), lambda: Topology((A,), (Link(A, "bar", 1),))):
         with pytest.raises(DeviceError, match=r"given: '(foo|bar)'"):
             make()
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_renamed_takes_one_name_a_device(count):
-    """Too few or too many names are an error of the library, which says how many there are."""
+def test_renamed_needs_one_name_per_device(count):
+    """Too few or too many names are an ArgumentError that states their number."""
     with pytest.raises(ArgumentError, match="3"):
         Topology.ring(3).renamed(names(4)[:count])
 
 
 @pytest.mark.parametrize("latency", [-1, math.nan, math.inf, "x", None])
 def test_latency_is_a_number_of_seconds(latency):
-    """A latency that is no number of seconds from 0 on is refused with a message, like a bandwidth."""
+    """A latency that is not a number of seconds, 0 or more, is an ArgumentError, like a bandwidth."""
     with pytest.raises(ArgumentError, match="latency"):
         Topology((A, B), (Link(A, B, 1, latency),))
 
 
-def test_link_reads_every_spelling():
-    """link() takes names in any spelling, like subset() and without_link()."""
+def test_link_accepts_every_spelling():
+    """link() accepts names in any spelling, like subset() and without_link()."""
     assert Topology.ring(3).link("CPU:0", "/cpu:1") == Link(A, B, Fraction(1), Fraction(0))
 
 
-def test_equal_topologies_are_equal_and_hash_alike():
-    """Equality is by devices and links; the order in which links were listed does not matter."""
+def test_equal_topologies_have_equal_hashes():
+    """Topologies with equal devices and links are equal; the order of the given links does not matter."""
     forward = Topology((A, B, C), (Link(A, B, 1), Link(B, C, 2.0), Link(C, A, Fraction(3))))
     backward = Topology(["CPU:0", B, C], [Link(C, A, 3), Link("CPU:1", C, 2), Link(A, B, 1)])
     assert forward == backward
@@ -232,13 +233,13 @@ def test_equal_topologies_are_equal_and_hash_alike():
 
 
 def test_latencies_are_kept():
-    """A link's latency in seconds is kept exactly, through subsets and new names."""
+    """The latency of a link is kept exactly, through subset() and renamed()."""
     topology = Topology((A, B), (Link(A, B, 1, Fraction(1, 10**6)),))
     assert topology.subset([B, A]).renamed(["cpu:5", "cpu:6"]).link("cpu:6", "cpu:5").latency_s == Fraction(1, 10**6)
 
 
 def test_topologies_are_frozen():
-    """Nothing of a topology can be assigned, its links included."""
+    """No part of a topology can be assigned, its links included."""
     topology = Topology.ring(3)
     for name in ("devices", "links"):
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -250,7 +251,7 @@ def test_topologies_are_frozen():
 
 
 def test_repr_and_pickle():
-    """A repr names the devices and counts the links; a topology survives pickling, cached islands or not."""
+    """A repr lists the devices and counts the links; a topology can be pickled, also after islands were computed."""
     topology = Topology.full_mesh(3)
     assert repr(topology) == "Topology(3 devices, 6 links: cpu:0, cpu:1, cpu:2)"
     assert topology.islands

@@ -13,6 +13,7 @@ from frameworks import NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import each, pairs
+from planned import planned_for
 from strategies import NAMED, names, wired
 
 import crossreduce as cr
@@ -97,8 +98,9 @@ def test_reducing_switches_only_forward(algorithm, n):
     reducing = star.with_switches(reducing=True)
     check_sum(AllReduceCrossDeviceOps(algorithm, topology=reducing), n)
     for wiring in (star, reducing):
-        assert cr.planning.planned_for(wiring, algorithm, names(n), names(n), 300).devices[:n] == names(n)
-        assert set(cr.planning.planned_for(wiring, algorithm, names(n), names(n), 300).devices) <= set(star.devices)
+        devices = planned_for(wiring, algorithm, names(n), names(n), 300).devices
+        assert devices[:n] == names(n)
+        assert set(devices) <= set(star.devices)
 
 
 @settings(max_examples=60)
@@ -236,7 +238,7 @@ def test_disconnected_replicas_move_nothing(algorithm):
     ops = AllReduceCrossDeviceOps(algorithm, topology=Topology(names(4), links))
     for call in (lambda: ops.reduce("sum", value, value), lambda: ops.batch_reduce("sum", [(value, value)])):
         with pytest.raises(
-            cr.PlanError, match=r"needs a way from cpu:0 to cpu:2, cpu:3, and no link leads out of \{cpu:0"
+            cr.PlanError, match=r"needs a route from cpu:0 to cpu:2, cpu:3, but no link leads out of \{cpu:0"
         ):
             call()
     assert null.counts == NullFramework().counts

@@ -1,4 +1,4 @@
-"""Topologies with switches: names, the ways data takes, grids and stars, and JSON."""
+"""Topologies with switches: names, routes, grids and stars, and JSON."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def pairs(topology):
 
 
 def test_a_switch_is_a_node():
-    """Nodes are the devices, then the switches; a link may join any two of them, and links are in that order."""
+    """Nodes are the devices, then the switches; a link may join any two of them, and links are sorted in that order."""
     topology = Topology([B, A], [("x", A, 1), ("x", "y", 2), (B, "x", 3), (A, B, 4)], ["y", Switch("x", True)])
     assert topology.nodes == (B, A, "y", "x")
     assert topology.devices == (B, A)
@@ -58,7 +58,7 @@ def test_a_switch_is_a_node():
 
 @pytest.mark.parametrize("name", ["nvswitch", "host0/nic3", "0", "a.b_c-d#1", "plx/0/1", "cpu0", "cpu/1", "X"])
 def test_names_of_switches(name):
-    """A switch's name is any of letters, digits and . _ / # - that is no device's, and is kept as it is."""
+    """The name of a switch may have letters, digits and . _ / # -, cannot be a device's name, and is not changed."""
     topology = Topology([A], [(A, name, 1)], [name])
     assert topology.switches == (Switch(name),)
     assert topology.link(A, name).dst == name
@@ -86,45 +86,45 @@ def test_names_of_switches(name):
         "a\n",
     ],
 )
-def test_a_switch_is_not_spelled_like_a_device(name):
-    """A name that could be read as a device's, or that has other characters, is refused and shown."""
-    with pytest.raises(ArgumentError, match=r"a switch has a name of its own[\s\S]*given: "):
+def test_a_switch_cannot_have_a_device_name(name):
+    """A name that could be parsed as a device's, or that has other characters, is an ArgumentError that shows it."""
+    with pytest.raises(ArgumentError, match=r"a switch needs a unique name[\s\S]*given: "):
         Topology([A], [], [name])
 
 
 @pytest.mark.parametrize(
     ("switches", "text"),
     [
-        (["a", "a"], r"a name of its own[\s\S]*given: 'a'"),
-        ([Switch("a"), Switch("a", True)], "a name of its own"),
-        ([("a", 1)], r"reduces or does not[\s\S]*given: 1"),
-        ([("a", None)], "reduces or does not"),
-        ([("a", "yes")], "reduces or does not"),
-        ([(3, True)], r"a name of its own[\s\S]*given: 3"),
-        ([None], "switches are Switches or names"),
-        ([("a", True, 3)], "switches are Switches or names"),
-        ([()], "switches are Switches or names"),
-        (3, "switches are Switches or names"),
-        (None, "switches are Switches or names"),
-        ("bus", "switches are Switches or names"),
+        (["a", "a"], r"a unique name[\s\S]*given: 'a'"),
+        ([Switch("a"), Switch("a", True)], "a unique name"),
+        ([("a", 1)], r"reduces of a switch must be True or False[\s\S]*given: 1"),
+        ([("a", None)], "reduces of a switch must be True or False"),
+        ([("a", "yes")], "reduces of a switch must be True or False"),
+        ([(3, True)], r"a unique name[\s\S]*given: 3"),
+        ([None], "switches must be Switches or names"),
+        ([("a", True, 3)], "switches must be Switches or names"),
+        ([()], "switches must be Switches or names"),
+        (3, "switches must be Switches or names"),
+        (None, "switches must be Switches or names"),
+        ("bus", "switches must be Switches or names"),
     ],
 )
 def test_bad_switches_are_refused(switches, text):
-    """What is no list of switches, or has one twice, is an ArgumentError."""
+    """An invalid list of switches, or one that lists a switch twice, is an ArgumentError."""
     with pytest.raises(ArgumentError, match=text):
         Topology([A], [], switches)
 
 
 @pytest.mark.parametrize("link", [("x", "x", 1), ("x", "z", 1), (A, "z", 1), ("x", A, 0), ("x", B, 1)])
 def test_links_of_switches_are_checked_too(link):
-    """A link of a switch to itself, to an unknown node or of no bandwidth is refused like a device's."""
+    """A link from a switch to itself, to an unknown node or without bandwidth is an ArgumentError, as for devices."""
     with pytest.raises(ArgumentError):
         Topology([A], [link], ["x"])
 
 
 @given(topologies(), st.data())
 def test_subset_keeps_all_switches(topology, data):
-    """A subset has the devices asked for, every switch as it was, and the links among these nodes."""
+    """A subset has the given devices, every switch unchanged, and the links between these nodes."""
     chosen = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True))
     part = topology.subset(chosen)
     assert part.devices == tuple(chosen)
@@ -135,7 +135,7 @@ def test_subset_keeps_all_switches(topology, data):
 
 @given(topologies(), st.data())
 def test_without_link_takes_switches_too(topology, data):
-    """The links between two nodes go, both ways; all other links and all switches stay."""
+    """The links between two nodes are removed in both directions; all other links and all switches stay."""
     if not topology.links:
         return
     gone = data.draw(st.sampled_from(topology.links))
@@ -144,8 +144,8 @@ def test_without_link_takes_switches_too(topology, data):
     assert (less.devices, less.switches) == (topology.devices, topology.switches)
 
 
-def test_without_link_names_what_is_there():
-    """A link that is not there, or a node, is an ArgumentError with what leaves the first node."""
+def test_without_link_lists_the_existing_links():
+    """A missing link or node is an ArgumentError that lists the links out of the first node."""
     star = Topology.star(3)
     with pytest.raises(
         ArgumentError, match=r"no such link[\s\S]*switch - switch[\s\S]*out of switch: cpu:0, cpu:1, cpu:2"
@@ -158,7 +158,7 @@ def test_without_link_names_what_is_there():
 
 
 @given(topologies(), st.booleans())
-def test_with_switches_changes_only_what_they_do(topology, reducing):
+def test_with_switches_changes_only_whether_they_reduce(topology, reducing):
     """All switches reduce, or none does; names, links and devices stay."""
     other = topology.with_switches(reducing=reducing)
     assert [switch.name for switch in other.switches] == [switch.name for switch in topology.switches]
@@ -179,9 +179,9 @@ def test_renamed_leaves_switches(topology):
 
 
 @given(topologies())
-def test_equal_topologies_hash_alike(topology):
-    """Equality is by devices, switches and links, whatever order the links were given in; so is the hash, and a
-    topology survives pickling."""
+def test_equal_topologies_have_equal_hashes(topology):
+    """Topologies with equal devices, switches and links are equal and have equal hashes, in any order of the given
+    links, and can be pickled."""
     again = Topology(list(topology.devices), topology.links[::-1], [tuple(switch) for switch in topology.switches])
     assert again == topology
     assert hash(again) == hash(topology)
@@ -196,7 +196,7 @@ def test_equal_topologies_hash_alike(topology):
 
 
 def test_switches_are_frozen():
-    """A topology's switches cannot be assigned, nor a switch changed."""
+    """The switches of a topology, and the parts of a switch, cannot be assigned."""
     star = Topology.star(2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         star.switches = ()
@@ -204,25 +204,25 @@ def test_switches_are_frozen():
         star.switches[0].reduces = True
 
 
-# Ways.
+# Routes.
 
 
-def ways(topology, src, dst):
-    """Yield every way without a loop from one node to another, by trying all."""
+def all_routes(topology, src, dst):
+    """Yield every route without a loop from one node to another, by trying all."""
 
-    def onward(nodes):
+    def extended(nodes):
         if nodes[-1] == dst:
             yield nodes
             return
         for other in topology.nodes:
             if other not in nodes and topology.link(nodes[-1], other) is not None:
-                yield from onward((*nodes, other))
+                yield from extended((*nodes, other))
 
-    yield from onward((src,))
+    yield from extended((src,))
 
 
 def rank(topology, nodes):
-    """Rank a way as the docstring of route does: devices passed, links, bottleneck, order of the nodes."""
+    """Rank a route as the docstring of route() does: devices passed, links, least bandwidth, order of the nodes."""
     speeds = [topology.link(a, b).bandwidth for a, b in pairwise(nodes)]
     passed = sum(node in topology.devices for node in nodes[1:-1])
     return passed, len(nodes), -min(speeds, default=math.inf), [topology.nodes.index(node) for node in nodes]
@@ -230,12 +230,12 @@ def rank(topology, nodes):
 
 @settings(max_examples=150)
 @given(topologies(most_devices=3, most_switches=3))
-def test_route_is_the_best_of_all_ways(topology):
-    """Of all ways a route leads through the fewest devices, then over the fewest links, then of the greatest
-    bandwidth; ``None`` where there is none."""
+def test_route_is_the_best_of_all_routes(topology):
+    """A route passes the fewest devices; of these routes, it has the fewest links; of these, the greatest bandwidth. It
+    is ``None`` if no route exists."""
     for src, dst in product(topology.nodes, repeat=2):
         route = topology.route(src, dst)
-        found = list(ways(topology, src, dst))
+        found = list(all_routes(topology, src, dst))
         assert (route is None) is (not found)
         if found:
             assert rank(topology, route)[:3] == min(rank(topology, nodes)[:3] for nodes in found)
@@ -244,17 +244,17 @@ def test_route_is_the_best_of_all_ways(topology):
 
 @settings(max_examples=100)
 @given(topologies(most_devices=3, most_switches=3, speeds=st.just(25)))
-def test_of_equal_ways_the_first_in_order(topology):
-    """Where all links are alike the route is the first of the shortest ways in the order of the nodes."""
+def test_of_equal_routes_the_first_in_order(topology):
+    """If all links are equal, the route is the first of the shortest routes in the order of the nodes."""
     for src, dst in product(topology.nodes, repeat=2):
-        found = list(ways(topology, src, dst))
+        found = list(all_routes(topology, src, dst))
         assert topology.route(src, dst) == min(found, key=lambda nodes: rank(topology, nodes), default=None)
 
 
 @settings(max_examples=50)
 @given(topologies(most_devices=3, most_switches=3), st.randoms())
-def test_the_same_topology_routes_alike(topology, random):
-    """The order in which links are listed makes no difference to a route, nor which routes were asked for before."""
+def test_equal_topologies_have_equal_routes(topology, random):
+    """Routes depend neither on the order in which links are listed nor on earlier calls."""
     links = list(topology.links)
     random.shuffle(links)
     again = Topology(topology.devices, links, topology.switches)
@@ -265,7 +265,8 @@ def test_the_same_topology_routes_alike(topology, random):
 
 
 def test_routes_of_known_machines():
-    """A direct link wins, then a switch, then a wider switch; a device is passed only where no other way leads."""
+    """A direct link is preferred, then a switch, then a wider switch; a route passes a device only if there is no other
+    route."""
     star = Topology.star(8, 450)
     assert star.route(A, "cpu:5") == (A, "switch", "cpu:5")
     assert star.route("CPU:0", "switch") == (A, "switch")
@@ -284,7 +285,7 @@ def test_routes_of_known_machines():
 
 @pytest.mark.parametrize(("src", "dst"), [(A, "cpu:9"), ("cpu:9", A), ("cpu:9", "cpu:9"), ("switch", "cpu:9")])
 def test_no_route_for_unknown_devices(src, dst):
-    """A device that is not in the topology is an ArgumentError, wherever it stands."""
+    """A device that is not in the topology is an ArgumentError, as either argument."""
     with pytest.raises(ArgumentError, match=r"no such device[\s\S]*given: cpu:9"):
         Topology.star(3).route(src, dst)
 
@@ -294,7 +295,7 @@ def test_no_route_for_unknown_devices(src, dst):
 
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_mesh(rows, columns):
-    """A mesh links neighbours along rows and columns, both ways: 2 (r (c-1) + c (r-1)) links, row by row."""
+    """A mesh links neighbours along rows and columns, in both directions: 2 (r (c-1) + c (r-1)) links, row by row."""
     topology = Topology.mesh(rows, columns, (50, 25), MICRO)
     assert topology.devices == names(rows * columns)
     wanted = {}
@@ -309,8 +310,8 @@ def test_mesh(rows, columns):
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_torus(shape):
-    """A torus links each device with the next and the one before along each dimension; along one of two devices
-    these are the same, and there is one link each way."""
+    """A torus links each device to the next one and to the previous one along each dimension; along a dimension of two
+    devices these are the same, and there is one link per direction."""
     speeds = tuple(10 + k for k in range(len(shape)))  # of the last dimension first
     topology = Topology.torus(*shape, gb_per_s=speeds)
     cells = list(product(*map(range, shape)))
@@ -326,7 +327,7 @@ def test_torus(shape):
 
 @given(device_counts)
 def test_a_torus_of_one_dimension_is_a_ring(n):
-    """A torus of one dimension is a ring, and a mesh of one row is that without its end."""
+    """A torus of one dimension is a ring, and a mesh of one row is a ring without the link between its ends."""
     assert Topology.torus(n, gb_per_s=5) == Topology.ring(n, 5)
     if n > 2:
         assert Topology.mesh(1, n) == Topology.ring(n).without_link("cpu:0", f"cpu:{n - 1}")
@@ -334,7 +335,7 @@ def test_a_torus_of_one_dimension_is_a_ring(n):
 
 @given(device_counts)
 def test_star(n):
-    """A star has one switch, which does not reduce, and a link each way between it and each device."""
+    """A star has one switch, which does not reduce, and a link per direction between it and each device."""
     topology = Topology.star(n, Fraction(64, 3), MICRO)
     assert topology.switches == (Switch("switch", False),)
     assert pairs(topology) == {
@@ -344,8 +345,8 @@ def test_star(n):
     assert Topology.star(names(n), Fraction(64, 3), MICRO) == topology
 
 
-def test_makers_give_every_link_the_latency():
-    """full_mesh, ring and from_matrix give each link the latency that they are given, and none by default."""
+def test_shapes_give_every_link_the_latency():
+    """full_mesh, ring, from_matrix and torus give each link the given latency, and 0 by default."""
     for make in (
         lambda *latency: Topology.full_mesh(4, 25, *latency),
         lambda *latency: Topology.ring(4, 25, *latency),
@@ -354,7 +355,7 @@ def test_makers_give_every_link_the_latency():
     ):
         assert {link.latency_s for link in make(1e-6).links} == {MICRO}
         assert {link.latency_s for link in make().links} == {0}
-        with pytest.raises(ArgumentError, match="a latency is a number of seconds"):
+        with pytest.raises(ArgumentError, match="a latency must be a number of seconds"):
             make(-1)
 
 
@@ -368,13 +369,13 @@ def test_makers_give_every_link_the_latency():
         (lambda: Topology.torus(), "1 or more devices"),
         (lambda: Topology.torus(4, 0), "1 or more devices"),
         (lambda: Topology.torus((4, 4)), "1 or more devices"),
-        (lambda: Topology.mesh(2, 2, (1, 2, 3)), r"one speed, or one a dimension[\s\S]*3 speeds, 2 dimensions"),
+        (lambda: Topology.mesh(2, 2, (1, 2, 3)), r"one speed, or one for each dimension[\s\S]*3 speeds, 2 dimensions"),
         (lambda: Topology.torus(2, 2, gb_per_s=(1,)), "1 speeds, 2 dimensions"),
-        (lambda: Topology.mesh(2, 2, "fast"), "a bandwidth is a number of GB/s"),
-        (lambda: Topology.mesh(2, 2, 0), "some bandwidth"),
+        (lambda: Topology.mesh(2, 2, "fast"), "a bandwidth must be a number of GB/s"),
+        (lambda: Topology.mesh(2, 2, 0), "with a bandwidth above 0"),
         (lambda: Topology.star(0), "at least one device"),
-        (lambda: Topology.star(3, -1), "a bandwidth is a number of GB/s"),
-        (lambda: Topology.star([A, A]), "each device may stand only once"),
+        (lambda: Topology.star(3, -1), "a bandwidth must be a number of GB/s"),
+        (lambda: Topology.star([A, A]), "each device may be listed only once"),
     ],
 )
 def test_bad_shapes_are_refused(make, text):
@@ -387,8 +388,8 @@ def test_bad_shapes_are_refused(make, text):
 
 
 @given(topologies())
-def test_json_goes_both_ways(topology):
-    """A topology that is written and read is equal, to the last digit, and is written alike."""
+def test_json_round_trip(topology):
+    """A topology that is written and read is equal, to the last digit, and is written the same way again."""
     text = topology.to_json()
     again = Topology.from_json(text)
     assert again == topology
@@ -399,7 +400,7 @@ def test_json_goes_both_ways(topology):
 
 
 def test_json_is_this_text():
-    """The format is fixed: what is written today is read by every later version."""
+    """The format is fixed: a text that is written today can be read by every later version."""
     topology = Topology([A, B], [Link(A, "x", Fraction(64, 3), MICRO), Link("x", B, 25)], [Switch("x", True)])
     text = (
         '{"format":"crossreduce.topology/1","devices":["cpu:0","cpu:1"],"switches":[["x",true]],'
@@ -409,22 +410,23 @@ def test_json_is_this_text():
     assert Topology.from_json(text) == topology
 
 
-def test_json_by_hand():
-    """Numbers may be JSON's own or decimals, a latency and the switches may be left out, names have any spelling."""
+def test_json_written_by_people():
+    """Numbers may be JSON numbers or decimals, a latency and the switches may be left out, names may have any
+    spelling."""
     text = """{"format": "crossreduce.topology/1", "devices": ["GPU:0", "cuda:1"],
-               "links": [["cuda:0", "cuda:1", 25], ["cuda:1", "cuda:0", "12.5", 1e-6]], "made by": "hand"}"""
+               "links": [["cuda:0", "cuda:1", 25], ["cuda:1", "cuda:0", "12.5", 1e-6]], "made by": "a person"}"""
     wanted = Topology(["cuda:0", "cuda:1"], [("cuda:0", "cuda:1", 25), ("cuda:1", "cuda:0", 12.5, 1e-6)])
     assert Topology.from_json(text) == wanted
 
 
 @pytest.mark.parametrize("topology", [Topology.star(3, Fraction(64, 3), MICRO), Topology.ring(2), Topology([A], [])])
 def test_every_prefix_is_refused(topology):
-    """A text that is cut off anywhere is an ArgumentError, never another error and never a topology."""
+    """A truncated text is an ArgumentError, never another error and never a topology."""
     text = topology.to_json()
     for end in range(len(text)):
-        with pytest.raises(ArgumentError, match="no topology in JSON"):
+        with pytest.raises(ArgumentError, match="this text is not a topology in JSON"):
             Topology.from_json(text[:end])
-    with pytest.raises(ArgumentError, match="no topology in JSON"):
+    with pytest.raises(ArgumentError, match="this text is not a topology in JSON"):
         Topology.from_json(text * 2)
 
 
@@ -512,7 +514,7 @@ def lacking(name):
     ],
 )
 def test_malformed_json_is_refused(text):
-    """Text that is no topology, or lacks a part of one, is an ArgumentError, never Python's own error."""
+    """Text that is not a topology, or lacks a part of one, is an ArgumentError, never an error of Python's own."""
     with pytest.raises(ArgumentError):
         Topology.from_json(text)
 
@@ -528,8 +530,8 @@ values = st.recursive(
 
 @settings(max_examples=300)
 @given(st.data())
-def test_any_part_may_be_anything(data):
-    """Whatever stands in place of any part, the text is read as a topology or is an ArgumentError."""
+def test_any_value_in_place_of_any_part(data):
+    """With any value in place of any part, the text is read as a topology or is an ArgumentError."""
     content = json.loads(json.dumps(GOOD))
     place, inside = data.draw(st.sampled_from([*GOOD])), content
     while isinstance(inside[place], list) and inside[place] and data.draw(st.booleans()):

@@ -354,7 +354,9 @@ def test_two_steps_of_a_round_that_write_one_cell_are_refused(schedule):
     [
         custom(2, [(0, 0, (0, 1)), (0, 1, (0, 1))]),  # both read the originals
         custom(2, [(0, 0, (0, 1)), (0, 1, (1, 0))]),  # in different orders
-        custom(3, [(0, 0, (0, 1)), (0, 1, (0,)), (0, 2, (1, 0, 2))], destinations=(2,)),  # reads overwritten values
+        custom(
+            3, [(0, 0, (0, 1)), (0, 1, (0,)), (0, 2, (1, 0, 2))], destinations=(2,)
+        ),  # reads values that the round replaces
         custom(2, [(0, 0, (1,)), (0, 1, (0,))], [(0, 0, (0, 1))], destinations=(0,)),  # a swap
     ],
 )

@@ -11,19 +11,10 @@ from numbers import Real
 from typing import Final
 
 from .errors import ArgumentError, message, shown
+from .planning import NAMES
 
-ALGORITHMS: Final = (
-    "one_device",
-    "hierarchical_copy",
-    "ring",
-    "halving_doubling",
-    "recursive_doubling",
-    "direct",
-    "one_shot",
-    "forest",
-    "nccl",
-    "auto",
-)
+ALGORITHMS: Final = NAMES
+"""The algorithms of the registry, and the names that stand for one of them."""
 
 
 def count(name: str, value: object, remedy: str) -> int:

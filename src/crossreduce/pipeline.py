@@ -27,7 +27,7 @@ from .lowering import lower
 from .ops import Numbers, copying
 from .outputs import Job, check_overlap, in_pair, overlap_error
 from .packing import Buffer, Packing, itemsize, layout
-from .planning import ROOTED, choose, planned, planned_for
+from .planning import REGISTRY, Request, choose, schedule_for
 from .topology import Topology
 from .validation import Checked
 from .values import Mirrored, PerReplica, TensorSpec, locate
@@ -151,18 +151,17 @@ def _plan(
     nbytes = size * itemsize(buffer.dtype)
     if algorithm == "auto" and topology is None:
         algorithm = choose(sources, destinations, nbytes)
-    if buffer.size is None and algorithm not in ROOTED:
-        algorithm = "one_device"  # a buffer of unknown size cannot be cut into chunks
-    period = members if algorithm in ROOTED else 1
+    rotates = algorithm in REGISTRY and REGISTRY[algorithm].has_root
+    if buffer.size is None and not rotates:
+        algorithm, rotates = "one_device", True  # a buffer of unknown size cannot be cut into chunks
+    period = members if rotates else 1
+    request = Request("all_reduce", sources, destinations, algorithm, topology, first=first, root=root)
     ranges = []
     for pack in range(0, buffer.packs, period):
         packs = min(period, buffer.packs - pack)
         start, stop = pack * size // buffer.packs, (pack + packs) * size // buffer.packs
-        if topology is None:
-            schedule = planned(algorithm, sources, destinations, packs, first, root)
-        else:
-            share = nbytes * packs // buffer.packs
-            schedule = planned_for(topology, algorithm, sources, destinations, share, packs, first, root)
+        schedule = schedule_for(request._replace(nbytes=nbytes * packs // buffer.packs, packs=packs))
+        if topology is not None:
             framework.require(schedule.devices)  # a topology may route through devices without a value
         if _LOG.isEnabledFor(logging.INFO):
             log_once(f"new plan: {schedule.head}; devices {', '.join(schedule.devices)}")

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from ..errors import ArgumentError, BackendError, message, shown
 from ..lowering import lower
 from ..schedule import Schedule, fluid_rate, simulate
-from ..schedule.simulate import way
+from ..schedule.simulate import route_links
 from ..topology import Topology
 from .graph_layout import NODE, GraphLayout, graph_layout, half_width, label, towards
 
@@ -172,7 +172,7 @@ def _trees(schedule: Schedule, topology: Topology) -> list[_Tree]:
     for (tops, edges), chunks in alike.items():
         links: Counter[tuple[str, str, bool]] = Counter()
         for src, dst, through, final in edges:
-            pairs = way(topology, program.devices[src], program.devices[dst], through)
+            pairs = route_links(topology, program.devices[src], program.devices[dst], through)
             links.update((*pair, final) for pair in pairs)
         share = sum((program.chunks[c].share for c in chunks), Fraction(0))
         title = "the whole buffer" if share == 1 else f"{share} of the buffer"

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from ..lowering import Program, lower
 from ..schedule import Schedule, simulate
-from ..schedule.simulate import Pair, way
+from ..schedule.simulate import Pair, route_links
 from ..topology import Topology
 
 EVENTS: Final = 200_000
@@ -100,7 +100,7 @@ def _rounds(program: Program, topology: Topology) -> list[_RoundTransfers]:
         longest = Fraction(0)
         for transfer in transfers:
             ends = program.devices[transfer.src], program.devices[transfer.dst]
-            pairs = way(topology, *ends, transfer.through)
+            pairs = route_links(topology, *ends, transfer.through)
             longest = max(longest, sum((latencies[pair] for pair in pairs), Fraction(0)))
             hops += [(pair, transfer.chunk, *ends) for pair in pairs]
         rounds.append(_RoundTransfers(hops, float(longest)))

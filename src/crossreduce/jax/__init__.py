@@ -29,7 +29,7 @@ from ..ops import ACCUMULATORS, FLOATS, Numbers, ReduceOp
 from ..options import algorithm_name, count
 from ..packing import itemsize
 from ..pipeline import log_once
-from ..planning import hierarchical_copy, planned, planned_for
+from ..planning import Request, hierarchical_copy, schedule_for
 from ..topology import Topology
 from ..validation import read_op
 from ..values import IndexedSlices, host_devices
@@ -214,12 +214,13 @@ def _program(spec: ReduceSpec, op: ReduceOp, nbytes: int) -> Program | None:
             message(problem, given, 'one axis after the other, or algorithm="auto" without topology')
         )
     if topology is not None:
-        schedule = planned_for(topology, algorithm, topology.devices, topology.devices, nbytes, packs)
+        names = topology.devices
+        schedule = schedule_for(Request("all_reduce", names, names, algorithm, topology, nbytes, packs))
     elif algorithm == "hierarchical_copy" and len(axes.names) > 1:
         groups = [names[k : k + axes.sizes[-1]] for k in range(0, len(names), axes.sizes[-1])]
         schedule = hierarchical_copy(names, packs=packs, groups=groups)
     else:
-        schedule = planned(algorithm, names, names, packs)
+        schedule = schedule_for(Request("all_reduce", names, names, algorithm, packs=packs))
     program = lower(schedule)
     permutations = compile_permutations(program).permutation_count
     _log_plan(axes, f"{schedule.head}, {permutations} permutations; devices {', '.join(schedule.devices)}")

@@ -1,30 +1,36 @@
-"""From a request to a verified schedule: choose a planner, ask it, prove the result, remember it.
+"""Planning: from a request to a verified schedule.
 
-In: an algorithm's name, the devices, perhaps a topology.  Out: a ``Plan`` or a ``Schedule`` that ``verify``
-accepted. No arrays, no I/O, no clock: the same request gives the same schedule on every machine.
+Input: a collective, devices, bytes, perhaps a topology and an algorithm. Output: a ``Plan`` or a ``Schedule`` that
+``verify`` accepted. Planning uses no arrays, I/O or clock, so the same request gives the same schedule everywhere.
+
+Data flows through the files in this order: ``plans.py`` or ``schedules.py`` make a ``Request`` (``request.py``),
+``search.py`` compares the algorithms of ``registry.py``, and ``bounds/`` proves how good the result is. ``trees/``
+serves the algorithms, ``derived.py`` makes reduce-scatters and all-gathers, ``explain.py`` describes plans.
 """
 
-from __future__ import annotations
-
-from .bounds import Bound, Cut, bound
-from .choice import PLANNERS, ROOTED, choose, planned, planned_for
-from .planners import (
-    direct,
-    halving_doubling,
-    hierarchical_copy,
-    one_device,
-    one_shot,
-    recursive_doubling,
-    ring,
-)
+from .algorithms.direct import direct
+from .algorithms.halving_doubling import halving_doubling
+from .algorithms.hierarchical_copy import hierarchical_copy
+from .algorithms.one_device import one_device
+from .algorithms.one_shot import one_shot
+from .algorithms.recursive_doubling import recursive_doubling
+from .algorithms.ring import ring
+from .bounds.bound import bound
+from .bounds.certificate import COLLECTIVES, Bound, Cut
 from .plans import Plan, plan
+from .registry import NAMES, PLANNERS, REGISTRY
+from .request import Request
+from .schedules import choose, schedule_for
 
 __all__ = [
+    "COLLECTIVES",
+    "NAMES",
     "PLANNERS",
-    "ROOTED",
+    "REGISTRY",
     "Bound",
     "Cut",
     "Plan",
+    "Request",
     "bound",
     "choose",
     "direct",
@@ -33,8 +39,7 @@ __all__ = [
     "one_device",
     "one_shot",
     "plan",
-    "planned",
-    "planned_for",
     "recursive_doubling",
     "ring",
+    "schedule_for",
 ]

@@ -1,17 +1,20 @@
-"""Reduce-scatters and all-gathers made from all-reduces: what each device needs of it, and that backwards.
+"""Reduce-scatters and all-gathers derived from all-reduces.
 
-In: a schedule.  Out: another one, with the parts in the devices' order.
+Input: a schedule. Output: the steps of it that bring each part of the result to its device; or these steps backwards.
 """
 
 from __future__ import annotations
 
-from ..schedule import Chunk, Route, Schedule, Step
+from dataclasses import replace
+
+from ..schedule import Chunk, Schedule, Step, live_rounds
 
 
 def reduce_scatter(schedule: Schedule) -> Schedule:
-    """Keep of an all-reduce the steps that bring each chunk to one device, equally many to each.
+    """Return the steps of an all-reduce that bring each chunk to one device, the same number of chunks to each.
 
-    Chunks go where they first become whole, if that is so; else to the devices in turn.
+    A chunk belongs to the device on which it is first complete, if that gives every device the same number of chunks;
+    otherwise chunks are assigned to the devices in turn. The parts are in the order of the devices.
 
     >>> from crossreduce.planning import direct
     >>> print(reduce_scatter(direct(["cpu:0", "cpu:1"])))
@@ -20,58 +23,57 @@ def reduce_scatter(schedule: Schedule) -> Schedule:
       round 0: chunk 1: cpu:1 <- cpu:0 + cpu:1
     """
     n, count = len(schedule.devices), len(schedule.chunks)
-    owners = _whole_at(schedule)
-    if sorted(owners) != sorted(k * n // count for k in range(count)):
-        owners = [k * n // count for k in range(count)]
+    owners = _first_complete(schedule)
+    in_turn = [chunk * n // count for chunk in range(count)]
+    if sorted(owners) != in_turn:
+        owners = in_turn
     order = sorted(range(count), key=lambda chunk: owners[chunk])
     place = {chunk: k for k, chunk in enumerate(order)}
-    needed = [{owner} for owner in owners]
-    kept: list[list[Step]] = []
-    for steps in reversed(schedule.rounds):
-        wanted = [step for step in steps if step.dst in needed[step.chunk]]
-        for step in wanted:
-            needed[step.chunk].discard(step.dst)
-        for step in wanted:
-            needed[step.chunk].update(step.srcs)
-        kept.append([Step(place[chunk], dst, srcs) for chunk, dst, srcs in wanted])
-    chunks = [Chunk(schedule.chunks[chunk].share, tuple(range(n)), (owners[chunk],)) for chunk in order]
-    routes = [Route(place[route.chunk], *route[1:]) for route in schedule.routes]
-    return _made(schedule, "reduce_scatter", chunks, [steps for steps in reversed(kept) if steps], routes)
+    everyone = tuple(range(n))
+    scattered = replace(
+        schedule,
+        collective="reduce_scatter",
+        chunks=tuple(Chunk(schedule.chunks[chunk].share, everyone, (owners[chunk],)) for chunk in order),
+        rounds=tuple(tuple(Step(place[chunk], dst, srcs) for chunk, dst, srcs in steps) for steps in schedule.rounds),
+        pieces=1,
+        routes=tuple(route._replace(chunk=place[route.chunk]) for route in schedule.routes),
+    )
+    return _with_rounds(scattered, live_rounds(scattered))
 
 
 def all_gather(scattered: Schedule) -> Schedule:
-    """Turn a reduce-scatter round: whoever gave to a device now gets from it."""
-    held = [{chunk.destinations[0]} for chunk in scattered.chunks]
+    """Return a reduce-scatter backwards: a device receives from the devices to which it sent."""
+    complete = [{chunk.destinations[0]} for chunk in scattered.chunks]
     rounds: list[list[Step]] = []
     for steps in reversed(scattered.rounds):
-        now = [Step(chunk, src, (dst,)) for chunk, dst, srcs in steps for src in srcs if src not in held[chunk]]
-        for step in now:
-            held[step.chunk].add(step.dst)
-        rounds.append(now)
+        copies = [Step(c, src, (dst,)) for c, dst, srcs in steps for src in srcs if src not in complete[c]]
+        for copy in copies:
+            complete[copy.chunk].add(copy.dst)
+        rounds.append(copies)
     everyone = tuple(range(len(scattered.devices)))
-    chunks = [Chunk(chunk.share, chunk.destinations, everyone) for chunk in scattered.chunks]
-    routes = [Route(chunk, dst, src, through[::-1]) for chunk, src, dst, through, _ in scattered.routes]
-    return _made(scattered, "all_gather", chunks, [steps for steps in rounds if steps], routes)
-
-
-def _made(
-    schedule: Schedule, collective: str, chunks: list[Chunk], rounds: list[list[Step]], routes: list[Route]
-) -> Schedule:
-    assert all(route.round is None for route in routes), "the trees these are made from go back as they came"
-    used = {(chunk, src, dst) for steps in rounds for chunk, dst, srcs in steps for src in srcs}
-    return Schedule(
-        collective,
-        schedule.algorithm,
-        schedule.devices,
-        tuple(chunks),
-        tuple(map(tuple, rounds)),
-        routes=tuple(route for route in routes if route[:3] in used),
+    turned = replace(
+        scattered,
+        collective="all_gather",
+        chunks=tuple(Chunk(chunk.share, chunk.destinations, everyone) for chunk in scattered.chunks),
+        rounds=(),
+        routes=tuple(
+            route._replace(src=route.dst, dst=route.src, through=route.through[::-1]) for route in scattered.routes
+        ),
     )
+    return _with_rounds(turned, rounds)
 
 
-def _whole_at(schedule: Schedule) -> list[int]:
-    """Return for each chunk the device that first holds all contributions; where there is but one, its source."""
-    held = {(c, source): 1 << source for c, chunk in enumerate(schedule.chunks) for source in chunk.sources}
+def _with_rounds(schedule: Schedule, rounds: list[list[Step]]) -> Schedule:
+    """Return a schedule with the rounds that are not empty, and the routes that they use."""
+    assert all(route.round is None for route in schedule.routes), "trees use the same routes in both directions"
+    used = {(chunk, src, dst) for steps in rounds for chunk, dst, srcs in steps for src in srcs}
+    kept = tuple(route for route in schedule.routes if route[:3] in used)
+    return replace(schedule, rounds=tuple(tuple(steps) for steps in rounds if steps), routes=kept)
+
+
+def _first_complete(schedule: Schedule) -> list[int]:
+    """Return for each chunk the device that first stores all contributions; with one source, that source."""
+    contributions = {(c, source): 1 << source for c, chunk in enumerate(schedule.chunks) for source in chunk.sources}
     everyone = [sum(1 << source for source in chunk.sources) for chunk in schedule.chunks]
     owners = [chunk.sources[0] if len(chunk.sources) == 1 else -1 for chunk in schedule.chunks]
     for steps in schedule.rounds:
@@ -79,8 +81,8 @@ def _whole_at(schedule: Schedule) -> list[int]:
         for chunk, dst, srcs in steps:
             made[chunk, dst] = 0
             for src in srcs:
-                made[chunk, dst] |= held.get((chunk, src), 0)
+                made[chunk, dst] |= contributions.get((chunk, src), 0)
             if owners[chunk] < 0 and made[chunk, dst] == everyone[chunk]:
                 owners[chunk] = dst
-        held.update(made)
+        contributions.update(made)
     return owners

@@ -1,18 +1,17 @@
-"""A plan in words: its trees, its time, what limits it, and how others compare.
+"""Plans as text: their trees, their limit, and their numbers.
 
-In: a schedule's trees, a bound, numbers.  Out: lines of text.
+Input: a schedule, a bound, numbers. Output: lines of text.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from fractions import Fraction
 from math import gcd, lcm
 from typing import Final, NamedTuple
 
 from ..devices import parse
 from ..schedule import Schedule
-from .bounds import Bound, Cut
+from .bounds.certificate import Bound, Cut
 
 _MOST_LINES: Final = 16
 _MOST_NAMES: Final = 8
@@ -20,14 +19,14 @@ _MOST_LETTERS: Final = 160
 
 
 class Shape(NamedTuple):
-    """What the trees of a schedule look like.
+    """The trees of a schedule.
 
     Args:
-      k: unit trees a root, where a unit is the greatest share of which all chunks are multiples.
-      roots: where chunks become whole.
-      depth: the most hops from a device to a chunk's root, or back.
-      trees: for each chunk its share, its root, and who sends to whom on the way there, or, if nothing is
-        reduced, from there: child -> parent.
+      k: the average number of unit trees per root; a unit is the greatest share of which all chunks are multiples.
+      roots: the devices that combine a chunk to the end; for a copy, its source.
+      depth: the most hops from a device to the root of a chunk, or back.
+      trees: for each chunk and each of its roots: its share, the root, and the edges of its tree, child ->
+        parent. Children send to their parents; if nothing is reduced, parents send to their children.
     """
 
     k: Fraction
@@ -36,52 +35,79 @@ class Shape(NamedTuple):
     trees: tuple[tuple[Fraction, str, dict[str, str]], ...]
 
 
-def shape(schedule: Schedule) -> Shape:
-    """Read a schedule's trees off its steps.
+class _Value(NamedTuple):
+    """A value of a chunk: its device, the values it was made of, its contributions, and its hops."""
 
-    >>> from crossreduce.planning import hierarchical_copy
+    device: int
+    operands: tuple[_Value, ...]
+    contributions: int
+    hops: int
+
+
+def shape(schedule: Schedule) -> Shape:
+    """Return the trees of a schedule.
+
+    >>> from crossreduce.planning import hierarchical_copy, one_shot
     >>> shape(hierarchical_copy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"])).trees
-    ((Fraction(1, 1), 'cpu:0', {'cpu:1': 'cpu:0', 'cpu:3': 'cpu:2', 'cpu:2': 'cpu:0'}),)
+    ((Fraction(1, 1), 'cpu:0', {'cpu:2': 'cpu:0', 'cpu:1': 'cpu:0', 'cpu:3': 'cpu:2'}),)
+    >>> shape(one_shot(["cpu:0", "cpu:1"])).trees
+    ((Fraction(1, 1), 'cpu:0', {'cpu:1': 'cpu:0'}), (Fraction(1, 1), 'cpu:1', {'cpu:0': 'cpu:1'}))
     """
     names = schedule.devices
-    ups: list[dict[str, str]] = [{} for _ in schedule.chunks]
-    downs: list[dict[str, str]] = [{} for _ in schedule.chunks]
-    whole = [sum(1 << source for source in chunk.sources) for chunk in schedule.chunks]
-    held = {(c, source): 1 << source for c, chunk in enumerate(schedule.chunks) for source in chunk.sources}
-    roots = [chunk.sources[0] if len(chunk.sources) == 1 else -1 for chunk in schedule.chunks]
-    hops: defaultdict[tuple[int, int], int] = defaultdict(int)
+    cells = {
+        (c, source): _Value(source, (), 1 << source, 0)
+        for c, chunk in enumerate(schedule.chunks)
+        for source in chunk.sources
+    }
+    everyone = [sum(1 << source for source in chunk.sources) for chunk in schedule.chunks]
+    complete: list[list[_Value]] = [[] for _ in schedule.chunks]
     depth = 0
     for steps in schedule.rounds:
-        made, far = {}, {}
+        made = {}
         for c, dst, srcs in steps:
-            bits = 0
-            for src in srcs:
-                bits |= held.get((c, src), 0)
-            first = roots[c] < 0 and bits == whole[c]
-            going = ups if roots[c] < 0 else downs
-            for src in srcs:
-                if src != dst:
-                    child, parent = (src, dst) if going is ups else (dst, src)
-                    going[c][names[child]] = names[parent]
-            far[c, dst] = max(hops[c, src] + (src != dst) for src in srcs)
-            depth = max(depth, far[c, dst])
-            if first:
-                roots[c], far[c, dst] = dst, 0  # hops are counted anew on the way back
-            made[c, dst] = bits
-        held.update(made)
-        hops.update(far)
+            operands = tuple(cells[c, src] for src in srcs)
+            contributions = 0
+            for operand in operands:
+                contributions |= operand.contributions
+            hops = max(operand.hops + (operand.device != dst) for operand in operands)
+            depth = max(depth, hops)
+            value = _Value(dst, operands, contributions, hops)
+            if len(srcs) > 1 and contributions == everyone[c]:
+                complete[c].append(value)
+                value = value._replace(hops=0)  # hops are counted again from here
+            made[c, dst] = value
+        cells.update(made)
+    trees: list[tuple[Fraction, str, dict[str, str]]] = []
+    for c, chunk in enumerate(schedule.chunks):
+        trees += [(chunk.share, names[value.device], _senders(value, names)) for value in complete[c]]
+        if not complete[c]:
+            (source,) = chunk.sources
+            parents: dict[str, str] = {}
+            for dst in chunk.destinations:
+                parents |= {child: parent for parent, child in _senders(cells[c, dst], names).items()}
+            trees.append((chunk.share, names[source], parents))
     shares = [chunk.share for chunk in schedule.chunks]
     scale = lcm(*(share.denominator for share in shares))
     unit = Fraction(gcd(*(int(share * scale) for share in shares)), scale)
-    places = tuple(dict.fromkeys(names[root] for root in roots))
-    trees = tuple(
-        (share, names[root], up or down) for share, root, up, down in zip(shares, roots, ups, downs, strict=True)
-    )
-    return Shape(1 / unit / len(places), places, depth, trees)
+    roots = tuple(dict.fromkeys(root for _, root, _ in trees))
+    whole = sum((share for share, _, _ in trees), Fraction(0))
+    return Shape(whole / unit / len(roots), roots, depth, tuple(trees))
+
+
+def _senders(value: _Value, names: tuple[str, ...]) -> dict[str, str]:
+    """Return for each device whose data reaches a value the device to which it sends."""
+    parents: dict[str, str] = {}
+    left = [value]
+    for parent in left:
+        for operand in parent.operands:
+            if operand.device != parent.device:
+                parents[names[operand.device]] = names[parent.device]
+            left.append(operand)
+    return parents
 
 
 def nested(root: str, parents: dict[str, str]) -> str:
-    """Write a tree in brackets.
+    """Return a tree as text, with brackets.
 
     >>> nested("cpu:0", {"cpu:1": "cpu:0", "cpu:3": "cpu:2", "cpu:2": "cpu:0"})
     'cpu:0(cpu:1 cpu:2(cpu:3))'
@@ -96,7 +122,7 @@ def _by_number(name: str) -> tuple[str, ...]:
 
 
 def tree_lines(found: Shape) -> list[str]:
-    """Return a line for each different tree: its share of the buffer, and the tree out of its root."""
+    """Return a line for each different tree: its share of the buffer, and the tree."""
     drawn: dict[str, Fraction] = {}
     for share, root, parents in found.trees:
         text = nested(root, parents)
@@ -110,7 +136,7 @@ def _short(text: str) -> str:
 
 
 def limited_by(limit: Bound) -> str:
-    """Say which links make a bound.
+    """Return a text about the links that limit a bound.
 
     >>> from crossreduce.planning import bound
     >>> from crossreduce import Topology
@@ -119,22 +145,25 @@ def limited_by(limit: Bound) -> str:
     ('the link into cpu:0 (450 GB/s)', "every device's own links: 450 GB/s by 1 link in and out")
     """
     heaviest = max((cut.weight for cut in limit.cuts), default=Fraction(0))
-    sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # by devices: how many links of how many GB/s
+    sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # by devices: the number of links and their GB/s
     for cut in limit.cuts:
         if cut.weight == heaviest:
-            here, way, links = _crossing(limit, cut)
-            sides.setdefault(here, {})[way] = links
+            here, direction, links = _crossing(limit, cut)
+            sides.setdefault(here, {})[direction] = links
     if len(sides) == len(limit.devices) > 1 and all(len(here) == 1 for here in sides):
-        kinds = dict.fromkeys((links, len(ways)) for ways in sides.values() for links in ways.values())
-        words = [f"{_number(width)} GB/s by {many(n, 'link')} {_ways(ways)}" for (n, width), ways in kinds]
+        kinds = dict.fromkeys((links, len(both)) for both in sides.values() for links in both.values())
+        words = [
+            f"{_number(width)} GB/s by {many(n, 'link')} {'in and out' if directions > 1 else 'one way'}"
+            for (n, width), directions in kinds
+        ]
         return f"every device's own links: {'; '.join(words)}"
-    texts = [_words(limit, here, ways) for here, ways in sides.items()]
+    texts = [_side(limit, here, links) for here, links in sides.items()]
     more = len(texts) - 2
     return " and ".join(texts[:2]) + (f", with {more} more such cut{'s' * (more > 1)}" if more > 0 else "")
 
 
 def _crossing(limit: Bound, cut: Cut) -> tuple[tuple[str, ...], str, tuple[int, Fraction]]:
-    """Return the devices on a cut's smaller side, the way over it, and how many links of how many GB/s go that way."""
+    """Return the devices on the smaller side of a cut, its direction, and the number and GB/s of its links."""
     inside = tuple(device for device in limit.devices if device in cut.nodes)
     outside = tuple(device for device in limit.devices if device not in cut.nodes)
     widths = [
@@ -146,7 +175,8 @@ def _crossing(limit: Bound, cut: Cut) -> tuple[tuple[str, ...], str, tuple[int, 
     return here, "into" if into else "out of", (len(widths), sum(widths, Fraction(0)))
 
 
-def _words(limit: Bound, here: tuple[str, ...], ways: dict[str, tuple[int, Fraction]]) -> str:
+def _side(limit: Bound, here: tuple[str, ...], links: dict[str, tuple[int, Fraction]]) -> str:
+    """Return a text about the links into and out of some devices."""
     hosts = {parse(device).host for device in here}
     there = [device for device in limit.devices if parse(device).host in hosts]
     name, noun = ", ".join(here[:_MOST_NAMES]), "link"
@@ -155,17 +185,13 @@ def _words(limit: Bound, here: tuple[str, ...], ways: dict[str, tuple[int, Fract
     if len(here) > 1:
         name = f"{{{name}}}"
     if len(hosts) == 1 and "" not in hosts and len(there) == len(here) < len(limit.devices):
-        (name,), noun = hosts, "NIC"  # all devices of one host: what leaves it is its network
-    if len(set(ways.values())) == 1:
-        ways = {" and ".join(ways): next(iter(ways.values()))}
+        (name,), noun = hosts, "NIC"  # all devices of one host, so the links are its network
+    if len(set(links.values())) == 1:
+        links = {" and ".join(links): next(iter(links.values()))}
     return " and ".join(
-        f"the {f'{n} {noun}s' if n > 1 else noun} {way} {name} ({_number(width)} GB/s)"
-        for way, (n, width) in ways.items()
+        f"the {f'{n} {noun}s' if n > 1 else noun} {direction} {name} ({_number(width)} GB/s)"
+        for direction, (n, width) in links.items()
     )
-
-
-def _ways(count: int) -> str:
-    return "in and out" if count > 1 else "one way"
 
 
 def _number(value: Fraction) -> str:
@@ -173,7 +199,7 @@ def _number(value: Fraction) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Return bytes as people say them.
+    """Return a number of bytes as text.
 
     >>> size(1 << 26), size(1500), size(7)
     ('64 MiB', '1500 bytes', '7 bytes')
@@ -185,7 +211,7 @@ def size(nbytes: int) -> str:
 
 
 def many(count: int, noun: str) -> str:
-    """Return a number with its noun.
+    """Return a number with its noun, singular or plural.
 
     >>> many(1, "root"), many(2, "root")
     ('1 root', '2 roots')
@@ -194,7 +220,7 @@ def many(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as people say them.
+    """Return seconds as text.
 
     >>> duration(0.0123), duration(4.2e-6)
     ('12.30 ms', '4.20 us')
@@ -206,7 +232,7 @@ def duration(seconds: float) -> str:
 
 
 def percent(ratio: Fraction) -> str:
-    """Return a ratio in percent: "100 %" only where it is exactly 1.
+    """Return a ratio in percent, rounded down, so "100 %" means exactly 1.
 
     >>> percent(Fraction(1)), percent(Fraction(999999, 1000000))
     ('100 %', '99.99 %')

@@ -23,7 +23,7 @@ from .. import kernels
 from ..lowering import lower
 from ..ops import Numbers, copying
 from ..packing import itemsize
-from ..planning import plan, planned
+from ..planning import Request, plan, schedule_for
 from ..schedule import Schedule
 from ..topology import Topology
 from ..transports.base import Transport
@@ -307,7 +307,8 @@ def _planned(topology: Topology | None, hosts: int, collective: str, nbytes: int
         end = names if root is None else (names[root],)
         sources = end if collective == "broadcast" else names
         destinations = end if collective == "reduce" else names
-        return planned("direct" if root is None else "one_device", sources, destinations)
+        algorithm = "direct" if root is None else "one_device"
+        return schedule_for(Request(collective, sources, destinations, algorithm))
     wiring = topology or Topology.full_mesh(names, gb_per_s=1, latency_s=1e-4)
     main = None if root is None else wiring.devices[root]
     return plan(wiring, collective, nbytes, root=main).schedule.cut_into(1)

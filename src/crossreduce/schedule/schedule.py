@@ -126,7 +126,7 @@ class Schedule:
             )
         for r, steps in enumerate(self.rounds):
             for s, step in enumerate(steps):
-                in_range = 0 <= step.chunk < len(self.chunks) and _positions((step.dst,), n)
+                in_range = 0 <= step.chunk < len(self.chunks) and 0 <= step.dst < n
                 if not in_range or not step.srcs or not all(0 <= src < n for src in step.srcs):
                     here = f"round {r}, step {s} is malformed: chunks go from 0 to {len(self.chunks) - 1}"
                     raise _malformed(here, step, n)

@@ -1,13 +1,13 @@
-"""A clock for schedules: how long one takes on a topology, and what each link does meanwhile.
+"""Predicted times: how long a schedule takes on a topology, and the load of each link.
 
-In: a ``Schedule``, a ``Topology``, bytes.  Out: a ``Simulation``.  Nothing runs and no clock is read.
+Input: a ``Schedule``, a ``Topology``, bytes. Output: a ``Simulation``. Nothing is executed and no clock is read.
 
-The model: rounds are kept in step. A chunk is cut into ``pieces`` p; in tick t piece j does round t - j, so up to
-p rounds are on their way at once and R rounds take R + p - 1 ticks. A tick takes the longest latency of
-its moves (added up along each route) and then as long as its busiest link needs for all the bytes that it
-carries in that tick: moves that share a link share its bandwidth, and switches and devices on the way pass
-bytes on as they come. Combining takes no time. For one chunk that travels d hops this is the pipelined chain's
-(d + p - 1)(latency + bytes / p / bandwidth), as in Hockney's model.
+The model: rounds are synchronous. A chunk is cut into ``pieces`` p; in tick t piece j does round t - j, so up to p
+rounds are in progress at once, and R rounds take R + p - 1 ticks. A tick takes the longest latency of its transfers
+(added up along each route), and then the time that its busiest link needs for all its bytes in that tick: transfers
+over one link share its bandwidth, and switches and devices on the route forward bytes as they arrive. Combining takes
+no time. For one chunk that travels d hops this is (d + p - 1)(latency + bytes / p / bandwidth), the time of a pipelined
+chain in Hockney's model.
 
 Source: Hockney, The communication challenge for MPP, Parallel Computing 20(3), 1994; Sanders, Speck & Träff,
 Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel Computing 35(12), 2009.
@@ -16,6 +16,7 @@ Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel C
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -27,27 +28,28 @@ from ..topology import Topology
 from .schedule import Schedule
 
 LEAST_PIECE: Final = 1024
-"""Bytes of a chunk below which it is not cut further: far below every link's latency x bandwidth (0.7 us x 25 GB/s
-is 17 KB), so that more pieces would not be faster anyway."""
+"""The least bytes of a piece: far below latency x bandwidth of every link (0.7 us x 25 GB/s is 17 KB), so smaller
+pieces would not be faster."""
 
 MOST_PIECES: Final = 1 << 16
-"""Pieces beyond which more change nothing that can be seen: R rounds cost (R - 1) / p more than the links' own time."""
+"""The greatest number of pieces; more would hardly change the time: R rounds cost (R - 1) / p more than the links'
+time."""
 
 MOST_BYTES: Final = 1 << 60
-"""The largest buffer that is simulated, an exbibyte: beyond it floats no longer tell a piece from the whole."""
+"""The largest buffer that is simulated, an exbibyte: floats cannot distinguish the pieces of larger ones."""
 
 Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule does on a topology.
+    """The predicted execution of a schedule on a topology.
 
     Args:
-      seconds: from the first move's start to the last one's end.
+      seconds: from the start of the first transfer to the end of the last one.
       busy: for each link that is used, by (src, dst), the seconds in which it carries bytes at its full bandwidth.
-      bytes: for each of these links, how many bytes it carries: whole elements, while times count exact shares.
-      ticks: how long each tick takes, in seconds; tick t has piece j in round t - j.
+      bytes: for each of these links, the bytes that it carries: whole elements, while times count exact shares.
+      ticks: the seconds of each tick; in tick t piece j does round t - j.
     """
 
     seconds: float
@@ -57,16 +59,16 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, topology: Topology, nbytes: int, itemsize: int = 1) -> Simulation:
-    """Return how long a schedule takes on a topology, and each link's bytes and busy time.
+    """Return the predicted time of a schedule on a topology, and the bytes and busy time of each link.
 
     Args:
-      schedule: any; its devices and routes are nodes of the topology.
-      topology: where it runs.
-      nbytes: of the whole buffer (one replica's, for an all-reduce), 0 or more.
+      schedule: its devices and routes must be nodes of the topology.
+      topology: the links.
+      nbytes: of the whole buffer (of one replica's, for an all-reduce), 0 or more.
       itemsize: bytes of an element; chunks are cut between elements.
     Raises:
-      ArgumentError: a negative or broken number of bytes, or no topology.
-      PlanError: a move for which the topology has no way.
+      ArgumentError: not a schedule or a topology, or an invalid number of bytes.
+      PlanError: the topology has no route for a transfer.
 
     >>> from crossreduce.planning import ring
     >>> topology = Topology.ring(4, gb_per_s=25, latency_s=1e-6)
@@ -78,46 +80,43 @@ def simulate(schedule: Schedule, topology: Topology, nbytes: int, itemsize: int 
     """
     if not isinstance(schedule, Schedule) or not isinstance(topology, Topology):
         given = f"{shown(schedule)}, {shown(topology)}"
-        raise ArgumentError(message("simulate takes a Schedule and a Topology.", given, "plan.schedule, topology"))
+        raise ArgumentError(message("simulate needs a Schedule and a Topology.", given, "plan.schedule, topology"))
     spans = schedule.spans(_elements(nbytes, itemsize))
     traffic = _traffic(schedule, topology)
-    carried: dict[Pair, int] = {}
-    for moves in traffic:
-        for pair, chunks in moves.chunks.items():
-            count = sum(spans[chunk][1] - spans[chunk][0] for chunk in chunks)
-            carried[pair] = carried.get(pair, 0) + itemsize * count
-    rounds = _rounds(schedule, topology, traffic, nbytes)
-    busy: dict[Pair, float] = {}
-    for moving in rounds:
-        for pair, seconds in moving.seconds.items():
-            busy[pair] = busy.get(pair, 0.0) + seconds
-    ticks = _ticks(rounds, schedule.pieces) if nbytes and rounds else []
-    seconds = _seconds(rounds, schedule.pieces) if ticks else 0.0
+    carried = {
+        pair: itemsize * sum(spans[chunk][1] - spans[chunk][0] for chunks in by_round.values() for chunk in chunks)
+        for pair, by_round in traffic.chunks.items()
+    }
+    timing = _Timing(schedule, traffic, nbytes)
+    busy = {pair: sum(timing.loads[load].values()) for pair, load in traffic.load_of.items()}
+    ticks = timing.ticks(schedule.pieces) if nbytes and traffic.latency_s else []
+    seconds = timing.total(schedule.pieces) if ticks else 0.0
     return Simulation(seconds, busy, carried, tuple(ticks))
 
 
 def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
-    """Return the rate in GB/s that a schedule nears as its buffer grows: what its busiest link allows.
+    """Return the rate in GB/s that a schedule approaches as its buffer grows: that of its busiest link.
 
-    Exact. ``None``: it moves nothing.
+    The rate is exact. ``None``: no data moves.
 
     >>> from crossreduce.planning import ring
     >>> fluid_rate(ring(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]), Topology.ring(4, gb_per_s=25))
     Fraction(50, 3)
     """
-    load: dict[Pair, Fraction] = {}
-    for moves in _traffic(schedule, topology):
-        for pair, chunks in moves.chunks.items():
-            load[pair] = load.get(pair, Fraction(0)) + sum(schedule.chunks[chunk].share for chunk in chunks)
-    rates = [_bandwidth(topology, pair) / share for pair, share in load.items() if share]
-    return min(rates, default=None)
+    traffic = _traffic(schedule, topology)
+    amounts = [sum((schedule.chunks[chunk].share for chunk in chunks), Fraction(0)) for chunks in traffic.amounts]
+    shares = [sum((amounts[amount] for _, amount in load.by_round), Fraction(0)) for load in traffic.loads]
+    return min(
+        (load.bandwidth / share for load, share in zip(traffic.loads, shares, strict=True) if share), default=None
+    )
 
 
 def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Schedule, float]:
     """Return the schedule in the number of pieces that takes the least time for ``nbytes`` bytes, and that time.
 
-    For p pieces, at least as many as rounds, the time is a + b p + c / p, least at p = sqrt(c / b); fewer are tried one
-    by one up to 32, then by doubling. No piece of the average chunk is below ``LEAST_PIECE`` bytes.
+    For p pieces, at least the number of rounds, the time is a + b p + c / p, which is least at p = sqrt(c / b); smaller
+    numbers are tried one by one up to 32, then by doubling. No piece of the average chunk is below ``LEAST_PIECE``
+    bytes.
 
     >>> from crossreduce.planning import one_device
     >>> topology = Topology.star(4, gb_per_s=25, latency_s=1e-6)
@@ -125,140 +124,205 @@ def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Sche
     >>> schedule.pieces, seconds == simulate(schedule, topology, 1 << 20).seconds
     (8, True)
     """
-    rounds = _rounds(schedule, topology, _traffic(schedule, topology), _elements(nbytes, 1))
-    if not nbytes or not rounds:
+    _elements(nbytes, 1)
+    traffic = _traffic(schedule, topology)
+    deep = len(traffic.latency_s)
+    if not nbytes or not deep:
         return schedule.cut_into(1), 0.0
-    deep = len(rounds)
+    timing = _Timing(schedule, traffic, nbytes)
     most = max(1, min(nbytes // len(schedule.chunks) // LEAST_PIECE, MOST_PIECES))
     tried = {1, deep, most, *range(2, min(deep, 33)), *(1 << k for k in range(deep.bit_length()))}
-    windows = _windows(rounds, deep)
-    latency, transfer = windows[deep - 1]  # of a tick in which all rounds are on their way
+    windows = timing.windows(deep)
+    latency, transfer = windows[deep - 1]  # of a tick in which all rounds are in progress
     if latency:
         ramps = sum(seconds for _, seconds in windows) - deep * transfer
         best = math.sqrt(max(ramps, 0.0) / latency)
         tried |= {math.floor(best), math.ceil(best)}
-    times = {pieces: _seconds(rounds, pieces) for pieces in sorted(tried) if 1 <= pieces <= most}
+    times = {pieces: timing.total(pieces) for pieces in sorted(tried) if 1 <= pieces <= most}
     pieces = min(times, key=lambda pieces: (times[pieces], pieces))
     return schedule.cut_into(pieces), times[pieces]
 
 
-class _Moves(NamedTuple):
-    """What a round moves: which chunks over which link, and the longest latency of its routes."""
-
-    chunks: dict[Pair, tuple[int, ...]]
-    latency_s: float
-
-
-class _Round(NamedTuple):
-    """A round for one size: seconds of transfer on each link, and the latency."""
-
-    seconds: dict[Pair, float]
-    latency_s: float
-
-
-@lru_cache(maxsize=256)
-def _traffic(schedule: Schedule, topology: Topology) -> tuple[_Moves, ...]:
-    rounds = []
-    for r, steps in enumerate(schedule.rounds):
-        chunks: dict[Pair, list[int]] = {}
-        latency = Fraction(0)
-        for chunk, dst, srcs in steps:
-            for src in srcs:
-                if src == dst:
-                    continue
-                through = schedule.through(r, chunk, src, dst)
-                pairs = way(topology, schedule.devices[src], schedule.devices[dst], through)
-                latency = max(latency, sum((topology.link(*pair).latency_s for pair in pairs), Fraction(0)))  # type: ignore[union-attr]
-                for pair in pairs:
-                    chunks.setdefault(pair, []).append(chunk)
-        rounds.append(_Moves({pair: tuple(moved) for pair, moved in chunks.items()}, float(latency)))
-    return tuple(rounds)
-
-
-def way(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None = None) -> tuple[Pair, ...]:
-    """Return the links from ``src`` to ``dst``, by (src, dst): through the named nodes, or as the topology routes it.
+def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None = None) -> tuple[Pair, ...]:
+    """Return the links from ``src`` to ``dst``, by (src, dst): through the named nodes, or along the topology's route.
 
     Raises:
-      PlanError: there is no way, or a link on it is missing.
+      PlanError: the route or one of its links does not exist.
     """
     unknown = [node for node in (src, *(through or ()), dst) if node not in topology]
     if unknown:
         given = f"{', '.join(unknown)}; nodes {', '.join(topology.nodes)}"
-        raise PlanError(
-            message(
-                f"the topology has no way from {src} to {dst}: it lacks a node.",
-                given,
-                "the topology it was planned for",
-            )
-        )
+        problem = f"the topology has no route from {src} to {dst}: it lacks a node."
+        raise PlanError(message(problem, given, "the topology of the plan"))
     nodes = topology.route(src, dst) if through is None else (src, *through, dst)
     pairs = () if nodes is None else tuple(pairwise(nodes))
-    if nodes is None or any(topology.link(*pair) is None for pair in pairs):
+    if nodes is None or any(pair not in topology.by_ends for pair in pairs):
         out = ", ".join(link.dst for link in topology.out_links(src)) or "none"
         by = "" if through is None else f" through {', '.join(through)}"
-        raise PlanError(message(f"the topology has no way from {src} to {dst}{by}.", f"links out of {src}: {out}"))
+        raise PlanError(message(f"the topology has no route from {src} to {dst}{by}.", f"links out of {src}: {out}"))
     return pairs
 
 
-def _rounds(schedule: Schedule, topology: Topology, traffic: tuple[_Moves, ...], nbytes: int) -> list[_Round]:
-    """Return each round's seconds, of exact shares: rounding to elements would make some schedules beat the bound."""
-    shares = [float(chunk.share) * nbytes for chunk in schedule.chunks]
-    speeds = {pair: float(_bandwidth(topology, pair)) * 1e9 for moves in traffic for pair in moves.chunks}
-    return [
-        _Round(
-            {pair: math.fsum(shares[c] for c in chunks) / speeds[pair] for pair, chunks in moves.chunks.items()},
-            moves.latency_s,
-        )
-        for moves in traffic
-    ]
+class _Load(NamedTuple):
+    """The use of a link: its bandwidth, and (round, amount) for each round that uses it."""
+
+    bandwidth: Fraction
+    by_round: tuple[tuple[int, int], ...]
 
 
-def _ticks(rounds: list[_Round], pieces: int) -> list[float]:
-    """Return each tick's seconds, in order."""
-    windows = _windows(rounds, min(pieces, len(rounds)))
-    ticks = [latency + transfer / pieces for latency, transfer in windows]
-    if pieces > len(rounds):  # the middle ticks, in which all rounds are on their way, are all alike
-        middle = len(rounds) - 1
-        ticks[middle:middle] = [ticks[middle]] * (pieces - len(rounds))
-    return ticks
+class _Traffic(NamedTuple):
+    """The use of all links.
 
-
-def _seconds(rounds: list[_Round], pieces: int) -> float:
-    """Return the sum of all ticks without listing them."""
-    windows = _windows(rounds, min(pieces, len(rounds)))
-    ticks = [latency + transfer / pieces for latency, transfer in windows]
-    more = max(0, pieces - len(rounds))
-    return math.fsum([*ticks, more * ticks[len(rounds) - 1]])
-
-
-def _windows(rounds: list[_Round], width: int) -> list[tuple[float, float]]:
-    """Return (latency, busiest link's seconds) of each set of rounds that are on their way together.
-
-    These are the windows of ``width`` neighbouring rounds that slide over all of them, in and out again.
+    Args:
+      chunks: for each link, the chunks that it carries in each round.
+      load_of: for each link, the number of its load. Links with the same load are always equally busy.
+      loads: the different loads.
+      amounts: for each amount, chunks that have the same total share.
+      latency_s: for each round the longest latency of its routes.
     """
-    load: dict[Pair, float] = {}
-    windows = []
-    for t in range(len(rounds) + width - 1):
-        if t < len(rounds):
-            for pair, seconds in rounds[t].seconds.items():
-                load[pair] = load.get(pair, 0.0) + seconds
-        if t >= width:
-            for pair, seconds in rounds[t - width].seconds.items():
-                load[pair] -= seconds
-        within = rounds[max(0, t - width + 1) : t + 1]
-        windows.append((max(moves.latency_s for moves in within), max(0.0, *load.values()) if load else 0.0))
-    return windows
+
+    chunks: dict[Pair, dict[int, list[int]]]
+    load_of: dict[Pair, int]
+    loads: tuple[_Load, ...]
+    amounts: tuple[tuple[int, ...], ...]
+    latency_s: tuple[float, ...]
+
+
+@lru_cache(maxsize=256)
+def _traffic(schedule: Schedule, topology: Topology) -> _Traffic:
+    chunks_of: dict[Pair, dict[int, list[int]]] = {}
+    latencies = _collect(schedule, topology, chunks_of)
+    equal = len({chunk.share for chunk in schedule.chunks}) == 1
+    amount_of: dict[int | tuple[int, ...], int] = {}
+    amounts: list[tuple[int, ...]] = []
+    number_of: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
+    loads: list[_Load] = []
+    load_of: dict[Pair, int] = {}
+    for pair, by_round in chunks_of.items():
+        used = []
+        for r, chunks in by_round.items():
+            amount = len(chunks) if equal else tuple(chunks)  # equal shares only need to be counted
+            if amount not in amount_of:
+                amount_of[amount] = len(amounts)
+                amounts.append(tuple(chunks))
+            used.append((r, amount_of[amount]))
+        key = topology.speeds[pair], tuple(used)
+        if key not in number_of:
+            number_of[key] = len(loads)
+            loads.append(_Load(topology.by_ends[pair].bandwidth, key[1]))
+        load_of[pair] = number_of[key]
+    return _Traffic(chunks_of, load_of, tuple(loads), tuple(amounts), tuple(latencies))
+
+
+def _collect(schedule: Schedule, topology: Topology, chunks_of: dict[Pair, dict[int, list[int]]]) -> list[float]:
+    """Fill in the chunks that each link carries in each round, and return the latency of each round."""
+    devices, links = schedule.devices, topology.by_ends
+    paths: dict[tuple[int, int, tuple[str, ...] | None], tuple[list[dict[int, list[int]]], float]] = {}
+    latencies = []
+    through = None
+    for r, steps in enumerate(schedule.rounds):
+        longest = 0.0
+        for chunk, dst, srcs in steps:
+            for src in srcs:
+                if src == dst:
+                    continue
+                if schedule.routes:
+                    through = schedule.through(r, chunk, src, dst)
+                path = paths.get((src, dst, through))
+                if path is None:
+                    pairs = route_links(topology, devices[src], devices[dst], through)
+                    latency = float(sum((links[pair].latency_s for pair in pairs), Fraction(0)))
+                    path = paths[src, dst, through] = [chunks_of.setdefault(pair, {}) for pair in pairs], latency
+                for by_round in path[0]:
+                    if r in by_round:
+                        by_round[r].append(chunk)
+                    else:
+                        by_round[r] = [chunk]
+                longest = max(longest, path[1])
+        latencies.append(longest)
+    return latencies
+
+
+class _Timing:
+    """The times of a schedule's ticks, for one number of bytes.
+
+    Times are those of exact shares: if chunks were rounded to elements, some schedules would be faster than the bound.
+    """
+
+    def __init__(self, schedule: Schedule, traffic: _Traffic, nbytes: int) -> None:
+        shares = [float(chunk.share) * nbytes for chunk in schedule.chunks]
+        amounts = [math.fsum(shares[c] for c in chunks) for chunks in traffic.amounts]
+        self.latency_s = traffic.latency_s
+        self.loads: list[dict[int, float]] = []  # for each load its seconds by round
+        for bandwidth, by_round in traffic.loads:
+            speed = float(bandwidth) * 1e9
+            self.loads.append({r: amounts[amount] / speed for r, amount in by_round})
+        self._windows: dict[int, list[tuple[float, float]]] = {}
+
+    def ticks(self, pieces: int) -> list[float]:
+        """Return the seconds of each tick, in order."""
+        rounds = len(self.latency_s)
+        ticks = [latency + transfer / pieces for latency, transfer in self.windows(min(pieces, rounds))]
+        if pieces > rounds:  # the middle ticks, in which all rounds are in progress, are equal
+            middle = rounds - 1
+            ticks[middle:middle] = [ticks[middle]] * (pieces - rounds)
+        return ticks
+
+    def total(self, pieces: int) -> float:
+        """Return the sum of all ticks without listing them."""
+        rounds = len(self.latency_s)
+        ticks = [latency + transfer / pieces for latency, transfer in self.windows(min(pieces, rounds))]
+        more = max(0, pieces - rounds)
+        return math.fsum([*ticks, more * ticks[rounds - 1]])
+
+    def windows(self, width: int) -> list[tuple[float, float]]:
+        """Return (latency, seconds of the busiest link) for each set of rounds that are in progress together.
+
+        These are the windows of ``width`` neighbouring rounds that slide over all of them, in and out again.
+        """
+        if width not in self._windows:
+            rounds = len(self.latency_s)
+            busiest = [0.0] * (rounds + width - 1)
+            for by_round in self.loads:
+                load, events = 0.0, dict[int, tuple[float, float]]()
+                for r, seconds in by_round.items():
+                    events[r] = seconds, events.get(r, (0.0, 0.0))[1]
+                    events[r + width] = events.get(r + width, (0.0, 0.0))[0], seconds
+                start = -1
+                for t in sorted(events):
+                    if start >= 0 and load > 0.0:
+                        for k in range(start, min(t, len(busiest))):
+                            if load > busiest[k]:
+                                busiest[k] = load
+                    entering, leaving = events[t]
+                    load = load + entering - leaving
+                    start = t
+            self._windows[width] = list(zip(_sliding_max(self.latency_s, width), busiest, strict=True))
+        return self._windows[width]
+
+
+def _sliding_max(values: tuple[float, ...], width: int) -> list[float]:
+    """Return the greatest value of each window of up to ``width`` neighbours that slides over all values.
+
+    >>> _sliding_max((1.0, 3.0, 2.0), 2)
+    [1.0, 3.0, 3.0, 2.0]
+    """
+    found: list[float] = []
+    falling: deque[int] = deque()  # positions of values that may still be the greatest
+    for t in range(len(values) + width - 1):
+        if t < len(values):
+            while falling and values[falling[-1]] <= values[t]:
+                falling.pop()
+            falling.append(t)
+        if falling[0] <= t - width:
+            falling.popleft()
+        found.append(values[falling[0]])
+    return found
 
 
 def _elements(nbytes: int, itemsize: int) -> int:
-    whole = [isinstance(number, int) and not isinstance(number, bool) for number in (nbytes, itemsize)]
-    if not all(whole) or not 0 <= nbytes <= MOST_BYTES or itemsize < 1 or nbytes % itemsize:
-        problem = f"nbytes is a whole number of bytes from 0 to {MOST_BYTES}, of whole elements."
+    integers = [isinstance(number, int) and not isinstance(number, bool) for number in (nbytes, itemsize)]
+    if not all(integers) or not 0 <= nbytes <= MOST_BYTES or itemsize < 1 or nbytes % itemsize:
+        problem = f"nbytes must be an integer from 0 to {MOST_BYTES}, and a multiple of itemsize."
         raise ArgumentError(message(problem, f"nbytes={shown(nbytes)}, itemsize={shown(itemsize)}", "1 << 20"))
     return nbytes // itemsize
-
-
-def _bandwidth(topology: Topology, pair: Pair) -> Fraction:
-    link = topology.link(*pair)
-    assert link is not None
-    return link.bandwidth

@@ -1,8 +1,13 @@
-"""What is wired to what: devices, switches and the directed links between them.
+"""Topologies: devices, switches and the directed links between them.
 
-In: devices and bandwidths.  Out: a ``Topology``, a frozen value.  Knows no arrays and does no I/O.
+Input: devices and bandwidths, the name of a machine, or a file. Output: a ``Topology``, a frozen value. There are no
+arrays here. Only ``formats.py`` (a file), ``kinds.py`` (the package's data) and ``discover.py`` (this machine) do I/O.
+
+``links.py`` has the parts, ``shapes.py``, ``machines.py``, ``formats.py`` and ``discover.py`` return ``Wiring``s, and
+``topology.py`` makes topologies of them.
 """
 
-from .topology import Link, Switch, Topology
+from .links import Link, Switch
+from .topology import Topology
 
 __all__ = ["Link", "Switch", "Topology"]

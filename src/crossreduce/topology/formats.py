@@ -1,6 +1,6 @@
-"""Load a topology from a file of any known kind.
+"""Topologies in files of any supported format.
 
-In: a path.  Out: a ``Topology``.  What the file is, its first characters tell.
+Input: a path. Output: a ``Wiring``. The first characters of a file determine its format.
 """
 
 from __future__ import annotations
@@ -9,50 +9,52 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import ArgumentError, message, shown
+from .json_format import FORMAT, read_json
+from .links import Wiring
 from .nccl_xml import read_nccl_xml
 from .nvidia_smi import read_nvidia_smi
-from .topology import FORMAT, Topology
 
-LARGEST: Final = 16 << 20  # bytes; our JSON of 1,024 GPUs on 128 hosts has 300,000
-_KINDS: Final = f"JSON of {FORMAT}, NCCL's topology XML, or the text of nvidia-smi topo -m"
+LARGEST: Final = 16 << 20  # bytes; the JSON of 1,024 GPUs on 128 hosts has 300,000
+_FORMATS: Final = f"JSON of {FORMAT}, NCCL's topology XML, or the text of nvidia-smi topo -m"
 
 
-def load(path: Any) -> Topology:
-    """Read a topology from a file: our JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
-
-    NVLinks and PCIe have the speed that they are built for, as far as a file says what they are; where it does not,
-    that of V100, A100 and H100, and of PCIe 3: call ``read_nvidia_smi`` for others.
+def read_file(path: Any) -> bytes:
+    """Return the content of a file, up to ``LARGEST`` bytes and one more.
 
     Raises:
-      ArgumentError: a file of no such kind, malformed or truncated, or one that lacks devices or links.
-      OSError: it cannot be read.
+      ArgumentError: it is not a path.
+      OSError: the file cannot be read.
     """
     try:
         with Path(path).open("rb") as file:
-            data = file.read(LARGEST + 1)
-    except (TypeError, ValueError) as error:  # no path at all, or one with a zero byte
-        raise ArgumentError(message("this is no path.", shown(path), '"topology.xml"')) from error
-    try:
-        return _read(data)
-    except ArgumentError as error:
-        error.prefix(str(path))
-        raise
+            return file.read(LARGEST + 1)
+    except (TypeError, ValueError) as error:  # not a path, or one with a zero byte
+        raise ArgumentError(message("this is not a path.", shown(path), '"topology.xml"')) from error
 
 
-def _read(data: bytes) -> Topology:
+def parse(data: bytes) -> Wiring:
+    """Return the wiring in a file: JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
+
+    NVLinks and PCIe have the specified speed of the kind that the file names. If it does not name one, these are the
+    speeds of V100, A100 and H100, and of PCIe 3; for others use ``Topology(*read_nvidia_smi(text, ...))``.
+
+    Raises:
+      ArgumentError: the data has another format, is malformed or truncated, or lacks devices or links.
+    """
     if len(data) > LARGEST:
-        raise ArgumentError(message(f"a topology's file has at most {LARGEST} bytes.", "more", _KINDS))
-    # Windows PowerShell writes UTF-16 where a program's output is redirected.
+        raise ArgumentError(message(f"a file with a topology has at most {LARGEST} bytes.", "more", _FORMATS))
+    # Windows PowerShell writes UTF-16 when the output of a program is redirected.
     wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")
     try:
         text = data.decode("utf-16" if wide else "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ArgumentError(message("this is no text.", shown(data[:40]), _KINDS)) from error
+        raise ArgumentError(message("this is not text.", shown(data[:40]), _FORMATS)) from error
     start = text.lstrip()[:1]
     if start == "{":
-        return Topology.from_json(text)
+        return read_json(text)
     if start == "<":
         return read_nccl_xml(text)
     if "GPU" in text:
         return read_nvidia_smi(text)
-    raise ArgumentError(message("this is no topology." if start else "the file is empty.", shown(text[:80]), _KINDS))
+    problem = "this is not a topology." if start else "the file is empty."
+    raise ArgumentError(message(problem, shown(text[:80]), _FORMATS))

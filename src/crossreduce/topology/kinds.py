@@ -1,6 +1,7 @@
-"""Kinds of links: what one NVLink, PCIe slot, socket link or network card carries.
+"""Kinds of links: the speed and latency of one NVLink, PCIe slot, socket link or network card.
 
-In: a kind's name: "nvlink4", "pcie3", "hdr".  Out: its speeds and latency, from data/links.json, which has the sources.
+Input: the name of a kind: "nvlink4", "pcie3", "hdr". Output: its speeds and latency, from data/links.json, which lists
+the sources.
 """
 
 from __future__ import annotations
@@ -12,22 +13,23 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from ..errors import ArgumentError, message, shown
-from .topology import Link
+from . import links
+from .links import Link
 
 SPEEDS: Final = ("raw", "effective")
 
 
 class Kind(NamedTuple):
-    """GB/s one way, as built and as NCCL or RCCL count on, of 16 lanes for PCIe; what one link adds to a latency."""
+    """GB/s in one direction, as specified and as NCCL or RCCL assume (PCIe: x16), and the latency."""
 
     raw: Fraction
     effective: Fraction
     latency_s: Fraction
 
-    def both_ways(self, a: str, b: str, count: int | Fraction, speeds: str) -> tuple[Link, Link]:
-        """Return ``count`` links of this kind between two nodes, as one link each way."""
+    def between(self, a: str, b: str, count: int | Fraction, speeds: str) -> tuple[Link, Link]:
+        """Return ``count`` links of this kind between two nodes, as one link per direction."""
         bandwidth = count * (self.raw if speeds == "raw" else self.effective)
-        return Link(a, b, bandwidth, self.latency_s), Link(b, a, bandwidth, self.latency_s)
+        return links.both_ways(a, b, bandwidth, self.latency_s)
 
 
 def kind(name: str) -> Kind:
@@ -49,7 +51,7 @@ def _kinds() -> dict[str, Kind]:
 
 @lru_cache(maxsize=1)
 def read_data() -> dict[str, Any]:
-    """Return the content of each file in data/, by its name, in their order; fractions are exact."""
+    """Return the content of each file in data/ by its name, sorted; fractions are exact."""
     from importlib.resources import files
 
     found = sorted(files(__package__).joinpath("data").iterdir(), key=lambda file: file.name)
@@ -77,14 +79,14 @@ _NVLINK: Final = (
 
 
 def check_speeds(speeds: object) -> None:
-    """Raise ArgumentError unless ``speeds`` names one of the two."""
+    """Raise ArgumentError unless ``speeds`` is "raw" or "effective"."""
     if not isinstance(speeds, str) or speeds not in SPEEDS:
         remedy = '"raw" for bounds, "effective" for predictions'
-        raise ArgumentError(message("speeds are raw or effective.", shown(speeds), remedy))
+        raise ArgumentError(message("speeds must be raw or effective.", shown(speeds), remedy))
 
 
 def joins(devices: Iterable[str], links: Iterable[Link]) -> bool:
-    """Say whether links, taken both ways, join all devices into one piece.
+    """Return whether links, used in both directions, connect all devices.
 
     >>> a_b = Link("cpu:0", "cpu:1", Fraction(1))
     >>> joins(["cpu:0", "cpu:1"], [a_b]), joins(["cpu:0", "cpu:1", "cpu:2"], [a_b])

@@ -1,14 +1,15 @@
-"""Machines as data: the boxes that people train on, one or several of them, from the files in data/.
+"""Machines as data: common multi-GPU machines, one or several of them, from the files in data/.
 
-In: a name, how many hosts.  Out: a ``Topology``.  A file says:
+Input: a name and the number of hosts. Output: a ``Wiring``. A file has these entries:
 
 - ``devices``: their kind and number.
-- ``links``: ``[a, b, number, kind]``: each node of ``a`` and each of ``b``, by so many links of a kind of
-  data/links.json, both ways. Nodes are devices (``"0-7"``, ``"0,2"``; every second: ``"0-7/2"``) or a switch.
-- ``matrix`` or ``torus``: a kind, and how many links join each two devices, or the grid's shape.
-- ``networks``: what joins several hosts, by name, the default first. A switch with ``@`` is one for all hosts,
-  others are one a host; ``*`` stands for the device's number.
-- ``reduces``, of the box or of a network: its switches can combine and multicast.
+- ``links``: ``[a, b, number, kind]``: links each node of ``a`` to each node of ``b`` by so many links of a kind of
+  data/links.json, in both directions. Nodes are devices (``"0-7"``, ``"0,2"``; every second one: ``"0-7/2"``) or a
+  switch.
+- ``matrix`` or ``torus``: a kind, and the number of links between every two devices, or the shape of the grid.
+- ``networks``: the networks that join several hosts, by name, the default first. A switch with ``@`` is shared by all
+  hosts; of other switches each host has one. ``*`` stands for the number of the device.
+- ``reduces``, of the machine or of a network: its switches can combine and multicast.
 - ``aliases``: other names, each with its network or null; ``sources``.
 """
 
@@ -23,7 +24,8 @@ from typing import Any, Final, NamedTuple
 from ..devices import parse
 from ..errors import ArgumentError, message, shown
 from .kinds import check_speeds, kind, read_data
-from .topology import Link, Switch, Topology
+from .links import Link, Switch, Wiring
+from .shapes import grid
 
 _RANGE: Final = re.compile(r"([0-9]+)(?:-([0-9]+)(?:/([0-9]+))?)?")
 
@@ -43,29 +45,30 @@ class _Entry(NamedTuple):
 
 def machine(
     name: str, hosts: int = 1, *, speeds: str = "raw", nics: str | None = None, in_network: bool = False
-) -> Topology:
-    """Return a machine of the library, or several of them and the network between.
+) -> Wiring:
+    """Return a machine of the library, or several of them and the network between them.
 
-    Devices are called ``cuda:0``, or ``host0/cuda:0`` where there are several hosts; a host's switches ``nvswitch`` or
-    ``host0/nvswitch``, the network's ``ib`` or ``rail0``. A single host has no network. A network card that
-    one device has to itself is a link to the network; one that several share is a switch with one such link.
+    Devices are called ``cuda:0``, or ``host0/cuda:0`` if there are several hosts. The switches of a host are called
+    ``nvswitch`` or ``host0/nvswitch``, those of the network ``ib`` or ``rail0``. A single host has no network. A
+    network card that belongs to one device is a link to the network; a card that several devices share is a switch with
+    one such link.
 
     Args:
-      name: a name or alias: "dgx-1v", "p4d.24xlarge", "MI300X"; only letters and digits count.
-      hosts: how many boxes.
-      speeds: "raw" or "effective": as built, or as NCCL and RCCL count on.
-      nics: which of the machine's networks; ``None``: the one that the name stands for.
+      name: a name or alias: "dgx-1v", "p4d.24xlarge", "MI300X"; only letters and digits are compared.
+      hosts: the number of machines.
+      speeds: "raw" or "effective": as specified, or as NCCL and RCCL assume.
+      nics: one of the networks of the machine; ``None``: the default of the name.
       in_network: whether switches that can combine and multicast (NVSwitch since its third generation, InfiniBand) do.
     Raises:
-      ArgumentError: no such machine, network, speeds or number of hosts, or several hosts and no network.
+      ArgumentError: an unknown machine, network, speeds or number of hosts, or several hosts without a network.
 
-    >>> machine("hgx-h100", hosts=2).route("host0/cuda:3", "host1/cuda:3")
-    ('host0/cuda:3', 'rail3', 'host1/cuda:3')
+    >>> len(machine("hgx-h100", hosts=2).links)
+    64
     """
     _, content, network = _find(name)
     check_speeds(speeds)
     if not isinstance(hosts, int) or isinstance(hosts, bool) or hosts < 1:
-        raise ArgumentError(message("hosts is a number of boxes, 1 or more.", shown(hosts), "hosts=1"))
+        raise ArgumentError(message("hosts must be a number of machines, 1 or more.", shown(hosts), "hosts=1"))
     return _built(content, _network(content, hosts, nics or network), hosts, speeds, in_network)
 
 
@@ -108,21 +111,21 @@ def _key(name: str) -> str:
 
 
 def _network(content: dict[str, Any], hosts: int, nics: str | None) -> dict[str, Any]:
-    """Return what the file says of the network that joins the hosts; a single host has none."""
+    """Return the entry of the network that joins the hosts; empty for a single host."""
     networks: dict[str, Any] = content.get("networks", {})
     if nics is not None and (not isinstance(nics, str) or nics not in networks):
-        known = " or ".join(f'"{known}"' for known in networks) or "no nics: it has no network"
+        known = " or ".join(f'"{known}"' for known in networks) or "no nics, since it has no network"
         raise ArgumentError(message(f"{content['name']} has no such network.", shown(nics), known))
     if hosts == 1:
         return {}
     if not networks:
-        problem = f"{content['name']} has no network that could join several of them."
+        problem = f"{content['name']} does not have a network that joins several hosts."
         raise ArgumentError(message(problem, f"hosts={hosts}", "hosts=1"))
     network: dict[str, Any] = networks[nics or next(iter(networks))]
     return network
 
 
-def _built(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds: str, in_network: bool) -> Topology:
+def _built(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds: str, in_network: bool) -> Wiring:
     device, number = content["devices"]
 
     def place(node: int | str, host: int) -> str:
@@ -131,7 +134,7 @@ def _built(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds:
         return node[1:] if node[0] == "@" else f"host{host}/{node}" if hosts > 1 else node
 
     box, net = list(_box(content)), list(_wires(network.get("links", ())))
-    # Which switches there are, on each host and for all of them, and whether they can combine.
+    # The switches of each host and of the network, and whether they can combine.
     own = dict.fromkeys(_switches(box), content.get("reduces", False))
     own |= {node: False for node in _switches(net) if node[0] != "@" and node not in own}
     shared = {node: network.get("reduces", False) for node in _switches(net) if node[0] == "@"}
@@ -143,17 +146,17 @@ def _built(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds:
     links: list[Link] = []
     for host in every:
         for wire in (*box, *net):
-            links += kind(wire.kind).both_ways(place(wire.a, host), place(wire.b, host), wire.number, speeds)
-    return Topology(devices, tuple(links), tuple(switches))
+            links += kind(wire.kind).between(place(wire.a, host), place(wire.b, host), wire.number, speeds)
+    return Wiring(devices, tuple(links), tuple(switches))
 
 
 def _box(content: dict[str, Any]) -> Iterator[_Wire]:
-    """Yield what joins the devices of one host."""
+    """Yield the links within one host."""
     for of, rows in content.get("matrix", {}).items():
         for i, row in enumerate(rows):
             yield from (_Wire(i, j, int(count), of) for j, count in enumerate(row[:i]) if count != "0")
     for of, shape in content.get("torus", {}).items():
-        for link in Topology.torus(*shape).links:
+        for link in grid(shape, 1, 0, wraps=True).links:
             a, b = parse(link.src).index, parse(link.dst).index
             if a < b:
                 yield _Wire(a, b, 1, of)
@@ -169,7 +172,7 @@ def _wires(lines: Iterable[list[Any]]) -> Iterator[_Wire]:
 
 
 def _nodes(text: str) -> tuple[int | str, ...]:
-    """Return the devices that a text such as "0-7/2" or "0,2" stands for, or the switch that it names.
+    """Return the devices of a text such as "0-7/2" or "0,2", or the switch that it names.
 
     >>> _nodes("0-7/2"), _nodes("0,5-6"), _nodes("nvswitch")
     ((0, 2, 4, 6), (0, 5, 6), ('nvswitch',))

@@ -1,15 +1,16 @@
-"""Read the topology that NCCL or RCCL wrote down: the XML of NCCL_TOPO_DUMP_FILE.
+"""The topology that NCCL or RCCL writes: the XML of NCCL_TOPO_DUMP_FILE.
 
-In: the file's text.  Out: a ``Topology`` of its GPUs, ``cuda:0`` and so on by their ``dev``.  Opens no file and follows
-no reference: a document type, and with it any entity, is refused, and so is what is too long or too deep.
+Input: the text of the file. Output: a ``Wiring`` of its GPUs, ``cuda:0`` and so on by their ``dev``. No file is opened
+and no reference is followed: a document type, and with it any entity, is refused, and so is text that is too long or
+too deeply nested.
 
-GPUs are joined by their ``<nvlink>`` or ``<xgmi>`` entries: so many links of the kind that their ``sm`` or ``gcn`` has;
-an NVLink to a device of NVSwitch's class leads to one switch, ``nvswitch``. Where these do not join all GPUs, PCIe
-switches and CPUs are there too; where they do, a copy between two GPUs never takes PCIe, and it is left out. A PCI
-bridge with one branch is part of its link. Network cards lead nowhere in a file of one host and are left out.
+GPUs are joined by their ``<nvlink>`` or ``<xgmi>`` entries: a number of links of the kind of their ``sm`` or ``gcn``.
+An NVLink to a device of NVSwitch's class leads to one switch, ``nvswitch``. If these links do not join all GPUs, the
+wiring includes PCIe switches and CPUs; if they do, copies between GPUs never use PCIe, so it is left out. A PCI bridge
+with one branch is part of its link. Network cards have no peer in a file of one host and are left out.
 
-Source: NVIDIA/nccl src/graph/xml.cc, topo.cc and topo.h for the format, what an absent value means and how CPUs are
-told apart; ROCm/rccl src/graph/topo.cc for ``<xgmi>``; ROCm/rccl tools/topo_expl/models has files to compare with.
+Source: NVIDIA/nccl src/graph/xml.cc, topo.cc and topo.h for the format, the meaning of absent values and the models of
+CPUs; ROCm/rccl src/graph/topo.cc for ``<xgmi>``; ROCm/rccl tools/topo_expl/models has files for comparison.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Final, NamedTuple, NoReturn
 
 from ..errors import ArgumentError, message, shown
 from .kinds import check_speeds, joins, kind, nvlink
-from .topology import Link, Switch, Topology
+from .links import Link, Switch, Wiring
 
-# RCCL's 54 files of release 5.4.3 have at most 18,000 characters, 240 tags, 8 elements inside each other, 8 CPUs.
+# RCCL's 54 files of release 5.4.3 have at most 18,000 characters, 240 tags, 8 levels of elements, 8 CPUs.
 LONGEST: Final = 4 << 20
 MOST_TAGS: Final = 20_000
 DEEPEST: Final = 64
@@ -32,7 +33,7 @@ MOST_CPUS: Final = 256
 DUMP: Final = "run a job on the machine with NCCL_TOPO_DUMP_FILE=topology.xml and load the file that it writes"
 
 _PCIE: Final = {"2.5": "pcie1", "5": "pcie2", "8": "pcie3", "16": "pcie4", "32": "pcie5", "64": "pcie6"}
-# How a GPU's gcn starts after "gfx"; RCCL writes 910 for gfx90a.
+# The start of a GPU's gcn after "gfx"; RCCL writes 910 for gfx90a.
 _XGMI: Final = (
     ("95", "xgmi-mi350"),
     ("94", "xgmi-mi300"),
@@ -41,7 +42,7 @@ _XGMI: Final = (
     ("90", "xgmi-vega"),
 )
 _BUS: Final = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{2}):([0-9a-f]{2}\.[0-9a-f])")
-# GPUs that may sit on modules, which have NVLink or xGMI by construction: their sm or gcn, and the modules' PCI numbers
+# GPUs that may be on modules, which always have NVLink or xGMI: their sm or gcn, and the PCI numbers of the modules
 # (P100, V100, A100, H100, H200, B200; MI250, MI300X, MI325X; from general knowledge of pci-ids.ucw.cz).
 _CHIPS: Final = {"60", "70", "80", "90", "100", "910", "gfx90a", "gfx942"}
 _MODULES: Final = re.compile("15f9|1db[158]|20b[02]|233[05]|2901|740[8c]|74a[15]")
@@ -65,7 +66,7 @@ class _Element:
 
     @property
     def bus(self) -> str:
-        """Its bus number in one spelling: the driver writes 00000000:07:00.0 for NCCL's 0000:07:00.0."""
+        """The bus number in NCCL's spelling, 0000:07:00.0, which the driver writes as 00000000:07:00.0."""
         match = _BUS.fullmatch(self.get("busid") or self.get("target"))
         return f"{int(match[1], 16):04x}:{match[2]}:{match[3]}" if match else self.get("busid") or self.get("target")
 
@@ -87,23 +88,24 @@ class _Gpu(NamedTuple):
     element: _Element
 
 
-def read_nccl_xml(text: str, *, speeds: str = "raw") -> Topology:
-    """Read NCCL's ``<system version="1">`` or RCCL's ``version="2"``.
+def read_nccl_xml(text: str, *, speeds: str = "raw") -> Wiring:
+    """Return the wiring in NCCL's ``<system version="1">`` or RCCL's ``version="2"``.
 
-    PCIe links have the speed and width that the file says; where it says none, as /sys does on some virtual machines,
-    NCCL's default of 16 lanes of 8 GT/s. CPUs are joined by what NCCL counts on for their maker and model.
+    PCIe links have the speed and width in the file, which lacks them on some virtual machines; NCCL's default is x16 at
+    8 GT/s. Links between CPUs have the speed that NCCL assumes for their vendor and model.
 
     Args:
-      speeds: of NVLink, xGMI and PCIe: "raw" as built, "effective" as NCCL and RCCL count on.
+      text: the content of the file.
+      speeds: of NVLink, xGMI and PCIe: "raw" as specified, "effective" as NCCL and RCCL assume.
     Raises:
-      ArgumentError: no such XML, or one without the GPUs or their NVLinks: NCCL asks the driver for what is left out.
+      ArgumentError: the text is not such XML, or lacks the GPUs or their NVLinks, which NCCL reads from the driver.
 
     >>> text = '''<system version="1"><cpu numaid="0">
     ... <pci busid="0000:01:00.0" link_speed="16.0 GT/s PCIe" link_width="16"><gpu dev="0" sm="89"/></pci>
     ... <pci busid="0000:02:00.0" link_speed="16.0 GT/s PCIe" link_width="8"><gpu dev="1" sm="89"/></pci>
     ... </cpu></system>'''
-    >>> read_nccl_xml(text).route("cuda:0", "cuda:1"), read_nccl_xml(text).link("cuda:1", "cpu0").bandwidth
-    (('cuda:0', 'cpu0', 'cuda:1'), Fraction(63, 4))
+    >>> [(link.src, link.dst, str(link.bandwidth)) for link in read_nccl_xml(text).links[::2]]
+    [('cpu0', 'cuda:0', '63/2'), ('cpu0', 'cuda:1', '63/4')]
     """
     check_speeds(speeds)
     system = _parse(text)
@@ -119,11 +121,11 @@ def read_nccl_xml(text: str, *, speeds: str = "raw") -> Topology:
     if not joins(devices, links):
         links += [link for link in _pcie_links(cpus, gpus, speeds) if link[:2] not in fast]
     switches = dict.fromkeys(node for link in links for node in link[:2] if node not in devices)
-    return Topology(tuple(devices), tuple(links), tuple(map(Switch, switches)))
+    return Wiring(tuple(devices), tuple(links), tuple(map(Switch, switches)))
 
 
 def _cpus(system: _Element) -> list[_Cpu]:
-    """Return the NUMA nodes; where several hosts wrote one file, as a rack does, with each host's name in front."""
+    """Return the NUMA nodes; in a file of several hosts, as of a rack, with the name of the host in front."""
     elements = system.all("cpu")
     if len(elements) > MOST_CPUS:
         system.refuse(f"a topology has at most {MOST_CPUS} CPUs.", "")
@@ -131,11 +133,11 @@ def _cpus(system: _Element) -> list[_Cpu]:
     cpus: dict[str, _Cpu] = {}
     for element in elements:
         if not re.fullmatch("-1|[0-9]{1,6}", element.get("numaid")):
-            element.refuse("a <cpu> has the number of its NUMA node.", 'numaid="0"')
+            element.refuse("a <cpu> must have the number of its NUMA node.", 'numaid="0"')
         host = f"host{hosts.index(element.get('host_hash'))}/" if len(hosts) > 1 else ""
         cpu = _Cpu(f"{host}cpu{element.get('numaid')}", host, element)
         if cpus.setdefault(cpu.name, cpu) is not cpu:
-            element.refuse("a NUMA node is in the file twice.", "one <cpu> a node")
+            element.refuse("a NUMA node appears twice in the file.", "one <cpu> per node")
     return list(cpus.values())
 
 
@@ -143,14 +145,14 @@ def _gpus(system: _Element, cpus: list[_Cpu]) -> list[_Gpu]:
     """Return the GPUs host by host, in the order of their numbers."""
     found = [(cpu, pci, pci.all("gpu")[0]) for cpu in cpus for pci in _below(cpu.element) if pci.all("gpu")]
     if not found:
-        silent = sum(pci.get("class").startswith(("0x03", "0x12")) for cpu in cpus for pci in _below(cpu.element))
-        system.refuse(f"the file has no <gpu>; {silent} of its PCI devices are GPUs that NCCL asks the driver about.")
+        missing = sum(pci.get("class").startswith(("0x03", "0x12")) for cpu in cpus for pci in _below(cpu.element))
+        system.refuse(f"the file has no <gpu>; {missing} of its PCI devices are GPUs for which NCCL asks the driver.")
     gpus: dict[str, _Gpu] = {}
     for number, (cpu, pci, element) in enumerate(found):
         name = f"{cpu.host}cuda:{element.integer('dev', number)}"
         gpu = gpus.setdefault(name, _Gpu(name, cpu, pci, element))
         if gpu.element is not element:
-            element.refuse(f"two GPUs are {name}.", "a dev of its own for each")
+            element.refuse(f"two GPUs are called {name}.", "a different dev for each")
     return sorted(gpus.values(), key=lambda gpu: [int(digits) for digits in re.findall("[0-9]+", gpu.name)])
 
 
@@ -168,52 +170,54 @@ def _nvlinks(gpus: list[_Gpu], speeds: str) -> dict[tuple[str, str], Link]:
     for gpu in gpus:
         for entry in (*gpu.element.all("nvlink"), *gpu.element.all("xgmi")):
             if entry.integer("count") < 1:
-                entry.refuse("an entry says how many links it stands for.", 'count="2"')
+                entry.refuse("an entry must have the number of its links.", 'count="2"')
             peer, both = by_bus.get((gpu.cpu.host, entry.bus), ""), False
             if entry.get("tclass").startswith("0x068000"):
                 peer, both = "nvswitch", True
             elif entry.get("tclass").startswith("0x068001"):  # POWER9 has NVLink itself
                 peer, both = gpu.cpu.name, True
             elif not entry.get("target"):
-                entry.refuse("an entry says where its links lead.", 'target="0000:07:00.0"')
+                entry.refuse("an entry must have the target of its links.", 'target="0000:07:00.0"')
             if peer == gpu.name:
-                entry.refuse(f"the links of {gpu.name} lead to itself: the file does not say which GPUs are joined.")
-            if peer:  # else a GPU that is not in the file, so not in the job that wrote it
+                entry.refuse(
+                    f"the links of {gpu.name} lead to itself, so the file does not define the links between GPUs."
+                )
+            if peer:  # else a GPU that is not in the file, since it was not in the job that wrote it
                 of = kind(_kinds(gpu, entry)[peer == "nvswitch"])
-                for link in of.both_ways(gpu.name, peer, entry.integer("count"), speeds)[: 1 + both]:
+                for link in of.between(gpu.name, peer, entry.integer("count"), speeds)[: 1 + both]:
                     same = links.get(link[:2])
                     links[link[:2]] = link._replace(bandwidth=link.bandwidth + (same.bandwidth if same else 0))
     return links
 
 
 def _kinds(gpu: _Gpu, entry: _Element) -> tuple[str, str]:
-    """Return the kinds of a GPU's links, to another GPU and to a switch."""
+    """Return the kinds of the links of a GPU, to another GPU and to a switch."""
     if entry.tag == "nvlink" and gpu.element.integer("sm") >= 0:
         return nvlink(gpu.element.integer("sm"))
     chip = gpu.element.get("gcn").removeprefix("gfx")
     of = next((of for start, of in _XGMI if chip.startswith(start)), None)
     if entry.tag == "nvlink" or of is None:
-        gpu.element.refuse("a GPU says what it is: sm, or gcn where its links are xGMI.", 'sm="80", gcn="gfx942"')
+        gpu.element.refuse("a GPU must have its model: sm, or gcn if its links are xGMI.", 'sm="80", gcn="gfx942"')
     return of, of
 
 
 def _check_modules(gpus: list[_Gpu]) -> None:
-    """Refuse a file without any NVLink whose GPUs are, or may be, of those that are never without."""
+    """Refuse a file without NVLinks if its GPUs are, or may be, of a kind that always has them."""
     for gpu in gpus:
         board = gpu.pci.get("device").removeprefix("0x")
         if _MODULES.fullmatch(board) or (not board and (gpu.element.get("gcn") or gpu.element.get("sm")) in _CHIPS):
-            problem = "GPUs of this kind are joined by NVLink or xGMI, and the file has no such entry."
-            gpu.element.refuse(problem, f"{DUMP}; a PCIe card's has its device number in <pci>")
+            problem = "GPUs of this kind are joined by NVLink or xGMI, but the file has no such entry."
+            gpu.element.refuse(problem, f"{DUMP}; for a PCIe card, <pci> must have its device number")
 
 
 def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
-    """Return the links of PCIe, and those between the CPUs that have any."""
+    """Return the links of PCIe, and those between the CPUs that have PCIe devices."""
     names = {id(gpu.pci): gpu.name for gpu in gpus}
     links: list[Link] = []
     used: list[_Cpu] = []
 
     def branches(element: _Element) -> list[tuple[str, Fraction, str]]:
-        """Return what hangs on a CPU or bridge: a node, how many links of what kind lead to it."""
+        """Return the nodes below a CPU or bridge, each with the width and kind of its link."""
         return [branch for pci in element.all("pci") for branch in branch_of(pci)]
 
     def branch_of(pci: _Element) -> list[tuple[str, Fraction, str]]:
@@ -225,11 +229,11 @@ def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
             bridge = f"{host}pci-{pci.bus.replace(':', '-')}"
             connect(bridge, below)
             return [(bridge, number, of)]
-        return [min(branch, (branch[0], number, of), key=lambda way: way[1] * kind(way[2]).raw) for branch in below]
+        return [min(branch, (branch[0], number, of), key=lambda link: link[1] * kind(link[2]).raw) for branch in below]
 
     def connect(node: str, below: list[tuple[str, Fraction, str]]) -> None:
         for name, number, of in below:
-            links.extend(kind(of).both_ways(node, name, number, speeds))
+            links.extend(kind(of).between(node, name, number, speeds))
 
     for cpu in cpus:
         host = cpu.host
@@ -237,19 +241,19 @@ def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
             connect(cpu.name, below)
             used.append(cpu)
     pairs = [(a, b) for a in used for b in used if a is not b and a.host == b.host]
-    links += [kind(_maker(a.element)).both_ways(a.name, b.name, 1, "effective")[0] for a, b in pairs]
+    links += [kind(_between_cpus(a.element)).between(a.name, b.name, 1, "effective")[0] for a, b in pairs]
     return links
 
 
 def _width(pci: _Element) -> tuple[Fraction, str]:
-    """Return how many times 16 lanes of which PCIe a device has."""
+    """Return the PCIe width of a device divided by 16, and its kind of PCIe."""
     lanes = pci.integer("link_width")
     rate = re.match(r"([0-9]+(?:\.5)?)(?:\.0)? gt/s", pci.get("link_speed"))
     return Fraction(lanes if 1 <= lanes <= 32 else 16, 16), _PCIE.get(rate[1] if rate else "", "pcie3")
 
 
-def _maker(cpu: _Element) -> str:
-    """Return the kind of link between a CPU and others of its host."""
+def _between_cpus(cpu: _Element) -> str:
+    """Return the kind of link between a CPU and the other CPUs of its host."""
     arch, family, model = cpu.get("arch"), cpu.integer("familyid"), cpu.integer("modelid")
     vendor = cpu.get("vendor")
     if arch in ("arm64", "ppc64"):
@@ -263,14 +267,14 @@ def _maker(cpu: _Element) -> str:
     if vendor == "authenticamd":  # older versions add the base family to itself: 23 + 8 * 15 = 143
         return {26: "cpu-zen5", 0xBF: "cpu-zen5", 25: "cpu-zen3", 0xAF: "cpu-zen3"}.get(family, "cpu-zen2")
     if vendor not in ("centaurhauls", "shanghai"):
-        cpu.refuse("to know how CPUs are joined takes their arch, vendor, familyid and modelid.")
+        cpu.refuse("the kind of the link between CPUs depends on their arch, vendor, familyid and modelid.")
     return "cpu-yongfeng" if (family, model) == (7, 0x5B) else "cpu-zhaoxin"
 
 
 def _parse(text: str) -> _Element:
-    """Read XML into elements; what only attacks and accidents have is refused."""
+    """Parse XML into elements, within the limits above."""
     if not isinstance(text, str):
-        raise ArgumentError(message("NCCL's topology is text.", shown(text), "open(path).read()"))
+        raise ArgumentError(message("NCCL's topology must be text.", shown(text), "open(path).read()"))
     if len(text) > LONGEST or text.count("<") > MOST_TAGS:
         given = f"{len(text)} characters, {text.count('<')} tags"
         raise ArgumentError(message(f"a topology has at most {LONGEST} characters and {MOST_TAGS} tags.", given))
@@ -282,7 +286,7 @@ def _parse(text: str) -> _Element:
     def start(tag: str, attributes: dict[str, str]) -> None:
         element = _Element(tag, attributes, parser.CurrentLineNumber)
         if len(path) > DEEPEST:
-            element.refuse(f"a topology has at most {DEEPEST} elements inside each other.", "")
+            element.refuse(f"a topology has at most {DEEPEST} levels of elements.", "")
         path[-1].children.append(element)
         path.append(element)
 
@@ -290,7 +294,9 @@ def _parse(text: str) -> _Element:
         path.pop()
 
     def doctype(name: str, *_: object) -> None:
-        _Element("!DOCTYPE", {"name": name}, parser.CurrentLineNumber).refuse("a topology has no document type.", "")
+        _Element("!DOCTYPE", {"name": name}, parser.CurrentLineNumber).refuse(
+            "a document type is not allowed in a topology.", ""
+        )
 
     parser = expat.ParserCreate("utf-8")
     parser.StartElementHandler, parser.EndElementHandler = start, end
@@ -300,12 +306,12 @@ def _parse(text: str) -> _Element:
         parser.Parse(text.encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
         here = text.split("\n")[error.lineno - 1].strip()[:160]
-        raise ArgumentError(message(f"this is no XML: {error}.", f"line {error.lineno}: {here}", DUMP)) from error
+        raise ArgumentError(message(f"this is not XML: {error}.", f"line {error.lineno}: {here}", DUMP)) from error
     return document.children[0]
 
 
 def _without_comments(text: str) -> str:
-    """Take comments out, lines apart: RCCL's start with more dashes than XML allows, and NCCL reads them."""
+    """Remove comments, but keep line breaks: RCCL's comments start with more dashes than XML allows."""
     kept: list[str] = []
     here = 0
     while (start := text.find("<!--", here)) >= 0 and (end := text.find("-->", start + 4)) >= 0:

@@ -1,4 +1,4 @@
-"""Trees that share the links: split off switches and packed trees use no arc twice and lose nothing."""
+"""Trees that share the links: replaced switches and packed trees respect all capacities and lose nothing."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from planning_oracle import DIRECTED, SYMMETRIC, WHOLE, wirings
 
 from crossreduce import Topology
-from crossreduce.planning import arborescences
-from crossreduce.planning.arborescences import Ways, pack, reaches, without_switches
+from crossreduce.planning.trees import packing, switches
+from crossreduce.planning.trees.packing import pack_trees
+from crossreduce.planning.trees.switches import Capacities, all_reached, without_switches
 
 FACTORS = st.sampled_from([1, 1, 6, 60, 2**33 + 1, 10**15 + 37])
 
 
-def most(capacities, roots, sinks, n):
-    """Return whether every set that lacks a sink lets its roots' units out (Edmonds)."""
+def fits(capacities, roots, sinks, n):
+    """Return whether every set that lacks a sink has capacity for the units of its roots (Edmonds)."""
     return all(
         sum(units for root, units in roots.items() if root in inside)
         <= sum(c for (a, b), c in capacities.items() if a in inside and b not in inside)
@@ -30,7 +31,7 @@ def most(capacities, roots, sinks, n):
 
 
 @st.composite
-def capacities(draw, most_nodes=5):
+def drawn_capacities(draw, most_nodes=5):
     """Draw (capacities, roots, n) of nodes without switches; the trees may or may not fit."""
     n = draw(st.integers(2, most_nodes))
     pairs = st.permutations(range(n)).map(lambda order: tuple(order[:2]))
@@ -41,7 +42,7 @@ def capacities(draw, most_nodes=5):
 
 @st.composite
 def full(draw, most_nodes=5):
-    """Draw capacities that hold just the trees that they were made of, and some more: (capacities, roots, n)."""
+    """Draw capacities that fit the trees from which they were made, and a little more: (capacities, roots, n)."""
     n = draw(st.integers(2, most_nodes))
     arcs, roots = Counter(), Counter()
     for _ in range(draw(st.integers(1, 5))):
@@ -58,7 +59,7 @@ def full(draw, most_nodes=5):
 
 
 def check_trees(batches, arcs, roots, n):
-    """Every batch spans all nodes, from its root on; all units of each root are there; no arc is overfull."""
+    """Check that every batch spans all nodes from its root, that no unit is missing, and that no arc is overloaded."""
     used, units = Counter(), Counter()
     for root, weight, tree in batches:
         assert weight > 0
@@ -75,44 +76,44 @@ def check_trees(batches, arcs, roots, n):
 
 
 @settings(max_examples=200)
-@given(capacities())
-def test_reaches_is_edmonds_condition(case):
-    """Trees fit if and only if every set of nodes that lacks a sink lets enough out."""
+@given(drawn_capacities())
+def test_all_reached_is_edmonds_condition(case):
+    """Trees fit if and only if every set of nodes that lacks a sink has enough capacity out of it."""
     arcs, roots, n = case
     for sinks in ([n - 1], range(n)):
-        assert reaches(arcs, roots, sinks, n) == most(arcs, roots, sinks, n)
+        assert all_reached(arcs, roots, sinks, n) == fits(arcs, roots, sinks, n)
 
 
 @settings(max_examples=200)
 @given(full(), st.booleans())
-def test_packed_trees_fill_what_holds_them(case, thorough):
-    """Capacities that hold trees are packed with as many, whether all grow at once or one after the other."""
+def test_the_trees_of_capacities_are_found_again(case, thorough):
+    """Capacities made of trees are packed with the same number of trees, grown all at once or one after another."""
     arcs, roots, n = case
-    assert reaches(arcs, roots, range(n), n)
+    assert all_reached(arcs, roots, range(n), n)
     given_ = dict(arcs)
-    with patch.object(arborescences, "_greedy", return_value=None) if thorough else nullcontext():
-        batches = pack(arcs, roots, n)
+    with patch.object(packing, "_all_at_once", return_value=None) if thorough else nullcontext():
+        batches = pack_trees(arcs, roots, n)
     assert arcs == given_
     check_trees(batches, arcs, roots, n)
 
 
-@given(capacities(), st.booleans())
-def test_trees_are_packed_wherever_the_condition_holds(case, thorough):
-    """Edmonds' condition is enough: no wiring that meets it gets stuck."""
+@given(drawn_capacities(), st.booleans())
+def test_trees_are_packed_if_the_condition_holds(case, thorough):
+    """Edmonds' condition is sufficient: trees are found for all capacities that meet it."""
     arcs, roots, n = case
     wider = ({arc: factor * units for arc, units in arcs.items()} for factor in range(1, sum(roots.values()) + 1))
-    arcs = next((scaled for scaled in wider if reaches(scaled, roots, range(n), n)), None)
-    assume(arcs)  # else a root does not reach a node, however wide the arcs are
-    with patch.object(arborescences, "_greedy", return_value=None) if thorough else nullcontext():
-        check_trees(pack(arcs, roots, n), arcs, roots, n)
+    arcs = next((scaled for scaled in wider if all_reached(scaled, roots, range(n), n)), None)
+    assume(arcs)  # else a root does not reach a node, for any width of the arcs
+    with patch.object(packing, "_all_at_once", return_value=None) if thorough else nullcontext():
+        check_trees(pack_trees(arcs, roots, n), arcs, roots, n)
 
 
 def test_batches_are_few():
-    """The number of batches does not grow with the capacities: they are parted, not counted out."""
+    """The number of batches does not grow with the capacities: batches are divided, not enumerated."""
     ring = {(a, b): 10**12 for a in range(6) for b in ((a + 1) % 6, (a - 1) % 6)}
     roots = dict.fromkeys(range(6), 10**12 * 2 // 6)
-    with patch.object(arborescences, "_greedy", return_value=None):
-        assert len(pack(ring, roots, 6)) <= 24
+    with patch.object(packing, "_all_at_once", return_value=None):
+        assert len(pack_trees(ring, roots, 6)) <= 24
 
 
 # Switches.
@@ -120,7 +121,7 @@ def test_batches_are_few():
 
 @st.composite
 def switched(draw):
-    """Draw (topology, capacities of its links by number, roots whose trees just fit): unbalanced switches apart."""
+    """Draw (topology, capacities of its links by number, roots whose trees just fit), with balanced switches."""
     topology = Topology(*draw(wirings((SYMMETRIC, DIRECTED), WHOLE)))
     assume(topology.switches)
     number = {node: k for k, node in enumerate(topology.nodes)}
@@ -138,17 +139,17 @@ def switched(draw):
 @settings(max_examples=150)
 @given(switched(), st.booleans(), st.data())
 def test_switches_are_split_off_without_loss(case, one_by_one, data):
-    """Past balanced switches there are arcs over which all trees that fitted still do; they keep within the links
-    and say which way they go."""
+    """Balanced switches are replaced by arcs on which all trees still fit; the arcs list their switches and respect the
+    capacities of the links."""
     topology, arcs, roots = case
     n, devices = len(topology.nodes), range(len(topology.devices))
     groups = [data.draw(st.integers(0, 1)) for _ in devices]
-    ways = Ways()
+    capacities = Capacities()
     for arc, capacity in arcs.items():
-        ways.add(arc, (), capacity)
-    alone = patch.object(arborescences, "_fair", return_value={}) if one_by_one else nullcontext()
+        capacities.add(arc, (), capacity)
+    alone = patch.object(switches, "_even_shares", return_value={}) if one_by_one else nullcontext()
     with alone, planning_oracle.at_most(5):
-        split = without_switches(ways, range(len(devices), n), roots, devices, groups, n)
+        split = without_switches(capacities, range(len(devices), n), roots, devices, groups, n)
     used = Counter()
     for (u, t), here in split.items():
         assert {u, t} <= set(devices)
@@ -158,31 +159,31 @@ def test_switches_are_split_off_without_loss(case, one_by_one, data):
             for pair in pairwise((u, *through, t)):
                 used[pair] += capacity
     assert all(amount <= arcs.get(pair, 0) for pair, amount in used.items())
-    assert most(split.capacities(), roots, devices, len(devices))
+    assert fits(split.totals(), roots, devices, len(devices))
 
 
 @pytest.mark.parametrize("width", [7, 10**6 + 3, 2**60 + 33])
-def test_wide_switches_take_no_longer(width):
-    """Capacities of any size are shared out in a few passes: a star whose members are of different widths."""
+def test_wide_switches_need_no_more_time(width):
+    """Capacities of any size are distributed in a few passes: a star whose members have different widths."""
     widths = [width, 3 * width + 1, 2 * width + 5, width + 2]
-    ways = Ways()
+    capacities = Capacities()
     for k, capacity in enumerate(widths):
-        ways.add((k, 4), (), capacity)
-        ways.add((4, k), (), capacity)
+        capacities.add((k, 4), (), capacity)
+        capacities.add((4, k), (), capacity)
     with planning_oracle.at_most(5):
-        split = without_switches(ways, [4], {0: width}, range(4), [0] * 4, 5)
-    assert most(split.capacities(), {0: width}, range(4), 4)
+        split = without_switches(capacities, [4], {0: width}, range(4), [0] * 4, 5)
+    assert fits(split.totals(), {0: width}, range(4), 4)
     assert len(split) <= 12
 
 
-def test_ways_keep_account():
-    """Ways add up by what is on them; what is taken off an arc is given back way by way."""
-    ways = Ways()
-    ways.add((0, 1), (), 2)
-    ways.add((0, 1), (7,), 3)
-    ways.add((0, 1), (7,), 1)
-    ways.add((0, 1), (8,), 0)
-    assert (ways.capacity((0, 1)), ways.capacity((1, 0)), ways.capacities()) == (6, 0, {(0, 1): 6})
-    assert ways.take((0, 1), 4) == [((), 2), ((7,), 2)]
-    assert ways.take((0, 1), 2) == [((7,), 2)]
-    assert ways == {}
+def test_capacities_are_counted_by_route():
+    """Capacities of one route add up; removed capacity is returned route by route."""
+    capacities = Capacities()
+    capacities.add((0, 1), (), 2)
+    capacities.add((0, 1), (7,), 3)
+    capacities.add((0, 1), (7,), 1)
+    capacities.add((0, 1), (8,), 0)
+    assert (capacities.total((0, 1)), capacities.total((1, 0)), capacities.totals()) == (6, 0, {(0, 1): 6})
+    assert capacities.take((0, 1), 4) == [((), 2), ((7,), 2)]
+    assert capacities.take((0, 1), 2) == [((7,), 2)]
+    assert capacities == {}

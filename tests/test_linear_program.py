@@ -1,4 +1,4 @@
-"""The all-reduce's linear program: its value is the whole flow program's, its solution exact and really there."""
+"""The linear program of the all-reduce: its value is that of the complete flow program, and its solution is exact."""
 
 import itertools
 from fractions import Fraction
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from planning_oracle import BINARY, DECIMAL, DIRECTED, LOPSIDED, ODD, SYMMETRIC, WHOLE, Wiring, both_ways, wirings
 
 from crossreduce import Topology, bound
-from crossreduce.planning.joint import balanced, joint
+from crossreduce.planning.bounds.linear_program import balanced_bandwidths, optimum
 
 ANY = (SYMMETRIC, DIRECTED, LOPSIDED)
 DGX_1V = Topology.machine("dgx-1v")
 
 
-# 0.1 back and forth, 0.3 and 12.5 as binary fractions
+# 0.1 in both directions, 0.3 and 12.5 as binary fractions
 NEARLY = Wiring(
     ("cpu:0", "cpu:1", "cpu:2"),
     (("cpu:0", "cpu:1", Fraction(0.1)), ("cpu:1", "cpu:0", Fraction(0.1)), ("cpu:2", "cpu:0", Fraction(0.3)),
@@ -34,8 +34,8 @@ def leaving(used, inside):
 
 
 def check_solution(topology, found):
-    """What roots and links are said to carry is there: no link is overfull, every cut has room for its roots' trees,
-    and what enters a switch that cannot reduce leaves it."""
+    """Check that a solution is feasible: no link is overloaded, every cut has room for the trees of its roots, and the
+    rates into and out of a switch that cannot reduce are equal."""
     assert found.reached == sum(found.roots.values())
     assert min([*found.roots.values(), *found.down.values(), *found.up.values()]) >= 0
     for link in topology.links:
@@ -52,7 +52,7 @@ def check_solution(topology, found):
 
 
 def check_exact(topology):
-    found = joint(topology)
+    found = optimum(topology)
     assert float(found.rate) == near(planning_oracle.all_reduce_bound(topology))
     assert found.reached == found.rate
     check_solution(topology, found)
@@ -61,8 +61,8 @@ def check_exact(topology):
 
 @settings(max_examples=150)
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)))
-def test_the_rate_is_the_flow_programs(wiring):
-    """On any joined wiring the rate is what the flow program without cuts gives; it is reached exactly, and proved."""
+def test_the_rate_is_that_of_the_flow_program(wiring):
+    """On any connected wiring the rate is that of the flow program without cuts, is reached exactly, and is proved."""
     check_exact(Topology(*wiring))
 
 
@@ -72,25 +72,25 @@ def test_the_rate_is_the_flow_programs(wiring):
 @settings(max_examples=60)
 @given(wirings(ANY, DECIMAL, reducing=(False, True)))
 def test_decimal_bandwidths(wiring):
-    """So it is with bandwidths of several digits that lie 50,000 times apart."""
+    """The same is true for bandwidths of several digits with a ratio of 50,000."""
     check_exact(Topology(*wiring))
 
 
-@pytest.mark.xfail(strict=False, reason="a solution that cannot be rounded is given up wholly")
+@pytest.mark.xfail(strict=False, reason="a solution that cannot be rounded is discarded")
 @example(NEARLY)
 @settings(max_examples=60)
 @given(wirings(ANY, BINARY, reducing=(False, True)))
 def test_bandwidths_that_nearly_add_up(wiring):
-    """Where 0.1 + 0.1 + 0.1 misses 0.3 by 1e-17, what is reached may fall short of the bound by no more than that
-    rounding."""
+    """If 0.1 + 0.1 + 0.1 differs from 0.3 by 1e-17, the reached rate may differ from the bound by little more than
+    that."""
     topology = Topology(*wiring)
-    found = joint(topology)
+    found = optimum(topology)
     assert float(found.rate) == near(planning_oracle.all_reduce_bound(topology))
     assert found.rate * (1 - Fraction(1, 500)) <= found.reached <= found.rate
     check_solution(topology, found)
 
 
-LOST = pytest.mark.xfail(strict=True, reason="HiGHS knows nothing narrower than 1e-7 of the widest link")
+LOST = pytest.mark.xfail(strict=True, reason="HiGHS ignores links narrower than 1e-7 of the widest link")
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ LOST = pytest.mark.xfail(strict=True, reason="HiGHS knows nothing narrower than 
     ],
 )
 def test_bandwidths_far_apart(gap, back):
-    """A link far wider than all others changes nothing in the rest: its narrow neighbours are made full use of."""
+    """A link that is far wider than all others does not affect the use of its narrow neighbours."""
     wide = [("cpu:0", "cpu:1", gap), ("cpu:1", "cpu:0", gap * back)]
     narrow = [pair for a, b in (("cpu:1", "cpu:2"), ("cpu:2", "cpu:0")) for pair in ((a, b, 1), (b, a, back))]
     topology = Topology(["cpu:0", "cpu:1", "cpu:2"], wide + narrow)
-    assert joint(topology).rate == joint(topology).reached == 1 + back  # what cpu:2 can take in, and give out
+    assert optimum(topology).rate == optimum(topology).reached == 1 + back  # the rates into and out of cpu:2
 
 
 @pytest.mark.parametrize(
@@ -126,36 +126,36 @@ def test_bandwidths_far_apart(gap, back):
     ],
 )
 def test_known_rates(topology, rate):
-    """Rates of whole and damaged machines and meshes, exactly, and reached."""
-    found = joint(topology)
+    """The rates of complete and damaged machines and of meshes are exact, and are reached."""
+    found = optimum(topology)
     assert (found.rate, found.reached) == (rate, rate)
 
 
 def test_it_beats_reduce_scatter_then_all_gather_on_irregular_wirings():
-    """Where one device is less well joined than others, roots elsewhere are better than equal shares."""
+    """If one device has fewer links than others, other roots are better than equal shares."""
     for topology in (Topology.mesh(4, 4), Topology.mesh(2, 3), DGX_1V.subset(DGX_1V.devices[:5])):
-        assert joint(topology).rate > bound(topology, "all_gather").algbw / 2
+        assert optimum(topology).rate > bound(topology, "all_gather").algbw / 2
 
 
 def test_damaged_machines_reach_their_bound():
-    """Each single link that a DGX-1V can lose: the program is solved exactly, and is worth half an all-gather or
-    more."""
+    """For each single link that a DGX-1V can lose, the program is solved exactly, with at least half the rate of an
+    all-gather."""
     pairs = [(a, b) for a, b in itertools.combinations(DGX_1V.devices, 2) if DGX_1V.link(a, b)]
     assert len(pairs) == 16
     for a, b in pairs:
         topology = DGX_1V.without_link(a, b)
-        found = joint(topology)
+        found = optimum(topology)
         assert found.reached == found.rate >= bound(topology, "all_gather").algbw / 2
 
 
 @settings(max_examples=80)
 @given(wirings((LOPSIDED,), WHOLE + ODD), st.data())
-def test_balanced_takes_away_what_switches_cannot_pass_on(wiring, data):
-    """Every switch gives out what it takes in, no link is widened, and trees lose no more than they must."""
+def test_balanced_bandwidths(wiring, data):
+    """Every switch sends as much as it receives, no link is widened, and the trees lose as little as possible."""
     topology = Topology(*wiring)
     numbers = range(len(topology.devices))
     weights = data.draw(st.dictionaries(st.sampled_from(numbers), st.integers(1, 3).map(Fraction), min_size=1))
-    used = balanced(topology, weights)
+    used = balanced_bandwidths(topology, weights)
     assert used.keys() <= {(link.src, link.dst) for link in topology.links}
     for (src, dst), rate in used.items():
         assert 0 <= rate <= topology.link(src, dst).bandwidth

@@ -1,14 +1,15 @@
 """The best all-reduce by trees, as a linear program: reductions to roots and broadcasts from them share the links.
 
-In: a topology.  Out: ``Joint``: the rate, how the roots and links are used, and the prices that prove it, all exact.
+Input: a topology. Output: an ``Optimum``: the rate, the use of roots and links, and the prices that prove it, all
+exact.
 
-Variables: x_r, the rate rooted at device r; cB_e and cR_e, what broadcasts and reductions use of link e. Maximise
-sum(x) subject to cB_e + cR_e <= b_e, what enters a switch that cannot reduce leaves it, and for every set S of nodes
-that lacks a device x(S) <= cB(S leaves), x(S) <= cR(S enters): by Edmonds' theorem that is when trees exist.
-There are exponentially many S; minimum cuts find those that a solution breaks, until none is. HiGHS solves each
-program in floating point; its solution and its dual are rounded to fractions and then proved exactly, each on its own,
-so that nothing rests on the rounding. Where links are alike both ways, a reduction may take each broadcast's way back,
-which halves the program.
+Variables: x_r, the rate rooted at device r; cB_e and cR_e, the bandwidth of link e that broadcasts and reductions use.
+Maximise sum(x) subject to cB_e + cR_e <= b_e; the flow into a switch that cannot reduce equals the flow out of it; and
+for every set S of nodes that lacks a device x(S) <= cB(S leaves), x(S) <= cR(S enters). By Edmonds' theorem, trees
+exist exactly then. There are exponentially many sets S; minimum cuts find those that a solution violates, until it
+violates none. HiGHS solves each program in floating point; its solution and its dual are rounded to fractions, and each
+is then proved exactly, so the result does not depend on the rounding. If links are equal in both directions, reductions
+use the routes of the broadcasts backwards, which halves the program.
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, Preserving and increasing local
 edge-connectivity in mixed graphs, SIAM J. Discrete Math. 8(2), 1995 (switches); Huangfu & Hall, Parallelizing the dual
@@ -19,34 +20,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from math import lcm
 from typing import Any, Final, NamedTuple
 
-from ..topology import Topology
-from .cuts import densest
+from ...topology import Link, Topology
+from .cuts import tightest_cut
 from .flows import Network
 
-# Denominators tried when a solution in floating point is made exact, the simplest first. Vertices of these programs
-# have small ones; HiGHS is accurate to about 1e-9.
+# Denominators that are tried when a solution in floating point is made exact, the simplest first. Vertices of these
+# programs have small ones; HiGHS is accurate to about 1e-9.
 DENOMINATORS: Final = (12, 60, 420, 5040, 100_000, 10_000_000)
-_FINE: Final = 1 << 20  # the largest capacity, when a solution in floating point is looked through for broken cuts
+_FINE: Final = 1 << 20  # the unit of capacities when violated cuts of a solution in floating point are searched
 _MOST_ROUNDS: Final = 500
-_COARSE: Final = 1 << 10  # what a plan may lose to rounding, at most one part in so many
+_COARSE: Final = 1 << 10  # a plan may lose at most one part in so many to rounding
 
 Pair = tuple[str, str]
 
 
-class Joint(NamedTuple):
-    """An all-reduce by trees.
+class Optimum(NamedTuple):
+    """The best all-reduce by trees.
 
     Args:
-      rate: what no such all-reduce can beat, in GB/s.
-      cuts: (nodes, weight, whether outward), the proof.
-      potentials: (switch, in broadcasts, in reductions), its other part.
-      reached: what ``roots``, ``down`` and ``up`` reach; equals ``rate`` unless the rounding failed (-1: wholly).
-        Where equal roots and half of every link for each way reach it, these are the ones.
+      rate: the upper bound of its rate in GB/s.
+      cuts: (nodes, weight, whether outward): the proof.
+      potentials: (switch, in broadcasts, in reductions): the other part of the proof.
+      reached: the rate of ``roots``, ``down`` and ``up``; it equals ``rate`` unless rounding failed (-1: no solution).
+        If equal roots, and half of every link for broadcasts and half for reductions, reach it, these are returned.
       roots: the rate rooted at each device.
-      down, up: what broadcasts and reductions use of each link, GB/s, by (src, dst).
+      down: the bandwidth of each link that broadcasts use, GB/s, by (src, dst).
+      up: the bandwidth of each link that reductions use, likewise.
     """
 
     rate: Fraction
@@ -63,17 +66,18 @@ class _Cut(NamedTuple):
     outward: bool
 
 
-def joint(topology: Topology) -> Joint:
-    """Solve the program for a connected topology of two or more devices.
+@lru_cache(maxsize=1024)
+def optimum(topology: Topology) -> Optimum:
+    """Return the best all-reduce on a connected topology of two or more devices.
 
-    >>> solved = joint(Topology.ring(4, gb_per_s=3))
-    >>> solved.rate, solved.reached
+    >>> found = optimum(Topology.ring(4, gb_per_s=3))
+    >>> found.rate, found.reached
     (Fraction(4, 1), Fraction(4, 1))
     """
-    program = _Program(topology)
+    program = _LinearProgram(topology)
     found = program.exact(*program.solved())
     if found.reached * (_COARSE + 1) < found.rate * _COARSE:  # bandwidths of many digits
-        program = _Program(_rounded_down(topology))
+        program = _LinearProgram(_rounded_down(topology))
         coarse = program.exact(*program.solved())
         if coarse.reached > found.reached:
             found = coarse._replace(rate=found.rate, cuts=found.cuts, potentials=found.potentials)
@@ -81,8 +85,8 @@ def joint(topology: Topology) -> Joint:
 
 
 def _rounded_down(topology: Topology) -> Topology:
-    """Return the topology with bandwidths of few digits, none of which loses more than 1 / ``_COARSE``."""
-    links = []
+    """Return the topology with bandwidths of few digits, each of which loses at most 1 / ``_COARSE``."""
+    links: list[Link] = []
     for link in topology.links:
         step = Fraction(1)
         while link.bandwidth < step * _COARSE:
@@ -90,20 +94,19 @@ def _rounded_down(topology: Topology) -> Topology:
         while link.bandwidth >= 2 * step * _COARSE:
             step *= 2
         links.append(link._replace(bandwidth=link.bandwidth // step * step))
-    return Topology(topology.devices, tuple(links), topology.switches)
+    return Topology.unchecked(topology.devices, links, topology.switches)
 
 
-def balanced(topology: Topology, weights: Mapping[int, Fraction]) -> dict[Pair, Fraction]:
-    """Return bandwidths that trees out of roots of these weights can use up, where switches are wider on one side.
+def balanced_bandwidths(topology: Topology, weights: Mapping[int, Fraction]) -> dict[Pair, Fraction]:
+    """Return bandwidths, for trees out of roots of these weights, with which switches are equally wide on both sides.
 
-    What such a switch cannot pass on is taken away so that the trees lose the least; each switch then gives out what
-    it takes in.
+    Bandwidth that a switch cannot forward is removed, so that the trees lose the least.
 
-    >>> lopsided = Topology(["cpu:0", "cpu:1"], [("cpu:0", "s", 5), ("s", "cpu:1", 3), ("cpu:1", "cpu:0", 1)], ["s"])
-    >>> balanced(lopsided, {0: Fraction(1)})["cpu:0", "s"]
+    >>> uneven = Topology(["cpu:0", "cpu:1"], [("cpu:0", "s", 5), ("s", "cpu:1", 3), ("cpu:1", "cpu:0", 1)], ["s"])
+    >>> balanced_bandwidths(uneven, {0: Fraction(1)})["cpu:0", "s"]
     Fraction(3, 1)
     """
-    program = _Program(topology, weights)
+    program = _LinearProgram(topology, weights)
     solution, _ = program.solved()
     for limit in DENOMINATORS:
         values = program.rounded(solution, limit)
@@ -112,10 +115,10 @@ def balanced(topology: Topology, weights: Mapping[int, Fraction]) -> dict[Pair, 
     return {}
 
 
-class _Program:
-    """The linear program: columns x, then cB, then (where links differ both ways) cR.
+class _LinearProgram:
+    """The linear program: columns x, then cB, then (if links differ in the two directions) cR.
 
-    With ``weights`` there are no reductions, and the roots' rates are in the proportion of the weights.
+    With ``weights`` the program has broadcasts only, and the rates of the roots are proportional to the weights.
     """
 
     def __init__(self, topology: Topology, weights: Mapping[int, Fraction] | None = None) -> None:
@@ -123,38 +126,44 @@ class _Program:
         self.n, self.links = len(topology.devices), topology.links
         number = {node: k for k, node in enumerate(topology.nodes)}
         self.arcs = [(number[link.src], number[link.dst]) for link in self.links]
+        self.leaving: list[list[int]] = [[] for _ in number]  # the links out of each node
+        self.entering: list[list[int]] = [[] for _ in number]
+        for k, (src, dst) in enumerate(self.arcs):
+            self.leaving[src].append(k)
+            self.entering[dst].append(k)
         self.plain = [number[switch.name] for switch in topology.switches if not switch.reduces]
-        # Whole numbers, so that only what the program itself divides by is left to guess when it is made exact.
+        # Integers, so that denominators of an exact solution come from the program only.
         self.scale = lcm(*(link.bandwidth.denominator for link in self.links))
         self.width = [int(link.bandwidth * self.scale) for link in self.links]
         self.largest = max(self.width)
         m = len(self.arcs)
         self.down = [self.n + k for k in range(m)]
-        self.twofold = weights is None and topology.symmetric  # reductions take the broadcasts' ways back
-        if self.twofold:
+        self.paired = weights is None and topology.symmetric  # reductions use the routes of broadcasts backwards
+        if self.paired:
             back = {arc: k for k, arc in enumerate(self.arcs)}
             self.up = [self.n + back[dst, src] for src, dst in self.arcs]
         else:
             self.up = [] if weights else [column + m for column in self.down]
-        self.ways = [(self.down, True)] if self.twofold or weights else [(self.down, True), (self.up, False)]
-        self.columns = self.n + m * len(self.ways)
-        # Half of every link for a reduce-scatter, half for an all-gather back: on most whole machines nothing beats it.
-        self.sure = Fraction(0)
-        if self.twofold:
-            _, ratio = densest(topology, dict.fromkeys(topology.devices, Fraction(1)), outward=True)
-            self.sure = self.n / ratio / 2
+        self.directions = [(self.down, True)] if self.paired or weights else [(self.down, True), (self.up, False)]
+        self.columns = self.n + m * len(self.directions)
+        # Half of every link for a reduce-scatter, half for an all-gather: on most complete machines this is the
+        # optimum.
+        self.simple = Fraction(0)
+        if self.paired:
+            _, ratio = tightest_cut(topology, dict.fromkeys(topology.devices, Fraction(1)), outward=True)
+            self.simple = self.n / ratio / 2
 
     def solved(self) -> tuple[Any, list[_Cut]]:
-        """Solve with ever more cuts, until the solution breaks none, or is no better than what is surely reached."""
+        """Solve with more and more cuts, until the solution violates none, or is not better than ``simple``."""
         cuts = self.first_cuts()
         for _ in range(_MOST_ROUNDS):
             solution = self.solve(cuts)
-            if self.sure and -solution.fun * self.largest <= self.sure * self.scale * (1 + 1e-9):
+            if self.simple and -solution.fun * self.largest <= self.simple * self.scale * (1 + 1e-9):
                 break
-            broken = [cut for cut in self.broken(solution) if cut not in cuts]
-            if not broken:
+            violated = [cut for cut in self.violated(solution) if cut not in cuts]
+            if not violated:
                 break
-            cuts.update(dict.fromkeys(broken))
+            cuts.update(dict.fromkeys(violated))
         return solution, list(cuts)
 
     @property
@@ -163,14 +172,14 @@ class _Program:
         return list(zip(self.down, self.up, strict=True)) if self.up else [(column,) for column in self.down]
 
     def first_cuts(self) -> dict[_Cut, None]:
-        """What each device, and each island of devices, must get and send, whatever the rest does."""
+        """Return the cuts around each device and each island of devices."""
         everyone = frozenset(range(len(self.topology.nodes)))
         sets = [frozenset({v}) for v in range(self.n)] + self.islands()
         sets += [everyone - nodes for nodes in sets]
-        return {_Cut(nodes, outward): None for _, outward in self.ways for nodes in sets}
+        return {_Cut(nodes, outward): None for _, outward in self.directions for nodes in sets}
 
     def islands(self) -> list[frozenset[int]]:
-        """Return the topology's islands, each with the switches that lead nowhere else."""
+        """Return the islands of the topology, each with the switches whose links lead to this island only."""
         number = {node: k for k, node in enumerate(self.topology.nodes)}
         groups = [frozenset(number[device] for device in island) for island in self.topology.islands]
         if len(groups) < 2:
@@ -184,10 +193,14 @@ class _Program:
         ]
 
     def crossing(self, cut: _Cut) -> list[int]:
-        """Return the columns of what crosses a cut."""
-        if cut.outward:
-            return [c for c, (s, d) in zip(self.down, self.arcs, strict=True) if s in cut.nodes and d not in cut.nodes]
-        return [c for c, (s, d) in zip(self.up, self.arcs, strict=True) if d in cut.nodes and s not in cut.nodes]
+        """Return the numbers of the links that cross a cut, sorted."""
+        nodes = cut.nodes
+        if 2 * len(nodes) <= len(self.leaving):
+            near, far = (self.leaving, 1) if cut.outward else (self.entering, 0)
+            return sorted(k for node in nodes for k in near[node] if self.arcs[k][far] not in nodes)
+        near, far = (self.entering, 0) if cut.outward else (self.leaving, 1)
+        outside = (node for node in range(len(near)) if node not in nodes)
+        return sorted(k for node in outside for k in near[node] if self.arcs[k][far] in nodes)
 
     def solve(self, cuts: Iterable[_Cut]) -> Any:
         """Return SciPy's solution, with the duals."""
@@ -198,14 +211,15 @@ class _Program:
         rows: list[tuple[list[int], list[float]]] = []
         for cut in cuts:
             roots = [r for r in cut.nodes if r < self.n]
-            across = self.crossing(cut)
+            columns_of = self.down if cut.outward else self.up
+            across = [columns_of[k] for k in self.crossing(cut)]
             rows.append((roots + across, [1.0] * len(roots) + [-1.0] * len(across)))
         self.cut_rows = len(rows)
         limits = {tuple(sorted(shared)): b / self.largest for shared, b in zip(self.sharing, self.width, strict=True)}
         rows += [([*shared], [1.0] * len(shared)) for shared in limits]
         equal: list[tuple[list[int], list[float]]] = []
         for switch in self.plain:
-            for columns, _ in self.ways:
+            for columns, _ in self.directions:
                 signs = [(c, (d == switch) - (s == switch)) for c, (s, d) in zip(columns, self.arcs, strict=True)]
                 equal.append(([c for c, sign in signs if sign], [float(sign) for _, sign in signs if sign]))
         if self.weights is not None:
@@ -223,15 +237,15 @@ class _Program:
         bounds = [0.0] * self.cut_rows + list(limits.values())
         fixed = {"A_eq": matrix(equal), "b_eq": np.zeros(len(equal))} if equal else {}
         solution = linprog(objective, A_ub=matrix(rows), b_ub=bounds, **fixed, method="highs-ds")
-        assert solution.status == 0, solution.message  # bounded by the links, and nothing at all is feasible
+        assert solution.status == 0, solution.message  # bounded by the links, and 0 is feasible
         return solution
 
-    def broken(self, solution: Any) -> list[_Cut]:
-        """Return cuts that a solution breaks: for each device the least, from either side."""
+    def violated(self, solution: Any) -> list[_Cut]:
+        """Return cuts that a solution violates: for each device the least one, in each direction."""
         values = solution.x.tolist()
         needed = sum(values[: self.n])
         found: dict[_Cut, None] = {}
-        for columns, outward in self.ways:
+        for columns, outward in self.directions:
             roots = [round(value * _FINE) for value in values[: self.n]]
             used = {
                 (arc if outward else arc[::-1]): round(values[column] * _FINE)
@@ -244,8 +258,8 @@ class _Program:
                     found[_Cut(network.cut(source, sink) - {source}, outward)] = None
         return list(found)
 
-    def exact(self, solution: Any, cuts: list[_Cut]) -> Joint:
-        """Make a solution exact, and prove it."""
+    def exact(self, solution: Any, cuts: list[_Cut]) -> Optimum:
+        """Return the exact solution and its proof."""
         near = -solution.fun * self.largest / self.scale * (1 + 1e-9)
         proofs = []
         for limit in DENOMINATORS:
@@ -253,8 +267,8 @@ class _Program:
             if proofs[-1][0] <= near:
                 break
         rate, weights, potentials = min(proofs, key=lambda proof: proof[0])
-        halves = [self.sure / self.n] * self.n + [link.bandwidth / 2 for link in self.links] * len(self.ways)
-        best = self.sure or Fraction(-1), halves
+        halves = [self.simple / self.n] * self.n + [link.bandwidth / 2 for link in self.links] * len(self.directions)
+        best = self.simple or Fraction(-1), halves
         for limit in DENOMINATORS if best[0] < rate else ():
             values = self.rounded(solution, limit)
             best = max(best, (self.feasible(values), values), key=lambda found: found[0])
@@ -264,7 +278,7 @@ class _Program:
         nodes = self.topology.nodes
         pairs = [(link.src, link.dst) for link in self.links]
         named = [(frozenset(nodes[k] for k in cut.nodes), weight, cut.outward) for cut, weight in weights if weight]
-        return Joint(
+        return Optimum(
             rate,
             tuple(named),
             tuple((nodes[switch], *two) for switch, two in potentials.items()),
@@ -275,7 +289,7 @@ class _Program:
         )
 
     def rounded(self, solution: Any, limit: int) -> list[Fraction]:
-        """Return a solution in GB/s, of denominators up to ``limit`` where bandwidths are whole numbers."""
+        """Return a solution in GB/s, with denominators up to ``limit`` if bandwidths are integers."""
         return [
             max(Fraction(0), Fraction(float(value) * self.largest).limit_denominator(limit)) / self.scale
             for value in solution.x
@@ -284,7 +298,8 @@ class _Program:
     def proved(
         self, solution: Any, cuts: list[_Cut], limit: int
     ) -> tuple[Fraction, list[tuple[_Cut, Fraction]], dict[int, tuple[Fraction, Fraction]]]:
-        """Round the dual to denominators of up to ``limit``, and return the rate that it proves."""
+        """Round the dual to denominators up to ``limit``; return the rate that it proves, its cuts and its
+        potentials."""
 
         def rounded(value: float) -> Fraction:
             return Fraction(float(value)).limit_denominator(limit)
@@ -292,8 +307,8 @@ class _Program:
         prices = [max(Fraction(0), rounded(-v)) for v in solution.ineqlin.marginals[: self.cut_rows]]
         shifts = [rounded(v) for v in solution.eqlin.marginals] if self.plain else []
         weights = list(zip(cuts, prices, strict=True))
-        if self.twofold:  # half of a cut's price is for broadcasts, half for the reductions on their ways back
-            weights = [(_Cut(cut.nodes, way), price / 2) for cut, price in weights for way in (True, False)]
+        if self.paired:  # half of the price of a cut is for broadcasts, half for the reductions backwards
+            weights = [(_Cut(cut.nodes, outward), price / 2) for cut, price in weights for outward in (True, False)]
             potentials = {switch: (s / 2, -s / 2) for switch, s in zip(self.plain, shifts, strict=True)}
         else:
             potentials = {w: (shifts[2 * k], shifts[2 * k + 1]) for k, w in enumerate(self.plain)}
@@ -302,21 +317,22 @@ class _Program:
             return Fraction(sum(self.width)), [], {}
         weights = [(cut, w / least) for cut, w in weights if w]
         potentials = {switch: (a / least, b / least) for switch, (a, b) in potentials.items()}
-        worth = Fraction(0)
-        for (src, dst), width in zip(self.arcs, self.width, strict=True):
-            price = [Fraction(0), Fraction(0)]
-            for cut, w in weights:
-                tail, head = (src, dst) if cut.outward else (dst, src)
-                if tail in cut.nodes and head not in cut.nodes:
-                    price[not cut.outward] += w
-            none = (Fraction(0), Fraction(0))
-            for way in (0, 1):
-                price[way] += potentials.get(dst, none)[way] - potentials.get(src, none)[way]
-            worth += width * max(Fraction(0), *price)
+        price = [[Fraction(0), Fraction(0)] for _ in self.arcs]  # of each link, in broadcasts and in reductions
+        for cut, w in weights:
+            for k in self.crossing(cut):
+                price[k][not cut.outward] += w
+        for switch, shift in potentials.items():
+            for d in (0, 1):
+                for k in self.entering[switch]:
+                    price[k][d] += shift[d]
+                for k in self.leaving[switch]:
+                    price[k][d] -= shift[d]
+        zero = Fraction(0)
+        worth = sum((width * max(zero, *two) for width, two in zip(self.width, price, strict=True)), zero)
         return worth / self.scale, weights, potentials
 
     def fits(self, values: list[Fraction]) -> bool:
-        """Return whether an exact solution keeps within the links, and every switch passes on what it gets."""
+        """Return whether an exact solution respects the links, and every switch forwards all that it receives."""
         within = all(
             sum(values[c] for c in shared) <= Fraction(b, self.scale)
             for shared, b in zip(self.sharing, self.width, strict=True)
@@ -324,17 +340,17 @@ class _Program:
         return within and all(
             not sum(values[c] * ((d == switch) - (s == switch)) for c, (s, d) in zip(columns, self.arcs, strict=True))
             for switch in self.plain
-            for columns, _ in self.ways
+            for columns, _ in self.directions
         )
 
     def feasible(self, values: list[Fraction]) -> Fraction:
-        """Return the rate of an exact solution; -1 where it breaks a row or a cut."""
+        """Return the rate of an exact solution; -1: it violates a row or a cut."""
         if not self.fits(values):
             return Fraction(-1)
         rate = sum(values[: self.n], Fraction(0))
         scale = lcm(*(value.denominator for value in values))
         source = len(self.topology.nodes)
-        for columns, outward in self.ways:
+        for columns, outward in self.directions:
             used = {
                 (arc if outward else arc[::-1]): int(values[c] * scale)
                 for arc, c in zip(self.arcs, columns, strict=True)

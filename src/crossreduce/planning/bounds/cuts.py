@@ -1,6 +1,6 @@
-"""The cut that limits a rate: which set of nodes needs longest to get its bytes out.
+"""The cut that limits a rate: the set of nodes that needs the longest time to send its bytes out.
 
-In: a topology, what starts where.  Out: the set, and how long it needs. Exact.
+Input: a topology, and the bytes that start at each device. Output: the set, and its time. Exact.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from collections.abc import Mapping
 from fractions import Fraction
 from math import lcm
 
-from ..topology import Topology
+from ...topology import Topology
 from .flows import Network
 
 
-def densest(topology: Topology, weights: Mapping[str, Fraction], *, outward: bool) -> tuple[frozenset[str], Fraction]:
-    """Return the set of nodes that needs longest to get its roots' bytes out (or in), and seconds per GB: w(S) / B(S).
+def tightest_cut(
+    topology: Topology, weights: Mapping[str, Fraction], *, outward: bool
+) -> tuple[frozenset[str], Fraction]:
+    """Return the set S of nodes that needs the longest to send its bytes out (or in), and its seconds per GB: w(S) /
+    B(S).
 
-    Newton on cuts: start from the best set that lacks one device; a flow that does not reach a device at that
-    rate shows a set that needs longer; go on from it. Exact.
+    This is Newton's method on cuts: start from the best set that lacks one device; if a flow at that rate does not
+    reach a device, its minimum cut is a set that needs longer; continue with that one. Exact.
     """
     numbers = {node: number for number, node in enumerate(topology.nodes)}
     scale = lcm(*(link.bandwidth.denominator for link in topology.links))
@@ -34,7 +37,7 @@ def densest(topology: Topology, weights: Mapping[str, Fraction], *, outward: boo
         entering[dst] += capacity
 
     def without(sink: int) -> Fraction:
-        needed = whole - starts.get(sink, 0)  # 0 for the only root, into which no link need lead
+        needed = whole - starts.get(sink, 0)  # 0 for the only root, which may have no link into it
         return Fraction(needed, entering[sink]) if needed else Fraction(0)
 
     # The tightest device first, then the others in order.
@@ -51,7 +54,7 @@ def densest(topology: Topology, weights: Mapping[str, Fraction], *, outward: boo
 
 
 def _at_rate(arcs: dict[tuple[int, int], int], starts: dict[int, int], source: int, ratio: Fraction) -> Network:
-    """Return the network in which every root sends at the rate 1 / ratio, all scaled by the ratio's numerator."""
+    """Return the network in which every root sends at the rate 1 / ratio, scaled by the numerator of the ratio."""
     capacities = {pair: capacity * ratio.numerator for pair, capacity in arcs.items()}
     capacities.update({(source, start): weight * ratio.denominator for start, weight in starts.items()})
     return Network(source + 1, capacities)

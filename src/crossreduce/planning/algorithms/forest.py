@@ -1,0 +1,175 @@
+"""``forest``: trees that together reach the bound, each with a share of the buffer.
+
+Input: a request. Output: a ``Forest``: a schedule whose fluid rate is that of the bound. Broadcasts and all-gathers use
+trees out of their roots; reductions and reduce-scatters use the same on the reversed links; an all-reduce has trees
+into and out of each root, which share the links as the linear program determines.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fractions import Fraction
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from ...schedule import Schedule, fluid_rate
+from ...topology import Link, Topology
+from ..bounds.bound import bound_of_members
+from ..bounds.linear_program import optimum
+from ..neutral import NeutralTopology, neutral
+from ..reachability import reachable, require_routes
+from ..request import Request
+from ..trees.fitting import fit_trees
+from ..trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
+
+_MOST_KINDS: Final = 3  # different bandwidths of helpers that are tried; each needs a plan
+
+Pair = tuple[str, str]
+
+
+class Forest(NamedTuple):
+    """A schedule of packed trees.
+
+    Args:
+      schedule: one chunk per tree.
+      k: the average number of unit trees per root; a unit is the greatest common part of all trees, as in ForestColl.
+      trees: the number of different trees.
+      depth: links from root to leaf, without switches, in the deepest tree.
+    """
+
+    schedule: Schedule
+    k: Fraction
+    trees: int
+    depth: int
+
+
+def forest_schedules(request: Request) -> list[Schedule]:
+    """Return the schedule of a request; without a topology, on a full mesh of equal links."""
+    if request.topology is None:
+        members = request.members
+        links = [Link(a, b, Fraction(1)) for a in members for b in members if a != b]
+        request = request._replace(topology=Topology.unchecked(members, links), collective="all_reduce")
+    return [forest(request._replace(algorithm="forest", nbytes=0, packs=1, first=0)).schedule]
+
+
+@lru_cache(maxsize=512)
+def forest(request: Request) -> Forest:
+    """Plan trees that together reach the rate of the bound.
+
+    "all_reduce", "reduce" and "broadcast" have one buffer from all sources to all destinations; "reduce_scatter" and
+    "all_gather" have a part of it on each device. Other devices of the topology only forward, or reduce if that helps.
+
+    Raises:
+      PlanError: a destination cannot be reached; the error names the cut.
+
+    >>> box = Topology.star([f"cuda:{k}" for k in range(8)], 450)
+    >>> found = forest(Request("all_gather", box.devices, box.devices, topology=box))
+    >>> found.k, found.trees, found.depth
+    (Fraction(1, 1), 8, 1)
+    """
+    topology, collective, members = request.topology, request.collective, request.members
+    assert topology is not None
+    require_routes(topology, request.sources, request.destinations, collective)
+    if len(request.sources) > 1 and len(request.destinations) > 1:  # trees lead into and out of all of them
+        require_routes(topology, members, members, f"{collective} by trees")
+    best, best_rate = None, Fraction(-1)
+    for helpers in _helpers(topology, members) if collective == "all_reduce" else [()]:
+        found = _forest(neutral(topology, members, helpers), request)
+        rate = fluid_rate(found.schedule, topology) or Fraction(0)
+        if rate > best_rate:
+            best, best_rate = found, rate
+        if collective == "all_reduce" and set(request.sources) == set(request.destinations):
+            limit = bound_of_members(topology, collective, members).algbw
+            if limit is not None and best_rate >= limit:
+                break
+    assert best is not None
+    return best
+
+
+def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return sets of nodes that reduce in addition to the members: none, the widest, these and the next, and so on.
+
+    Such a node, a switch that reduces or a device that does not take part, is then in all trees. This is faster for the
+    wide switch of a machine, and slower for a narrow one between machines.
+    """
+    widths: defaultdict[Fraction, list[str]] = defaultdict(list)
+    able = [switch.name for switch in topology.switches if switch.reduces]
+    candidates = [*able, *(device for device in topology.devices if device not in members)]
+    if not candidates:
+        return [()]
+    connected = reachable(topology, members[0]) & reachable(topology, members[0], backwards=True)
+    for node in candidates:
+        if node in connected:
+            widths[sum((link.bandwidth for link in topology.out_links(node)), Fraction(0))].append(node)
+    sets: list[tuple[str, ...]] = [()]
+    for width in sorted(widths, reverse=True)[:_MOST_KINDS]:
+        sets.append((*sets[-1], *widths[width]))
+    return sets
+
+
+def _forest(seen: NeutralTopology, request: Request) -> Forest:
+    """Return the forest in which the devices of the neutral topology reduce."""
+    topology, collective = seen.topology, request.collective
+    sources, destinations, members = request.sources, request.destinations, len(request.members)
+    position = {seen.names[name]: k for k, name in enumerate(topology.devices)}
+    links = {(link.src, link.dst): link.bandwidth for link in topology.links}
+    equal = {k: Fraction(1) for k in range(members)}
+    shares: list[TreeShare]
+    if len(position) == 1:
+        shares, k = [TreeShare(0, Fraction(1), None, None)], Fraction(1)
+    elif collective in ("broadcast", "all_gather") or (collective == "all_reduce" and len(sources) == 1):
+        roots = equal if collective == "all_gather" else {position[sources[0]]: Fraction(1)}
+        trees, k = fit_trees(topology, links, roots)
+        shares = [TreeShare(tree.root, Fraction(tree.weight), None, tree) for tree in trees]
+    elif collective in ("reduce", "reduce_scatter") or len(destinations) == 1:
+        roots = equal if collective == "reduce_scatter" else {position[destinations[0]]: Fraction(1)}
+        trees, k = fit_trees(topology, _backwards(links), roots)
+        shares = [TreeShare(tree.root, Fraction(tree.weight), reversed_tree(tree), None) for tree in trees]
+    else:
+        shares, k = _all_reduce(topology, links)
+    nodes = [seen.names[name] for name in topology.nodes]
+    schedule = trees_to_schedule("forest", request, nodes, len(position), shares)
+    deepest = max((depth(tree) for share in shares for tree in (share.into, share.out) if tree), default=0)
+    return Forest(schedule, k, len(shares), deepest)
+
+
+def _all_reduce(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:
+    """Return the trees of an all-reduce, into and out of the same roots, and k."""
+    found = optimum(topology)
+    if found.reached <= 0:  # no exact solution: half of every link for each direction
+        half = {pair: bandwidth / 2 for pair, bandwidth in links.items()}
+        found = found._replace(roots=dict.fromkeys(topology.devices, Fraction(1)), down=half, up=half)
+    roots = {k: found.roots[device] for k, device in enumerate(topology.devices) if found.roots[device]}
+    if topology.symmetric:  # a reduction uses the routes of its broadcast backwards
+        halves = all(used * 2 == links[pair] for pair, used in found.down.items())
+        trees, k = fit_trees(topology, links if halves else found.down, roots)
+        return [TreeShare(tree.root, Fraction(tree.weight), reversed_tree(tree), tree) for tree in trees], k
+    out, k = fit_trees(topology, found.down, roots)
+    into, other = fit_trees(topology, _backwards(found.up), roots)
+    shares = []
+    for root in roots:
+        reducing = [reversed_tree(tree) for tree in into if tree.root == root]
+        shares += _pairs(root, reducing, [tree for tree in out if tree.root == root])
+    return shares, max(k, other)
+
+
+def _backwards(links: dict[Pair, Fraction]) -> dict[Pair, Fraction]:
+    return {(dst, src): bandwidth for (src, dst), bandwidth in links.items()}
+
+
+def _pairs(root: int, into: list[Tree], out: list[Tree]) -> list[TreeShare]:
+    """Pair the trees into a root with the trees out of it, share by share."""
+    whole_in, whole_out = sum(tree.weight for tree in into), sum(tree.weight for tree in out)
+    shares, i, j = [], 0, 0
+    left_in, left_out = Fraction(into[0].weight, whole_in), Fraction(out[0].weight, whole_out)
+    while i < len(into):
+        part = min(left_in, left_out)
+        shares.append(TreeShare(root, part * whole_out, into[i], out[j]))
+        left_in, left_out = left_in - part, left_out - part
+        if not left_in:
+            i += 1
+            left_in = Fraction(into[i].weight, whole_in) if i < len(into) else Fraction(0)
+        if not left_out:
+            j += 1
+            left_out = Fraction(out[j].weight, whole_out) if j < len(out) else Fraction(0)
+    return shares

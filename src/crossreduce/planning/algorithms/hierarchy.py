@@ -1,0 +1,144 @@
+"""Spanning trees for ``hierarchical_copy`` on a topology.
+
+Input: a topology and a request. Output: schedules with one tree per pack, along which everything is reduced to the
+pack's root and copied back.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from fractions import Fraction
+from itertools import pairwise
+from math import lcm
+from typing import Final, NamedTuple
+
+from ...schedule import Schedule
+from ...topology import Topology
+from ..request import Request
+from ..trees.schedule import Tree, TreeShare, trees_to_schedule
+
+MOST_DEVICES: Final = 128
+"""The number of devices up to which trees are grown edge by edge, which looks at all pairs of devices."""
+
+MOST_EDGES: Final = 1024
+"""The product of devices and packs up to which trees are grown."""
+
+KINDS: Final = ("widest", "shortest", "load_aware")
+
+
+class _Edge(NamedTuple):
+    """The links from one member to another and back, and the numbers of the nodes in between, from ``src`` to
+    ``dst``."""
+
+    links: tuple[tuple[str, str], ...]
+    there: tuple[int, ...]
+    back: tuple[int, ...]
+
+
+def tree_schedules(topology: Topology, request: Request) -> list[Schedule]:
+    """Return schedules with one tree per pack, for each kind of tree that spans the members of a request.
+
+    - widest: the tree that is extended by the fastest link next, so it contains all of an island before a link between
+      islands;
+    - shortest: the tree of the fewest hops to the root, and of these the fastest links;
+    - load_aware: like widest, but a link that the tree uses already counts as slower by that factor. If one switch
+      joins all devices, this is a chain.
+
+    The list is empty for more than ``MOST_DEVICES`` devices, or ``MOST_EDGES`` devices times packs.
+    """
+    members, packs = request.members, request.packs
+    if len(members) > MOST_DEVICES or len(members) * packs > MOST_EDGES:
+        return []
+    destinations = frozenset(request.destinations)
+    roots = [s for s in request.sources if s in destinations] or list(request.sources)
+    number = {device: k for k, device in enumerate(members)}
+    starts = [number[request.root or roots[(request.first + pack) % len(roots)]] for pack in range(packs)]
+    inside = frozenset(members)
+    nodes = (*members, *(node for node in topology.nodes if node not in inside))
+    edges = _edges(topology, members, {node: k for k, node in enumerate(nodes)})
+    found = []
+    for kind in KINDS:
+        trees = {start: _tree(topology, edges, start, kind) for start in dict.fromkeys(starts)}
+        shares = [TreeShare(start, Fraction(1), *both) for start in starts if (both := trees[start])]
+        if len(shares) == packs:
+            found.append(trees_to_schedule("hierarchical_copy", request, nodes, len(members), shares))
+    return found
+
+
+def centre(topology: Topology, sources: tuple[str, ...], destinations: tuple[str, ...]) -> str | None:
+    """Return the device whose furthest other device is the fewest links away, there and back.
+
+    Only devices that are both a source and a destination count; of equal ones the first. ``None``: no device counts, or
+    there are more than ``MOST_DEVICES`` devices.
+    """
+    members = {*sources, *destinations}
+    if len(members) > MOST_DEVICES:
+        return None
+    best: tuple[int, int, str] | None = None
+    needed = frozenset(destinations)
+    for k, device in enumerate(s for s in sources if s in needed):
+        routes = [(topology.route(device, other), topology.route(other, device)) for other in members]
+        if all(there and back for there, back in routes):
+            far = max(len(there) + len(back) for there, back in routes if there and back)
+            best = min(best or (far, k, device), (far, k, device))
+    return best and best[2]
+
+
+def _edges(topology: Topology, members: tuple[str, ...], number: dict[str, int]) -> list[dict[int, _Edge]]:
+    """Return for each member the edges to others by routes, there and back, that pass no other member."""
+    inside = frozenset(members)
+
+    def free(route: tuple[str, ...] | None) -> bool:
+        return route is not None and (len(route) == 2 or inside.isdisjoint(route[1:-1]))
+
+    routes = {(a, b): topology.route(a, b) for a in members for b in members if a != b}
+    edges: list[dict[int, _Edge]] = []
+    for a in members:
+        found: dict[int, _Edge] = {}
+        for k, b in enumerate(members):
+            there, back = routes.get((a, b)), routes.get((b, a))
+            if there is not None and back is not None and free(there) and free(back):
+                between = [tuple(number[node] for node in route[1:-1]) for route in (there, back)]
+                found[k] = _Edge((*pairwise(there), *pairwise(back)), *between)
+        edges.append(found)
+    return edges
+
+
+def _tree(topology: Topology, edges: list[dict[int, _Edge]], start: int, kind: str) -> tuple[Tree, Tree] | None:
+    """Return a tree into a root and the same tree out of it, grown by the best edge; ``None``: it misses a member."""
+    speeds, counts = topology.speeds, kind == "load_aware"
+    # A multiple of every number of uses of a link, so that the speed of each use is an integer.
+    scale = lcm(*range(1, len(edges) + 1)) if counts else 1
+    load: defaultdict[tuple[str, str], int] = defaultdict(int)
+    depth = {start: 0}
+
+    def key(a: int, b: int) -> tuple[int, int]:
+        links = edges[a][b].links
+        narrow = min(speeds[pair] * scale // (1 + load[pair]) if counts else speeds[pair] for pair in links)
+        return (depth[a], -narrow) if kind == "shortest" else (-narrow, depth[a])
+
+    queue: list[tuple[tuple[int, int], int, int]] = []
+
+    def extend(a: int) -> None:
+        for b in edges[a]:
+            if b not in depth:
+                heapq.heappush(queue, (key(a, b), a, b))
+
+    extend(start)
+    into, out = [], []
+    while queue:
+        best, a, b = heapq.heappop(queue)
+        if b in depth:
+            continue
+        if counts and (now := key(a, b)) > best:  # the tree has used these links since
+            heapq.heappush(queue, (now, a, b))
+            continue
+        edge = edges[a][b]
+        for pair in edge.links:
+            load[pair] += 1
+        depth[b] = depth[a] + 1
+        out.append((b, a, edge.there))
+        into.append((b, a, edge.back))
+        extend(b)
+    return (Tree(start, 1, tuple(into)), Tree(start, 1, tuple(out))) if len(depth) == len(edges) else None

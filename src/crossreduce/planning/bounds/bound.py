@@ -1,0 +1,121 @@
+"""``bound``: the greatest rate of a collective on a topology, with its proof.
+
+Input: a topology, a collective, and perhaps its roots. Output: a ``Bound``. ``certificate.py`` has the theory.
+
+The search for the limiting cut is Newton's (Dinkelbach, On nonlinear fractional programming, Management Science 13(7),
+1967); the all-reduce is a linear program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from functools import lru_cache
+
+from ...devices import canonical
+from ...errors import ArgumentError, PlanError, message, shown
+from ...topology import Topology
+from ..neutral import neutral
+from ..reachability import require_routes
+from .certificate import COLLECTIVES, Bound, Cut
+from .cuts import tightest_cut
+from .linear_program import optimum
+
+Roots = str | Mapping[str, int | Fraction] | None
+
+
+def bound(topology: Topology, collective: str, root: Roots = None, devices: Iterable[str] | None = None) -> Bound:
+    """Return the greatest rate that a schedule of a collective can have on a topology, with its proof.
+
+    Args:
+      topology: any in which data can get from the sources to the destinations.
+      collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
+      root: for a broadcast or reduce, the root; a mapping gives the bytes of several roots that run together, whose sum
+        is the buffer that ``algbw`` counts; ``None``: the root with the greatest rate.
+      devices: the devices that take part; the others only forward and combine. ``None``: all.
+    Raises:
+      ArgumentError: an unknown collective, an invalid root, a root for a collective without one, weights below 0.
+      PlanError: a device cannot be reached; the error names the cut.
+
+    >>> box = Topology.star([f"cuda:{k}" for k in range(8)], 450)
+    >>> [str(bound(box, collective).algbw) for collective in COLLECTIVES]
+    ['1800/7', '450', '450', '3600/7', '3600/7']
+    >>> bound(box.with_switches(reducing=True), "all_reduce").algbw
+    Fraction(450, 1)
+    """
+    if not isinstance(topology, Topology):
+        raise ArgumentError(message("a bound needs a Topology.", shown(topology), 'Topology.machine("dgx-1v")'))
+    if not isinstance(collective, str) or collective not in COLLECTIVES:
+        known = "one of " + ", ".join(COLLECTIVES)
+        raise ArgumentError(message("there is no such collective.", shown(collective), known))
+    members = topology.devices if devices is None else topology.members(devices)
+    return bound_of_members(topology, collective, members, _read_roots(members, collective, root))
+
+
+def _read_roots(members: tuple[str, ...], collective: str, root: Roots) -> tuple[tuple[str, Fraction], ...] | None:
+    if root is None:
+        return None
+    if collective not in ("broadcast", "reduce"):
+        raise ArgumentError(message(f"{collective} has no root.", f"root={shown(root)}", "broadcast or reduce"))
+    if not isinstance(root, (str, Mapping)):
+        problem = "a root must be a device, or a mapping from devices to bytes."
+        raise ArgumentError(message(problem, shown(root), '"cuda:0"'))
+    given = root if isinstance(root, Mapping) else {root: 1}
+    roots: dict[str, Fraction] = {}
+    for name, weight in given.items():
+        device = canonical(name)
+        if device not in members:
+            known = "one of " + ", ".join(members)
+            raise ArgumentError(message("the root must be a device that takes part.", shown(name), known))
+        if isinstance(weight, bool) or not isinstance(weight, (int, Fraction)) or weight < 0:
+            problem = "a root must have 0 bytes or more."
+            raise ArgumentError(message(problem, f"{name}: {shown(weight)}", "{root: nbytes}"))
+        roots[device] = roots.get(device, Fraction(0)) + weight
+    if not any(roots.values()):
+        raise ArgumentError(message("some root must have more than 0 bytes.", shown(root), '{"cuda:0": 1}'))
+    return tuple(sorted(roots.items(), key=lambda item: members.index(item[0])))
+
+
+@lru_cache(maxsize=4096)
+def bound_of_members(
+    topology: Topology, collective: str, members: tuple[str, ...], roots: tuple[tuple[str, Fraction], ...] | None = None
+) -> Bound:
+    """Return the bound of a collective among some devices, given by canonical names, with checked roots."""
+    everyone = tuple((device, Fraction(1)) for device in members)
+    if len(members) == 1:
+        return Bound(topology, collective, members, roots or everyone, None, ())
+    if roots is None and collective in ("broadcast", "reduce"):
+        return _best_root(topology, collective, members)
+    parts = roots or everyone
+    starts = [root for root, weight in parts if weight]
+    gives, takes = (members, starts) if collective == "reduce" else (starts, members)
+    require_routes(topology, gives, takes, collective)
+    wiring, names = neutral(topology, members)
+    if collective == "all_reduce":
+        found = optimum(wiring)
+        cuts = tuple(
+            Cut(frozenset(names[node] for node in nodes), weight, outward) for nodes, weight, outward in found.cuts
+        )
+        potentials = tuple((names[switch], down, up) for switch, down, up in found.potentials)
+        return Bound(topology, collective, members, parts, found.rate, cuts, potentials)
+    alias = {node: name for name, node in names.items()}
+    outward = collective in ("broadcast", "all_gather")
+    inside, ratio = tightest_cut(wiring, {alias[root]: weight for root, weight in parts}, outward=outward)
+    whole = sum((weight for _, weight in parts), Fraction(0))
+    cut = Cut(frozenset(names[node] for node in inside), Fraction(1), outward)
+    return Bound(topology, collective, members, parts, whole / ratio, (cut,))
+
+
+def _best_root(topology: Topology, collective: str, members: tuple[str, ...]) -> Bound:
+    """Return the bound of the root with the greatest rate."""
+    # If links are equal in both directions, the least cut between any two devices limits every root.
+    choices = members[:1] if topology.symmetric else members
+    bounds: list[Bound] = []
+    for device in choices:
+        try:
+            bounds.append(bound_of_members(topology, collective, members, ((device, Fraction(1)),)))
+        except PlanError as error:  # this root does not reach all devices; another one may
+            failure = error
+    if not bounds:
+        raise failure
+    return max(bounds, key=lambda best: best.algbw or 0)

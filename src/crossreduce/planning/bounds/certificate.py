@@ -1,0 +1,132 @@
+"""``Bound``: a rate that no schedule can exceed, and the certificate that proves it.
+
+Input: the parts of a certificate. Output: nothing, or PlanError. The check shares no code with the search.
+
+M is the bytes of the whole buffer, T the time, algbw is M / T; S is a set of nodes that lacks a device, B(S) the
+bandwidth of the links that leave S.
+
+- Parts of one buffer start at several roots, w_r bytes at root r, and all devices need all of them (all-gather: every
+  device is a root of M / N; broadcast: one root of M; several broadcasts at once). Then algbw <= sum(w) B(S) / w(S)
+  for every S, since a device outside must receive w(S) over these links. Trees reach the least of these rates (Edmonds
+  1973). Reduce and reduce-scatter are the same on the reversed links.
+- All-reduce by trees: a reduction to some roots and a broadcast back share the links. The best rate is the solution of
+  a linear program. Its dual gives weights of cuts, which are the certificate: if every root is in cuts with a total
+  weight of 1, every unit of rate uses links worth 1, so the rate is at most the worth of all links. A switch that does
+  not reduce sends as much as it receives, so worth may be shifted from the links into it to the links out of it.
+
+Source: Edmonds, Edge-disjoint branchings, in Combinatorial Algorithms, 1973; Zhao et al., ForestColl: Efficient
+collective communications on heterogeneous network fabrics, arXiv:2402.06787.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final, NamedTuple
+
+from ...errors import PlanError, message, shown
+from ...topology import Topology
+
+COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+
+
+class Cut(NamedTuple):
+    """A set of nodes that lacks a device, and its weight in a proof.
+
+    ``outward``: the data that devices outside need from the roots inside must leave over its links; otherwise the
+    contributions of the devices outside must enter over them.
+    """
+
+    nodes: frozenset[str]
+    weight: Fraction
+    outward: bool
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The greatest rate of a collective on a topology, and the proof.
+
+    Args:
+      topology: the topology.
+      collective: its name.
+      devices: the devices that take part.
+      roots: the bytes that start at (or end on) each root, for one buffer of ``sum(roots.values())`` bytes.
+      algbw: the rate in GB/s, exact; ``None``: nothing has to move, so the rate is unlimited.
+      cuts: the certificate. One cut, except for an all-reduce.
+      potentials: for an all-reduce, the shifts of worth at switches: (switch, in broadcasts, in reductions).
+    """
+
+    topology: Topology
+    collective: str
+    devices: tuple[str, ...]
+    roots: tuple[tuple[str, Fraction], ...]
+    algbw: Fraction | None
+    cuts: tuple[Cut, ...]
+    potentials: tuple[tuple[str, Fraction, Fraction], ...] = ()
+
+    @property
+    def tight_cut(self) -> frozenset[str]:
+        """The nodes whose links limit the rate: the heaviest cut of the certificate."""
+        return max(self.cuts, key=lambda cut: cut.weight).nodes if self.cuts else frozenset()
+
+    def check(self) -> None:
+        """Raise unless the certificate proves the bound; this shares no code with the search.
+
+        Raises:
+          PlanError: the certificate does not prove the bound.
+        """
+        known = set(self.topology.devices)
+        numbers = [self.algbw or 0, *(weight for _, weight in self.roots), *(cut.weight for cut in self.cuts)]
+        numbers += [shift for _, *two in self.potentials for shift in two]
+        if self.collective not in COLLECTIVES or not self.devices or not known.issuperset(self.devices):
+            raise PlanError(message("a bound needs a collective and devices of the topology.", shown(self)))
+        exact = all(isinstance(number, (int, Fraction)) for number in numbers)
+        if not exact or len(set(self.devices)) < len(self.devices):
+            raise PlanError(message("a proof needs exact numbers, and each device once.", shown(self)))
+        if self.collective not in ("broadcast", "reduce") and dict(self.roots) != dict.fromkeys(self.devices, 1):
+            problem = f"in a {self.collective} every device must be a root of the same weight."
+            raise PlanError(message(problem, shown(self.roots)))
+        if self.algbw is None and len(self.devices) > 1:
+            raise PlanError(message("this certificate does not prove a bound.", f"{self.collective}, no bound"))
+        if self.algbw is None:
+            return
+        everyone = set(self.devices)
+        if any(cut.weight < 0 or everyone <= cut.nodes for cut in self.cuts):
+            raise PlanError(message("a cut of the certificate must lack a device.", shown(self.cuts)))
+        proved = self._proved_by_weights() if self.collective == "all_reduce" else self._proved_by_one_cut()
+        if proved != self.algbw:
+            given = f"{self.collective}: {self.algbw} GB/s claimed, {proved} proved"
+            raise PlanError(message("the certificate does not prove the bound.", given))
+
+    def _proved_by_one_cut(self) -> Fraction:
+        outwards = self.collective in ("broadcast", "all_gather")
+        if len(self.cuts) != 1 or self.cuts[0].outward != outwards:
+            problem = f"the certificate of a {self.collective} must be one cut that its bytes must cross."
+            raise PlanError(message(problem, shown(self.cuts)))
+        ((nodes, _, outward),) = self.cuts
+        crossing = [link for link in self.topology.links if (link.src in nodes) > (link.dst in nodes)]
+        if not outward:
+            crossing = [link for link in self.topology.links if (link.dst in nodes) > (link.src in nodes)]
+        width = sum((link.bandwidth for link in crossing), Fraction(0))
+        inside = sum((weight for root, weight in self.roots if root in nodes), Fraction(0))
+        if inside <= 0 or any(weight < 0 or root not in self.devices for root, weight in self.roots):
+            raise PlanError(message("a cut must have the bytes of a root inside.", shown(self.roots)))
+        return sum((weight for _, weight in self.roots), Fraction(0)) * width / inside
+
+    def _proved_by_weights(self) -> Fraction:
+        for root in self.devices:  # the trees of every root cross cuts of weight 1
+            if sum((cut.weight for cut in self.cuts if root in cut.nodes), Fraction(0)) < 1:
+                raise PlanError(message("a root is in cuts of too little weight.", root))
+        shift = {switch: two for switch, *two in self.potentials}
+        if not shift.keys() <= {switch.name for switch in self.topology.switches if not switch.reduces}:
+            raise PlanError(message("only switches that do not reduce have potentials.", shown(self.potentials)))
+        worth = Fraction(0)
+        for src, dst, bandwidth, _ in self.topology.links:
+            prices = [Fraction(0), Fraction(0)]  # in broadcasts and in reductions
+            for nodes, weight, outward in self.cuts:
+                crosses = (src in nodes) > (dst in nodes) if outward else (dst in nodes) > (src in nodes)
+                prices[not outward] += weight * crosses
+            for k in (0, 1):
+                prices[k] += (shift[dst][k] if dst in shift else 0) - (shift[src][k] if src in shift else 0)
+            worth += bandwidth * max(Fraction(0), *prices)
+        return worth

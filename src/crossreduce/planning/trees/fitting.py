@@ -1,0 +1,170 @@
+"""Trees for given roots and bandwidths.
+
+Input: a topology, the bandwidths that may be used, and the weights of the roots. Output: trees that together respect
+the bandwidths and reach the rate that these allow, or stay within ``TOLERANCE`` of it if there are fewer of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Final
+
+from ...errors import PlanError, message
+from ...topology import Link, Topology
+from ..bounds.cuts import tightest_cut
+from ..bounds.linear_program import balanced_bandwidths
+from .packing import Batch, pack_trees
+from .schedule import Through, Tree
+from .switches import Arc, Capacities, all_reached, without_switches
+
+MOST_TREES: Final = 4
+"""The average number of trees per root up to which a plan reaches the bound exactly; if that needs more, fewer trees
+are tried, within ``TOLERANCE`` of the bound."""
+
+TOLERANCE: Final = Fraction(2, 100)
+"""The part of the rate that a plan of few trees may lose. NCCL's own search accepts more: the steps of its lists of
+speeds are 5 to 25 %."""
+
+Pair = tuple[str, str]
+
+
+def fit_trees(
+    topology: Topology, used: Mapping[Pair, Fraction], weights: Mapping[int, Fraction]
+) -> tuple[list[Tree], Fraction]:
+    """Return trees out of roots of the given weights that together respect the bandwidths, and k.
+
+    Args:
+      topology: under neutral names.
+      used: the bandwidth of each link that may be used.
+      weights: of each root, by its number.
+    Returns:
+      The trees, and k: the average number of unit trees per root.
+    Raises:
+      PlanError: no trees were found.
+    """
+    number = {node: k for k, node in enumerate(topology.nodes)}
+    n, devices = len(topology.devices), range(len(topology.devices))
+    for switch in topology.switches:
+        if sum(b if s == switch.name else -b for (s, d), b in used.items() if switch.name in (s, d)):
+            used = balanced_bandwidths(_with_bandwidths(topology, used), weights)
+            break
+    arcs = {(number[src], number[dst]): bandwidth for (src, dst), bandwidth in used.items() if bandwidth}
+    groups = [0] * n
+    for k, island in enumerate(topology.islands):
+        for device in island:
+            groups[number[device]] = k
+    switches = range(n, len(number))
+
+    def packed(unit: Fraction, roots: dict[int, int], most: int | None) -> list[Tree] | None:
+        capacities = Capacities()
+        for arc, bandwidth in arcs.items():
+            capacities.add(arc, (), int(bandwidth / unit))
+        capacities = without_switches(capacities, switches, roots, devices, groups, len(number))
+        if not all_reached(capacities.totals(), roots, devices, n):
+            return None
+        batches = pack_trees(capacities.totals(), roots, n, most)
+        return None if batches is None else _with_routes(batches, capacities)
+
+    total = sum(weights.values(), Fraction(0))
+    rate = _rate(topology, used, weights) / total  # of a root of weight 1
+    unit = _common_unit([*(rate * weight for weight in weights.values()), *arcs.values()])
+    exact = {root: int(rate * weight / unit) for root, weight in weights.items()}
+    trees = packed(unit, exact, MOST_TREES * len(exact))
+    if trees is not None and len(trees) <= MOST_TREES * len(exact):
+        return trees, Fraction(sum(exact.values()), len(exact))
+    least = min(weights.values())
+    for k in range(1, MOST_TREES + 1):
+        roots = {root: max(1, int(k * weight / least)) for root, weight in weights.items()}
+        if sum(roots.values()) > MOST_TREES * len(roots):
+            break
+        coarse = _largest_unit(arcs, roots, rate * total, devices, len(number))
+        if coarse * sum(roots.values()) >= (1 - TOLERANCE) * rate * total:
+            few = packed(coarse, roots, None)
+            if few is not None:
+                return few, Fraction(sum(roots.values()), len(roots))
+    trees = trees or packed(unit, exact, None)
+    if trees is None:
+        problem = "no forest with integer capacities was found."
+        raise PlanError(message(problem, repr(topology), 'algorithm="hierarchical_copy"'))
+    return trees, Fraction(sum(exact.values()), len(exact))
+
+
+def _rate(topology: Topology, used: Mapping[Pair, Fraction], weights: Mapping[int, Fraction]) -> Fraction:
+    """Return the rate of all roots together that the used bandwidths allow."""
+    shares = {topology.devices[k]: weight for k, weight in weights.items()}
+    _, ratio = tightest_cut(_with_bandwidths(topology, used), shares, outward=True)
+    return sum(weights.values(), Fraction(0)) / ratio
+
+
+def _with_bandwidths(topology: Topology, used: Mapping[Pair, Fraction]) -> Topology:
+    """Return the topology with other bandwidths."""
+    links = [Link(src, dst, bandwidth) for (src, dst), bandwidth in used.items() if bandwidth]
+    return Topology.unchecked(topology.devices, links, topology.switches)
+
+
+def _common_unit(values: Iterable[Fraction]) -> Fraction:
+    """Return the greatest number of which all values are integer multiples."""
+    listed = [value for value in values if value]
+    scale = lcm(*(value.denominator for value in listed))
+    return Fraction(gcd(*(int(value * scale) for value in listed)), scale)
+
+
+def _largest_unit(
+    arcs: Mapping[Arc, Fraction], roots: dict[int, int], rate: Fraction, sinks: Sequence[int], n: int
+) -> Fraction:
+    """Return the largest unit for which capacities, rounded down to units, have room for the trees of all roots, or 0.
+
+    The largest unit divides some capacity; units that lose too much are not considered.
+    """
+    most = rate / sum(roots.values())
+    units = {
+        bandwidth / parts
+        for bandwidth in set(arcs.values())
+        for parts in range(-(-bandwidth // most), int(bandwidth / (most * (1 - TOLERANCE))) + 1)
+    }
+    tried = sorted(units, reverse=True)
+    low, high = 0, len(tried)
+    while low < high:
+        middle = (low + high) // 2
+        capacities = {arc: int(bandwidth / tried[middle]) for arc, bandwidth in arcs.items()}
+        if all_reached(capacities, roots, sinks, n):
+            high = middle
+        else:
+            low = middle + 1
+    return tried[low] if low < len(tried) else Fraction(0)
+
+
+def _with_routes(batches: Sequence[Batch], capacities: Capacities) -> list[Tree]:
+    """Return trees with their routes through switches; a batch that needs two routes between two nodes is divided."""
+    trees: dict[tuple[int, tuple[tuple[int, int, Through], ...]], int] = {}
+    for root, weight, arcs in batches:
+        left = weight
+        while left:
+            part, parents = left, []
+            for src, dst in arcs:
+                here = capacities[src, dst]
+                # A route with room for all trees, else the widest one; the first of these.
+                through = max(here, key=lambda route: min(here[route], left))
+                part = min(part, here[through])
+                parents.append((dst, src, through))
+            for dst, src, through in parents:
+                capacities[src, dst][through] -= part
+                if not capacities[src, dst][through]:
+                    del capacities[src, dst][through]
+            key = (root, tuple((dst, src, _without_loops(src, through, dst)) for dst, src, through in parents))
+            trees[key] = trees.get(key, 0) + part
+            left -= part
+    return [Tree(root, weight, parents) for (root, parents), weight in trees.items()]
+
+
+def _without_loops(src: int, through: Through, dst: int) -> Through:
+    """Return a route without its loops, which the replacement of one switch after another can make."""
+    nodes = [src]
+    for node in (*through, dst):
+        if node in nodes:
+            del nodes[nodes.index(node) + 1 :]
+        else:
+            nodes.append(node)
+    return tuple(nodes[1:-1])

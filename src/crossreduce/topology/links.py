@@ -1,0 +1,71 @@
+"""The parts of a topology: links, switches, and exact numbers.
+
+Input: bandwidths and latencies as numbers of any kind. Output: ``Link``, ``Switch`` and ``Wiring`` values. Nothing here
+checks names: ``Topology`` does.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from numbers import Rational, Real
+from typing import Any, Final, NamedTuple
+
+from ..errors import ArgumentError, message, shown
+
+_MOST: Final = 10**12  # GB/s or seconds, so that floats can still represent the values
+_LEAST: Final = Fraction(1, _MOST)
+
+
+class Switch(NamedTuple):
+    """A node that forwards data and stores none.
+
+    ``reduces``: it can also combine the data that it receives and send data to several links at once, as NVLink SHARP
+    (NVLS) and InfiniBand SHARP do.
+    """
+
+    name: str
+    reduces: bool = False
+
+
+class Link(NamedTuple):
+    """A directed connection. ``bandwidth`` in GB/s, ``latency_s`` in seconds."""
+
+    src: str
+    dst: str
+    bandwidth: Fraction
+    latency_s: Fraction = Fraction(0)
+
+
+class Wiring(NamedTuple):
+    """The arguments of ``Topology``: ``Topology(*wiring)`` checks them and returns the topology.
+
+    Bandwidths and latencies may be any numbers, and switches may be names.
+    """
+
+    devices: tuple[str, ...]
+    links: tuple[Link, ...]
+    switches: tuple[Any, ...] = ()
+
+
+def exact(what: str, value: object) -> Fraction:
+    """Return a bandwidth or latency as a fraction; the float 0.1 is read as 1/10.
+
+    >>> exact("bandwidth", 0.1)
+    Fraction(1, 10)
+    """
+    number = Fraction(-1)
+    if isinstance(value, Rational) and not isinstance(value, bool):
+        number = Fraction(int(value.numerator), int(value.denominator))
+    elif isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
+        number = Fraction(repr(float(value)))
+    if number == 0 or _LEAST <= number <= _MOST:
+        return number
+    units = {"bandwidth": "GB/s", "latency": "seconds"}
+    problem = f"a {what} must be a number of {units[what]}, 0 or more, up to {_MOST}."
+    raise ArgumentError(message(problem, shown(value), "25" if what == "bandwidth" else "1e-6"))
+
+
+def both_ways(a: str, b: str, bandwidth: Fraction, latency_s: Fraction) -> tuple[Link, Link]:
+    """Return two equal links, one in each direction."""
+    return Link(a, b, bandwidth, latency_s), Link(b, a, bandwidth, latency_s)

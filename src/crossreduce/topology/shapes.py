@@ -1,0 +1,108 @@
+"""Regular topologies: meshes, rings, grids, tori, stars, and matrices of bandwidths.
+
+Input: a number of devices or their names, bandwidths, one latency for all links. Output: a ``Wiring``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from ..errors import ArgumentError, message, shown
+from ..values import host_devices, read_devices
+from .links import Link, Wiring, both_ways, exact
+
+Number = float | Fraction
+
+
+def matrix(gb_per_s: Sequence[Sequence[Number]], devices: Iterable[str] | None, latency_s: Number) -> Wiring:
+    """Return the wiring of a matrix of bandwidths: see ``Topology.from_matrix``."""
+    try:
+        rows = [list(row) for row in gb_per_s]
+    except TypeError as error:
+        problem = "a matrix of bandwidths must be a list of rows."
+        raise ArgumentError(message(problem, shown(gb_per_s), "[[0, 25], [25, 0]]")) from error
+    if any(len(row) != len(rows) for row in rows):
+        given = f"{len(rows)} rows of {sorted({len(row) for row in rows})} entries"
+        problem = "a matrix of bandwidths must be square."
+        raise ArgumentError(message(problem, given, "one row and one column for each device"))
+    if any(exact("bandwidth", row[i]) for i, row in enumerate(rows)):
+        problem = "a device must not have a link to itself."
+        raise ArgumentError(message(problem, "a number on the matrix's diagonal", "0 on the diagonal"))
+    names = _names(len(rows) if devices is None else devices)
+    latency = exact("latency", latency_s)
+    if len(names) != len(rows):
+        given = f"{len(rows)} rows, {len(names)} devices"
+        raise ArgumentError(message("the matrix needs one row for each device.", given))
+    links = [
+        Link(names[i], names[j], bandwidth, latency)
+        for i, row in enumerate(rows)
+        for j, entry in enumerate(row)
+        if (bandwidth := exact("bandwidth", entry))
+    ]
+    return Wiring(names, tuple(links))
+
+
+def full_mesh(devices: int | Iterable[str], gb_per_s: Number = 1, latency_s: Number = 0) -> Wiring:
+    """Return the wiring of a full mesh: see ``Topology.full_mesh``."""
+    names = _names(devices)
+    return _symmetric(names, ((a, b, gb_per_s) for a in names for b in names if a < b), latency_s)
+
+
+def ring(devices: int | Iterable[str], gb_per_s: Number = 1, latency_s: Number = 0) -> Wiring:
+    """Return the wiring of a ring: see ``Topology.ring``."""
+    names = _names(devices)
+    pairs = {frozenset((names[i - 1], names[i])) for i in range(len(names))} if len(names) > 1 else set()
+    return _symmetric(names, ((a, b, gb_per_s) for a, b in map(sorted, pairs)), latency_s)
+
+
+def star(devices: int | Iterable[str], gb_per_s: Number = 1, latency_s: Number = 0) -> Wiring:
+    """Return the wiring of devices around one switch: see ``Topology.star``."""
+    names = _names(devices)
+    return _symmetric(names, ((name, "switch", gb_per_s) for name in names), latency_s, ("switch",))
+
+
+def grid(shape: Sequence[int], gb_per_s: Any, latency_s: Number, *, wraps: bool) -> Wiring:
+    """Return the wiring of a grid of any number of dimensions: see ``Topology.mesh`` and ``Topology.torus``.
+
+    Args:
+      shape: devices along each dimension; the last varies fastest.
+      gb_per_s: of all links; or one number for each dimension, the last dimension's first.
+      latency_s: of all links.
+      wraps: whether the ends of each dimension are linked.
+    """
+    if not shape or not all(type(length) is int and length >= 1 for length in shape):
+        raise ArgumentError(message("a grid has 1 or more devices along each dimension.", shown(shape), "4, 4"))
+    speeds = list(gb_per_s) if isinstance(gb_per_s, (tuple, list)) else [gb_per_s] * len(shape)
+    if len(speeds) != len(shape):
+        given = f"{len(speeds)} speeds, {len(shape)} dimensions"
+        raise ArgumentError(message("a grid has one speed, or one for each dimension.", given, "gb_per_s=25"))
+    names = host_devices(math.prod(shape))
+    pairs: dict[frozenset[str], tuple[str, str, Any]] = {}
+    stride = 1
+    for length, speed in zip(reversed(shape), speeds, strict=True):
+        for number, name in enumerate(names):
+            place = number // stride % length
+            if place + 1 < length or (wraps and length > 1):
+                neighbour = names[number + ((place + 1) % length - place) * stride]
+                pairs.setdefault(frozenset((name, neighbour)), (name, neighbour, speed))
+        stride *= length
+    return _symmetric(names, pairs.values(), latency_s)
+
+
+def _symmetric(
+    names: tuple[str, ...], pairs: Iterable[tuple[str, str, Any]], latency_s: Number, switches: tuple[str, ...] = ()
+) -> Wiring:
+    latency = exact("latency", latency_s)
+    links = [link for a, b, speed in pairs for link in both_ways(a, b, exact("bandwidth", speed), latency)]
+    return Wiring(names, tuple(links), switches)
+
+
+def _names(devices: int | Iterable[str]) -> tuple[str, ...]:
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        if devices < 1:
+            raise ArgumentError(message("a topology needs at least one device.", shown(devices), "1 or more"))
+        return host_devices(devices)
+    return read_devices(devices)  # type: ignore[arg-type]

@@ -1,0 +1,32 @@
+"""Short forms of planning requests, for tests."""
+
+from __future__ import annotations
+
+from crossreduce import Schedule, Topology
+from crossreduce.planning import Request, schedule_for
+
+
+def planned(
+    algorithm: str,
+    sources: tuple[str, ...],
+    destinations: tuple[str, ...],
+    packs: int = 1,
+    first: int = 0,
+    root: str | None = None,
+) -> Schedule:
+    """Return the schedule of an all-reduce between devices that are all linked equally."""
+    return schedule_for(Request("all_reduce", sources, destinations, algorithm, None, 0, packs, first, root))
+
+
+def planned_for(
+    topology: Topology,
+    algorithm: str,
+    sources: tuple[str, ...],
+    destinations: tuple[str, ...],
+    nbytes: int,
+    packs: int = 1,
+    first: int = 0,
+    root: str | None = None,
+) -> Schedule:
+    """Return the schedule of an all-reduce on a topology."""
+    return schedule_for(Request("all_reduce", sources, destinations, algorithm, topology, nbytes, packs, first, root))
