@@ -1,6 +1,6 @@
-"""What hypothesis draws: devices, topologies, requests, shapes, dtypes, ops, algorithms and packings.
+"""Hypothesis strategies: devices, topologies, requests, shapes, dtypes, ops, algorithms and packings.
 
-Names only; frameworks are not known here.
+They draw names and NumPy arrays; no other framework is used here.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def names(n: int) -> tuple[str, ...]:
 def wired(
     draw: st.DrawFn, devices: tuple[str, ...], most_switches: int = 2, both_ways: bool = True, latency: bool = True
 ) -> Topology:
-    """Draw a topology of some devices in which data gets from everywhere to everywhere.
+    """Draw a connected topology of some devices.
 
-    ``both_ways``: every link has one of the same bandwidth the other way.
+    ``both_ways``: for every link there is one of the same bandwidth in the other direction.
     """
     nodes = [*devices, *(f"bus{k}" for k in range(draw(st.integers(0, most_switches))))]
     speeds = st.sampled_from([1, 2, Fraction(5, 2), 25, Fraction(64, 3), 450])
@@ -83,8 +83,8 @@ def wired(
     return Topology(devices, tuple(Link(*pair, width, draw(delays)) for pair, width in widths.items()), switches)
 
 
-class Ask(NamedTuple):
-    """A request to a planner, by names."""
+class DeviceRequest(NamedTuple):
+    """The arguments of a planner for lists of devices."""
 
     devices: tuple[str, ...]
     sources: tuple[str, ...]
@@ -94,7 +94,7 @@ class Ask(NamedTuple):
 
 
 @st.composite
-def requests(draw: st.DrawFn, counts: st.SearchStrategy[int] = device_counts, most_packs: int = 20) -> Ask:
+def requests(draw: st.DrawFn, counts: st.SearchStrategy[int] = device_counts, most_packs: int = 20) -> DeviceRequest:
     """Draw devices, and sources and destinations among them: all, some, one, disjoint ones, permuted."""
     devices = names(draw(counts))
     everyone = st.just(devices)
@@ -108,12 +108,12 @@ def requests(draw: st.DrawFn, counts: st.SearchStrategy[int] = device_counts, mo
     if others:
         kinds.append(st.just(others))
     destinations = draw(st.one_of(kinds))
-    return Ask(devices, sources, destinations, draw(st.integers(1, most_packs)), draw(st.integers(0, 40)))
+    return DeviceRequest(devices, sources, destinations, draw(st.integers(1, most_packs)), draw(st.integers(0, 40)))
 
 
 @st.composite
 def packings(draw: st.DrawFn, most_packs: int = 20) -> Packing:
-    """Draw a way to pack: none, n packs, packs of so many bytes, joined small tensors, several at once."""
+    """Draw packing options: no packs, n packs, packs of a number of bytes, joined small tensors, several of these."""
     kind = draw(st.sampled_from(["none", "packs", "bytes", "small", "any"]))
     any_ = kind == "any"
     return Packing(
@@ -126,7 +126,7 @@ def packings(draw: st.DrawFn, most_packs: int = 20) -> Packing:
 
 @st.composite
 def arrays(draw: st.DrawFn, dtype: str, shape: tuple[int, ...], n: int) -> list[np.ndarray[Any, Any]]:
-    """Draw ``n`` random arrays of one dtype and shape; integers over their whole range, no NaN or inf."""
+    """Draw ``n`` random arrays of one dtype and shape; integers over their complete range, without NaN or inf."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     made = oracle.dtype_of(dtype)
     if dtype == "bool":

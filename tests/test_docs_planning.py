@@ -345,5 +345,7 @@ def test_stored_results_are_complete():
         for what in ("rate", "tensorflow", "tensorflow_in_stages", "rings", "one_device"):
             assert Fraction(line.get(what) or 0) <= bound, line
     for line in KEPT["auto"]:
-        assert min(ratio for ratio in line["relative"].values() if ratio is not None) == 1
+        least = min(ratio for ratio in line["relative"].values() if ratio is not None)
+        assert least >= 1
+        assert least == 1 or line["algorithm"] == "hierarchical_copy"  # "auto" also tries one tree per device
         assert line["over_bound"] >= 1

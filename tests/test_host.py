@@ -120,7 +120,7 @@ def test_17_devices(algorithm, op, dtype):
     rows = []
     for shape in ((1000,), (3, 5), (), (0,), (2, 4097)):
         xs = [np.asarray(rng.normal(size=shape) * 2.0**k).astype(dtype) for k in range(-n // 2, n // 2 + 1)][:n]
-        rows.append((xs, strategies.Ask(*[strategies.names(n)] * 3, 0, 0)))
+        rows.append((xs, strategies.DeviceRequest(*[strategies.names(n)] * 3, 0, 0)))
     check_law(op, rows, cr.AllReduceCrossDeviceOps(algorithm, num_packs=3), None)
 
 

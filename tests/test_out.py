@@ -28,7 +28,7 @@ class Row(NamedTuple):
     """A value, the devices of its result, and for each destination the component to overwrite, or ``None``."""
 
     xs: list[np.ndarray[Any, Any]]
-    ask: strategies.Ask
+    ask: strategies.DeviceRequest
     targets: list[int | None]
 
 

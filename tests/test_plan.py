@@ -20,7 +20,7 @@ from strategies import NAMED, names, wired
 import crossreduce as cr
 from crossreduce import ArgumentError, DeviceError, Link, PlanError, Topology, simulate, verify
 from crossreduce.planning import plans, registry, search
-from crossreduce.schedule import fluid_rate
+from crossreduce.schedule import fluid_rate, live_rounds
 from crossreduce.topology.machines import machine_names
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -101,6 +101,7 @@ def check(made, topology, collective, nbytes, sources, destinations):
     at least that of its bound and latencies, and that its numbers agree with each other."""
     schedule, limit = made.schedule, made.bound
     verify(schedule)
+    assert live_rounds(schedule) == [list(steps) for steps in schedule.rounds]
     assert (made.topology, made.collective, made.nbytes) == (topology, collective, nbytes)
     assert schedule.collective == collective
     assert made.algorithm == schedule.algorithm

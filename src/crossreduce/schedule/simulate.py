@@ -284,19 +284,12 @@ class _Timing:
             rounds = len(self.latency_s)
             busiest = [0.0] * (rounds + width - 1)
             for by_round in self.loads:
-                load, events = 0.0, dict[int, tuple[float, float]]()
-                for r, seconds in by_round.items():
-                    events[r] = seconds, events.get(r, (0.0, 0.0))[1]
-                    events[r + width] = events.get(r + width, (0.0, 0.0))[0], seconds
-                start = -1
-                for t in sorted(events):
-                    if start >= 0 and load > 0.0:
-                        for k in range(start, min(t, len(busiest))):
-                            if load > busiest[k]:
-                                busiest[k] = load
-                    entering, leaving = events[t]
-                    load = load + entering - leaving
-                    start = t
+                load = 0.0
+                for t in range(min(by_round), min(max(by_round) + width, len(busiest))):
+                    load += by_round.get(t, 0.0)
+                    load -= by_round.get(t - width, 0.0)
+                    if load > busiest[t]:
+                        busiest[t] = load
             self._windows[width] = list(zip(_sliding_max(self.latency_s, width), busiest, strict=True))
         return self._windows[width]
 
