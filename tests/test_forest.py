@@ -1,7 +1,6 @@
 """Forests: their schedules are right, as fast as the bound, and the same in every process."""
 
 import hashlib
-import itertools
 import os
 import random
 import re
@@ -33,7 +32,7 @@ from planning_oracle import (
 from running import run
 from test_verify import MUTATIONS, agree
 
-from crossreduce import PlanError, Schedule, Topology, bound, plan, verify
+from crossreduce import PlanError, Schedule, Topology, bound, verify
 from crossreduce.planning import Request
 from crossreduce.planning.algorithms import forest as module
 from crossreduce.planning.trees.fitting import MOST_TREES, TOLERANCE
@@ -102,6 +101,36 @@ def check_close(found, topology, wanted):
         assert rate >= CLOSE * wanted
         assert found.trees <= MOST_TREES * len(topology.devices)
     return rate == wanted
+
+
+@st.composite
+def requested(draw, kinds=(SYMMETRIC, DIRECTED, LOOSE)):
+    """Draw a topology and a request: some sources and some destinations; the other devices only forward."""
+    topology = Topology(*draw(wirings(kinds, WHOLE, reducing=(False, False, True))))
+    collective = draw(st.sampled_from(COLLECTIVES))
+    some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple)
+    sources, destinations = draw(some), draw(some)
+    if collective == "broadcast":
+        sources = sources[:1]
+    if collective == "reduce":
+        destinations = destinations[:1]
+    if collective in ("reduce_scatter", "all_gather"):
+        destinations = sources
+    return topology, collective, sources, destinations
+
+
+def joined(topology, sources, destinations):
+    """Return whether there is a route from every source to every destination."""
+    for source in sources:
+        reached, waiting = {source}, [source]
+        while waiting:
+            for link in topology.out_links(waiting.pop()):
+                if link.dst not in reached:
+                    reached.add(link.dst)
+                    waiting.append(link.dst)
+        if not reached >= set(destinations):
+            return False
+    return True
 
 
 # The rate of a forest.
@@ -231,234 +260,6 @@ def test_bandwidths_no_float_holds_together(wiring):
         check_close(found, topology, limit(topology, collective))
 
 
-# Requests.
-
-
-@st.composite
-def asked(draw, kinds=(SYMMETRIC, DIRECTED, LOOSE)):
-    """Draw a topology and a request: some sources and some destinations; the other devices only forward."""
-    topology = Topology(*draw(wirings(kinds, WHOLE, reducing=(False, False, True))))
-    collective = draw(st.sampled_from(COLLECTIVES))
-    some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple)
-    sources, destinations = draw(some), draw(some)
-    if collective == "broadcast":
-        sources = sources[:1]
-    if collective == "reduce":
-        destinations = destinations[:1]
-    if collective in ("reduce_scatter", "all_gather"):
-        destinations = sources
-    return topology, collective, sources, destinations
-
-
-def joined(topology, sources, destinations):
-    """Return whether there is a route from every source to every destination."""
-    for source in sources:
-        reached, waiting = {source}, [source]
-        while waiting:
-            for link in topology.out_links(waiting.pop()):
-                if link.dst not in reached:
-                    reached.add(link.dst)
-                    waiting.append(link.dst)
-        if not reached >= set(destinations):
-            return False
-    return True
-
-
-def check_request(topology, collective, sources, destinations):
-    if not joined(topology, sources, destinations):
-        with pytest.raises(PlanError, match=r"needs a route from \S+ to .*, but no link leads out of {"):
-            forest(topology, collective, sources, destinations)
-        return
-    members = tuple(dict.fromkeys([*sources, *destinations]))
-    if (
-        min(len(sources), len(destinations)) > 1
-        and collective == "all_reduce"
-        and not joined(topology, members, members)
-    ):
-        with pytest.raises(PlanError, match=r"by trees needs a route from \S+ to .*, but no link leads out of {"):
-            forest(topology, collective, sources, destinations)
-        return
-    found = forest(topology, collective, sources, destinations)
-    rate, schedule = check_right(found, topology), found.schedule
-    assert schedule.devices[: len(members)] == members
-    assert all(node in topology.nodes for node in schedule.devices)
-    for chunk in schedule.chunks:
-        gives, takes = ([schedule.devices[k] for k in part] for part in chunk[1:])
-        assert collective == "all_gather" or tuple(gives) == sources
-        assert collective == "reduce_scatter" or tuple(takes) == destinations
-    if collective in ("reduce_scatter", "all_gather"):
-        wanted = bound(topology, collective, devices=members).algbw
-    else:
-        wanted = plan(topology, "all_reduce", 1, "forest", sources, destinations).bound.algbw
-    if wanted is None:
-        assert rate is None
-    elif rate is not None:
-        assert rate <= wanted
-
-
-@settings(max_examples=200)
-@given(asked((SYMMETRIC, DIRECTED)))
-def test_any_sources_and_destinations(ask):
-    """Sources and destinations may be disjoint, overlap or be one device, while the other devices forward."""
-    check_request(*ask)
-
-
-@settings(max_examples=200)
-@given(asked((LOOSE,)))
-def test_devices_that_are_not_joined(ask):
-    """If a destination cannot be reached, the error has both devices; unreachable devices that do not take part
-    do not matter."""
-    check_request(*ask)
-
-
-@settings(max_examples=60)
-@given(asked((SYMMETRIC,)))
-def test_relays_do_not_slow_one_way_collectives(ask):
-    """Devices that do not take part forward: with links equal in both directions, one-way collectives reach the
-    bound."""
-    topology, collective, sources, destinations = ask
-    assume(collective != "all_reduce" and len({*sources, *destinations}) > 1)
-    single = {"broadcast": sources[0], "reduce": destinations[0]}.get(collective)
-    wanted = bound(topology, collective, single, dict.fromkeys([*sources, *destinations])).algbw
-    rate = fluid_rate(forest(topology, collective, sources, destinations).schedule, topology)
-    assert CLOSE * wanted <= rate <= wanted
-
-
-@pytest.mark.parametrize(
-    ("links", "destinations"), [("02 03 12 13", ("cpu:2", "cpu:3")), ("01 10 12 23 32", ("cpu:1", "cpu:2", "cpu:3"))]
-)
-def test_no_way_back_from_destinations_to_sources(links, destinations):
-    """Trees have any member as root, so several sources that no destination can reach are a PlanError; this does not
-    apply to a single destination."""
-    topology = Topology([f"cpu:{k}" for k in range(4)], [(f"cpu:{a}", f"cpu:{b}", 1) for a, b in links.split()])
-    with pytest.raises(
-        PlanError, match=r"all_reduce by trees needs a route from cpu:\d to .*, but no link leads out of {"
-    ):
-        forest(topology, "all_reduce", ("cpu:0", "cpu:1"), destinations)
-    for destination in destinations:
-        check_right(forest(topology, "all_reduce", ("cpu:0", "cpu:1"), (destination,)), topology)
-
-
-def test_one_device():
-    """For one device no data moves, on any topology."""
-    for topology in (Topology(["cpu:0"], []), Topology.ring(3), Topology.star(3)):
-        for collective in COLLECTIVES:
-            found = forest(topology, collective, ("cpu:0",), ("cpu:0",))
-            assert (found.schedule.rounds, found.trees, found.depth) == ((), 1, 0)
-            verify(found.schedule)
-
-
-def test_one_device_beside_another_that_is_cut_off():
-    """A device without links does not matter if it does not take part."""
-    topology = Topology(["cpu:0", "cpu:1", "cpu:2"], [("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:0", 1)])
-    for devices in (("cpu:2",), ("cpu:0", "cpu:1")):
-        for collective in COLLECTIVES:
-            single = collective in ("broadcast", "reduce")
-            found = forest(topology, collective, devices[: 1 if single else None], devices[: 1 if single else None])
-            verify(found.schedule)
-
-
-@pytest.mark.parametrize("width", [1, Fraction(1, 3), 10**9])
-def test_two_devices(width):
-    """Two devices exchange halves; a broadcast uses the complete link."""
-    topology = Topology.ring(2, width)
-    rates = {
-        collective: fluid_rate(forest_of_all(topology, collective).schedule, topology) for collective in COLLECTIVES
-    }
-    assert rates == dict(zip(COLLECTIVES, (width, width, width, 2 * width, 2 * width), strict=True))
-
-
-@pytest.mark.parametrize("n", range(3, 8))
-def test_one_way_rings(n):
-    """On a ring of links in one direction each chunk travels once round the ring, twice in an all-reduce."""
-    devices = [f"cpu:{k}" for k in range(n)]
-    topology = Topology(devices, [(devices[k - 1], devices[k], 12) for k in range(n)])
-    for collective, laps in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
-        found = forest_of_all(topology, collective)
-        assert check_right(found, topology) == Fraction(12 * n, laps * (n - 1))
-        assert (found.depth, len(found.schedule.rounds)) == (n - 1, laps * (n - 1))
-    for collective in ("broadcast", "reduce"):
-        assert check_right(forest_of_all(topology, collective, devices[2]), topology) == 12
-
-
-# Values.
-
-
-def test_damaged_dgx_1s_reach_their_bound():
-    """On all connected parts of a DGX-1V, and without each of its 16 links, the all-reduce reaches its bound, which is
-    at least half of the all-gather's."""
-    damaged = [DGX_1V.without_link(a, b) for a, b in itertools.combinations(DGX_1V.devices, 2) if DGX_1V.link(a, b)]
-    subsets = [DGX_1V.subset(d) for n in range(2, 9) for d in itertools.combinations(DGX_1V.devices, n)]
-    assert (len(damaged), len(subsets)) == (16, 247)
-    exact = 0
-    for topology in damaged + subsets:
-        if not joined(topology, topology.devices[:1], topology.devices):
-            with pytest.raises(PlanError, match="no link leads out of"):
-                forest_of_all(topology, "all_reduce")
-            continue
-        wanted = limit(topology, "all_reduce")
-        assert wanted >= limit(topology, "all_gather") / 2
-        exact += check_close(forest_of_all(topology, "all_reduce"), topology, wanted)
-    assert exact == 16 + 197
-
-
-MACHINES = [
-    ("dgx-1p", {}), ("dgx-1v", {}), ("dgx-2", {}), ("dgx-a100", {}), ("hgx-h100", {}), ("mi250", {}), ("mi300x", {}),
-    ("pcie-8", {"speeds": "effective"}), ("nvlink-pairs-4", {"speeds": "effective"}), ("mi100", {}),
-    ("hgx-h100", {"hosts": 2}), ("ndv2", {"hosts": 2}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "options"), MACHINES, ids=[f"{name}-{o.get('hosts', 1)}" for name, o in MACHINES])
-def test_forests_of_machines(name, options):
-    """On complete machines of up to 16 devices all five collectives reach the bound exactly."""
-    topology = Topology.machine(name, **options)
-    for collective in COLLECTIVES:
-        assert check_close(forest_of_all(topology, collective), topology, limit(topology, collective)), collective
-
-
-def test_few_trees_where_the_bound_takes_many():
-    """Two DGX A100 need 13 trees per root to reach the bound; one per root is within 1.1 % of it."""
-    topology = Topology.machine("dgx-a100", 2)
-    found = forest_of_all(topology, "all_gather")
-    assert not check_close(found, topology, limit(topology, "all_gather"))
-    assert (found.k, found.trees) == (1, 16)
-    assert fluid_rate(found.schedule, topology) / limit(topology, "all_gather") == Fraction(90, 91)
-
-
-def test_meshes_reach_more_than_half_an_all_gather():
-    """On meshes the corners have few links; an all-reduce with other roots reaches the rate of the linear program."""
-    for rows, rate in ((3, Fraction(3, 2)), (4, Fraction(8, 5)), (5, Fraction(5, 3))):
-        topology = Topology.mesh(rows, rows)
-        assert check_close(forest_of_all(topology, "all_reduce"), topology, rate)
-        assert rate > limit(topology, "all_gather") / 2
-
-
-@pytest.mark.parametrize(("name", "rate"), [("hgx-h100", 450), ("gb200-nvl72", 900)])
-def test_switches_in_the_network_reduce(name, rate):
-    """With a switch that combines and multicasts each device sends and receives its buffer once."""
-    topology = Topology.machine(name, in_network=True)
-    found = forest_of_all(topology, "all_reduce")
-    assert check_right(found, topology) == rate
-    assert (found.trees, found.depth) == (1, 2)  # from a device to the switch to all others
-    assert found.schedule.devices == (*topology.devices, "nvswitch")
-
-
-def test_machines_are_planned_with_k_trees():
-    """k, the number of trees and the depth on some machines are those of ForestColl's paper."""
-    for name, k, trees, depth in (
-        ("dgx-1v", 6, 16, None),
-        ("dgx-2", 1, 16, 1),
-        ("mi300x", 1, 8, 1),
-        ("mi250", 3, 24, None),
-    ):
-        found = forest_of_all(Topology.machine(name), "all_gather")
-        assert found.k == k
-        assert found.trees == trees
-        assert depth in (None, found.depth)
-        assert found.k.denominator == 1
-
-
 # The positions of parts.
 
 
@@ -491,7 +292,7 @@ def test_parts_lie_in_the_devices_order(wiring, size):
 
 
 @settings(max_examples=60)
-@given(asked((SYMMETRIC, DIRECTED)), st.integers(0, 30))
+@given(requested((SYMMETRIC, DIRECTED)), st.integers(0, 30))
 def test_executed_forests_give_the_oracles_sums(ask, size):
     """Run on NumPy arrays of integers, every destination has the exact sum over all sources."""
     topology, collective, sources, destinations = ask

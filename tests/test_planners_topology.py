@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planned import planned, planned_for
 from strategies import NAMED, named, names, requests, wired
-from test_planners import counts, trees
+from test_hierarchical_copy import trees
+from test_planners import counts
 
 from crossreduce import (
     AllReduceCrossDeviceOps,

@@ -17,7 +17,6 @@ from crossreduce import ArgumentError, Chunk, Link, PlanError, Route, Schedule, 
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.planning import PLANNERS, direct, halving_doubling, hierarchical_copy, one_device, ring
 from crossreduce.schedule import fluid_rate, pipelined
-from crossreduce.schedule.simulate import LEAST_PIECE
 
 GB = 10**9
 ONE = Fraction(1)
@@ -390,61 +389,6 @@ def test_elements_are_not_cut_but_time_is():
     assert sorted(single.bytes.values()) == [4] * 12
     assert whole.seconds == single.seconds == near(Fraction(4, GB))
     assert whole.busy == single.busy
-
-
-# The number of pieces.
-
-
-def fastest(schedule, topology, nbytes, most=64):
-    """Return the least seconds of 1 to 64 pieces, of at least the least size."""
-    allowed = max(1, nbytes // len(schedule.chunks) // LEAST_PIECE)
-    return min(
-        simulate(replace(schedule, pieces=p), topology, nbytes).seconds for p in range(1, min(most, allowed) + 1)
-    )
-
-
-@settings(max_examples=40)
-@given(st.integers(2, 40), st.sampled_from([0, 1e-7, 1e-6, 1e-5]), st.sampled_from([1, 25, 450]), st.integers(0, 10**8))
-def test_a_chain_is_cut_into_the_best_number_of_pieces(n, latency, speed, nbytes):
-    """On a chain, no number of pieces from 1 to 64 is faster than the chosen one."""
-    topology = line(n, speed, Fraction(latency))
-    best, seconds = pipelined(chain(n), topology, nbytes)
-    assert replace(best, pieces=1) == chain(n)
-    assert seconds == simulate(best, topology, nbytes).seconds
-    assert seconds <= fastest(chain(n), topology, nbytes) * (1 + 1e-9)
-
-
-LATENT = Topology(DGX_1V.devices, [link._replace(latency_s=MICRO) for link in DGX_1V.links])
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "packs", "topology", "nbytes"),
-    [
-        ("ring", 1, Topology.ring(8, 25, MICRO), 10**8),
-        ("ring", 1, Topology.ring(5, 25, MICRO), 10**4),
-        ("direct", 2, Topology.star(8, 450, MICRO), 10**7),
-        ("one_device", 8, DGX_1V, 10**9),
-        ("hierarchical_copy", 8, LATENT, 10**5),
-        ("hierarchical_copy", 8, LATENT, 10**9),
-        ("halving_doubling", 3, Topology.full_mesh(4, 450, Fraction(9, 10**6)), 46_274_461),
-        ("hierarchical_copy", 3, Topology.full_mesh(8, 1, Fraction(158, 10**8)), 39_739),
-    ],
-)
-def test_plans_are_cut_into_the_best_number_of_pieces(algorithm, packs, topology, nbytes):
-    """No number of pieces from 1 to 64 is faster than the chosen one."""
-    schedule = PLANNERS[algorithm](topology.devices, packs=packs)
-    best, seconds = pipelined(schedule, topology, nbytes)
-    assert seconds == simulate(best, topology, nbytes).seconds
-    assert seconds <= fastest(schedule, topology, nbytes) * (1 + 1e-9)
-
-
-@given(algorithms, st.integers(1, 6), st.integers(0, 10**6), st.integers(1, 4))
-def test_no_piece_is_too_small(algorithm, n, nbytes, packs):
-    """No piece of an average chunk is below LEAST_PIECE bytes; the previous number of pieces does not matter."""
-    schedule = PLANNERS[algorithm](names(n), packs=packs)
-    best, seconds = pipelined(replace(schedule, pieces=77), Topology.full_mesh(n), nbytes)
-    assert (best, seconds) == pipelined(schedule, Topology.full_mesh(n), nbytes)
-    assert best.pieces == 1 or nbytes / len(schedule.chunks) / best.pieces >= LEAST_PIECE
 
 
 # Invalid arguments.

@@ -1,0 +1,175 @@
+"""Certificates of bounds: exactly the correct ones are accepted."""
+
+import re
+from dataclasses import replace
+from fractions import Fraction
+
+import planning_oracle
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from planning_oracle import ODD, WHOLE, wirings
+from test_bounds import ANY, COLLECTIVES, DGX_1V, ONE, ONE_WAY, line, outward
+
+from crossreduce import PlanError, Topology, bound
+from crossreduce.planning import Cut
+
+
+def proved(claim):
+    """Return the rate that a certificate proves according to check; None if check accepts the claim."""
+    try:
+        claim.check()
+    except PlanError as error:
+        found = re.search(r"GB/s claimed, (\S+) proved", str(error))
+        return Fraction(found[1]) if found else Fraction(-1)
+    return None
+
+
+def truth(claim):
+    """Return the real bound, in floating point."""
+    if claim.collective == "all_reduce":
+        return planning_oracle.all_reduce_bound(claim.topology)
+    return float(planning_oracle.cut_bound(claim.topology, dict(claim.roots), outward(claim.collective)))
+
+
+@st.composite
+def forgeries(draw, one_way=True):
+    """Draw a bound with another certificate: cuts moved, removed, added, with other weights; any potentials."""
+    topology = Topology(*draw(wirings(ANY, WHOLE, most_devices=4, reducing=(False, True))))
+    collective = draw(st.sampled_from(ONE_WAY if one_way else COLLECTIVES[:1]))
+    root = draw(st.sampled_from(topology.devices)) if collective in ("broadcast", "reduce") else None
+    real = bound(topology, collective, root)
+    nodes = st.sets(st.sampled_from(topology.nodes), min_size=1).map(frozenset)
+    if one_way:
+        return replace(real, cuts=(Cut(draw(nodes), draw(st.sampled_from([ONE, Fraction(3)])), outward(collective)),))
+    amounts = st.sampled_from([Fraction(n, d) for n in range(-2, 5) for d in (1, 2, 3)])
+    cuts = list(real.cuts)
+    for k in range(len(cuts)):
+        what = draw(st.sampled_from(["keep", "keep", "drop", "move", "weight", "turn"]))
+        node = draw(st.sampled_from(topology.nodes))
+        cuts[k] = {
+            "keep": lambda cut: cut,
+            "drop": lambda cut: cut._replace(weight=Fraction(0)),
+            "move": lambda cut, node=node: cut._replace(nodes=cut.nodes ^ {node}),
+            "weight": lambda cut: cut._replace(weight=draw(amounts)),
+            "turn": lambda cut: cut._replace(outward=not cut.outward),
+        }[what](cuts[k])
+    cuts += [Cut(draw(nodes), draw(amounts), draw(st.booleans())) for _ in range(draw(st.integers(0, 2)))]
+    shifts = st.tuples(st.sampled_from([*topology.nodes, "nowhere"]), amounts, amounts)
+    potentials = draw(st.one_of(st.just(real.potentials), st.lists(shifts, max_size=2).map(tuple)))
+    return replace(real, cuts=tuple(cuts), potentials=potentials)
+
+
+def check_is_sound(forged):
+    claimed = proved(forged)
+    if claimed is not None:  # refused: claim the rate that it proves
+        assume(claimed >= 0)
+        forged = replace(forged, algbw=claimed)
+        assert proved(forged) is None
+    assert float(forged.algbw) >= truth(forged) * (1 - 1e-7)
+
+
+@settings(max_examples=300)
+@given(forgeries())
+def test_no_single_cut_proves_a_false_bound(forged):
+    """For any set as certificate, check only accepts bounds: no rate below the least cut is accepted."""
+    nodes = forged.cuts[0].nodes
+    if set(forged.devices) <= nodes:
+        with pytest.raises(PlanError, match="must lack a device"):
+            forged.check()
+        return
+    assume(any(weight for root, weight in forged.roots if root in nodes))
+    check_is_sound(forged)
+
+
+@settings(max_examples=120)
+@given(forgeries(one_way=False))
+def test_no_certificate_proves_a_false_all_reduce_bound(forged):
+    """For any change of the cuts, weights and potentials, check accepts no rate below the optimum of the flow
+    program."""
+    check_is_sound(forged)
+
+
+@given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.sampled_from(COLLECTIVES), st.integers(1, 10**12))
+def test_a_changed_rate_is_refused(wiring, collective, part):
+    """A certificate proves its own rate, and no slightly different one."""
+    real = bound(Topology(*wiring), collective)
+    for factor in (1 + Fraction(1, part), 1 - Fraction(1, part), Fraction(2)):
+        with pytest.raises(PlanError, match=r"does not prove the bound|given: .* claimed, .* proved"):
+            replace(real, algbw=real.algbw * factor).check()
+
+
+LOPSIDED_STAR = Topology(
+    ["cpu:0", "cpu:1", "cpu:2"],
+    [("cpu:0", "s", 4), ("s", "cpu:0", 3), ("cpu:1", "s", 2), ("s", "cpu:1", 3), ("s", "cpu:2", 1), ("cpu:2", "s", 1),
+     ("cpu:0", "cpu:1", 1)],
+    ["s"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda real: {"cuts": real.cuts[1:]}, "too little weight"),
+        (lambda real: {"cuts": ()}, "too little weight"),
+        (lambda real: {"cuts": tuple(cut._replace(weight=cut.weight / 2) for cut in real.cuts)}, "too little weight"),
+        (lambda real: {"cuts": tuple(cut._replace(weight=-cut.weight) for cut in real.cuts)}, "must lack a device"),
+        (
+            lambda real: {"cuts": tuple(cut._replace(nodes=cut.nodes | {*real.devices}) for cut in real.cuts)},
+            "must lack a device",
+        ),
+        (lambda real: {"cuts": tuple(cut._replace(weight=cut.weight * 2) for cut in real.cuts)}, "does not prove"),
+        (lambda real: {"potentials": (("cpu:0", ONE, ONE),)}, "only switches that do not reduce"),
+        (lambda real: {"potentials": (("nowhere", ONE, ONE),)}, "only switches that do not reduce"),
+        (lambda real: {"potentials": (("s", Fraction(-5), Fraction(5)),)}, "does not prove"),
+        (lambda real: {"algbw": None}, "does not prove a bound"),
+        (lambda real: {"topology": real.topology.with_switches(reducing=True), "potentials": (("s", ONE, ONE),)},
+         "only switches that do not reduce"),
+    ],
+)  # fmt: skip
+def test_a_broken_certificate_is_refused(change, words):
+    """A missing, halved, doubled, negative or complete cut, or a potential of a device or a reducing switch, is
+    refused."""
+    real = bound(LOPSIDED_STAR, "all_reduce")
+    real.check()
+    with pytest.raises(PlanError, match=words):
+        replace(real, **change(real)).check()
+
+
+def test_a_certificate_applies_to_one_topology():
+    """With wider links the same certificate proves another rate, so it is refused."""
+    for collective in COLLECTIVES:
+        real = bound(DGX_1V, collective)
+        wide = Topology(real.topology.devices, [link._replace(bandwidth=link.bandwidth * 2) for link in DGX_1V.links])
+        with pytest.raises(PlanError, match="does not prove"):
+            replace(real, topology=wide).check()
+        with pytest.raises(PlanError):
+            replace(real, collective="all_reduce" if collective != "all_reduce" else "all_gather").check()
+
+
+@pytest.mark.parametrize("collective", ONE_WAY)
+def test_a_cut_in_the_wrong_direction_is_refused(collective):
+    """The links into a set do not limit a broadcast out of it, and the links out of it do not limit a reduction into
+    it."""
+    topology = Topology(["cpu:0", "cpu:1"], [("cpu:0", "cpu:1", 5), ("cpu:1", "cpu:0", 1)])
+    slow, fast = ("cpu:1", "cpu:0") if outward(collective) else ("cpu:0", "cpu:1")
+    root = fast if collective in ("broadcast", "reduce") else None
+    real = bound(topology, collective, root)
+    turned = replace(real, cuts=(Cut(frozenset({fast}), ONE, not outward(collective)),))
+    if root is not None:
+        assert real.algbw == 5
+    turned = replace(turned, algbw=proved(turned) or turned.algbw)
+    with pytest.raises(PlanError):
+        turned.check()
+    assert slow != fast
+
+
+@pytest.mark.parametrize("collective", ONE_WAY)
+@pytest.mark.parametrize("cuts", [(), "twice", "no root", "unknown"])
+def test_one_way_certificates_are_one_cut_with_a_root(collective, cuts):
+    """No cut, two cuts, or one without the bytes of a root is a PlanError."""
+    real = bound(line(3, 2, back=True), collective, "cpu:0" if collective in ("broadcast", "reduce") else None)
+    empty = Cut(frozenset(), ONE, outward(collective))
+    given_ = {(): (), "twice": real.cuts * 2, "no root": (empty,), "unknown": (Cut(frozenset({"x"}), ONE, True),)}[cuts]
+    with pytest.raises(PlanError):
+        replace(real, cuts=given_).check()

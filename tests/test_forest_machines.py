@@ -1,0 +1,85 @@
+"""Forests on known machines: their rates, and the numbers of trees of ForestColl's paper."""
+
+import itertools
+from fractions import Fraction
+
+import pytest
+from test_forest import COLLECTIVES, DGX_1V, check_close, check_right, forest_of_all, joined, limit
+
+from crossreduce import PlanError, Topology
+from crossreduce.schedule import fluid_rate
+
+
+def test_damaged_dgx_1s_reach_their_bound():
+    """On all connected parts of a DGX-1V, and without each of its 16 links, the all-reduce reaches its bound, which is
+    at least half of the all-gather's."""
+    damaged = [DGX_1V.without_link(a, b) for a, b in itertools.combinations(DGX_1V.devices, 2) if DGX_1V.link(a, b)]
+    subsets = [DGX_1V.subset(d) for n in range(2, 9) for d in itertools.combinations(DGX_1V.devices, n)]
+    assert (len(damaged), len(subsets)) == (16, 247)
+    exact = 0
+    for topology in damaged + subsets:
+        if not joined(topology, topology.devices[:1], topology.devices):
+            with pytest.raises(PlanError, match="no link leads out of"):
+                forest_of_all(topology, "all_reduce")
+            continue
+        wanted = limit(topology, "all_reduce")
+        assert wanted >= limit(topology, "all_gather") / 2
+        exact += check_close(forest_of_all(topology, "all_reduce"), topology, wanted)
+    assert exact == 16 + 197
+
+
+MACHINES = [
+    ("dgx-1p", {}), ("dgx-1v", {}), ("dgx-2", {}), ("dgx-a100", {}), ("hgx-h100", {}), ("mi250", {}), ("mi300x", {}),
+    ("pcie-8", {"speeds": "effective"}), ("nvlink-pairs-4", {"speeds": "effective"}), ("mi100", {}),
+    ("hgx-h100", {"hosts": 2}), ("ndv2", {"hosts": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), MACHINES, ids=[f"{name}-{o.get('hosts', 1)}" for name, o in MACHINES])
+def test_forests_of_machines(name, options):
+    """On complete machines of up to 16 devices all five collectives reach the bound exactly."""
+    topology = Topology.machine(name, **options)
+    for collective in COLLECTIVES:
+        assert check_close(forest_of_all(topology, collective), topology, limit(topology, collective)), collective
+
+
+def test_few_trees_where_the_bound_takes_many():
+    """Two DGX A100 need 13 trees per root to reach the bound; one per root is within 1.1 % of it."""
+    topology = Topology.machine("dgx-a100", 2)
+    found = forest_of_all(topology, "all_gather")
+    assert not check_close(found, topology, limit(topology, "all_gather"))
+    assert (found.k, found.trees) == (1, 16)
+    assert fluid_rate(found.schedule, topology) / limit(topology, "all_gather") == Fraction(90, 91)
+
+
+def test_meshes_reach_more_than_half_an_all_gather():
+    """On meshes the corners have few links; an all-reduce with other roots reaches the rate of the linear program."""
+    for rows, rate in ((3, Fraction(3, 2)), (4, Fraction(8, 5)), (5, Fraction(5, 3))):
+        topology = Topology.mesh(rows, rows)
+        assert check_close(forest_of_all(topology, "all_reduce"), topology, rate)
+        assert rate > limit(topology, "all_gather") / 2
+
+
+@pytest.mark.parametrize(("name", "rate"), [("hgx-h100", 450), ("gb200-nvl72", 900)])
+def test_switches_in_the_network_reduce(name, rate):
+    """With a switch that combines and multicasts each device sends and receives its buffer once."""
+    topology = Topology.machine(name, in_network=True)
+    found = forest_of_all(topology, "all_reduce")
+    assert check_right(found, topology) == rate
+    assert (found.trees, found.depth) == (1, 2)  # from a device to the switch to all others
+    assert found.schedule.devices == (*topology.devices, "nvswitch")
+
+
+def test_machines_are_planned_with_k_trees():
+    """k, the number of trees and the depth on some machines are those of ForestColl's paper."""
+    for name, k, trees, depth in (
+        ("dgx-1v", 6, 16, None),
+        ("dgx-2", 1, 16, 1),
+        ("mi300x", 1, 8, 1),
+        ("mi250", 3, 24, None),
+    ):
+        found = forest_of_all(Topology.machine(name), "all_gather")
+        assert found.k == k
+        assert found.trees == trees
+        assert depth in (None, found.depth)
+        assert found.k.denominator == 1

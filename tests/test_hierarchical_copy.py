@@ -1,0 +1,131 @@
+"""``hierarchical_copy`` for lists of devices: TensorFlow's trees, without its defects."""
+
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import names
+
+from crossreduce.planning import hierarchical_copy
+
+# Dumped from a graph of TensorFlow 2.21: (main0, main1) of item i on 8 devices; 8 is 0 again.
+MAINS_OF_8 = [(0, 4), (1, 5), (2, 6), (3, 7), (4, 0), (5, 1), (6, 2), (7, 3), (0, 4)]
+
+
+def trees(schedule):
+    """Return for each chunk its combinations, {dst: set of srcs} for each round, and its copies, {dst: src}."""
+    found = []
+    for chunk in range(len(schedule.chunks)):
+        sums, copies = [], {}
+        for steps in schedule.rounds:
+            mine = [step for step in steps if step.chunk == chunk]
+            combined = {step.dst: set(step.srcs) for step in mine if len(step.srcs) > 1}
+            sums += [combined] if combined else []
+            for step in mine:
+                if len(step.srcs) == 1:
+                    assert step.dst not in copies
+                    copies[step.dst] = step.srcs[0]
+        found.append((sums, copies))
+    return found
+
+
+def tf_tree(n, main0, main1):
+    """Return the tree of TensorFlow's hierarchical copy for even n, as in its cross_device_utils.py."""
+    halves = set(range(n // 2)), set(range(n // 2, n))
+    near, far = halves if main0 in halves[0] else halves[::-1]
+    sums = [{main0: near, main1: far}] if n > 2 else []
+    copies = dict.fromkeys(near - {main0}, main0) | dict.fromkeys(far - {main1}, main1) | {main1: main0}
+    return [*sums, {main0: {main0, main1}}], copies
+
+
+def test_hierarchical_copy_on_8_devices_has_tensorflows_trees():
+    """For packs 0 to 8 the mains, the sums of the groups, the sum of the mains and the copies are those of
+    TensorFlow."""
+    schedule = hierarchical_copy(names(8), packs=9)
+    assert trees(schedule) == [tf_tree(8, *mains) for mains in MAINS_OF_8]
+    # One of them in full: item 6 sums 4..7 on 6 and 0..3 on 2, and 2 sends to 0, 1 and 3.
+    assert trees(schedule)[6] == (
+        [{6: {4, 5, 6, 7}, 2: {0, 1, 2, 3}}, {6: {6, 2}}],
+        {2: 6, 4: 6, 5: 6, 7: 6, 0: 2, 1: 2, 3: 2},
+    )
+
+
+@pytest.mark.parametrize("n", [2, 4, 6, 8, 10])
+def test_hierarchical_copy_on_even_counts_has_tensorflows_trees(n):
+    """On n devices the root of item i is device i mod n, and its partner is half way round."""
+    schedule = hierarchical_copy(names(n), packs=n + 1)
+    assert trees(schedule) == [tf_tree(n, i % n, (i + n // 2) % n) for i in range(n + 1)]
+    for first in range(n):
+        assert trees(hierarchical_copy(names(n), first=first)) == [tf_tree(n, first, (first + n // 2) % n)]
+
+
+def test_hierarchical_copy_on_2_4_and_6_devices():
+    """TensorFlow's trees: no group sum on 2 devices; {0,1} on 0 and {2,3} on 2; {0,1,2} on 0 and {3,4,5} on 3."""
+    assert trees(hierarchical_copy(names(2), packs=2)) == [([{0: {0, 1}}], {1: 0}), ([{1: {0, 1}}], {0: 1})]
+    assert trees(hierarchical_copy(names(4)))[0] == ([{0: {0, 1}, 2: {2, 3}}, {0: {0, 2}}], {1: 0, 2: 0, 3: 2})
+    assert trees(hierarchical_copy(names(6)))[0] == (
+        [{0: {0, 1, 2}, 3: {3, 4, 5}}, {0: {0, 3}}],
+        {1: 0, 2: 0, 3: 0, 4: 3, 5: 3},
+    )
+
+
+@pytest.mark.parametrize("n", range(3, 18))
+def test_hierarchical_copy_has_tensorflows_four_stages(n):
+    """The stages are TensorFlow's: the sums of the halves, the sum of the mains, the copy between the mains, and all
+    copies inside the halves, that of the root included."""
+    schedule = hierarchical_copy(names(n), packs=n)
+    near, far = set(range(n // 2)), set(range(n // 2, n))
+    assert len(schedule.rounds) == 4
+    for pack in range(n):
+        sums, across, back, copies = ([step for step in steps if step.chunk == pack] for steps in schedule.rounds)
+        (total,), (root,) = across, {step.dst for step in across}
+        assert {frozenset(step.srcs) for step in sums} == {frozenset(half) for half in (near, far) if len(half) > 1}
+        (copy,) = back
+        assert copy.srcs == (root,)
+        assert set(total.srcs) == {root, copy.dst}
+        mains = {root, copy.dst}
+        assert {(*step.srcs, step.dst) for step in copies} == {
+            (main, d) for main in mains for d in (near if main in near else far) - {main}
+        }
+
+
+@pytest.mark.parametrize("n", [3, 5, 7, 9, 11, 13, 15, 17])
+def test_hierarchical_copy_on_odd_counts_loses_no_contribution(n):
+    """On odd counts the 2**d of every device d is in all sums, for every root (TensorFlow loses the last one: D1)."""
+    schedule = hierarchical_copy(names(n), packs=n)
+    for chunk, (sums, copies) in enumerate(trees(schedule)):
+        sums_of = {device: 2**device for device in range(n)}
+        for combined in sums:
+            sums_of |= {dst: sum(sums_of[src] for src in srcs) for dst, srcs in combined.items()}
+        root = chunk % n
+        assert sums_of[root] == 2**n - 1
+        assert root not in copies
+        for device in set(range(n)) - {root}:
+            src = copies[device]
+            assert src == root or copies[src] == root
+    assert oracle.right(schedule)
+
+
+def test_hierarchical_copy_uses_only_dgx1_links():
+    """On 8 devices all steps use NVLinks of the DGX-1: inside a group of four, or between i and i + 4."""
+    schedule = hierarchical_copy(names(8), packs=8)
+    for steps in schedule.rounds:
+        for _, dst, srcs in steps:
+            assert all(src // 4 == dst // 4 or abs(src - dst) == 4 for src in srcs)
+
+
+@given(st.integers(1, 17), st.integers(0, 40), st.data())
+def test_hierarchical_copy_with_groups(n, first, data):
+    """With groups, each group is summed on one of its members, and only mains exchange data between groups."""
+    labels = data.draw(st.lists(st.integers(0, 4), min_size=n, max_size=n))
+    groups = [[f"cpu:{d}" for d in range(n) if labels[d] == label] for label in sorted(set(labels))]
+    schedule = hierarchical_copy(names(n), first=first, groups=groups)
+    assert oracle.right(schedule)
+    crossing = {
+        frozenset({src, step.dst})
+        for steps in schedule.rounds
+        for step in steps
+        for src in step.srcs
+        if labels[src] != labels[step.dst]
+    }
+    assert len(crossing) == len(groups) - 1  # a star of mains

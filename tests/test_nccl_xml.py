@@ -1,0 +1,364 @@
+"""Topologies in NCCL's and RCCL's XML."""
+
+import itertools
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossreduce import ArgumentError, Topology
+from crossreduce.topology import nccl_xml, nvidia_smi
+
+machine, load = Topology.machine, Topology.load
+INTEL = 'arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="85"'
+AMD = 'arch="x86_64" vendor="AuthenticAMD" familyid="25" modelid="1"'
+
+
+def read_nccl_xml(text, **options):
+    return Topology(*nccl_xml.read_nccl_xml(text, **options))
+
+
+def read_nvidia_smi(text, **options):
+    return Topology(*nvidia_smi.read_nvidia_smi(text, **options))
+
+
+def bus(k):
+    return f"0000:{k + 16:02x}:00.0"
+
+
+def pci(k, inside="", speed="8.0 GT/s PCIe", width=16, more=""):
+    return f'<pci busid="{bus(k)}" link_speed="{speed}" link_width="{width}" {more}>{inside}</pci>'
+
+
+def gpu(k, links="", chip='sm="70"', **slot):
+    return pci(k, f'<gpu dev="{k}" {chip} rank="{k}" gdr="1">{links}</gpu>', more='class="0x030200"', **slot)
+
+
+def entries(peers, tag="nvlink", tclass="0x030200"):
+    """Return the entries of a GPU, given the number of links to each peer."""
+    return "".join(f'<{tag} target="{bus(peer)}" count="{n}" tclass="{tclass}"/>' for peer, n in peers.items())
+
+
+def system(*cpus, version=1, about=INTEL):
+    """Return the XML of a machine whose k-th CPU has the given devices."""
+    nodes = (f'<cpu numaid="{k}" {about}>\n{inside}\n</cpu>' for k, inside in enumerate(cpus))
+    return f'<system version="{version}">\n' + "\n".join(nodes) + "\n</system>\n"
+
+
+def counts(topology, one):
+    """Return the number of links of a bandwidth between every two devices."""
+    peers = {k: {} for k in range(len(topology.devices))}
+    for src, dst, bandwidth, _ in topology.links:
+        peers[int(src.split(":")[1])][int(dst.split(":")[1])] = int(bandwidth / one)
+    return peers
+
+
+# NCCL's XML.
+
+
+@pytest.mark.parametrize(
+    ("name", "tag", "chip", "one", "effective"),
+    [
+        ("dgx-1p", "nvlink", 'sm="60"', 20, 18),
+        ("dgx-1v", "nvlink", 'sm="70"', 25, 20),
+        ("mi250", "xgmi", 'sm="90" gcn="910"', 50, 36),
+        ("mi250", "xgmi", 'sm="90" gcn="gfx90a"', 50, 36),
+        ("mi300x", "xgmi", 'sm="94" gcn="gfx942"', 64, 48),
+    ],
+)
+def test_a_mesh(name, tag, chip, one, effective):
+    """GPUs that NVLink or xGMI joins give the machine of the library, without PCIe, at the requested speeds."""
+    there = machine(name)
+    n = len(there.devices)
+    peers = counts(there, one)
+    text = system(
+        *("".join(gpu(k, entries(peers[k], tag), chip) for k in half) for half in (range(n // 2), range(n // 2, n))),
+        version=2 if tag == "xgmi" else 1,
+    )
+    assert read_nccl_xml(text) == read_nccl_xml(text, speeds="raw") == there
+    assert read_nccl_xml(text, speeds="effective") == machine(name, speeds="effective")
+    assert counts(read_nccl_xml(text, speeds="effective"), effective) == peers
+
+
+@pytest.mark.parametrize(("name", "sm", "count"), [("dgx-a100", 80, 2), ("hgx-h100", 90, 3), ("hgx-b200", 100, 3)])
+def test_nvswitches(name, sm, count):
+    """All NVSwitches are one switch, regardless of their bus numbers, and the links to them add up."""
+    ends = [bus(100 + k) for k in range(5)] + ["fffffff:ffff:ff"]  # of a virtual machine
+    links = "".join(f'<nvlink target="{end}" count="{count}" tclass="0x068000"/>' for end in ends)
+    assert read_nccl_xml(system("".join(gpu(k, links, f'sm="{sm}"') for k in range(8)))) == machine(name)
+
+
+def test_a_pcie_machine():
+    """Without NVLink the topology has PCIe switches and CPUs, with NCCL's speed between CPUs."""
+    halves = [
+        pci(91, gpu(0) + gpu(1)) + pci(92, gpu(2) + gpu(3)),
+        pci(93, gpu(4) + gpu(5)) + pci(94, gpu(6) + gpu(7)),
+    ]
+    text = system(*halves).replace('sm="70"', 'sm="61"')
+    topology, same = read_nccl_xml(text, speeds="effective"), machine("pcie-8", speeds="effective")
+    to = {f"plx{k}": f"pci-{bus(91 + k).replace(':', '-')}" for k in range(4)}
+    assert topology.devices == same.devices
+    assert {switch.name for switch in topology.switches} == {"cpu0", "cpu1", *to.values()}
+    links = {(to.get(a, a), to.get(b, b), *rest) for a, b, *rest in same.links}
+    assert {tuple(link) for link in topology.links} == links
+    assert read_nccl_xml(text).link("cuda:0", to["plx0"]).bandwidth == Fraction("15.75")
+
+
+def test_nvlink_bridges_on_pcie():
+    """GPUs that NVLink joins in pairs only have PCIe links, too."""
+    bridge = ({1: 4}, {0: 4}, {3: 4}, {2: 4})
+    cards = (gpu(k, entries(bridge[k]), 'sm="86"', speed="16.0 GT/s PCIe") for k in range(4))
+    assert read_nccl_xml(system("".join(cards))) == machine("nvlink-pairs-4")
+
+
+def test_bridges_of_one_branch_are_part_of_the_link():
+    """A PCI bridge with one branch is not a switch: its link has the least width of the path; network cards are not
+    branches."""
+    nic = pci(80, '<nic><net name="mlx5_0" dev="0" speed="200000"/></nic>', more='class="0x020700"')
+    narrow = pci(90, pci(91, gpu(0, width=16), width=4) + nic)
+    text = system(narrow + gpu(1) + "<nic><net/></nic>").replace('sm="70"', 'sm="61"')
+    topology = read_nccl_xml(text)
+    assert {switch.name for switch in topology.switches} == {"cpu0"}
+    assert topology.link("cuda:0", "cpu0").bandwidth == Fraction("15.75") / 4
+    assert topology.link("cpu0", "cuda:1").bandwidth == Fraction("15.75")
+
+
+@pytest.mark.parametrize(
+    ("speed", "width", "raw", "effective"),
+    [
+        ("2.5 GT/s", "16", 4, 3),
+        ("5 GT/s", "16", 8, 6),
+        ("5.0 GT/s PCIe", "8", 4, 3),
+        ("8 GT/s", "16", Fraction("15.75"), 12),
+        ("8.0 GT/s PCIe", "4", Fraction("15.75") / 4, 3),
+        ("16 GT/s", "16", Fraction("31.5"), 24),
+        ("16.0 GT/s PCIe", "16", Fraction("31.5"), 24),
+        ("32.0 GT/s PCIe", "16", 63, 48),
+        ("64.0 GT/s PCIe", "16", 121, 96),
+        # NCCL's default if the system does not report a value.
+        ("", "0", Fraction("15.75"), 12),
+        ("", "", Fraction("15.75"), 12),
+        ("Undefined", "16", Fraction("15.75"), 12),
+        ("Unknown speed", "255", Fraction("15.75"), 12),
+        ("Unknown", "-1", Fraction("15.75"), 12),
+    ],
+)
+def test_pcie_speeds(speed, width, raw, effective):
+    """The bandwidth of PCIe is the product of rate and width, or NCCL's default."""
+    text = system(gpu(0, chip='sm="61"', speed=speed, width=width) + gpu(1, chip='sm="61"'))
+    assert read_nccl_xml(text).link("cuda:0", "cpu0").bandwidth == raw
+    assert read_nccl_xml(text, speeds="effective").link("cpu0", "cuda:0").bandwidth == effective
+
+
+@pytest.mark.parametrize(
+    ("about", "gb_per_s"),
+    [
+        (INTEL, 10),
+        ('arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="79"', 6),
+        ('arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143"', 22),
+        ('arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="207"', 40),
+        ('arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="173"', 40),
+        ('arch="x86_64" vendor="AuthenticAMD" familyid="143" modelid="49"', 16),
+        ('arch="x86_64" vendor="AuthenticAMD" familyid="23" modelid="49"', 16),
+        ('arch="x86_64" vendor="AuthenticAMD" familyid="175" modelid="1"', 24),
+        (AMD, 24),
+        ('arch="x86_64" vendor="AuthenticAMD" familyid="26" modelid="2"', 32),
+        ('arch="x86_64" vendor="CentaurHauls" familyid="7" modelid="91"', 9),
+        ('arch="x86_64" vendor="  Shanghai  " familyid="7" modelid="59"', 6),
+        ('arch="arm64"', 6),
+        ('arch="ppc64"', 32),
+    ],
+)
+def test_cpus(about, gb_per_s):
+    """Links between CPUs have the speed that NCCL assumes for their vendor and model."""
+    topology = read_nccl_xml(system(gpu(0, chip='sm="61"'), gpu(1, chip='sm="61"'), about=about))
+    assert topology.link("cpu0", "cpu1").bandwidth == topology.link("cpu1", "cpu0").bandwidth == gb_per_s
+    assert topology.route("cuda:0", "cuda:1") == ("cuda:0", "cpu0", "cpu1", "cuda:1")
+
+
+def test_power9():
+    """On POWER9, NVLinks lead to the CPU, too."""
+    to_cpu = '<nvlink target="0004:00:01.0" count="3" tclass="0x068001"/>'
+    halves = [
+        "".join(gpu(k, entries({j: 3}) + to_cpu) for k, j in pairs) for pairs in [((0, 1), (1, 0)), ((2, 3), (3, 2))]
+    ]
+    topology = read_nccl_xml(system(*halves, about='arch="ppc64"'))
+    assert topology.link("cuda:0", "cuda:1").bandwidth == 75
+    assert topology.link("cpu1", "cuda:3").bandwidth == 75
+    assert topology.link("cpu0", "cpu1").bandwidth == 32
+
+
+def test_gpus_are_called_by_their_number():
+    """Devices are in the order of ``dev``, not of the file; bus numbers may have any spelling."""
+    links = {k: f'<nvlink target="00000000:{1 - k + 0xAA:X}:00.0" count="2" tclass="0x030200"/>' for k in (0, 1)}
+    text = "".join(
+        f'<pci busid="0000:{k + 0xAA:x}:00.0"><gpu dev="{7 - k}" sm="70">{links[k]}</gpu></pci>' for k in (0, 1)
+    )
+    assert read_nccl_xml(system(text)) == Topology.full_mesh(["cuda:6", "cuda:7"], 50, Fraction(7, 10**7))
+
+
+def test_a_gpu_that_is_not_in_the_file():
+    """Links to a GPU outside the job that wrote the file are left out."""
+    text = system("".join(gpu(k, entries({j: 1 for j in range(4) if j != k})) for k in range(3)))
+    assert read_nccl_xml(text) == Topology.full_mesh(["cuda:0", "cuda:1", "cuda:2"], 25, Fraction(7, 10**7))
+
+
+def test_one_gpu():
+    """A machine with one GPU has no links."""
+    assert read_nccl_xml(system(gpu(0))) == Topology(("cuda:0",), ())
+
+
+def test_several_hosts_in_one_file():
+    """In a file of the hosts of a rack, names of devices start with their host; NVSwitches join the hosts."""
+    link = '<nvlink target="fffffff:ffff:ff" count="18" tclass="0x068000"/>'
+    cpu = '<cpu numaid="0" host_hash="0x{}" arch="arm64">{}</cpu>'
+    inside = "".join(gpu(k, link, 'sm="100"') for k in range(4))
+    topology = read_nccl_xml(f'<system version="1">{cpu.format("b", inside)}{cpu.format("a", inside)}</system>')
+    assert topology.devices == tuple(f"host{h}/cuda:{k}" for h in range(2) for k in range(4))
+    assert topology.route("host0/cuda:1", "host1/cuda:1") == ("host0/cuda:1", "nvswitch", "host1/cuda:1")
+    assert {link.bandwidth for link in topology.links} == {900}
+
+
+def test_cpus_of_several_hosts_are_apart():
+    """CPUs of different hosts have no link; those of one host do."""
+    cpu = '<cpu numaid="{}" host_hash="0x{}" arch="arm64">{}</cpu>'
+    nodes = [cpu.format(n, host, gpu(n, chip='sm="61"')) for host in "ab" for n in (0, 1)]
+    topology = read_nccl_xml(f'<system version="1">{"".join(nodes)}</system>')
+    assert topology.link("host1/cpu0", "host1/cpu1").bandwidth == 6
+    assert topology.route("host0/cuda:0", "host1/cuda:0") is None
+
+
+def test_comments():
+    """Comments are skipped, also the malformed ones at the start of RCCL's files; line numbers do not change."""
+    text = "<!------\n - (c) <gpu> & more\n------->\n" + system(gpu(0) + "<!-- a - b -- c -->")
+    assert read_nccl_xml(text).devices == ("cuda:0",)
+    with pytest.raises(ArgumentError, match="line 8"):
+        read_nccl_xml(text.replace("</system>", "</sys>"))
+
+
+WITHOUT_GPU = system(f'<pci busid="{bus(1)}" class="0x030200" link_speed="16 GT/s" link_width="16"/>')
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        # Parts that NCCL reads from the driver if the file lacks them.
+        (WITHOUT_GPU, ["no <gpu>", "1 of its PCI devices", "line 1", "NCCL_TOPO_DUMP_FILE"]),
+        (system(), ["no <gpu>", "0 of its PCI devices"]),
+        ('<system version="1"/>', ["no <gpu>"]),
+        (
+            system(gpu(0, entries({0: 12}), 'sm="80"') + gpu(1, entries({1: 12}), 'sm="80"')),
+            ["links of cuda:0 lead to itself", "line 3", 'count="12"', "NCCL_TOPO_DUMP_FILE"],
+        ),
+        (system(gpu(0, chip='sm="90"') + gpu(1, chip='sm="90"')), ["joined by NVLink or xGMI", 'sm="90"', "line 3"]),
+        (system("".join(gpu(k, chip='sm="94" gcn="gfx942"') for k in (0, 1))), ["joined by NVLink or xGMI", "gfx942"]),
+        (
+            system(gpu(0, chip='sm="61"') + gpu(1, chip='sm="61"').replace("class", 'device="0x20b0" class')),
+            ["joined by NVLink", 'dev="1"'],
+        ),
+        (system(gpu(0, chip='sm="61"'), gpu(1, chip='sm="61"'), about=""), ["the link between CPUs", 'numaid="0"']),
+        (system(gpu(0, entries({1: 1}), "") + gpu(1)), ["a GPU must have its model"]),
+        (system(gpu(0, entries({1: 1}, "xgmi"), 'gcn="gfx700"') + gpu(1)), ["a GPU must have its model", "gfx700"]),
+        (system(gpu(0, '<nvlink target="0000:11:00.0" tclass="0x03"/>') + gpu(1)), ["the number of its links"]),
+        (
+            system(gpu(0, '<nvlink target="0000:11:00.0" count="0" tclass="0x03"/>') + gpu(1)),
+            ["the number of its links"],
+        ),
+        (
+            system(gpu(0, '<nvlink target="0000:11:00.0" count="2.5" tclass="0x03"/>') + gpu(1)),
+            ["the number of its links"],
+        ),
+        (system(gpu(0, '<nvlink count="2" tclass="0x030200"/>') + gpu(1)), ["the target of its links"]),
+        # Inconsistent files.
+        (system(gpu(0) + gpu(0)), ["two GPUs are called cuda:0"]),
+        (system(gpu(0), gpu(1)).replace('numaid="1"', 'numaid="0"'), ["NUMA node appears twice in the file"]),
+        (system(gpu(0)).replace('numaid="0"', ""), ["number of its NUMA node"]),
+        # Files of another kind.
+        ("", ["this is not XML", "line 1"]),
+        ("GPU0", ["this is not XML", "line 1"]),
+        (system(gpu(0))[:-12], ["this is not XML", "line 4"]),
+        (system(gpu(0)) + "<system/>", ["this is not XML", "line 6: <system/>"]),
+        (system(gpu(0)).replace('dev="0"', "dev=0"), ["this is not XML", "line 3"]),
+        ("<!-- never ends", ["this is not XML"]),
+        ('<graphs version="1"/>', ["starts with <system", "<graphs", "line 1"]),
+        (system(gpu(0), version=3), ["starts with <system", 'version="3"']),
+        ("<system/>", ["starts with <system"]),
+        (system("&unknown;"), ["this is not XML", "undefined entity"]),
+        (b"<system/>", ["topology must be text"]),
+        (None, ["topology must be text"]),
+    ],
+)
+def test_invalid_xml(text, words):
+    """An incomplete or invalid file is an ArgumentError with the line, the missing part and a remedy."""
+    with pytest.raises(ArgumentError) as caught:
+        read_nccl_xml(text)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_pcie_cards_need_no_nvlink():
+    """A chip that exists on modules and on PCIe cards needs no NVLink if its device number is that of a card."""
+    text = "".join(gpu(k, chip='sm="80"').replace("class", 'device="0x20b5" class') for k in (0, 1))
+    assert read_nccl_xml(system(text)).route("cuda:0", "cuda:1") == ("cuda:0", "cpu0", "cuda:1")
+
+
+LAUGHS = '<!DOCTYPE l [<!ENTITY a "ha">' + "".join(
+    f'<!ENTITY {b} "{f"&{a};" * 10}">' for a, b in itertools.pairwise("abcdefghijk")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"{LAUGHS}]><system version='1'>&k;</system>", ["a document type is not allowed", "line 1"]),
+        ('<!DOCTYPE s SYSTEM "file:///etc/passwd"><system version="1"/>', ["a document type is not allowed"]),
+        (
+            '<!DOCTYPE s [<!ENTITY x SYSTEM "file:///etc/passwd">]><system version="1">&x;</system>',
+            ["a document type is not allowed"],
+        ),
+        (
+            '<?xml version="1.0"?>\n<!DOCTYPE topology SYSTEM "hwloc2.dtd">\n<topology/>',
+            ["a document type is not allowed", "line 2"],
+        ),
+        (f'<system version="1">{"<pci>" * 5000}', ["levels of elements"]),
+        (" " * nccl_xml.LONGEST + "<system/>", ["at most", "characters"]),
+        ("<pci/>" * nccl_xml.MOST_TAGS * 2, ["at most", "tags"]),
+        ("<!--" * nccl_xml.MOST_TAGS, ["this is not XML"]),
+        (system(*[""] * 300), ["at most 256 CPUs"]),
+        (system(gpu(0, '<nvlink count="99999999999999" target="a" tclass="0x068000"/>')), ["the number of its links"]),
+        ("\ud800\x00", ["this is not XML"]),
+    ],
+    ids=["laughs", "dtd", "entity", "hwloc", "deep", "long", "tags", "comments", "cpus", "count", "junk"],
+)
+def test_hostile_xml(text, words):
+    """Entities, and excessive depth, length and numbers, are refused at once."""
+    with pytest.raises(ArgumentError) as caught:
+        read_nccl_xml(text)
+    for word in words:
+        assert word in str(caught.value)
+
+
+SAMPLES = [
+    system(
+        gpu(0, entries({1: 2}) + '<nvlink target="x" count="1" tclass="0x068000"/>') + pci(9, gpu(1) + gpu(2)), gpu(3)
+    ),
+    system(
+        pci(8, gpu(0, entries({1: 1}, "xgmi"), 'gcn="908"') + gpu(1, entries({0: 1}, "xgmi"), 'gcn="908"')), version=2
+    ),
+]
+
+
+@given(st.sampled_from(SAMPLES), st.data())
+def test_damaged_xml(sample, data):
+    """A truncated or changed file is a topology or an ArgumentError, never another error."""
+    at = data.draw(st.integers(0, len(sample)))
+    text = data.draw(
+        st.one_of(st.just(""), st.just(sample[at + 1 :]), st.text(max_size=3).map(lambda t: t + sample[at:]))
+    )
+    try:
+        topology = read_nccl_xml(sample[:at] + text)
+    except ArgumentError as error:
+        assert "given" in str(error)  # noqa: PT017 - both outcomes are right
+    else:
+        assert topology.devices

@@ -1,0 +1,237 @@
+"""Topologies in the table of nvidia-smi topo -m."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_nccl_xml import machine, read_nvidia_smi
+
+from crossreduce import ArgumentError, Topology
+from crossreduce.topology import nvidia_smi
+from crossreduce.topology.kinds import joins
+
+# As published for PyTorch's benchmark of DistributedDataParallel, a DGX-1 with four cards.
+DGX_1 = """
+        GPU0    GPU1    GPU2    GPU3    GPU4    GPU5    GPU6    GPU7    mlx5_2  mlx5_0  CPU Affinity
+GPU0     X      NV1     NV1     NV2     NV2     SYS     SYS     SYS     SYS     PIX     0-19,40-59
+GPU1    NV1      X      NV2     NV1     SYS     NV2     SYS     SYS     SYS     PIX     0-19,40-59
+GPU2    NV1     NV2      X      NV2     SYS     SYS     NV1     SYS     SYS     PHB     0-19,40-59
+GPU3    NV2     NV1     NV2      X      SYS     SYS     SYS     NV1     SYS     PHB     0-19,40-59
+GPU4    NV2     SYS     SYS     SYS      X      NV1     NV1     NV2     PIX     SYS     0-19,40-59
+GPU5    SYS     NV2     SYS     SYS     NV1      X      NV2     NV1     PIX     SYS     0-19,40-59
+GPU6    SYS     SYS     NV1     SYS     NV1     NV2      X      NV2     PHB     SYS     0-19,40-59
+GPU7    SYS     SYS     SYS     NV1     NV2     NV1     NV2      X      PHB     SYS     0-19,40-59
+mlx5_2  SYS     SYS     SYS     SYS     PIX     PIX     PHB     PHB      X      SYS
+mlx5_0  PIX     PIX     PHB     PHB     SYS     SYS     SYS     SYS     SYS      X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def table(rows, names=None, cores=""):
+    """Return a table as nvidia-smi prints it: tabs, a header underlined by escape codes, cores and a legend."""
+    names = names or [f"GPU{k}" for k in range(len(rows))]
+    header = "\t\x1b[4m" + "\t".join(names) + "\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m"
+    lines = [
+        f"{name}\t" + "\t".join(row.split()) + f"\t{cores}\t0\t\tN/A" for name, row in zip(names, rows, strict=False)
+    ]
+    return "\n".join([header, *lines, "", "Legend:", "", "  X    = Self", "  PIX  = at most a single PCIe bridge", ""])
+
+
+def uniform(n, cell):
+    return [" ".join("X" if i == j else cell for j in range(n)) for i in range(n)]
+
+
+def test_the_table_of_a_dgx_1():
+    """The table that nvidia-smi prints on a DGX-1 gives the library's DGX-1."""
+    assert read_nvidia_smi(DGX_1) == machine("dgx-1v")
+    assert read_nvidia_smi(DGX_1.replace("NV2", "NV1"), nvlink_gb_per_s=20) == machine("dgx-1p")
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "links", "gb_per_s"),
+    [("dgx-a100", 8, 12, 25), ("dgx-2", 16, 6, 25), ("hgx-h100", 8, 18, 25), ("hgx-b200", 8, 18, 50)],
+)
+def test_more_links_than_a_gpu_has_are_a_switch(name, n, links, gb_per_s):
+    """If a row has more NVLinks than a GPU can have, all NVLinks lead to one switch."""
+    topology = read_nvidia_smi(table(uniform(n, f"NV{links}"), cores="0-23,48-71"), nvlink_gb_per_s=gb_per_s)
+    same = machine(name)
+    assert (topology.devices, topology.switches) == (same.devices, same.switches)
+    assert [link[:3] for link in topology.links] == [link[:3] for link in same.links]
+
+
+@pytest.mark.parametrize(
+    ("n", "links", "most", "direct"),
+    [
+        (4, 4, 18, True),  # HGX A100 with four GPUs
+        (4, 6, 18, True),  # HGX H100 with four
+        (4, 6, 6, False),  # four of a DGX-2
+        (2, 12, 18, True),  # a bridge, or two of eight A100: the same
+        (3, 12, 18, False),
+        (2, 18, 18, True),
+        (3, 9, 18, True),
+    ],
+)
+def test_links_that_a_gpu_can_have_are_its_own(n, links, most, direct):
+    """If a row has at most the number of NVLinks that a GPU can have, they join pairs of GPUs."""
+    topology = read_nvidia_smi(table(uniform(n, f"NV{links}")), nvlinks_per_gpu=most)
+    assert (topology.switches == ()) == direct
+    peer = "cuda:1" if direct else "nvswitch"
+    assert topology.link("cuda:0", peer).bandwidth == links * 25
+
+
+def test_a_switch_with_a_link_down():
+    """A GPU with some inactive links has the number of links in its row."""
+    rows = uniform(8, "NV12")
+    rows[3] = rows[3].replace("NV12", "NV11")
+    rows = [
+        " ".join("NV11" if j == 3 and i != 3 else c for j, c in enumerate(row.split())) for i, row in enumerate(rows)
+    ]
+    topology = read_nvidia_smi(table(rows))
+    assert [topology.link(device, "nvswitch").bandwidth for device in topology.devices] == [300] * 3 + [275] + [300] * 4
+
+
+def test_two_islands_of_nvlink():
+    """Groups of GPUs that NVLink joins, through switches or not, have PCIe between the groups."""
+    rows = [" ".join("X" if i == j else "NV12" if i // 4 == j // 4 else "SYS" for j in range(8)) for i in range(8)]
+    topology = read_nvidia_smi(table(rows))
+    assert topology.route("cuda:1", "cuda:3") == ("cuda:1", "nvswitch", "cuda:3")
+    assert topology.route("cuda:5", "cuda:7") == ("cuda:5", "nvswitch1", "cuda:7")
+    assert joins(topology.devices, topology.links)
+
+
+def test_bridges_in_a_workstation():
+    """Pairs with an NVLink bridge have PCIe to the CPU, too; its speed is a parameter."""
+    rows = ["X NV4 PHB PHB", "NV4 X PHB PHB", "PHB PHB X NV4", "PHB PHB NV4 X"]
+    topology = read_nvidia_smi(table(rows), nvlink_gb_per_s=14.0625, pcie="pcie4")
+    assert topology == machine("nvlink-pairs-4")
+
+
+def test_the_tree_of_pcie():
+    """PIX is a switch, PXB a switch above switches, PHB and NODE a CPU, SYS another CPU."""
+    rows = [
+        "X   PIX  PXB  PXB  PHB  SYS",
+        "PIX X    PXB  PXB  PHB  SYS",
+        "PXB PXB  X    PIX  NODE SYS",
+        "PXB PXB  PIX  X    NODE SYS",
+        "PHB PHB  NODE NODE X    SYS",
+        "SYS SYS  SYS  SYS  SYS  X  ",
+    ]
+    topology = read_nvidia_smi(table(rows))
+    assert topology.route("cuda:0", "cuda:1") == ("cuda:0", "pcie0", "cuda:1")
+    assert topology.route("cuda:0", "cuda:3") == ("cuda:0", "pcie0", "pcie2", "pcie1", "cuda:3")
+    assert topology.route("cuda:2", "cuda:4") == ("cuda:2", "pcie1", "pcie2", "cpu0", "cuda:4")
+    assert topology.route("cuda:4", "cuda:5") == ("cuda:4", "cpu0", "cpu1", "cuda:5")
+    assert topology.link("cpu0", "cpu1").bandwidth == 10
+    assert {link.bandwidth for link in topology.links} == {10, Fraction("15.75")}
+    assert len(topology.links) == 2 * (len(topology.nodes) - 1), "a tree"
+
+
+def test_eight_gpus_under_two_cpus():
+    """The table of the library's PCIe machine gives that machine, with other names of switches."""
+    rows = [
+        " ".join("X" if i == j else ("PIX", "PHB", "SYS")[(i // 2 != j // 2) + (i // 4 != j // 4)] for j in range(8))
+        for i in range(8)
+    ]
+    topology, same = read_nvidia_smi(table(rows)), machine("pcie-8")
+    to = {f"pcie{k}": f"plx{k}" for k in range(4)}
+    links = {tuple(to.get(node, node) for node in link[:2]) for link in topology.links}
+    assert links == {link[:2] for link in same.links}
+
+
+def test_cards_tell_which_gpus_share_a_switch():
+    """GPUs of an NVLink pair, for which the table has no PCIe entry, share the switch of a card that is near both."""
+    names = ["GPU0", "GPU1", "GPU2", "NIC0"]
+    rows = ["X NV2 SYS PIX", "NV2 X SYS PIX", "SYS SYS X SYS", "PIX PIX SYS X"]
+    topology = read_nvidia_smi(table(rows, names))
+    assert topology.without_link("cuda:0", "cuda:1").route("cuda:0", "cuda:1") == ("cuda:0", "pcie0", "cuda:1")
+    assert {switch.name for switch in topology.switches} == {"pcie0", "cpu0", "cpu1"}
+    with_legend = table(rows[:3], names) + "\nNIC Legend:\n\n  NIC0: mlx5_0\n"
+    assert read_nvidia_smi(with_legend) == topology, "cards may lack a row"
+
+
+def test_cores_tell_which_gpus_share_a_cpu():
+    """GPUs of an NVLink pair have one CPU if their cores are the same, else two."""
+    rows = ["X NV2 SYS SYS", "NV2 X SYS SYS", "SYS SYS X NV2", "SYS SYS NV2 X"]
+    text = table(rows, cores="{}")
+    one = read_nvidia_smi(text.format("0-7", "0-7", "8-15", "8-15"))
+    assert one.without_link("cuda:0", "cuda:1").route("cuda:0", "cuda:1") == ("cuda:0", "cpu0", "cuda:1")
+    assert len(read_nvidia_smi(text.format("0-7", "8-15", "16-23", "24-31")).switches) == 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t0-63\t0\nGPU1\tSYS\t X \t64-127\t1\n",
+        "$ nvidia-smi topo -m\n\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tSOC\t0-7\nGPU1\tSOC\t X \t8-15\n",
+        "\tGPU0\tGPU1\nGPU0\t X \tSYS\t\nGPU1\tSYS\t X \t\n",
+        "        GPU0    GPU1\r\nGPU0     X      SYS\r\nGPU1    SYS     X\r\n",
+    ],
+)
+def test_variants_of_the_table(text):
+    """Lost whitespace and differences between drivers do not matter."""
+    assert read_nvidia_smi(text).route("cuda:0", "cuda:1") == ("cuda:0", "cpu0", "cpu1", "cuda:1")
+
+
+def test_one_gpu_in_a_table():
+    """One GPU has no links."""
+    assert read_nvidia_smi("\tGPU0\tCPU Affinity\nGPU0\t X \t0-7\n") == Topology(("cuda:0",), ())
+
+
+GOOD = table(["X NV1 SYS", "NV1 X SYS", "SYS SYS X"], cores="0-7")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ("", {}, ["does not contain a table of GPUs", "nvidia-smi topo -m"]),
+        ("GPU 0: Tesla V100 (UUID: GPU-1)", {}, ["does not contain a table of GPUs"]),
+        (GOOD[: GOOD.index("GPU2\tSYS")], {}, ["not have a row of GPU2", "line 1"]),
+        (GOOD[: GOOD.index("GPU2\tSYS") + 10], {}, ["row of GPU2", "line 4", "GPU2 SYS"]),
+        (GOOD.replace("NV1", "NVX"), {}, ["row of GPU0", "line 2"]),
+        (GOOD.replace("NV1", "NV1", 1).replace("GPU1\tNV1", "GPU1\tNV2"), {}, ["the entries of GPU0 and GPU1 differ"]),
+        (GOOD.replace("GPU0\tX", "GPU0\tNV1"), {}, ["the entries of GPU0 and GPU0 differ"]),
+        (GOOD.replace("GPU1\tNV1", "GPU1\tX"), {}, ["the entries of"]),
+        (GOOD.replace("GPU1\tNV1", "GPU0\tNV1"), {}, ["row of GPU0", "line 3"]),
+        (GOOD.replace("\tGPU2\t", "\tGPU1\t"), {}, ["twice"]),
+        ("x" * (nvidia_smi.LONGEST + 1), {}, ["at most", "characters"]),
+        (None, {}, ["must be text of at most"]),
+        (GOOD.encode(), {}, ["must be text of at most"]),
+        (GOOD, {"nvlink_gb_per_s": 0}, ["GB/s above 0"]),
+        (GOOD, {"nvlink_gb_per_s": float("nan")}, ["GB/s above 0", "nan"]),
+        (GOOD, {"nvlink_gb_per_s": float("inf")}, ["GB/s above 0"]),
+        (GOOD, {"nvlink_gb_per_s": "25"}, ["GB/s above 0", "'25'"]),
+        (GOOD, {"nvlink_gb_per_s": True}, ["GB/s above 0"]),
+        (GOOD, {"nvlinks_per_gpu": 0}, ["number of links", "0"]),
+        (GOOD, {"nvlinks_per_gpu": True}, ["number of links"]),
+        (GOOD, {"nvlinks_per_gpu": 4.0}, ["number of links"]),
+        (GOOD, {"pcie": "pcie7"}, ["kind of PCIe is not known", "'pcie7'"]),
+        (GOOD, {"pcie": "hdr"}, ["kind of PCIe is not known"]),
+    ],
+)
+def test_invalid_tables(text, options, words):
+    """An invalid or incomplete table is an ArgumentError with the line and a remedy."""
+    with pytest.raises(ArgumentError) as caught:
+        read_nvidia_smi(text, **options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@given(st.sampled_from([DGX_1, GOOD]), st.data())
+def test_damaged_tables(sample, data):
+    """A truncated or changed table is a topology or an ArgumentError, never another error."""
+    at = data.draw(st.integers(0, len(sample)))
+    text = data.draw(
+        st.one_of(st.just(""), st.just(sample[at + 1 :]), st.text(max_size=3).map(lambda t: t + sample[at:]))
+    )
+    try:
+        topology = read_nvidia_smi(sample[:at] + text)
+    except ArgumentError as error:
+        assert "given" in str(error)  # noqa: PT017 - both outcomes are right
+    else:
+        assert topology.devices

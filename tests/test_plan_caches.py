@@ -1,0 +1,111 @@
+"""Plans are cached, verified, and equal in all threads and processes."""
+
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from strategies import NAMED, names
+from test_plan import COLLECTIVES, DGX, MIB, MICRO
+
+import crossreduce as cr
+from crossreduce import Topology
+from crossreduce.planning import plans, search
+
+
+@pytest.fixture
+def fresh():
+    """A topology on which nothing has been planned yet."""
+    fresh.speed = getattr(fresh, "speed", 1000) + 1
+    return Topology.ring(6, fresh.speed, MICRO)
+
+
+def test_a_repeated_request_is_one_lookup(fresh, monkeypatch):
+    """The same request, in any spelling, gives the same plan, and nothing is planned, verified or simulated again."""
+    made = {name: cr.plan(fresh, "all_reduce", MIB, name) for name in (*NAMED, "auto")}
+    before = plans.planned.cache_info()
+
+    def never(*_):
+        pytest.fail("this must be looked up")
+
+    for module, name in ((plans, "fastest"), (plans, "simulate"), (search, "candidates"), (search, "pipelined")):
+        monkeypatch.setattr(module, name, never)
+    for name, plan in made.items():
+        assert cr.plan(fresh, "all_reduce", MIB, name) is plan
+        spelled = [f"/device:CPU:{k}" for k in range(6)]
+        again = Topology.from_json(fresh.to_json())
+        assert cr.plan(again, nbytes=MIB, algorithm=name, sources=spelled, destinations=iter(names(6))) is plan
+    after = plans.planned.cache_info()
+    assert (after.hits - before.hits, after.misses - before.misses) == (2 * len(made), 0)
+
+
+def test_another_size_only_needs_another_number_of_pieces(fresh, monkeypatch):
+    """Schedules are planned and verified once for all sizes."""
+    first = cr.plan(fresh, "all_reduce", MIB)
+    monkeypatch.setattr(search, "verify", lambda _: pytest.fail("this was verified already"))
+    monkeypatch.setattr(search, "algorithm", lambda _: pytest.fail("this was planned already"))
+    other = cr.plan(fresh, "all_reduce", 2 * MIB)
+    assert other.nbytes == 2 * first.nbytes
+
+
+def test_everything_planned_is_verified(fresh, monkeypatch):
+    """Every schedule of a plan was verified."""
+    seen = []
+    monkeypatch.setattr(
+        search, "verify", lambda schedule: seen.append((schedule.collective, schedule.algorithm, schedule.chunks))
+    )
+    for collective, algorithm in itertools.product(COLLECTIVES, NAMED):
+        schedule = cr.plan(fresh, collective, MIB, algorithm).schedule
+        assert (collective, algorithm, schedule.chunks) in seen
+
+
+def test_threads_have_equal_plans(fresh):
+    """Threads that plan the same requests at the same time receive the same plans as one thread alone."""
+    requests = [(c, a, n) for c in COLLECTIVES for a in (*NAMED, "auto") for n in (8, MIB)]
+    box = Topology.from_json(DGX.renamed(names(8)).to_json())  # a new one, without cached routes
+    start = threading.Barrier(8)
+
+    def work(number):
+        start.wait()
+        mine = requests[number * 7 % len(requests) :] + requests[: number * 7 % len(requests)]
+        return {
+            request: [cr.plan(t, request[0], request[2], request[1]).schedule.to_json() for t in (fresh, box)]
+            for request in mine
+        }
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(work, range(8)))
+    assert all(result == results[0] for result in results)
+    for cache in (plans.planned, search.fastest, search.candidates):
+        cache.cache_clear()
+    alone = {r: [cr.plan(t, r[0], r[2], r[1]).schedule.to_json() for t in (fresh, box)] for r in requests}
+    assert results[0] == alone
+
+
+REQUESTS = """
+import hashlib, crossreduce as cr
+digest = hashlib.sha256()
+box = cr.Topology.machine("dgx-1v").subset(["cuda:6", "cuda:0", "cuda:2", "cuda:3", "cuda:5"])
+for box in (box, cr.Topology.mesh(2, 3, 25, 1e-6), cr.Topology.machine("ncv4")):
+    for collective in ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"):
+        for algorithm in cr.planning.NAMES:
+            digest.update(cr.plan(box, collective, 10**6, algorithm).schedule.to_json().encode())
+print(digest.hexdigest())
+"""
+
+
+def test_every_process_has_equal_plans():
+    """The same requests give byte-identical schedules in other processes, with any hash seed."""
+    found = []
+    for seed in ("0", "4242"):
+        run = subprocess.run(
+            [sys.executable, "-c", REQUESTS], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        found.append(run.stdout)
+    assert found[0] == found[1]
+    assert len(found[0].strip()) == hashlib.sha256().digest_size * 2

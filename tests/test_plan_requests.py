@@ -1,0 +1,126 @@
+"""Invalid requests to ``plan``, and requests without a route."""
+
+import itertools
+
+import pytest
+from strategies import NAMED, names
+from test_plan import COLLECTIVES, MICRO, ends
+
+import crossreduce as cr
+from crossreduce import ArgumentError, DeviceError, Link, PlanError, Topology
+from crossreduce.planning import registry
+
+SQUARE = Topology.ring(4, 25, MICRO)
+BAD = [
+    ({"nbytes": -1}, r"nbytes must be an integer from 0 to[\s\S]*-1 \(int\)"),
+    ({"nbytes": True}, r"nbytes must be an integer[\s\S]*True \(bool\)"),
+    ({"nbytes": 8.0}, r"nbytes must be an integer[\s\S]*8\.0 \(float\)"),
+    ({"nbytes": "8"}, r"nbytes must be an integer[\s\S]*'8' \(str\)"),
+    ({"nbytes": None}, r"nbytes must be an integer[\s\S]*None"),
+    ({"nbytes": 1 << 61}, r"nbytes must be an integer from 0 to 1152921504606846976[\s\S]*2305843009213693952"),
+    ({"packs": 0}, r"packs must be an integer from 1 to 10000[\s\S]*0 \(int\)[\s\S]*packs=1"),
+    ({"packs": -3}, r"packs must be an integer from 1[\s\S]*-3"),
+    ({"packs": 10_001}, r"packs must be an integer from 1 to 10000[\s\S]*10001"),
+    ({"packs": True}, r"packs must be an integer[\s\S]*True \(bool\)"),
+    ({"packs": 2.0}, r"packs must be an integer[\s\S]*2\.0"),
+    ({"collective": "gather"}, r"no such collective[\s\S]*'gather'[\s\S]*one of all_reduce, reduce, broadcast"),
+    ({"collective": "ALL_REDUCE"}, "no such collective"),
+    ({"collective": None}, "no such collective"),
+    ({"collective": ["reduce"]}, "no such collective"),
+    ({"algorithm": "best"}, r"no such algorithm[\s\S]*'best'[\s\S]*one of one_device[\s\S]*forest, nccl, auto"),
+    ({"algorithm": None}, "no such algorithm"),
+    ({"algorithm": {}}, "no such algorithm"),
+    ({"root": "cpu:9"}, r"the root must be a device of the topology[\s\S]*'cpu:9'[\s\S]*one of cpu:0, cpu:1"),
+    ({"root": "host1/cpu:0"}, "the root must be a device of the topology"),
+    ({"collective": "broadcast", "root": "cpu:9"}, "the root must be a device of the topology"),
+    ({"collective": "reduce_scatter", "root": "cpu:1"}, r"reduce_scatter has no root[\s\S]*root='cpu:1'"),
+    ({"collective": "all_gather", "root": "cpu:1"}, r"all_gather has no root[\s\S]*reduce or broadcast"),
+    ({"collective": "broadcast", "sources": ["cpu:0"], "root": "cpu:1"}, r"a broadcast has one root[\s\S]*root=cpu:1"),
+    ({"collective": "reduce", "destinations": ["cpu:0"], "root": "cpu:1"}, r"a reduce has one root[\s\S]*root=cpu:1"),
+    ({"collective": "broadcast", "sources": ["cpu:0", "cpu:1"]}, r"a broadcast has one root[\s\S]*cpu:0', 'cpu:1"),
+    ({"collective": "broadcast", "sources": ["cpu:0", "cpu:1"], "root": "cpu:0"}, "a broadcast has one root"),
+    ({"collective": "reduce", "destinations": ["cpu:0", "cpu:1"]}, r"a reduce has one root[\s\S]*all_reduce"),
+    (
+        {"collective": "all_gather", "sources": ["cpu:0"], "destinations": ["cpu:1"]},
+        "the sources and the destinations must be the same",
+    ),
+    (
+        {"collective": "reduce_scatter", "sources": ["cpu:0"], "destinations": names(2)},
+        "the sources and the destinations must be the same",
+    ),
+    ({"sources": []}, "at least one device, and no switch, must be named"),
+    ({"destinations": ()}, "at least one device, and no switch, must be named"),
+    ({"collective": "reduce", "destinations": [], "root": "cpu:0"}, "at least one device"),
+    ({"sources": ["cpu:0", "cpu:7"]}, r"the topology has no such device[\s\S]*cpu:7[\s\S]*one of cpu:0, cpu:1"),
+    ({"destinations": ["cuda:0"]}, r"the topology has no such device[\s\S]*cuda:0"),
+    ({"sources": ["cpu:1", "CPU:1"]}, "cpu:1 is listed more often"),
+    ({"destinations": ["cpu:1", "cpu:1"]}, "cpu:1 is listed more often"),
+    ({"sources": "cpu:0"}, "devices must be a list of names"),
+    ({"destinations": 3}, "devices must be a list of names"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), BAD, ids=[str(given) for given, _ in BAD])
+def test_bad_requests_are_refused(given, text):
+    """An invalid request is an ArgumentError with the problem, the given value and a remedy."""
+    with pytest.raises(ArgumentError, match=text) as caught:
+        cr.plan(SQUARE, **given)
+    assert "\n  given: " in str(caught.value)
+
+
+@pytest.mark.parametrize("root", [3, "", "foo", ["cpu:0"], b"cpu:0"])
+def test_roots_that_are_not_names(root):
+    """A root must be the name of a device."""
+    with pytest.raises(DeviceError):
+        cr.plan(SQUARE, "reduce", root=root)
+
+
+@pytest.mark.parametrize("wrong", [None, "dgx-1v", 4, [[0, 1], [1, 0]], Topology])
+def test_no_topology(wrong):
+    """Anything but a Topology is an ArgumentError with a hint."""
+    with pytest.raises(ArgumentError, match=r"a plan needs a Topology[\s\S]*Topology\.machine"):
+        cr.plan(wrong)
+
+
+@pytest.mark.parametrize("algorithm", [name for name, entry in registry.REGISTRY.items() if not entry.has_root])
+def test_algorithms_without_a_root(algorithm):
+    """A root for an algorithm without roots is a PlanError that lists the algorithms with roots."""
+    with pytest.raises(
+        PlanError, match=rf"{algorithm} does not reduce on a root[\s\S]*root=cpu:1[\s\S]*one_device, hierarch"
+    ):
+        cr.plan(SQUARE, algorithm=algorithm, root="cpu:1")
+
+
+HALVES = Topology(
+    names(4),
+    [Link(*pair, 1) for pair in itertools.permutations(names(2))]
+    + [Link(*pair, 1) for pair in itertools.permutations(names(4)[2:])],
+)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_unreachable_devices_cannot_be_planned(collective):
+    """If one device cannot be reached from another one, every algorithm raises a PlanError with the collective, both
+    devices and the cut between them; the connected parts can be planned."""
+    src, dst, inside = (
+        ("cpu:2", "cpu:0", "cpu:2, cpu:3") if collective == "reduce" else ("cpu:0", "cpu:2, cpu:3", "cpu:0, cpu:1")
+    )
+    root = "cpu:0" if collective in ("reduce", "broadcast") else None
+    for algorithm in (*NAMED, "auto"):
+        with pytest.raises(PlanError) as caught:
+            cr.plan(HALVES, collective, 8, algorithm, root=root)
+        first, *rest = str(caught.value).splitlines()
+        assert first == f"{collective} needs a route from {src} to {dst}, but no link leads out of {{{inside}}}."
+        assert rest[0] == f"  given: {HALVES!r}"
+        assert "topology.subset" in rest[1]
+        part = HALVES.subset(["cpu:2", "cpu:3"])
+        assert cr.plan(part, collective, 8, algorithm).seconds > 0
+
+
+def test_the_cut_of_links_in_one_direction_is_named():
+    """A link in the wrong direction does not count."""
+    down = Topology(names(2), [Link("cpu:0", "cpu:1", 1)])
+    cut = r"all_reduce needs a route from cpu:1 to cpu:0, but no link leads out of \{cpu:1\}"
+    with pytest.raises(PlanError, match=cut):
+        cr.plan(down)
+    assert ends(cr.plan(down, sources=["cpu:0"]), "all_reduce") == (("cpu:0",), names(2))
