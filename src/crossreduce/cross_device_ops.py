@@ -181,8 +181,8 @@ class CrossDeviceOps:
         array([0, 1, 2])
         """
         if isinstance(tensor, DistributedValues):
-            raise ArgumentError(
-                message("broadcast takes one array.", shown(tensor), "one of its components, such as value[0]")
+            raise ArgumentError.of(
+                "broadcast takes one array.", shown(tensor), "one of its components, such as value[0]"
             )
         framework = check_array(tensor)
         devices = device_names(destinations)
@@ -314,8 +314,8 @@ class ReductionToOneDevice(_BatchReducing):
     ) -> None:
         self._root = None if reduce_to_device is None else canonical(reduce_to_device)
         if accumulation_fn is not None and not callable(accumulation_fn):
-            raise ArgumentError(
-                message("accumulation_fn must be a function of a list of arrays.", shown(accumulation_fn), "sum")
+            raise ArgumentError.of(
+                "accumulation_fn must be a function of a list of arrays.", shown(accumulation_fn), "sum"
             )
         self._accumulate = accumulation_fn
 
@@ -334,7 +334,7 @@ class ReductionToOneDevice(_BatchReducing):
             return reduce_to_one(jobs, self._root)
         if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
             problem = "accumulation_fn replaces the sum, so the op must be sum or mean."
-            raise ArgumentError(message(problem, shown(reduce_op), "ReductionToOneDevice() without accumulation_fn"))
+            raise ArgumentError.of(problem, shown(reduce_op), "ReductionToOneDevice() without accumulation_fn")
         return [
             reduce_to_one([job], self._root)[0] if job[0].sparse else self._accumulated(reduce_op, job) for job in jobs
         ]
@@ -347,12 +347,12 @@ class ReductionToOneDevice(_BatchReducing):
         total = self._accumulate([framework.clone(framework.to_device(x, root)) for x in value.arrays])
         if framework_of(total) is not framework:
             problem = "accumulation_fn must return an array of the same framework as its arguments."
-            raise MismatchError(message(problem, shown(total), f"a {framework.name} array"))
+            raise MismatchError.of(problem, shown(total), f"a {framework.name} array")
         total = framework.array(total)
         if isinstance(total, Sparse) or framework.spec(total).shape != value.spec.shape:
             given = shown(total) if isinstance(total, Sparse) else str(framework.spec(total))
             problem = "accumulation_fn must return one array of the components' shape."
-            raise MismatchError(message(problem, given, f"an array like {value.spec}"))
+            raise MismatchError.of(problem, given, f"an array like {value.spec}")
         dtype = framework.spec(total).dtype
         numbers = framework.numbers(op, dtype, len(value))
         result = value.numbers.result if dtype in (value.spec.dtype, value.numbers.accumulator) else numbers.result
@@ -399,7 +399,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
             count("agg_small_grads_max_group", agg_small_grads_max_group, "10"),
         )
         if topology is not None and not isinstance(topology, Topology):
-            raise ArgumentError(message("topology must be a Topology.", shown(topology), "Topology.ring(8)"))
+            raise ArgumentError.of("topology must be a Topology.", shown(topology), "Topology.ring(8)")
         self._topology = topology
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
-from .errors import DeviceError, message, shown
+from .errors import DeviceError, shown
 
 # TensorFlow writes GPU; torch and JAX write CUDA. The other kinds have one spelling everywhere.
 KINDS: Final = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "mps": "mps", "xpu": "xpu"}
@@ -109,4 +109,4 @@ def _tensorflow_host(name: str, parts: list[str]) -> str:
 def _unreadable(name: object) -> DeviceError:
     empty = isinstance(name, str) and not name
     problem = "a device's name must not be empty." if empty else "this device name cannot be parsed."
-    return DeviceError(message(problem, shown(name), f"a name such as {SPELLINGS}"))
+    return DeviceError.of(problem, shown(name), f"a name such as {SPELLINGS}")

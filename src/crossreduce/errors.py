@@ -20,6 +20,7 @@ Each message states what was wrong, what was given, and what to do.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Self
 
 
 class ReductionError(Exception):
@@ -27,6 +28,11 @@ class ReductionError(Exception):
 
     pair: int | None = None
     """The number of the pair of a batch that the error is about, if it is about one."""
+
+    @classmethod
+    def of(cls, problem: str, given: str = "", remedy: str = "") -> Self:
+        """Return an error whose text states the problem, what was given, and what to do."""
+        return cls(message(problem, given, remedy))
 
     def prefix(self, where: str, pair: int | None = None) -> None:
         """Put the position of the error in front of its text; an earlier position is replaced."""

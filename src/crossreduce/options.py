@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Final
 
-from .errors import ArgumentError, message, shown
+from .errors import ArgumentError, shown
 from .planning import NAMES
 
 ALGORITHMS: Final = NAMES
@@ -24,7 +24,7 @@ def count(name: str, value: object, remedy: str) -> int:
     except TypeError:
         number = -1
     if number < 0 or isinstance(value, bool):
-        raise ArgumentError(message(f"{name} must be a whole number, 0 or more.", shown(value), remedy))
+        raise ArgumentError.of(f"{name} must be a whole number, 0 or more.", shown(value), remedy)
     return number
 
 
@@ -32,7 +32,7 @@ def algorithm_name(value: object) -> str:
     """Return ``value`` if it is the name of an algorithm, or raise an ``ArgumentError`` that lists the names."""
     if isinstance(value, str) and value in ALGORITHMS:
         return value
-    raise ArgumentError(message("there is no such algorithm.", shown(value), "one of " + ", ".join(ALGORITHMS)))
+    raise ArgumentError.of("there is no such algorithm.", shown(value), "one of " + ", ".join(ALGORITHMS))
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,7 @@ class CommunicationOptions:
         object.__setattr__(self, "bytes_per_pack", nbytes)
         seconds = self.timeout_seconds
         if seconds is not None and not (isinstance(seconds, Real) and not isinstance(seconds, bool) and seconds > 0):
-            raise ArgumentError(
-                message("timeout_seconds must be a positive number.", shown(seconds), "None, for 600 s")
-            )
+            raise ArgumentError.of("timeout_seconds must be a positive number.", shown(seconds), "None, for 600 s")
         if isinstance(self.implementation, str):
             object.__setattr__(self, "implementation", self.implementation.lower())
         algorithm_name(self.implementation)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import kernels
-from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
+from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, shown
 from .frameworks import Sparse, framework_of
 from .validation import Checked
 from .values import DistributedValues, Mirrored, TensorSpec, describe
@@ -29,7 +29,7 @@ def check_outs(out: Any, size: int) -> list[DistributedValues]:
         if len(outs) == size and all(isinstance(x, DistributedValues) for x in outs):
             return outs
     given = f"{shown(out)} for {size} pairs"
-    raise ArgumentError(message("out must have one PerReplica or Mirrored for each pair.", given, "[value, ...]"))
+    raise ArgumentError.of("out must have one PerReplica or Mirrored for each pair.", given, "[value, ...]")
 
 
 def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> DistributedValues:
@@ -43,11 +43,11 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
     if value.sparse:
         given = f"out for {describe(value[0])}"
         problem = "out cannot be used for a sparse result, whose size is not known in advance."
-        raise UnsupportedError(message(problem, given, "omit out="))
+        raise UnsupportedError.of(problem, given, "omit out=")
     if not isinstance(out, DistributedValues) or out.devices != destinations:
         given = f"out on {', '.join(out.devices)}" if isinstance(out, DistributedValues) else f"a {type(out).__name__}"
         problem = "out must be a PerReplica or Mirrored on the destinations, in their order."
-        raise ArgumentError(message(problem, given, f"PerReplica([array, ...], devices={list(destinations)})"))
+        raise ArgumentError.of(problem, given, f"PerReplica([array, ...], devices={list(destinations)})")
     framework, spec = value.framework, TensorSpec(value.spec.shape, value.numbers.result)
     if framework.uniform(out.values) != spec:
         found = [(framework_of(x), x, device) for x, device in zip(out.values, destinations, strict=True)]
@@ -58,7 +58,7 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
             if spec.dtype != value.spec.dtype:
                 remedy += f", the dtype of the {value.op.value if value.op else 'result'} of {value.spec.dtype}"
             problem = "the arrays of out must have the framework, shape and dtype of the result."
-            raise MismatchError(message(problem, given, remedy))
+            raise MismatchError.of(problem, given, remedy)
     return out
 
 
@@ -96,12 +96,10 @@ def check_overlap(jobs: Sequence[Job]) -> None:
 
 def overlap_error(number: int) -> ArgumentError:
     """Return the error for a component of ``out`` that shares memory where it must not."""
-    return ArgumentError(
-        message(
-            "results cannot be written into arrays that share memory.",
-            f"component {number} of out shares memory with another component, or with an input that is another array",
-            "separate arrays, or exactly the value's own components",
-        )
+    return ArgumentError.of(
+        "results cannot be written into arrays that share memory.",
+        f"component {number} of out shares memory with another component, or with an input that is another array",
+        "separate arrays, or exactly the value's own components",
     )
 
 
@@ -130,7 +128,7 @@ def write_results(results: list[Mirrored], jobs: list[Job]) -> list[Mirrored]:
             spec = None if given is None or isinstance(given, Sparse) else value.framework.spec(given)
             if spec != value.framework.spec(taken):
                 wanted = f"an array like out's, {value.framework.name} {value.framework.spec(taken)}"
-                error = MismatchError(message("a result differs from its array of out.", describe(x), wanted))
+                error = MismatchError.of("a result differs from its array of out.", describe(x), wanted)
                 raise in_pair(error, pair, len(jobs))
             copies.append((value.framework, taken, given))
     for framework, taken, given in copies:

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from .errors import ArgumentError, message
+from .errors import ArgumentError
 from .ops import INTEGERS
 from .values import TensorSpec
 
@@ -163,11 +163,9 @@ def _buffer(specs: tuple[TensorSpec, ...], tensors: list[int], packing: Packing,
         packs = max(packs, -(-start // fitting))
     packs = max(1, min(packs, start))
     if packs > MOST_PACKS:
-        raise ArgumentError(
-            message(
-                f"{start} elements of {dtype} would be cut into {packs} packs; {MOST_PACKS} is the most.",
-                f"num_packs={packing.num_packs}, bytes_per_pack={packing.bytes_per_pack}",
-                "fewer packs, or more bytes per pack",
-            )
+        raise ArgumentError.of(
+            f"{start} elements of {dtype} would be cut into {packs} packs; {MOST_PACKS} is the most.",
+            f"num_packs={packing.num_packs}, bytes_per_pack={packing.bytes_per_pack}",
+            "fewer packs, or more bytes per pack",
         )
     return Buffer(dtype, start, tuple(spans), packs, first)

@@ -283,7 +283,7 @@ def _translate(value: Any, destinations: Any) -> tuple[PerReplica, _Destinations
     value, destinations = _variable(value), _variable(destinations)
     parts = value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
     if not parts:
-        raise ArgumentError(message("a value must have at least one component.", shown(value), "PerReplica((x, ...))"))
+        raise ArgumentError.of("a value must have at least one component.", shown(value), "PerReplica((x, ...))")
     components = tuple(_array(x) for x in parts)
     places = _component_places(tuple(_place(x) for x in components))
     if destinations is value and isinstance(value, tf.distribute.DistributedValues):
@@ -308,12 +308,10 @@ def _read_destinations(destinations: Any, places: _Places) -> _Destinations:
     elif isinstance(destinations, str) and destinations:
         found = (destinations,)
     if not found:
-        raise ArgumentError(
-            message(
-                "destinations must be distributed values, a tensor, a variable or a device name, and not empty.",
-                shown(destinations),
-                'a name such as "CPU:0"; for several devices, the PerReplica itself or another one on those devices',
-            )
+        raise ArgumentError.of(
+            "destinations must be distributed values, a tensor, a variable or a device name, and not empty.",
+            shown(destinations),
+            'a name such as "CPU:0"; for several devices, the PerReplica itself or another one on those devices',
         )
     found = _fill_unknown(found, places)
     return _Destinations(Mirrored.on((), _names(found)), found, len(found) == 1)
@@ -357,7 +355,7 @@ def _variable(given: Any) -> Any:
     if isinstance(given, DistributedValues):  # TensorFlow would stack its components
         problem = "this is a distributed value of crossreduce, not of tf.distribute."
         remedy = "crossreduce's own op of the same name, or a value that a tf.distribute.Strategy made"
-        raise ArgumentError(message(problem, shown(given), remedy))
+        raise ArgumentError.of(problem, shown(given), remedy)
     inner = getattr(given, "value", None)
     return inner if isinstance(inner, tf.Variable) else given
 
@@ -381,7 +379,7 @@ def _broadcast_source(tensor: Any) -> Any:
         return _array(tensor)
     if isinstance(tensor, _Mirrored):
         return _array(tensor.values[0])
-    raise ArgumentError(message("broadcast takes one tensor.", shown(tensor), "one of its components, value.values[0]"))
+    raise ArgumentError.of("broadcast takes one tensor.", shown(tensor), "one of its components, value.values[0]")
 
 
 def _place(x: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .autograph import unconverted
 from .cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
-from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, message, shown
+from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, shown
 from .ops import ReduceOp
 from .options import CommunicationOptions
 from .validation import read_op, uniform_value
@@ -75,18 +75,16 @@ def all_reduce(
         or hasattr(trees, "shape")
         or not isinstance(trees, Iterable)
     ):
-        raise ArgumentError(
-            message("all_reduce takes a list with one tree per replica.", shown(trees), "list(value), or [tree, tree]")
+        raise ArgumentError.of(
+            "all_reduce takes a list with one tree per replica.", shown(trees), "list(value), or [tree, tree]"
         )
     given = list(trees)
     if not given:
-        raise ArgumentError(message("all_reduce needs at least one replica's tree.", shown(trees), "[tree, tree]"))
+        raise ArgumentError.of("all_reduce needs at least one replica's tree.", shown(trees), "[tree, tree]")
     names = None if devices is None else read_devices(devices)
     if names is not None and len(names) != len(given):
-        raise ArgumentError(
-            message(
-                "all_reduce needs one device per replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None"
-            )
+        raise ArgumentError.of(
+            "all_reduce needs one device per replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None"
         )
     leaves, structure = flatten_trees(given)
     columns = reduce_leaves(leaves, structure, op, names, ops, options, out)
@@ -128,14 +126,12 @@ def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]
     given = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
     replicas = len(pairs[0][0]) if pairs else len(given)
     if hasattr(out, "shape") or len(given) != replicas:
-        raise ArgumentError(
-            message("out takes a list with one tree per replica.", shown(out), f"a list of {replicas} trees")
-        )
+        raise ArgumentError.of("out takes a list with one tree per replica.", shown(out), f"a list of {replicas} trees")
     leaves, found = flatten_trees(given)
     if found != structure:
         each = f"replicas: {_outline([found, structure], 1)}; out: {_outline([structure, found], 1)}"
         remedy = "trees of the same keys, lengths and types"
-        raise MismatchError(message("the trees of out differ in structure from the replicas'.", each, remedy))
+        raise MismatchError.of("the trees of out differ in structure from the replicas'.", each, remedy)
     return [PerReplica.on(targets, value.devices) for targets, (value, _) in zip(leaves, pairs, strict=True)]
 
 
@@ -151,7 +147,7 @@ def check_ops(ops: object) -> CrossDeviceOps:
         return ops
     what = "an instance of CrossDeviceOps, not the class" if isinstance(ops, type) else "a CrossDeviceOps"
     remedy = 'crossreduce.AllReduceCrossDeviceOps("ring")'
-    raise UnsupportedError(message(f"cross_device_ops must be {what} of crossreduce.", shown(ops), remedy))
+    raise UnsupportedError.of(f"cross_device_ops must be {what} of crossreduce.", shown(ops), remedy)
 
 
 def flatten_trees(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
@@ -161,7 +157,7 @@ def flatten_trees(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
     if any(structure != structures[0] for structure in structures):
         each = "; ".join(f"replica {k}: {_outline(structures, k)}" for k in range(len(trees)))
         remedy = "the same keys, lengths and types on all replicas; None on all of them or on none"
-        raise MismatchError(message("the replicas' trees differ in structure.", each, remedy))
+        raise MismatchError.of("the replicas' trees differ in structure.", each, remedy)
     return list(zip(*(leaves for leaves, _ in flat), strict=True)), structures[0]
 
 
@@ -178,7 +174,7 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
             leaves, structure = optree.tree_flatten(tree, namespace=_NAMESPACE)
         except RecursionError as error:
             given = f"a {type(tree).__name__}"
-            raise ArgumentError(message("a tree is too deep, or contains itself.", given, "a flatter tree")) from error
+            raise ArgumentError.of("a tree is too deep, or contains itself.", given, "a flatter tree") from error
         kinds = {kind for kind in set(map(type, leaves)) if dataclasses.is_dataclass(kind)}
         # An array class of a framework may be a dataclass too, but it has a shape.
         unknown = {type(leaf) for leaf in leaves if type(leaf) in kinds and not hasattr(leaf, "shape")}

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .devices import canonical
-from .errors import ArgumentError, MismatchError, UnsupportedError, message, shown
+from .errors import ArgumentError, MismatchError, UnsupportedError, shown
 from .frameworks import KNOWN, Array, Framework, Sparse, framework_of
 from .ops import HALVES, Numbers, ReduceOp, require_dtype
 from .options import DEFAULT, CommunicationOptions
@@ -76,8 +76,8 @@ def read_options(options: object) -> CommunicationOptions:
         return DEFAULT
     if isinstance(options, CommunicationOptions):
         return options
-    raise ArgumentError(
-        message("options must be CommunicationOptions.", shown(options), "CommunicationOptions(bytes_per_pack=...)")
+    raise ArgumentError.of(
+        "options must be CommunicationOptions.", shown(options), "CommunicationOptions(bytes_per_pack=...)"
     )
 
 
@@ -92,11 +92,11 @@ def per_replica(value: Any) -> PerReplica:
     if isinstance(value, DistributedValues):
         return PerReplica.on(value.values, value.devices)
     if isinstance(value, (list, tuple, dict, str, bytes)) or value is None:
-        raise ArgumentError(
-            message("a value to reduce must be a PerReplica or an array.", shown(value), "PerReplica([a, b, ...])")
+        raise ArgumentError.of(
+            "a value to reduce must be a PerReplica or an array.", shown(value), "PerReplica([a, b, ...])"
         )
     if isinstance(value, type):
-        raise UnsupportedError(message("a class was given instead of a value.", shown(value), "an instance of it"))
+        raise UnsupportedError.of("a class was given instead of a value.", shown(value), "an instance of it")
     framework_of(value)
     return PerReplica([value])
 
@@ -115,12 +115,10 @@ def device_names(destinations: Any) -> tuple[str, ...]:
         with contextlib.suppress(ArgumentError, UnsupportedError):
             check_array(destinations)
             return PerReplica([destinations]).devices
-    raise ArgumentError(
-        message(
-            "destinations must be distributed values, a device's name, or an array, variable or parameter.",
-            shown(destinations),
-            'a name such as "cpu:0"; for several devices, the PerReplica itself or any other on those devices',
-        )
+    raise ArgumentError.of(
+        "destinations must be distributed values, a device's name, or an array, variable or parameter.",
+        shown(destinations),
+        'a name such as "cpu:0"; for several devices, the PerReplica itself or any other on those devices',
     )
 
 
@@ -144,18 +142,14 @@ def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
       ArgumentError: ``pairs`` is not iterable, or an element is not a pair.
     """
     if not isinstance(pairs, Iterable) or isinstance(pairs, (str, bytes, dict, DistributedValues)):
-        raise ArgumentError(
-            message(
-                "value_destination_pairs must be pairs of value and destinations.", shown(pairs), "[(value, value)]"
-            )
+        raise ArgumentError.of(
+            "value_destination_pairs must be pairs of value and destinations.", shown(pairs), "[(value, value)]"
         )
     found = list(pairs)
     for number, pair in enumerate(found):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise ArgumentError(
-                message(
-                    f"element {number} of value_destination_pairs is not a pair.", shown(pair), "(value, destinations)"
-                )
+            raise ArgumentError.of(
+                f"element {number} of value_destination_pairs is not a pair.", shown(pair), "(value, destinations)"
             )
     return found
 
@@ -241,7 +235,7 @@ def check_result(result: Any, destinations: tuple[str, ...], method: str) -> Mir
     if isinstance(result, Mirrored) and result.devices == destinations:
         return result
     problem = f"{method} must return a Mirrored on the destinations."
-    raise UnsupportedError(message(problem, shown(result), f"Mirrored([...], devices={list(destinations)})"))
+    raise UnsupportedError.of(problem, shown(result), f"Mirrored([...], devices={list(destinations)})")
 
 
 def check_results(results: Any, destinations: list[tuple[str, ...]], ops: str) -> list[Mirrored]:
@@ -252,7 +246,7 @@ def check_results(results: Any, destinations: list[tuple[str, ...]], ops: str) -
     """
     if not isinstance(results, list) or len(results) != len(destinations):
         problem = f"{ops}.batch_reduce_implementation must return a list of one Mirrored per pair."
-        raise UnsupportedError(message(problem, f"{shown(results)} for {len(destinations)} pairs"))
+        raise UnsupportedError.of(problem, f"{shown(results)} for {len(destinations)} pairs")
     return [
         result
         if type(result) is Mirrored and result.devices == devices
@@ -280,12 +274,10 @@ def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str
         return x
     shape = tuple(size for size in spec.shape if size is not None)
     if len(shape) < len(spec.shape):
-        raise ArgumentError(
-            message(
-                "a sparse array without dense_shape cannot be made dense.",
-                f"{x.kind} with slices {framework.spec(x.values)}",
-                "IndexedSlices(values, indices, dense_shape)",
-            )
+        raise ArgumentError.of(
+            "a sparse array without dense_shape cannot be made dense.",
+            f"{x.kind} with slices {framework.spec(x.values)}",
+            "IndexedSlices(values, indices, dense_shape)",
         )
     return framework.to_dense(x, shape, dtype)
 
@@ -293,12 +285,10 @@ def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str
 def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: list[Any]) -> TensorSpec:
     """Check sparse components against each other and against dense ones, and return their common spec."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise UnsupportedError(
-            message(
-                "sparse values can only be added.",
-                f"{shown(op)} of {describe(value.values[0])}",
-                '"sum" or "mean", or make them dense first',
-            )
+        raise UnsupportedError.of(
+            "sparse values can only be added.",
+            f"{shown(op)} of {describe(value.values[0])}",
+            '"sum" or "mean", or make them dense first',
         )
     sparse = [x for x in arrays if isinstance(x, Sparse)]
     specs = [_dense_spec(framework, x) for x in arrays]
@@ -332,12 +322,10 @@ def _check_gather(checked: Checked, axis: Any) -> None:
     except TypeError:
         number = ndim
     if not -ndim <= number < ndim or isinstance(axis, bool):
-        raise ArgumentError(
-            message(
-                "the components do not have this axis.",
-                f"axis={axis!r}, components such as {specs[0]}",
-                f"an axis from {-ndim} to {ndim - 1}" if ndim else "components with one axis: x.reshape(1), axis=0",
-            )
+        raise ArgumentError.of(
+            "the components do not have this axis.",
+            f"axis={axis!r}, components such as {specs[0]}",
+            f"an axis from {-ndim} to {ndim - 1}" if ndim else "components with one axis: x.reshape(1), axis=0",
         )
     checked.axis = number % ndim
     others = [spec._replace(shape=spec.shape[: checked.axis] + spec.shape[checked.axis + 1 :]) for spec in specs]
@@ -359,6 +347,6 @@ def _mismatch(value: PerReplica, problem: str, found: Iterable[object]) -> Misma
         f"replica {number} on {device}: {text}"
         for number, (device, text) in enumerate(zip(value.devices, found, strict=True))
     )
-    return MismatchError(
-        message(f"the replicas of one value {problem}.", each, "the same framework, dtype and shape on all replicas")
+    return MismatchError.of(
+        f"the replicas of one value {problem}.", each, "the same framework, dtype and shape on all replicas"
     )

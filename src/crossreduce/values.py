@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from .autograph import unconverted
 from .devices import Device, canonical, parse
-from .errors import ArgumentError, DeviceError, message, shown
+from .errors import ArgumentError, DeviceError, shown
 
 
 class TensorSpec(NamedTuple):
@@ -52,25 +52,21 @@ class IndexedSlices:
         self.dense_shape = None if dense_shape is None else _shape(dense_shape)
         rows, count = tuple(self.values.shape), tuple(self.indices.shape)
         if len(rows) < 1 or len(count) != 1 or (None not in (rows[0], count[0]) and rows[0] != count[0]):
-            raise ArgumentError(
-                message(
-                    "IndexedSlices need one index per slice.",
-                    f"values of shape {rows}, indices of shape {count}",
-                    "values of shape (k, ...) and indices of shape (k,)",
-                )
+            raise ArgumentError.of(
+                "IndexedSlices need one index per slice.",
+                f"values of shape {rows}, indices of shape {count}",
+                "values of shape (k, ...) and indices of shape (k,)",
             )
         if "int" not in str(self.indices.dtype):
-            raise ArgumentError(
-                message("the indices of slices must be integers.", describe(self.indices), "int64 or int32 indices")
+            raise ArgumentError.of(
+                "the indices of slices must be integers.", describe(self.indices), "int64 or int32 indices"
             )
         shape = self.dense_shape
         if shape is not None and (len(shape) != len(rows) or shape[1:] != rows[1:]) and None not in rows[1:]:
-            raise ArgumentError(
-                message(
-                    "dense_shape does not agree with the slices.",
-                    f"values of shape {rows}, dense_shape {shape}",
-                    f"(rows, {', '.join(map(str, rows[1:]))})".replace(", )", ",)"),
-                )
+            raise ArgumentError.of(
+                "dense_shape does not agree with the slices.",
+                f"values of shape {rows}, dense_shape {shape}",
+                f"(rows, {', '.join(map(str, rows[1:]))})".replace(", )", ",)"),
             )
 
     @property
@@ -96,32 +92,28 @@ class DistributedValues:
     def __init__(self, values: Iterable[Any], devices: Iterable[str] | None = None) -> None:
         kind = type(self).__name__
         if isinstance(values, (str, bytes, dict)) or hasattr(values, "shape") or not isinstance(values, Iterable):
-            raise ArgumentError(
-                message(f"{kind} takes a list with one array per replica.", shown(values), f"{kind}([a, b, ...])")
+            raise ArgumentError.of(
+                f"{kind} takes a list with one array per replica.", shown(values), f"{kind}([a, b, ...])"
             )
         self._values = tuple(values)
         for number, value in enumerate(self._values):
             if value is None or isinstance(value, (list, tuple, dict, set, str, bytes, DistributedValues)):
-                raise ArgumentError(
-                    message(
-                        f"component {number} of a {kind} is not an array.",
-                        shown(value),
-                        "one array per replica; crossreduce.all_reduce takes dicts, lists and other trees",
-                    )
+                raise ArgumentError.of(
+                    f"component {number} of a {kind} is not an array.",
+                    shown(value),
+                    "one array per replica; crossreduce.all_reduce takes dicts, lists and other trees",
                 )
         if not self._values:
-            raise ArgumentError(message(f"{kind} needs at least one component.", shown(values), f"{kind}([array])"))
+            raise ArgumentError.of(f"{kind} needs at least one component.", shown(values), f"{kind}([array])")
         if devices is None:
             self._devices = default_devices([locate(value) for value in self._values])
         else:
             self._devices = read_devices(devices)
             if len(self._devices) != len(self._values):
-                raise ArgumentError(
-                    message(
-                        f"{kind} needs one device for each component.",
-                        f"{len(self._values)} components, {len(self._devices)} devices",
-                        "devices=None: each component stays on its device",
-                    )
+                raise ArgumentError.of(
+                    f"{kind} needs one device for each component.",
+                    f"{len(self._values)} components, {len(self._devices)} devices",
+                    "devices=None: each component stays on its device",
                 )
 
     @classmethod
@@ -198,18 +190,16 @@ def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
       DeviceError: a name cannot be parsed.
     """
     if isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise ArgumentError(message("devices must be a list of names.", shown(devices), '["cpu:0", "cpu:1"]'))
+        raise ArgumentError.of("devices must be a list of names.", shown(devices), '["cpu:0", "cpu:1"]')
     given = list(devices)
     names = tuple(canonical(name) for name in given)
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         listed = f"{', '.join(twice)} {'is' if len(twice) == 1 else 'are'} listed more often"
-        raise ArgumentError(
-            message(
-                f"each device may be listed only once: {listed}.",
-                ", ".join(str(name) for name in given),
-                f'logical devices of the same physical device, such as "{twice[0].split("#")[0]}#1"',
-            )
+        raise ArgumentError.of(
+            f"each device may be listed only once: {listed}.",
+            ", ".join(str(name) for name in given),
+            f'logical devices of the same physical device, such as "{twice[0].split("#")[0]}#1"',
         )
     return names
 
@@ -237,12 +227,10 @@ def locate(array: object) -> str | None:
     if hasattr(place, "platform") and hasattr(place, "id"):
         return f"{place.platform}:{place.id}"
     if hasattr(place, "device_set"):
-        raise DeviceError(
-            message(
-                "a replica's array must be on one device, and this one is spread over several.",
-                shown(place),
-                "its addressable_shards, one per replica",
-            )
+        raise DeviceError.of(
+            "a replica's array must be on one device, and this one is spread over several.",
+            shown(place),
+            "its addressable_shards, one per replica",
         )
     return str(place) or None
 
@@ -297,7 +285,7 @@ def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
     except TypeError:
         shape = (-1,)
     if min(shape, default=0) < 0:
-        raise ArgumentError(message("dense_shape must be the shape of an array.", shown(sizes), "(rows, ...)"))
+        raise ArgumentError.of("dense_shape must be the shape of an array.", shown(sizes), "(rows, ...)")
     return shape
 
 
@@ -309,4 +297,4 @@ def _array(value: Any, dtype: str | None = None) -> Any:
     try:
         return numpy.asarray(value, dtype)
     except ValueError as error:
-        raise ArgumentError(message("IndexedSlices take arrays.", shown(value), "numpy.asarray(...)")) from error
+        raise ArgumentError.of("IndexedSlices take arrays.", shown(value), "numpy.asarray(...)") from error

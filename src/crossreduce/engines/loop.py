@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from ..errors import ScheduleError, message
+from ..errors import ScheduleError
 from ..frameworks import Array, Framework
 from ..lowering import Program, element_ranges
 from ..ops import Numbers
@@ -170,7 +170,7 @@ def run_program(
     if size is None and len(program.chunks) > 1:
         problem = "arrays of unknown size need a schedule of one chunk."
         given = f"{program.collective} by {program.algorithm}, {len(program.chunks)} chunks"
-        raise ScheduleError(message(problem, given, "one_device"))
+        raise ScheduleError.of(problem, given, "one_device")
     finish_first = len(sources) == 1 and (numbers.divisor != 1 or numbers.result != numbers.dtype)
     outputs: list[list[Array]] = [[] for _ in destinations]
     fresh: list[bool] = []

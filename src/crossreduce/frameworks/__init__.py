@@ -11,7 +11,7 @@ import importlib
 from functools import cache
 from typing import Any, Final
 
-from ..errors import ArgumentError, BackendError, message, shown
+from ..errors import ArgumentError, BackendError, shown
 from ..values import IndexedSlices
 from .base import Array, Framework, Immutable, ReplicaFramework, Sparse, ThreadModes
 
@@ -47,7 +47,7 @@ def get(name: str) -> Framework:
     'numpy'
     """
     if name not in FRAMEWORKS:
-        raise ArgumentError(message("this framework is not supported.", shown(name), "one of " + ", ".join(FRAMEWORKS)))
+        raise ArgumentError.of("this framework is not supported.", shown(name), "one of " + ", ".join(FRAMEWORKS))
     try:
         importlib.import_module(name)
     except ImportError as error:
@@ -78,12 +78,8 @@ def framework_of(value: Any) -> Framework:
     own: Framework | None = getattr(value, "crossreduce_framework", None)
     if own is not None:  # an array with its own framework, such as a NullArray
         return own
-    raise ArgumentError(
-        message(
-            "this is not an array.",
-            shown(value),
-            "a NumPy, PyTorch, JAX or TensorFlow array, a sparse one, or a number",
-        )
+    raise ArgumentError.of(
+        "this is not an array.", shown(value), "a NumPy, PyTorch, JAX or TensorFlow array, a sparse one, or a number"
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ..errors import UnsupportedError, message, shown
+from ..errors import UnsupportedError, shown
 from ..ops import Numbers, ReduceOp
 from ..packing import Cut
 from ..values import TensorSpec
@@ -42,7 +42,7 @@ class Immutable:
     """What to do instead."""
 
     def writable_array(self, value: Any, device: str) -> Array:
-        raise UnsupportedError(message(self.immutable, shown(value), self.remedy))
+        raise UnsupportedError.of(self.immutable, shown(value), self.remedy)
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
         raise AssertionError(self.immutable)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ..devices import parse
-from ..errors import DeviceError, UnsupportedError, message, shown
+from ..errors import DeviceError, UnsupportedError, shown
 from ..ops import ACCUMULATORS, ALONG_AXIS, COMPLEX, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
@@ -84,13 +84,11 @@ def place(name: str) -> tuple[Any, SingleDeviceSharding]:
     if device.index in found:
         return found[device.index], SingleDeviceSharding(found[device.index])
     here = jax.local_devices()
-    raise DeviceError(
-        message(
-            "JAX has no such device in this process.",
-            name,
-            f"one of JAX's {len(here)} devices here ({here[0].platform}:{here[0].id}, ...), or, for more on the CPU, "
-            'jax.config.update("jax_num_cpu_devices", n) before JAX is first used',
-        )
+    raise DeviceError.of(
+        "JAX has no such device in this process.",
+        name,
+        f"one of JAX's {len(here)} devices here ({here[0].platform}:{here[0].id}, ...), or, for more on the CPU, "
+        'jax.config.update("jax_num_cpu_devices", n) before JAX is first used',
     )
 
 
@@ -204,28 +202,26 @@ class Jax(Immutable):
             remedy = "value.update_layout(n_batch=0)"
         elif isinstance(value, sparse.JAXSparse):
             remedy = "value.to_bcoo() or value.todense()"
-        raise UnsupportedError(message("this kind of JAX value cannot be reduced.", shown(value), remedy))
+        raise UnsupportedError.of("this kind of JAX value cannot be reduced.", shown(value), remedy)
 
     def _plain(self, value: Any) -> Array:
         if isinstance(value, np.ndarray):  # usually the indices of slices
             return jnp.asarray(value)
         if not isinstance(value, jax.Array):
-            raise UnsupportedError(
-                message("slices and their indices must be of the same framework.", shown(value), "a jax.Array")
+            raise UnsupportedError.of(
+                "slices and their indices must be of the same framework.", shown(value), "a jax.Array"
             )
         if _is_opaque(value.dtype):
-            raise UnsupportedError(
-                message("arrays of PRNG keys cannot be reduced.", shown(value), "jax.random.key_data(value)")
+            raise UnsupportedError.of(
+                "arrays of PRNG keys cannot be reduced.", shown(value), "jax.random.key_data(value)"
             )
         if isinstance(value, jax.core.Tracer):
             return value
         if type(value.sharding) is not SingleDeviceSharding and len(value.devices()) != 1:
-            raise DeviceError(
-                message(
-                    "a replica's array must be on one device, and this one is spread over several.",
-                    shown(value.sharding),
-                    "its addressable_shards, one per replica",
-                )
+            raise DeviceError.of(
+                "a replica's array must be on one device, and this one is spread over several.",
+                shown(value.sharding),
+                "its addressable_shards, one per replica",
             )
         return value
 
@@ -289,12 +285,10 @@ class Jax(Immutable):
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
         if any(x.shape != xs[0].shape for x in xs):
-            raise UnsupportedError(
-                message(
-                    "the symbolic shapes of the replicas differ, so they may not be equal.",
-                    ", ".join(str(x.shape) for x in xs),
-                    "the same symbols on all replicas",
-                )
+            raise UnsupportedError.of(
+                "the symbolic shapes of the replicas differ, so they may not be equal.",
+                ", ".join(str(x.shape) for x in xs),
+                "the same symbols on all replicas",
             )
         return list(xs)
 
@@ -336,13 +330,11 @@ class Jax(Immutable):
     def is_recorded(self, x: Any) -> bool:
         parts = (x.values, x.indices) if isinstance(x, IndexedSlices) else (x, getattr(x, "data", None))
         if any(isinstance(part, jax.core.Tracer) for part in parts):
-            raise UnsupportedError(
-                message(
-                    "a traced value cannot be reduced with values of other replicas' threads.",
-                    shown(x),
-                    "reduce outside of jit, grad and vmap: the gradients, not the loss; under jax.shard_map, "
-                    "crossreduce.jax.all_reduce",
-                )
+            raise UnsupportedError.of(
+                "a traced value cannot be reduced with values of other replicas' threads.",
+                shown(x),
+                "reduce outside of jit, grad and vmap: the gradients, not the loss; under jax.shard_map, "
+                "crossreduce.jax.all_reduce",
             )
         return False
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ..errors import UnsupportedError, message, shown
+from ..errors import UnsupportedError, shown
 from ..ops import ACCUMULATORS, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
@@ -78,9 +78,7 @@ class NullFramework:
             return Sparse("IndexedSlices", value.values, value.indices, value.dense_shape)
         if isinstance(value, NullArray):
             return value
-        raise UnsupportedError(
-            message("the null framework accepts only its own arrays.", shown(value), "null.zeros(...)")
-        )
+        raise UnsupportedError.of("the null framework accepts only its own arrays.", shown(value), "null.zeros(...)")
 
     def spec(self, x: Array) -> TensorSpec:
         return TensorSpec(x.shape, x.dtype)

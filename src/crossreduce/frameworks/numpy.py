@@ -13,7 +13,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from ..errors import ArgumentError, DeviceError, UnsupportedError, message, shown
+from ..errors import ArgumentError, DeviceError, UnsupportedError, shown
 from ..ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
@@ -46,7 +46,7 @@ def require_host(devices: tuple[str, ...], framework: str) -> None:
     for device in devices:
         if not device.startswith("cpu:"):
             problem = f"{framework} arrays are in this host's memory."
-            raise DeviceError(message(problem, device, '"cpu:0", "cpu:1", ...'))
+            raise DeviceError.of(problem, device, '"cpu:0", "cpu:1", ...')
 
 
 def _uniform_in_python(values: tuple[Any, ...]) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
@@ -78,8 +78,8 @@ class NumPy:
 
     def _plain(self, value: Any) -> Array:
         if isinstance(value, np.ma.MaskedArray):
-            raise UnsupportedError(
-                message("masked arrays cannot be reduced.", shown(value), "fill the masked elements: value.filled(0)")
+            raise UnsupportedError.of(
+                "masked arrays cannot be reduced.", shown(value), "fill the masked elements: value.filled(0)"
             )
         array = np.asarray(value)
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
@@ -179,7 +179,7 @@ class NumPy:
             given = _kind(value)
             plain = type(value) is not np.ndarray and not isinstance(value, np.ma.MaskedArray)
             remedy = "numpy.asarray(x), the same memory" if plain else "numpy.empty(shape, dtype)"
-        raise UnsupportedError(message("results are written into writable NumPy arrays in C order.", given, remedy))
+        raise UnsupportedError.of("results are written into writable NumPy arrays in C order.", given, remedy)
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
         start = int(x.__array_interface__["data"][0])
@@ -237,12 +237,10 @@ def _divide(x: Array, divisor: int) -> None:
 
 def beyond(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
     """Return the error for sparse indices outside the dense shape."""
-    return ArgumentError(
-        message(
-            "a sparse array has an index beyond its dense shape.",
-            f"indices from {lowest} to {highest}, shape {shape}",
-            f"indices from 0 to {shape[0] - 1}",
-        )
+    return ArgumentError.of(
+        "a sparse array has an index beyond its dense shape.",
+        f"indices from {lowest} to {highest}, shape {shape}",
+        f"indices from 0 to {shape[0] - 1}",
     )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..devices import canonical, parse
-from ..errors import DeviceError, UnsupportedError, message, shown
+from ..errors import DeviceError, UnsupportedError, shown
 from ..ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
@@ -59,13 +59,11 @@ def _require(devices: tuple[str, ...]) -> None:
     here = _logical_devices()
     for device in devices:
         if parse(device).physical not in here:
-            raise DeviceError(
-                message(
-                    "TensorFlow has no such logical device.",
-                    f"{device}; logical devices: {', '.join(here)}",
-                    "one of these; or, before TensorFlow is first used, tf.config.set_logical_device_configuration("
-                    'tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * n)',
-                )
+            raise DeviceError.of(
+                "TensorFlow has no such logical device.",
+                f"{device}; logical devices: {', '.join(here)}",
+                "one of these; or, before TensorFlow is first used, tf.config.set_logical_device_configuration("
+                'tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * n)',
             )
 
 
@@ -278,32 +276,24 @@ def _divided(x: Array, divisor: int) -> Array:
 
 def _unsupported(value: Any) -> UnsupportedError:
     if isinstance(value, tf.Tensor) and value.shape.rank is None:
-        return UnsupportedError(
-            message(
-                "a tensor of unknown rank cannot be reduced; unknown sizes can.",
-                shown(value),
-                "tf.ensure_shape(tensor, [None, None]), with one None per axis; or an input_signature with a rank",
-            )
+        return UnsupportedError.of(
+            "a tensor of unknown rank cannot be reduced; unknown sizes can.",
+            shown(value),
+            "tf.ensure_shape(tensor, [None, None]), with one None per axis; or an input_signature with a rank",
         )
     if isinstance(value, tf.Tensor):
-        return UnsupportedError(
-            message(
-                f"tensors of dtype {value.dtype.name} cannot be reduced.",
-                shown(value),
-                "cast to one of " + ", ".join(sorted(_DTYPES)),
-            )
+        return UnsupportedError.of(
+            f"tensors of dtype {value.dtype.name} cannot be reduced.",
+            shown(value),
+            "cast to one of " + ", ".join(sorted(_DTYPES)),
         )
     remedies = {
         "SparseTensor": "tf.sparse.to_dense(value), or tf.IndexedSlices",
         "RaggedTensor": "value.to_tensor(), or reduce value.flat_values",
     }
     kind = type(value).__name__
-    return UnsupportedError(
-        message(
-            f"a {kind} cannot be reduced.",
-            shown(value),
-            remedies.get(kind, "a tf.Tensor, tf.Variable or tf.IndexedSlices"),
-        )
+    return UnsupportedError.of(
+        f"a {kind} cannot be reduced.", shown(value), remedies.get(kind, "a tf.Tensor, tf.Variable or tf.IndexedSlices")
     )
 
 

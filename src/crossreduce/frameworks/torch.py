@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..devices import parse
-from ..errors import DeviceError, UnsupportedError, message, shown
+from ..errors import DeviceError, UnsupportedError, shown
 from ..ops import ACCUMULATORS, ALONG_AXIS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
@@ -34,12 +34,10 @@ _INERT: Final = frozenset({"uint16", "uint32", "uint64"})
 @lru_cache(maxsize=1024)
 def _numbers(op: ReduceOp, dtype: str, count: int, default: Any) -> Numbers:
     if dtype in _INERT:
-        raise UnsupportedError(
-            message(
-                f"PyTorch cannot compute with {dtype}.",
-                f"op {op.value}, dtype {dtype}",
-                "cast to a signed integer that is wide enough, such as torch.int64",
-            )
+        raise UnsupportedError.of(
+            f"PyTorch cannot compute with {dtype}.",
+            f"op {op.value}, dtype {dtype}",
+            "cast to a signed integer that is wide enough, such as torch.int64",
         )
     result = _NAMES[default] if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
     return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
@@ -63,13 +61,11 @@ def _require(devices: tuple[str, ...]) -> None:
         place = parse(device)
         if place.host or (place.kind != "cpu" and place.index >= _count(place.kind)):
             here = [f"{kind}:{index}" for kind in _KINDS for index in range(_count(kind))]
-            raise DeviceError(
-                message(
-                    "PyTorch has no such device in this process.",
-                    device,
-                    ", ".join(['"cpu:0", "cpu:1", ... (all host memory)', *(f'"{name}"' for name in here)])
-                    + (f'; "{here[0]}#1" is a second logical device on {here[0]}' if here else ""),
-                )
+            raise DeviceError.of(
+                "PyTorch has no such device in this process.",
+                device,
+                ", ".join(['"cpu:0", "cpu:1", ... (all host memory)', *(f'"{name}"' for name in here)])
+                + (f'; "{here[0]}#1" is a second logical device on {here[0]}' if here else ""),
             )
 
 
@@ -206,20 +202,16 @@ class Torch:
     def writable_array(self, value: Any, device: str) -> Array:
         x = self._plain(value)
         if x.device != _place(device) or is_transformed() or has_no_memory(x) or is_frozen(value):
-            raise UnsupportedError(
-                message(
-                    "results are written into plain tensors on their destination.",
-                    f"{type(value).__name__} on {value.device}, for {device}",
-                    "torch.empty(shape, dtype=..., device=...), outside torch.func, dispatch and inference modes",
-                )
+            raise UnsupportedError.of(
+                "results are written into plain tensors on their destination.",
+                f"{type(value).__name__} on {value.device}, for {device}",
+                "torch.empty(shape, dtype=..., device=...), outside torch.func, dispatch and inference modes",
             )
         if x.data_ptr() != value.data_ptr() or not x.is_contiguous():
-            raise UnsupportedError(
-                message(
-                    "results are written into contiguous tensors.",
-                    f"{TensorSpec(tuple(value.shape), _NAMES[value.dtype])}, strides {tuple(value.stride())}",
-                    "torch.empty(shape, dtype=...), or tensor.contiguous()",
-                )
+            raise UnsupportedError.of(
+                "results are written into contiguous tensors.",
+                f"{TensorSpec(tuple(value.shape), _NAMES[value.dtype])}, strides {tuple(value.stride())}",
+                "torch.empty(shape, dtype=...), or tensor.contiguous()",
             )
         return x
 
@@ -263,12 +255,10 @@ class Torch:
 
     def is_recorded(self, x: Any) -> bool:
         if is_transformed():
-            raise UnsupportedError(
-                message(
-                    "tensors under torch.func, torch.compile or a dispatch mode cannot be reduced across threads.",
-                    f"a {type(x).__name__} inside such a transformation",
-                    "reduce outside of it: the result of torch.func.grad, not the function that it differentiates",
-                )
+            raise UnsupportedError.of(
+                "tensors under torch.func, torch.compile or a dispatch mode cannot be reduced across threads.",
+                f"a {type(x).__name__} inside such a transformation",
+                "reduce outside of it: the result of torch.func.grad, not the function that it differentiates",
             )
         if not torch.is_grad_enabled():
             return False
@@ -276,8 +266,8 @@ class Torch:
             return bool(x.requires_grad)
         parts = (x.values, x.indices) if isinstance(x, IndexedSlices) else (x,)
         if any(isinstance(part, torch.Tensor) and part.requires_grad for part in parts):
-            raise UnsupportedError(
-                message("an all-reduce of sparse values has no gradient.", shown(x), "value.detach(), or dense values")
+            raise UnsupportedError.of(
+                "an all-reduce of sparse values has no gradient.", shown(x), "value.detach(), or dense values"
             )
         return False
 
@@ -344,35 +334,33 @@ def _divide_in_place(x: Array, divisor: int) -> None:
 
 def _unsupported(value: Any) -> UnsupportedError:
     if not isinstance(value, torch.Tensor):
-        return UnsupportedError(message("this is not a tensor that can be reduced.", shown(value), "a torch.Tensor"))
+        return UnsupportedError.of("this is not a tensor that can be reduced.", shown(value), "a torch.Tensor")
     # repr(value) may need elements that do not exist.
     given = f"{type(value).__name__}, layout {value.layout}, dtype {value.dtype}, device {value.device}"
     if is_lazy(value):
-        return UnsupportedError(message("a lazy parameter has no elements yet.", given, "run the module once"))
+        return UnsupportedError.of("a lazy parameter has no elements yet.", given, "run the module once")
     if value.is_meta:
-        return UnsupportedError(message("meta tensors have no elements.", given, "tensor.to_empty, or load the values"))
+        return UnsupportedError.of("meta tensors have no elements.", given, "tensor.to_empty, or load the values")
     if value.is_quantized:
-        return UnsupportedError(message("quantized tensors cannot be reduced.", given, "tensor.dequantize()"))
+        return UnsupportedError.of("quantized tensors cannot be reduced.", given, "tensor.dequantize()")
     if value.is_nested:
-        return UnsupportedError(
-            message("nested tensors cannot be reduced.", given, "reduce each of tensor.unbind(), or tensor.values()")
+        return UnsupportedError.of(
+            "nested tensors cannot be reduced.", given, "reduce each of tensor.unbind(), or tensor.values()"
         )
     if hasattr(value, "full_tensor"):
-        return UnsupportedError(
-            message("a DTensor is spread over several devices.", given, "tensor.to_local() or tensor.full_tensor()")
+        return UnsupportedError.of(
+            "a DTensor is spread over several devices.", given, "tensor.to_local() or tensor.full_tensor()"
         )
     if value.layout is not torch.strided:
-        return UnsupportedError(
-            message(
-                f"tensors of layout {value.layout} cannot be reduced.",
-                given,
-                "tensor.to_dense()" if "sparse" not in str(value.layout) else "tensor.to_sparse_coo() or .to_dense()",
-            )
+        return UnsupportedError.of(
+            f"tensors of layout {value.layout} cannot be reduced.",
+            given,
+            "tensor.to_dense()" if "sparse" not in str(value.layout) else "tensor.to_sparse_coo() or .to_dense()",
         )
     if value.dtype not in _NAMES:
         remedy = "cast to one of " + ", ".join(DTYPES_BY_NAME)
-        return UnsupportedError(message(f"arrays of dtype {value.dtype} cannot be reduced.", given, remedy))
-    return UnsupportedError(message("this tensor subclass wraps others.", given, "the tensors that it wraps"))
+        return UnsupportedError.of(f"arrays of dtype {value.dtype} cannot be reduced.", given, remedy)
+    return UnsupportedError.of("this tensor subclass wraps others.", given, "the tensors that it wraps")
 
 
 FRAMEWORK = Torch()

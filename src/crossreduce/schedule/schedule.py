@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
-from ..errors import ScheduleError, message, shown
+from ..errors import ScheduleError, shown
 
 FORMAT: Final = "crossreduce.schedule/1"
 
@@ -113,16 +113,14 @@ class Schedule:
         routes = tuple(Route(chunk, src, dst, tuple(through), *when) for chunk, src, dst, through, *when in self.routes)
         object.__setattr__(self, "routes", routes)
         if len(set(self.devices)) != n:
-            raise ScheduleError(message("each device may appear only once in a schedule.", ", ".join(self.devices)))
+            raise ScheduleError.of("each device may appear only once in a schedule.", ", ".join(self.devices))
         for number, chunk in enumerate(self.chunks):
             if chunk.share < 0 or not _positions(chunk.sources, n) or not _positions(chunk.destinations, n):
                 raise _malformed(f"chunk {number} is malformed", chunk, n)
         if sum(chunk.share for chunk in self.chunks) != 1:
-            raise ScheduleError(
-                message(
-                    "the chunks must cover the buffer: their shares must add up to 1.",
-                    f"shares {', '.join(str(chunk.share) for chunk in self.chunks) or 'none'}",
-                )
+            raise ScheduleError.of(
+                "the chunks must cover the buffer: their shares must add up to 1.",
+                f"shares {', '.join(str(chunk.share) for chunk in self.chunks) or 'none'}",
             )
         for r, steps in enumerate(self.rounds):
             for s, step in enumerate(steps):
@@ -137,9 +135,9 @@ class Schedule:
             if not (0 <= route.chunk < len(self.chunks) and _positions(ends, n) and named and known):
                 raise _malformed("a route is malformed", route, n)
         if len({(*route[:3], route.round) for route in self.routes}) < len(self.routes):
-            raise ScheduleError(message("a chunk can have only one route between two devices.", shown(self.routes)))
+            raise ScheduleError.of("a chunk can have only one route between two devices.", shown(self.routes))
         if self.pieces < 1:
-            raise ScheduleError(message("pieces must be at least 1.", shown(self.pieces), "pieces=1"))
+            raise ScheduleError.of("pieces must be at least 1.", shown(self.pieces), "pieces=1")
 
     @cached_property
     def _hash(self) -> int:
@@ -160,7 +158,7 @@ class Schedule:
     def cut_into(self, pieces: int) -> Schedule:
         """Return the same schedule with another number of pieces; both share the tuples of steps."""
         if pieces < 1:
-            raise ScheduleError(message("pieces must be at least 1.", shown(pieces), "pieces=1"))
+            raise ScheduleError.of("pieces must be at least 1.", shown(pieces), "pieces=1")
         other = object.__new__(Schedule)
         parts = ("collective", "algorithm", "devices", "chunks", "rounds", "routes")
         other.__dict__.update({name: getattr(self, name) for name in parts}, pieces=pieces)
@@ -232,8 +230,8 @@ class Schedule:
         except ScheduleError:
             raise
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
-            raise ScheduleError(
-                message(f"this text is not a schedule in JSON: {error!r}.", shown(text), f'text of format "{FORMAT}"')
+            raise ScheduleError.of(
+                f"this text is not a schedule in JSON: {error!r}.", shown(text), f'text of format "{FORMAT}"'
             ) from error
 
     def describe(self, step: Step) -> str:
@@ -293,7 +291,7 @@ def _positions(numbers: Iterable[int], n: int) -> bool:
 
 
 def _malformed(problem: str, given: object, n: int) -> ScheduleError:
-    return ScheduleError(message(f"{problem}.", shown(given), f"devices by their numbers, 0 to {n - 1}"))
+    return ScheduleError.of(f"{problem}.", shown(given), f"devices by their numbers, 0 to {n - 1}")
 
 
 def _text(value: object) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..errors import ScheduleError, message, shown
+from ..errors import ScheduleError, shown
 from .schedule import Schedule, Step
 
 
@@ -41,7 +41,7 @@ def verify(schedule: Schedule) -> None:
     >>> verify(ring(["cpu:0", "cpu:1", "cpu:2"]))
     """
     if not isinstance(schedule, Schedule):
-        raise ScheduleError(message("this is not a Schedule.", shown(schedule), "Schedule.from_json for JSON text"))
+        raise ScheduleError.of("this is not a Schedule.", shown(schedule), "Schedule.from_json for JSON text")
     cells = _initial(schedule)
     for _ in _evaluate(schedule, cells):
         pass

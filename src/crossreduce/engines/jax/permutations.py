@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...errors import ScheduleError, message
+from ...errors import ScheduleError
 from ...lowering import ChunkProgram, Numbered, Program
 from .matchings import Pair, matchings
 
@@ -86,7 +86,7 @@ def compile_permutations(program: Program) -> PermutationProgram:
     devices = range(len(program.devices))
     if any({*chunk.sources} != {*devices} or {*chunk.destinations} != {*devices} for chunk in program.chunks):
         problem = "along mesh axes, every device must be a source and a destination of every chunk."
-        raise ScheduleError(message(problem, f"{program.collective} by {program.algorithm}", "an all_reduce"))
+        raise ScheduleError.of(problem, f"{program.collective} by {program.algorithm}", "an all_reduce")
     by_share: defaultdict[object, list[int]] = defaultdict(list)
     for number, chunk in enumerate(program.chunks):
         by_share[chunk.share].append(number)
