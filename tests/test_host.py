@@ -18,7 +18,7 @@ from running import only
 import crossreduce as cr
 from crossreduce import PerReplica, PlanError, ReduceOp, kernels, pipeline
 from crossreduce.engines.base import Layout, LoweredBuffer, ProgramRange
-from crossreduce.engines.host import HostExecutable, host_memory, kernel
+from crossreduce.engines.host import HostExecutable, array_memory, kernel
 from crossreduce.frameworks import get
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.lowering import fused, lower
@@ -239,7 +239,7 @@ def test_the_number_of_threads(monkeypatch, size, limit, threads):
     monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "6")
     made = executable(size, 2)
     made._kernel = counting = CountingKernel()
-    with mock.patch.object(host_memory("numpy"), "threads", return_value=limit):
+    with mock.patch.object(array_memory("numpy"), "threads", return_value=limit):
         made.run([[np.ones(size, "float32")] * 2], None)
     assert [run[0] for run in counting.runs] == [threads]
 
@@ -256,8 +256,8 @@ def test_large_arrays_use_threads_and_streaming_stores(torch_):
     assert settings_of(kernels.STREAMING_BYTES // 8, 2) == (True, True)
     assert settings_of(kernels.STREAMING_BYTES // 8 - 1, 2) == (True, False)
     assert settings_of(kernels.STREAMING_BYTES // 16, 2, "mean", "int8") == (True, True)
-    assert host_memory("torch").threads() == torch_.torch.get_num_threads()
-    assert host_memory("numpy").threads() is None
+    assert array_memory("torch").threads() == torch_.torch.get_num_threads()
+    assert array_memory("numpy").threads() is None
 
 
 def test_only_host_memory_runs_on_the_kernels():

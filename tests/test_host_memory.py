@@ -17,7 +17,7 @@ from frameworks import DTYPES, np_dtype
 
 import crossreduce as cr
 from crossreduce import PerReplica, kernels
-from crossreduce.engines.host import host_memory
+from crossreduce.engines.host import array_memory
 from crossreduce.frameworks import framework_of
 from crossreduce.values import Mirrored
 
@@ -79,7 +79,7 @@ def test_inputs_are_read_in_place(framework):
         xs = [np.ones(shape, np_dtype(dtype)) for shape in ((5,), (2, 3), (), (1000,))]
         arrays = [framework.array(x, k % 2) for k, x in enumerate(xs)]
         own = framework_of(arrays[0])
-        given = host_memory(own.name).readable([[own.array(x)] for x in arrays])
+        given = array_memory(own.name).readable([[own.array(x)] for x in arrays])
         assert [pointed(item) for (item,) in given] == [address(framework, x) for x in arrays], dtype
 
 
@@ -184,7 +184,7 @@ def test_numpy_arrays_of_any_layout(numpy_, dtype, op):
         check_result(numpy_, op, [array, array])
         check_result(numpy_, op, [np.ones(array.shape, array.dtype), array, array])
     transposed = np.ascontiguousarray(x.T).T
-    given = host_memory("numpy").readable([[transposed, x[::-1]]])[0]
+    given = array_memory("numpy").readable([[transposed, x[::-1]]])[0]
     assert [pointed(item) for item in given] == [transposed.ctypes.data, x[::-1].ctypes.data]
 
 
@@ -218,7 +218,7 @@ def test_torch_tensors_of_any_layout(torch_, dtype, op):
         check_torch(torch_, op, [plain, tensor, tensor], name)
     for name in ("transposed", "channels last", "expanded"):
         tensor = dict(torch_layouts(torch, x))[name]
-        assert pointed(host_memory("torch").readable([[tensor]])[0][0]) == tensor.data_ptr()
+        assert pointed(array_memory("torch").readable([[tensor]])[0][0]) == tensor.data_ptr()
 
 
 def check_torch(torch_, op, tensors, name):

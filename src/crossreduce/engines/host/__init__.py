@@ -15,18 +15,15 @@ from functools import lru_cache
 from typing import Any, Final, Protocol
 
 from ... import kernels
-from ...frameworks import Array
+from ...frameworks import FRAMEWORKS, Array
 from ...kernels import FusedProgram, Kernel, Segment
 from ...lowering import element_ranges, fused
 from ...ops import KERNEL_OPS, Numbers
 from ...packing import itemsize
 from ..base import Layout, OverlapError
 
-FRAMEWORKS: Final = ("numpy", "torch", "jax", "tensorflow")
-"""Modules of this package that define ``MEMORY``, the access to the memory of a framework's arrays."""
 
-
-class HostMemory(Protocol):
+class ArrayMemory(Protocol):
     """The memory of one framework's arrays, and new arrays on memory that a kernel has filled.
 
     Nested sequences have one row per tensor of a batch, with one array per replica or destination.
@@ -90,11 +87,11 @@ class SharedResults:
 
 
 @lru_cache(maxsize=16)
-def host_memory(framework: str) -> HostMemory | None:
-    """Return a framework's ``HostMemory``, importing it on first use; ``None``: its arrays have no memory."""
+def array_memory(framework: str) -> ArrayMemory | None:
+    """Return a framework's ``ArrayMemory``, importing it on first use; ``None``: its arrays have no memory."""
     if framework not in FRAMEWORKS:
         return None
-    memory: HostMemory = importlib.import_module(f".{framework}", __package__).MEMORY
+    memory: ArrayMemory = importlib.import_module(f".{framework}", __package__).MEMORY
     return memory
 
 
@@ -107,11 +104,11 @@ class HostEngine:
     def supports(self, layout: Layout) -> bool:
         """Return whether all devices are host memory, sizes are known and the framework gives access to memory."""
         known = layout.is_sized and layout.on_host and not layout.mixed
-        return known and host_memory(layout.framework.name) is not None
+        return known and array_memory(layout.framework.name) is not None
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
         """Return buffers or addresses; ``None`` for arrays that are traced, recorded or on an accelerator."""
-        memory = host_memory(layout.framework.name)
+        memory = array_memory(layout.framework.name)
         assert memory is not None
         return memory.readable(arrays)
 
@@ -127,9 +124,9 @@ class HostExecutable:
     """
 
     def __init__(self, layout: Layout, numbers: Numbers, with_out: bool) -> None:
-        memory = host_memory(layout.framework.name)
+        memory = array_memory(layout.framework.name)
         assert memory is not None
-        self._memory: HostMemory = memory
+        self._memory: ArrayMemory = memory
         self._shapes, self._dtype, self._destinations = layout.shapes, numbers.result, layout.destinations
         self._count = 1 if memory.shares_results and not with_out else len(layout.destinations)
         self._kernel = kernel(layout, numbers, self._count)

@@ -24,7 +24,7 @@ _X64: Final = frozenset({"float64", "complex128", "int64", "uint64"})
 
 
 class JaxMemory(SharedResults):
-    """See ``HostMemory``."""
+    """See ``ArrayMemory``."""
 
     def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
         shardings = set()

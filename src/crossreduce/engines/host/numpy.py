@@ -25,7 +25,7 @@ except ImportError:
 
 
 class NumPyMemory:
-    """See ``HostMemory``. Arrays have the buffer protocol, so the kernels read and write them as they are."""
+    """See ``ArrayMemory``. Arrays have the buffer protocol, so the kernels read and write them as they are."""
 
     shares_results = False
 

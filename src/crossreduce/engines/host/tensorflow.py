@@ -16,7 +16,7 @@ from . import SharedResults
 
 
 class TensorFlowMemory(SharedResults):
-    """See ``HostMemory``."""
+    """See ``ArrayMemory``."""
 
     def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
         if not tf.executing_eagerly() or _is_recording():  # a tape records TensorFlow's own operations only

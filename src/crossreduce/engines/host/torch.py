@@ -17,7 +17,7 @@ _MOST_AXES: Final = 64  # of a strided source of the kernels
 
 
 class TorchMemory:
-    """See ``HostMemory``. The kernels get addresses; strided tensors are read where they are."""
+    """See ``ArrayMemory``. The kernels get addresses; strided tensors are read where they are."""
 
     shares_results = False
 
