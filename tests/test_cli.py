@@ -151,7 +151,8 @@ def test_a_signal_stops_a_command(tmp_path, name, code):
     assert list(tmp_path.iterdir()) == []
 
 
-# A command that receives a signal where Python cannot propagate an exception: in the callback of a weak reference.
+# A command that receives a signal where Python drops exceptions, in the callback of a weak reference, or in code that
+# catches all of them.
 LOSING = """
 import os, signal, time, weakref
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -163,9 +164,19 @@ class Node:
     pass
 
 def app(**_):
-    node = Node()
-    reference = weakref.ref(node, lambda _: [os.kill(os.getpid(), signal.{}), *range(9)])
-    del node
+    def arrive(_):
+        os.kill(os.getpid(), signal.{})
+        [*range(9)]
+
+    if {}:
+        node = Node()
+        reference = weakref.ref(node, arrive)
+        del node
+    else:
+        try:
+            arrive(None)
+        except BaseException:
+            pass
     print("lost")
     time.sleep(60)
 
@@ -175,13 +186,22 @@ main([])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize("in_callback", [True, False])
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
-def test_an_interruption_is_never_lost(name, code):
-    """A signal that arrives while Python drops exceptions, as in an import, still ends the command."""
+def test_an_interruption_is_never_lost(name, code, in_callback):
+    """A signal that arrives while exceptions are dropped, as in an import, still ends the command."""
     began = time.monotonic()
-    ran = run_python(LOSING.format(name))
+    ran = run_python(LOSING.format(name, in_callback))
     assert (ran.returncode, ran.stdout, ran.stderr) == (code, "lost\n", "")
     assert time.monotonic() - began < 50
+
+
+def test_signal_handlers_are_restored(crossreduce):
+    """A command that runs in a Python program leaves its signal handlers and timers as they were."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers], sys.unraisablehook
+    assert crossreduce("topology", "ncv4")[0] == 0
+    assert ([signal.getsignal(number) for number in numbers], sys.unraisablehook) == before
 
 
 def test_info_lists_frameworks_devices_and_algorithms(crossreduce):

@@ -13,13 +13,12 @@ The commands use the public API only. Importing this module needs neither typer 
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import ReductionError
+from .signals import ending_signals
 
 _EXTRA = ("typer", "rich", "sklearn")
 
@@ -30,47 +29,25 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     Args:
       args: the arguments after ``crossreduce``; ``None``: those of this process.
     """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an orderly exit, which removes temporary files
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
-            signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
-        if hasattr(signal, "setitimer"):
-            sys.unraisablehook = _raise_again
-    try:
-        from .app import app
+    with ending_signals():
+        try:
+            from .app import app
 
-        app(args=None if args is None else list(args), prog_name="crossreduce")
-    except ReductionError as error:
-        _stop(str(error), 2)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _EXTRA:
-            raise
-        _stop(f"the command line needs {error.name}, which is not installed.  try: pip install 'crossreduce[cli]'", 2)
-    except OSError as error:
-        _stop(f"{error.strerror or error}.  try: another file, or make room", 2)
-    except MemoryError:
-        _stop("there is not enough memory for this.  try: smaller sizes or fewer devices", 2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+            app(args=None if args is None else list(args), prog_name="crossreduce")
+        except ReductionError as error:
+            _stop(str(error), 2)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            if missing not in _EXTRA:
+                raise
+            _stop(f"the command line needs {missing}, which is not installed.  try: pip install 'crossreduce[cli]'", 2)
+        except OSError as error:
+            _stop(f"{error.strerror or error}.  try: another file, or make room", 2)
+        except MemoryError:
+            _stop("there is not enough memory for this.  try: smaller sizes or fewer devices", 2)
+        except KeyboardInterrupt:
+            sys.exit(130)
     sys.exit(0)
-
-
-def _raise_again(lost: sys.UnraisableHookArgs) -> None:
-    """Raise an interruption again, 10 ms later, if Python could not propagate it from where it was raised.
-
-    Python drops exceptions in callbacks of weak references, of which every import has one, and in ``__del__``: 1 in
-    100 runs that were terminated during their imports continued.
-    """
-    error = lost.exc_value
-    if not isinstance(error, (SystemExit, KeyboardInterrupt)):
-        sys.__unraisablehook__(lost)
-        return
-
-    def leave(*_: object) -> NoReturn:
-        raise error
-
-    signal.signal(signal.SIGALRM, leave)
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
 
 
 def _stop(text: str, code: int) -> NoReturn:
