@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,13 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
+PICTURES = ROOT / "docs" / "pictures"
 BLOCK = re.compile(r"```python\n(.*?)```\s*```\n(.*?)```", re.DOTALL)
 MARK = "--- next block ---"
+LAUNCH = re.compile(r"\$ torchrun (.*?(\w+\.py))\n")
 DOCUMENTS = {
     "README.md": 3,
+    "docs/algorithms.md": 2,
     "docs/host.md": 1,
     "docs/numpy.md": 2,
     "docs/pytorch.md": 3,
@@ -28,10 +32,14 @@ DOCUMENTS = {
 
 @pytest.mark.parametrize(("document", "count"), DOCUMENTS.items())
 def test_code_prints_what_the_document_shows(document, count, tmp_path):
-    """Each Python block prints the block that follows it; the blocks of a document run in one new process."""
+    """Each Python block prints the block that follows it; the blocks of a document run in one new process.
+
+    Blocks for torchrun are tested below.
+    """
     text = (ROOT / document).read_text()
     blocks = BLOCK.findall(text)
     assert len(blocks) == text.count("```python") == count
+    blocks = [(code, shown) for code, shown in blocks if not LAUNCH.match(shown)]
     code = f"\nprint({MARK!r})\n".join(code for code, _ in blocks)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "JAX_", "XLA_"))}
     ran = subprocess.run(
@@ -41,6 +49,66 @@ def test_code_prints_what_the_document_shows(document, count, tmp_path):
     assert ran.stdout.split(MARK + "\n") == [shown for _, shown in blocks]
     for trace in tmp_path.iterdir():
         assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
+
+
+def test_torchrun_prints_what_the_readme_shows(tmp_path):
+    """Under the torchrun command that the README shows, the block before it prints the text after it."""
+    ((code, shown),) = [(code, shown) for code, shown in BLOCK.findall(README) if LAUNCH.match(shown)]
+    command = LAUNCH.match(shown)
+    (tmp_path / command[2]).write_text(code)
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command[1].split()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PET_STANDALONE": "1"},  # a free port instead of a fixed one
+        timeout=200,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == shown[command.end() :]
+
+
+def test_command_lines_of_the_readme_run(tmp_path):
+    """Each ``crossreduce`` command of the README's plain blocks runs, in order, and writes the files that it names."""
+    lines = [
+        line for block in re.findall(r"```\n(crossreduce .*?)```", README, re.DOTALL) for line in block.splitlines()
+    ]
+    assert len(lines) == 3
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, check=True, timeout=100)
+    assert {file.suffix for file in tmp_path.iterdir()} == {".svg", ".xml"}
+
+
+def test_the_readme_is_short():
+    """The README has at most 200 lines of at most 110 characters."""
+    lines = README.splitlines()
+    assert len(lines) <= 200
+    assert max(map(len, lines)) <= 110
+
+
+def test_the_pictures_of_the_readme_are_up_to_date(tmp_path):
+    """The README shows the pictures of benchmarks/pictures.py, whose texts are those of today's plan and results."""
+    command = [sys.executable, ROOT / "benchmarks" / "pictures.py", "--folder", tmp_path]
+    subprocess.run(command, check=True, timeout=100, stdout=subprocess.DEVNULL)
+    drawn = sorted(file.name for file in tmp_path.iterdir())
+    assert drawn == sorted(re.findall(r'(?:src|srcset)="docs/pictures/([\w-]+\.svg)"', README))
+    for name in drawn:
+        old, new = (re.findall(r"<text[^>]*>(.*?)</text>", (at / name).read_text()) for at in (PICTURES, tmp_path))
+        assert old == new, f"{name} is out of date: run python benchmarks/pictures.py"
+        assert len(old) > 20
+
+
+def test_the_tables_on_speed_are_up_to_date(tmp_path):
+    """The tables of docs/speed.md are those that benchmarks/speed.py writes from the kept results."""
+    page, copy = ROOT / "docs" / "speed.md", tmp_path / "speed.md"
+    head, mark, _ = page.read_text().partition("<!-- benchmarks/speed.py writes the rest of this page. -->\n")
+    copy.write_text(head + mark)
+    command = [sys.executable, ROOT / "benchmarks" / "speed.py", "--page", copy]
+    subprocess.run(command, check=True, timeout=100, stdout=subprocess.DEVNULL)
+    assert len(copy.read_text()) > len(head) + 4000
+    assert copy.read_text() == page.read_text(), "docs/speed.md is out of date: run python benchmarks/speed.py"
 
 
 def test_command_lines_on_the_frameworks_pages_write_traces(tmp_path):
@@ -73,10 +141,10 @@ def test_ci_runs_readmes_commands():
 
 
 def test_links_have_targets():
-    """Every relative link in the documents names an existing file."""
+    """Every relative link and every picture in the documents names an existing file."""
     documents = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
     for document in documents:
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+        for target in re.findall(r'(?:\]\(|src="|srcset=")([^)"#:]+)[)"#]', document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 

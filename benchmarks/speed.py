@@ -1,0 +1,261 @@
+"""Write the tables of docs/speed.md from the measured times.
+
+Input: host_reduction.json, plugins.json and processes.json in results/. Output: the part of docs/speed.md after the
+line ``MARK``. The same input gives the same text. Nothing is measured here.
+Run: python benchmarks/speed.py [--results FOLDER] [--page PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from common import RESULTS, size_text
+
+PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
+MARK = "<!-- benchmarks/speed.py writes the rest of this page. -->\n"
+FILES = ("host_reduction", "plugins", "processes")
+
+LOOP, PSUM = "NumPy loop and copies", "JAX jit psum"
+STACK, GRAPH = "torch stack().sum(0), one result", ", tf.function"
+HCA, R2O = "TensorFlow HierarchicalCopyAllReduce", "TensorFlow ReductionToOneDevice"
+IN_PLACE, EAGER = "crossreduce, into given arrays (`out=`)", "TensorFlow, hierarchical copy"
+IN_GRAPH, ONE = "TensorFlow, in a `tf.function`", "TensorFlow, to one device"
+OURS = "crossreduce"
+SIZES = {LOOP: "NumPy loop", STACK: "torch `stack().sum(0)`", R2O: ONE, HCA: EAGER, PSUM: "JAX `psum`"}
+RANKS = {"Open MPI": "Open MPI", "gloo": "gloo"}
+
+
+class Job(NamedTuple):
+    """A job, and the rows of its times in a file.
+
+    Args:
+      text: the job.
+      case: the case of the file.
+      ours: the row of crossreduce to which the others are compared.
+      peers: the labels of the rows of other libraries.
+      chart: the title of the job in the chart of the README; "": it is not in the chart.
+      context: the labels of other rows.
+    """
+
+    text: str
+    case: str
+    ours: str
+    peers: dict[str, str]
+    chart: str = ""
+    context: Mapping[str, str] = MappingProxyType({})
+
+
+class Row(NamedTuple):
+    """The times of one library for a job, in seconds.
+
+    A star in a label marks results that share one memory, while those of crossreduce do not.
+    """
+
+    label: str
+    median_s: float
+    least_s: float
+    most_s: float
+    ratio: float  # to the median of crossreduce
+    peer: bool = True  # another library
+
+
+ONE_PROCESS = (
+    Job(
+        "8 x 64 MiB, a result on each of 8 devices",
+        *("8 x 64 MiB float32", "ours direct"),
+        {
+            HCA: EAGER,
+            LOOP: "NumPy loop",
+            PSUM: "JAX `psum`",
+            "Open MPI, 8 processes": "Open MPI, 8 processes",
+            "gloo, 8 processes": "gloo, 8 processes",
+        },
+        "8 arrays of 64 MiB, one process",
+        {"ours direct, out=": IN_PLACE, "np.copyto, 2 threads": "a copy of as many bytes (`np.copyto`, 2 threads)"},
+    ),
+    Job(
+        "8 x 64 MiB, one result",
+        *("8 x 64 MiB float32", "ours direct to one"),
+        {R2O: ONE, STACK: "torch `stack().sum(0)`"},
+        context={"ours direct to one, out=": IN_PLACE},
+    ),
+    Job(
+        "ResNet-50's 161 gradients, 97.5 MiB, a tree per replica, 8 replicas",
+        *("ResNet-50's gradients, 161 tensors, 97.5 MiB, over 8 devices", "ours all_reduce"),
+        {R2O: ONE, PSUM: "JAX `psum`", HCA + GRAPH: IN_GRAPH, HCA: EAGER},
+        "161 gradients of ResNet-50, 8 replicas",
+        {"ours all_reduce, out=": IN_PLACE},
+    ),
+    Job(
+        "160 x 1 KiB, 8 replicas",
+        *("160 x 1 KiB float32 over 8 devices", "ours batch_reduce"),
+        {LOOP: "NumPy loop", HCA + GRAPH: IN_GRAPH, PSUM: "JAX `psum`", R2O: ONE, HCA: EAGER},
+        "160 arrays of 1 KiB, 8 replicas",
+        {"ours batch_reduce, out=": IN_PLACE},
+    ),
+    Job(
+        "1 KiB, 8 replicas",
+        *("1 KiB float32 over 8 devices", "ours reduce"),
+        {**SIZES, HCA + GRAPH: IN_GRAPH},
+        context={"ours reduce, out=": IN_PLACE},
+    ),
+)
+
+SHARD_MAP = "JAX `psum`, in `jax.shard_map`"
+IN_FRAMEWORKS = tuple(
+    Job(
+        f"{text}, {framework}",
+        *(f"{file}_{case}", ours, peers),
+        "The 161 gradients in a compiled program" if case == "gradients" else "",
+    )
+    for framework, file, ours, peers in (
+        ("TensorFlow", "tensorflow", "ours" + GRAPH, {HCA + GRAPH: IN_GRAPH}),
+        ("JAX", "jax", "ours", {PSUM: SHARD_MAP}),
+    )
+    for case, text in (("gradients", "ResNet-50's gradients"), ("small", "160 x 1 KiB"), ("large", "64 MiB"))
+)
+
+RANKS_OF_ONE_HOST = (
+    *(
+        Job(f"{size}, {ranks} ranks", f"{ranks} ranks, {size}", "crossreduce", RANKS, title if ranks == 8 else "")
+        for size, title in (("64 MiB", "64 MiB, 8 processes"), ("1 KiB", "1 KiB, 8 processes"))
+        for ranks in (2, 4, 8)
+    ),
+    Job("64 MiB of bfloat16, 8 ranks", "8 ranks, bfloat16, 64 MiB", "crossreduce", RANKS),
+    Job(
+        "a step of DDP with 25 M parameters, 8 ranks",
+        *("8 ranks, DDP step, 25 M parameters", "crossreduce", RANKS),
+        context={"no reduction": "the step without a reduction"},
+    ),
+)
+
+HOSTS = (
+    Job("32 MiB, 2 hosts with 4 ranks each", "2 hosts x 4 ranks, 32 MiB", "crossreduce", RANKS),
+    Job("32 MiB, hosts with 3 and 5 ranks", "3 + 5 ranks, 32 MiB", "crossreduce", RANKS),
+    Job(
+        "32 MiB, 3 hosts with 2 ranks each, one link five times slower",
+        *("3 hosts x 2 ranks, one link at a fifth, 32 MiB", "crossreduce", RANKS),
+    ),
+)
+
+TABLES = {
+    "One process, arrays in host memory": ("host_reduction", ONE_PROCESS),
+    "Inside the frameworks' compiled programs, 8 replicas": ("plugins", IN_FRAMEWORKS),
+    "One process per rank, one host": ("processes", RANKS_OF_ONE_HOST),
+    "One process per rank, several hosts with links of 1 Gbit/s": ("processes", HOSTS),
+}
+
+
+def read(results: Path) -> dict[str, dict[str, Any]]:
+    """Return the files of results by name."""
+    return {name: json.loads((results / f"{name}.json").read_text()) for name in FILES}
+
+
+def rows_of(kept: dict[str, Any], job: Job) -> list[Row]:
+    """Return the times of a job: first those of crossreduce, then those of others, the fastest first.
+
+    Libraries that were not measured are left out.
+    """
+    case = kept["cases"][job.case]
+    times = dict(case["rows"] if "rows" in case else case["seconds"])
+    labels = {job.ours: OURS, **job.context, "floor": "the limit of the links", **job.peers}
+    if "floor_s" in case:
+        times["floor"] = dict.fromkeys(("median_s", "min_s", "max_s"), case["floor_s"])
+    ours = times[job.ours]
+    found = []
+    for name, label in labels.items():
+        if name in times:
+            time = times[name]
+            star = " *" if time.get("results", 1) < ours.get("results", 1) else ""
+            ratio = time["median_s"] / ours["median_s"]
+            found.append(Row(label + star, time["median_s"], time["min_s"], time["max_s"], ratio, name in job.peers))
+    return [found[0], *sorted(found[1:], key=lambda row: row.ratio)]
+
+
+def time_text(seconds: float) -> str:
+    """Return a time with two digits or more, such as ``24 ms``."""
+    unit, scale = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= pair[1]), ("us", 1e-6))
+    return f"{seconds / scale:.{1 if seconds / scale < 9.95 else 0}f} {unit}"
+
+
+def ratio_text(ratio: float) -> str:
+    """Return a ratio with two digits or more, such as ``5.1 x``."""
+    return f"{ratio:.{2 if ratio < 0.995 else 1 if ratio < 9.95 else 0}f} x"
+
+
+def table(kept: dict[str, Any], jobs: tuple[Job, ...]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    yield "| job | library | median | fastest to slowest | multiple of crossreduce |"
+    yield "|---|---|---|---|---|"
+    for job in jobs:
+        text = job.text
+        for row in rows_of(kept, job):
+            spread = "" if row.least_s == row.most_s else f"{time_text(row.least_s)} to {time_text(row.most_s)}"
+            ratio = "" if row.label == OURS else ratio_text(row.ratio)
+            yield f"| {text} | {row.label} | {time_text(row.median_s)} | {spread} | {ratio} |"
+            text = ""
+
+
+def faster(kept: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of the jobs, and of the sizes of a single array, for which another library is faster."""
+    yield "| job | crossreduce | faster |"
+    yield "|---|---|---|"
+    for file, jobs in TABLES.values():
+        for job in jobs:
+            ours, *others = rows_of(kept[file], job)
+            yield from faster_line(job.text, ours, others)
+    for size, rows in kept["host_reduction"].get("sizes", {}).items():
+        job = Job(f"One array of {size_text(int(size))} per replica", size, "ours", SIZES)
+        ours, *others = rows_of({"cases": {size: {"rows": rows}}}, job)
+        yield from faster_line(job.text, ours, others)
+
+
+def faster_line(text: str, ours: Row, others: list[Row]) -> Iterator[str]:
+    """Yield a line of that table, if another library is faster."""
+    peers = [row for row in others if row.peer and row.ratio < 1]
+    if peers:
+        times = ", ".join(f"{row.label} {time_text(row.median_s)}" for row in peers)
+        yield f"| {text} | {time_text(ours.median_s)} | {times} |"
+
+
+def machine_text(kept: dict[str, Any]) -> str:
+    """Return the machine and the versions of a file."""
+    machine = kept["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    place = f"{machine['cores']} cores of an {machine['cpu']}, {machine['system']}, Python {machine['python']}"
+    return f"{place};\n{versions}."
+
+
+def figures(kept: dict[str, dict[str, Any]]) -> str:
+    """Return the generated part of the page."""
+    machines: dict[str, list[str]] = {}
+    for name, content in kept.items():
+        machines.setdefault(machine_text(content), []).append(f"`{name}.json`")
+    lines = ["## The machine", ""]
+    for text, names in machines.items():
+        lines += [*([f"{', '.join(names)}:"] if len(machines) > 1 else []), text, ""]
+    instruction_set = kept["host_reduction"]["kernels"]["instruction_set"]
+    lines += [f"The kernels use {instruction_set}. A star marks results that share one memory, so that fewer bytes are"]
+    lines += ["written; each result of crossreduce has its own memory.", ""]
+    for title, (file, jobs) in TABLES.items():
+        lines += [f"## {title}", "", *table(kept[file], jobs), ""]
+    return "\n".join([*lines, "## Where another library is faster", "", *faster(kept), ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the measured times")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    given = parser.parse_args()
+    head, mark, _ = given.page.read_text().partition(MARK)
+    given.page.write_text(f"{head}{mark}\n{figures(read(given.results))}")
+    print(f"written: {given.page.name}")
+
+
+if __name__ == "__main__":
+    main()
