@@ -141,11 +141,14 @@ def test_ci_runs_readmes_commands():
 
 
 def test_links_have_targets():
-    """Every relative link and every picture in the documents names an existing file."""
+    """Every relative link and picture in the documents names an existing file; every picture of docs/ is in one."""
     documents = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+    unused = set(PICTURES.iterdir())
     for document in documents:
         for target in re.findall(r'(?:\]\(|src="|srcset=")([^)"#:]+)[)"#]', document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+            unused.discard(document.parent / target)
+    assert not unused
 
 
 def test_architecture_lists_existing_files():
