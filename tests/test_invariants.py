@@ -1,4 +1,4 @@
-"""What the library never does: architecture's invariants, read from its source and seen in fresh processes."""
+"""The invariants of the architecture, checked in the source and in new processes."""
 
 import ast
 import doctest
@@ -56,7 +56,7 @@ PURE = ("planning", "schedule", "topology")
 
 
 def name(path):
-    """Return a file's module, below the package: ``backends.numpy``; a package's is its folder's."""
+    """Return a file's module within the package: ``frameworks.numpy``; an ``__init__`` has its folder's name."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -78,28 +78,32 @@ def imports(path):
 
 
 def floor(module):
+    """Return the position of a module's folder or file in ``FLOORS``."""
     top = module.split(".")[0]
     (found,) = [number for number, stories in enumerate(FLOORS) if top in stories]
     return found
 
 
 def test_every_file_has_a_floor():
-    """A new file at the top has its place in the order, or this test does not know it."""
+    """Every file and folder at the top has a position in the order."""
     tops = {name(path).split(".")[0] for path in FILES} - {""}
     assert tops <= {story for stories in FLOORS for story in stories}
     assert len(FILES) > 20
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if name(path)], ids=name)
-def test_imports_only_point_down(path):
-    """A file imports the library's files of its own folder or of lower floors, and of no higher one."""
-    own = name(path).split(".")[0]
-    for module in imports(path):
-        if module == "crossreduce":
-            assert own in ("cli", "__main__", "torch", "jax", "tensorflow"), "only the top may import the whole"
-        elif module.startswith("crossreduce."):
-            other = module.removeprefix("crossreduce.").split(".")[0]
-            assert other == own or floor(other) < floor(own), f"{name(path)} imports {module}"
+def test_imports_only_point_down():
+    """A file imports only files of its own folder or of lower floors; only the top imports the package itself."""
+    wrong = []
+    for path in FILES:
+        own = name(path).split(".")[0]
+        for module in imports(path) if own else ():
+            if module == "crossreduce":
+                allowed = own in ("cli", "__main__", "torch", "jax", "tensorflow")
+            else:
+                other = module.removeprefix("crossreduce.").split(".")[0]
+                allowed = not module.startswith("crossreduce.") or other == own or floor(other) < floor(own)
+            wrong += [] if allowed else [f"{name(path)} imports {module}"]
+    assert wrong == []
 
 
 def import_graph():
@@ -146,64 +150,63 @@ def test_import_circles_are_found():
     assert import_circles(graph) == {frozenset("ab"), frozenset("cde")}
 
 
-# Where a file imports another package's arrays than its own, and why.
+# Files that import a framework other than their own, and why.
 EXCEPTIONS = {
-    "values": {"numpy"},  # IndexedSlices takes lists; imported only then
+    "values": {"numpy"},  # IndexedSlices accepts lists; imported only then
     "kernels.reference": {"numpy"},
     "frameworks.jax": {"numpy"},  # JAX and TensorFlow are built on it: dtypes, constants
     "frameworks.tensorflow": {"numpy"},
-    "planning.bounds.flows": {"numpy"},  # what SciPy takes; imported only then
+    "planning.bounds.flows": {"numpy"},  # the arguments of SciPy; imported only then
     "planning.bounds.linear_program": {"numpy"},
-    "transports.gloo": {"torch"},  # torch's gloo; imported only by those who use it
+    "transports.gloo": {"torch"},  # torch's gloo; imported only by its users
     "engines.host.jax": {"numpy"},  # memory becomes arrays by way of NumPy
     "engines.host.tensorflow": {"numpy"},
     "mpi": {"numpy"},  # its users' arrays; imported only with it
 }
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: name(path) or "crossreduce")
-def test_a_framework_is_imported_only_in_its_own_file(path):
+def test_frameworks_are_imported_only_in_their_own_files():
     """A framework is imported only in the files that are named after it, and in its own top-level module.
 
-    These are frameworks/<framework>.py, engines/<framework>/, engines/host/<framework>.py; and cli/.
+    These are frameworks/<framework>.py, engines/<framework>/, engines/host/<framework>.py; and cli/, whose commands are
+    programs of their own.
     """
-    module = name(path)
     places = ("{}.", "frameworks.{}.", "engines.{}.", "engines.host.{}.")
-    own = {
-        framework for framework in FRAMEWORKS for place in places if f"{module}.".startswith(place.format(framework))
-    }
-    if module.split(".")[0] == "cli":
-        return  # examples and benchmarks are programs of their own
-    allowed = {package for framework in own | EXCEPTIONS.get(module, set()) for package in PACKAGES[framework]}
-    roots = {imported.split(".")[0] for imported in imports(path)}
-    found = roots & set().union(*PACKAGES.values())
-    assert found <= allowed, f"{module} imports {found - allowed}"
+    every = set().union(*PACKAGES.values())
+    wrong = []
+    for path in FILES:
+        module = name(path)
+        own = {f for f in FRAMEWORKS for place in places if f"{module}.".startswith(place.format(f))}
+        allowed = {package for f in own | EXCEPTIONS.get(module, set()) for package in PACKAGES[f]}
+        found = {imported.split(".")[0] for imported in imports(path)} & every
+        if module.split(".")[0] != "cli" and not found <= allowed:
+            wrong.append(f"{module} imports {found - allowed}")
+    assert wrong == []
 
 
 def test_the_exceptions_are_used():
-    """An exception that is no longer needed is taken off the list."""
+    """The list of exceptions contains only what is needed."""
     for module, due in EXCEPTIONS.items():
         path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
         roots = {imported.split(".")[0] for imported in imports(path)}
         assert due <= roots, module
 
 
-def test_what_stands_beside_is_used():
-    """What a file need no longer import beside the harmless is taken off the list."""
-    for module, due in BESIDE.items():
+def test_the_needs_of_single_files_are_used():
+    """The list of modules that single pure files need contains only what is needed."""
+    for module, due in NEEDED.items():
         path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
         assert due <= {imported.split(".")[0] for imported in imports(path)}, module
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if name(path).split(".")[0] == "values"], ids=name)
-def test_values_imports_numpy_inside_a_function_only(path):
-    """The exception is lazy: arrays of other frameworks never make NumPy load."""
-    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+def test_values_imports_numpy_inside_a_function_only():
+    """The exception is lazy: arrays of other frameworks do not load NumPy."""
+    top = [n for n in ast.parse((ROOT / "values.py").read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))]
     modules = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
     assert not modules & {"numpy", "ml_dtypes"}
 
 
-# All that pure code needs of Python: names here do no I/O, read no clock and draw nothing.
+# The standard library's modules that pure code may use: none of them does I/O or reads a clock.
 HARMLESS = {
     "__future__",
     "collections",
@@ -221,44 +224,49 @@ HARMLESS = {
     "re",
     "typing",
 }
-# What single files need beside, each for one reason.
-BESIDE = {
+# Further modules that single files need, each for one reason.
+NEEDED = {
     "planning.bounds.flows": {"numpy", "scipy"},  # maximum flows
     "planning.bounds.linear_program": {"numpy", "scipy"},  # linear programs
     "topology.machines": {"difflib"},  # the nearest names
     "topology.kinds": {"importlib"},  # reads the package's own data files
-    "topology.formats": {"pathlib"},  # reads the file it is told to
-    "topology.discover": {"os", "pathlib", "pynvml"},  # looks at this machine
+    "topology.formats": {"pathlib"},  # reads the given file
+    "topology.discover": {"os", "pathlib", "pynvml"},  # inspects this machine
     "topology.nccl_xml": {"xml"},
 }
 IMPURE = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint", "globals"}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if name(path).split(".")[0] in PURE], ids=name)
-def test_planning_schedule_and_topology_are_pure(path):
-    """They import no array framework and do no I/O: nothing but a short list of the standard library, and no open()."""
-    for module in imports(path):
-        root = module.split(".")[0]
-        allowed = HARMLESS | {"crossreduce"} | BESIDE.get(name(path), set())
-        assert root in allowed, f"{name(path)} imports {module}"
-    used = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
-    assert not used & IMPURE, f"{name(path)} uses {used & IMPURE}"
+def test_planning_schedule_and_topology_are_pure():
+    """They import no array framework and do no I/O: only a short list of the standard library, and no open()."""
+    wrong = []
+    for path in FILES:
+        if name(path).split(".")[0] in PURE:
+            allowed = HARMLESS | {"crossreduce"} | NEEDED.get(name(path), set())
+            wrong += [f"{name(path)} imports {m}" for m in imports(path) if m.split(".")[0] not in allowed]
+            used = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+            wrong += [f"{name(path)} uses {used & IMPURE}"] if used & IMPURE else []
+    assert wrong == []
 
 
 # Of all modules, these may read the rounds of a schedule; everything else consumes the program that lower() returns.
 READERS_OF_ROUNDS = ("schedule.", "planning.", "lowering")
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if name(path)], ids=name)
-def test_only_planning_and_lowering_read_rounds(path):
+def test_only_planning_and_lowering_read_rounds():
     """No module outside schedule/, planning/ and lowering.py has an attribute access ``.rounds``.
 
     ``Schedule`` is the only class with an attribute of this name, so none of them can interpret a schedule itself.
     """
-    if not f"{name(path)}.".startswith(READERS_OF_ROUNDS):
-        tree = ast.parse(path.read_text())
-        used = any(isinstance(node, ast.Attribute) and node.attr == "rounds" for node in ast.walk(tree))
-        assert not used, f"{name(path)} reads .rounds"
+    readers = [
+        name(path)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "rounds"
+    ]
+    assert [module for module in readers if not f"{module}.".startswith(READERS_OF_ROUNDS)] == []
+    assert "lowering" not in readers  # it reads live_rounds(schedule)
+    assert "schedule.schedule" in readers
 
 
 CHILD = """
@@ -276,10 +284,10 @@ def child(code, *flags):
 
 
 def test_importing_crossreduce_is_quick_and_loads_no_framework():
-    """``import crossreduce`` loads no array framework, no tree library and no CLI, and takes under 150 ms."""
+    """``import crossreduce`` loads no framework, tree library or CLI, and takes less than 150 ms."""
     heavy = set().union(*PACKAGES.values()) | {"optree", "typer", "rich", "sklearn", "matplotlib", "scipy", "pandas"}
     best = float("inf")
-    for run in range(20):  # the machine may be busy: the best of some runs is the import's own time
+    for run in range(20):  # the machine may be busy: the best of several runs counts
         seconds, loaded = json.loads(child(CHILD))
         assert not set(loaded) & heavy, f"import crossreduce loads {set(loaded) & heavy}"
         best = min(best, seconds)
@@ -290,7 +298,7 @@ def test_importing_crossreduce_is_quick_and_loads_no_framework():
 
 
 def test_planning_needs_no_framework():
-    """Topologies, plans, proofs and the counts of the null backend work with every framework blocked."""
+    """Topologies, plans, proofs and the null framework's counts work while no framework can be imported."""
     code = f"""
 import sys
 for blocked in {sorted(set().union(*PACKAGES.values()))!r}:
@@ -320,7 +328,7 @@ except cr.BackendError as error:
 
 
 def test_numpy_arrays_load_no_other_framework():
-    """Reducing NumPy arrays imports NumPy and nothing heavier."""
+    """Reducing NumPy arrays imports no other framework."""
     out = child("""
 import sys
 import numpy as np
@@ -345,60 +353,52 @@ def test_all_is_complete():
 MODULES = ["crossreduce", *(f"crossreduce.{name(path)}" for path in FILES if name(path) and path.stem != "__main__")]
 
 
-def examples_fail(module):
-    """Run a module's examples and return how many do not give what they show."""
-    return doctest.testmod(importlib.import_module(module)).failed
+def failed_examples(modules):
+    """Run the examples in the docstrings of modules; return how many fail, by module."""
+    failed = {module: doctest.testmod(importlib.import_module(module)).failed for module in modules}
+    return {module: count for module, count in failed.items() if count}
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.split(".")[-1] not in FRAMEWORKS[1:]])
-def test_docstring_examples_run(module):
-    """Every example in a docstring gives what it shows."""
-    assert examples_fail(module) == 0
+def test_docstring_examples_run():
+    """Every example in a docstring prints the output that it shows."""
+    assert failed_examples(module for module in MODULES if module.split(".")[-1] not in FRAMEWORKS[1:]) == {}
 
 
 @pytest.mark.parametrize("framework", [framework for framework in FRAMEWORKS[1:] if framework in frameworks.NAMES])
 def test_docstring_examples_of_frameworks_run(framework):
-    """So do those of the frameworks' backends and plug-ins, once the framework has its devices."""
+    """The same holds for a framework's own files, once the framework has its devices."""
     frameworks.load(framework)
     mine = [module for module in MODULES if module.split(".")[-1] == framework]
     assert f"crossreduce.frameworks.{framework}" in mine
-    assert [module for module in mine if examples_fail(module)] == []
+    assert failed_examples(mine) == {}
 
 
 def test_there_are_examples():
-    """Docstring examples are found at all: the public names of the package have plenty."""
+    """The search for examples finds those of the public names."""
     modules = [importlib.import_module(f"crossreduce.{module}") for module in ("options", "devices", "values")]
     found = sum(len(test.examples) for module in modules for test in doctest.DocTestFinder().find(module))
     assert found >= 10
 
 
-def undocumented(path):
-    """Yield public classes, functions and methods without a docstring; an overriding method inherits its base's."""
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), f"{name(path)} does not say what it is"
-    for node in tree.body:
-        if (
-            isinstance(node, (ast.ClassDef, ast.FunctionDef))
-            and not node.name.startswith("_")
-            and not ast.get_docstring(node)
-        ):
-            yield node.name
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: name(path) or "crossreduce")
-def test_everything_public_says_what_it_is(path):
+def test_everything_public_has_a_docstring():
     """Every module, public class and public function has a docstring."""
-    assert list(undocumented(path)) == []
+    missing = []
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        missing += [] if ast.get_docstring(tree) else [name(path)]
+        for node in tree.body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+                missing += [] if ast.get_docstring(node) else [f"{name(path)}.{node.name}"]
+    assert missing == []
 
 
-@pytest.mark.parametrize("public", crossreduce.__all__)
-def test_the_public_face_is_documented(public):
-    """Every public name, and every public method and property of its class, says what it does (or its base does)."""
-    thing = getattr(crossreduce, public)
-    assert inspect.getdoc(thing)
-    if inspect.isclass(thing) and not issubclass(thing, tuple):
-        for attribute, value in vars(thing).items():
-            if not attribute.startswith("_") and (
-                callable(value) or isinstance(value, (property, classmethod, staticmethod))
-            ):
-                assert inspect.getdoc(getattr(thing, attribute)), f"{public}.{attribute}"
+def test_the_public_face_is_documented():
+    """Every public name, and every public method and property of its class or its base class, has a docstring."""
+    for public in crossreduce.__all__:
+        thing = getattr(crossreduce, public)
+        assert inspect.getdoc(thing), public
+        if inspect.isclass(thing) and not issubclass(thing, tuple):
+            for attribute, value in vars(thing).items():
+                described = callable(value) or isinstance(value, (property, classmethod, staticmethod))
+                if described and not attribute.startswith("_"):
+                    assert inspect.getdoc(getattr(thing, attribute)), f"{public}.{attribute}"
