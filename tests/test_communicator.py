@@ -591,14 +591,14 @@ def test_a_signal_handler_while_a_group_closes():
 
 def spin_times(rendezvous, cpus):
     os.sched_setaffinity(0, {cpus[rendezvous.rank]})
-    recorded, original = [], shared_memory.HostMemory.__init__
+    recorded, original = [], shared_memory.RankMemory.__init__
 
     def recording(self, fd, host, rank, slot, spin_s):
         recorded.append(spin_s)
         original(self, fd, host, rank, slot, spin_s)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory.HostMemory, "__init__", recording)
+        patch.setattr(shared_memory.RankMemory, "__init__", recording)
         member(rendezvous).close()
     return recorded
 

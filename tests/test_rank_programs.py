@@ -164,46 +164,60 @@ def computed(instruction, operands):
     arrays = [operand.view(oracle.dtype_of(dtype)) for operand in operands]
     if len(arrays) == 1:
         return arrays[0].astype(oracle.dtype_of(result))
-    assert instruction.numbers.op is ReduceOp.SUM
+    assert instruction.numbers.op in (ReduceOp.SUM, ReduceOp.MEAN)
     value = functools.reduce(np.add, [x.astype(oracle.dtype_of(accumulator)) for x in arrays])
     return (value if divisor == 1 else value / divisor).astype(oracle.dtype_of(result))
 
 
-def execute(stretches, slots, memories, draw):
-    """Run instructions, in a random order of the ranks within a stretch, and raise if two ranks race.
+class Machine:
+    """Runs instructions of the ranks of one host on plain arrays, and records which bytes of slots they access.
 
     Args:
-      stretches: for each stretch of time between two barriers, for each rank the instructions, each with the number of
-        its op.
       slots: of shape ``(ranks, 2, bytes)``; ops of even and odd number use one half each.
       memories: for each op, for each rank its buffers as bytes.
     """
+
+    def __init__(self, slots, memories):
+        self.slots, self.memories, self.accesses = slots, memories, Accesses()
+
+    def run(self, number, rank, instruction):
+        """Run an instruction of a rank's op."""
+
+        def at(place, dtype, written):
+            nbytes = instruction.size * itemsize(dtype)
+            if place.region < 0:
+                memory = self.memories[number][rank][~place.region]
+            else:
+                memory = self.slots[place.region, number % 2]
+                self.accesses.add((place.region, number % 2), place.offset, place.offset + nbytes, rank, written)
+            assert 0 <= place.offset <= place.offset + nbytes <= memory.size, f"{place} is out of range"
+            return memory[place.offset : place.offset + nbytes]
+
+        operands = [at(place, instruction.numbers.dtype, written=False) for place in instruction.operands]
+        value = np.ascontiguousarray(computed(instruction, operands)).view(np.uint8)
+        for place in instruction.results:
+            at(place, instruction.numbers.result, written=True)[:] = value
+        to_caller = all(place.region < 0 for place in instruction.results)
+        assert not instruction.streaming or to_caller, "a streaming store into a slot, which others read at once"
+
+    def barrier(self):
+        """Raise if two ranks accessed the same bytes since the last barrier, and one of them wrote."""
+        races = list(self.accesses.races())
+        assert not races, f"(slot, half), start, stop, rank, written: {races[:3]}"
+        self.accesses = Accesses()
+
+
+def execute(stretches, slots, memories, draw):
+    """Run the instructions of each stretch of time between two barriers, in a random order of the ranks.
+
+    ``stretches``: for each stretch, for each rank its instructions, each with the number of its op.
+    """
+    machine = Machine(slots, memories)
     for stretch in stretches:
-        accesses = Accesses()
         for rank in draw.permutation(len(slots)):
             for number, instruction in stretch[rank]:
-
-                def at(place, dtype, written, number=number, rank=int(rank), size=instruction.size, seen=accesses):
-                    nbytes = size * itemsize(dtype)
-                    if place.region < 0:
-                        memory = memories[number][rank][~place.region]
-                    else:
-                        memory = slots[place.region, number % 2]
-                        region = (place.region, number % 2)
-                        seen.add(region, place.offset, place.offset + nbytes, rank, written)
-                    assert 0 <= place.offset <= place.offset + nbytes <= memory.size, f"{place} is out of range"
-                    return memory[place.offset : place.offset + nbytes]
-
-                operands = [at(place, instruction.numbers.dtype, written=False) for place in instruction.operands]
-                value = np.ascontiguousarray(computed(instruction, operands)).view(np.uint8)
-                for place in instruction.results:
-                    at(place, instruction.numbers.result, written=True)[:] = value
-                to_caller = all(place.region < 0 for place in instruction.results)
-                assert not instruction.streaming or to_caller, (
-                    "a streaming store into a slot, which others read at once"
-                )
-        races = list(accesses.races())
-        assert not races, f"(slot, half), start, stop, rank, written: {races[:3]}"
+                machine.run(number, int(rank), instruction)
+        machine.barrier()
 
 
 def run(ops, ranks, draw, in_place=False):

@@ -23,7 +23,7 @@ from crossreduce.ranks.shared_memory import (
     MAX_TEXT_BYTES,
     MISMATCH,
     WAITING,
-    HostMemory,
+    RankMemory,
     WaitTimer,
     decoded,
     encoded,
@@ -370,14 +370,14 @@ def test_a_rank_is_alive_until_its_process_ends(fd):
     pid = os.fork()
     if pid == 0:
         try:
-            other = HostMemory(os.dup(fd), (4, 7), 7, SLOT, 0.0)
+            other = RankMemory(os.dup(fd), (4, 7), 7, SLOT, 0.0)
             other.record_leaving()
             os.write(writer, b"x")
             time.sleep(60)
         finally:
             os._exit(1)
     assert os.read(reader, 1) == b"x"
-    memory = HostMemory(os.dup(fd), (4, 7), 4, SLOT, 0.0)
+    memory = RankMemory(os.dup(fd), (4, 7), 4, SLOT, 0.0)
     assert memory.alive(4)
     assert memory.alive(7)
     assert memory.last_call(7).text == LEFT

@@ -1,5 +1,5 @@
 """Ranks: processes that each have one part of a value, on one host or on several.
 
-In: where the ranks meet, and each rank's memory.  Out: the collectives of ``Communicator``. PyTorch users reach it
-through ``crossreduce.torch``, MPI users through ``join``.
+Input: a rendezvous, a transport between hosts, and each rank's arrays. Output: the collectives of ``Communicator``.
+PyTorch users use it through ``crossreduce.torch``, MPI users through ``crossreduce.mpi.join``.
 """

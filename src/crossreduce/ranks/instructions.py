@@ -37,7 +37,7 @@ class RankInstruction(NamedTuple):
     streaming: bool = False
 
 
-class Placement(NamedTuple):
+class ArrayPlaces(NamedTuple):
     """Where an array is: the number of the caller's buffer, and for each piece the offset of its first element."""
 
     buffer: int

@@ -41,9 +41,9 @@ from .diagnostics import (
 )
 from .exchange import PeerDisconnected, PeerTimeout
 from .multi_host import MultiHostEngine
-from .one_host import HostEngine
+from .one_host import OneHostEngine
 from .programs import SLOT_BYTES
-from .shared_memory import LEFT, SPIN_S, HostMemory, StageRunner, WaitTimer, decoded, encoded, is_stopped
+from .shared_memory import LEFT, SPIN_S, RankMemory, StageRunner, WaitTimer, decoded, encoded, is_stopped
 from .watchdog import RemoteWait, WatchedTransport
 
 _LOG: Final = logging.getLogger("crossreduce")
@@ -81,7 +81,7 @@ class Member:
         self.global_ranks = tuple(global_ranks or range(self.size))
         self.warn_s = WARN_AFTER_S  # or after half the timeout
         self._broken: ReductionError | None = None
-        found = bootstrap(rendezvous, lambda ranks: HostMemory.nbytes(ranks, SLOT_BYTES))
+        found = bootstrap(rendezvous, lambda ranks: RankMemory.nbytes(ranks, SLOT_BYTES))
         self.hosts, self.host = found.hosts, found.host
         self._remote: MultiHostEngine | None = None
         self._watched: WatchedTransport | None = None
@@ -89,7 +89,7 @@ class Member:
         spin_s = SPIN_S if len(self.host) <= found.cpus else 0.0
         problem = ""
         try:
-            self.memory = HostMemory(found.fd, self.host, self.rank, SLOT_BYTES, spin_s)
+            self.memory = RankMemory(found.fd, self.host, self.rank, SLOT_BYTES, spin_s)
         except OSError as error:  # such as a limit of this process; the others must not wait for this rank
             problem = str(error)
         own = PeerInfo(os.getpid(), socket.gethostname(), flight_recorder.version(), os.urandom(8).hex(), problem)
@@ -102,7 +102,7 @@ class Member:
                 raise ArgumentError(message("ranks on several hosts need a transport between them.", given))
             self.transport = self._watched = WatchedTransport(transport, self._warn_of_remote_wait)
             self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
-        self.engine = self._remote or HostEngine(self.rank, self.size)
+        self.engine = self._remote or OneHostEngine(self.rank, self.size)
         self._runner = StageRunner(self.memory, self._check_peers, self._warn_after_s)
         _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, self._global_hosts())
 

@@ -29,9 +29,9 @@ from ..topology import Topology
 from ..transports.base import Transport
 from .collectives import one_round
 from .exchange import Exchange, ExchangeProgram, all_equal, delay, exchange_program, piece_sizes
-from .instructions import Placement, RankInstruction, kernel, native_program, pipelined
+from .instructions import ArrayPlaces, RankInstruction, kernel, native_program, pipelined
 from .programs import LINE, PIECE_BYTES, SLOT_BYTES, RankCompiler, analyze, line_shares
-from .shared_memory import HostMemory, StageRunner
+from .shared_memory import RankMemory, StageRunner
 
 TAG: Final = 0
 SMALLEST_PIECE: Final = 1 << 17
@@ -81,7 +81,7 @@ class MultiHostEngine:
       transport: between hosts.
     """
 
-    def __init__(self, hosts: tuple[tuple[int, ...], ...], rank: int, memory: HostMemory, transport: Transport) -> None:
+    def __init__(self, hosts: tuple[tuple[int, ...], ...], rank: int, memory: RankMemory, transport: Transport) -> None:
         self.hosts, self.rank, self.memory, self.transport = hosts, rank, memory, transport
         self.host = hosts.index(memory.host)
         self.ranks = memory.host
@@ -225,15 +225,15 @@ class _LocalParts:
         buffers = 1 if collective == "broadcast" or (collective == "reduce" and rank != root) else 2
         nbytes = itemsize(numbers.dtype)
         starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
-        partials = finals = Placement(buffers, ())  # of the own stripe; other ranks do not use them
+        partials = finals = ArrayPlaces(buffers, ())  # of the own stripe; other ranks do not use them
         if exchange is not None:
             assert engine.leader is not None
             stripes = [line_shares(size, engine.leaders, nbytes)[engine.leader] for size in sizes]
             wide, narrow = itemsize(numbers.accumulator), itemsize(numbers.result)
-            partials = Placement(
+            partials = ArrayPlaces(
                 buffers, tuple(exchange.partial_at(j) - stripe * wide for j, stripe in enumerate(stripes))
             )
-            finals = Placement(
+            finals = ArrayPlaces(
                 buffers, tuple(exchange.results_at(j) - stripe * narrow for j, stripe in enumerate(stripes))
             )
         streaming = (starts[-1] + sizes[-1] * nbytes) >= kernels.STREAMING_BYTES
@@ -245,7 +245,7 @@ class _LocalParts:
             program = one_round("reduce_scatter", len(ranks), [(sources, (k,)) for k in leaders])
             to_partials = numbers._replace(result=numbers.accumulator, divisor=1)
             self._reduce = RankCompiler(
-                analyze(program, to_partials, 1), me, sizes, [Placement(0, starts)], [partials], bases=used
+                analyze(program, to_partials, 1), me, sizes, [ArrayPlaces(0, starts)], [partials], bases=used
             )
             used = self._reduce.ends
         if destinations:
@@ -255,7 +255,7 @@ class _LocalParts:
                 me,
                 sizes,
                 [finals],
-                [Placement(buffers - 1, starts)],
+                [ArrayPlaces(buffers - 1, starts)],
                 streaming=streaming,
                 bases=used,
             )

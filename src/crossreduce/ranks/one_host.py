@@ -53,7 +53,7 @@ class RankEngine(Protocol):
         """
 
 
-class HostExecutable(NamedTuple):
+class OneHostExecutable(NamedTuple):
     """A native ``RankProgram`` with its number of stages and the text of the call. See ``RankExecutable``."""
 
     program: Any
@@ -65,7 +65,7 @@ class HostExecutable(NamedTuple):
         return runner.begin(self.program, addresses, self.text, self.stages)
 
 
-class HostEngine:
+class OneHostEngine:
     """See ``RankEngine``. ``rank`` is one of the ``ranks`` ranks of a host."""
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -75,10 +75,10 @@ class HostEngine:
         """Return ``True``: every collective can run."""
         return True
 
-    def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> HostExecutable:
+    def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> OneHostExecutable:
         """Return the executable of a call."""
         stages: Sequence[Any] = [[], []]  # one barrier, which compares the calls
         if collective:
             found = host_collective(collective, self._ranks, root, size * itemsize(numbers.dtype))
             stages = rank_stages(found.program, found.inputs, found.outputs, size, numbers, self._rank)
-        return HostExecutable(native_program(stages), len(stages), text)
+        return OneHostExecutable(native_program(stages), len(stages), text)

@@ -24,7 +24,7 @@ from ..kernels import STREAMING_BYTES
 from ..lowering import ChunkProgram, Program
 from ..ops import Numbers, copying
 from ..packing import itemsize
-from .instructions import BufferReference, Placement, RankInstruction, joined, pipelined
+from .instructions import ArrayPlaces, BufferReference, RankInstruction, joined, pipelined
 
 # The bytes that a rank contributes to a piece. Measured for 2, 4 and 8 ranks on 2 cores: 128 KiB takes 1.6 to 2.9 times
 # as long, 2 MiB up to 1.3 times; beside the ranks' own work (DDP on 8 ranks) 512 KiB takes 1.2 times, since all ranks
@@ -224,8 +224,8 @@ class RankCompiler:
         analysis: RankAnalysis,
         rank: int,
         sizes: Sequence[int],
-        inputs: Sequence[Placement],
-        outputs: Sequence[Placement],
+        inputs: Sequence[ArrayPlaces],
+        outputs: Sequence[ArrayPlaces],
         *,
         streaming: bool = False,
         bases: Sequence[int] | None = None,
@@ -324,8 +324,8 @@ class RankCompiler:
         return BufferReference(self._analysis.values[chunk].devices[value], first + piece % copies * distance)
 
 
-def _placed(placement: Placement, piece: int, start: int, dtype: str) -> BufferReference:
-    return BufferReference(~placement.buffer, placement.starts[piece] + start * itemsize(dtype))
+def _placed(places: ArrayPlaces, piece: int, start: int, dtype: str) -> BufferReference:
+    return BufferReference(~places.buffer, places.starts[piece] + start * itemsize(dtype))
 
 
 def rank_stages(
@@ -359,8 +359,8 @@ def rank_stages(
         analysis,
         rank,
         [min(piece, size - start) for start in pieces],
-        [Placement(buffer, starts) for buffer in inputs],
-        [Placement(buffer, starts) for buffer in outputs],
+        [ArrayPlaces(buffer, starts) for buffer in inputs],
+        [ArrayPlaces(buffer, starts) for buffer in outputs],
         streaming=size * itemsize(numbers.result) * len(inputs) >= STREAMING_BYTES,
     )
     assert max(compiler.ends) <= SLOT_BYTES // 2, "a piece does not fit into a slot"

@@ -1,4 +1,4 @@
-"""``HostMemory``: the memory that the ranks of one host share, with barriers, liveness and the abort reason.
+"""``RankMemory``: the memory that the ranks of one host share, with barriers, liveness and the abort reason.
 
 Input: a file descriptor that all of these ranks have, and compiled rank programs. Output: executed programs, or the
 outcome for which a call cannot continue. The kernels move the data; this module serves a rank that waits. Each rank
@@ -23,7 +23,7 @@ from .diagnostics import CallSignature
 
 SLICE_S: Final = 0.05  # a rank waits this long before it handles signals and checks the other ranks
 SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time that sleeping and waking take
-MAX_TEXT_BYTES: Final = 232  # of a call's description, and below of an abort reason (see the native arena.hpp)
+MAX_TEXT_BYTES: Final = 232  # of a call's description, and below of an abort reason (see the native shared_memory.hpp)
 MAX_CAUSE_BYTES: Final = 2040
 LEFT: Final = "left the group"
 _LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
@@ -32,11 +32,11 @@ DONE, WAITING, MISMATCH, BROKEN = range(4)
 """Outcomes: all required stages are executed; other ranks are missing; the ranks' calls differ; the group is broken."""
 
 
-class HostMemory:
+class RankMemory:
     """One host's shared memory, from the view of one of its ranks.
 
     Args:
-      fd: the memory, of ``HostMemory.nbytes(len(host), slot)`` bytes; it is closed with this object.
+      fd: the memory, of ``RankMemory.nbytes(len(host), slot)`` bytes; it is closed with this object.
       host: the ranks of this host, ascending.
       rank: this rank.
       slot: bytes of each rank's slot.
@@ -242,7 +242,7 @@ class StageRunner:
     """
 
     def __init__(
-        self, memory: HostMemory, check_peers: Callable[[WaitTimer], None], warn_after_s: Callable[[], float]
+        self, memory: RankMemory, check_peers: Callable[[WaitTimer], None], warn_after_s: Callable[[], float]
     ) -> None:
         self._memory, self._check_peers, self._warn_after_s = memory, check_peers, warn_after_s
         self._timer: WaitTimer | None = None
