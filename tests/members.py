@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import oracle
 from ranks import SocketRendezvous
 
+from crossreduce.ops import ReduceOp
 from crossreduce.ranks.communicator import ArrayMemory, Communicator
 
 
@@ -99,3 +102,41 @@ def resident_bytes():
     """Return the bytes of private memory of this process."""
     pages = Path("/proc/self/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Starter:
+    """Notifies the test's process when all ranks have joined, so that its signals arrive during their calls."""
+
+    def __init__(self, n):
+        self.n = n
+        self.reader, self.writer = os.pipe()
+
+    def ready(self):
+        os.write(self.writer, b"r")
+
+    def wait(self):
+        got, deadline = 0, time.monotonic() + 20
+        while got < self.n:
+            ready = select.select([self.reader], [], [], max(0, deadline - time.monotonic()))[0]
+            assert ready, f"only {got} of {self.n} ranks have joined"
+            got += len(os.read(self.reader, self.n))
+
+    def close(self):
+        os.close(self.reader)
+        os.close(self.writer)
+
+
+@contextlib.contextmanager
+def starter(n):
+    made = Starter(n)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def summed(comm, size=1000):
+    """Make one correct call."""
+    x = np.full(size, comm.rank + 1, np.int64)
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    assert (x == comm.size * (comm.size + 1) // 2).all()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch_checks import given, raises
+from torch_oracle import given, raises
 
 import crossreduce.torch
 

@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch_checks import given, raises, run
+from torch_oracle import given, raises, run
 
 from crossreduce.torch import HookState, all_reduce_hook
 

@@ -1,0 +1,328 @@
+"""Communicators in threads, forks, signal handlers and finalizers, with little memory, and with wrong arguments."""
+
+import gc
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from members import Resources, member, memories, memory
+from ranks import SocketRendezvous, ranks
+
+from crossreduce.errors import (
+    ArgumentError,
+    ContextError,
+    MismatchError,
+    PeerLostError,
+    ReductionError,
+    UnsupportedError,
+)
+from crossreduce.ops import ReduceOp
+from crossreduce.ranks import shared_memory
+from crossreduce.ranks.communicator import ArrayMemory
+
+
+def crowd(rendezvous):
+    """Run three threads per rank, each with its own group, made in opposite orders; and two threads with one group."""
+    n, me = rendezvous.size, rendezvous.rank
+    wrong, done = [], []
+
+    def work(name):
+        try:
+            comm = member(rendezvous, name=name)
+            for k in range(90):
+                size = (10, 3000, 200_000)[k % 3]
+                x = np.full(size, k + (n + 1) ** me, np.int64)
+                comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+                if not (x == n * k + sum((n + 1) ** r for r in range(n))).all():
+                    wrong.append((name, k))
+            comm.close()
+            done.append(name)
+        except BaseException as error:
+            wrong.append((name, repr(error)))
+
+    names = ["a", "b", "c"]
+    threads = [threading.Thread(target=work, args=(name,)) for name in (names if me % 2 else names[::-1])]
+    shared = member(rendezvous)
+    for thread in threads:
+        thread.start()
+    x = [np.full(5000, me + 1, np.int32) for _ in range(2)]
+    pair = [
+        threading.Thread(target=lambda y=y: [shared.all_reduce(ReduceOp.MAX, memory(y), memory(y)) for _ in range(30)])
+        for y in x
+    ]
+    for thread in pair:  # equal calls of one group from two threads, which may run in any order
+        thread.start()
+    for thread in (*threads, *pair):
+        thread.join(30)
+    assert all((y == n).all() for y in x)
+    shared.close()
+    return wrong, sorted(done)
+
+
+def test_several_groups_and_threads_at_once():
+    """Groups are independent of each other, made and used in any order; calls of one group run one after another."""
+    assert ranks(3, crowd) == [([], ["a", "b", "c"])] * 3
+
+
+def forking(rendezvous):
+    """Fork children during calls; the children use, drop or close the group."""
+    comm = member(rendezvous)
+    x = np.ones(300_000, np.float32)
+    statuses = []
+    stop = threading.Event()
+
+    def busy():
+        y = np.ones(300_000, np.float32)
+        for _ in range(25):
+            comm.all_reduce(ReduceOp.MAX, memory(y), memory(y))
+        stop.set()
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    for how in ("use", "drop", "close", "use", "drop"):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)  # ends a child that waits for a lock
+            code = 1
+            try:
+                if how == "use":
+                    with pytest.raises(ContextError, match="forked"):
+                        comm.barrier()
+                elif how == "close":
+                    comm.close()
+                    comm.abort()
+                comm = None
+                gc.collect()
+                code = 0
+            finally:
+                os._exit(code)
+        statuses.append(os.waitpid(pid, 0)[1])
+    thread.join()
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    assert (x == comm.size).all()
+    comm.close()
+    return statuses
+
+
+def test_forked_children_do_not_affect_the_group():
+    """A child forked during a call cannot use its parent's group, can close and drop it, and the parent continues."""
+    assert ranks(2, forking) == [[0] * 5] * 2
+
+
+def dropped(rendezvous):
+    before = Resources()
+    comm = member(rendezvous, 10)
+    x = np.ones(10, np.float32)
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    error = None
+    if rendezvous.rank:
+        try:
+            comm.barrier()
+        except PeerLostError as lost:
+            error = str(lost), lost.ranks, comm.peers[0].pid == os.getppid()
+            del lost
+    del comm
+    gc.collect()
+    return error, before == Resources(), (before, Resources())
+
+
+def test_a_rank_whose_group_is_garbage_collected_leaves_it():
+    """A rank that drops a group without closing it releases all resources, and the other ranks get an error."""
+    found = ranks(3, dropped)
+    assert all(same for _, same, _ in found), found
+    for error, *_ in found[1:]:
+        text, lost, _ = error
+        assert lost == (0,)
+        assert text.startswith('rank 0 left during op 2, barrier, of group "world"')
+
+
+def short_of_addresses(rendezvous):
+    before, began = Resources(), time.monotonic()
+    if rendezvous.rank == 1:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 20),) * 2)
+    try:
+        member(rendezvous, 20)
+    except ReductionError as error:
+        caught = str(error)
+    took = time.monotonic() - began
+    gc.collect()
+    return caught, took, before == Resources()
+
+
+def test_a_rank_that_cannot_map_the_memory_delays_no_other_rank():
+    """If a limit prevents one rank from mapping the shared memory, all ranks raise at once and keep no resources."""
+    found = ranks(3, short_of_addresses)
+    text, *_ = found[0]
+    assert "given: rank 1: [Errno 12] Cannot allocate memory\n" in text
+    for again, took, same in found:
+        assert again == text
+        assert took < 10  # the timeout is 20 s
+        assert same
+
+
+def two_in_one(rendezvous):
+    caught = [None, None]
+
+    def one(rank):
+        try:
+            member(SocketRendezvous(rendezvous.path, rank, 2, "twins"), 5)
+        except ContextError as error:
+            caught[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return caught, os.getpid()
+
+
+def test_two_ranks_in_one_process_are_refused():
+    """Ranks must be processes; threads cannot be ranks of one group."""
+    ((caught, pid),) = ranks(1, two_in_one)
+    assert all(f"ranks 0, 1 in process {pid}" in text for text in caught)
+
+
+def misused(rendezvous):
+    comm = member(rendezvous, 10)
+    n = comm.size
+    x, y = np.zeros(6, np.float32), np.zeros(7, np.float32)
+    wrong = [
+        (lambda: comm.broadcast(memory(x), n), ArgumentError, "not a rank of the group"),
+        (lambda: comm.broadcast(memory(x), -1), ArgumentError, "not a rank of the group"),
+        (lambda: comm.all_gather(memory(x), memories([x] * (n + 1))), ArgumentError, "one array per rank"),
+        (lambda: comm.all_to_all([], []), ArgumentError, "one array per rank"),
+        (lambda: comm.all_to_all(memories([x] * n), []), ArgumentError, "one array per rank"),
+        (lambda: comm.reduce(ReduceOp.SUM, memory(x), None, comm.rank), ArgumentError, "only the root"),
+        (lambda: comm.gather(memory(x), memories([x] * n), (comm.rank + 1) % n), ArgumentError, "only the root"),
+        (lambda: comm.all_reduce(ReduceOp.SUM, memory(x), memory(y)), MismatchError, "same dtype and size"),
+        (
+            lambda: comm.all_reduce(ReduceOp.MAX, *[ArrayMemory(0, 0, "complex64", ())] * 2),
+            UnsupportedError,
+            "no order",
+        ),
+        (lambda: comm.all_reduce(ReduceOp.SUM, *[ArrayMemory(0, 0, "float8", ())] * 2), UnsupportedError, "float8"),
+    ]
+    for call, kind, words in wrong:
+        with pytest.raises(kind, match=words):
+            call()
+    assert comm.supports("all_reduce", ReduceOp.SUM, "complex64")
+    assert not comm.supports("all_reduce", ReduceOp.MAX, "complex64")
+    assert not comm.supports("all_reduce", ReduceOp.MEAN, "int8")
+    assert comm.supports("broadcast", None, "complex128")
+    assert comm.supports("all_to_all", None, "bool")
+    assert not comm.supports("broadcast", None, "float8")
+    x[:] = comm.rank
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))  # the wrong calls do not count
+    assert (x == n * (n - 1) / 2).all()
+    comm.close()
+    comm.close()
+    comm.abort()
+    with pytest.raises(ContextError, match="is closed"):
+        comm.barrier()
+
+
+def test_wrong_arguments_raise_on_the_calling_rank():
+    """A call with wrong arguments raises and does not count as a call; a closed group raises, too."""
+    ranks(2, misused)
+
+
+def handled(rendezvous, inside):
+    """Use the group in a signal handler during a call of rank 0."""
+    comm = member(rendezvous, 10)
+    seen = []
+    if comm.rank:
+        time.sleep(0.5)
+        try:
+            comm.barrier()
+        except PeerLostError as error:
+            return str(error)
+        finally:
+            comm.close()
+        return "done"
+
+    def handler(*_):
+        try:
+            getattr(comm, inside)()
+            seen.append("done")
+        except ContextError as error:
+            seen.append(str(error))
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.15)
+    began = time.monotonic()
+    try:
+        comm.barrier()
+        outcome = "done"
+    except PeerLostError as error:
+        outcome = str(error)
+    finally:
+        comm.close()
+    return seen, outcome, time.monotonic() - began, comm.memory.fd
+
+
+def test_a_signal_handler_during_a_call():
+    """A call in the handler raises and the interrupted call continues; close and abort end it on all ranks."""
+    (seen, outcome, _, fd), other = ranks(2, handled, "barrier")
+    assert "this thread is already in a call" in seen[0]
+    assert (outcome, other, fd) == ("done", "done", -1)
+    for inside in ("close", "abort"):
+        (seen, outcome, took, fd), other = ranks(2, handled, inside)
+        assert seen == ["done"]
+        assert outcome.startswith("rank 0 left during op 1, barrier")
+        assert outcome == other
+        assert took < 5
+        assert fd == -1
+
+
+def handled_while_it_closes(rendezvous):
+    comm, seen = member(rendezvous), []
+
+    def handler(*_):
+        with pytest.raises(ContextError, match="is closed") as error:
+            comm.barrier()
+        seen.append(str(error.value))
+
+    def record_leaving(record_leaving=comm.memory.record_leaving):
+        signal.raise_signal(signal.SIGUSR1)
+        record_leaving()
+
+    signal.signal(signal.SIGUSR1, handler)
+    comm.memory.record_leaving = record_leaving
+    comm.close()
+    return seen, comm.memory.fd
+
+
+def test_a_signal_handler_while_a_group_closes():
+    """A call in the handler raises and does not wait for the interrupted thread."""
+    (((text,), fd),) = ranks(1, handled_while_it_closes, timeout_s=10)
+    assert 'group "world" is closed' in text
+    assert fd == -1
+
+
+def spin_times(rendezvous, cpus):
+    os.sched_setaffinity(0, {cpus[rendezvous.rank]})
+    recorded, original = [], shared_memory.RankMemory.__init__
+
+    def recording(self, fd, host, rank, slot, spin_s):
+        recorded.append(spin_s)
+        original(self, fd, host, rank, slot, spin_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory.RankMemory, "__init__", recording)
+        member(rendezvous).close()
+    return recorded
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this system gives the tests one CPU")
+def test_ranks_spin_only_if_each_has_a_cpu():
+    """Ranks that a launcher bound to one CPU each spin while they wait; two that share a CPU do not."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    assert ranks(2, spin_times, (first, second)) == [[shared_memory.SPIN_S]] * 2
+    assert ranks(2, spin_times, (first, first)) == [[0.0]] * 2

@@ -1,0 +1,198 @@
+"""Ctrl-C and other signals during calls of the ranks of one host, by rule R6."""
+
+import contextlib
+import gc
+import os
+import random
+import re
+import signal
+import time
+
+import numpy as np
+import pytest
+from members import Resources, member, memory, starter
+from ranks import Moment, ranks
+
+from crossreduce.errors import PeerLostError
+from crossreduce.ops import ReduceOp
+from crossreduce.ranks import shared_memory
+
+
+def interrupted(rendezvous, started, state):
+    before = Resources()
+    after = None
+    error = None
+    comm = None
+
+    def ended(*_):
+        raise SystemExit(3)
+
+    signal.signal(signal.SIGTERM, ended)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        comm = member(rendezvous, 10)
+        started.ready()
+        if state == "waiting" and comm.rank == 0:
+            time.sleep(0.6)  # the others are in the call, and rank 1 is interrupted
+        if state == "between" and comm.rank == 1:
+            time.sleep(5)
+        if state == "long":
+            x = np.ones(8 << 20, np.float32)
+            while True:
+                comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
+        comm.barrier()
+    except (KeyboardInterrupt, SystemExit, PeerLostError) as caught:
+        error = type(caught).__name__, str(caught), getattr(caught, "ranks", None)
+    finally:
+        if comm is not None:
+            comm.close()
+        del comm
+        gc.collect()
+        after = Resources()
+    return error, before == after, (before, after)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("state", ["waiting", "between", "long"])
+def test_r6_an_interrupted_rank_releases_everything(state, number):
+    """Ctrl-C or SIGTERM in any state ends that rank's call at once, and the calls of the others; all of them release
+    their threads, descriptors, mappings and files."""
+    with starter(3) as started:
+
+        def interrupt(pids):
+            started.wait()
+            time.sleep(0.25)
+            os.kill(pids[1], number)
+
+        began = time.monotonic()
+        found = ranks(3, interrupted, started, state, begun=interrupt)
+    assert time.monotonic() - began < 6
+    assert found[1][0][0] == ("KeyboardInterrupt" if number == signal.SIGINT else "SystemExit")
+    for rank in (0, 2):
+        kind, text, lost = found[rank][0]
+        assert (kind, lost) == ("PeerLostError", (1,)), text
+        # A long call is interrupted while it waits, or it completes, and the rank leaves before the next call.
+        how = {"waiting": "was interrupted", "between": "left", "long": "(was interrupted|left)"}[state]
+        assert re.match(f"rank 1 {how} during op ", text), text
+    for rank, (_, same, seen) in enumerate(found):
+        assert same, (rank, seen)
+
+
+def interrupted_at_the_rendezvous(rendezvous):
+    rendezvous.timeout_s = 1.5
+    before, error = Resources(), None
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if rendezvous.rank == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        if rendezvous.rank == 0:
+            time.sleep(0.6)
+        member(rendezvous)
+    except (KeyboardInterrupt, TimeoutError) as caught:
+        error = type(caught).__name__
+    gc.collect()
+    return error, before == Resources(), (before, Resources())
+
+
+def test_r6_an_interrupt_during_the_bootstrap():
+    """A rank that is interrupted during the bootstrap releases everything, and so do the ranks that waited for it."""
+    found = ranks(3, interrupted_at_the_rendezvous)
+    assert [error for error, *_ in found] == ["TimeoutError", "KeyboardInterrupt", "TimeoutError"]
+    for _, same, seen in found:
+        assert same, seen
+
+
+class Alarm(Exception):  # noqa: N818
+    pass
+
+
+def alarmed(rendezvous):
+    """Make many groups; interrupt rank 0 at a random moment of its calls in each, and call again."""
+    shared_memory.SLICE_S = 1e-6  # so that calls spend most of their time in Python
+    outcomes = []
+    delays = random.Random(rendezvous.rank)
+
+    def ring(*_):
+        raise Alarm
+
+    if rendezvous.rank == 0:
+        signal.signal(signal.SIGALRM, ring)
+    for number in range(60):
+        comm = member(rendezvous, 5, f"group {number}")
+        again, delay = delays.random() < 0.7, delays.random() * 0.004 + 1e-5
+        size = random.Random(number).choice([1, 1000, 100_000])
+        x, wanted = np.empty(size, np.int64), comm.size * (comm.size + 1) // 2
+        try:
+            if comm.rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, delay)
+            while True:
+                x[:] = comm.rank + 1
+                time.sleep(delays.random() * 2e-4 * comm.rank)
+                comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+                assert (x == wanted).all(), "a wrong result"
+        except Alarm:
+            outcome = ("alarm", comm.memory.running)
+            if again:
+                try:
+                    x[:] = comm.rank + 1
+                    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+                    assert (x == wanted).all(), "a wrong result"
+                except PeerLostError as error:
+                    outcome = (str(error).split(" during")[0], *error.ranks)
+        except PeerLostError as error:
+            outcome = (str(error).split(" during")[0], *error.ranks)
+        comm.close()
+        outcomes.append(outcome)
+    return outcomes
+
+
+def test_r6_interrupts_at_any_moment():
+    """At any moment of a call, an interrupt leads neither to a deadlock nor to a wrong result: the group either breaks
+    with an error that names the interrupted rank, or can still be used."""
+    first, *others = ranks(3, alarmed)
+    assert len(first) == 60
+    within, between = ("alarm", True), ("alarm", False)
+    assert set(first) <= {within, between, ("rank 0 was interrupted", 0)}
+    assert first.count(between) < 50, "few interrupts were during a call"
+    for other in others:
+        assert set(other) <= {("rank 0 was interrupted", 0), ("rank 0 left", 0)}
+
+
+def twice(rendezvous):
+    """Interrupt rank 0 in a call, and again before it can abort the group; then it continues."""
+    comm = member(rendezvous, 8)
+    if comm.rank == 0:
+
+        def ring(*_):
+            raise Alarm
+
+        def slowly(_):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            time.sleep(5)
+
+        signal.signal(signal.SIGALRM, ring)
+        comm._interrupted = slowly
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with contextlib.suppress(Alarm):
+            comm.barrier()
+        del comm._interrupted
+    began = Moment()
+    if comm.rank == 1:
+        time.sleep(0.5)
+    try:
+        while True:
+            comm.barrier()
+    except PeerLostError as error:
+        caught = str(error), Moment().seconds_since(began)
+    if comm.rank == 0:
+        time.sleep(3)  # so that the others do not raise because it left
+    comm.close()
+    return caught
+
+
+def test_r6_an_interrupt_during_an_abort():
+    """A rank that was interrupted before it could abort the group does so at once in its next call."""
+    found = ranks(3, twice)
+    assert {text.split(" during")[0] for text, _ in found} == {"rank 0 was interrupted"}
+    assert all(took < 2 for _, took in found), found

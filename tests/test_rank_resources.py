@@ -1,0 +1,106 @@
+"""Resources of the ranks of one host after many calls and groups, by rule R10."""
+
+import gc
+import random
+import threading
+
+import numpy as np
+import pytest
+from members import Resources, member, memory, resident_bytes, summed
+from ranks import ranks
+
+from crossreduce.errors import ContextError
+from crossreduce.ops import ReduceOp
+from crossreduce.ranks import communicator
+from crossreduce.ranks.programs import PIECE_BYTES
+
+
+def soak(rendezvous):
+    communicator._CACHED_STAGES = 2000  # so that executables are removed from the cache, too
+    comm = member(rendezvous)
+    x = np.ones(5000, np.float32)
+    draw = random.Random(3)
+    sizes = [draw.randrange(1, 5000) for _ in range(3000)]
+
+    def reductions(count):
+        for k in range(count):
+            part = x[: sizes[k % 3000]]
+            comm.all_reduce(ReduceOp.MAX, memory(part), memory(part))
+
+    reductions(6000)
+    gc.collect()
+    before, resources = resident_bytes(), Resources()
+    reductions(10_000)
+    gc.collect()
+    after, same = resident_bytes(), Resources() == resources
+    comm.close()
+    return before, after, same
+
+
+def test_r10_ten_thousand_reductions_leak_nothing():
+    """10,000 reductions of 3,000 shapes change the memory of a rank by less than 1 %, and no other resource."""
+    for before, after, same in ranks(2, soak, timeout_s=120):
+        assert same
+        assert abs(after - before) < before / 100, (before, after)
+
+
+def many_shapes(rendezvous):
+    comm = member(rendezvous)
+    x = np.ones(PIECE_BYTES, np.float32)  # programs of 6 stages, and small ones
+    highest = 0
+    communicator._CACHED_STAGES = 100
+    for k in range(200):
+        part = x[k if k % 3 else -k - 1 :]
+        comm.all_reduce(ReduceOp.MAX, memory(part), memory(part))
+        highest = max(highest, sum(each.stages for each in comm._executables.values()))
+    comm.close()
+    return highest
+
+
+def test_r10_the_cache_of_executables_is_bounded():
+    """The cache is limited by the number of stages, not by the number of calls."""
+    for highest in ranks(2, many_shapes):
+        assert 50 < highest <= 100
+
+
+def many_groups(rendezvous):
+    def make(count, base):
+        for k in range(count):
+            comm = member(rendezvous, 20, f"group {base + k}")
+            summed(comm, 10)
+            if k % 2:
+                comm.close()
+            else:
+                comm.barrier()  # so that no rank leaves before the others have finished
+                comm.close()
+
+    make(20, 0)
+    gc.collect()
+    before, resources = resident_bytes(), Resources()
+    make(200, 20)
+    gc.collect()
+    return resources == Resources(), before, resident_bytes()
+
+
+def test_r10_two_hundred_groups_leave_nothing():
+    """200 groups that are made and closed release all descriptors, mappings, threads and memory."""
+    for same, before, after in ranks(2, many_groups, timeout_s=120):
+        assert same
+        assert after - before < max(before / 50, 1 << 20), (before, after)
+
+
+def used_after(rendezvous):
+    before = Resources()
+    comm = member(rendezvous)
+    threads = threading.active_count()
+    assert before != Resources()
+    comm.close()
+    assert before == Resources()
+    with pytest.raises(ContextError, match='group "world" is closed'):
+        comm.barrier()
+    return threads
+
+
+def test_a_closed_group_has_no_resources():
+    """A group on one host has no thread of its own; once closed, it has no memory and no descriptor."""
+    assert ranks(2, used_after) == [1, 1]

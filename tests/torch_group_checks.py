@@ -1,0 +1,340 @@
+"""Checks of crossreduce.torch: asynchronous calls, gloo as inner backend, errors, groups, and torch's other tools."""
+
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch_oracle import AVG, DIGESTS, MAX, MIN, SUM, expect_reduced, given, inputs, raises, record_digest
+
+CHECKS = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+@check
+def asynchronous_calls(c):
+    """Asynchronous calls run in order, and a synchronous call runs after them."""
+    x = given(c.rank, (1000,), torch.float64, 120)
+    y = x.clone()
+    works = [dist.all_reduce(y, async_op=True) for _ in range(20)]
+    dist.all_reduce(y, AVG)
+    assert all(work.is_completed() for work in works)
+    for work in works:
+        assert work.wait() is True
+        assert work.is_success()
+    total = torch.stack(inputs(c, (1000,), torch.float64, 120)).sum(0) * float(c.size) ** 19
+    torch.testing.assert_close(y, total)
+    work = dist.all_reduce(x, async_op=True)
+    (result,) = work.get_future().wait()
+    assert result.data_ptr() == x.data_ptr()
+    work = dist.broadcast(x, 0, async_op=True)
+    halved = work.get_future().then(lambda done: done.value()[0] / 2).wait()
+    assert torch.equal(halved, x / 2)
+    works = [dist.barrier(async_op=True), dist.reduce(x, 0, async_op=True)]
+    works.append(dist.all_gather([torch.empty_like(x) for _ in range(c.size)], x, async_op=True))
+    for work in works:
+        work.wait(timedelta(seconds=20))
+
+
+@check
+def ops_in_callbacks(c):
+    """Ops that a callback of a future calls run, also if the callback waits for them in the queue's thread."""
+    waits = (lambda y: dist.all_reduce(y), lambda y: dist.all_reduce(y, async_op=True).wait())
+    for wait in (*waits, lambda y: dist.all_reduce(y, async_op=True).get_future().wait()):
+        x, y = given(c.rank, (200_000,), torch.float32, 125), given(c.rank, (9,), torch.float32, 126)
+        work = dist.all_reduce(x, async_op=True)
+        work.get_future().then(lambda _, wait=wait, y=y: wait(y)).wait()
+        expect_reduced(y, SUM, inputs(c, (9,), torch.float32, 126))
+
+
+@check
+def coalesced_all_reduces(c):
+    """All-reduces of several shapes in a coalescing block complete at its end."""
+    xs = [given(c.rank, (k,), torch.float32, 130 + k) for k in (1, 10, 100)]
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        for x in xs:
+            dist.all_reduce(x)
+    manager.wait()
+    for k, x in zip((1, 10, 100), xs, strict=True):
+        expect_reduced(x, SUM, inputs(c, (k,), torch.float32, 130 + k))
+
+
+@check
+def inner_backend(c):
+    """gloo executes sparse and bitwise reductions, which crossreduce does not support."""
+    bits = [given(rank, (9, 4), torch.int32, 140) for rank in range(c.size)]
+    for op, function in ((dist.ReduceOp.BAND, torch.bitwise_and), (dist.ReduceOp.BXOR, torch.bitwise_xor)):
+        x = bits[c.rank].clone()
+        dist.all_reduce(x.T, op)
+        want = bits[0]
+        for other in bits[1:]:
+            want = function(want, other)
+        assert torch.equal(x, want)
+    out = torch.empty(3, 4, dtype=torch.int32)
+    dist.reduce_scatter_tensor(out, torch.cat(inputs(c, (3, 4), torch.int32, 141)), dist.ReduceOp.BOR)
+    assert torch.equal(out, given(c.rank, (3, 4), torch.int32, 141))
+    dense = given(c.rank, (20,), torch.float32, 142)
+    dense[dense < 0.5] = 0
+    sparse = dense.to_sparse()
+    dist.all_reduce(sparse)
+    every = inputs(c, (20,), torch.float32, 142)
+    for x in every:
+        x[x < 0.5] = 0
+    torch.testing.assert_close(sparse.to_dense(), sum(every))
+
+
+@check
+def inner_backend_releases_tensors(c):
+    """When an op returns, gloo has released its tensors, however late its threads get the interpreter."""
+
+    class Watched:
+        def __init__(self, gloo):
+            self.gloo, self.given = gloo, []
+
+        def allreduce(self, tensors, options):
+            self.given.append(weakref.ref(tensors[0]))
+            return self.gloo.allreduce(tensors, options)
+
+    collectives, interval = dist.group.WORLD._collectives, sys.getswitchinterval()
+    collectives._gloo = watched = Watched(collectives._gloo)
+    sys.setswitchinterval(100)
+    try:
+        for x in [torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.int32)] * 10:
+            dist.all_reduce(x, SUM if x.is_sparse else dist.ReduceOp.BAND)
+            assert watched.given.pop()() is None
+    finally:
+        sys.setswitchinterval(interval)
+        collectives._gloo = watched.gloo
+
+
+@check
+def references_cause_no_delay(c):
+    """References to a sparse tensor during its reduction delay neither this rank nor others."""
+    tensor, seen, took = torch.eye(300).to_sparse(), [], []
+    for _ in range(5):
+        begun = time.monotonic()
+        work = dist.all_reduce(tensor, async_op=True)
+        while not work.is_completed():
+            seen.append(tensor)
+            time.sleep(0)
+        work.wait()
+        took.append(time.monotonic() - begun)
+    assert min(took) < 0.5, took
+
+
+@check
+def sparse_leaf(c):
+    """A sparse tensor that requires gradients, coalesced or not, is reduced like others."""
+    every = [torch.sparse_coo_tensor([[0, 0, rank + 1]], given(rank, (3,)), (c.size + 1,)) for rank in range(c.size)]
+    for tensor in (every[c.rank].clone(), every[c.rank].coalesce()):
+        leaf = tensor.requires_grad_()
+        dist.all_reduce(leaf)
+        assert leaf.is_leaf
+        torch.testing.assert_close(leaf.detach().to_dense(), sum(x.to_dense() for x in every))
+
+
+@check
+def errors_of_a_subgroup_have_global_ranks(c):
+    """Errors of a sub-group name its ranks by their numbers in the world."""
+    group = dist.new_group([0, 2])
+    if c.rank != 1:
+        raises(ValueError, "rank 2 differs from rank 0 in shape", dist.all_reduce, torch.ones(3 + c.rank), group=group)
+        dist.destroy_process_group(group)
+
+
+@check
+def unsupported_calls(c):
+    """Unsupported calls raise on all ranks, and the group can still be used."""
+    raises(TypeError, "the mean of integers is not an integer", dist.all_reduce, torch.ones(3, dtype=torch.int64), AVG)
+    raises(TypeError, "mean of bools", dist.all_reduce, torch.ones(3, dtype=torch.bool), AVG)
+    raises(ValueError, "do not fit together", dist.all_gather_into_tensor, torch.empty(5), torch.empty(7))
+    raises(ValueError, "do not fit together", dist.all_gather, [torch.empty(5)], torch.empty(5))
+    raises(ValueError, "do not fit together", dist.all_to_all, [], [])
+    raises(TypeError, "dist.new_group", dist.group.WORLD.split_group, [0])
+    work = dist.all_reduce(torch.ones(3, dtype=torch.int32), AVG, async_op=True)
+    future = work.get_future()
+    raises(TypeError, "the mean of integers", work.wait)
+    raises(TypeError, "the mean of integers", future.wait)
+    assert work.exception() is not None
+    dist.barrier()
+
+
+@check
+def mismatch(c):
+    """If calls of ranks differ, all ranks raise the same MismatchError, and the group can still be used."""
+    from crossreduce import MismatchError
+
+    x = torch.ones(10 + (c.rank == 1))
+    error = raises(MismatchError, "rank 1", dist.all_reduce, x)
+    DIGESTS["mismatch"] = str(error)
+    work = dist.all_reduce(torch.ones(3), MAX if c.rank == 0 else MIN, async_op=True)
+    raises(MismatchError, "rank 0", work.wait)
+    sparse = torch.ones(3).to_sparse()
+    raises(MismatchError, "rank 1", dist.all_reduce, sparse if c.rank == 1 else sparse.to_dense())
+    moved_as_bytes = torch.float8_e5m2 if c.rank == 1 else torch.float8_e4m3fn
+    raises(MismatchError, "rank 1", dist.broadcast, torch.ones(3).to(moved_as_bytes), 0)
+    shape = tuple(range(2, 2 + c.size))  # the shape of one rank's tensor, and the sizes of all tensors on other ranks
+    sizes = shape if c.rank == 1 else [torch.Size(shape).numel()] * c.size
+    x = torch.ones(sizes[c.rank] if c.rank == 1 else shape)
+    raises(MismatchError, "rank 1", dist.all_gather, [torch.empty(size).reshape(-1) for size in sizes], x)
+    y = torch.full((3,), 4.0**c.rank)
+    dist.all_reduce(y)
+    assert torch.equal(y, torch.full((3,), sum(4.0**rank for rank in range(c.size))))
+
+
+@check
+def subgroups(c):
+    """Groups of some ranks, of another backend, and several groups in threads at once are independent."""
+    pair = dist.new_group([0, c.size - 1])
+    alone = dist.new_group([1])
+    plain = dist.new_group(backend="gloo")
+    groups = [dist.new_group() for _ in range(3)]
+    assert dist.get_backend(groups[0]) == "crossreduce"
+    assert dist.get_backend(plain) == "gloo"
+    if c.rank in (0, c.size - 1):
+        x = given(c.rank, (50,), torch.float32, 150)
+        dist.all_reduce(x, group=pair)
+        expect_reduced(x, SUM, [given(rank, (50,), torch.float32, 150) for rank in (0, c.size - 1)])
+        listed = [c.rank]
+        dist.broadcast_object_list(listed, c.size - 1, group=pair)
+        assert listed == [c.size - 1]
+    if c.rank == 1:
+        x = given(1, (5,))
+        dist.all_reduce(x, AVG, group=alone)
+        assert torch.equal(x, given(1, (5,)))
+    x = given(c.rank, (50,), torch.float32, 151)
+    dist.all_reduce(x, group=plain)
+    torch.testing.assert_close(x, sum(inputs(c, (50,), torch.float32, 151)))
+    failures = []
+
+    def work(number):
+        try:
+            for turn in range(30):
+                x = given(c.rank, (200 * (number + 1),), torch.float32, 160 + number + 10 * turn)
+                want = inputs(c, (200 * (number + 1),), torch.float32, 160 + number + 10 * turn)
+                dist.all_reduce(x, group=groups[number])
+                expect_reduced(x, SUM, want)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    for group in groups:
+        dist.destroy_process_group(group)
+    for _ in range(3):  # repeatedly the same name
+        ranks = [0, 1] if c.rank < 2 else list(range(2, c.size))
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        x = given(c.rank, (5,), torch.float64, 155)
+        dist.all_reduce(x, group=group)
+        expect_reduced(x, SUM, [given(rank, (5,), torch.float64, 155) for rank in ranks])
+        dist.destroy_process_group(group)
+    x = torch.ones(1)
+    raises(Exception, "", dist.all_reduce, x, group=groups[0])
+
+
+@check
+def methods_of_the_group(c):
+    """The methods of the group accept the arguments of torch's groups."""
+    group = dist.group.WORLD
+    assert (group.rank(), group.size(), group.name()) == (c.rank, c.size, "crossreduce")
+    x = given(c.rank, (5,), torch.float32, 170)
+    xs = inputs(c, (5,), torch.float32, 170)
+    y = x.clone()
+    group.allreduce(y).wait()
+    expect_reduced(y, SUM, xs)
+    y = x.clone()
+    group.allreduce([y], op=MAX).wait()
+    expect_reduced(y, MAX, xs)
+    y = x.clone()
+    group.broadcast(y, 1).wait()
+    assert torch.equal(y, xs[1])
+    out = [torch.empty(5) for _ in xs]
+    group.allgather(out, x).wait()
+    assert all(map(torch.equal, out, xs))
+    group.barrier().wait()
+    out = [[torch.empty(5), torch.empty(2)] for _ in xs]
+    group.allgather_coalesced(out, [x, x[:2].clone()]).wait()
+    assert all(torch.equal(a, want) and torch.equal(b, want[:2]) for (a, b), want in zip(out, xs, strict=True))
+
+
+@check
+def functional_collectives(c):
+    """Functional collectives, which C++ calls, and a device mesh run on the backend."""
+    import torch.distributed._functional_collectives as functional
+
+    xs = inputs(c, (4, 6), torch.float32, 180)
+    x = xs[c.rank]
+    group = dist.group.WORLD
+    expect_reduced(functional.wait_tensor(functional.all_reduce(x, "sum", group)), SUM, xs)
+    expect_reduced(functional.wait_tensor(functional.all_reduce(x, "avg", group)), AVG, xs)
+    gathered = functional.wait_tensor(functional.all_gather_tensor(x, 0, group))
+    assert torch.equal(gathered, torch.cat(xs))
+    wide = given(c.rank, (2 * c.size, 3), torch.float32, 181)
+    part = functional.wait_tensor(functional.reduce_scatter_tensor(wide, "sum", 0, group))
+    wides = [given(rank, (2 * c.size, 3), torch.float32, 181) for rank in range(c.size)]
+    expect_reduced(part, SUM, [w[2 * c.rank : 2 * c.rank + 2] for w in wides])
+    moved = functional.wait_tensor(functional.all_to_all_single(wide, None, None, group))
+    assert torch.equal(moved, torch.cat([w[2 * c.rank : 2 * c.rank + 2] for w in wides]))
+    most = list(map(functional.wait_tensor, functional.all_reduce_coalesced([x, x + 1], "max", group)))
+    expect_reduced(most[0], MAX, xs)
+    expect_reduced(most[1], MAX, [x + 1 for x in xs])
+    mesh = dist.init_device_mesh("cpu", (c.size,), mesh_dim_names=("data",))
+    assert dist.get_backend(mesh.get_group()) == "crossreduce"
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    whole = given(0, (9, 4), torch.float32, 182)
+    spread = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.equal(spread.full_tensor(), whole)
+    torch.testing.assert_close(spread.sum().redistribute(mesh, [Replicate()]).to_local(), whole.sum())
+
+
+@check
+def topology(c):
+    """measure_topology returns the same devices and links on all ranks, and reductions are planned on them."""
+    import crossreduce
+    from crossreduce.torch import measure_topology
+
+    found = measure_topology(seconds=0.2)
+    assert len(found.devices) == c.size
+    DIGESTS["topology"] = repr(found.links)
+    xs = inputs(c, (70_000,), torch.float32, 190)
+    x = xs[c.rank].clone()
+    dist.all_reduce(x)
+    expect_reduced(x, SUM, xs)
+    record_digest("topology sum", x)
+    assert crossreduce.plan(found, "all_reduce", nbytes=1 << 20).seconds > 0
+    raises(ValueError, "not a group that crossreduce reduces", measure_topology, dist.new_group(backend="gloo"))
+
+
+@check
+def forked(c):
+    """A process forked from a rank, such as a worker of DataLoader, cannot use the group, and does not affect it."""
+    pid = os.fork()
+    if not pid:
+        try:
+            raises(RuntimeError, "forked", dist.all_reduce, torch.ones(3))
+            raises(RuntimeError, "forked", dist.barrier, async_op=True)
+            raises(RuntimeError, "forked", dist.isend, torch.ones(3), (c.rank + 1) % c.size)
+            raises(RuntimeError, "forked", dist.irecv, torch.ones(3), (c.rank + 1) % c.size)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    data = torch.utils.data.DataLoader(list(range(20)), batch_size=5, num_workers=1)
+    assert sum(int(batch.sum()) for batch in data) == 190
+    dist.barrier()

@@ -1,0 +1,128 @@
+"""What the checks of crossreduce.torch share: inputs from seeds, an oracle in double precision, and the run of checks.
+
+The oracle makes the inputs of all ranks itself and reduces them with plain torch, without communication.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+SUM, AVG, MIN, MAX, PRODUCT = (getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"))
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8]
+COMPLEX = [torch.complex64, torch.complex128]
+DIGESTS = {}
+
+
+def given(rank, shape, dtype=torch.float32, salt=0):
+    """Return a rank's input, the same in every process."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    if dtype is torch.bool:
+        return torch.randint(2, shape, generator=generator).bool()
+    if dtype.is_complex or dtype.is_floating_point:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+    low = 0 if dtype is torch.uint8 else -50
+    return torch.randint(low, 50, shape, generator=generator).to(dtype)
+
+
+def expect_reduced(got, op, xs):
+    """Check a reduction: integers exactly, others within the rounding errors (Higham, SISC 1993)."""
+    dtype = xs[0].dtype
+    assert got.dtype == dtype
+    assert got.shape == xs[0].shape, (got.shape, xs[0].shape)
+    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
+    ys = torch.stack([x.to(wide) for x in xs])
+    if op == PRODUCT:
+        want = ys.prod(0)
+    elif op in (MIN, MAX):
+        want = ys.amin(0) if op == MIN else ys.amax(0)
+    else:
+        want = ys.sum(0) / (len(xs) if op == AVG else 1)
+    if not (dtype.is_complex or dtype.is_floating_point):
+        assert torch.equal(got, want.to(dtype)), (got, want)
+        return
+    if op in (MIN, MAX):
+        assert torch.equal(got.to(wide), want)
+        return
+    half = dtype in (torch.float16, torch.bfloat16)
+    u = torch.finfo(torch.float32 if half else dtype).eps / 2
+    scale = ys.abs().prod(0) if op == PRODUCT else ys.abs().sum(0)
+    bound = 4 * len(xs) * u * scale  # 4: complex products have four times the roundings
+    if half:
+        bound = bound + torch.finfo(dtype).eps / 2 * want.abs() + torch.finfo(dtype).smallest_normal
+    assert bool(((got.to(wide) - want).abs() <= bound).all()), (got, want)
+
+
+def record_digest(name, tensor):
+    """Record a result whose bits all ranks must share."""
+    raw = tensor.detach().resolve_conj().contiguous().reshape(-1)
+    raw = torch.view_as_real(raw) if raw.is_complex() else raw
+    DIGESTS[name] = hashlib.sha256(raw.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def raises(error, words, function, *args, **kwargs):
+    caught = None
+    try:
+        function(*args, **kwargs)
+    except error as raised:
+        caught = raised
+    assert caught is not None, f"no {error.__name__}"
+    assert words in str(caught), caught
+    return caught
+
+
+def inputs(c, *args):
+    return [given(rank, *args) for rank in range(c.size)]
+
+
+class Context:
+    def __init__(self):
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+
+def run(checks, folder):
+    """Run checks on this rank, and write its report."""
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    import crossreduce.torch  # noqa: F401
+
+    def begin(number):
+        where = f"file://{folder}/store{number}"
+        dist.init_process_group("crossreduce", where, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+
+    begin(0)
+    context, failed = Context(), {}
+    for name, function in checks.items():
+        try:
+            function(context)
+        except BaseException:
+            failed[name] = traceback.format_exc()
+            print(f"rank {rank}, {name}: {failed[name]}", file=sys.stderr, flush=True)
+    dist.destroy_process_group()
+    # Later groups need no further threads and descriptors.
+    counts = []
+    for number in range(1, 4):
+        begin(number)
+        for group in (None, dist.new_group()):
+            x = torch.full((1000,), 4.0**rank)
+            work = dist.all_reduce(x, group=group, async_op=True)
+            work.wait()
+            assert x[7] == sum(4.0**other for other in range(size))
+        del group, work
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()  # caught errors reference frames, which reference groups
+        listed = [len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd")]
+        counts.append([threading.active_count(), *listed])
+    report = {"failed": failed, "digests": DIGESTS, "counts": counts}
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(report))
