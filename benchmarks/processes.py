@@ -1,12 +1,12 @@
-"""Are ranks quicker with crossreduce than with gloo and Open MPI, on one host and between hosts?
+"""Are ranks faster with crossreduce than with gloo and Open MPI, on one host and between hosts?
 
-One host: all-reduces of 2, 4 and 8 ranks, and DistributedDataParallel's steps on 8. Crossreduce and gloo are two
-process groups of the same processes and take turns; ratios are medians of those within a turn. Open MPI has processes
-of its own, started right after with the same loop; its ratio is that of the medians. Several hosts: network namespaces
-joined by links of 1 Gbit/s (tests/namespaces.py, needs root); times are set beside the bytes that must cross a link, or
-the planner's bound, at the raw rate: headers, 4.6 % at this MTU, count as lost.
+One host: all-reduces of 2, 4 and 8 ranks, and steps of DistributedDataParallel on 8. Crossreduce and gloo are two
+process groups of the same processes and alternate; ratios are medians of the ratios of adjacent calls. Open MPI has
+other processes, started afterwards with the same loop; its ratio is that of the medians. Several hosts: network
+namespaces joined by links of 1 Gbit/s (tests/namespaces.py, requires root). Times are compared with the bytes that must
+cross a link, or with the planner's bound, at the raw rate, which includes headers (4.6 % at this MTU).
 
-Data is random and renewed before each turn; a time is the slowest rank's. Every element of a result is checked.
+Data is random and renewed before each call; the time of the slowest rank counts. Every element of a result is checked.
 Run: python benchmarks/processes.py [--quick] [--only NAME] [--repeats N] [--json PATH]
 """
 
@@ -40,12 +40,12 @@ import namespaces
 OURS, GLOO, MPI, ALONE = "crossreduce", "gloo", "Open MPI", "no reduction"
 LARGE, SMALL, BETWEEN = 1 << 26, 1 << 10, 1 << 25
 LIMIT_S = 240  # of one set of processes
-BLOCK = 1_048_573  # random elements, then the same again; a prime, so that no piece ends where a block does
+BLOCK = 1_048_573  # random elements, which repeat; a prime, so that no piece ends at the end of a block
 GBIT_BPS = 125e6
 SLOW = "200mbit"
 DDP_LAYERS = (1024, 4096, 4096, 1024)  # 25 M parameters
-# Samples a rank. On 2 cores, where 8 ranks also compute, more of them would hide what is asked about: with 16 a step
-# without any reduction takes 0.6 of gloo's already. It is measured beside.
+# Samples per rank. With 8 ranks on 2 cores, more samples would hide the reduction: with 16 samples, a step without a
+# reduction already takes 0.6 of the time with gloo. Steps without a reduction are measured, too.
 DDP_BATCH = 1
 
 Case = dict[str, Any]
@@ -78,7 +78,7 @@ def one_host(ranks: int) -> list[Case]:
 
 
 def between_hosts() -> list[dict[str, Any]]:
-    """Hosts' ranks, slow links, and what their time is set beside."""
+    """Return the ranks of hosts, their slow links, and the time that theirs is compared with."""
     case = all_reduce("32 MiB", BETWEEN, 5, 1, {})
     three = cr.Topology.from_matrix([[0, 0.125, 0.125], [0.125, 0, 0.025], [0.125, 0.025, 0]])
     bound_s = BETWEEN / float(cr.bound(three, "all_reduce").algbw * 10**9)
@@ -108,7 +108,7 @@ def between_hosts() -> list[dict[str, Any]]:
 
 
 class Turns:
-    """The contenders' calls, in turn; ranks agree on times by ``gather``."""
+    """Times the calls of all contenders alternately. ``gather`` returns a number of every rank."""
 
     def __init__(self, gather: Callable[[float], list[float]]):
         self.gather = gather
@@ -116,12 +116,12 @@ class Turns:
     def timed(
         self, case: Case, renew: Callable[[], object], runs: dict[str, tuple[Any, Any]]
     ) -> dict[str, list[float]]:
-        """Return the slowest rank's seconds of a call, by turn. ``runs``: what brings ranks together, and the call."""
+        """Return the slowest rank's seconds of each call. ``runs``: for each contender a barrier and the call."""
         times: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(1 + case["repeats"]):
-            for name, (meet, run) in runs.items():
+            for name, (barrier, run) in runs.items():
                 renew()
-                meet(), meet()
+                barrier(), barrier()
                 start = time.perf_counter()
                 for _ in range(case["calls"]):
                     run()
@@ -136,7 +136,7 @@ def block(rank: int) -> np.ndarray:
 
 
 def check(got: np.ndarray, inputs: list[np.ndarray], unit: float) -> None:
-    """Raise where a sum of repeated blocks is wrong: beyond gamma(n) sum |x|, u the unit roundoff of the dtype."""
+    """Raise if a sum of repeated blocks is wrong by more than gamma(n) sum |x|; ``unit``: the unit roundoff."""
     n, size = len(inputs), got.size
     due = sum(x.astype(np.float64) for x in inputs)
     allowed = sum(np.abs(x) for x in inputs) * (n * unit / (1 - n * unit))
@@ -168,7 +168,7 @@ def torch_rank(cases: list[Case], path: Path) -> None:
     for case in cases:
         if case.get("measure"):
             crt.measure_topology()
-        meets = {name: lambda group=group: dist.all_reduce(small, group=group) for name, group in groups.items()}
+        barriers = {name: lambda group=group: dist.all_reduce(small, group=group) for name, group in groups.items()}
         if case.get("ddp"):
             renew, calls = ddp(groups)
         else:
@@ -186,7 +186,7 @@ def torch_rank(cases: list[Case], path: Path) -> None:
                 renew()
                 call()
                 check(x.float().numpy(), [y.float().numpy() for y in inputs], torch.finfo(dtype).eps / 2)
-        runs = {name: (meets.get(name, meets[GLOO]), call) for name, call in calls.items()}
+        runs = {name: (barriers.get(name, barriers[GLOO]), call) for name, call in calls.items()}
         found[case["name"]] = Turns(gather).timed(case, renew, runs)
         if rank == 0:
             path.write_text(json.dumps(found))
@@ -194,7 +194,7 @@ def torch_rank(cases: list[Case], path: Path) -> None:
 
 
 def ddp(groups: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Callable[[], None]]]:
-    """Return what does nothing, and training steps of one model on a rank's own data: over each group, and without."""
+    """Return an empty function, and training steps of one model: with each group, and without a reduction."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -218,7 +218,7 @@ def ddp(groups: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Callabl
 
     made = {name: step_of(group) for name, group in (groups | {ALONE: None}).items()}
     for _, step in made.values():
-        step(), step()  # DDP lays its buckets out anew after the first
+        step(), step()  # DDP rearranges its buckets after the first step
     ours, theirs = (list(made[name][0].parameters()) for name in groups)
     for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x, y)
@@ -226,7 +226,7 @@ def ddp(groups: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Callabl
 
 
 def mpi_rank(cases: list[Case], path: Path) -> None:
-    from mpi4py import MPI as mpi  # noqa: N811 - the constant of that name is the contender's
+    from mpi4py import MPI as mpi  # noqa: N811 - MPI is the name of the contender
 
     world = mpi.COMM_WORLD
     small = np.zeros(1, np.float32)
@@ -255,22 +255,22 @@ def command(kind: str, cases: list[Case], path: Path) -> list[str]:
 
 
 def on_one_host(ranks: int, cases: list[Case], path: Path) -> dict[str, dict[str, list[float]]]:
-    """Run crossreduce and gloo in processes that they share, then Open MPI in others."""
+    """Run crossreduce and gloo in the same processes, then Open MPI in others."""
     code = launch(command("torch", cases, path), ranks)
     assert code == 0, f"a rank ended with exit code {code}"
     found = json.loads(path.read_text())
-    asked = [case for case in cases if MPI in case["least"]]
-    # The wheel's mpiexec stands beside the interpreter.
+    compared = [case for case in cases if MPI in case["least"]]
+    # PyPI's Open MPI installs mpiexec beside the interpreter.
     mpiexec = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-    if asked and mpiexec and find_spec("mpi4py"):
-        told = {
+    if compared and mpiexec and find_spec("mpi4py"):
+        settings = {
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
-        line = [mpiexec, "-n", str(ranks), *command("mpi", asked, path)]
-        subprocess.run(line, check=True, timeout=LIMIT_S, env={**told, **os.environ, "OMP_NUM_THREADS": "1"})
+        line = [mpiexec, "-n", str(ranks), *command("mpi", compared, path)]
+        subprocess.run(line, check=True, timeout=LIMIT_S, env={**settings, **os.environ, "OMP_NUM_THREADS": "1"})
         for name, times in json.loads(path.read_text()).items():
             found[name] |= times
     return found
@@ -278,12 +278,12 @@ def on_one_host(ranks: int, cases: list[Case], path: Path) -> dict[str, dict[str
 
 def on_hosts(ranks: list[int], slower: dict[tuple[int, int], str], case: Case, path: Path) -> dict[str, list[float]]:
     """Run crossreduce and gloo in processes of several network namespaces."""
-    places = [host for host, count in enumerate(ranks) for _ in range(count)]
+    hosts = [host for host, count in enumerate(ranks) for _ in range(count)]
     with namespaces.hosts(len(ranks), slower=slower) as bed:
-        common = {"WORLD_SIZE": str(len(places)), "MASTER_ADDR": bed.addresses[0], "MASTER_PORT": "29500"}
+        common = {"WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": bed.addresses[0], "MASTER_PORT": "29500"}
         processes = [
             bed.run(host, command("torch", [case], path), {**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"})
-            for rank, host in enumerate(places)
+            for rank, host in enumerate(hosts)
         ]
         deadline = time.monotonic() + LIMIT_S
         for process in processes:
@@ -293,52 +293,52 @@ def on_hosts(ranks: list[int], slower: dict[tuple[int, int], str], case: Case, p
 
 
 def judged(title: str, case: Case, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Print a case and return what is kept of it."""
+    """Print a case, and return its record."""
     ours = statistics.median(times[OURS])
     print(f"{title}: {ours * 1e3:.3f} ms")
-    kept: dict[str, Any] = {"seconds": {name: summary(each) for name, each in times.items()}, "asked": []}
+    kept: dict[str, Any] = {"seconds": {name: summary(each) for name, each in times.items()}, "required": []}
 
-    def ask(what: str, value: float, limit: float, met: bool) -> None:
-        print(f"  {what:<28}{value:8.2f}   asked: {limit:g}   {'yes' if met else 'NO'}")
-        kept["asked"].append({"what": what, "value": value, "limit": limit, "met": met})
+    def require(what: str, value: float, limit: float, met: bool) -> None:
+        print(f"  {what:<28}{value:8.2f}   required: {limit:g}   {'met' if met else 'NOT MET'}")
+        kept["required"].append({"what": what, "value": value, "limit": limit, "met": met})
 
     for name, least in case["least"].items():
         if name not in times:
-            print(f"  {name} is not here")
+            print(f"  {name} is not installed")
             continue
-        # Turns of the same processes have a partner each; Open MPI's are others.
+        # Calls of crossreduce and gloo alternate in the same processes; Open MPI's are separate.
         each = [b / a for a, b in zip(times[OURS], times[name], strict=True)] if name == GLOO else []
         ratio = statistics.median(each) if each else statistics.median(times[name]) / ours
-        ask(f"{name} / ours", ratio, least, ratio >= least)
+        require(f"{name} / ours", ratio, least, ratio >= least)
         if each:
-            kept["asked"][-1] |= {"least_turn": min(each), "greatest_turn": max(each)}
+            kept["required"][-1] |= {"least_turn": min(each), "greatest_turn": max(each)}
     if ALONE in times:
         print(f"  {ALONE + ' / ours':<28}{statistics.median(times[ALONE]) / ours:8.2f}")
     if "most_s" in case:
-        ask("microseconds", ours * 1e6, case["most_s"] * 1e6, ours <= case["most_s"])
+        require("microseconds", ours * 1e6, case["most_s"] * 1e6, ours <= case["most_s"])
     if "floor_s" in case:
-        ask(
-            "by bytes / link rate, or bound",
+        require(
+            "relative to the limit",
             ours / case["floor_s"],
             case["most"],
             ours <= case["most"] * case["floor_s"],
         )
-        print(f"  {'gloo, by the same':<28}{statistics.median(times[GLOO]) / case['floor_s']:8.2f}")
+        print(f"  {'gloo, relative to the limit':<28}{statistics.median(times[GLOO]) / case['floor_s']:8.2f}")
         kept["floor_s"] = case["floor_s"]
     return kept
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few repeats: whether it runs at all")
-    parser.add_argument("--repeats", type=int, help="turns of each case")
-    parser.add_argument("--only", default="", help="only the sets of ranks that have this in their name")
+    parser.add_argument("--quick", action="store_true", help="few repeats, to see that it runs")
+    parser.add_argument("--repeats", type=int, help="calls of each case")
+    parser.add_argument("--only", default="", help="only sets of ranks with this text in their name")
     parser.add_argument("--json", type=Path, default=RESULTS / "processes.json")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
-        told = json.loads(given.rank)
-        (mpi_rank if told["kind"] == "mpi" else torch_rank)(told["cases"], Path(told["path"]))
+        task = json.loads(given.rank)
+        (mpi_rank if task["kind"] == "mpi" else torch_rank)(task["cases"], Path(task["path"]))
         return
     repeats = 2 if given.quick else given.repeats
     kept: dict[str, Any] = {}
@@ -357,7 +357,7 @@ def main() -> None:
                     kept[f"{title}, {case['name']}"] = judged(f"{title}, {case['name']}", case, found[case["name"]])
         why_not = namespaces.available()
         if why_not:
-            print(f"between hosts: not here: {why_not}")
+            print(f"between hosts: not measured: {why_not}")
         for several in [] if why_not else between_hosts():
             if given.only in (title := several["name"]):
                 case = sized(several["case"])
