@@ -336,7 +336,7 @@ def rank_stages(
     Args:
       program: device k is the host's rank number k. Its flat buffer consists of arrays of equal size.
       inputs: for each array the number of the caller's buffer that it is in, on ranks that contribute to it.
-      outputs: likewise, on ranks that need its result.
+      outputs: for each array the number of the buffer that it is in, on ranks that need its result.
       size: elements of each array.
       numbers: how values are computed.
       rank: the rank whose instructions are returned.
