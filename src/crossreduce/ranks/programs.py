@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
@@ -85,6 +85,24 @@ class _SlotGroup(NamedTuple):
     values: tuple[tuple[int, int], ...]
 
 
+class _Template(NamedTuple):
+    """An instruction without addresses.
+
+    Args:
+      chunk: the chunk that it computes a part of.
+      operands: values; ``~v``: value v, an input, is read from the caller's buffer.
+      value: its value, which this rank's slot stores; -1: the slot does not store it.
+      kept: whether it is written to the caller's result buffer.
+      numbers: how it is computed.
+    """
+
+    chunk: int
+    operands: tuple[int, ...]
+    value: int
+    kept: bool
+    numbers: Numbers
+
+
 class RankAnalysis:
     """What the compiler derives of a program before sizes are given.
 
@@ -107,6 +125,8 @@ class RankAnalysis:
             array = min(int(start), arrays - 1)
             assert stop - array <= 1, "a chunk is in one array"
             self._bounds.append((array, (start - array).as_integer_ratio(), (stop - array).as_integer_ratio()))
+        self._contributed, self._room = self._demand()
+        self._templates: dict[int, list[list[_Template]]] = {}
 
     def _groups(self) -> list[list[_SlotGroup]]:
         found: list[dict[tuple[int, int], list[tuple[int, int]]]] = [{} for _ in self.program.devices]
@@ -115,6 +135,42 @@ class RankAnalysis:
                 if last >= 0:
                     found[known.devices[value]].setdefault((known.made[value], last), []).append((c, value))
         return [[_SlotGroup(last - made + 1, tuple(values)) for (made, last), values in each.items()] for each in found]
+
+    def templates(self, rank: int) -> list[list[_Template]]:
+        """Return the instructions of a rank, without addresses, for each phase."""
+        if rank not in self._templates:
+            self._templates[rank] = self._compiled(rank)
+        return self._templates[rank]
+
+    def _compiled(self, rank: int) -> list[list[_Template]]:
+        numbers = self.numbers
+        made: list[list[_Template]] = [[] for _ in range(self.phases)]
+        for c, (chunk, of) in enumerate(zip(self.program.chunks, self.values, strict=True)):
+            inputs = len(chunk.sources)
+            result = chunk.results[chunk.destinations.index(rank)] if rank in chunk.destinations else -1
+            if rank in chunk.sources:
+                own = chunk.sources.index(rank)
+                stored = _converting(numbers, of.dtypes[own])
+                if of.last[own] >= 0:
+                    made[0].append(_Template(c, (~own,), own, False, stored))
+                if result == own:  # a local copy; in phase 1, as other ranks' copies
+                    made[1].append(_Template(c, (~own,), -1, True, stored))
+            for value, instruction in enumerate(chunk.instructions, inputs):
+                if instruction.device != rank:
+                    continue
+                phase = of.made[value]
+                operands = tuple(
+                    ~operand if of.in_caller(operand, rank) else operand for operand in instruction.operands
+                )
+                dtype = of.dtypes[instruction.operands[0]]
+                using = numbers._replace(dtype=dtype, result=of.dtypes[value])
+                if not instruction.final:
+                    using = using._replace(divisor=1)
+                if len(operands) == 1:
+                    using = copying(dtype)
+                slot = value if of.last[value] >= 0 else -1
+                made[phase].append(_Template(c, operands, slot, value == result, using))
+        return made
 
     def spans(self, size: int) -> list[tuple[int, int, int]]:
         """Return for each chunk its array and its range of elements in a piece of ``size`` elements per array."""
@@ -131,24 +187,33 @@ class RankAnalysis:
           size: of each array.
           room: the bytes that each slot has.
         """
-        nbytes = itemsize(self.numbers.dtype)
-        contributed: list[Fraction] = [Fraction(0)] * len(self.program.devices)  # in arrays
+        fits = int(PIECE_BYTES / self._contributed)
+        for rounding, stored in self._room:
+            fits = min(fits, int((room - rounding) / stored))
+        fits = max(1, fits)
+        return max(1, min(size, fits // LINE * LINE or fits))
+
+    def _demand(self) -> tuple[Fraction, list[tuple[int, Fraction]]]:
+        """Return the bytes that a rank contributes at most, and for each slot the bytes for rounding and for values.
+
+        Both are for each element of an array, except those for rounding.
+        """
+        contributed = [Fraction(0)] * len(self.program.devices)
         for chunk in self.program.chunks:
             for source in chunk.sources:
-                contributed[source] += chunk.share * self.arrays
-        fits = int(PIECE_BYTES / (nbytes * max(contributed)))
+                contributed[source] += chunk.share
+        demands = []
         for groups in self.groups:
             # A chunk is at most a line longer than its share, and begins at a line in the slot, too.
-            rounding = sum(2 * LINE * 2 * group.copies * len(group.values) for group in groups)
+            rounding = sum(4 * LINE * group.copies * len(group.values) for group in groups)
             stored = sum(
                 group.copies * self.program.chunks[c].share * itemsize(self.values[c].dtypes[value])
                 for group in groups
                 for c, value in group.values
             )
             if stored:
-                fits = min(fits, int((room - rounding) / (stored * self.arrays)))
-        fits = max(1, fits)
-        return max(1, min(size, fits // LINE * LINE or fits))
+                demands.append((rounding, stored * self.arrays))
+        return max(contributed) * self.arrays * itemsize(self.numbers.dtype), demands
 
 
 @lru_cache(maxsize=256)
@@ -187,24 +252,6 @@ def _converting(numbers: Numbers, dtype: str) -> Numbers:
     return copying(dtype) if dtype == numbers.dtype else numbers._replace(result=dtype, divisor=1)
 
 
-class _Template(NamedTuple):
-    """An instruction without addresses.
-
-    Args:
-      chunk: the chunk that it computes a part of.
-      operands: values; ``~v``: value v, an input, is read from the caller's buffer.
-      value: its value, which this rank's slot stores; -1: the slot does not store it.
-      kept: whether it is written to the caller's result buffer.
-      numbers: how it is computed.
-    """
-
-    chunk: int
-    operands: tuple[int, ...]
-    value: int
-    kept: bool
-    numbers: Numbers
-
-
 class RankCompiler:
     """The instructions of one rank for each piece.
 
@@ -232,7 +279,7 @@ class RankCompiler:
     ) -> None:
         self._analysis, self._rank, self._sizes = analysis, rank, sizes
         self._inputs, self._outputs, self._streaming = inputs, outputs, streaming
-        self.phases = analysis.phases
+        self.phases, self._templates = analysis.phases, analysis.templates(rank)
         self._spans = {size: analysis.spans(size) for size in dict.fromkeys(sizes)}
         self._places: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {size: {} for size in self._spans}
         at = bases or [0] * len(analysis.groups)
@@ -262,38 +309,6 @@ class RankCompiler:
                     places[value_of_chunk] = (at + offset, room, copies)
             at += copies * room
         return at
-
-    @cached_property
-    def _templates(self) -> list[list[_Template]]:
-        rank, numbers, known = self._rank, self._analysis.numbers, self._analysis.values
-        made: list[list[_Template]] = [[] for _ in range(self.phases)]
-        for c, chunk in enumerate(self._analysis.program.chunks):
-            of = known[c]
-            inputs = len(chunk.sources)
-            result = chunk.results[chunk.destinations.index(rank)] if rank in chunk.destinations else -1
-            if rank in chunk.sources:
-                own = chunk.sources.index(rank)
-                stored = _converting(numbers, of.dtypes[own])
-                if of.last[own] >= 0:
-                    made[0].append(_Template(c, (~own,), own, False, stored))
-                if result == own:  # a local copy; in phase 1, as other ranks' copies
-                    made[1].append(_Template(c, (~own,), -1, True, stored))
-            for value, instruction in enumerate(chunk.instructions, inputs):
-                if instruction.device != rank:
-                    continue
-                phase = of.made[value]
-                operands = tuple(
-                    ~operand if of.in_caller(operand, rank) else operand for operand in instruction.operands
-                )
-                dtype = of.dtypes[instruction.operands[0]]
-                using = numbers._replace(dtype=dtype, result=of.dtypes[value])
-                if not instruction.final:
-                    using = using._replace(divisor=1)
-                if len(operands) == 1:
-                    using = copying(dtype)
-                slot = value if of.last[value] >= 0 else -1
-                made[phase].append(_Template(c, operands, slot, value == result, using))
-        return made
 
     def phase(self, piece: int, phase: int) -> list[RankInstruction]:
         """Return what the rank executes in a phase of a piece."""
@@ -336,7 +351,7 @@ def rank_stages(
     Args:
       program: device k is the host's rank number k. Its flat buffer consists of arrays of equal size.
       inputs: for each array the number of the caller's buffer that it is in, on ranks that contribute to it.
-      outputs: for each array the number of the buffer that it is in, on ranks that need its result.
+      outputs: likewise, on ranks that need its result.
       size: elements of each array.
       numbers: how values are computed.
       rank: the rank whose instructions are returned.
