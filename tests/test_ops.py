@@ -16,7 +16,6 @@ from crossreduce.options import ALGORITHMS
 
 OPS = {
     "ReductionToOneDevice": cr.ReductionToOneDevice(),
-    "NcclAllReduce": cr.NcclAllReduce(),
     "HierarchicalCopyAllReduce": cr.HierarchicalCopyAllReduce(),
     "unpacked": cr.HierarchicalCopyAllReduce(0),
     "7 packs": cr.AllReduceCrossDeviceOps("one_device", 7),

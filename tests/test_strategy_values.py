@@ -6,10 +6,12 @@ import numpy as np
 import oracle
 import pytest
 from expect import digits
+from pairs import pairs
 
 import crossreduce as cr
 
 COUNTS = (1, 2, 3, 5, 8, 9)
+LIBRARIES = ("numpy", "torch", "jax")
 context = cr.get_replica_context
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
@@ -34,8 +36,7 @@ def test_reduce_and_gather_return_one_array_per_leaf(library, n):
     assert all(library.to_numpy(x).tolist() == np.concatenate(xs).tolist() for x in again)
 
 
-@pytest.mark.parametrize("n", COUNTS)
-@pytest.mark.parametrize("total", [0, 1, 4, 7, 20])
+@pytest.mark.parametrize(("library", "n", "total"), pairs(LIBRARIES, COUNTS, [0, 1, 4, 7, 20]), indirect=["library"])
 def test_reduce_along_an_axis_counts_elements(library, n, total):
     """Along an axis of uneven shares the mean counts all samples, and min and max skip empty shares."""
     strategy = cr.MirroredStrategy(n)
@@ -94,8 +95,7 @@ def test_replicas_that_differ_are_not_reduced_along_an_axis(library, other):
         cr.MirroredStrategy(3).reduce("sum", value, axis=0)
 
 
-@pytest.mark.parametrize("n", COUNTS)
-@pytest.mark.parametrize("size", [0, 1, 2, 7, 24])
+@pytest.mark.parametrize(("library", "n", "size"), pairs(LIBRARIES, COUNTS, [0, 1, 2, 7, 24]), indirect=["library"])
 def test_shares_tile_the_batch(library, n, size):
     """Shares are consecutive parts of the batch; they differ by at most one sample, and each is on its device."""
     strategy = cr.MirroredStrategy(n)
