@@ -264,8 +264,9 @@ dist.destroy_process_group()
 # A thread of gloo frees the tensors of an op some time after the op, and needs the interpreter for it (torch 2.13). If
 # the interpreter exits meanwhile, the thread, which cannot be unwound, aborts the process.
 THREADS_LEFT = """
-import atexit, runpy, sys
+import atexit, gc, runpy, sys
 from pathlib import Path
+gc.disable()  # a group in a reference cycle would be freed at a random time, perhaps after the exit has begun
 def show():
     print(sorted(x.joinpath("comm").read_text() for x in Path("/proc/self/task").iterdir()), file=sys.stderr)
 atexit.register(show)

@@ -3,15 +3,17 @@
 import gc
 import random
 import threading
+import weakref
 
 import numpy as np
 import pytest
 from members import Resources, member, memory, resident_bytes, summed
-from ranks import ranks
+from ranks import SocketTransport, ranks
 
 from crossreduce.errors import ContextError
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks import communicator
+from crossreduce.ranks.communicator import Communicator
 from crossreduce.ranks.programs import PIECE_BYTES
 
 
@@ -104,3 +106,20 @@ def used_after(rendezvous):
 def test_a_closed_group_has_no_resources():
     """A group on one host has no thread of its own; once closed, it has no memory and no descriptor."""
     assert ranks(2, used_after) == [1, 1]
+
+
+def dropped(rendezvous, several_hosts):
+    gc.disable()
+    transport = SocketTransport(rendezvous) if several_hosts else None
+    comm, x = Communicator(rendezvous, transport, name="world", timeout_s=20.0), np.ones(4, np.float32)
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
+    reference = weakref.ref(comm)
+    del comm
+    return reference() is None
+
+
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "b")])
+def test_a_communicator_is_freed_with_its_last_reference(hosts):
+    """A communicator is not in a reference cycle, so its transport's connections close with its last reference."""
+    environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
+    assert ranks(2, dropped, len(set(hosts)) > 1, environment=environment) == [True, True]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakMethod
 
 from .. import kernels
 from ..errors import CollectiveTimeout, PeerLostError, ReductionError
@@ -237,14 +238,16 @@ class StageRunner:
 
     Args:
       memory: of the host.
-      check_peers: raises if the wait is in vain; called every ``SLICE_S`` seconds of a wait.
-      warn_after_s: returns after how many seconds of waiting a warning is due.
+      check_peers: a method that raises if the wait is in vain; called every ``SLICE_S`` seconds of a wait.
+      warn_after_s: a method that returns after how many seconds of waiting a warning is due. Both methods' object owns
+        this one, which refers to it weakly: without a cycle, the group's connections close with its last reference.
     """
 
     def __init__(
         self, memory: RankMemory, check_peers: Callable[[WaitTimer], None], warn_after_s: Callable[[], float]
     ) -> None:
-        self._memory, self._check_peers, self._warn_after_s = memory, check_peers, warn_after_s
+        self._memory = memory
+        self._check_peers, self._warn_after_s = WeakMethod(check_peers), WeakMethod(warn_after_s)
         self._timer: WaitTimer | None = None
 
     def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> bool:
@@ -264,8 +267,11 @@ class StageRunner:
 
     def _complete(self, outcome: int, until: int) -> bool:
         while outcome == WAITING:
-            self._timer = self._timer or WaitTimer(self._warn_after_s())
-            self._check_peers(self._timer)
+            check_peers, warn_after_s = self._check_peers(), self._warn_after_s()
+            assert check_peers is not None, "its object is running this call"
+            assert warn_after_s is not None, "its object is running this call"
+            self._timer = self._timer or WaitTimer(warn_after_s())
+            check_peers(self._timer)
             outcome = self._memory.advance(until)
         if outcome == BROKEN:
             raise GroupAborted

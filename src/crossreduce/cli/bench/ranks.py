@@ -171,27 +171,33 @@ def run(request: BenchRequest) -> int:
     """Run one rank: measure crossreduce and the peers one after another, print on rank 0, and return the exit code.
 
     All process groups are destroyed before this returns: a thread of gloo would abort an interpreter that ends
-    (torch 2.13).
+    (torch 2.13). They are variables of another function than the one that imports torch: garbage of that import refers
+    to the frames below it, and keeps their variables until the next garbage collection.
     """
     import torch
     import torch.distributed as dist
 
     if OURS in request.backends:
         import crossreduce.torch  # noqa: F401 - registers the backend
+    config = replace(request.config, framework_version=torch.__version__)
     dist.init_process_group(request.backends[0])
     try:
-        control = dist.new_group(backend="gloo")
-        processes = TorchBackend(control, control).gather((os.getpid(), socket.gethostname()))
-        config = replace(request.config, processes=tuple(map(tuple, processes)), framework_version=torch.__version__)
-        request = replace(request, config=config)
-        if dist.get_rank() == 0:
-            return _measure_and_print(request, dist, control)
-        for name, backend in _backends(request, dist, control):
-            for _ in rows(backend, request, name):
-                pass
-        return 0
+        return _measure(replace(request, config=config), dist)
     finally:
         dist.destroy_process_group()
+
+
+def _measure(request: BenchRequest, dist: Any) -> int:
+    """Measure, print on rank 0, and return the exit code."""
+    control = dist.new_group(backend="gloo")
+    processes = TorchBackend(control, control).gather((os.getpid(), socket.gethostname()))
+    request = replace(request, config=replace(request.config, processes=tuple(map(tuple, processes))))
+    if dist.get_rank() == 0:
+        return _measure_and_print(request, dist, control)
+    for name, backend in _backends(request, dist, control):
+        for _ in rows(backend, request, name):
+            pass
+    return 0
 
 
 def _backends(request: BenchRequest, dist: Any, control: Any) -> Iterator[tuple[str, Backend]]:
