@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..errors import PlanError, message
+from ..errors import PlanError
 from ..lowering import ChunkProgram, Program, lower
 from ..schedule import Schedule
 
@@ -113,7 +113,7 @@ def collective(schedule: Schedule, largest: int | None = None) -> Collective:
     """
     program = lower(schedule)
     if len(program.devices) == 1:
-        raise PlanError(message("a collective of one device has no transfers.", schedule.head, "two devices or more"))
+        raise PlanError.of("a collective of one device has no transfers.", schedule.head, "two devices or more")
     chunks = [(number, chunk) for number, chunk in enumerate(program.chunks) if chunk.share]
     kind, root = _kind(schedule, [chunk for _, chunk in chunks])
     units = math.lcm(*(chunk.share.denominator for _, chunk in chunks))
@@ -148,19 +148,15 @@ def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | No
         return ("broadcast", min(sources)[0]) if len(sources) == 1 else ("allgather", None)
     idle = set(everyone) - {rank for ranks in sources | destinations for rank in ranks}
     if idle:
-        raise PlanError(
-            message(
-                "every rank takes part in one of NCCL's collectives, but a device is neither source nor destination.",
-                ", ".join(schedule.devices[rank] for rank in sorted(idle)),
-                "a plan for the other devices only",
-            )
+        raise PlanError.of(
+            "every rank takes part in one of NCCL's collectives, but a device is neither source nor destination.",
+            ", ".join(schedule.devices[rank] for rank in sorted(idle)),
+            "a plan for the other devices only",
         )
-    raise PlanError(
-        message(
-            "NCCL's collectives have all ranks as sources, as destinations, or both, for every chunk.",
-            f"{schedule.head}: {len(sources)} sets of sources, {len(destinations)} sets of destinations",
-            "all devices as sources or as destinations",
-        )
+    raise PlanError.of(
+        "NCCL's collectives have all ranks as sources, as destinations, or both, for every chunk.",
+        f"{schedule.head}: {len(sources)} sets of sources, {len(destinations)} sets of destinations",
+        "all devices as sources or as destinations",
     )
 
 
@@ -169,10 +165,8 @@ def _check_equal_parts(schedule: Schedule, kind: str, owned: list[tuple[int, Fra
     for rank in range(n):
         part = sum(share for owner, share in owned if owner == rank)
         if part * n != 1:
-            raise PlanError(
-                message(
-                    f"every rank has an equal part of the buffer in NCCL's {kind}.",
-                    f"{schedule.devices[rank]} has {part} of it, {n} ranks",
-                    f"chunks of {schedule.devices[rank]} that add up to 1/{n}",
-                )
+            raise PlanError.of(
+                f"every rank has an equal part of the buffer in NCCL's {kind}.",
+                f"{schedule.devices[rank]} has {part} of it, {n} ranks",
+                f"chunks of {schedule.devices[rank]} that add up to 1/{n}",
             )

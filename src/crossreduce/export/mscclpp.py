@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
-from ..errors import ArgumentError, PlanError, message, shown
+from ..errors import ArgumentError, PlanError, shown
 from ..lowering import Instruction
 from ..schedule import Schedule
 from .collective import Collective, Location, collective
@@ -82,12 +82,12 @@ def to_mscclpp_json(
     """
     if threadblocks is not None and not 1 <= threadblocks <= MOST_THREADBLOCKS:
         problem = "the number of threadblocks per GPU is out of range."
-        raise ArgumentError(message(problem, shown(threadblocks), f"1 to {MOST_THREADBLOCKS}"))
+        raise ArgumentError.of(problem, shown(threadblocks), f"1 to {MOST_THREADBLOCKS}")
     if threads not in range(32, 1025, 32):
-        raise ArgumentError(message("a threadblock has 32, 64, ... 1024 threads.", shown(threads), "threads=1024"))
+        raise ArgumentError.of("a threadblock has 32, 64, ... 1024 threads.", shown(threads), "threads=1024")
     if not 0 <= min_bytes <= max_bytes < 2**64:
         given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
-        raise ArgumentError(message("the message sizes range from min_bytes to max_bytes.", given))
+        raise ArgumentError.of("the message sizes range from min_bytes to max_bytes.", given)
     made = collective(schedule)
     count = min(len(made.blocks), threadblocks or MOST_THREADBLOCKS)
     numbers = range(len(made.blocks))
@@ -434,4 +434,4 @@ def _check(schedule: Schedule, gpus: list[_GpuPlan]) -> None:
                 if count > most:
                     problem = f"MSCCL++ has {most} {what} per threadblock, {schedule.devices[gpu.rank]} needs {count}."
                     remedy = "fewer packs or trees, a larger threadblocks=, another algorithm, fewer devices"
-                    raise PlanError(message(problem, schedule.head, remedy))
+                    raise PlanError.of(problem, schedule.head, remedy)

@@ -18,7 +18,7 @@ from itertools import chain, pairwise
 from typing import Final
 
 from ..devices import parse
-from ..errors import ArgumentError, PlanError, message, shown
+from ..errors import ArgumentError, PlanError, shown
 from ..lowering import Program, lower
 from ..schedule import Schedule
 from ..topology import Topology
@@ -68,11 +68,11 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     <BLANKLINE>
     """
     if path not in PATHS:
-        raise ArgumentError(message("unknown path between GPUs.", shown(path), ", ".join(PATHS)))
+        raise ArgumentError.of("unknown path between GPUs.", shown(path), ", ".join(PATHS))
     if not isinstance(copies, int) or copies < 1:
-        raise ArgumentError(message("each ring appears at least once.", shown(copies), "copies=1"))
+        raise ArgumentError.of("each ring appears at least once.", shown(copies), "copies=1")
     if (topology is None) == (gb_per_s is None):
-        raise ArgumentError(message("a topology or gb_per_s determines the speed.", "neither or both", "one of them"))
+        raise ArgumentError.of("a topology or gb_per_s determines the speed.", "neither or both", "one of them")
     numbers = _numbers(schedule)
     program = lower(schedule)
     shares = rings(schedule)
@@ -83,10 +83,10 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     if len(channels) > MOST_CHANNELS:
         given = f"{len(shares)} rings with shares {', '.join(map(str, shares.values()))}, {copies} copies"
         problem = f"NCCL has {MOST_CHANNELS} channels, these rings need {len(channels)}."
-        raise PlanError(message(problem, given, "rounder shares, or fewer copies"))
+        raise PlanError.of(problem, given, "rounder shares, or fewer copies")
     speed = float(_speed(program, topology, channels) if topology is not None else gb_per_s or 0)
     if not 0 < speed < math.inf:
-        raise ArgumentError(message("the speed of a channel must be above 0.", shown(gb_per_s), "gb_per_s=20"))
+        raise ArgumentError.of("the speed of a channel must be above 0.", shown(gb_per_s), "gb_per_s=20")
     lines = [
         '<graphs version="1">',
         f'  <graph id="0" pattern="4" crossnic="0" nchannels="{len(channels)}" speedintra="{speed:g}" '
@@ -130,7 +130,7 @@ def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[i
     names = schedule.devices
 
     def refuse(reason: str) -> PlanError:
-        return PlanError(message(f"an NCCL graph consists of rings, but {reason}.", schedule.head, 'algorithm="ring"'))
+        return PlanError.of(f"an NCCL graph consists of rings, but {reason}.", schedule.head, 'algorithm="ring"')
 
     for own, text in ((0, "is sent from {} to both {} and {}"), (1, "is received on {} from both {} and {}")):
         others: dict[int, int] = {}
@@ -152,12 +152,10 @@ def _numbers(schedule: Schedule) -> list[int]:
     devices = [parse(name) for name in schedule.devices]
     for device in devices:
         if device.kind != "cuda" or device.logical or device.host != devices[0].host:
-            raise PlanError(
-                message(
-                    "an NCCL graph describes the GPUs of one host.",
-                    ", ".join(schedule.devices),
-                    "devices such as cuda:0, cuda:1; one file per host",
-                )
+            raise PlanError.of(
+                "an NCCL graph describes the GPUs of one host.",
+                ", ".join(schedule.devices),
+                "devices such as cuda:0, cuda:1; one file per host",
             )
     return [device.index for device in devices]
 
@@ -179,12 +177,12 @@ def _speed(program: Program, topology: Topology, channels: list[tuple[int, ...]]
             nodes = topology.route(*ends) if through is None else (ends[0], *through, ends[1])
             if nodes is None:
                 problem = "the topology has no route between two neighbours of the ring."
-                raise PlanError(message(problem, " -> ".join(ends), repr(topology)))
+                raise PlanError.of(problem, " -> ".join(ends), repr(topology))
             used.update(pairwise(nodes))
     speeds = []
     for (a, b), count in used.items():
         link = topology.link(a, b)
         if link is None:
-            raise PlanError(message("the topology lacks a link of the ring.", f"{a} -> {b}", repr(topology)))
+            raise PlanError.of("the topology lacks a link of the ring.", f"{a} -> {b}", repr(topology))
         speeds.append(link.bandwidth / count)
     return min(speeds)

@@ -19,7 +19,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..errors import ArgumentError, BackendError, message, shown
+from ..errors import ArgumentError, BackendError, shown
 from ..lowering import lower
 from ..schedule import Schedule, fluid_rate, simulate
 from ..schedule.simulate import route_links
@@ -52,7 +52,7 @@ def draw_topology(topology: Topology, path: str | os.PathLike[str], *, title: st
       OSError: the file cannot be written.
     """
     if not isinstance(topology, Topology):
-        raise ArgumentError(message("draw_topology takes a Topology.", shown(topology), "Topology.ring(4)"))
+        raise ArgumentError.of("draw_topology takes a Topology.", shown(topology), "Topology.ring(4)")
     counts = {"device": topology.devices, "switch": topology.switches, "link": topology.links}
     many = {"switch": "switches"}
     head = ", ".join(
@@ -110,7 +110,7 @@ def draw_schedule(
     """
     if not isinstance(schedule, Schedule) or not isinstance(topology, Topology):
         given = f"{shown(schedule)}, {shown(topology)}"
-        raise ArgumentError(message("draw_schedule takes a Schedule and a Topology.", given, "plan.schedule, topology"))
+        raise ArgumentError.of("draw_schedule takes a Schedule and a Topology.", given, "plan.schedule, topology")
     trees = _trees(schedule, topology)
     layout = graph_layout(topology)
     rate = fluid_rate(schedule, topology)
@@ -318,7 +318,7 @@ def _figure(path: str | os.PathLike[str], width: float, height: float, title: st
     """Yield a figure of ``width`` x ``height`` inches, and write it to ``path`` if the block ends without an error."""
     kind = os.fspath(path).lower().rpartition(".")[2] if isinstance(path, (str, os.PathLike)) else ""
     if kind not in ("svg", "png"):
-        raise ArgumentError(message("a picture is an SVG or a PNG file.", shown(path), '"topology.svg"'))
+        raise ArgumentError.of("a picture is an SVG or a PNG file.", shown(path), '"topology.svg"')
     try:
         import matplotlib
         from matplotlib.figure import Figure

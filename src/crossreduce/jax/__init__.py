@@ -21,7 +21,7 @@ from jax import lax
 from ..engines.jax import spmd
 from ..engines.jax.axes import MeshAxes, varying
 from ..engines.jax.permutations import compile_permutations
-from ..errors import ReductionError, UnsupportedError, message, shown
+from ..errors import ReductionError, UnsupportedError, shown
 from ..frameworks import Array
 from ..frameworks.jax import FRAMEWORK, finish
 from ..lowering import Program, lower
@@ -121,15 +121,13 @@ def all_reduce(
 def _dense(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Array:
     """Check a leaf and return it as an array that varies over the axes."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        raise UnsupportedError(
-            message("arrays of PRNG keys cannot be reduced.", shown(leaf), "jax.random.key_data(value)")
-        )
+        raise UnsupportedError.of("arrays of PRNG keys cannot be reduced.", shown(leaf), "jax.random.key_data(value)")
     try:
         jax.typeof(leaf)
         array = jnp.asarray(leaf)
     except (TypeError, ValueError, OverflowError) as error:  # an OverflowError: 2**70
         remedy = "arrays, and numbers that fit their dtype; None for an empty leaf"
-        raise UnsupportedError(message("JAX cannot convert this to an array.", shown(leaf), remedy)) from error
+        raise UnsupportedError.of("JAX cannot convert this to an array.", shown(leaf), remedy) from error
     ACCUMULATORS[op, array.dtype.name]  # raises if the op is not defined
     return axes.vary(array) if axes.checked else array
 
@@ -142,8 +140,8 @@ def _is_sparse(leaf: Any) -> bool:
 def _sparse(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
     """Concatenate the slices of all devices."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise UnsupportedError(
-            message(f"the {op.value} of sparse values is not defined.", shown(leaf), "sum or mean, or dense arrays")
+        raise UnsupportedError.of(
+            f"the {op.value} of sparse values is not defined.", shown(leaf), "sum or mean, or dense arrays"
         )
     found = FRAMEWORK.array(leaf)
     numbers = FRAMEWORK.numbers(op, found.values.dtype.name, axes.devices)
@@ -210,9 +208,7 @@ def _program(spec: ReduceSpec, op: ReduceOp, nbytes: int) -> Program | None:
         # If one of several axes is vmap's, lax.ppermute silently ignores that axis (JAX 0.10.2).
         problem = "no schedule can run over several axes of which one is vmap's, only XLA's own all-reduce."
         given = f"{axes}, op {op.value}, algorithm {spec.algorithm}"
-        raise UnsupportedError(
-            message(problem, given, 'one axis after the other, or algorithm="auto" without topology')
-        )
+        raise UnsupportedError.of(problem, given, 'one axis after the other, or algorithm="auto" without topology')
     if topology is not None:
         names = topology.devices
         schedule = schedule_for(Request("all_reduce", names, names, algorithm, topology, nbytes, packs))

@@ -17,7 +17,7 @@ from types import BuiltinFunctionType
 from typing import Any, Final, NamedTuple
 
 from ..devices import parse
-from ..errors import ArgumentError, ContextError, UnsupportedError, message, shown
+from ..errors import ArgumentError, ContextError, UnsupportedError, shown
 from ..frameworks import Array, Framework, ReplicaFramework, framework_of
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
@@ -78,12 +78,10 @@ def cross_replica_context(strategy: Strategy) -> Iterator[None]:
     require_cross_replica("scope()", "create variables and use the scope before run()")
     here = current()
     if here is not None and here.strategy is not strategy and has_strategy():
-        raise ContextError(
-            message(
-                "a strategy is used inside another strategy's scope.",
-                f"{strategy} inside {here.strategy}",
-                "leave that scope first; one strategy can have all devices",
-            )
+        raise ContextError.of(
+            "a strategy is used inside another strategy's scope.",
+            f"{strategy} inside {here.strategy}",
+            "leave that scope first; one strategy can have all devices",
         )
     with enter(Current(strategy, None)):
         yield
@@ -98,8 +96,8 @@ def require_cross_replica(name: str, remedy: str) -> None:
     here = current()
     if here is not None and here.replica is not None:
         k = here.replica.replica_id_in_sync_group
-        raise ContextError(
-            message(f"{name} can only be called in the cross-replica context.", f"a call inside replica {k}", remedy)
+        raise ContextError.of(
+            f"{name} can only be called in the cross-replica context.", f"a call inside replica {k}", remedy
         )
 
 
@@ -113,13 +111,11 @@ def replica_framework(value: Any) -> ReplicaFramework:
     framework = _as_replica_framework(framework_of(value))
     if framework is not None:
         return framework
-    raise UnsupportedError(
-        message(
-            "crossreduce's MirroredStrategy does not support TensorFlow, which has its own.",
-            describe(value),
-            "tf.distribute.MirroredStrategy(cross_device_ops=crossreduce.tensorflow.HierarchicalCopyAllReduce()), and "
-            "inside it tf.distribute.get_replica_context()",
-        )
+    raise UnsupportedError.of(
+        "crossreduce's MirroredStrategy does not support TensorFlow, which has its own.",
+        describe(value),
+        "tf.distribute.MirroredStrategy(cross_device_ops=crossreduce.tensorflow.HierarchicalCopyAllReduce()), and "
+        "inside it tf.distribute.get_replica_context()",
     )
 
 
@@ -206,12 +202,10 @@ class ReplicaContext:
         recorded = _recorded(leaves, structure)
         backward = [k for k, has_gradient in enumerate(recorded) if has_gradient]
         if backward and op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise UnsupportedError(
-                message(
-                    f"an all-reduce by {op.value} has no gradient.",
-                    describe(leaves[backward[0]]),
-                    "value.detach(), or torch.no_grad()",
-                )
+            raise UnsupportedError.of(
+                f"an all-reduce by {op.value} has no gradient.",
+                describe(leaves[backward[0]]),
+                "value.detach(), or torch.no_grad()",
             )
         strategy = self._strategy
         if backward:
@@ -320,9 +314,7 @@ class ReplicaContext:
         """
         self._require_current("merge_call")
         if not callable(merge_fn):
-            raise ArgumentError(
-                message("merge_fn must be a function of the strategy.", shown(merge_fn), "merge_call(fn)")
-            )
+            raise ArgumentError.of("merge_fn must be a function of the strategy.", shown(merge_fn), "merge_call(fn)")
         check_arguments(args, kwargs)
         strategy, n = self._strategy, self.num_replicas_in_sync
         name = getattr(merge_fn, "__name__", type(merge_fn).__name__)
@@ -348,12 +340,10 @@ class ReplicaContext:
         replica = None if here is None else here.replica
         if replica is not self and self._group is not None:
             caller = "outside all replicas" if replica is None else f"in {replica}"
-            raise ContextError(
-                message(
-                    f"{name} was called on the context of a replica that is not the current one.",
-                    f"the context of replica {self._replica} on {self.devices[0]}, called {caller}",
-                    "get_replica_context() inside the function that run() calls",
-                )
+            raise ContextError.of(
+                f"{name} was called on the context of a replica that is not the current one.",
+                f"the context of replica {self._replica} on {self.devices[0]}, called {caller}",
+                "get_replica_context() inside the function that run() calls",
             )
 
 
@@ -380,12 +370,10 @@ def _require_own_accelerators(devices: tuple[str, ...]) -> None:
     places = [parse(name) for name in devices]
     shared = [str(place) for place in places if place.logical and place.kind != "cpu"]
     if shared:
-        raise UnsupportedError(
-            message(
-                "gradients of an all-reduce require that each replica has an accelerator of its own.",
-                f"replicas on {', '.join(devices)}",
-                "reduce the gradients after backward(), and detach other tensors before they are reduced",
-            )
+        raise UnsupportedError.of(
+            "gradients of an all-reduce require that each replica has an accelerator of its own.",
+            f"replicas on {', '.join(devices)}",
+            "reduce the gradients after backward(), and detach other tensors before they are reduced",
         )
 
 

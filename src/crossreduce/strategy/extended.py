@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import ArgumentError, message, shown
+from ..errors import ArgumentError, shown
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
 from ..validation import check_pairs
@@ -98,10 +98,8 @@ class Extended:
         require_cross_replica("update", "merge_call(lambda strategy, g: strategy.extended.update(...), args=(g,))")
         n = self._strategy.num_replicas_in_sync
         if not isinstance(var, DistributedValues) or len(var) != n:
-            raise ArgumentError(
-                message(
-                    "update takes a variable or another value of this strategy.", shown(var), "Variable(...) in scope()"
-                )
+            raise ArgumentError.of(
+                "update takes a variable or another value of this strategy.", shown(var), "Variable(...) in scope()"
             )
         made = []
         with cross_replica_context(self._strategy):

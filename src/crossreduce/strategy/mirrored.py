@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..cross_device_ops import CrossDeviceOps
 from ..devices import parse
-from ..errors import ArgumentError, MismatchError, message, shown
+from ..errors import ArgumentError, MismatchError, shown
 from ..frameworks import Array, ReplicaFramework, Sparse, ThreadModes, framework_of, get
 from ..ops import Numbers, ReduceOp
 from ..options import CommunicationOptions, count
@@ -73,7 +73,7 @@ class MirroredStrategy(Strategy):
         else:
             names = host_devices(count("devices", devices, '4, or ["cpu:0", "cpu:1"]'))
         if not names:
-            raise ArgumentError(message("a strategy needs at least one device.", shown(devices), "4, or None"))
+            raise ArgumentError.of("a strategy needs at least one device.", shown(devices), "4, or None")
         super().__init__(names, check_ops(cross_device_ops))
         self._extended = Extended(self)
 
@@ -123,7 +123,7 @@ class MirroredStrategy(Strategy):
         """
         require_cross_replica("run", "call the function directly: it already runs in a replica")
         if not callable(fn):
-            raise ArgumentError(message("fn must be a function.", shown(fn), "strategy.run(step, args=(x,))"))
+            raise ArgumentError.of("fn must be a function.", shown(fn), "strategy.run(step, args=(x,))")
         hints = read_options(options)
         n = self.num_replicas_in_sync
         group = ReplicaGroup(self._devices, hints.timeout_seconds or TIMEOUT_S)
@@ -262,12 +262,10 @@ class MirroredStrategy(Strategy):
         check_array(value)
         zero = isinstance(value, (int, float, complex)) and value == 0
         if op in (ReduceOp.SUM, ReduceOp.PRODUCT) and self.num_replicas_in_sync > 1 and not zero:
-            raise ArgumentError(
-                message(
-                    f"the {op.value} of a single array over {self.num_replicas_in_sync} replicas is not defined.",
-                    describe(value),
-                    "a PerReplica, such as run() returns",
-                )
+            raise ArgumentError.of(
+                f"the {op.value} of a single array over {self.num_replicas_in_sync} replicas is not defined.",
+                describe(value),
+                "a PerReplica, such as run() returns",
             )
         return framework_of(value).array(value) if isinstance(value, (int, float, complex)) else value
 
@@ -279,12 +277,10 @@ class MirroredStrategy(Strategy):
         for x in arrays:
             inside = not isinstance(x, Sparse) and isinstance(axis, Integral) and -len(x.shape) <= axis < len(x.shape)
             if not inside or isinstance(axis, bool):
-                raise ArgumentError(
-                    message(
-                        "the value has no such axis.",
-                        f"axis {axis!r} of {describe(leaf)}",
-                        "axis=None, or an axis of a dense value",
-                    )
+                raise ArgumentError.of(
+                    "the value has no such axis.",
+                    f"axis {axis!r} of {describe(leaf)}",
+                    "axis=None, or an axis of a dense value",
                 )
         check_value(None, value, axis=axis)  # the components may only differ in their sizes along the axis
         sizes = [int(x.shape[axis]) for x in arrays]
@@ -293,8 +289,8 @@ class MirroredStrategy(Strategy):
             filled = [k for k, size in enumerate(sizes) if size]
             arrays, places = [arrays[k] for k in filled], tuple(places[k] for k in filled)
         if not sum(sizes) and op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.MEAN):
-            raise ArgumentError(
-                message(f"the {op.value} of no elements is not defined.", repr(value), "a batch that is not empty")
+            raise ArgumentError.of(
+                f"the {op.value} of no elements is not defined.", repr(value), "a batch that is not empty"
             )
         numbers = framework.numbers(op, framework.spec(arrays[0]).dtype, sum(sizes))
         folded = PerReplica.on(tuple(framework.reduce_axis(op, x, axis, numbers) for x in arrays), places)
@@ -327,7 +323,7 @@ def _run_replica(
 def _to_device(leaf: Any, device: str) -> Any:
     """Return an array or a module on a device."""
     if isinstance(leaf, DistributedVariable):
-        raise ArgumentError(message("variables are already replicated.", repr(leaf), "pass it to run() unchanged"))
+        raise ArgumentError.of("variables are already replicated.", repr(leaf), "pass it to run() unchanged")
     try:
         framework = framework_of(leaf)
     except ArgumentError:

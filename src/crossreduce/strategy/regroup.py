@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..devices import parse
-from ..errors import ArgumentError, ReductionError, UnsupportedError, message, shown
+from ..errors import ArgumentError, ReductionError, UnsupportedError, shown
 from ..frameworks import framework_of
 from ..trees import flatten_tree, flatten_trees, leaf_paths, unflatten_tree
 from ..values import DistributedValues, PerReplica, default_devices, locate
@@ -62,12 +62,10 @@ def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
     if any(isinstance(x, DistributedValues) for x in components):
         if all(x is first for x in components):
             return first
-        raise ArgumentError(
-            message(
-                "a replica can return a distributed value only if all replicas return the same one.",
-                shown(first),
-                "return the replica's own component",
-            )
+        raise ArgumentError.of(
+            "a replica can return a distributed value only if all replicas return the same one.",
+            shown(first),
+            "return the replica's own component",
         )
     return per_replica_on(devices, components)
 
@@ -96,7 +94,7 @@ def check_arguments(args: Any, kwargs: Any) -> None:
     """
     if not isinstance(args, (tuple, list)) or not (kwargs is None or isinstance(kwargs, Mapping)):
         given = f"args {shown(args)}, kwargs {shown(kwargs)}"
-        raise ArgumentError(message("args must be a tuple, and kwargs a dict.", given, "args=(x,)"))
+        raise ArgumentError.of("args must be a tuple, and kwargs a dict.", given, "args=(x,)")
 
 
 def local_arguments(
@@ -120,12 +118,10 @@ def _component(leaf: Any, replica: int, n: int, keep_variables: bool) -> Any:
     if not isinstance(leaf, DistributedValues) or (keep_variables and isinstance(leaf, DistributedVariable)):
         return leaf
     if len(leaf) != n:
-        raise ArgumentError(
-            message(
-                "a distributed value needs one component for each replica.",
-                f"{len(leaf)} components on {', '.join(leaf.devices)}, for {n} replicas",
-                "a value of this strategy; or one of its components, which all replicas then receive",
-            )
+        raise ArgumentError.of(
+            "a distributed value needs one component for each replica.",
+            f"{len(leaf)} components on {', '.join(leaf.devices)}, for {n} replicas",
+            "a value of this strategy; or one of its components, which all replicas then receive",
         )
     return leaf[replica]
 

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Final
 
-from ..errors import ContextError, MismatchError, ReductionError, StalledError, message
+from ..errors import ContextError, MismatchError, ReductionError, StalledError
 
 TIMEOUT_S: Final = 600.0
 """How long replicas wait for each other by default: as long as torch.distributed's NCCL operations."""
@@ -123,12 +123,10 @@ class ReplicaGroup:
     def rendezvous(self, replica: int, call: CollectiveCall) -> Any:
         """Wait, in a replica's thread, until all replicas have called; return this replica's result."""
         if os.getpid() != self._process:  # no thread of this process would ever wake it
-            raise ContextError(
-                message(
-                    "a forked process has no other replicas to wait for.",
-                    f"{call.description()} in a child process of replica {replica} on {self._devices[replica]}",
-                    "make the call in the replica itself",
-                )
+            raise ContextError.of(
+                "a forked process has no other replicas to wait for.",
+                f"{call.description()} in a child process of replica {replica} on {self._devices[replica]}",
+                "make the call in the replica itself",
             )
         timeout_s = self._timeout_s if call.timeout_s is None else call.timeout_s
         call.deadline = monotonic() + timeout_s
@@ -136,20 +134,16 @@ class ReplicaGroup:
             if self._stopping:
                 raise Stopped
             if self._ended[replica]:
-                raise ContextError(
-                    message(
-                        "this replica has already returned, so it cannot wait for the others.",
-                        f"{call.description()} in replica {replica} on {self._devices[replica]}",
-                        "make the call, and backward() through an all_reduce, before the replica's function returns",
-                    )
+                raise ContextError.of(
+                    "this replica has already returned, so it cannot wait for the others.",
+                    f"{call.description()} in replica {replica} on {self._devices[replica]}",
+                    "make the call, and backward() through an all_reduce, before the replica's function returns",
                 )
             if self._calls[replica] is not None:
-                raise ContextError(
-                    message(
-                        "a replica can make one collective call at a time.",
-                        f"{call.description()}, while replica {replica} waits in another thread",
-                        "call from one thread per replica",
-                    )
+                raise ContextError.of(
+                    "a replica can make one collective call at a time.",
+                    f"{call.description()}, while replica {replica} waits in another thread",
+                    "call from one thread per replica",
                 )
             first = next((other for other in self._calls if other is not None), call)
             self._calls[replica] = call
@@ -221,30 +215,24 @@ class ReplicaGroup:
         if not calls:
             return None
         if any(self._ended):
-            return MismatchError(
-                message(
-                    "some replicas wait for others that have returned.",
-                    self._states(),
-                    "the same calls on all replicas, in the same order",
-                )
+            return MismatchError.of(
+                "some replicas wait for others that have returned.",
+                self._states(),
+                "the same calls on all replicas, in the same order",
             )
         if any(call.key != calls[0].key for call in calls):
-            return MismatchError(
-                message(
-                    "the replicas make different calls.",
-                    self._states(),
-                    "the same calls on all replicas, in the same order, on trees of the same structure",
-                )
+            return MismatchError.of(
+                "the replicas make different calls.",
+                self._states(),
+                "the same calls on all replicas, in the same order, on trees of the same structure",
             )
         late = [call for call in calls if now >= call.deadline]
         if late and len(calls) < len(self._calls):
             self._timeout_s = min(call.timeout_s or self._timeout_s for call in late)  # also applies after the error
-            return StalledError(
-                message(
-                    "replicas waited for others until the timeout.",
-                    self._states(),
-                    f"CommunicationOptions(timeout_seconds=...) if the others need more than {self._timeout_s:g} s",
-                )
+            return StalledError.of(
+                "replicas waited for others until the timeout.",
+                self._states(),
+                f"CommunicationOptions(timeout_seconds=...) if the others need more than {self._timeout_s:g} s",
             )
         return None
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Any
 
-from ..errors import ArgumentError, MismatchError, UnsupportedError, message, shown
+from ..errors import ArgumentError, MismatchError, UnsupportedError, shown
 from ..frameworks import Sparse, framework_of
 from ..trees import flatten_tree, leaf_paths, unflatten_tree
 from ..values import PerReplica, describe
@@ -42,14 +42,14 @@ def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
     """Return a tree of each array's shares along an axis, each on its device; see ``MirroredStrategy.split``."""
     require_cross_replica("split", "split before run(), and pass the shares as arguments")
     if not isinstance(axis, Integral) or isinstance(axis, bool):
-        raise ArgumentError(message("axis must be an integer.", shown(axis), "0"))
+        raise ArgumentError.of("axis must be an integer.", shown(axis), "0")
     leaves, structure = flatten_tree(batch)
     arrays = map_leaves(leaves, structure, lambda leaf: _splittable(leaf, axis, devices))
     sizes = {x.shape[axis] for _, x in arrays}
     if len(sizes) > 1:
         found = ", ".join(f"{path}: {describe(leaf)}" for path, leaf in zip(leaf_paths(structure), leaves, strict=True))
-        raise MismatchError(
-            message(f"the arrays of a batch differ in size along axis {axis}.", found, "as many samples in each")
+        raise MismatchError.of(
+            f"the arrays of a batch differ in size along axis {axis}.", found, "as many samples in each"
         )
     made = []
     for framework, x in arrays:
@@ -64,14 +64,12 @@ def _splittable(leaf: Any, axis: int, devices: tuple[str, ...]) -> tuple[Any, An
     framework = framework_of(leaf)
     x = framework.array(leaf)
     if isinstance(x, Sparse):
-        raise UnsupportedError(message("sparse arrays cannot be split.", describe(leaf), "dense arrays"))
+        raise UnsupportedError.of("sparse arrays cannot be split.", describe(leaf), "dense arrays")
     if not -len(x.shape) <= axis < len(x.shape):
-        raise ArgumentError(
-            message(
-                f"an array without axis {axis} cannot be split along it.",
-                describe(leaf),
-                "pass values that all replicas share to run() unsplit",
-            )
+        raise ArgumentError.of(
+            f"an array without axis {axis} cannot be split along it.",
+            describe(leaf),
+            "pass values that all replicas share to run() unsplit",
         )
     framework.require(devices)
     return framework, x
@@ -82,7 +80,7 @@ class DistributedDataset:
 
     def __init__(self, devices: tuple[str, ...], batches: Iterable[Any], axis: int) -> None:
         if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
-            raise ArgumentError(message("a dataset must be an iterable of batches.", shown(batches), "[batch, batch]"))
+            raise ArgumentError.of("a dataset must be an iterable of batches.", shown(batches), "[batch, batch]")
         self._devices, self._batches, self._axis = devices, batches, axis
 
     def __iter__(self) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..cross_device_ops import CrossDeviceOps
-from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, message, shown
+from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, shown
 from ..frameworks import Array, Framework, Immutable, Sparse, framework_of
 from ..ops import COMPLEX, FLOATS, INTEGERS, ReduceOp
 from ..trees import check_ops
@@ -36,7 +36,7 @@ class _Named(enum.Enum):
             if isinstance(value, str) and member.value == value.lower():
                 return member
         names = ", ".join(f'"{member.value}"' for member in cls)
-        raise ArgumentError(message(f"invalid {cls.__name__}.", shown(value), f"one of {names}"))
+        raise ArgumentError.of(f"invalid {cls.__name__}.", shown(value), f"one of {names}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
@@ -116,12 +116,10 @@ class Variable(DistributedVariable):
         if isinstance(value, Variable):
             value = value.value()
         if here is not None and here.replica is not None:
-            raise ContextError(
-                message(
-                    "variables must be created in the cross-replica context.",
-                    f"Variable({describe(value)}) inside {here.replica}",
-                    "with strategy.scope(): Variable(...), before run",
-                )
+            raise ContextError.of(
+                "variables must be created in the cross-replica context.",
+                f"Variable({describe(value)}) inside {here.replica}",
+                "with strategy.scope(): Variable(...), before run",
             )
         if not isinstance(value, DistributedValues):
             check_array(value)
@@ -133,18 +131,16 @@ class Variable(DistributedVariable):
         self._framework = replica_framework(copies[0])
         first = self._framework.array(copies[0])
         if isinstance(first, Sparse):
-            raise UnsupportedError(message("a variable must be dense.", shown(value), "a dense array"))
+            raise UnsupportedError.of("a variable must be dense.", shown(value), "a dense array")
         self._components = [
             self._framework.variable_value(None, x, device) for x, device in zip(copies, self._devices, strict=True)
         ]
         self._spec = self._framework.spec(first)
         if self._aggregation is VariableAggregation.MEAN and self._spec.dtype in INTEGERS | {"bool"}:
-            raise ArgumentError(
-                message(
-                    "the mean of integers is a float, which an integer variable cannot store.",
-                    f"{self._spec}, aggregation mean",
-                    'a float, or aggregation="sum"',
-                )
+            raise ArgumentError.of(
+                "the mean of integers is a float, which an integer variable cannot store.",
+                f"{self._spec}, aggregation mean",
+                'a float, or aggregation="sum"',
             )
 
     @property
@@ -247,12 +243,10 @@ class Variable(DistributedVariable):
         """
         here = current()
         if here is not None and self._strategy is not None and here.strategy is not self._strategy:
-            raise ContextError(
-                message(
-                    "a variable is used inside a strategy that does not own it.",
-                    f"{self} in a context of {here.strategy}",
-                    "one strategy per program",
-                )
+            raise ContextError.of(
+                "a variable is used inside a strategy that does not own it.",
+                f"{self} in a context of {here.strategy}",
+                "one strategy per program",
             )
         return here
 
@@ -263,12 +257,10 @@ class Variable(DistributedVariable):
             self._assign_all(how, value, mirrored)
             return self
         if self._strategy is None:
-            raise ContextError(
-                message(
-                    "a variable that was created outside the strategy's scope has one component for all replicas.",
-                    f"{how} of {self} in {here.replica}",
-                    "with strategy.scope(): Variable(...)",
-                )
+            raise ContextError.of(
+                "a variable that was created outside the strategy's scope has one component for all replicas.",
+                f"{how} of {self} in {here.replica}",
+                "with strategy.scope(): Variable(...)",
             )
         k, n = here.replica.replica_id_in_sync_group, len(self._components)
         value = value.value() if isinstance(value, Variable) else localize(value, k, n)
@@ -292,7 +284,7 @@ class Variable(DistributedVariable):
         if isinstance(value, DistributedValues):
             if len(value) != n:
                 problem = "an assigned distributed value must have as many components as the variable."
-                raise MismatchError(message(problem, f"{len(value)} components for {n}"))
+                raise MismatchError.of(problem, f"{len(value)} components for {n}")
             if mirrored and isinstance(value, PerReplica):
                 self._require_aggregation(f"{how} of {value} to {self}")
                 self._put_all(how, self._combine(value.values))
@@ -303,34 +295,28 @@ class Variable(DistributedVariable):
             self._put_all(how, [value] * n)
             return
         if how != "assign":
-            raise ContextError(
-                message(
-                    "a sync-on-read sum has no single component to add to.",
-                    f"{how} of {self} in the cross-replica context",
-                    "assign, or assign_add in the replicas",
-                )
+            raise ContextError.of(
+                "a sync-on-read sum has no single component to add to.",
+                f"{how} of {self} in the cross-replica context",
+                "assign, or assign_add in the replicas",
             )
         self._put_all("assign", [value, *(_filled(self._framework, x, 0) for x in self._components[1:])])
 
     def _require_aggregation(self, assignment: str) -> None:
         if self._aggregation is VariableAggregation.NONE:
-            raise ArgumentError(
-                message(
-                    "replicas cannot assign to a mirrored variable without aggregation.",
-                    assignment,
-                    'Variable(..., aggregation="mean"), "sum" or "only_first_replica"; or synchronization="on_read"',
-                )
+            raise ArgumentError.of(
+                "replicas cannot assign to a mirrored variable without aggregation.",
+                assignment,
+                'Variable(..., aggregation="mean"), "sum" or "only_first_replica"; or synchronization="on_read"',
             )
 
     def _combine(self, values: Sequence[Any]) -> list[Any]:
         """Return the replicas' values combined by the aggregation, once for each replica."""
         if self._aggregation is VariableAggregation.NONE:
-            raise ArgumentError(
-                message(
-                    "a sync-on-read variable without aggregation has a value in each replica only.",
-                    f"{self} in the cross-replica context",
-                    'strategy.local_results(variable), or aggregation="sum"',
-                )
+            raise ArgumentError.of(
+                "a sync-on-read variable without aggregation has a value in each replica only.",
+                f"{self} in the cross-replica context",
+                'strategy.local_results(variable), or aggregation="sum"',
             )
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return [values[0]] * len(values)
@@ -360,10 +346,8 @@ class Variable(DistributedVariable):
         framework = framework_of(value)
         x = framework.array(value) if framework is self._framework else None
         if x is None or isinstance(x, Sparse) or framework.spec(x) != self._spec:
-            raise MismatchError(
-                message(
-                    "a variable keeps its framework, shape and dtype.", f"{describe(value)} for {self}", f"{self._spec}"
-                )
+            raise MismatchError.of(
+                "a variable keeps its framework, shape and dtype.", f"{describe(value)} for {self}", f"{self._spec}"
             )
         return framework.to_device(x, self._devices[k])
 

@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Final
 
-from ...errors import ScheduleError, message
+from ...errors import ScheduleError
 from .format import LARGEST_COUNT, RECEIVES, SENDS, Algo, Threadblock, XmlSpan, XmlStep, quoted
 
 # The number of slots of a connection: NCCL_STEPS is 8, and a send takes one of them under LL and LL128, 4 under Simple
@@ -95,7 +95,7 @@ class MscclProgram:
         if len(self.steps) > MOST_STEPS or work > MOST_WORK:
             problem = f"{self.name}: the file is too large to be verified."
             given = f"{len(self.steps)} steps, {work} chunks in the buffers and steps"
-            raise ScheduleError(message(problem, given, f"up to {MOST_STEPS} steps, {MOST_WORK} chunks"))
+            raise ScheduleError.of(problem, given, f"up to {MOST_STEPS} steps, {MOST_WORK} chunks")
         for parser in parsers.values():
             for step, targets in zip(parser.steps, parser.waits, strict=True):
                 for block_number, number in targets:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from ...errors import ScheduleError, message, shown
+from ...errors import ScheduleError, shown
 
 REDUCING: Final = frozenset({"allreduce", "reduce", "reducescatter"})
 VERIFIABLE: Final = REDUCING | {"broadcast", "allgather", "alltoall"}
@@ -122,9 +122,9 @@ def read_msccl_xml(text: str) -> Algo:
     'rrc'
     """
     if not isinstance(text, str):
-        raise ScheduleError(message("MSCCL XML is text.", shown(text), "the content of a .xml file"))
+        raise ScheduleError.of("MSCCL XML is text.", shown(text), "the content of a .xml file")
     if len(text) > LONGEST_TEXT:
-        raise ScheduleError(message(f"this text is longer than {LONGEST_TEXT} characters.", str(len(text))))
+        raise ScheduleError.of(f"this text is longer than {LONGEST_TEXT} characters.", str(len(text)))
     top = _parse(text)
     at = f"algo {quoted(top.attributes.get('name', ''))}"
     missing = tuple(name for name in ("name", "outofplace", "minBytes", "maxBytes") if name not in top.attributes)
@@ -132,18 +132,18 @@ def read_msccl_xml(text: str) -> Algo:
     gpus = [_read_gpu(child, at, count) for child in _ordered(top.children, "gpu", count, at)]
     proto, coll = top.text("proto", at), top.text("coll", at)
     if proto not in PROTOCOLS:
-        raise ScheduleError(message(f"{at}: unknown protocol.", shown(proto), "proto: " + ", ".join(PROTOCOLS)))
+        raise ScheduleError.of(f"{at}: unknown protocol.", shown(proto), "proto: " + ", ".join(PROTOCOLS))
     if coll not in KNOWN:
-        raise ScheduleError(message(f"{at}: unknown collective.", shown(coll), "coll: " + ", ".join(sorted(KNOWN))))
+        raise ScheduleError.of(f"{at}: unknown collective.", shown(coll), "coll: " + ", ".join(sorted(KNOWN)))
     inplace = top.flag("inplace", at)
     outofplace = not inplace if "outofplace" in missing else top.flag("outofplace", at)
     if not inplace and not outofplace:
         problem = f"{at}: the file is neither for calls in place nor out of place, so no call uses it."
-        raise ScheduleError(message(problem, 'inplace="0" outofplace="0"', 'outofplace="1"'))
+        raise ScheduleError.of(problem, 'inplace="0" outofplace="0"', 'outofplace="1"')
     chunks = top.number("nchunksperloop", at, least=1, most=MOST_CHUNKS)
     if coll in ("reducescatter", "allgather", "alltoall") and chunks % count:
         problem = f"{at}: all ranks have the same number of chunks of an {coll}."
-        raise ScheduleError(message(problem, f"{chunks} chunks, {count} ranks", f"a multiple of {count}"))
+        raise ScheduleError.of(problem, f"{chunks} chunks, {count} ranks", f"a multiple of {count}")
     return Algo(
         top.attributes.get("name", ""),
         proto,
@@ -169,7 +169,7 @@ class _XmlElement:
     def text(self, key: str, at: str) -> str:
         if key not in self.attributes:
             problem = f"{at} (line {self.line}): <{self.name}> lacks the attribute {key}."
-            raise ScheduleError(message(problem, ", ".join(self.attributes) or "no attribute"))
+            raise ScheduleError.of(problem, ", ".join(self.attributes) or "no attribute")
         return self.attributes[key]
 
     def number(self, key: str, at: str, least: int = 0, most: int | None = None) -> int:
@@ -178,7 +178,7 @@ class _XmlElement:
         if value is None or value < least or (most is not None and value > most):
             limits = f"at least {least}" if most is None else f"{least} to {most}"
             problem = f"{at} (line {self.line}): {key} is not a valid integer."
-            raise ScheduleError(message(problem, shown(text), limits))
+            raise ScheduleError.of(problem, shown(text), limits)
         return value
 
     def flag(self, key: str, at: str) -> bool:
@@ -200,14 +200,14 @@ def _parse(text: str) -> _XmlElement:
         if name != _CHILDREN[parent.name]:
             inside = f"<{parent.name}>" if parent.name else "the file"
             problem = f"line {line}: {inside} must not contain an element <{name[:40]}>."
-            raise ScheduleError(message(problem, "", "algo > gpu > tb > step, as in files of msccl-tools and RCCL"))
+            raise ScheduleError.of(problem, "", "algo > gpu > tb > step, as in files of msccl-tools and RCCL")
         element = _XmlElement(name, attributes, line)
         parent.children.append(element)
         open_elements.append(element)
 
     def characters(data: str) -> None:
         if data.strip():
-            raise ScheduleError(message(f"line {parser.CurrentLineNumber}: text between the elements.", shown(data)))
+            raise ScheduleError.of(f"line {parser.CurrentLineNumber}: text between the elements.", shown(data))
 
     def refused(*_: object) -> None:
         raise ScheduleError(f"line {parser.CurrentLineNumber}: document types and entities are not read.")
@@ -219,7 +219,7 @@ def _parse(text: str) -> _XmlElement:
     try:
         parser.Parse(text, True)
     except (expat.ExpatError, UnicodeError) as error:
-        raise ScheduleError(message(f"this is not XML: {error}.", shown(text), "MSCCL XML")) from error
+        raise ScheduleError.of(f"this is not XML: {error}.", shown(text), "MSCCL XML") from error
     return open_elements[0].children[0]
 
 
@@ -229,7 +229,7 @@ def _ordered(elements: list[_XmlElement], what: str, count: int | None, at: str)
     wanted = len(elements) if count is None else count
     if sorted(found) != list(range(len(elements))) or len(elements) != wanted:
         given = ", ".join(element.attributes["id"] for element in elements) or "none"
-        raise ScheduleError(message(f"{at}: the ids of <{what}> are 0, 1, 2, ..., each once.", given, f"{wanted} ids"))
+        raise ScheduleError.of(f"{at}: the ids of <{what}> are 0, 1, 2, ..., each once.", given, f"{wanted} ids")
     return [found[number] for number in range(wanted)]
 
 
@@ -251,17 +251,17 @@ def _read_gpu(element: _XmlElement, algo: str, ranks: int) -> Gpu:
 def _read_step(element: _XmlElement, number: int, block: str, send: int, recv: int) -> XmlStep:
     at = f"{block}, step {number}"
     if element.number("s", at) != number:
-        raise ScheduleError(message(f"{at}: steps are numbered 0, 1, 2, ...", f's="{element.attributes["s"]}"'))
+        raise ScheduleError.of(f"{at}: steps are numbered 0, 1, 2, ...", f's="{element.attributes["s"]}"')
     kind = element.text("type", at)
     if kind not in TYPES:
-        raise ScheduleError(message(f"{at}: unknown type.", shown(kind), "one of " + ", ".join(sorted(TYPES))))
+        raise ScheduleError.of(f"{at}: unknown type.", shown(kind), "one of " + ", ".join(sorted(TYPES)))
     if (kind in SENDS and send < 0) or (kind in RECEIVES and recv < 0):
         raise ScheduleError(f"{at} ({kind}): the threadblock has no peer for it: send={send}, recv={recv}.")
     spans = []
     for end in ("src", "dst"):
         buffer = element.text(f"{end}buf", at)
         if buffer not in BUFFERS:
-            raise ScheduleError(message(f"{at}: unknown buffer.", shown(buffer), "i, o or s"))
+            raise ScheduleError.of(f"{at}: unknown buffer.", shown(buffer), "i, o or s")
         spans.append(XmlSpan(buffer, element.number(f"{end}off", at, least=-1)))
     count = element.number("cnt", at, least=0 if kind == "nop" else 1)
     return XmlStep(

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...errors import ArgumentError, ScheduleError, message, shown
+from ...errors import ArgumentError, ScheduleError, shown
 from .execution import SLOTS, Execution, MscclProgram, RuntimeStep, chunks_per_slot
 from .format import (
     BUFFERS,
@@ -107,18 +107,16 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
     """
     algo = read_msccl_xml(text)
     if algo.coll not in VERIFIABLE:
-        raise ScheduleError(
-            message(
-                f"collectives of this kind cannot be verified: {algo.coll}.",
-                quoted(algo.name),
-                "a file for " + ", ".join(sorted(VERIFIABLE)),
-            )
+        raise ScheduleError.of(
+            f"collectives of this kind cannot be verified: {algo.coll}.",
+            quoted(algo.name),
+            "a file for " + ", ".join(sorted(VERIFIABLE)),
         )
     if root is not None and (algo.coll not in ("reduce", "broadcast") or root not in range(len(algo.gpus))):
         remedy = f"0 to {len(algo.gpus) - 1}, for a reduce or broadcast"
-        raise ArgumentError(message("this root is invalid.", f"{shown(root)}, {algo.coll}", remedy))
+        raise ArgumentError.of("this root is invalid.", f"{shown(root)}, {algo.coll}", remedy)
     if slots is not None and not (isinstance(slots, int) and slots >= 1):
-        raise ArgumentError(message("a connection has 1, 2, ... slots.", shown(slots), "slots=8"))
+        raise ArgumentError.of("a connection has 1, 2, ... slots.", shown(slots), "slots=8")
     slots = slots or SLOTS[algo.proto]
     program = MscclProgram(algo)
     order = Execution(program, slots, chunks_per_slot(algo)).order()

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, NamedTuple
 
-from ...errors import ArgumentError, PlanError, message, shown
+from ...errors import ArgumentError, PlanError, shown
 from ...lowering import Instruction, Numbered
 from ...schedule import Schedule
 from ..collective import Collective, Location, collective
@@ -87,24 +87,22 @@ def to_msccl_xml(
     ...
     """
     if proto not in PROTOCOLS:
-        raise ArgumentError(message("unknown protocol.", shown(proto), ", ".join(PROTOCOLS)))
+        raise ArgumentError.of("unknown protocol.", shown(proto), ", ".join(PROTOCOLS))
     if runtime not in (*RUNTIMES, "both"):
-        raise ArgumentError(message("unknown runtime.", shown(runtime), ", ".join((*RUNTIMES, "both"))))
+        raise ArgumentError.of("unknown runtime.", shown(runtime), ", ".join((*RUNTIMES, "both")))
     if channels is not None and channels < 1:
-        raise ArgumentError(message("a file has 1, 2, ... channels.", shown(channels), "channels=None: the fewest"))
+        raise ArgumentError.of("a file has 1, 2, ... channels.", shown(channels), "channels=None: the fewest")
     if not (inplace or outofplace):
         raise ArgumentError("a file that is neither for calls in place nor out of place is never used.")
     if min_bytes < 0 or (max_bytes and max_bytes < min_bytes):
         given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
-        raise ArgumentError(
-            message("the message sizes range from min_bytes to max_bytes.", given, "max_bytes=0: no limit")
-        )
+        raise ArgumentError.of("the message sizes range from min_bytes to max_bytes.", given, "max_bytes=0: no limit")
     made = collective(schedule, LARGEST_COUNT)
     title = f"{made.kind}_{schedule.algorithm}_{made.ranks}" if name is None else name
     title = re.sub(r"[^A-Za-z0-9_.:+/@-]", "_", title) if name is None else title
     if not _NAME.fullmatch(title):
         remedy = "up to 200 letters, digits and _ . : + / @ -"
-        raise ArgumentError(message("the runtimes' parsers cannot read this name.", shown(name), remedy))
+        raise ArgumentError.of("the runtimes' parsers cannot read this name.", shown(name), remedy)
     _check_chunks(made)
     limits = list(RUNTIMES.values()) if runtime == "both" else [RUNTIMES[runtime]]
     broken: list[str] = []
@@ -122,24 +120,20 @@ def to_msccl_xml(
         if not broken:
             verify_msccl_xml(text, slots=1)
             return text
-    raise PlanError(
-        message(
-            f"this schedule does not fit into the runtime: {broken[0]}.",
-            schedule.head,
-            "fewer packs or chunks, another algorithm, fewer devices, other channels="
-            + (', or runtime="msccl"' if runtime != "msccl" and broken[0].startswith("RCCL") else ""),
-        )
+    raise PlanError.of(
+        f"this schedule does not fit into the runtime: {broken[0]}.",
+        schedule.head,
+        "fewer packs or chunks, another algorithm, fewer devices, other channels="
+        + (', or runtime="msccl"' if runtime != "msccl" and broken[0].startswith("RCCL") else ""),
     )
 
 
 def _check_chunks(made: Collective) -> None:
     if made.units > MOST_CHUNKS:
-        raise PlanError(
-            message(
-                f"the shares need {made.units} equal chunks, but the runtimes count up to {MOST_CHUNKS}.",
-                f"{len(made.blocks)} blocks of 1/{made.units} of the buffer",
-                "a plan with fewer trees or rounder shares",
-            )
+        raise PlanError.of(
+            f"the shares need {made.units} equal chunks, but the runtimes count up to {MOST_CHUNKS}.",
+            f"{len(made.blocks)} blocks of 1/{made.units} of the buffer",
+            "a plan with fewer trees or rounder shares",
         )
 
 
