@@ -308,11 +308,9 @@ def _read_destinations(destinations: Any, places: _Places) -> _Destinations:
     elif isinstance(destinations, str) and destinations:
         found = (destinations,)
     if not found:
-        raise ArgumentError.of(
-            "destinations must be distributed values, a tensor, a variable or a device name, and not empty.",
-            shown(destinations),
-            'a name such as "CPU:0"; for several devices, the PerReplica itself or another one on those devices',
-        )
+        problem = "destinations must be distributed values, a tensor, a variable or a device name, and not empty."
+        remedy = 'a name such as "CPU:0"; for several devices, the PerReplica itself or another one on those devices'
+        raise ArgumentError.of(problem, shown(destinations), remedy)
     found = _fill_unknown(found, places)
     return _Destinations(Mirrored.on((), _names(found)), found, len(found) == 1)
 

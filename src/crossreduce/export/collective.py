@@ -148,16 +148,12 @@ def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | No
         return ("broadcast", min(sources)[0]) if len(sources) == 1 else ("allgather", None)
     idle = set(everyone) - {rank for ranks in sources | destinations for rank in ranks}
     if idle:
-        raise PlanError.of(
-            "every rank takes part in one of NCCL's collectives, but a device is neither source nor destination.",
-            ", ".join(schedule.devices[rank] for rank in sorted(idle)),
-            "a plan for the other devices only",
-        )
-    raise PlanError.of(
-        "NCCL's collectives have all ranks as sources, as destinations, or both, for every chunk.",
-        f"{schedule.head}: {len(sources)} sets of sources, {len(destinations)} sets of destinations",
-        "all devices as sources or as destinations",
-    )
+        problem = "every rank takes part in one of NCCL's collectives, but a device is neither source nor destination."
+        given = ", ".join(schedule.devices[rank] for rank in sorted(idle))
+        raise PlanError.of(problem, given, "a plan for the other devices only")
+    problem = "NCCL's collectives have all ranks as sources, as destinations, or both, for every chunk."
+    given = f"{schedule.head}: {len(sources)} sets of sources, {len(destinations)} sets of destinations"
+    raise PlanError.of(problem, given, "all devices as sources or as destinations")
 
 
 def _check_equal_parts(schedule: Schedule, kind: str, owned: list[tuple[int, Fraction]]) -> None:
@@ -165,8 +161,6 @@ def _check_equal_parts(schedule: Schedule, kind: str, owned: list[tuple[int, Fra
     for rank in range(n):
         part = sum(share for owner, share in owned if owner == rank)
         if part * n != 1:
-            raise PlanError.of(
-                f"every rank has an equal part of the buffer in NCCL's {kind}.",
-                f"{schedule.devices[rank]} has {part} of it, {n} ranks",
-                f"chunks of {schedule.devices[rank]} that add up to 1/{n}",
-            )
+            problem = f"every rank has an equal part of the buffer in NCCL's {kind}."
+            given = f"{schedule.devices[rank]} has {part} of it, {n} ranks"
+            raise PlanError.of(problem, given, f"chunks of {schedule.devices[rank]} that add up to 1/{n}")

@@ -152,11 +152,8 @@ def _numbers(schedule: Schedule) -> list[int]:
     devices = [parse(name) for name in schedule.devices]
     for device in devices:
         if device.kind != "cuda" or device.logical or device.host != devices[0].host:
-            raise PlanError.of(
-                "an NCCL graph describes the GPUs of one host.",
-                ", ".join(schedule.devices),
-                "devices such as cuda:0, cuda:1; one file per host",
-            )
+            remedy = "devices such as cuda:0, cuda:1; one file per host"
+            raise PlanError.of("an NCCL graph describes the GPUs of one host.", ", ".join(schedule.devices), remedy)
     return [device.index for device in devices]
 
 

@@ -140,9 +140,8 @@ def _is_sparse(leaf: Any) -> bool:
 def _sparse(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
     """Concatenate the slices of all devices."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise UnsupportedError.of(
-            f"the {op.value} of sparse values is not defined.", shown(leaf), "sum or mean, or dense arrays"
-        )
+        problem = f"the {op.value} of sparse values is not defined."
+        raise UnsupportedError.of(problem, shown(leaf), "sum or mean, or dense arrays")
     found = FRAMEWORK.array(leaf)
     numbers = FRAMEWORK.numbers(op, found.values.dtype.name, axes.devices)
     values, indices = (_gathered(part, axes) for part in (found.values, found.indices))

@@ -34,11 +34,9 @@ def read_spec(axis_name: Any, topology: Any, algorithm: str, packs: int) -> Redu
         remedy = f"algorithm={topology!r}" if isinstance(topology, str) else 'Topology.machine("dgx-1v")'
         raise ArgumentError.of("topology must be a Topology.", shown(topology), remedy)
     if topology is not None and len(topology.devices) != axes.devices:
-        raise ArgumentError.of(
-            "the topology must have one device for each position along the axis.",
-            f"{len(topology.devices)} devices; {axes.devices} positions along {axes}",
-            "topology.subset(...), or other axes",
-        )
+        problem = "the topology must have one device for each position along the axis."
+        given = f"{len(topology.devices)} devices; {axes.devices} positions along {axes}"
+        raise ArgumentError.of(problem, given, "topology.subset(...), or other axes")
     return ReduceSpec(axes, "auto" if algorithm == "nccl" else algorithm, topology, min(packs, axes.devices))
 
 

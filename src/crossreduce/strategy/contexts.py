@@ -78,11 +78,9 @@ def cross_replica_context(strategy: Strategy) -> Iterator[None]:
     require_cross_replica("scope()", "create variables and use the scope before run()")
     here = current()
     if here is not None and here.strategy is not strategy and has_strategy():
-        raise ContextError.of(
-            "a strategy is used inside another strategy's scope.",
-            f"{strategy} inside {here.strategy}",
-            "leave that scope first; one strategy can have all devices",
-        )
+        problem = "a strategy is used inside another strategy's scope."
+        given = f"{strategy} inside {here.strategy}"
+        raise ContextError.of(problem, given, "leave that scope first; one strategy can have all devices")
     with enter(Current(strategy, None)):
         yield
 
@@ -96,9 +94,8 @@ def require_cross_replica(name: str, remedy: str) -> None:
     here = current()
     if here is not None and here.replica is not None:
         k = here.replica.replica_id_in_sync_group
-        raise ContextError.of(
-            f"{name} can only be called in the cross-replica context.", f"a call inside replica {k}", remedy
-        )
+        problem = f"{name} can only be called in the cross-replica context."
+        raise ContextError.of(problem, f"a call inside replica {k}", remedy)
 
 
 def replica_framework(value: Any) -> ReplicaFramework:
@@ -202,11 +199,8 @@ class ReplicaContext:
         recorded = _recorded(leaves, structure)
         backward = [k for k, has_gradient in enumerate(recorded) if has_gradient]
         if backward and op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise UnsupportedError.of(
-                f"an all-reduce by {op.value} has no gradient.",
-                describe(leaves[backward[0]]),
-                "value.detach(), or torch.no_grad()",
-            )
+            problem = f"an all-reduce by {op.value} has no gradient."
+            raise UnsupportedError.of(problem, describe(leaves[backward[0]]), "value.detach(), or torch.no_grad()")
         strategy = self._strategy
         if backward:
             _require_own_accelerators(strategy.devices)
@@ -340,11 +334,9 @@ class ReplicaContext:
         replica = None if here is None else here.replica
         if replica is not self and self._group is not None:
             caller = "outside all replicas" if replica is None else f"in {replica}"
-            raise ContextError.of(
-                f"{name} was called on the context of a replica that is not the current one.",
-                f"the context of replica {self._replica} on {self.devices[0]}, called {caller}",
-                "get_replica_context() inside the function that run() calls",
-            )
+            problem = f"{name} was called on the context of a replica that is not the current one."
+            given = f"the context of replica {self._replica} on {self.devices[0]}, called {caller}"
+            raise ContextError.of(problem, given, "get_replica_context() inside the function that run() calls")
 
 
 def _recorded(leaves: list[Any], structure: Any) -> tuple[bool, ...]:
@@ -370,11 +362,9 @@ def _require_own_accelerators(devices: tuple[str, ...]) -> None:
     places = [parse(name) for name in devices]
     shared = [str(place) for place in places if place.logical and place.kind != "cpu"]
     if shared:
-        raise UnsupportedError.of(
-            "gradients of an all-reduce require that each replica has an accelerator of its own.",
-            f"replicas on {', '.join(devices)}",
-            "reduce the gradients after backward(), and detach other tensors before they are reduced",
-        )
+        problem = "gradients of an all-reduce require that each replica has an accelerator of its own."
+        remedy = "reduce the gradients after backward(), and detach other tensors before they are reduced"
+        raise UnsupportedError.of(problem, f"replicas on {', '.join(devices)}", remedy)
 
 
 def _with_hints(hints: CommunicationOptions) -> str:

@@ -98,9 +98,8 @@ class Extended:
         require_cross_replica("update", "merge_call(lambda strategy, g: strategy.extended.update(...), args=(g,))")
         n = self._strategy.num_replicas_in_sync
         if not isinstance(var, DistributedValues) or len(var) != n:
-            raise ArgumentError.of(
-                "update takes a variable or another value of this strategy.", shown(var), "Variable(...) in scope()"
-            )
+            problem = "update takes a variable or another value of this strategy."
+            raise ArgumentError.of(problem, shown(var), "Variable(...) in scope()")
         made = []
         with cross_replica_context(self._strategy):
             for k in range(n):

@@ -262,11 +262,8 @@ class MirroredStrategy(Strategy):
         check_array(value)
         zero = isinstance(value, (int, float, complex)) and value == 0
         if op in (ReduceOp.SUM, ReduceOp.PRODUCT) and self.num_replicas_in_sync > 1 and not zero:
-            raise ArgumentError.of(
-                f"the {op.value} of a single array over {self.num_replicas_in_sync} replicas is not defined.",
-                describe(value),
-                "a PerReplica, such as run() returns",
-            )
+            problem = f"the {op.value} of a single array over {self.num_replicas_in_sync} replicas is not defined."
+            raise ArgumentError.of(problem, describe(value), "a PerReplica, such as run() returns")
         return framework_of(value).array(value) if isinstance(value, (int, float, complex)) else value
 
     def _reduce_axis(self, op: ReduceOp, leaf: Any, axis: int) -> Array:
@@ -277,11 +274,8 @@ class MirroredStrategy(Strategy):
         for x in arrays:
             inside = not isinstance(x, Sparse) and isinstance(axis, Integral) and -len(x.shape) <= axis < len(x.shape)
             if not inside or isinstance(axis, bool):
-                raise ArgumentError.of(
-                    "the value has no such axis.",
-                    f"axis {axis!r} of {describe(leaf)}",
-                    "axis=None, or an axis of a dense value",
-                )
+                given = f"axis {axis!r} of {describe(leaf)}"
+                raise ArgumentError.of("the value has no such axis.", given, "axis=None, or an axis of a dense value")
         check_value(None, value, axis=axis)  # the components may only differ in their sizes along the axis
         sizes = [int(x.shape[axis]) for x in arrays]
         places = value.devices
@@ -289,9 +283,8 @@ class MirroredStrategy(Strategy):
             filled = [k for k, size in enumerate(sizes) if size]
             arrays, places = [arrays[k] for k in filled], tuple(places[k] for k in filled)
         if not sum(sizes) and op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.MEAN):
-            raise ArgumentError.of(
-                f"the {op.value} of no elements is not defined.", repr(value), "a batch that is not empty"
-            )
+            problem = f"the {op.value} of no elements is not defined."
+            raise ArgumentError.of(problem, repr(value), "a batch that is not empty")
         numbers = framework.numbers(op, framework.spec(arrays[0]).dtype, sum(sizes))
         folded = PerReplica.on(tuple(framework.reduce_axis(op, x, axis, numbers) for x in arrays), places)
         over_replicas = ReduceOp.SUM if op is ReduceOp.MEAN else op

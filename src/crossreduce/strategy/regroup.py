@@ -62,11 +62,8 @@ def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
     if any(isinstance(x, DistributedValues) for x in components):
         if all(x is first for x in components):
             return first
-        raise ArgumentError.of(
-            "a replica can return a distributed value only if all replicas return the same one.",
-            shown(first),
-            "return the replica's own component",
-        )
+        problem = "a replica can return a distributed value only if all replicas return the same one."
+        raise ArgumentError.of(problem, shown(first), "return the replica's own component")
     return per_replica_on(devices, components)
 
 
@@ -118,11 +115,9 @@ def _component(leaf: Any, replica: int, n: int, keep_variables: bool) -> Any:
     if not isinstance(leaf, DistributedValues) or (keep_variables and isinstance(leaf, DistributedVariable)):
         return leaf
     if len(leaf) != n:
-        raise ArgumentError.of(
-            "a distributed value needs one component for each replica.",
-            f"{len(leaf)} components on {', '.join(leaf.devices)}, for {n} replicas",
-            "a value of this strategy; or one of its components, which all replicas then receive",
-        )
+        given = f"{len(leaf)} components on {', '.join(leaf.devices)}, for {n} replicas"
+        remedy = "a value of this strategy; or one of its components, which all replicas then receive"
+        raise ArgumentError.of("a distributed value needs one component for each replica.", given, remedy)
     return leaf[replica]
 
 

@@ -123,28 +123,23 @@ class ReplicaGroup:
     def rendezvous(self, replica: int, call: CollectiveCall) -> Any:
         """Wait, in a replica's thread, until all replicas have called; return this replica's result."""
         if os.getpid() != self._process:  # no thread of this process would ever wake it
-            raise ContextError.of(
-                "a forked process has no other replicas to wait for.",
-                f"{call.description()} in a child process of replica {replica} on {self._devices[replica]}",
-                "make the call in the replica itself",
-            )
+            problem = "a forked process has no other replicas to wait for."
+            given = f"{call.description()} in a child process of replica {replica} on {self._devices[replica]}"
+            raise ContextError.of(problem, given, "make the call in the replica itself")
         timeout_s = self._timeout_s if call.timeout_s is None else call.timeout_s
         call.deadline = monotonic() + timeout_s
         with self._lock:
             if self._stopping:
                 raise Stopped
             if self._ended[replica]:
-                raise ContextError.of(
-                    "this replica has already returned, so it cannot wait for the others.",
-                    f"{call.description()} in replica {replica} on {self._devices[replica]}",
-                    "make the call, and backward() through an all_reduce, before the replica's function returns",
-                )
+                problem = "this replica has already returned, so it cannot wait for the others."
+                given = f"{call.description()} in replica {replica} on {self._devices[replica]}"
+                remedy = "make the call, and backward() through an all_reduce, before the replica's function returns"
+                raise ContextError.of(problem, given, remedy)
             if self._calls[replica] is not None:
-                raise ContextError.of(
-                    "a replica can make one collective call at a time.",
-                    f"{call.description()}, while replica {replica} waits in another thread",
-                    "call from one thread per replica",
-                )
+                problem = "a replica can make one collective call at a time."
+                given = f"{call.description()}, while replica {replica} waits in another thread"
+                raise ContextError.of(problem, given, "call from one thread per replica")
             first = next((other for other in self._calls if other is not None), call)
             self._calls[replica] = call
             mismatched = any(self._ended) or first.key != call.key
@@ -215,17 +210,11 @@ class ReplicaGroup:
         if not calls:
             return None
         if any(self._ended):
-            return MismatchError.of(
-                "some replicas wait for others that have returned.",
-                self._states(),
-                "the same calls on all replicas, in the same order",
-            )
+            problem = "some replicas wait for others that have returned."
+            return MismatchError.of(problem, self._states(), "the same calls on all replicas, in the same order")
         if any(call.key != calls[0].key for call in calls):
-            return MismatchError.of(
-                "the replicas make different calls.",
-                self._states(),
-                "the same calls on all replicas, in the same order, on trees of the same structure",
-            )
+            remedy = "the same calls on all replicas, in the same order, on trees of the same structure"
+            return MismatchError.of("the replicas make different calls.", self._states(), remedy)
         late = [call for call in calls if now >= call.deadline]
         if late and len(calls) < len(self._calls):
             self._timeout_s = min(call.timeout_s or self._timeout_s for call in late)  # also applies after the error

@@ -48,9 +48,8 @@ def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
     sizes = {x.shape[axis] for _, x in arrays}
     if len(sizes) > 1:
         found = ", ".join(f"{path}: {describe(leaf)}" for path, leaf in zip(leaf_paths(structure), leaves, strict=True))
-        raise MismatchError.of(
-            f"the arrays of a batch differ in size along axis {axis}.", found, "as many samples in each"
-        )
+        problem = f"the arrays of a batch differ in size along axis {axis}."
+        raise MismatchError.of(problem, found, "as many samples in each")
     made = []
     for framework, x in arrays:
         along = (slice(None),) * (axis % len(x.shape))
@@ -66,11 +65,8 @@ def _splittable(leaf: Any, axis: int, devices: tuple[str, ...]) -> tuple[Any, An
     if isinstance(x, Sparse):
         raise UnsupportedError.of("sparse arrays cannot be split.", describe(leaf), "dense arrays")
     if not -len(x.shape) <= axis < len(x.shape):
-        raise ArgumentError.of(
-            f"an array without axis {axis} cannot be split along it.",
-            describe(leaf),
-            "pass values that all replicas share to run() unsplit",
-        )
+        problem = f"an array without axis {axis} cannot be split along it."
+        raise ArgumentError.of(problem, describe(leaf), "pass values that all replicas share to run() unsplit")
     framework.require(devices)
     return framework, x
 

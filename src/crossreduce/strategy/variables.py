@@ -116,11 +116,9 @@ class Variable(DistributedVariable):
         if isinstance(value, Variable):
             value = value.value()
         if here is not None and here.replica is not None:
-            raise ContextError.of(
-                "variables must be created in the cross-replica context.",
-                f"Variable({describe(value)}) inside {here.replica}",
-                "with strategy.scope(): Variable(...), before run",
-            )
+            problem = "variables must be created in the cross-replica context."
+            given = f"Variable({describe(value)}) inside {here.replica}"
+            raise ContextError.of(problem, given, "with strategy.scope(): Variable(...), before run")
         if not isinstance(value, DistributedValues):
             check_array(value)
         self._strategy = None if here is None else here.strategy
@@ -137,11 +135,8 @@ class Variable(DistributedVariable):
         ]
         self._spec = self._framework.spec(first)
         if self._aggregation is VariableAggregation.MEAN and self._spec.dtype in INTEGERS | {"bool"}:
-            raise ArgumentError.of(
-                "the mean of integers is a float, which an integer variable cannot store.",
-                f"{self._spec}, aggregation mean",
-                'a float, or aggregation="sum"',
-            )
+            problem = "the mean of integers is a float, which an integer variable cannot store."
+            raise ArgumentError.of(problem, f"{self._spec}, aggregation mean", 'a float, or aggregation="sum"')
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -243,11 +238,8 @@ class Variable(DistributedVariable):
         """
         here = current()
         if here is not None and self._strategy is not None and here.strategy is not self._strategy:
-            raise ContextError.of(
-                "a variable is used inside a strategy that does not own it.",
-                f"{self} in a context of {here.strategy}",
-                "one strategy per program",
-            )
+            problem = "a variable is used inside a strategy that does not own it."
+            raise ContextError.of(problem, f"{self} in a context of {here.strategy}", "one strategy per program")
         return here
 
     def _assign(self, how: str, value: Any) -> Variable:
@@ -257,11 +249,8 @@ class Variable(DistributedVariable):
             self._assign_all(how, value, mirrored)
             return self
         if self._strategy is None:
-            raise ContextError.of(
-                "a variable that was created outside the strategy's scope has one component for all replicas.",
-                f"{how} of {self} in {here.replica}",
-                "with strategy.scope(): Variable(...)",
-            )
+            problem = "a variable that was created outside the strategy's scope has one component for all replicas."
+            raise ContextError.of(problem, f"{how} of {self} in {here.replica}", "with strategy.scope(): Variable(...)")
         k, n = here.replica.replica_id_in_sync_group, len(self._components)
         value = value.value() if isinstance(value, Variable) else localize(value, k, n)
         if not mirrored:
@@ -295,29 +284,23 @@ class Variable(DistributedVariable):
             self._put_all(how, [value] * n)
             return
         if how != "assign":
-            raise ContextError.of(
-                "a sync-on-read sum has no single component to add to.",
-                f"{how} of {self} in the cross-replica context",
-                "assign, or assign_add in the replicas",
-            )
+            problem = "a sync-on-read sum has no single component to add to."
+            given = f"{how} of {self} in the cross-replica context"
+            raise ContextError.of(problem, given, "assign, or assign_add in the replicas")
         self._put_all("assign", [value, *(_filled(self._framework, x, 0) for x in self._components[1:])])
 
     def _require_aggregation(self, assignment: str) -> None:
         if self._aggregation is VariableAggregation.NONE:
-            raise ArgumentError.of(
-                "replicas cannot assign to a mirrored variable without aggregation.",
-                assignment,
-                'Variable(..., aggregation="mean"), "sum" or "only_first_replica"; or synchronization="on_read"',
-            )
+            problem = "replicas cannot assign to a mirrored variable without aggregation."
+            remedy = 'Variable(..., aggregation="mean"), "sum" or "only_first_replica"; or synchronization="on_read"'
+            raise ArgumentError.of(problem, assignment, remedy)
 
     def _combine(self, values: Sequence[Any]) -> list[Any]:
         """Return the replicas' values combined by the aggregation, once for each replica."""
         if self._aggregation is VariableAggregation.NONE:
-            raise ArgumentError.of(
-                "a sync-on-read variable without aggregation has a value in each replica only.",
-                f"{self} in the cross-replica context",
-                'strategy.local_results(variable), or aggregation="sum"',
-            )
+            problem = "a sync-on-read variable without aggregation has a value in each replica only."
+            remedy = 'strategy.local_results(variable), or aggregation="sum"'
+            raise ArgumentError.of(problem, f"{self} in the cross-replica context", remedy)
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return [values[0]] * len(values)
         given = per_replica_on(self._devices, values)
@@ -346,9 +329,8 @@ class Variable(DistributedVariable):
         framework = framework_of(value)
         x = framework.array(value) if framework is self._framework else None
         if x is None or isinstance(x, Sparse) or framework.spec(x) != self._spec:
-            raise MismatchError.of(
-                "a variable keeps its framework, shape and dtype.", f"{describe(value)} for {self}", f"{self._spec}"
-            )
+            problem = "a variable keeps its framework, shape and dtype."
+            raise MismatchError.of(problem, f"{describe(value)} for {self}", f"{self._spec}")
         return framework.to_device(x, self._devices[k])
 
     def _put_all(self, how: str, values: Sequence[Any]) -> None:

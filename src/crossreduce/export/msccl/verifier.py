@@ -107,11 +107,8 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
     """
     algo = read_msccl_xml(text)
     if algo.coll not in VERIFIABLE:
-        raise ScheduleError.of(
-            f"collectives of this kind cannot be verified: {algo.coll}.",
-            quoted(algo.name),
-            "a file for " + ", ".join(sorted(VERIFIABLE)),
-        )
+        problem = f"collectives of this kind cannot be verified: {algo.coll}."
+        raise ScheduleError.of(problem, quoted(algo.name), "a file for " + ", ".join(sorted(VERIFIABLE)))
     if root is not None and (algo.coll not in ("reduce", "broadcast") or root not in range(len(algo.gpus))):
         remedy = f"0 to {len(algo.gpus) - 1}, for a reduce or broadcast"
         raise ArgumentError.of("this root is invalid.", f"{shown(root)}, {algo.coll}", remedy)

@@ -130,11 +130,9 @@ def to_msccl_xml(
 
 def _check_chunks(made: Collective) -> None:
     if made.units > MOST_CHUNKS:
-        raise PlanError.of(
-            f"the shares need {made.units} equal chunks, but the runtimes count up to {MOST_CHUNKS}.",
-            f"{len(made.blocks)} blocks of 1/{made.units} of the buffer",
-            "a plan with fewer trees or rounder shares",
-        )
+        problem = f"the shares need {made.units} equal chunks, but the runtimes count up to {MOST_CHUNKS}."
+        given = f"{len(made.blocks)} blocks of 1/{made.units} of the buffer"
+        raise PlanError.of(problem, given, "a plan with fewer trees or rounder shares")
 
 
 Threads = tuple[int, int, int, int]  # a threadblock: its GPU and channel, the ranks it sends to and receives from
