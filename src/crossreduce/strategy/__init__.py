@@ -3,14 +3,13 @@
 Files, each importing only the ones before it: ``replica_group.py``: threads, waiting and failures; ``regroup.py``: n
 trees into one tree of per-replica values, and back; ``base.py``: a strategy's devices and ops; ``contexts.py``: the
 current context, and a replica's view of its strategy; ``splitting.py``, ``variables.py`` and ``extended.py``: parts of
-a strategy; ``mirrored.py``: the strategy; ``default.py``: the strategy outside all strategies. Frameworks are used
-through ``frameworks.ReplicaFramework`` only.
+a strategy; ``mirrored.py``: the strategy, also that outside all strategies. Frameworks are used through
+``frameworks.ReplicaFramework`` only.
 """
 
 from .contexts import ReplicaContext, has_strategy, in_cross_replica_context
-from .default import get_replica_context, get_strategy
 from .extended import Extended
-from .mirrored import MirroredStrategy
+from .mirrored import MirroredStrategy, get_replica_context, get_strategy
 from .splitting import DistributedDataset, ValueContext
 from .variables import Variable, VariableAggregation, VariableSynchronization
 

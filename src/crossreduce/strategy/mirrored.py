@@ -1,4 +1,4 @@
-"""``MirroredStrategy``, with the names and the contract of ``tf.distribute``.
+"""``MirroredStrategy``, with the names and the contract of ``tf.distribute``; and the strategy of the current call.
 
 Input: functions that run in replicas, and per-replica values. Output: the functions' results, and their reductions.
 """
@@ -9,7 +9,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from numbers import Integral
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from .contexts import (
     Current,
     ReplicaContext,
     cross_replica_context,
+    current,
     enter,
     replica_framework,
     require_cross_replica,
@@ -158,9 +159,8 @@ class MirroredStrategy(Strategy):
         leaves, structure = flatten_tree(value)
         with self.scope():
             if axis is not None:
-                return unflatten_tree(
-                    structure, map_leaves(leaves, structure, lambda x: self._reduce_axis(op, x, axis))
-                )
+                results = map_leaves(leaves, structure, lambda x: self._reduce_axis(op, x, axis))
+                return unflatten_tree(structure, results)
             distributed = [k for k, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
             results = map_leaves(
                 leaves, structure, lambda x: x if isinstance(x, DistributedValues) else self._reduce_single(op, x)
@@ -293,6 +293,39 @@ class MirroredStrategy(Strategy):
         return framework.finish(framework.array(total), wide)
 
 
+def get_strategy() -> MirroredStrategy:
+    """Return the strategy of this call; outside all strategies, a strategy of a single replica on ``cpu:0``."""
+    here = current()
+    if here is None:
+        return _default_strategy()
+    assert isinstance(here.strategy, MirroredStrategy)
+    return here.strategy
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the context of the replica that makes this call; ``None`` in the cross-replica context.
+
+    Outside all strategies it is the context of a single replica, so code for replicas runs there, too.
+
+    >>> float(get_replica_context().all_reduce("sum", 3.0))
+    3.0
+    """
+    here = current()
+    return _default_replica() if here is None else here.replica
+
+
+@cache
+def _default_strategy() -> MirroredStrategy:
+    strategy = MirroredStrategy(1)
+    strategy._is_default = True
+    return strategy
+
+
+@cache
+def _default_replica() -> ReplicaContext:
+    return ReplicaContext(_default_strategy(), 0, None)
+
+
 def _loaded_frameworks() -> list[ReplicaFramework]:
     """Return the frameworks that are imported and have settings per thread."""
     found = [get(name) for name in _FRAMEWORKS if sys.modules.get(name) is not None]
@@ -303,14 +336,12 @@ def _accelerators() -> tuple[str, ...]:
     return next((names for framework in _loaded_frameworks() if (names := framework.accelerators())), ())
 
 
-def _run_replica(
-    context: ReplicaContext, modes: list[ThreadModes], fn: Any, args: list[Any], kwargs: dict[str, Any]
-) -> Any:
+def _run_replica(context: ReplicaContext, modes: list[ThreadModes], fn: Any, args: list[Any], named: Any) -> Any:
     """Call a replica's function in the replica's context, with the caller's modes."""
     with enter(Current(context.strategy, context)), ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode(context.devices[0]))
-        return fn(*args, **kwargs)
+        return fn(*args, **named)
 
 
 def _to_device(leaf: Any, device: str) -> Any:

@@ -81,22 +81,20 @@ class ReplicaGroup:
           StalledError if the replicas cannot all arrive at a call. The threads have ended by then, except for those
           that still compute after the timeout.
         """
-        threads = [
-            threading.Thread(
-                target=copy_context().run,
-                args=(self._run_replica, k, body),
-                name=f"crossreduce replica {k}",
-                daemon=True,
-            )
-            for k, body in enumerate(bodies)
-        ]
+        threads = []
+        for k, body in enumerate(bodies):
+            call, name = (self._run_replica, k, body), f"crossreduce replica {k}"
+            threads.append(threading.Thread(target=copy_context().run, args=call, name=name, daemon=True))
         try:
             for thread in threads:
                 thread.start()
             self._serve()
             left = self._join(threads)
         except BaseException as error:  # usually Ctrl-C; or a thread that cannot be started
-            self._stop([thread.ident is not None for thread in threads])
+            with self._lock:
+                self._release()
+                for k, thread in enumerate(threads):
+                    self._ended[k] |= thread.ident is None
             self._note_left_running(error, self._join(threads))
             self._failures.clear()
             raise
@@ -229,10 +227,8 @@ class ReplicaGroup:
         """Return what each replica is doing, in words."""
         states = []
         for k, (call, ended) in enumerate(zip(self._calls, self._ended, strict=True)):
-            state = (
-                "has returned" if ended else "is still computing" if call is None else f"waits in {call.description()}"
-            )
-            states.append(f"replica {k} on {self._devices[k]} {state}")
+            waits = "is still computing" if call is None else f"waits in {call.description()}"
+            states.append(f"replica {k} on {self._devices[k]} {'has returned' if ended else waits}")
         return "; ".join(states)
 
     def _fail(self, error: BaseException) -> None:
@@ -252,11 +248,6 @@ class ReplicaGroup:
         for replica, call in enumerate(self._calls):
             if call is not None:
                 self._wake(replica, None, Stopped())
-
-    def _stop(self, started: Sequence[bool]) -> None:
-        with self._lock:
-            self._release()
-            self._ended = [ended or not begun for ended, begun in zip(self._ended, started, strict=True)]
 
     def _join(self, threads: Sequence[threading.Thread]) -> list[int]:
         """Wait until all replicas have ended, and return those that have not ended within the timeout."""
