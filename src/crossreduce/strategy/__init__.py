@@ -3,7 +3,7 @@
 Files, each importing only the ones before it: ``replica_group.py``: threads, waiting and failures; ``regroup.py``: n
 trees into one tree of per-replica values, and back; ``base.py``: a strategy's devices and ops; ``contexts.py``: the
 current context, and a replica's view of its strategy; ``splitting.py``, ``variables.py`` and ``extended.py``: parts of
-a strategy; ``mirrored.py``: the strategy, also that outside all strategies. Frameworks are used through
+a strategy; ``mirrored.py``: the strategy, and the default one outside all strategies. Frameworks are used through
 ``frameworks.ReplicaFramework`` only.
 """
 

@@ -69,13 +69,13 @@ def in_cross_replica_context() -> bool:
 
 
 @contextmanager
-def cross_replica_context(strategy: Strategy) -> Iterator[None]:
-    """Enter a strategy's cross-replica context.
+def cross_replica_context(strategy: Strategy, name: str, remedy: str) -> Iterator[None]:
+    """Enter a strategy's cross-replica context, for a call of the method ``name``.
 
     Raises:
-      ContextError: inside a replica, or inside another strategy's scope.
+      ContextError: inside a replica (``remedy``: what to do there), or inside another strategy's scope.
     """
-    require_cross_replica("scope()", "create variables and use the scope before run()")
+    require_cross_replica(name, remedy)
     here = current()
     if here is not None and here.strategy is not strategy and has_strategy():
         problem = "a strategy is used inside another strategy's scope."
@@ -86,11 +86,7 @@ def cross_replica_context(strategy: Strategy) -> Iterator[None]:
 
 
 def require_cross_replica(name: str, remedy: str) -> None:
-    """Raise if the current call is inside a replica.
-
-    Raises:
-      ContextError: it is.
-    """
+    """Raise if the current call is inside a replica."""
     here = current()
     if here is not None and here.replica is not None:
         k = here.replica.replica_id_in_sync_group
@@ -352,13 +348,7 @@ def _code(function: Callable[..., Any]) -> object:
 
 
 def _require_own_accelerators(devices: tuple[str, ...]) -> None:
-    """Raise if replicas share an accelerator: torch runs backward passes in one thread per accelerator.
-
-    That thread would wait for itself.
-
-    Raises:
-      UnsupportedError: they do.
-    """
+    """Raise if replicas share an accelerator: torch's one thread for its backward passes would wait for itself."""
     places = [parse(name) for name in devices]
     shared = [str(place) for place in places if place.logical and place.kind != "cpu"]
     if shared:

@@ -14,7 +14,7 @@ from ..options import CommunicationOptions
 from ..validation import check_pairs
 from ..values import DistributedValues, Mirrored
 from .base import Strategy
-from .contexts import REDUCE_IN_A_REPLICA, cross_replica_context, require_cross_replica
+from .contexts import REDUCE_IN_A_REPLICA, cross_replica_context
 from .regroup import local_arguments, regroup
 from .variables import Component, Variable
 
@@ -42,8 +42,7 @@ class Extended:
         Args:
           destinations: as for ``CrossDeviceOps.reduce``; ``None``: all replicas' devices.
         """
-        require_cross_replica("reduce_to", REDUCE_IN_A_REPLICA)
-        with cross_replica_context(self._strategy):
+        with cross_replica_context(self._strategy, "reduce_to", REDUCE_IN_A_REPLICA):
             return self._strategy.cross_device_ops.reduce(reduce_op, value, self._destinations(destinations), options)
 
     def batch_reduce_to(
@@ -53,15 +52,13 @@ class Extended:
         options: CommunicationOptions | None = None,
     ) -> list[Mirrored]:
         """Reduce several values, each to its own destinations; see ``CrossDeviceOps.batch_reduce``."""
-        require_cross_replica("batch_reduce_to", REDUCE_IN_A_REPLICA)
-        pairs = [(value, self._destinations(given)) for value, given in check_pairs(value_destination_pairs)]
-        with cross_replica_context(self._strategy):
+        with cross_replica_context(self._strategy, "batch_reduce_to", REDUCE_IN_A_REPLICA):
+            pairs = [(value, self._destinations(given)) for value, given in check_pairs(value_destination_pairs)]
             return self._strategy.cross_device_ops.batch_reduce(reduce_op, pairs, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Mirrored:
         """Copy one array to destinations; see ``CrossDeviceOps.broadcast`` and ``reduce_to``."""
-        require_cross_replica("broadcast_to", "use the array directly: every replica has it")
-        with cross_replica_context(self._strategy):
+        with cross_replica_context(self._strategy, "broadcast_to", "use the array directly: every replica has it"):
             return self._strategy.cross_device_ops.broadcast(tensor, self._destinations(destinations))
 
     def update(
@@ -95,13 +92,12 @@ class Extended:
         >>> weights.value()
         array([0.5, 1.5])
         """
-        require_cross_replica("update", "merge_call(lambda strategy, g: strategy.extended.update(...), args=(g,))")
-        n = self._strategy.num_replicas_in_sync
-        if not isinstance(var, DistributedValues) or len(var) != n:
-            problem = "update takes a variable or another value of this strategy."
-            raise ArgumentError.of(problem, shown(var), "Variable(...) in scope()")
-        made = []
-        with cross_replica_context(self._strategy):
+        n, made = self._strategy.num_replicas_in_sync, []
+        remedy = "merge_call(lambda strategy, g: strategy.extended.update(...), args=(g,))"
+        with cross_replica_context(self._strategy, "update", remedy):
+            if not isinstance(var, DistributedValues) or len(var) != n:
+                problem = "update takes a variable or another value of this strategy."
+                raise ArgumentError.of(problem, shown(var), "Variable(...) in scope()")
             for k in range(n):
                 component = Component(var, k) if isinstance(var, Variable) else var[k]
                 positional, named = local_arguments(args, kwargs, k, n, keep_variables=False)

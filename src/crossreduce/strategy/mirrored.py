@@ -90,7 +90,7 @@ class MirroredStrategy(Strategy):
         Raises:
           ContextError: inside a replica, or inside another strategy's scope.
         """
-        with cross_replica_context(self):
+        with cross_replica_context(self, "scope()", "create variables and use the scope before run()"):
             yield self
 
     def run(
@@ -154,10 +154,9 @@ class MirroredStrategy(Strategy):
           ArgumentError, MismatchError, UnsupportedError: as ``CrossDeviceOps.reduce``; an invalid axis; the mean,
             minimum or maximum of no elements.
         """
-        require_cross_replica("reduce", REDUCE_IN_A_REPLICA)
-        op = read_op(reduce_op)
-        leaves, structure = flatten_tree(value)
-        with self.scope():
+        with cross_replica_context(self, "reduce", REDUCE_IN_A_REPLICA):
+            op = read_op(reduce_op)
+            leaves, structure = flatten_tree(value)
             if axis is not None:
                 results = map_leaves(leaves, structure, lambda x: self._reduce_axis(op, x, axis))
                 return unflatten_tree(structure, results)
@@ -187,8 +186,7 @@ class MirroredStrategy(Strategy):
           ContextError: inside a replica.
           ArgumentError, MismatchError: as ``CrossDeviceOps.gather``.
         """
-        require_cross_replica("gather", "get_replica_context().all_gather")
-        with self.scope():
+        with cross_replica_context(self, "gather", "get_replica_context().all_gather"):
             return map_tree(value, lambda leaf: self._ops.gather(leaf, per_replica(leaf).devices[0], axis)[0])
 
     def split(self, batch: Any, axis: int = 0) -> Any:
@@ -233,9 +231,8 @@ class MirroredStrategy(Strategy):
         >>> strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group * 10).values
         (0, 10)
         """
-        require_cross_replica("distribute_values_from_function", "create the value in the replica")
         n = self.num_replicas_in_sync
-        with self.scope():
+        with cross_replica_context(self, "distribute_values_from_function", "create the value in the replica"):
             made = [value_fn(ValueContext(k, n, device)) for k, device in enumerate(self._devices)]
         return regroup(made, self._devices)
 

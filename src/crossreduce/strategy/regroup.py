@@ -68,15 +68,10 @@ def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
 
 
 def localize(tree: Any, replica: int, n: int, *, keep_variables: bool = True) -> Any:
-    """Return a tree with each distributed value replaced by a replica's component.
+    """Return a tree with each distributed value replaced by a replica's component; the same tree if it has none.
 
-    A tree without distributed values is returned itself.
+    ``keep_variables``: variables are kept; they return the current replica's component themselves.
 
-    Args:
-      tree: the tree.
-      replica: the replica's number.
-      n: the number of replicas.
-      keep_variables: variables are kept; they return the current replica's component themselves.
     Raises:
       ArgumentError: a distributed value with another number of components.
     """
@@ -84,11 +79,7 @@ def localize(tree: Any, replica: int, n: int, *, keep_variables: bool = True) ->
 
 
 def check_arguments(args: Any, kwargs: Any) -> None:
-    """Raise if a function's arguments are not a tuple (or list) and a dict.
-
-    Raises:
-      ArgumentError: they are not.
-    """
+    """Raise if a function's arguments are not a tuple (or list) and a dict."""
     if not isinstance(args, (tuple, list)) or not (kwargs is None or isinstance(kwargs, Mapping)):
         given = f"args {shown(args)}, kwargs {shown(kwargs)}"
         raise ArgumentError.of("args must be a tuple, and kwargs a dict.", given, "args=(x,)")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from ..cross_device_ops import CrossDeviceOps
 from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, shown
@@ -32,9 +32,8 @@ _WRITING = threading.RLock()  # several threads may run replicas that assign to 
 class _Named(enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> Any:
-        for member in cls:
-            if isinstance(value, str) and member.value == value.lower():
-                return member
+        if isinstance(value, str) and value.lower() in cls._value2member_map_:
+            return cls(value.lower())
         names = ", ".join(f'"{member.value}"' for member in cls)
         raise ArgumentError.of(f"invalid {cls.__name__}.", shown(value), f"one of {names}")
 
@@ -67,10 +66,46 @@ class VariableAggregation(_Named):
     ONLY_FIRST_REPLICA = "only_first_replica"
 
 
+class _Assignable:
+    """The assignments that variables and their components have in common."""
+
+    __slots__ = ()
+
+    def assign(self, value: Any) -> Self:
+        """Set the value; its shape and dtype stay the same.
+
+        Args:
+          value: an array of the variable's framework, shape and dtype; for a variable without axes also a number.
+        Returns:
+          The variable, or its component.
+        Raises:
+          MismatchError: another shape or dtype; replicas that assign to different variables.
+          ArgumentError: a replica assigns to a mirrored variable without aggregation.
+          ContextError: inside a strategy that does not own the variable.
+        """
+        return self._assign("assign", value)
+
+    def assign_add(self, value: Any) -> Self:
+        """Add to the value; see ``assign``. Numbers are added to every element.
+
+        Raises:
+          As ``assign``; ContextError for a sync-on-read sum in the cross-replica context: no single component stores
+          the sum.
+        """
+        return self._assign("assign_add", value)
+
+    def assign_sub(self, value: Any) -> Self:
+        """Subtract from the value; see ``assign_add``."""
+        return self._assign("assign_sub", value)
+
+    def _assign(self, how: str, value: Any) -> Self:
+        raise NotImplementedError
+
+
 _OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
 
 
-class Variable(DistributedVariable):
+class Variable(_Assignable, DistributedVariable):
     """A value that persists between steps, with one component per replica of the strategy in whose scope it is created.
 
     Mirrored (``ON_WRITE``, the meaning of ``AUTO``): all components are equal. All replicas must assign, and their
@@ -199,50 +234,19 @@ class Variable(DistributedVariable):
             raise ValueError("a NumPy array of this dtype can only be a copy of the variable's value")
         return array.copy() if copy else array
 
-    def assign(self, value: Any) -> Variable:
-        """Set the variable to another value of its shape and dtype.
-
-        Args:
-          value: an array of the variable's framework, shape and dtype; for a variable without axes also a number.
-        Returns:
-          The variable.
-        Raises:
-          MismatchError: another shape or dtype; replicas that assign to different variables.
-          ArgumentError: a replica assigns to a mirrored variable without aggregation.
-          ContextError: inside a strategy that does not own the variable.
-        """
-        return self._assign("assign", value)
-
-    def assign_add(self, value: Any) -> Variable:
-        """Add to the variable; see ``assign``. Numbers are added to every element.
-
-        Raises:
-          As ``assign``; ContextError for a sync-on-read sum in the cross-replica context: no single component stores
-          the sum.
-        """
-        return self._assign("assign_add", value)
-
-    def assign_sub(self, value: Any) -> Variable:
-        """Subtract from the variable; see ``assign_add``."""
-        return self._assign("assign_sub", value)
-
     @property
     def _ops(self) -> CrossDeviceOps:
         return check_ops(None) if self._strategy is None else self._strategy.cross_device_ops
 
     def _here(self) -> Current | None:
-        """Return the current context.
-
-        Raises:
-          ContextError: it belongs to a strategy that does not own the variable.
-        """
+        """Return the current context; raise if it belongs to a strategy that does not own the variable."""
         here = current()
         if here is not None and self._strategy is not None and here.strategy is not self._strategy:
             problem = "a variable is used inside a strategy that does not own it."
             raise ContextError.of(problem, f"{self} in a context of {here.strategy}", "one strategy per program")
         return here
 
-    def _assign(self, how: str, value: Any) -> Variable:
+    def _assign(self, how: str, value: Any) -> Self:
         here = self._here()
         mirrored = self.synchronization is VariableSynchronization.ON_WRITE
         if here is None or here.replica is None:
@@ -321,11 +325,7 @@ class Variable(DistributedVariable):
         return self._on_device(value, k)
 
     def _on_device(self, value: Any, k: int) -> Array:
-        """Return an array on a component's device.
-
-        Raises:
-          MismatchError: it differs from the variable in framework, shape or dtype.
-        """
+        """Return an array on a component's device; raise if its framework, shape or dtype is not the variable's."""
         framework = framework_of(value)
         x = framework.array(value) if framework is self._framework else None
         if x is None or isinstance(x, Sparse) or framework.spec(x) != self._spec:
@@ -343,7 +343,7 @@ class Variable(DistributedVariable):
         self._components[k] = self._framework.variable_value(self._components[k], new, self._devices[k])
 
 
-class Component:
+class Component(_Assignable):
     """One component of a variable, which ``extended.update`` passes to its function to read and to assign."""
 
     def __init__(self, variable: Variable, replica: int) -> None:
@@ -362,19 +362,7 @@ class Component:
         """Return the component's array."""
         return self._variable[self._replica]
 
-    def assign(self, value: Any) -> Component:
-        """Set the component to another value of its shape and dtype."""
-        return self._change("assign", value)
-
-    def assign_add(self, value: Any) -> Component:
-        """Add to the component."""
-        return self._change("assign_add", value)
-
-    def assign_sub(self, value: Any) -> Component:
-        """Subtract from the component."""
-        return self._change("assign_sub", value)
-
-    def _change(self, how: str, value: Any) -> Component:
+    def _assign(self, how: str, value: Any) -> Self:
         self._variable._put(self._replica, self._variable._changed(how, self._replica, value))
         return self
 
