@@ -10,9 +10,8 @@ docs/tensorflow.md lists which reductions a strategy passes to its op and which 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
@@ -23,7 +22,7 @@ from tensorflow.python.distribute.values import Mirrored as _Mirrored
 from . import cross_device_ops as own
 from .autograph import unconverted
 from .devices import canonical
-from .errors import ArgumentError, ReductionError, UnsupportedError, message, shown
+from .errors import ArgumentError, ReductionError, UnsupportedError, shown
 from .ops import DTYPES, ReduceOp
 from .options import CommunicationOptions
 from .outputs import in_pair
@@ -112,17 +111,15 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
     def _gather(self, per_replica_value: Any, destinations: Any, axis: int, options: Any = None) -> Any:
         # Also private in TensorFlow; strategy.gather and all_gather call it by this name.
         if isinstance(per_replica_value, tf.IndexedSlices):
-            raise _NoGatherError(
-                message("gather does not support IndexedSlices.", shown(per_replica_value), "tf.convert_to_tensor")
-            )
+            problem = "gather does not support IndexedSlices."
+            raise _NoGatherError.of(problem, shown(per_replica_value), "tf.convert_to_tensor")
         return self._gather_implementation(per_replica_value, destinations, axis, options)
 
     def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
         """Reduce one value: implements ``reduce``, and subclasses may override it."""
         value, targets = _translate(per_replica_value, destinations)
-        return targets.to_tensorflow(
-            self._op.reduce(_read_op(reduce_op), value, targets.devices, _read_options(options))
-        )
+        result = self._op.reduce(_read_op(reduce_op), value, targets.devices, _read_options(options))
+        return targets.to_tensorflow(result)
 
     def batch_reduce_implementation(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         """Reduce several values: implements ``batch_reduce``, and subclasses may override it."""
@@ -255,20 +252,18 @@ def _read_options(options: Any) -> CommunicationOptions:
 class _Destinations(NamedTuple):
     """The devices of a result.
 
-    ``devices``: a distributed value on them, with crossreduce's names. ``places``: TensorFlow's names. ``is_single``:
-    the destination is one device, for which the result is a plain tensor.
+    ``devices``: a distributed value on them, with crossreduce's names. ``places``: TensorFlow's names.
     """
 
     devices: PerReplica | Mirrored
     places: _Places
-    is_single: bool
 
     def to_tensorflow(self, result: Mirrored) -> Any:
-        """Return a result as TensorFlow's value."""
+        """Return a result as TensorFlow's value: a plain tensor for one device."""
+        components = result.values
         if not tf.executing_eagerly():  # a component whose device was unknown may not be on its destination yet
-            components = tuple(map(_on_place, result, self.places))
-            return components[0] if self.is_single else _Mirrored(components)
-        return result[0] if self.is_single else _Mirrored(result.values)
+            components = tuple(map(_on_place, components, self.places))
+        return components[0] if len(components) == 1 else _Mirrored(components)
 
 
 def _on_place(x: Any, place: str) -> Any:
@@ -288,7 +283,7 @@ def _translate(value: Any, destinations: Any) -> tuple[PerReplica, _Destinations
     places = _component_places(tuple(_place(x) for x in components))
     if destinations is value and isinstance(value, tf.distribute.DistributedValues):
         translated = PerReplica.on(components, _names(places))
-        return translated, _Destinations(translated, places, len(components) == 1)
+        return translated, _Destinations(translated, places)
     if len(components) == 1 and isinstance(destinations, str) and destinations == _place(components[0]):
         destinations = components[0]  # all_reduce passes the component's device, which is "" for a function's argument
     targets = _read_destinations(destinations, places)
@@ -312,7 +307,7 @@ def _read_destinations(destinations: Any, places: _Places) -> _Destinations:
         remedy = 'a name such as "CPU:0"; for several devices, the PerReplica itself or another one on those devices'
         raise ArgumentError.of(problem, shown(destinations), remedy)
     found = _fill_unknown(found, places)
-    return _Destinations(Mirrored.on((), _names(found)), found, len(found) == 1)
+    return _Destinations(Mirrored.on((), _names(found)), found)
 
 
 def _component_places(places: _Places) -> _Places:
@@ -367,7 +362,7 @@ def _array(value: Any) -> Any:
     except (ValueError, TypeError) as error:
         kind = UnsupportedError if isinstance(error, TypeError) else ArgumentError
         remedy = "a tensor, or a PerReplica of tensors"
-        raise kind(message("this cannot be converted to a tensor.", shown(value), remedy)) from error
+        raise kind.of("this cannot be converted to a tensor.", shown(value), remedy) from error
 
 
 def _broadcast_source(tensor: Any) -> Any:
@@ -392,7 +387,7 @@ def _is_reducible(x: Any) -> bool:
 def _in_device_scope(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Return a function of tensors that runs on their device."""
 
-    @functools.wraps(function)
+    @wraps(function)
     def scoped(xs: list[Any]) -> Any:
         with tf.device(xs[0].device or None):
             return function(xs)
