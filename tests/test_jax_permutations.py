@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from planned import planned
 
 import crossreduce as cr
-from crossreduce.engines.jax.matchings import matchings
-from crossreduce.engines.jax.permutations import compile_permutations
+from crossreduce.engines.jax.permutations import compile_permutations, matchings
 from crossreduce.lowering import lower
 from crossreduce.planning import PLANNERS
 

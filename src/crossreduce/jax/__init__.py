@@ -11,17 +11,17 @@ import logging
 import sys
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any, Final
+from itertools import pairwise, permutations
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..engines.jax import spmd
-from ..engines.jax.axes import MeshAxes, varying
+from ..engines.jax.axes import MeshAxes, read_axes, varying
 from ..engines.jax.permutations import compile_permutations
-from ..errors import ReductionError, UnsupportedError, shown
+from ..errors import ArgumentError, ReductionError, UnsupportedError, shown
 from ..frameworks import Array
 from ..frameworks.jax import FRAMEWORK, finish
 from ..lowering import Program, lower
@@ -33,7 +33,6 @@ from ..planning import Request, hierarchical_copy, schedule_for
 from ..topology import Topology
 from ..validation import read_op
 from ..values import IndexedSlices, host_devices
-from .arguments import ReduceSpec, read_spec
 
 __all__ = ["all_reduce"]
 
@@ -92,9 +91,8 @@ def all_reduce(
             return crossreduce.jax.all_reduce({"loss": (x * x).mean()}, "data", "mean")
     """
     op = read_op(op)
-    spec = read_spec(
-        axis_name, topology, algorithm_name(algorithm), count("num_packs", num_packs, "1 is one tree") or 1
-    )
+    packs = count("num_packs", num_packs, "1 is one tree") or 1
+    spec = _read_spec(axis_name, topology, algorithm_name(algorithm), packs)
     listed, structure = jax.tree_util.tree_flatten_with_path(x, is_leaf=_is_sparse)
     leaves: list[Any] = []
     for path, leaf in listed:
@@ -113,6 +111,31 @@ def all_reduce(
         for number, leaf in zip(members, _reduced([leaves[k] for k in members], numbers, spec), strict=True):
             leaves[number] = leaf
     return jax.tree_util.tree_unflatten(structure, leaves)
+
+
+class _ReduceSpec(NamedTuple):
+    """How a call reduces: over which axes and by which algorithm.
+
+    ``topology``: its devices are the positions along the axes, in order; ``None``: all links are equal.
+    """
+
+    axes: MeshAxes
+    algorithm: str
+    topology: Topology | None
+    packs: int
+
+
+def _read_spec(axis_name: Any, topology: Any, algorithm: str, packs: int) -> _ReduceSpec:
+    """Return the spec of a call, after checking its axes and the size of its topology."""
+    axes = read_axes(axis_name)
+    if topology is not None and not isinstance(topology, Topology):
+        remedy = f"algorithm={topology!r}" if isinstance(topology, str) else 'Topology.machine("dgx-1v")'
+        raise ArgumentError.of("topology must be a Topology.", shown(topology), remedy)
+    if topology is not None and len(topology.devices) != axes.devices:
+        problem = "the topology must have one device for each position along the axis."
+        given = f"{len(topology.devices)} devices; {axes.devices} positions along {axes}"
+        raise ArgumentError.of(problem, given, "topology.subset(...), or other axes")
+    return _ReduceSpec(axes, "auto" if algorithm == "nccl" else algorithm, topology, min(packs, axes.devices))
 
 
 # ---- leaves -------------------------------------------------------------------------------------------------------
@@ -161,21 +184,18 @@ def _gathered(x: Array, axes: MeshAxes) -> Array:
 # ---- packing ------------------------------------------------------------------------------------------------------
 
 
-def _reduced(xs: list[Array], numbers: Numbers, spec: ReduceSpec) -> list[Array]:
+def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
     """Reduce arrays of one dtype. A program reduces all of them joined; XLA's collective, the small ones joined."""
     program = _program(spec, numbers.op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
-    small = SMALL_BYTES if _all_manual() else 0
-    joined: list[int] = []
-    alone: list[list[int]] = []
-    for k, x in enumerate(xs):
-        if program is not None or x.nbytes < small:
-            joined.append(k)
-        else:
-            alone.append([k])
-    results = list(xs)
+    # To flatten an array, XLA would have to gather an axis of the mesh that it partitions.
+    kinds = jax.sharding.get_abstract_mesh().axis_types or ()
+    small = SMALL_BYTES if all(kind is jax.sharding.AxisType.Manual for kind in kinds) else 0
+    joined = [k for k, x in enumerate(xs) if program is not None or x.nbytes < small]
     most = len(xs) if program is not None else MAX_JOINED
     groups = [joined[k : k + most] for k in range(0, len(joined), most)]
-    for group in groups + alone:
+    groups += [[k] for k in sorted({*range(len(xs))} - {*joined})]
+    results = list(xs)
+    for group in groups:
         flat = xs[group[0]] if len(group) == 1 else jnp.concatenate([xs[k].reshape(-1) for k in group])
         total = finish(numbers, _total(flat.astype(numbers.accumulator), numbers.op, program, spec.axes))
         start = 0
@@ -186,15 +206,10 @@ def _reduced(xs: list[Array], numbers: Numbers, spec: ReduceSpec) -> list[Array]
     return results
 
 
-def _all_manual() -> bool:
-    """Return whether XLA partitions no axis of the mesh; to flatten an array, it would have to gather such an axis."""
-    return all(kind is jax.sharding.AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types or ())
-
-
 # ---- planning -----------------------------------------------------------------------------------------------------
 
 
-def _program(spec: ReduceSpec, op: ReduceOp, nbytes: int) -> Program | None:
+def _program(spec: _ReduceSpec, op: ReduceOp, nbytes: int) -> Program | None:
     """Return the program for a buffer, or ``None`` if XLA's own collective is as good as any program."""
     axes, algorithm, topology, packs = spec
     names = host_devices(axes.devices)
@@ -217,8 +232,8 @@ def _program(spec: ReduceSpec, op: ReduceOp, nbytes: int) -> Program | None:
     else:
         schedule = schedule_for(Request("all_reduce", names, names, algorithm, packs=packs))
     program = lower(schedule)
-    permutations = compile_permutations(program).permutation_count
-    _log_plan(axes, f"{schedule.head}, {permutations} permutations; devices {', '.join(schedule.devices)}")
+    number = compile_permutations(program).permutation_count
+    _log_plan(axes, f"{schedule.head}, {number} permutations; devices {', '.join(schedule.devices)}")
     return program
 
 
@@ -235,11 +250,9 @@ def _is_uniform(topology: Topology) -> bool:
     (True, True, False)
     """
     kinds = set()
-    for src in topology.devices:
-        for dst in topology.devices:
-            if src != dst:
-                links = [topology.link(*pair) for pair in pairwise(topology.route(src, dst) or ())]
-                kinds.add(tuple((link.bandwidth, link.latency_s) for link in links if link is not None))
+    for ends in permutations(topology.devices, 2):
+        links = [topology.by_ends[pair] for pair in pairwise(topology.route(*ends) or ())]
+        kinds.add(tuple((link.bandwidth, link.latency_s) for link in links))
     return len(kinds) <= 1 and all(1 <= len(kind) <= 2 for kind in kinds)
 
 

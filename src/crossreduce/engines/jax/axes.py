@@ -1,6 +1,6 @@
 """The mesh axes that a collective in SPMD code runs over, and arrays that vary over them.
 
-Input: values that the caller has read from JAX. Output: ``MeshAxes``.
+Input: the names of axes, inside a function that JAX traces. Output: ``MeshAxes``, or AxisError for unknown names.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax import lax
 
+from ...errors import ArgumentError, AxisError, shown
 from ...frameworks import Array
 
 
@@ -53,3 +55,27 @@ def varying(x: Array) -> frozenset[Hashable]:
     kind = jax.typeof(x)
     found: frozenset[Hashable] = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return found
+
+
+def read_axes(axis_name: Any) -> MeshAxes:
+    """Return the axes of a name, or of a tuple or list of names.
+
+    Raises:
+      AxisError: an axis does not exist here.
+      ArgumentError: no axis, or an axis is listed twice.
+    """
+    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    try:
+        if not names or len(set(names)) < len(names):
+            problem = "axis_name must be the name of one axis, or of several different axes."
+            raise ArgumentError.of(problem, shown(axis_name), "an axis")
+        sizes = tuple(int(lax.axis_size(name)) for name in names)
+        # The type of a device's position is a varying one only if shard_map checks.
+        checked = any(varying(lax.axis_index(name)) for name in names)
+    except (NameError, TypeError) as error:
+        remedy = "a name of the mesh's axes, inside jax.shard_map (or jax.pmap and jax.vmap with axis_name=)"
+        raise AxisError.of("this axis does not exist here.", shown(axis_name), remedy) from error
+    mesh = jax.sharding.get_abstract_mesh()
+    mapped = not set(names) <= set(mesh.manual_axes)  # vmap may use the name of an axis of the current mesh
+    order = range(len(names)) if mapped else sorted(range(len(names)), key=lambda k: mesh.axis_names.index(names[k]))
+    return MeshAxes(names, sizes, tuple(order), checked, mapped)

@@ -23,8 +23,7 @@ from ...frameworks.jax import FUNCTIONS
 from ...lowering import Program
 from ...ops import ReduceOp
 from .axes import MeshAxes
-from .matchings import Pair
-from .permutations import Permutation, PermutationProgram, Place, Table, compile_permutations, ranges
+from .permutations import Pair, Permutation, PermutationProgram, Place, Table, compile_permutations, ranges
 
 _SELECTED: Final = 2
 """Up to this number of blocks, a device selects its rows with ``where``. Of more blocks, it joins all and cuts its rows
