@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -118,12 +117,14 @@ def collective(schedule: Schedule, largest: int | None = None) -> Collective:
     kind, root = _kind(schedule, [chunk for _, chunk in chunks])
     units = math.lcm(*(chunk.share.denominator for _, chunk in chunks))
     if kind in ("reducescatter", "allgather"):  # each chunk is in the part of its destination or source
-
-        def owner(chunk: ChunkProgram) -> int:
-            return (chunk.sources if kind == "allgather" else chunk.destinations)[0]
-
-        _check_equal_parts(schedule, kind, [(owner(chunk), chunk.share) for _, chunk in chunks])
-        chunks.sort(key=lambda entry: owner(entry[1]))
+        ends = {number: chunk.sources if kind == "allgather" else chunk.destinations for number, chunk in chunks}
+        chunks.sort(key=lambda entry: ends[entry[0]])
+        for rank, device in enumerate(schedule.devices):
+            part = sum(chunk.share for number, chunk in chunks if ends[number] == (rank,))
+            if part * len(schedule.devices) != 1:
+                problem = f"every rank has an equal part of the buffer in NCCL's {kind}."
+                equal = f"1/{len(schedule.devices)}"
+                raise PlanError.of(problem, f"{device} has {part} of it", f"chunks of {device} that add up to {equal}")
     blocks, start = [], 0
     for number, chunk in chunks:
         end = start + int(chunk.share * units)
@@ -154,13 +155,3 @@ def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | No
     problem = "NCCL's collectives have all ranks as sources, as destinations, or both, for every chunk."
     given = f"{schedule.head}: {len(sources)} sets of sources, {len(destinations)} sets of destinations"
     raise PlanError.of(problem, given, "all devices as sources or as destinations")
-
-
-def _check_equal_parts(schedule: Schedule, kind: str, owned: list[tuple[int, Fraction]]) -> None:
-    n = len(schedule.devices)
-    for rank in range(n):
-        part = sum(share for owner, share in owned if owner == rank)
-        if part * n != 1:
-            problem = f"every rank has an equal part of the buffer in NCCL's {kind}."
-            given = f"{schedule.devices[rank]} has {part} of it, {n} ranks"
-            raise PlanError.of(problem, given, f"chunks of {schedule.devices[rank]} that add up to 1/{n}")

@@ -74,9 +74,8 @@ class GraphLayout:
         """Return a line without its part under the box of its first node."""
         centre, wide, high = self.positions[node], half_width(node) + 0.05, NODE + 0.05
         offsets = [point - centre for point in points]
-        left = next(
-            (k for k, off in enumerate(offsets) if abs(off.real) > wide or abs(off.imag) > high), len(points) - 1
-        )
+        outside = (k for k, off in enumerate(offsets) if abs(off.real) > wide or abs(off.imag) > high)
+        left = next(outside, len(points) - 1)
         start, rest = offsets[left - 1], offsets[left] - offsets[left - 1]
         most = 0.4 if len(points) == 2 else 1.0  # between nodes that are too near, a part of the line remains
         x = (math.copysign(wide, rest.real) - start.real) / (rest.real or 1e-9)
@@ -120,11 +119,9 @@ def graph_layout(topology: Topology) -> GraphLayout:
     if len(hosts) > 1:
         return _hosts(hosts, switches, near)
     shape = None if switches else _grid(topology.devices, near)
-    return (
-        GraphLayout(_circle(topology.devices, switches, near))
-        if shape is None
-        else _on_grid(topology.devices, near, shape)
-    )
+    if shape is not None:
+        return _on_grid(topology.devices, near, shape)
+    return GraphLayout(_circle(topology.devices, switches, near))
 
 
 def _grid(devices: Sequence[str], near: dict[str, set[str]]) -> tuple[int, ...] | None:
@@ -132,9 +129,8 @@ def _grid(devices: Sequence[str], near: dict[str, set[str]]) -> tuple[int, ...] 
     n = len(devices)
     sides = [side for side in range(2, n) if n % side == 0]
     shapes = [(a, n // a) for a in sides] + [(a, b, n // (a * b)) for a in sides for b in sides if n // (a * b) > 1]
-    for shape in sorted(
-        (shape for shape in shapes if math.prod(shape) == n), key=lambda shape: (len(shape), sum(shape))
-    ):
+    shapes = [shape for shape in shapes if math.prod(shape) == n]
+    for shape in sorted(shapes, key=lambda shape: (len(shape), sum(shape))):
         cells = dict(zip(devices, product(*map(range, shape)), strict=True))
         pairs = [(cells[a], cells[b]) for a in devices for b in near[a] if cells[a] < cells[b]]
         expected = sum(n // side * (side - 1) for side in shape)  # links between neighbours

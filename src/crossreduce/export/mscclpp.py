@@ -28,13 +28,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..errors import ArgumentError, PlanError, shown
 from ..lowering import Instruction
 from ..schedule import Schedule
 from .collective import Collective, Location, collective
-from .placement import Placement
+from .placement import MemoryPlacement
 
 MOST_OPERATIONS: Final = 64  # MAX_OPERATION of a threadblock
 MOST_CHANNELS: Final = 16  # MAX_CHANNEL of a threadblock; also the limit of its remote buffers
@@ -120,14 +120,14 @@ class _Event:
     """One action of a threadblock of a rank.
 
     Args:
-      kind: "put", "wait", "re", "copy" or, before all others, "begin".
+      kind: "put", "signal", "wait", "re", "copy" or, before all others, "begin".
       time: an event depends only on events of earlier times, and on events of its time that were made before it.
-      pair: of a put or wait.
-      data: of a wait: whether it waits for a put, or for the permission to put.
+      pair: of a put; of a signal or wait, the pair of its put.
+      data: of a signal or wait: whether it is for the data of a put, or for the permission to put.
       since: of a wait: the time of the event whose end is signalled.
       srcs: the memory that it reads.
       dst: the memory that it writes.
-      after: the signals that follow it; each has the fields ``pair`` and ``data`` of its wait.
+      signals: those that follow it.
     """
 
     kind: str
@@ -137,7 +137,12 @@ class _Event:
     since: int = -1
     srcs: tuple[Extent, ...] = ()
     dst: Extent = ("", 0, 0)
-    after: list[tuple[Pair, bool]] = field(default_factory=list)
+    signals: list[_Event] = field(default_factory=list)
+
+    @property
+    def ends(self) -> Pair:
+        """Of a signal or wait: the rank that signals, and the rank that waits."""
+        return self.pair if self.data else self.pair[::-1]
 
 
 class _BlockEvents:
@@ -145,9 +150,9 @@ class _BlockEvents:
 
     def __init__(self, made: Collective, blocks: list[int], *, inplace: bool) -> None:
         self.made = made
-        self.placement = Placement(made, blocks, inplace=inplace)
+        self.placement = MemoryPlacement(made, blocks, inplace=inplace)
         self.time = 0
-        self.events = [[_Event("begin", -1)] for _ in range(made.ranks)]
+        self.events = [[_Event("begin", 0)] for _ in range(made.ranks)]
         self.touched: dict[tuple[int, int], int] = {}  # by rank and block: its last event that uses the block's memory
         self.cleared: dict[Pair, int] = {}  # the last event of the receiver of which the sender was notified
         for b in blocks:
@@ -207,13 +212,13 @@ class _BlockEvents:
         src, dst = pair
         needed = 0 if fresh else self.touched.get((dst, b), 0)
         if self.cleared.get(pair, -1) < needed:
-            now = self.events[dst][needed]
-            now.after.append((pair, False))
+            last = self.events[dst][needed]
+            last.signals.append(_Event("signal", last.time, pair, data=False))
             self.cleared[pair] = needed
-            self._event(src, "wait", pair=pair, data=False, since=now.time)
+            self._event(src, "wait", pair=pair, data=False, since=last.time)
         own = self._extent(src, b, self.placement.locations[b, value])
-        self._event(src, "put", pair=pair, srcs=(own,), dst=self._extent(dst, b, target))
-        self.events[src][-1].after.append((pair, True))
+        signals = [_Event("signal", self.time, pair)]
+        self._event(src, "put", pair=pair, srcs=(own,), dst=self._extent(dst, b, target), signals=signals)
         self.touched[src, b] = len(self.events[src]) - 1
         self.placement.read(b, value)
 
@@ -224,53 +229,35 @@ class _BlockEvents:
         """Return a location in the buffer whose address other ranks have: in place, the larger of input and output."""
         return (*self.placement.memory(rank, location), self.made.blocks[b].size)
 
-    def order(self, rank: int) -> list[_Item]:
+    def order(self, rank: int) -> list[_Event]:
         """Return a rank's events and signals in the order of the plan.
 
         A wait moves ahead of puts and signals of later times than the event that it waits for, so that waits are
         adjacent; puts move ahead of adjacent signals, so that one ``nop`` serves all of them.
         """
-        items: list[_Item] = []
+        ordered: list[_Event] = []
         for event in self.events[rank]:
-            at = len(items)
-            if event.kind == "wait":
-                while at and items[at - 1].kind in ("put", "signal") and items[at - 1].time > event.since:
-                    at -= 1
-            elif event.kind == "put":
-                while at and items[at - 1].kind == "signal":
-                    at -= 1
+            at = len(ordered)
+            passes = {"wait": ("put", "signal"), "put": ("signal",)}.get(event.kind, ())
+            while at and ordered[at - 1].kind in passes and ordered[at - 1].time > event.since:
+                at -= 1
             if event.kind != "begin":
-                items.insert(at, _Item(event.kind, event.time, event.pair, event.data, event))
-            items += [_Item("signal", event.time, pair, data, event) for pair, data in event.after]
-        return items
+                ordered.insert(at, event)
+            ordered += event.signals
+        return ordered
 
 
-class _Item(NamedTuple):
-    """An event, or a signal that follows it."""
-
-    kind: str
-    time: int
-    pair: Pair
-    data: bool
-    event: _Event
-
-    @property
-    def ends(self) -> Pair:
-        """Of a signal or wait: the rank that signals, and the rank that waits."""
-        return self.pair if self.data else self.pair[::-1]
-
-
-def _channels(orders: list[list[_Item]]) -> dict[Pair, int]:
+def _channels(orders: list[list[_Event]]) -> dict[Pair, int]:
     """Return for each pair of ranks which of the channels between the two its puts use, 0 or 1.
 
     A channel has one counter for each direction. Puts in both directions share a channel, if each wait then still
     counts its own signal.
     """
-    pairs = {item.pair for items in orders for item in items if item.kind == "put"}
+    pairs = {event.pair for events in orders for event in events if event.kind == "put"}
     separate = set()
-    for ends in {item.ends for items in orders for item in items if item.kind == "signal"}:
+    for ends in {event.ends for events in orders for event in events if event.kind == "signal"}:
         signals, waits = (
-            [(item.pair, item.data) for item in orders[rank] if item.kind == kind and item.ends == ends]
+            [(event.pair, event.data) for event in orders[rank] if event.kind == kind and event.ends == ends]
             for rank, kind in zip(ends, ("signal", "wait"), strict=True)
         )
         if signals != waits:
@@ -288,68 +275,65 @@ class _GpuPlan:
         self.buffers: list[tuple[int, str]] = []  # of others: rank and buffer
         self.threadblocks: list[dict[str, Any]] = []
 
-    def add(self, items: list[_Item], channels: dict[Pair, int], bases: list[int]) -> None:
+    def add(self, events: list[_Event], channels: dict[Pair, int], bases: list[int]) -> None:
         """Add a threadblock. ``channels`` numbers this GPU's channels; scratch memory begins at ``bases``, by rank."""
         block = _ThreadblockPlan(self, channels, bases)
-        for item in items:
-            block.add(item)
+        for event in events:
+            block.add(event)
         block.flush()
         if block.ops:
             self.threadblocks.append(block.content(len(self.threadblocks)))
 
 
 class _ThreadblockPlan:
-    """The operations of one threadblock; adjacent items of one kind become one operation."""
+    """The operations of one threadblock; adjacent events of one kind become one operation."""
 
     def __init__(self, gpu: _GpuPlan, channels: dict[Pair, int], bases: list[int]) -> None:
         self.gpu, self.number, self.bases = gpu, channels, bases
         self.ops: list[dict[str, Any]] = []
         self.channels: list[int] = []
         self.buffers: list[int] = []
-        self.open: list[_Item] = []  # items of one kind that become one operation
+        self.open: list[_Event] = []  # events of one kind that become one operation
         self.unread = False  # after a wait, until the threads are synchronised
         self.dirty = ""  # the last operation on data, until the threads are synchronised
 
-    def add(self, item: _Item) -> None:
-        """Add an item, to the open operation if possible."""
-        if self.open and not self._joins(item):
+    def add(self, event: _Event) -> None:
+        """Add an event, to the open operation if possible."""
+        if self.open and not self._joins(event):
             self.flush()
-        self.open.append(item)
+        self.open.append(event)
 
-    def _joins(self, item: _Item) -> bool:
+    def _joins(self, event: _Event) -> bool:
         first = self.open[0]
-        if item.kind != first.kind or item.kind in ("re", "copy") or len(self.open) == MOST_AT_ONCE:
+        if event.kind != first.kind or event.kind in ("re", "copy") or len(self.open) == MOST_AT_ONCE:
             return False
-        if item.kind == "put":
-            return item.event.srcs[0][0] == first.event.srcs[0][0]
-        return self.number[item.pair] not in [self.number[other.pair] for other in self.open]
+        if event.kind == "put":
+            return event.srcs[0][0] == first.srcs[0][0]
+        return self.number[event.pair] not in [self.number[other.pair] for other in self.open]
 
     def flush(self) -> None:
-        """Write the open items as one operation."""
-        items, self.open = self.open, []
-        if not items:
+        """Write the open events as one operation."""
+        events, self.open = self.open, []
+        if not events:
             return
-        kind = items[0].kind
+        kind = events[0].kind
         if kind in ("signal", "wait"):
             if kind == "signal" and self.dirty:
                 self._sync_threads()
-            ids = [_index(self.channels, self.number[item.pair]) for item in items]
+            ids = [_index(self.channels, self.number[event.pair]) for event in events]
             self.ops.append({"name": kind, "channel_ids": ids, "channel_type": "memory"})
             self.unread = self.unread or kind == "wait"
             return
         if self.unread or (self.dirty and (kind, self.dirty) != ("put", "put")):
             self._sync_threads()
         self.dirty = kind
-        own = self.gpu.rank
-        op = {
-            "name": kind,
-            "src_buff": [self._local(own, src) for item in items for src in item.event.srcs],
-            "dst_buff": [
-                self._remote(item.pair[1], item.event.dst) if kind == "put" else self._local(own, item.event.dst)
-                for item in items
-            ],
-        }
-        self.ops.append(op | {"put": {"channel_type": "memory"}, "re": {"reduce_op": "sum"}}.get(kind, {}))
+        srcs = [self._local(self.gpu.rank, src) for event in events for src in event.srcs]
+        dsts = [
+            self._remote(event.pair[1], event.dst) if kind == "put" else self._local(self.gpu.rank, event.dst)
+            for event in events
+        ]
+        extra = {"put": {"channel_type": "memory"}, "re": {"reduce_op": "sum"}}.get(kind, {})
+        self.ops.append({"name": kind, "src_buff": srcs, "dst_buff": dsts, **extra})
 
     def _sync_threads(self) -> None:
         self.ops.append({"name": "nop"})
@@ -422,16 +406,12 @@ def _gpus(schedule: Schedule, made: Collective, groups: list[_BlockEvents]) -> l
 def _check(schedule: Schedule, gpus: list[_GpuPlan]) -> None:
     for gpu in gpus:
         for block in gpu.threadblocks:
-            for what, count, most in (
-                ("operations", len(block["ops"]), MOST_OPERATIONS),
-                ("channels", sum(len(used["channel_ids"]) for used in block["channels"]), MOST_CHANNELS),
-                (
-                    "remote buffers",
-                    sum(len(r["remote_buffer_ids"]) for r in block["remote_buffer_refs"]),
-                    MOST_CHANNELS,
-                ),
-            ):
-                if count > most:
-                    problem = f"MSCCL++ has {most} {what} per threadblock, {schedule.devices[gpu.rank]} needs {count}."
+            channels = [number for used in block["channels"] for number in used["channel_ids"]]
+            buffers = [number for used in block["remote_buffer_refs"] for number in used["remote_buffer_ids"]]
+            limits = (block["ops"], MOST_OPERATIONS), (channels, MOST_CHANNELS), (buffers, MOST_CHANNELS)
+            for what, (used, most) in zip(("operations", "channels", "remote buffers"), limits, strict=True):
+                if len(used) > most:
+                    device = schedule.devices[gpu.rank]
+                    problem = f"MSCCL++ has {most} {what} per threadblock, {device} needs {len(used)}."
                     remedy = "fewer packs or trees, a larger threadblocks=, another algorithm, fewer devices"
                     raise PlanError.of(problem, schedule.head, remedy)

@@ -21,6 +21,7 @@ from ..devices import parse
 from ..errors import ArgumentError, PlanError, shown
 from ..lowering import Program, lower
 from ..schedule import Schedule
+from ..schedule.simulate import Pair, route_links
 from ..topology import Topology
 from .collective import collective
 
@@ -73,8 +74,11 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
         raise ArgumentError.of("each ring appears at least once.", shown(copies), "copies=1")
     if (topology is None) == (gb_per_s is None):
         raise ArgumentError.of("a topology or gb_per_s determines the speed.", "neither or both", "one of them")
-    numbers = _numbers(schedule)
-    program = lower(schedule)
+    devices = [parse(name) for name in schedule.devices]
+    for device in devices:
+        if device.kind != "cuda" or device.logical or device.host != devices[0].host:
+            remedy = "devices such as cuda:0, cuda:1; one file per host"
+            raise PlanError.of("an NCCL graph describes the GPUs of one host.", ", ".join(schedule.devices), remedy)
     shares = rings(schedule)
     parts = math.lcm(*(share.denominator for share in shares.values()))
     counts = {cycle: int(share * parts) for cycle, share in shares.items()}
@@ -84,7 +88,7 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
         given = f"{len(shares)} rings with shares {', '.join(map(str, shares.values()))}, {copies} copies"
         problem = f"NCCL has {MOST_CHANNELS} channels, these rings need {len(channels)}."
         raise PlanError.of(problem, given, "rounder shares, or fewer copies")
-    speed = float(_speed(program, topology, channels) if topology is not None else gb_per_s or 0)
+    speed = float(_speed(lower(schedule), topology, channels) if topology is not None else gb_per_s or 0)
     if not 0 < speed < math.inf:
         raise ArgumentError.of("the speed of a channel must be above 0.", shown(gb_per_s), "gb_per_s=20")
     lines = [
@@ -94,7 +98,9 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
         f'samechannels="{int(len(shares) == 1)}">',
     ]
     for cycle in channels:
-        gpus = [f'      <gpu dev="{_dev(numbers[device])}"/>' for device in cycle]
+        # Older versions of NCCL read 10 as ten, newer ones as sixteen; all of them read 0xa as ten.
+        numbers = [devices[rank].index for rank in cycle]
+        gpus = [f'      <gpu dev="{k if k < 10 else hex(k)}"/>' for k in numbers]
         lines += ["    <channel>", *gpus, "    </channel>"]
     return "\n".join([*lines, "  </graph>", "</graphs>", ""])
 
@@ -148,38 +154,13 @@ def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[i
     return (*path[zero:], *path[:zero])
 
 
-def _numbers(schedule: Schedule) -> list[int]:
-    devices = [parse(name) for name in schedule.devices]
-    for device in devices:
-        if device.kind != "cuda" or device.logical or device.host != devices[0].host:
-            remedy = "devices such as cuda:0, cuda:1; one file per host"
-            raise PlanError.of("an NCCL graph describes the GPUs of one host.", ", ".join(schedule.devices), remedy)
-    return [device.index for device in devices]
-
-
-def _dev(number: int) -> str:
-    # Older versions of NCCL read 10 as ten, newer ones as sixteen; all of them read 0xa as ten.
-    return str(number) if number < 10 else f"{number:#x}"
-
-
 def _speed(program: Program, topology: Topology, channels: list[tuple[int, ...]]) -> Fraction:
     """Return the bandwidth of each channel if all channels are used at the same time."""
     transfers = chain.from_iterable(program.transfers)
     routes = {(transfer.src, transfer.dst): transfer.through for transfer in transfers if transfer.through}
-    used: Counter[tuple[str, str]] = Counter()
+    used: Counter[Pair] = Counter()
     for cycle in channels:
-        for src, dst in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
+        for src, dst in pairwise((*cycle, cycle[0])):
             ends = program.devices[src], program.devices[dst]
-            through = routes.get((src, dst))
-            nodes = topology.route(*ends) if through is None else (ends[0], *through, ends[1])
-            if nodes is None:
-                problem = "the topology has no route between two neighbours of the ring."
-                raise PlanError.of(problem, " -> ".join(ends), repr(topology))
-            used.update(pairwise(nodes))
-    speeds = []
-    for (a, b), count in used.items():
-        link = topology.link(a, b)
-        if link is None:
-            raise PlanError.of("the topology lacks a link of the ring.", f"{a} -> {b}", repr(topology))
-        speeds.append(link.bandwidth / count)
-    return min(speeds)
+            used.update(route_links(topology, *ends, routes.get((src, dst))))
+    return min(topology.by_ends[ends].bandwidth / count for ends, count in used.items())

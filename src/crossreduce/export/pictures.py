@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -53,13 +54,9 @@ def draw_topology(topology: Topology, path: str | os.PathLike[str], *, title: st
     """
     if not isinstance(topology, Topology):
         raise ArgumentError.of("draw_topology takes a Topology.", shown(topology), "Topology.ring(4)")
-    counts = {"device": topology.devices, "switch": topology.switches, "link": topology.links}
-    many = {"switch": "switches"}
-    head = ", ".join(
-        f"{len(parts)} {what if len(parts) == 1 else many.get(what, what + 's')}"
-        for what, parts in counts.items()
-        if parts
-    )
+    plurals = {"device": "devices", "switch": "switches", "link": "links"}
+    counts = zip(map(len, (topology.devices, topology.switches, topology.links)), plurals, strict=True)
+    head = ", ".join(f"{n} {noun if n == 1 else plurals[noun]}" for n, noun in counts if n)
     layout = graph_layout(topology)
     wide, high = layout.size
     width = max(wide, 5.2)
@@ -161,17 +158,16 @@ def _trees(schedule: Schedule, topology: Topology) -> list[_Tree]:
         frozenset(chunk.sources if len(chunk.sources) == 1 else (i.device for i in chunk.instructions if i.final))
         for chunk in program.chunks
     ]
-    transfers_of: list[list[tuple[int, int, tuple[str, ...] | None, bool]]] = [[] for _ in program.chunks]
-    for transfers in program.transfers:
-        for c, src, dst, through, final in transfers:
-            transfers_of[c].append((src, dst, through, final))
+    transfers_of: list[list[tuple[Any, ...]]] = [[] for _ in program.chunks]
+    for c, *transfer in chain.from_iterable(program.transfers):
+        transfers_of[c].append(tuple(transfer))
     alike: dict[Any, list[int]] = {}
-    for c, edges in enumerate(transfers_of):
-        alike.setdefault((roots[c], tuple(edges)), []).append(c)
+    for c, transfers in enumerate(transfers_of):
+        alike.setdefault((roots[c], tuple(transfers)), []).append(c)
     trees = []
-    for (tops, edges), chunks in alike.items():
+    for (tops, transfers), chunks in alike.items():
         links: Counter[tuple[str, str, bool]] = Counter()
-        for src, dst, through, final in edges:
+        for src, dst, through, final in transfers:
             pairs = route_links(topology, program.devices[src], program.devices[dst], through)
             links.update((*pair, final) for pair in pairs)
         share = sum((program.chunks[c].share for c in chunks), Fraction(0))
@@ -225,10 +221,8 @@ def _panel(figure: Any, layout: GraphLayout, left: float, bottom: float, scale: 
     ax.set_xlim(low.real, up.real)
     ax.set_ylim(low.imag, up.imag)
     for name, corner, opposite in layout.hosts:
-        span = opposite - corner
-        ax.add_patch(
-            Rectangle((corner.real, corner.imag), span.real, span.imag, facecolor="#f6f8fa", edgecolor=_GREY, lw=scale)
-        )
+        start, span = (corner.real, corner.imag), opposite - corner
+        ax.add_patch(Rectangle(start, span.real, span.imag, facecolor="#f6f8fa", edgecolor=_GREY, lw=scale))
         upper = corner.imag > 0  # the name is on the side without links
         y, va = (opposite.imag + 0.04, "bottom") if upper else (corner.imag - 0.06, "top")
         if scale >= _READABLE:
@@ -248,32 +242,16 @@ def _nodes(ax: Any, topology: Topology, layout: GraphLayout, scale: float, roots
 
     dark = {*roots, *(switch.name for switch in topology.switches if switch.reduces)}
     for node, position in layout.positions.items():
-        device = node in topology.devices
-        half = half_width(node)
-        box = FancyBboxPatch(
-            (position.real - half + 0.08, position.imag - NODE + 0.08),
-            2 * half - 0.16,
-            2 * NODE - 0.16,
-            boxstyle=f"round,pad=0.08,rounding_size={0.08 if device else 0.01}",
-            facecolor=_INK if node in dark else "white" if device else _PALE,
-            edgecolor=_INK if device else "#6b7683",
-            linewidth=scale,
-            zorder=4,
-        )
+        device, half = node in topology.devices, half_width(node)
+        corner = position.real - half + 0.08, position.imag - NODE + 0.08
+        style = f"round,pad=0.08,rounding_size={0.08 if device else 0.01}"
+        face = _INK if node in dark else "white" if device else _PALE
+        edge = _INK if device else "#6b7683"
+        box = FancyBboxPatch(corner, 2 * half - 0.16, 2 * NODE - 0.16, style, fc=face, ec=edge, lw=scale, zorder=4)
         ax.add_patch(box)
-        if scale < _READABLE:
-            continue
-        ink = "white" if node in dark else _INK
-        ax.text(
-            position.real,
-            position.imag,
-            label(node),
-            ha="center",
-            va="center_baseline",
-            fontsize=7.5 * scale,
-            color=ink,
-            zorder=5,
-        )
+        if scale >= _READABLE:
+            text = ax.text(position.real, position.imag, label(node), ha="center", va="center_baseline", zorder=5)
+            text.set(fontsize=7.5 * scale, color="white" if node in dark else _INK)
 
 
 def _lines(ax: Any, lines: list[list[complex]], colours: Any, width: float, head: float) -> None:
@@ -323,9 +301,8 @@ def _figure(path: str | os.PathLike[str], width: float, height: float, title: st
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise BackendError(
-            f"pictures need matplotlib, which cannot be imported: {error}\n  try:   pip install 'crossreduce[plot]'"
-        ) from error
+        problem = f"pictures need matplotlib, which cannot be imported: {error}"
+        raise BackendError.of(problem, remedy="pip install 'crossreduce[plot]'") from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         # Text in files can be searched; names are not formulas; files do not contain a random salt.
@@ -334,10 +311,8 @@ def _figure(path: str | os.PathLike[str], width: float, height: float, title: st
         figure.suptitle(title, fontsize=12, y=1 - 0.15 / height)
         yield figure
         drawn = io.BytesIO()
-        if kind == "svg":
-            figure.savefig(drawn, format=kind, metadata={"Date": None, "Creator": "crossreduce", "Title": title})
-        else:
-            figure.savefig(drawn, format=kind, metadata={"Software": None, "Title": title})
+        about = {"Date": None, "Creator": "crossreduce"} if kind == "svg" else {"Software": None}
+        figure.savefig(drawn, format=kind, metadata=about | {"Title": title})
     target = Path(os.path.realpath(path))
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         part = Path(folder) / target.name

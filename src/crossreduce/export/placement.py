@@ -18,7 +18,7 @@ from typing import Final
 from .collective import Collective, Location
 
 
-class Placement:
+class MemoryPlacement:
     """The locations of the values of some blocks of a collective.
 
     Values are numbered within their chunk, as in ``ChunkProgram``. A value is stored in the rank's output, if the rank
@@ -31,7 +31,7 @@ class Placement:
 
     >>> from crossreduce.planning import one_device
     >>> from crossreduce.export.collective import collective
-    >>> placement = Placement(collective(one_device(["cpu:0", "cpu:1"])), [0], inplace=True)
+    >>> placement = MemoryPlacement(collective(one_device(["cpu:0", "cpu:1"])), [0], inplace=True)
     >>> placement.store(0, 0, 2)  # cpu:0's input is not read yet
     Location(buffer='s', offset=0)
     """

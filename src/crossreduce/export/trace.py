@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
-from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from itertools import accumulate, groupby
+from operator import itemgetter
+from typing import Any, Final
 
 from ..lowering import Program, lower
 from ..schedule import Schedule, simulate
@@ -53,17 +54,17 @@ def to_chrome_trace(schedule: Schedule, topology: Topology, nbytes: int) -> str:
     rounds = _rounds(program, topology)
     count = sum(len(hops) for hops, _ in rounds)
     pieces = min(program.pieces, max(1, EVENTS // max(1, count)))
-    speeds = {(link.src, link.dst): float(link.bandwidth) * 1e9 for link in topology.links}
+    speeds = {pair: float(link.bandwidth) * 1e9 for pair, link in topology.by_ends.items()}
     rows, events = _rows(list(simulation.bytes), topology)
     ends = list(accumulate(simulation.ticks, initial=0.0))
     free = dict.fromkeys(simulation.bytes, 0.0)  # the time at which each link has carried all earlier transfers
     for t in range(min(len(simulation.ticks), len(rounds) + pieces - 1)):
         together = range(max(0, t - program.pieces + 1), min(t + 1, len(rounds)))
-        latency = max(rounds[r].latency_s for r in together)
+        latency = max(rounds[r][1] for r in together)
         details = {"rounds": f"{together[0]} to {together[-1]}", "latency_us": _us(latency)}
         events.append(_event(rows[None], f"tick {t}", "tick", ends[t], ends[t + 1], details))
         for r in reversed(together):  # the first pieces first
-            for pair, chunk, src, dst in rounds[r].hops if t - r < pieces else ():
+            for pair, chunk, src, dst in rounds[r][0] if t - r < pieces else ():
                 start = max(free[pair], ends[t] + latency)
                 free[pair] = start + sizes[chunk] / speeds[pair]
                 details = {"piece": t - r, "round": r, "bytes": sizes[chunk], "from": src, "to": dst}
@@ -80,30 +81,20 @@ def to_chrome_trace(schedule: Schedule, topology: Topology, nbytes: int) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-class _RoundTransfers(NamedTuple):
-    """A round's transfers.
+def _rounds(program: Program, topology: Topology) -> list[tuple[list[tuple[Pair, int, str, str]], float]]:
+    """Return for each round its hops (link, chunk, src, dst), and the longest latency of a route in seconds.
 
-    Args:
-      hops: link, chunk, src and dst, for each link of the route of each transfer.
-      latency_s: of the route with the longest latency.
+    A transfer has one hop for each link of its route.
     """
-
-    hops: list[tuple[Pair, int, str, str]]
-    latency_s: float
-
-
-def _rounds(program: Program, topology: Topology) -> list[_RoundTransfers]:
-    latencies = {(link.src, link.dst): link.latency_s for link in topology.links}
     rounds = []
     for transfers in program.transfers:
-        hops = []
-        longest = Fraction(0)
+        hops, latencies = [], [Fraction(0)]
         for transfer in transfers:
             ends = program.devices[transfer.src], program.devices[transfer.dst]
             pairs = route_links(topology, *ends, transfer.through)
-            longest = max(longest, sum((latencies[pair] for pair in pairs), Fraction(0)))
+            latencies.append(sum((topology.by_ends[pair].latency_s for pair in pairs), Fraction(0)))
             hops += [(pair, transfer.chunk, *ends) for pair in pairs]
-        rounds.append(_RoundTransfers(hops, float(longest)))
+        rounds.append((hops, float(max(latencies))))
     return rounds
 
 
@@ -113,17 +104,14 @@ def _rows(used: list[Pair], topology: Topology) -> tuple[dict[Pair | None, dict[
     All numbers differ, since a viewer may treat threads of one number as the same, even in different processes.
     """
     rows: dict[Pair | None, dict[str, int]] = {None: {"pid": 1, "tid": 1}}
-    names = [_name("process", rows[None], "schedule"), _name("thread", rows[None], "ticks")]
+    names = [*_name("process", rows[None], "schedule"), *_name("thread", rows[None], "ticks")]
     groups = {node: number for number, node in enumerate(topology.nodes, start=2)}
-    named = set()
-    for src, dst in sorted(used, key=lambda pair: (groups[pair[0]], groups[pair[1]])):
-        row = {"pid": groups[src], "tid": len(groups) + len(rows) + 1}
-        rows[src, dst] = row
-        if src not in named:
-            named.add(src)
-            names.append(_name("process", row, f"{src} sends"))
-        names.append(_name("thread", row, f"to {dst}"))
-    return rows, [event for pair in names for event in pair]
+    for src, pairs in groupby(sorted(used, key=lambda pair: (groups[pair[0]], groups[pair[1]])), key=itemgetter(0)):
+        for number, pair in enumerate(pairs):
+            rows[pair] = {"pid": groups[src], "tid": len(groups) + len(rows) + 1}
+            names += _name("process", rows[pair], f"{src} sends") if number == 0 else []
+            names += _name("thread", rows[pair], f"to {pair[1]}")
+    return rows, names
 
 
 def _name(what: str, row: dict[str, int], name: str) -> list[dict[str, Any]]:

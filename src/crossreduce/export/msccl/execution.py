@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...errors import ScheduleError
-from .format import LARGEST_COUNT, RECEIVES, SENDS, Algo, Threadblock, XmlSpan, XmlStep, quoted
+from ..collective import Location
+from .format import LARGEST_COUNT, RECEIVES, SENDS, Algo, Threadblock, XmlStep, quoted
 
 # The number of slots of a connection: NCCL_STEPS is 8, and a send takes one of them under LL and LL128, 4 under Simple
 # (MSCCL_CHUNKSTEPS is NCCL_STEPS / 2).
@@ -35,6 +36,7 @@ MOST_STEPS: Final = 1 << 16
 MOST_WORK: Final = 20_000_000
 
 ThreadblockId = tuple[int, int]  # a GPU and the number of its threadblock
+Connection = tuple[int, int, int]  # the sending GPU, the receiving GPU and the channel
 
 
 @dataclass
@@ -86,11 +88,11 @@ class MscclProgram:
         self.steps: list[RuntimeStep] = []
         self.blocks: dict[ThreadblockId, range] = {}
         self.notes: list[str] = []
-        parsers: dict[ThreadblockId, _ThreadblockParser] = {}
-        for g, gpu in enumerate(algo.gpus):
-            for t, block in enumerate(gpu.threadblocks):
-                parsers[g, t] = _ThreadblockParser(self, g, t)
-                parsers[g, t].run(block)
+        parsers = {
+            (g, t): _ThreadblockParser(self, g, t, block)
+            for g, gpu in enumerate(algo.gpus)
+            for t, block in enumerate(gpu.threadblocks)
+        }
         work = 2 * len(algo.gpus) * algo.chunks + sum(step.count for step in self.steps)
         if len(self.steps) > MOST_STEPS or work > MOST_WORK:
             problem = f"{self.name}: the file is too large to be verified."
@@ -102,82 +104,74 @@ class MscclProgram:
                     step.waits.append(self._signal(step, block_number, number, parsers.get((step.gpu, block_number))))
         self._connect()
 
-    def describe(self, number: int) -> str:
-        """Return a step's place in words, for messages."""
-        return f"{self.name}, {self.steps[number]}"
+    def error(self, step: RuntimeStep, text: str) -> ScheduleError:
+        """Return an error about a step."""
+        return ScheduleError(f"{self.name}, {step}: {text}")
 
     def _signal(self, step: RuntimeStep, block: int, number: int, target: _ThreadblockParser | None) -> int:
         """Return the step whose signal meets a dependency."""
         if target is None:
-            raise ScheduleError(f"{self.name}, {step}: waits for tb {block}, which gpu {step.gpu} does not have.")
+            raise self.error(step, f"waits for tb {block}, which gpu {step.gpu} does not have.")
         for count, signalling in target.signals:
             if count >= number:
                 return signalling
-        raise ScheduleError(
-            f"{self.name}, {step}: waits for tb {block}, step {number}, but no step of that threadblock signals from "
-            "there on (none has hasdep=1), so it would wait forever."
-        )
+        reason = "no step of that threadblock signals from there on (none has hasdep=1), so it would wait forever"
+        raise self.error(step, f"waits for tb {block}, step {number}, but {reason}.")
 
     def _connect(self) -> None:
         """Pair each connection's sends with its receives, in order."""
-        sends: dict[tuple[int, int, int], tuple[int, list[int]]] = {}
-        recvs: dict[tuple[int, int, int], tuple[int, list[int]]] = {}
+        # Of each connection: for "send" and "recv" the threadblock at this end, and its steps.
+        connections: defaultdict[Connection, dict[str, tuple[int, list[int]]]] = defaultdict(dict)
         for (g, t), run in self.blocks.items():
             block = self.algo.gpus[g].threadblocks[t]
             here = f"{self.name}, gpu {g}, tb {t}"
             if max(block.send, block.recv) >= 0 and not 0 <= block.channel < self.algo.channels:
                 raise ScheduleError(f"{here}: channel {block.channel} of {self.algo.channels} does not exist.")
-            for direction, peer, types, ends, key in (
-                ("send", block.send, SENDS, sends, (g, block.send, block.channel)),
-                ("recv", block.recv, RECEIVES, recvs, (block.recv, g, block.channel)),
+            for end, peer, types, pair in (
+                ("send", block.send, SENDS, (g, block.send)),
+                ("recv", block.recv, RECEIVES, (block.recv, g)),
             ):
-                if peer >= 0 and key in ends:
-                    raise ScheduleError(
-                        f"{here}: tb {ends[key][0]} has the same {direction} peer {peer} on channel {block.channel}, "
-                        "but a connection's end belongs to one threadblock."
-                    )
-                if peer >= 0:
-                    ends[key] = t, [number for number in run if self.steps[number].xml.type in types]
-        for key in {**sends, **recvs}:
-            src, dst, channel = key
-            if key not in recvs or key not in sends:
-                own, other, t = (src, dst, sends[key][0]) if key in sends else (dst, src, recvs[key][0])
-                does = "receives from" if own == src else "sends to"
-                raise ScheduleError(
-                    f"{self.name}, gpu {own}, tb {t}: no threadblock of gpu {other} {does} gpu {own} "
-                    f"on channel {channel}."
-                )
-            (t, out), (u, into) = sends[key], recvs[key]
+                if peer < 0:
+                    continue
+                known = connections[*pair, block.channel]
+                if end in known:
+                    same = f"tb {known[end][0]} has the same {end} peer {peer} on channel {block.channel}"
+                    raise ScheduleError(f"{here}: {same}, but a connection's end belongs to one threadblock.")
+                known[end] = t, [number for number in run if self.steps[number].xml.type in types]
+        for (src, dst, channel), ends in connections.items():
+            for end, own, missing in (("send", src, f"gpu {dst} receives from"), ("recv", dst, f"gpu {src} sends to")):
+                if [*ends] == [end]:
+                    problem = f"no threadblock of {missing} gpu {own} on channel {channel}."
+                    raise ScheduleError(f"{self.name}, gpu {own}, tb {ends[end][0]}: {problem}")
+            (t, out), (u, into) = ends["send"], ends["recv"]
             if len(out) != len(into):
-                raise ScheduleError(
-                    f"{self.name}, gpu {src}, tb {t}: sends {len(out)} times to gpu {dst} on channel {channel}, "
-                    f"where tb {u} receives {len(into)} times."
-                )
+                sends = f"gpu {src}, tb {t}: sends {len(out)} times to gpu {dst} on channel {channel}"
+                raise ScheduleError(f"{self.name}, {sends}, where tb {u} receives {len(into)} times.")
             for send, recv in zip(out, into, strict=True):
-                if self.steps[send].count != self.steps[recv].count:
-                    raise ScheduleError(
-                        f"{self.describe(send)}: sends {self.steps[send].count} chunks, but "
-                        f"{self.steps[recv]} receives {self.steps[recv].count} chunks."
-                    )
-                self.steps[send].receiver, self.steps[recv].sender = recv, send
+                sent, received = self.steps[send], self.steps[recv]
+                if sent.count != received.count:
+                    text = f"sends {sent.count} chunks, but {received} receives {received.count} chunks."
+                    raise self.error(sent, text)
+                sent.receiver, received.sender = recv, send
 
 
 class _ThreadblockParser:
     """Turns one threadblock's elements into steps as the runtimes' parsers do."""
 
-    def __init__(self, program: MscclProgram, gpu: int, block: int) -> None:
-        self.program, self.gpu, self.block = program, gpu, block
+    def __init__(self, program: MscclProgram, gpu: int, number: int, block: Threadblock) -> None:
+        self.program, self.gpu, self.block = program, gpu, number
         self.steps: list[RuntimeStep] = []
         self.waits: list[list[tuple[int, int]]] = []  # for each step: threadblocks, and the steps that it waits for
         self.signals: list[tuple[int, int]] = []  # the runtimes' count of a signalling step, and the step
+        first = len(program.steps)
+        self._parse(block)
+        program.blocks[gpu, number] = range(first, len(program.steps))
 
-    def run(self, block: Threadblock) -> None:
+    def _parse(self, block: Threadblock) -> None:
         """Add the steps to the program."""
-        first = len(self.program.steps)
         pending: list[tuple[int, int]] = []
-        chain: tuple[XmlSpan, str] | None = (
-            None  # destination and source buffer of an ``re`` that may join the last one
-        )
+        # The destination and source buffer of an ``re`` that may join the last one.
+        chain: tuple[Location, str] | None = None
         fused: list[RuntimeStep] = []
         counter = reductions = 0
         for number, xml in enumerate(block.steps):
@@ -193,9 +187,8 @@ class _ThreadblockParser:
                 self._fuse(number, fused)
             else:
                 if pending and xml.threadblock < 0:
-                    self._note(
-                        number, "msccl-executor-nccl and RCCL refuse the file: after a waiting nop it must wait too"
-                    )
+                    refusal = "msccl-executor-nccl and RCCL refuse the file: after a waiting nop it must wait too"
+                    self._note(number, refusal)
                 fused = [step]
                 self.waits.append(pending)
                 counter += max(len(pending) - 1, 0)
@@ -206,13 +199,10 @@ class _ThreadblockParser:
             if xml.signals:
                 self.signals.append((counter, here))
                 if counter != number:
-                    self._note(
-                        number, f"the runtimes count it as step {counter}, since a nop before it waits for nothing"
-                    )
+                    self._note(number, f"the runtimes count it as step {counter}: a nop before it waits for nothing")
             counter += 1
             self.steps.append(step)
             self.program.steps.append(step)
-        self.program.blocks[self.gpu, self.block] = range(first, len(self.program.steps))
 
     def _fuse(self, number: int, fused: list[RuntimeStep]) -> None:
         count = fused[-1].count
@@ -247,7 +237,7 @@ class Execution:
         self.current = {threadblock: run.start for threadblock, run in program.blocks.items()}
         self.done = [False] * len(program.steps)
         self.passed = [0] * len(program.steps)  # transmitted parts of each step's message
-        self.queues: defaultdict[tuple[int, int, int], int] = defaultdict(int)  # used slots, by connection
+        self.queues: defaultdict[Connection, int] = defaultdict(int)  # used slots, by connection
         self.ready = deque(program.blocks)
         self.queued = set(program.blocks)
 
@@ -287,7 +277,7 @@ class Execution:
     def _waits_for(self, number: int) -> int:
         return next((target for target in self.program.steps[number].waits if not self.done[target]), -1)
 
-    def _connections(self, step: RuntimeStep) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    def _connections(self, step: RuntimeStep) -> tuple[Connection, Connection]:
         block = self.program.algo.gpus[step.gpu].threadblocks[step.block]
         return (block.recv, step.gpu, block.channel), (step.gpu, block.send, block.channel)
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ...errors import ScheduleError, shown
+from ..collective import Location
 
 REDUCING: Final = frozenset({"allreduce", "reduce", "reducescatter"})
 VERIFIABLE: Final = REDUCING | {"broadcast", "allgather", "alltoall"}
@@ -57,19 +58,12 @@ RUNTIMES: Final = {
 }
 
 
-class XmlSpan(NamedTuple):
-    """The source or destination of a step: a buffer ("i", "o" or "s") and the first chunk."""
-
-    buffer: str
-    offset: int
-
-
 class XmlStep(NamedTuple):
     """A ``step`` element. It depends on step ``step`` of threadblock ``threadblock``; -1: on no step."""
 
     type: str
-    src: XmlSpan
-    dst: XmlSpan
+    src: Location
+    dst: Location
     chunks: int
     threadblock: int
     step: int
@@ -144,19 +138,9 @@ def read_msccl_xml(text: str) -> Algo:
     if coll in ("reducescatter", "allgather", "alltoall") and chunks % count:
         problem = f"{at}: all ranks have the same number of chunks of an {coll}."
         raise ScheduleError.of(problem, f"{chunks} chunks, {count} ranks", f"a multiple of {count}")
-    return Algo(
-        top.attributes.get("name", ""),
-        proto,
-        top.number("nchannels", at),
-        chunks,
-        coll,
-        inplace,
-        outofplace,
-        0 if "minBytes" in missing else top.number("minBytes", at),
-        0 if "maxBytes" in missing else top.number("maxBytes", at),
-        tuple(gpus),
-        missing,
-    )
+    name, channels = top.attributes.get("name", ""), top.number("nchannels", at)
+    least, most = (0 if key in missing else top.number(key, at) for key in ("minBytes", "maxBytes"))
+    return Algo(name, proto, channels, chunks, coll, inplace, outofplace, least, most, tuple(gpus), missing)
 
 
 @dataclass
@@ -262,17 +246,10 @@ def _read_step(element: _XmlElement, number: int, block: str, send: int, recv: i
         buffer = element.text(f"{end}buf", at)
         if buffer not in BUFFERS:
             raise ScheduleError.of(f"{at}: unknown buffer.", shown(buffer), "i, o or s")
-        spans.append(XmlSpan(buffer, element.number(f"{end}off", at, least=-1)))
+        spans.append(Location(buffer, element.number(f"{end}off", at, least=-1)))
     count = element.number("cnt", at, least=0 if kind == "nop" else 1)
-    return XmlStep(
-        kind,
-        spans[0],
-        spans[1],
-        count,
-        element.number("depid", at, least=-1),
-        element.number("deps", at, least=-1),
-        element.flag("hasdep", at),
-    )
+    threadblock, step = (element.number(key, at, least=-1) for key in ("depid", "deps"))
+    return XmlStep(kind, spans[0], spans[1], count, threadblock, step, element.flag("hasdep", at))
 
 
 def quoted(name: str) -> str:
@@ -286,44 +263,32 @@ def broken_limits(algo: Algo, runtime: Runtime) -> Iterator[str]:
         yield f"{runtime.name} refuses a file without the attribute {', '.join(algo.missing)}"
     if algo.channels > runtime.channels:
         yield f"{runtime.name} has {runtime.channels} channels, the file needs {algo.channels}"
-    steps = [[step for block in gpu.threadblocks for step in block.steps] for gpu in algo.gpus]
-    blocks = [gpu.threadblocks for gpu in algo.gpus]
-    for what, most, needs in (
-        ("threadblocks per GPU", runtime.threadblocks, [len(mine) for mine in blocks]),
-        ("steps per threadblock", runtime.steps, [max((len(b.steps) for b in mine), default=0) for mine in blocks]),
-        (
-            "XML elements per GPU",
-            runtime.elements,
-            [1 + len(blocks) + len(mine) + len(its) for mine, its in zip(blocks, steps, strict=True)],
-        ),
-        (
-            "ranks to send to on a channel",
-            MOST_PEERS,
-            [_most(b.channel for b in mine if b.send >= 0) for mine in blocks],
-        ),
-        (
-            "ranks to receive from on a channel",
-            MOST_PEERS,
-            [_most(b.channel for b in mine if b.recv >= 0) for mine in blocks],
-        ),
-        (
-            "chunks per step",
-            LARGEST_COUNT,
-            [max((s.chunks for s in its if s.type != "nop"), default=0) for its in steps],
-        ),
-        (
-            "threadblocks to wait for",
-            LAST_WAITED + 1,
-            [max((s.threadblock for s in its), default=-1) + 1 for its in steps],
-        ),
-    ):
-        worst = max(range(len(needs)), key=needs.__getitem__)
-        if needs[worst] > most:
-            yield f"{runtime.name} has {most} {what}, gpu {worst} needs {needs[worst]}"
-    if any(block.channel < 0 for mine in blocks for block in mine):
+    limits = {
+        "threadblocks per GPU": runtime.threadblocks,
+        "steps per threadblock": runtime.steps,
+        "XML elements per GPU": runtime.elements,
+        "ranks to send to on a channel": MOST_PEERS,
+        "ranks to receive from on a channel": MOST_PEERS,
+        "chunks per step": LARGEST_COUNT,
+        "threadblocks to wait for": LAST_WAITED + 1,
+    }
+    needs = [_needs(gpu.threadblocks, len(algo.gpus)) for gpu in algo.gpus]
+    for (what, most), counts in zip(limits.items(), zip(*needs, strict=True), strict=True):
+        if max(counts) > most:
+            yield f"{runtime.name} has {most} {what}, gpu {counts.index(max(counts))} needs {max(counts)}"
+    if any(block.channel < 0 for gpu in algo.gpus for block in gpu.threadblocks):
         yield f"{runtime.name} refuses a threadblock without a channel"
 
 
-def _most(values: Iterable[int]) -> int:
-    """Return the number of times that the most frequent value appears."""
-    return max(Counter(values).values(), default=0)
+def _needs(blocks: tuple[Threadblock, ...], gpus: int) -> tuple[int, ...]:
+    """Return how much of each limit of ``broken_limits`` a GPU needs, in the same order."""
+    steps = [step for block in blocks for step in block.steps]
+    return (
+        len(blocks),
+        max((len(block.steps) for block in blocks), default=0),
+        1 + gpus + len(blocks) + len(steps),
+        max(Counter(block.channel for block in blocks if block.send >= 0).values(), default=0),
+        max(Counter(block.channel for block in blocks if block.recv >= 0).values(), default=0),
+        max((step.chunks for step in steps if step.type != "nop"), default=0),
+        max((step.threadblock for step in steps), default=-1) + 1,
+    )

@@ -18,10 +18,12 @@ once, more than once), as in ``schedule/verify.py``. Steps mean what the runtime
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...errors import ArgumentError, ScheduleError, shown
+from ..collective import Location
 from .execution import SLOTS, Execution, MscclProgram, RuntimeStep, chunks_per_slot
 from .format import (
     BUFFERS,
@@ -32,7 +34,6 @@ from .format import (
     SENDS,
     VERIFIABLE,
     WRITES,
-    XmlSpan,
     broken_limits,
     quoted,
     read_msccl_xml,
@@ -124,9 +125,8 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
         if algo.inplace if inplace else algo.outofplace:
             root = _prove(program, order, inplace, root, notes)
     if root is not None:
-        notes.append(
-            f"the format does not store a root: runtimes use the file for every root, but it is right only for {root}"
-        )
+        limit = f"runtimes use the file for every root, but it is right only for {root}"
+        notes.append(f"the format does not store a root: {limit}")
     return MscclReport(
         algo.name,
         algo.coll,
@@ -160,7 +160,7 @@ class _Contents(NamedTuple):
 
 @dataclass
 class _MemoryCell:
-    value: _Contents | None
+    value: _Contents | None = None
     writer: int = -1
     readers: list[int] = field(default_factory=list)
 
@@ -175,209 +175,183 @@ def _combined(a: _Contents, b: _Contents) -> _Contents:
 
 
 class _Memory:
-    """The buffers of all GPUs during one call, in place or out of place."""
+    """The buffers of all GPUs during one call, in place or out of place.
+
+    Args:
+      program: the steps.
+      inplace: whether input and output are the same memory.
+      sources: the ranks whose input may be read.
+    """
 
     def __init__(self, program: MscclProgram, inplace: bool, sources: range) -> None:
         self.program, self.inplace = program, inplace
-        algo = program.algo
-        self.ranks = len(algo.gpus)
-        self.part = algo.chunks // self.ranks
+        self.coll, chunks = program.algo.coll, program.algo.chunks
+        self.ranks = len(program.algo.gpus)
+        self.part = chunks // self.ranks
         self.sizes = {
-            "i": self.part if algo.coll == "allgather" else algo.chunks,
-            "o": self.part if algo.coll == "reducescatter" else algo.chunks,
+            "i": self.part if self.coll == "allgather" else chunks,
+            "o": self.part if self.coll == "reducescatter" else chunks,
         }
-        self.cells: dict[Key, _MemoryCell] = {}
+        self.cells: defaultdict[Key, _MemoryCell] = defaultdict(_MemoryCell)
         for rank in sources:
             for k in range(self.sizes["i"]):
-                label = rank * self.part + k if algo.coll == "allgather" else k
-                self.cells[self.key(rank, "i", k)] = _MemoryCell(_Contents(label, 1 << rank, 0))
+                chunk = rank * self.part + k if self.coll == "allgather" else k
+                self.cells[self.key(rank, "i", k)].value = _Contents(chunk, 1 << rank, 0)
 
     def key(self, gpu: int, buffer: str, chunk: int) -> Key:
         """Return the one name of a chunk of a buffer, which may have two names in calls in place."""
-        if self.inplace and buffer in "io":
-            coll = self.program.algo.coll
-            if coll == "allgather":
-                return (gpu, "o", chunk + gpu * self.part) if buffer == "i" else (gpu, buffer, chunk)
-            if coll == "reducescatter":
-                return (gpu, "i", chunk + gpu * self.part) if buffer == "o" else (gpu, buffer, chunk)
-            return gpu, "i", chunk
-        return gpu, buffer, chunk
+        smaller, larger = ("i", "o") if self.coll == "allgather" else ("o", "i")
+        if not self.inplace or buffer != smaller:
+            return gpu, buffer, chunk
+        return gpu, larger, chunk + (gpu * self.part if self.sizes["i"] != self.sizes["o"] else 0)
 
-    def span(self, number: int, span: XmlSpan) -> list[Key]:
+    def run(self, order: list[int]) -> None:
+        """Run all steps, one by one; raise for a race, or for a read of memory that was never written."""
+        clocks = _Clocks(self.program.steps)
+        messages: dict[int, list[_Contents]] = {}
+        for number in order:
+            step = self.program.steps[number]
+            start, arrived = clocks.run(number)
+            kind = step.xml.type
+            reads = self._span(step, step.xml.src) if kind in READS else []
+            writes = self._span(step, step.xml.dst) if kind in WRITES else []
+            if reads and writes and reads != writes and not set(reads).isdisjoint(writes):
+                raise self.program.error(step, "src and dst overlap, but are not the same.")
+            values = messages.pop(step.sender, [])
+            if reads:
+                own = [self._read(number, key, start) for key in reads]
+                values = list(map(_combined, values, own)) if kind in RECEIVES else own
+            if kind == "re":
+                values = list(map(_combined, [self._read(number, key, start) for key in writes], values))
+            if writes:
+                for key, value in zip(writes, values, strict=True):
+                    self._write(number, key, value, arrived)
+            if kind in SENDS:
+                messages[number] = values
+
+    def _span(self, step: RuntimeStep, span: Location) -> list[Key]:
         """Return the chunks of a step's source or destination."""
-        step = self.program.steps[number]
         gpu = self.program.algo.gpus[step.gpu]
-        real = self.sizes.get(span.buffer, gpu.sizes["s"])
-        size = min(real, gpu.sizes[span.buffer])
+        size = min(self.sizes.get(span.buffer, gpu.sizes["s"]), gpu.sizes[span.buffer])
         if span.offset < 0 or span.offset + step.count > size:
-            raise ScheduleError(
-                f"{self.program.describe(number)}: chunks {span.offset} to {span.offset + step.count - 1} of the "
-                f"{BUFFERS[span.buffer]} buffer, which has {size}."
-            )
+            chunks = f"chunks {span.offset} to {span.offset + step.count - 1} of the {BUFFERS[span.buffer]} buffer"
+            raise self.program.error(step, f"{chunks}, which has {size}.")
         return [self.key(step.gpu, span.buffer, span.offset + k) for k in range(step.count)]
 
-    def describe(self, key: Key) -> str:
-        """Return a chunk of memory in words, for messages."""
+    def _read(self, number: int, key: Key, done: int) -> _Contents:
+        cell = self.cells[key]
+        if cell.value is None:
+            text = f"reads {self._describe(key)}, which was never written."
+            raise self.program.error(self.program.steps[number], text)
+        if cell.writer >= 0 and not done >> cell.writer & 1:
+            raise self._race(number, "reads", key, cell.writer, "writes")
+        cell.readers.append(number)
+        return cell.value
+
+    def _write(self, number: int, key: Key, value: _Contents, done: int) -> None:
+        cell = self.cells[key]
+        if cell.writer >= 0 and not done >> cell.writer & 1:
+            raise self._race(number, "writes", key, cell.writer, "writes")
+        for reader in cell.readers:
+            if reader != number and not done >> reader & 1:
+                raise self._race(number, "writes", key, reader, "reads")
+        cell.value, cell.writer = value, number
+        cell.readers.clear()
+
+    def _race(self, number: int, does: str, key: Key, other: int, did: str) -> ScheduleError:
+        step, far = self.program.steps[number], self.program.steps[other]
+        earlier = f"tb {far.block}, step {far.number} ({far.xml.type}) {did}"
+        text = f"a race. It {does} {self._describe(key)}, which {earlier}, and the two are not ordered."
+        return self.program.error(step, text)
+
+    def _describe(self, key: Key) -> str:
         mode = "in place" if self.inplace else "out of place"
         return f"chunk {key[2]} of the {BUFFERS[key[1]]} buffer ({mode})"
+
+    def broadcast_root(self) -> int:
+        """Return a broadcast's root: the source of the first output of the last rank."""
+        value = self.cells[self.key(self.ranks - 1, "o", 0)].value
+        return value.once.bit_length() - 1 if value is not None and value.once else 0
+
+    def output_fault(self, rank: int, root: int | None) -> str | None:
+        """Return the fault of a rank's output at the end in words, or ``None`` if it is right."""
+        everyone = (1 << self.ranks) - 1
+        for k in range(self.sizes["o"]):
+            key = self.key(rank, "o", k)
+            cell = self.cells[key]
+            if self.coll in REDUCING:
+                expected = _Contents(rank * self.part + k if self.coll == "reducescatter" else k, everyone, 0)
+            elif self.coll == "broadcast":
+                expected = _Contents(k, 1 << (root or 0), 0)
+            elif self.coll == "allgather":
+                expected = _Contents(k, 1 << k // self.part, 0)
+            else:
+                expected = _Contents(rank * self.part + k % self.part, 1 << k // self.part, 0)
+            if cell.value != expected:
+                place = f"{self.program.name}, gpu {rank}"
+                if cell.writer >= 0:
+                    far = self.program.steps[cell.writer]
+                    place += f", tb {far.block}, step {far.number} ({far.xml.type})"
+                return f"{place}: at the end {self._describe(key)} {_fault(cell.value, expected)}."
+        return None
+
+
+class _Clocks:
+    """The steps that are certainly done at each moment, as sets of bits (bit k: step k)."""
+
+    def __init__(self, steps: list[RuntimeStep]) -> None:
+        self.steps = steps
+        # For steps with uses left: the steps that are done once it has begun to send, and once it has ended.
+        self.past: dict[int, tuple[int, int]] = {}
+        self.uses = Counter(other for step in steps for other in (step.previous, *step.waits, step.sender))
+
+    def run(self, number: int) -> tuple[int, int]:
+        """Return the steps that are done when this one starts, and when its message arrives."""
+        step = self.steps[number]
+        start = 0
+        for other in (step.previous, *step.waits):
+            start |= self._use(other)[1]
+        begun, over = self._use(step.sender)
+        arrived = start | begun
+        if self.uses[number]:
+            self.past[number] = arrived, arrived | over | 1 << number
+        return start, arrived
+
+    def _use(self, other: int) -> tuple[int, int]:
+        """Return a step's past, and drop it after its last use."""
+        if other < 0:
+            return 0, 0
+        self.uses[other] -= 1
+        return self.past[other] if self.uses[other] else self.past.pop(other)
 
 
 def _prove(program: MscclProgram, order: list[int], inplace: bool, root: int | None, notes: list[str]) -> int | None:
     """Run the steps on symbolic memory, and raise unless the result is right. Return the root of the collective."""
-    algo = program.algo
-    ranks = len(algo.gpus)
-    memory = _Memory(program, inplace, range(ranks))
-    _run(program, order, memory)
-    if algo.coll == "broadcast":
-        root = _broadcast_root(memory) if root is None else root
+    coll = program.algo.coll
+    ranks = range(len(program.algo.gpus))
+    memory = _Memory(program, inplace, ranks)
+    memory.run(order)
+    if coll == "broadcast":
+        root = memory.broadcast_root() if root is None else root
         memory = _Memory(program, inplace, range(root, root + 1))  # only the root's input may be read
-        _run(program, order, memory)
-    elif algo.coll == "reduce" and root is None:
-        faults = {rank: _output_fault(memory, rank, None) for rank in range(ranks)}
-        root = next((rank for rank in range(ranks) if faults[rank] is None), None)
-        if root is None:
+        memory.run(order)
+    elif coll == "reduce" and root is None:
+        faults = [memory.output_fault(rank, None) for rank in ranks]
+        if None not in faults:
             raise ScheduleError(f"{program.name}: no rank has the complete sum at the end. {faults[0]}")
-    for rank in range(ranks) if algo.coll != "reduce" or root is None else (root,):
-        fault = _output_fault(memory, rank, root)
+        root = faults.index(None)
+    for rank in ranks if coll != "reduce" or root is None else (root,):
+        fault = memory.output_fault(rank, root)
         if fault is not None:
             raise ScheduleError(fault)
-    if not inplace:
-        for number, step in enumerate(program.steps):
-            spans = [s for s, types in ((step.xml.src, READS), (step.xml.dst, WRITES)) if step.xml.type in types]
-            if algo.coll == "reduce" and step.gpu != root and any(span.buffer == "o" for span in spans):
-                raise ScheduleError(
-                    f"{program.describe(number)}: uses the output buffer, which only the root {root} has."
-                )
-            if step.xml.type in WRITES and step.xml.dst.buffer == "i":
-                notes.append(
-                    f"gpu {step.gpu}, tb {step.block}, step {step.number} writes the input of an out-of-place call"
-                )
+    for step in () if inplace else program.steps:
+        spans = [s for s, types in ((step.xml.src, READS), (step.xml.dst, WRITES)) if step.xml.type in types]
+        if coll == "reduce" and step.gpu != root and any(span.buffer == "o" for span in spans):
+            raise program.error(step, f"uses the output buffer, which only the root {root} has.")
+        if step.xml.type in WRITES and step.xml.dst.buffer == "i":
+            place = f"gpu {step.gpu}, tb {step.block}, step {step.number}"
+            notes.append(f"{place} writes the input of an out-of-place call")
     return root
-
-
-def _broadcast_root(memory: _Memory) -> int:
-    """Return a broadcast's root: the source of the first output of the last rank."""
-    cell = memory.cells.get(memory.key(memory.ranks - 1, "o", 0))
-    value = None if cell is None else cell.value
-    return value.once.bit_length() - 1 if value is not None and value.once else 0
-
-
-def _run(program: MscclProgram, order: list[int], memory: _Memory) -> None:
-    """Run all steps, one by one; raise for a race, or for a read of memory that was never written."""
-    past: dict[int, tuple[int, int]] = {}  # see _clocks; for steps with uses left
-    uses = _uses(program)
-    messages: dict[int, list[_Contents]] = {}
-    for number in order:
-        step = program.steps[number]
-        start, arrived = _clocks(number, step, past, uses)
-        kind = step.xml.type
-        reads = memory.span(number, step.xml.src) if kind in READS else []
-        writes = memory.span(number, step.xml.dst) if kind in WRITES else []
-        if reads and writes and reads != writes and not set(reads).isdisjoint(writes):
-            raise ScheduleError(f"{program.describe(number)}: src and dst overlap, but are not the same.")
-        values = messages.pop(step.sender, [])
-        if reads:
-            own = [_read(program, memory, number, key, start) for key in reads]
-            values = list(map(_combined, values, own)) if kind in RECEIVES else own
-        if kind == "re":
-            values = [
-                _combined(_read(program, memory, number, key, start), value)
-                for key, value in zip(writes, values, strict=True)
-            ]
-        if writes:
-            for key, value in zip(writes, values, strict=True):
-                _write(program, memory, number, key, value, arrived)
-        if kind in SENDS:
-            messages[number] = values
-
-
-def _uses(program: MscclProgram) -> list[int]:
-    """Count for each step the later steps that use its past."""
-    uses = [0] * len(program.steps)
-    for step in program.steps:
-        for other in (step.previous, *step.waits, step.sender):
-            if other >= 0:
-                uses[other] += 1
-    return uses
-
-
-def _clocks(number: int, step: RuntimeStep, past: dict[int, tuple[int, int]], uses: list[int]) -> tuple[int, int]:
-    """Return the steps that are certainly done when this one starts, and when its message arrives (bit k: step k).
-
-    ``past`` stores for a step the steps that are done once it has begun to send, and once it has ended.
-    """
-    start = 0
-    for other in (step.previous, *step.waits):
-        if other >= 0:
-            start |= _use(other, past, uses)[1]
-    arrived, ended = start, start | 1 << number
-    if step.sender >= 0:
-        begun, over = _use(step.sender, past, uses)
-        arrived |= begun
-        ended |= over
-    if uses[number]:
-        past[number] = arrived, ended
-    return start, arrived
-
-
-def _use(other: int, past: dict[int, tuple[int, int]], uses: list[int]) -> tuple[int, int]:
-    """Return a step's past, and drop it after its last use."""
-    uses[other] -= 1
-    return past[other] if uses[other] else past.pop(other)
-
-
-def _read(program: MscclProgram, memory: _Memory, number: int, key: Key, done: int) -> _Contents:
-    cell = memory.cells.get(key)
-    if cell is None or cell.value is None:
-        raise ScheduleError(f"{program.describe(number)}: reads {memory.describe(key)}, which was never written.")
-    if cell.writer >= 0 and not done >> cell.writer & 1:
-        raise ScheduleError(_race(program, memory, number, "reads", key, cell.writer, "writes"))
-    cell.readers.append(number)
-    return cell.value
-
-
-def _write(program: MscclProgram, memory: _Memory, number: int, key: Key, value: _Contents, done: int) -> None:
-    cell = memory.cells.setdefault(key, _MemoryCell(None))
-    if cell.writer >= 0 and not done >> cell.writer & 1:
-        raise ScheduleError(_race(program, memory, number, "writes", key, cell.writer, "writes"))
-    for reader in cell.readers:
-        if reader != number and not done >> reader & 1:
-            raise ScheduleError(_race(program, memory, number, "writes", key, reader, "reads"))
-    cell.value, cell.writer = value, number
-    cell.readers.clear()
-
-
-def _race(program: MscclProgram, memory: _Memory, number: int, does: str, key: Key, other: int, did: str) -> str:
-    far = program.steps[other]
-    return (
-        f"{program.describe(number)}: a race. It {does} {memory.describe(key)}, which "
-        f"tb {far.block}, step {far.number} ({far.xml.type}) {did}, and the two are not ordered."
-    )
-
-
-def _output_fault(memory: _Memory, rank: int, root: int | None) -> str | None:
-    """Return the fault of a rank's output at the end in words, or ``None`` if it is right."""
-    program = memory.program
-    coll = program.algo.coll
-    everyone = (1 << memory.ranks) - 1
-    for k in range(memory.sizes["o"]):
-        key = memory.key(rank, "o", k)
-        cell = memory.cells.get(key, _MemoryCell(None))
-        if coll in REDUCING:
-            expected = _Contents(rank * memory.part + k if coll == "reducescatter" else k, everyone, 0)
-        elif coll == "broadcast":
-            expected = _Contents(k, 1 << (root or 0), 0)
-        elif coll == "allgather":
-            expected = _Contents(k, 1 << k // memory.part, 0)
-        else:
-            expected = _Contents(rank * memory.part + k % memory.part, 1 << k // memory.part, 0)
-        if cell.value != expected:
-            place = f"{program.name}, gpu {rank}"
-            if cell.writer >= 0:
-                far = program.steps[cell.writer]
-                place += f", tb {far.block}, step {far.number} ({far.xml.type})"
-            return f"{place}: at the end {memory.describe(key)} {_fault(cell.value, expected)}."
-    return None
 
 
 def _fault(value: _Contents | None, expected: _Contents) -> str:

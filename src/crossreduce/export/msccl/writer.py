@@ -30,7 +30,7 @@ from ...errors import ArgumentError, PlanError, shown
 from ...lowering import Instruction, Numbered
 from ...schedule import Schedule
 from ..collective import Collective, Location, collective
-from ..placement import Placement
+from ..placement import MemoryPlacement
 from .format import LARGEST_COUNT, MOST_CHUNKS, PROTOCOLS, RUNTIMES, broken_limits, read_msccl_xml
 from .verifier import verify_msccl_xml
 
@@ -103,7 +103,10 @@ def to_msccl_xml(
     if not _NAME.fullmatch(title):
         remedy = "up to 200 letters, digits and _ . : + / @ -"
         raise ArgumentError.of("the runtimes' parsers cannot read this name.", shown(name), remedy)
-    _check_chunks(made)
+    if made.units > MOST_CHUNKS:
+        problem = f"the shares need {made.units} equal chunks, but the runtimes count up to {MOST_CHUNKS}."
+        given = f"{len(made.blocks)} blocks of 1/{made.units} of the buffer"
+        raise PlanError.of(problem, given, "a plan with fewer trees or rounder shares")
     limits = list(RUNTIMES.values()) if runtime == "both" else [RUNTIMES[runtime]]
     broken: list[str] = []
     for count in CHANNELS if channels is None else (channels,):
@@ -120,19 +123,10 @@ def to_msccl_xml(
         if not broken:
             verify_msccl_xml(text, slots=1)
             return text
-    raise PlanError.of(
-        f"this schedule does not fit into the runtime: {broken[0]}.",
-        schedule.head,
-        "fewer packs or chunks, another algorithm, fewer devices, other channels="
-        + (', or runtime="msccl"' if runtime != "msccl" and broken[0].startswith("RCCL") else ""),
-    )
-
-
-def _check_chunks(made: Collective) -> None:
-    if made.units > MOST_CHUNKS:
-        problem = f"the shares need {made.units} equal chunks, but the runtimes count up to {MOST_CHUNKS}."
-        given = f"{len(made.blocks)} blocks of 1/{made.units} of the buffer"
-        raise PlanError.of(problem, given, "a plan with fewer trees or rounder shares")
+    remedy = "fewer packs or chunks, another algorithm, fewer devices, other channels="
+    if runtime != "msccl" and broken[0].startswith("RCCL"):
+        remedy += ', or runtime="msccl"'
+    raise PlanError.of(f"this schedule does not fit into the runtime: {broken[0]}.", schedule.head, remedy)
 
 
 Threads = tuple[int, int, int, int]  # a threadblock: its GPU and channel, the ranks it sends to and receives from
@@ -187,7 +181,7 @@ class _XmlWriter:
 
     def __init__(self, made: Collective, channels: int, *, inplace: bool, outofplace: bool) -> None:
         self.made, self.channels = made, channels
-        self.placement = Placement(made, range(len(made.blocks)), inplace=inplace)
+        self.placement = MemoryPlacement(made, range(len(made.blocks)), inplace=inplace)
         self.blocks: defaultdict[Threads, list[_XmlOp]] = defaultdict(list)
         # By rank and unit of memory: the last writer, and the readers since then.
         self.writers: dict[tuple[int, Location], _XmlOp] = {}
@@ -212,14 +206,10 @@ class _XmlWriter:
         block, channel, placement = self.made.blocks[b], self._channel(b), self.placement
         devices = self.made.program.chunks[block.chunk].devices
         sent = [
-            value
-            for _, _, instruction in instructions
-            for value in instruction.operands
-            if devices[value] != instruction.device
+            value for _, _, (device, operands, *_) in instructions for value in operands if devices[value] != device
         ]
-        if block.size == 1:
-            for value in sent:
-                placement.read(b, value)
+        for value in sent if block.size == 1 else ():
+            placement.read(b, value)
         made = [(entry.instruction.device, list(self._local_ops(b, *entry[1:]))) for entry in instructions]
         for device, ops in made:
             for op in ops:
@@ -228,9 +218,8 @@ class _XmlWriter:
         for device, ops in made:
             for op in ops:
                 self._op((device, channel, -1, op.peer), op.type, op.src, op.dst, block.size)
-        if block.size > 1:
-            for value in sent:
-                placement.read(b, value)
+        for value in sent if block.size > 1 else ():
+            placement.read(b, value)
 
     def _local_ops(self, b: int, value: int, instruction: Instruction) -> Iterator[_LocalOp]:
         """Yield the operations of an instruction on its own device, and store its value."""
@@ -338,12 +327,11 @@ class _XmlWriter:
 
 def _lines(op: _XmlOp, waits: list[tuple[int, int]]) -> list[str]:
     """Return an operation's elements: a ``nop`` for each of its waits (threadblock, step) but the last."""
+    nop = "nop", Location("i", -1), Location("o", -1), 0, False
+    elements = [nop] * (len(waits) - 1) + [(op.type, op.src, op.dst, op.size, op.signals)]
+    numbers = range(op.number - len(waits) + 1, op.number + 1)
     return [
-        f'      <step s="{op.number - len(waits) + 1 + k}" type="nop" srcbuf="i" srcoff="-1" dstbuf="o" dstoff="-1" '
-        f'cnt="0" depid="{block}" deps="{step}" hasdep="0"/>'
-        for k, (block, step) in enumerate(waits[:-1])
-    ] + [
-        f'      <step s="{op.number}" type="{op.type}" srcbuf="{op.src.buffer}" srcoff="{op.src.offset}" '
-        f'dstbuf="{op.dst.buffer}" dstoff="{op.dst.offset}" cnt="{op.size}" '
-        f'depid="{waits[-1][0]}" deps="{waits[-1][1]}" hasdep="{op.signals:d}"/>',
+        f'      <step s="{number}" type="{kind}" srcbuf="{src.buffer}" srcoff="{src.offset}" dstbuf="{dst.buffer}" '
+        f'dstoff="{dst.offset}" cnt="{size}" depid="{block}" deps="{step}" hasdep="{signals:d}"/>'
+        for number, (kind, src, dst, size, signals), (block, step) in zip(numbers, elements, waits, strict=True)
     ]
