@@ -265,30 +265,24 @@ def _channels(orders: list[list[_Event]]) -> dict[Pair, int]:
     return {pair: int(pair[0] > pair[1] and frozenset(pair) in separate) for pair in sorted(pairs)}
 
 
+@dataclass
 class _GpuPlan:
     """One rank's part of the plan, to which threadblocks are added."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.scratch = 0
-        self.peers: list[int] = []  # of its channels
-        self.buffers: list[tuple[int, str]] = []  # of others: rank and buffer
-        self.threadblocks: list[dict[str, Any]] = []
-
-    def add(self, events: list[_Event], channels: dict[Pair, int], bases: list[int]) -> None:
-        """Add a threadblock. ``channels`` numbers this GPU's channels; scratch memory begins at ``bases``, by rank."""
-        block = _ThreadblockPlan(self, channels, bases)
-        for event in events:
-            block.add(event)
-        block.flush()
-        if block.ops:
-            self.threadblocks.append(block.content(len(self.threadblocks)))
+    rank: int
+    scratch: int = 0  # units
+    peers: list[int] = field(default_factory=list)  # of its channels
+    buffers: list[tuple[int, str]] = field(default_factory=list)  # of others: rank and buffer
+    threadblocks: list[_ThreadblockPlan] = field(default_factory=list)
 
 
 class _ThreadblockPlan:
-    """The operations of one threadblock; adjacent events of one kind become one operation."""
+    """The operations of one threadblock; adjacent events of one kind become one operation.
 
-    def __init__(self, gpu: _GpuPlan, channels: dict[Pair, int], bases: list[int]) -> None:
+    ``channels`` numbers the GPU's channels; scratch memory begins at ``bases``, by rank.
+    """
+
+    def __init__(self, gpu: _GpuPlan, events: list[_Event], channels: dict[Pair, int], bases: list[int]) -> None:
         self.gpu, self.number, self.bases = gpu, channels, bases
         self.ops: list[dict[str, Any]] = []
         self.channels: list[int] = []
@@ -296,12 +290,12 @@ class _ThreadblockPlan:
         self.open: list[_Event] = []  # events of one kind that become one operation
         self.unread = False  # after a wait, until the threads are synchronised
         self.dirty = ""  # the last operation on data, until the threads are synchronised
-
-    def add(self, event: _Event) -> None:
-        """Add an event, to the open operation if possible."""
-        if self.open and not self._joins(event):
-            self.flush()
-        self.open.append(event)
+        for event in events:
+            if self.open and not self._joins(event):
+                self._flush()
+            self.open.append(event)
+        if events:
+            self._flush()
 
     def _joins(self, event: _Event) -> bool:
         first = self.open[0]
@@ -311,11 +305,9 @@ class _ThreadblockPlan:
             return event.srcs[0][0] == first.srcs[0][0]
         return self.number[event.pair] not in [self.number[other.pair] for other in self.open]
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Write the open events as one operation."""
         events, self.open = self.open, []
-        if not events:
-            return
         kind = events[0].kind
         if kind in ("signal", "wait"):
             if kind == "signal" and self.dirty:
@@ -383,16 +375,26 @@ def _gpus(schedule: Schedule, made: Collective, groups: list[_BlockEvents]) -> l
                 numbers[rank][src, dst] = number
         bases = [gpu.scratch for gpu in gpus]
         for gpu in gpus:
-            gpu.add(orders[gpu.rank], numbers[gpu.rank], bases)
+            block = _ThreadblockPlan(gpu, orders[gpu.rank], numbers[gpu.rank], bases)
+            gpu.threadblocks += [block] if block.ops else []
             gpu.scratch += group.placement.scratch[gpu.rank]
-    _check(schedule, gpus)
+            for what, used, most in (
+                ("operations", block.ops, MOST_OPERATIONS),
+                ("channels", block.channels, MOST_CHANNELS),
+                ("remote buffers", block.buffers, MOST_CHANNELS),
+            ):
+                if len(used) > most:
+                    needed = f"{schedule.devices[gpu.rank]} needs {len(used)}"
+                    problem = f"MSCCL++ has {most} {what} per threadblock, {needed}."
+                    remedy = "fewer packs or trees, a larger threadblocks=, another algorithm, fewer devices"
+                    raise PlanError.of(problem, schedule.head, remedy)
     return [
         {
             "id": gpu.rank,
             "input_chunks": made.inputs,
             "output_chunks": made.outputs,
             "scratch_chunks": gpu.scratch,
-            "threadblocks": gpu.threadblocks,
+            "threadblocks": [block.content(number) for number, block in enumerate(gpu.threadblocks)],
             "channels": [{"channel_type": "memory", "connected_to": gpu.peers}] if gpu.peers else [],
             "remote_buffers": [
                 {"rank": rank, "type": buffer, "access_channel_types": ["memory"]} for rank, buffer in gpu.buffers
@@ -401,17 +403,3 @@ def _gpus(schedule: Schedule, made: Collective, groups: list[_BlockEvents]) -> l
         }
         for gpu in gpus
     ]
-
-
-def _check(schedule: Schedule, gpus: list[_GpuPlan]) -> None:
-    for gpu in gpus:
-        for block in gpu.threadblocks:
-            channels = [number for used in block["channels"] for number in used["channel_ids"]]
-            buffers = [number for used in block["remote_buffer_refs"] for number in used["remote_buffer_ids"]]
-            limits = (block["ops"], MOST_OPERATIONS), (channels, MOST_CHANNELS), (buffers, MOST_CHANNELS)
-            for what, (used, most) in zip(("operations", "channels", "remote buffers"), limits, strict=True):
-                if len(used) > most:
-                    device = schedule.devices[gpu.rank]
-                    problem = f"MSCCL++ has {most} {what} per threadblock, {device} needs {len(used)}."
-                    remedy = "fewer packs or trees, a larger threadblocks=, another algorithm, fewer devices"
-                    raise PlanError.of(problem, schedule.head, remedy)

@@ -15,7 +15,7 @@ src/device/msccl_kernel.cu) and github.com/ROCm/rccl (src/device/msccl_kernel_im
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Final
 
@@ -238,8 +238,7 @@ class Execution:
         self.done = [False] * len(program.steps)
         self.passed = [0] * len(program.steps)  # transmitted parts of each step's message
         self.queues: defaultdict[Connection, int] = defaultdict(int)  # used slots, by connection
-        self.ready = deque(program.blocks)
-        self.queued = set(program.blocks)
+        self.ready = OrderedDict.fromkeys(program.blocks)  # a queue of threadblocks whose next step may be able to run
 
     def order(self) -> list[int]:
         """Return all steps in an order in which they can run.
@@ -250,8 +249,7 @@ class Execution:
         order: list[int] = []
         waiting: defaultdict[int, list[ThreadblockId]] = defaultdict(list)
         while self.ready:
-            threadblock = self.ready.popleft()
-            self.queued.discard(threadblock)
+            threadblock, _ = self.ready.popitem(last=False)
             while self.current[threadblock] < self.program.blocks[threadblock].stop:
                 number = self.current[threadblock]
                 target = self._waits_for(number)
@@ -263,16 +261,10 @@ class Execution:
                 self.done[number] = True
                 order.append(number)
                 self.current[threadblock] += 1
-                for other in waiting.pop(number, ()):
-                    self._resume(other)
+                self.ready.update(dict.fromkeys(waiting.pop(number, ())))
         if len(order) < len(self.program.steps):
             raise ScheduleError(f"{self.program.name}: a deadlock. {self._wait_cycle()}")
         return order
-
-    def _resume(self, threadblock: ThreadblockId) -> None:
-        if threadblock not in self.queued:
-            self.queued.add(threadblock)
-            self.ready.append(threadblock)
 
     def _waits_for(self, number: int) -> int:
         return next((target for target in self.program.steps[number].waits if not self.done[target]), -1)
@@ -297,10 +289,10 @@ class Execution:
         self.passed[number] += can
         if can and step.sender >= 0:
             self.queues[incoming] -= can
-            self._resume(steps[step.sender].threadblock)
+            self.ready[steps[step.sender].threadblock] = None
         if can and step.receiver >= 0:
             self.queues[outgoing] += can
-            self._resume(steps[step.receiver].threadblock)
+            self.ready[steps[step.receiver].threadblock] = None
         return self.passed[number] == parts
 
     def _wait_cycle(self) -> str:
