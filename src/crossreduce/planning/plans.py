@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 
 from ..devices import canonical
-from ..errors import ArgumentError, PlanError, message, shown
+from ..errors import ArgumentError, PlanError, shown
 from ..packing import MOST_PACKS
 from ..schedule import MOST_BYTES, Schedule, fluid_rate, simulate
 from ..topology import Topology
@@ -181,14 +181,14 @@ def plan(
     ('ring', 2)
     """
     if not isinstance(topology, Topology):
-        raise ArgumentError(message("a plan needs a Topology.", shown(topology), 'Topology.machine("dgx-1v")'))
+        raise ArgumentError.of("a plan needs a Topology.", shown(topology), 'Topology.machine("dgx-1v")')
     for what, value, known in (("collective", collective, COLLECTIVES), ("algorithm", algorithm, NAMES)):
         if not isinstance(value, str) or value not in known:
-            raise ArgumentError(message(f"there is no such {what}.", shown(value), "one of " + ", ".join(known)))
+            raise ArgumentError.of(f"there is no such {what}.", shown(value), "one of " + ", ".join(known))
     for what, number, least, most in (("nbytes", nbytes, 0, MOST_BYTES), ("packs", packs, 1, MOST_PACKS)):
         if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
             problem = f"{what} must be an integer from {least} to {most}."
-            raise ArgumentError(message(problem, shown(number), f"{what}={max(least, 1)}"))
+            raise ArgumentError.of(problem, shown(number), f"{what}={max(least, 1)}")
     gives, takes, main = _read_devices(topology, collective, sources, destinations, root)
     return planned(Request(collective, gives, takes, algorithm, topology, nbytes, packs, root=main))
 
@@ -206,31 +206,31 @@ def _read_devices(
     main = None if root is None else canonical(root)
     if main is not None and main not in topology.devices:
         known = "one of " + ", ".join(topology.devices)
-        raise ArgumentError(message("the root must be a device of the topology.", shown(root), known))
+        raise ArgumentError.of("the root must be a device of the topology.", shown(root), known)
     if collective == "all_reduce":
         return gives, takes, main
     if collective in ("reduce_scatter", "all_gather"):
         if main is not None:
-            raise ArgumentError(message(f"{collective} has no root.", f"root={shown(root)}", "reduce or broadcast"))
+            raise ArgumentError.of(f"{collective} has no root.", f"root={shown(root)}", "reduce or broadcast")
         if sources is None:
             gives = takes
         elif destinations is None:
             takes = gives
         if set(gives) != set(takes):
             problem = f"in a {collective} the sources and the destinations must be the same devices."
-            raise ArgumentError(message(problem, f"{shown(gives)} and {shown(takes)}", "sources alone"))
+            raise ArgumentError.of(problem, f"{shown(gives)} and {shown(takes)}", "sources alone")
         return gives, gives, None
     copies = collective == "broadcast"
     own, others = (gives, takes) if copies else (takes, gives)
     named = sources if copies else destinations
     if main is None and named is not None:
         if len(own) > 1:
-            raise ArgumentError(message(f"a {collective} has one root.", shown(own), "all_reduce, or one device"))
+            raise ArgumentError.of(f"a {collective} has one root.", shown(own), "all_reduce, or one device")
         main = own[0]
     if main is None:
         main = bound_of_members(topology, collective, others).roots[0][0]
     if named is not None and (main,) != own:
-        raise ArgumentError(message(f"a {collective} has one root.", f"root={main}, {shown(named)}", "root alone"))
+        raise ArgumentError.of(f"a {collective} has one root.", f"root={main}, {shown(named)}", "root alone")
     return ((main,), others, None) if copies else (others, (main,), None)
 
 

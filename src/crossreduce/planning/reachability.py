@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import PlanError, message
+from ..errors import PlanError
 from ..topology import Topology
 
 
@@ -29,7 +29,7 @@ def require_routes(topology: Topology, sources: Sequence[str], destinations: Seq
                 f"{request} needs a route from {source} to {', '.join(beyond)}, but no link leads out of {{{inside}}}."
             )
             remedy = "topology.subset(devices) with connected devices, or a topology with the missing links"
-            raise PlanError(message(problem, repr(topology), remedy))
+            raise PlanError.of(problem, repr(topology), remedy)
 
 
 def reachable(topology: Topology, start: str, *, backwards: bool = False) -> set[str]:

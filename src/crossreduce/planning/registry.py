@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from ..errors import PlanError, message, shown
+from ..errors import PlanError, shown
 from ..schedule import Schedule
 from .algorithms.direct import direct, direct_schedule
 from .algorithms.forest import forest_schedules
@@ -80,5 +80,5 @@ def algorithm(name: str) -> Algorithm:
       PlanError: it is not in the registry.
     """
     if name not in REGISTRY:
-        raise PlanError(message("there is no such planner.", shown(name), "one of " + ", ".join(REGISTRY)))
+        raise PlanError.of("there is no such planner.", shown(name), "one of " + ", ".join(REGISTRY))
     return REGISTRY[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..errors import PlanError, message
+from ..errors import PlanError
 from ..topology import Topology
 from ..values import read_devices
 
@@ -93,10 +93,10 @@ def read_participants(
     """
     names = read_devices(devices)
     if not names:
-        raise PlanError(message("a plan needs at least one device.", "no devices"))
+        raise PlanError.of("a plan needs at least one device.", "no devices")
     if not isinstance(packs, int) or packs < 1 or not isinstance(first, int):
         given = f"packs={packs!r}, first={first!r}"
-        raise PlanError(message("the buffer is cut into 1, 2, ... packs.", given, "packs=1"))
+        raise PlanError.of("the buffer is cut into 1, 2, ... packs.", given, "packs=1")
     gives, takes = positions(names, sources, "the sources"), positions(names, destinations, "the destinations")
     return Participants(names, gives, takes, packs, first, collective_between(len(names), len(gives), len(takes)))
 
@@ -122,9 +122,9 @@ def positions(names: tuple[str, ...], chosen: Iterable[str] | None, what: str) -
         return tuple(range(len(names)))
     wanted = read_devices(chosen)
     if not wanted:
-        raise PlanError(message(f"{what} must be at least one device.", "none", ", ".join(names)))
+        raise PlanError.of(f"{what} must be at least one device.", "none", ", ".join(names))
     number = {device: k for k, device in enumerate(names)}
     for device in wanted:
         if device not in number:
-            raise PlanError(message(f"{what} must be among the devices.", device, "one of " + ", ".join(names)))
+            raise PlanError.of(f"{what} must be among the devices.", device, "one of " + ", ".join(names))
     return tuple(number[device] for device in wanted)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Final
 
 from ..devices import parse
-from ..errors import PlanError, message
+from ..errors import PlanError
 from ..schedule import Schedule
 from ..topology import Topology
 from .reachability import reachable
@@ -72,7 +72,7 @@ def _matched(topology: Topology, devices: tuple[str, ...]) -> Topology:
     if missing:
         given = f"topology of {', '.join(topology.devices)}; request for {', '.join(devices)}"
         remedy = "a topology with the names of the devices in use, or with none of them (matched by position)"
-        raise PlanError(message("the topology lacks a device of this request.", given, remedy))
+        raise PlanError.of("the topology lacks a device of this request.", given, remedy)
     part = topology.part(devices)
     connected = reachable(part, devices[0]) & reachable(part, devices[0], backwards=True)
     return part if connected.issuperset(devices) else topology  # the other devices forward only if it is necessary

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..errors import PlanError, message
+from ..errors import PlanError
 from ..schedule import Schedule, pipelined, verify
 from .algorithms.hierarchy import centre
 from .derived import all_gather, reduce_scatter
@@ -77,7 +77,7 @@ def _schedules(request: Request) -> list[Schedule]:
     entry = algorithm(request.algorithm)
     if request.root is not None and not entry.has_root:
         rooted = ", ".join(name for name, other in REGISTRY.items() if other.has_root)
-        raise PlanError(message(f"{request.algorithm} does not reduce on a root.", f"root={request.root}", rooted))
+        raise PlanError.of(f"{request.algorithm} does not reduce on a root.", f"root={request.root}", rooted)
     if entry.scatter is None or request.collective not in ("reduce_scatter", "all_gather"):
         return entry.schedules(request)
     if request.collective == "all_gather":

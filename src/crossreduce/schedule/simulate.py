@@ -23,7 +23,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from ..errors import ArgumentError, PlanError, message, shown
+from ..errors import ArgumentError, PlanError, shown
 from ..topology import Topology
 from .schedule import Schedule
 
@@ -80,7 +80,7 @@ def simulate(schedule: Schedule, topology: Topology, nbytes: int, itemsize: int 
     """
     if not isinstance(schedule, Schedule) or not isinstance(topology, Topology):
         given = f"{shown(schedule)}, {shown(topology)}"
-        raise ArgumentError(message("simulate needs a Schedule and a Topology.", given, "plan.schedule, topology"))
+        raise ArgumentError.of("simulate needs a Schedule and a Topology.", given, "plan.schedule, topology")
     spans = schedule.spans(_elements(nbytes, itemsize))
     traffic = _traffic(schedule, topology)
     carried = {
@@ -153,13 +153,13 @@ def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...]
     if unknown:
         given = f"{', '.join(unknown)}; nodes {', '.join(topology.nodes)}"
         problem = f"the topology has no route from {src} to {dst}: it lacks a node."
-        raise PlanError(message(problem, given, "the topology of the plan"))
+        raise PlanError.of(problem, given, "the topology of the plan")
     nodes = topology.route(src, dst) if through is None else (src, *through, dst)
     pairs = () if nodes is None else tuple(pairwise(nodes))
     if nodes is None or any(pair not in topology.by_ends for pair in pairs):
         out = ", ".join(link.dst for link in topology.out_links(src)) or "none"
         by = "" if through is None else f" through {', '.join(through)}"
-        raise PlanError(message(f"the topology has no route from {src} to {dst}{by}.", f"links out of {src}: {out}"))
+        raise PlanError.of(f"the topology has no route from {src} to {dst}{by}.", f"links out of {src}: {out}")
     return pairs
 
 
@@ -317,5 +317,5 @@ def _elements(nbytes: int, itemsize: int) -> int:
     integers = [isinstance(number, int) and not isinstance(number, bool) for number in (nbytes, itemsize)]
     if not all(integers) or not 0 <= nbytes <= MOST_BYTES or itemsize < 1 or nbytes % itemsize:
         problem = f"nbytes must be an integer from 0 to {MOST_BYTES}, and a multiple of itemsize."
-        raise ArgumentError(message(problem, f"nbytes={shown(nbytes)}, itemsize={shown(itemsize)}", "1 << 20"))
+        raise ArgumentError.of(problem, f"nbytes={shown(nbytes)}, itemsize={shown(itemsize)}", "1 << 20")
     return nbytes // itemsize

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import ArgumentError, message, shown
+from ..errors import ArgumentError, shown
 from .json_format import FORMAT, read_json
 from .links import Wiring
 from .nccl_xml import read_nccl_xml
@@ -29,7 +29,7 @@ def read_file(path: Any) -> bytes:
         with Path(path).open("rb") as file:
             return file.read(LARGEST + 1)
     except (TypeError, ValueError) as error:  # not a path, or one with a zero byte
-        raise ArgumentError(message("this is not a path.", shown(path), '"topology.xml"')) from error
+        raise ArgumentError.of("this is not a path.", shown(path), '"topology.xml"') from error
 
 
 def parse(data: bytes) -> Wiring:
@@ -42,13 +42,13 @@ def parse(data: bytes) -> Wiring:
       ArgumentError: the data has another format, is malformed or truncated, or lacks devices or links.
     """
     if len(data) > LARGEST:
-        raise ArgumentError(message(f"a file with a topology has at most {LARGEST} bytes.", "more", _FORMATS))
+        raise ArgumentError.of(f"a file with a topology has at most {LARGEST} bytes.", "more", _FORMATS)
     # Windows PowerShell writes UTF-16 when the output of a program is redirected.
     wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")
     try:
         text = data.decode("utf-16" if wide else "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ArgumentError(message("this is not text.", shown(data[:40]), _FORMATS)) from error
+        raise ArgumentError.of("this is not text.", shown(data[:40]), _FORMATS) from error
     start = text.lstrip()[:1]
     if start == "{":
         return read_json(text)
@@ -57,4 +57,4 @@ def parse(data: bytes) -> Wiring:
     if "GPU" in text:
         return read_nvidia_smi(text)
     problem = "this is not a topology." if start else "the file is empty."
-    raise ArgumentError(message(problem, shown(text[:80]), _FORMATS))
+    raise ArgumentError.of(problem, shown(text[:80]), _FORMATS)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, Final
 
-from ..errors import ArgumentError, message, shown
+from ..errors import ArgumentError, shown
 from .links import Link, Switch, Wiring, exact
 
 FORMAT: Final = "crossreduce.topology/1"
@@ -46,7 +46,7 @@ def read_json(text: str) -> Wiring:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         problem = f"this text is not a topology in JSON: {error!r}."
-        raise ArgumentError(message(problem, shown(text), f'text of format "{FORMAT}"')) from error
+        raise ArgumentError.of(problem, shown(text), f'text of format "{FORMAT}"') from error
 
 
 def _text(value: object) -> str:

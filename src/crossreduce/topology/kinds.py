@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from ..errors import ArgumentError, message, shown
+from ..errors import ArgumentError, shown
 from . import links
 from .links import Link
 
@@ -82,7 +82,7 @@ def check_speeds(speeds: object) -> None:
     """Raise ArgumentError unless ``speeds`` is "raw" or "effective"."""
     if not isinstance(speeds, str) or speeds not in SPEEDS:
         remedy = '"raw" for bounds, "effective" for predictions'
-        raise ArgumentError(message("speeds must be raw or effective.", shown(speeds), remedy))
+        raise ArgumentError.of("speeds must be raw or effective.", shown(speeds), remedy)
 
 
 def joins(devices: Iterable[str], links: Iterable[Link]) -> bool:

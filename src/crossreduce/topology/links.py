@@ -11,7 +11,7 @@ from fractions import Fraction
 from numbers import Rational, Real
 from typing import Any, Final, NamedTuple
 
-from ..errors import ArgumentError, message, shown
+from ..errors import ArgumentError, shown
 
 _MOST: Final = 10**12  # GB/s or seconds, so that floats can still represent the values
 _LEAST: Final = Fraction(1, _MOST)
@@ -63,7 +63,7 @@ def exact(what: str, value: object) -> Fraction:
         return number
     units = {"bandwidth": "GB/s", "latency": "seconds"}
     problem = f"a {what} must be a number of {units[what]}, 0 or more, up to {_MOST}."
-    raise ArgumentError(message(problem, shown(value), "25" if what == "bandwidth" else "1e-6"))
+    raise ArgumentError.of(problem, shown(value), "25" if what == "bandwidth" else "1e-6")
 
 
 def both_ways(a: str, b: str, bandwidth: Fraction, latency_s: Fraction) -> tuple[Link, Link]:

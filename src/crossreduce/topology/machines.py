@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from ..devices import parse
-from ..errors import ArgumentError, message, shown
+from ..errors import ArgumentError, shown
 from .kinds import check_speeds, kind, read_data
 from .links import Link, Switch, Wiring
 from .shapes import grid
@@ -68,7 +68,7 @@ def machine(
     _, content, network = _find(name)
     check_speeds(speeds)
     if not isinstance(hosts, int) or isinstance(hosts, bool) or hosts < 1:
-        raise ArgumentError(message("hosts must be a number of machines, 1 or more.", shown(hosts), "hosts=1"))
+        raise ArgumentError.of("hosts must be a number of machines, 1 or more.", shown(hosts), "hosts=1")
     return _built(content, _network(content, hosts, nics or network), hosts, speeds, in_network)
 
 
@@ -94,7 +94,7 @@ def _find(name: str) -> _Entry:
 
     near = get_close_matches(wanted, entries, cutoff=0.5)
     choice = [entries[key].spelling for key in near] or [known for known, _ in machine_names()]
-    raise ArgumentError(message("there is no machine of this name.", shown(name), ", ".join(choice)))
+    raise ArgumentError.of("there is no machine of this name.", shown(name), ", ".join(choice))
 
 
 @lru_cache(maxsize=1)
@@ -115,12 +115,12 @@ def _network(content: dict[str, Any], hosts: int, nics: str | None) -> dict[str,
     networks: dict[str, Any] = content.get("networks", {})
     if nics is not None and (not isinstance(nics, str) or nics not in networks):
         known = " or ".join(f'"{known}"' for known in networks) or "no nics, since it has no network"
-        raise ArgumentError(message(f"{content['name']} has no such network.", shown(nics), known))
+        raise ArgumentError.of(f"{content['name']} has no such network.", shown(nics), known)
     if hosts == 1:
         return {}
     if not networks:
         problem = f"{content['name']} does not have a network that joins several hosts."
-        raise ArgumentError(message(problem, f"hosts={hosts}", "hosts=1"))
+        raise ArgumentError.of(problem, f"hosts={hosts}", "hosts=1")
     network: dict[str, Any] = networks[nics or next(iter(networks))]
     return network
 

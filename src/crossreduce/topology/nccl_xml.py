@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Final, NamedTuple, NoReturn
 
-from ..errors import ArgumentError, message, shown
+from ..errors import ArgumentError, shown
 from .kinds import check_speeds, joins, kind, nvlink
 from .links import Link, Switch, Wiring
 
@@ -72,7 +72,7 @@ class _Element:
 
     def refuse(self, problem: str, remedy: str = DUMP) -> NoReturn:
         given = " ".join((f"<{self.tag}", *(f'{name}="{value}"' for name, value in self.attributes.items())))
-        raise ArgumentError(message(problem, f"line {self.line}: {' '.join(given.split())[:160]}>", remedy))
+        raise ArgumentError.of(problem, f"line {self.line}: {' '.join(given.split())[:160]}>", remedy)
 
 
 class _Cpu(NamedTuple):
@@ -274,10 +274,10 @@ def _between_cpus(cpu: _Element) -> str:
 def _parse(text: str) -> _Element:
     """Parse XML into elements, within the limits above."""
     if not isinstance(text, str):
-        raise ArgumentError(message("NCCL's topology must be text.", shown(text), "open(path).read()"))
+        raise ArgumentError.of("NCCL's topology must be text.", shown(text), "open(path).read()")
     if len(text) > LONGEST or text.count("<") > MOST_TAGS:
         given = f"{len(text)} characters, {text.count('<')} tags"
-        raise ArgumentError(message(f"a topology has at most {LONGEST} characters and {MOST_TAGS} tags.", given))
+        raise ArgumentError.of(f"a topology has at most {LONGEST} characters and {MOST_TAGS} tags.", given)
     from xml.parsers import expat
 
     document = _Element("", {}, 0)
@@ -306,7 +306,7 @@ def _parse(text: str) -> _Element:
         parser.Parse(text.encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
         here = text.split("\n")[error.lineno - 1].strip()[:160]
-        raise ArgumentError(message(f"this is not XML: {error}.", f"line {error.lineno}: {here}", DUMP)) from error
+        raise ArgumentError.of(f"this is not XML: {error}.", f"line {error.lineno}: {here}", DUMP) from error
     return document.children[0]
 
 

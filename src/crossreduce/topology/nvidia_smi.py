@@ -19,7 +19,7 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Final, NamedTuple, NoReturn
 
-from ..errors import ArgumentError, message, shown
+from ..errors import ArgumentError, shown
 from .kinds import joins, kind
 from .links import Link, Switch, Wiring, both_ways
 
@@ -72,13 +72,9 @@ def read_nvidia_smi(
     """
     speed = _speed(nvlink_gb_per_s)
     if not isinstance(nvlinks_per_gpu, int) or isinstance(nvlinks_per_gpu, bool) or nvlinks_per_gpu < 1:
-        raise ArgumentError(
-            message("nvlinks_per_gpu must be a number of links, 1 or more.", shown(nvlinks_per_gpu), "18")
-        )
+        raise ArgumentError.of("nvlinks_per_gpu must be a number of links, 1 or more.", shown(nvlinks_per_gpu), "18")
     if pcie not in ("pcie3", "pcie4", "pcie5", "pcie6"):
-        raise ArgumentError(
-            message("this kind of PCIe is not known.", shown(pcie), '"pcie3", "pcie4", "pcie5" or "pcie6"')
-        )
+        raise ArgumentError.of("this kind of PCIe is not known.", shown(pcie), '"pcie3", "pcie4", "pcie5" or "pcie6"')
     names, rows = _table(text)
     gpus = [name for name in names if _GPU.fullmatch(name)]
     devices = [f"cuda:{int(name[3:])}" for name in gpus]
@@ -184,11 +180,11 @@ def _table(text: str) -> tuple[list[str], dict[str, _Row]]:
     """Return the names of the columns, and the rows by name; each GPU has a row."""
     if not isinstance(text, str) or len(text) > LONGEST:
         given = shown(text) if not isinstance(text, str) else f"{len(text)} characters"
-        raise ArgumentError(message(f"the table must be text of at most {LONGEST} characters.", given, _SHOW))
+        raise ArgumentError.of(f"the table must be text of at most {LONGEST} characters.", given, _SHOW)
     lines = [line.split() for line in _COLOURS.sub("", text).splitlines()]
     start = next((k for k, words in enumerate(lines) if _is_header(words)), None)
     if start is None:
-        raise ArgumentError(message("this text does not contain a table of GPUs.", shown(text), _SHOW))
+        raise ArgumentError.of("this text does not contain a table of GPUs.", shown(text), _SHOW)
     names = _columns(lines[start])
     if len(set(names)) < len(names):
         _refuse(start + 1, lines[start], "a column appears twice in the table.")
@@ -232,8 +228,8 @@ def _number(cell: str) -> int:
 def _speed(value: object) -> Fraction:
     if isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and 0 < value < math.inf:
         return Fraction(value)
-    raise ArgumentError(message("nvlink_gb_per_s must be a number of GB/s above 0.", shown(value), "25"))
+    raise ArgumentError.of("nvlink_gb_per_s must be a number of GB/s above 0.", shown(value), "25")
 
 
 def _refuse(line: int, words: list[str], problem: str) -> NoReturn:
-    raise ArgumentError(message(problem, f"line {line}: {' '.join(words)[:160]}", _SHOW))
+    raise ArgumentError.of(problem, f"line {line}: {' '.join(words)[:160]}", _SHOW)

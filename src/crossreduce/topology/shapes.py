@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from ..errors import ArgumentError, message, shown
+from ..errors import ArgumentError, shown
 from ..values import host_devices, read_devices
 from .links import Link, Wiring, both_ways, exact
 
@@ -23,19 +23,19 @@ def matrix(gb_per_s: Sequence[Sequence[Number]], devices: Iterable[str] | None, 
         rows = [list(row) for row in gb_per_s]
     except TypeError as error:
         problem = "a matrix of bandwidths must be a list of rows."
-        raise ArgumentError(message(problem, shown(gb_per_s), "[[0, 25], [25, 0]]")) from error
+        raise ArgumentError.of(problem, shown(gb_per_s), "[[0, 25], [25, 0]]") from error
     if any(len(row) != len(rows) for row in rows):
         given = f"{len(rows)} rows of {sorted({len(row) for row in rows})} entries"
         problem = "a matrix of bandwidths must be square."
-        raise ArgumentError(message(problem, given, "one row and one column for each device"))
+        raise ArgumentError.of(problem, given, "one row and one column for each device")
     if any(exact("bandwidth", row[i]) for i, row in enumerate(rows)):
         problem = "a device must not have a link to itself."
-        raise ArgumentError(message(problem, "a number on the matrix's diagonal", "0 on the diagonal"))
+        raise ArgumentError.of(problem, "a number on the matrix's diagonal", "0 on the diagonal")
     names = _names(len(rows) if devices is None else devices)
     latency = exact("latency", latency_s)
     if len(names) != len(rows):
         given = f"{len(rows)} rows, {len(names)} devices"
-        raise ArgumentError(message("the matrix needs one row for each device.", given))
+        raise ArgumentError.of("the matrix needs one row for each device.", given)
     links = [
         Link(names[i], names[j], bandwidth, latency)
         for i, row in enumerate(rows)
@@ -74,11 +74,11 @@ def grid(shape: Sequence[int], gb_per_s: Any, latency_s: Number, *, wraps: bool)
       wraps: whether the ends of each dimension are linked.
     """
     if not shape or not all(type(length) is int and length >= 1 for length in shape):
-        raise ArgumentError(message("a grid has 1 or more devices along each dimension.", shown(shape), "4, 4"))
+        raise ArgumentError.of("a grid has 1 or more devices along each dimension.", shown(shape), "4, 4")
     speeds = list(gb_per_s) if isinstance(gb_per_s, (tuple, list)) else [gb_per_s] * len(shape)
     if len(speeds) != len(shape):
         given = f"{len(speeds)} speeds, {len(shape)} dimensions"
-        raise ArgumentError(message("a grid has one speed, or one for each dimension.", given, "gb_per_s=25"))
+        raise ArgumentError.of("a grid has one speed, or one for each dimension.", given, "gb_per_s=25")
     names = host_devices(math.prod(shape))
     pairs: dict[frozenset[str], tuple[str, str, Any]] = {}
     stride = 1
@@ -103,6 +103,6 @@ def _symmetric(
 def _names(devices: int | Iterable[str]) -> tuple[str, ...]:
     if isinstance(devices, int) and not isinstance(devices, bool):
         if devices < 1:
-            raise ArgumentError(message("a topology needs at least one device.", shown(devices), "1 or more"))
+            raise ArgumentError.of("a topology needs at least one device.", shown(devices), "1 or more")
         return host_devices(devices)
     return read_devices(devices)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from math import lcm
 from typing import Any, Final
 
 from ..devices import canonical
-from ..errors import ArgumentError, message, shown
+from ..errors import ArgumentError, shown
 from ..values import read_devices
 from . import shapes
 from .json_format import read_json, write_json
@@ -51,13 +51,13 @@ class Topology:
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", read_devices(self.devices))
         if not self.devices:
-            raise ArgumentError(message("a topology needs at least one device.", "none", 'Topology.ring(["cpu:0"])'))
+            raise ArgumentError.of("a topology needs at least one device.", "none", 'Topology.ring(["cpu:0"])')
         object.__setattr__(self, "switches", _switches(self.switches))
         try:
             given = [Link(*link) for link in self.links]
         except TypeError as error:
             problem = "links must be Links."
-            raise ArgumentError(message(problem, shown(self.links), 'Link("cpu:0", "cpu:1", bandwidth=25)')) from error
+            raise ArgumentError.of(problem, shown(self.links), 'Link("cpu:0", "cpu:1", bandwidth=25)') from error
         links = [
             Link(self._node(src), self._node(dst), exact("bandwidth", bandwidth), exact("latency", latency))
             for src, dst, bandwidth, latency in given
@@ -68,7 +68,7 @@ class Topology:
             if link.src == link.dst or pair in seen or not self._order.keys() >= set(pair) or link.bandwidth == 0:
                 problem = "a link joins two different nodes of the topology, once, with a bandwidth above 0."
                 given_link = f"{link.src} -> {link.dst}, {link.bandwidth} GB/s"
-                raise ArgumentError(message(problem, given_link, "add up the bandwidths of parallel links"))
+                raise ArgumentError.of(problem, given_link, "add up the bandwidths of parallel links")
             seen.add(pair)
         object.__setattr__(self, "links", self._sorted(links))
 
@@ -246,7 +246,7 @@ class Topology:
         names = read_devices(devices)
         self._require(names)
         if not names:
-            raise ArgumentError(message("a topology needs at least one device.", "none", '["cpu:0"]'))
+            raise ArgumentError.of("a topology needs at least one device.", "none", '["cpu:0"]')
         return self.part(names)
 
     def part(self, devices: tuple[str, ...]) -> Topology:
@@ -264,7 +264,7 @@ class Topology:
         names = read_devices(devices)
         self._require(names)
         if not names or not set(names) <= set(self.devices):
-            raise ArgumentError(message("at least one device, and no switch, must be named.", shown(devices)))
+            raise ArgumentError.of("at least one device, and no switch, must be named.", shown(devices))
         return names
 
     def without_link(self, a: str, b: str) -> Topology:
@@ -275,7 +275,7 @@ class Topology:
         if len(left) == len(self.links):
             neighbours = ", ".join(link.dst for link in self.out_links(a))
             given, remedy = f"{a} - {b}", f"links out of {self._node(a)}: {neighbours}"
-            raise ArgumentError(message("there is no such link.", given, remedy))
+            raise ArgumentError.of("there is no such link.", given, remedy)
         return Topology.unchecked(self.devices, left, self.switches)
 
     def with_switches(self, *, reducing: bool) -> Topology:
@@ -292,7 +292,7 @@ class Topology:
         devices = read_devices(devices)
         if len(devices) != len(self.devices):
             given = f"{len(devices)} names, {len(self.devices)} devices"
-            raise ArgumentError(message("each device needs a name.", given, repr(self)))
+            raise ArgumentError.of("each device needs a name.", given, repr(self))
         names = dict(zip(self.devices, devices, strict=True))
         names.update((switch.name, switch.name) for switch in self.switches)
         links = (link._replace(src=names[link.src], dst=names[link.dst]) for link in self.links)
@@ -392,7 +392,7 @@ class Topology:
         missing = [name for name in names if name not in self._order]
         if missing:
             known = "one of " + ", ".join(self.nodes)
-            raise ArgumentError(message("the topology has no such device.", ", ".join(missing), known))
+            raise ArgumentError.of("the topology has no such device.", ", ".join(missing), known)
 
     def __repr__(self) -> str:
         count = len(self.switches)
@@ -424,15 +424,15 @@ def _switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
         switches = tuple(Switch(entry) if isinstance(entry, str) else Switch(*entry) for entry in given)
     except TypeError as error:
         problem = "switches must be Switches or names."
-        raise ArgumentError(message(problem, shown(given), 'Switch("nvswitch")')) from error
+        raise ArgumentError.of(problem, shown(given), 'Switch("nvswitch")') from error
     count = Counter(switch.name for switch in switches if isinstance(switch.name, str))
     for name, reduces in switches:
         if not isinstance(name, str) or not _SWITCH.fullmatch(name) or _is_device(name) or count[name] > 1:
             problem = "a switch needs a unique name of letters, digits, . _ / # - that is not a device's name."
-            raise ArgumentError(message(problem, shown(name), '"nvswitch", "host0/nic3"'))
+            raise ArgumentError.of(problem, shown(name), '"nvswitch", "host0/nic3"')
         if not isinstance(reduces, bool):
             problem = "the reduces of a switch must be True or False."
-            raise ArgumentError(message(problem, shown(reduces), f"Switch({name!r}, True)"))
+            raise ArgumentError.of(problem, shown(reduces), f"Switch({name!r}, True)")
     return switches
 
 

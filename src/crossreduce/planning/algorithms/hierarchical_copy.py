@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import PlanError, message
+from ...errors import PlanError
 from ...schedule import Schedule, Step
 from ..request import Participants, Request, positions, read_participants
 from .hierarchy import tree_schedules
@@ -125,5 +125,5 @@ def _read_groups(names: tuple[str, ...], groups: Sequence[Sequence[str]]) -> lis
     split = [[positions(names, [name], "a group's member")[0] for name in group] for group in groups]
     if sorted(d for group in split for d in group) != list(range(len(names))):
         given = "; ".join(", ".join(group) for group in groups)
-        raise PlanError(message("the groups must have each device once.", given, "each of " + ", ".join(names)))
+        raise PlanError.of("the groups must have each device once.", given, "each of " + ", ".join(names))
     return split

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from ...devices import canonical
-from ...errors import ArgumentError, PlanError, message, shown
+from ...errors import ArgumentError, PlanError, shown
 from ...topology import Topology
 from ..neutral import neutral
 from ..reachability import require_routes
@@ -44,10 +44,10 @@ def bound(topology: Topology, collective: str, root: Roots = None, devices: Iter
     Fraction(450, 1)
     """
     if not isinstance(topology, Topology):
-        raise ArgumentError(message("a bound needs a Topology.", shown(topology), 'Topology.machine("dgx-1v")'))
+        raise ArgumentError.of("a bound needs a Topology.", shown(topology), 'Topology.machine("dgx-1v")')
     if not isinstance(collective, str) or collective not in COLLECTIVES:
         known = "one of " + ", ".join(COLLECTIVES)
-        raise ArgumentError(message("there is no such collective.", shown(collective), known))
+        raise ArgumentError.of("there is no such collective.", shown(collective), known)
     members = topology.devices if devices is None else topology.members(devices)
     return bound_of_members(topology, collective, members, _read_roots(members, collective, root))
 
@@ -56,23 +56,23 @@ def _read_roots(members: tuple[str, ...], collective: str, root: Roots) -> tuple
     if root is None:
         return None
     if collective not in ("broadcast", "reduce"):
-        raise ArgumentError(message(f"{collective} has no root.", f"root={shown(root)}", "broadcast or reduce"))
+        raise ArgumentError.of(f"{collective} has no root.", f"root={shown(root)}", "broadcast or reduce")
     if not isinstance(root, (str, Mapping)):
         problem = "a root must be a device, or a mapping from devices to bytes."
-        raise ArgumentError(message(problem, shown(root), '"cuda:0"'))
+        raise ArgumentError.of(problem, shown(root), '"cuda:0"')
     given = root if isinstance(root, Mapping) else {root: 1}
     roots: dict[str, Fraction] = {}
     for name, weight in given.items():
         device = canonical(name)
         if device not in members:
             known = "one of " + ", ".join(members)
-            raise ArgumentError(message("the root must be a device that takes part.", shown(name), known))
+            raise ArgumentError.of("the root must be a device that takes part.", shown(name), known)
         if isinstance(weight, bool) or not isinstance(weight, (int, Fraction)) or weight < 0:
             problem = "a root must have 0 bytes or more."
-            raise ArgumentError(message(problem, f"{name}: {shown(weight)}", "{root: nbytes}"))
+            raise ArgumentError.of(problem, f"{name}: {shown(weight)}", "{root: nbytes}")
         roots[device] = roots.get(device, Fraction(0)) + weight
     if not any(roots.values()):
-        raise ArgumentError(message("some root must have more than 0 bytes.", shown(root), '{"cuda:0": 1}'))
+        raise ArgumentError.of("some root must have more than 0 bytes.", shown(root), '{"cuda:0": 1}')
     return tuple(sorted(roots.items(), key=lambda item: members.index(item[0])))
 
 

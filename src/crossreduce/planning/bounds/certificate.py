@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final, NamedTuple
 
-from ...errors import PlanError, message, shown
+from ...errors import PlanError, shown
 from ...topology import Topology
 
 COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -79,30 +79,30 @@ class Bound:
         numbers = [self.algbw or 0, *(weight for _, weight in self.roots), *(cut.weight for cut in self.cuts)]
         numbers += [shift for _, *two in self.potentials for shift in two]
         if self.collective not in COLLECTIVES or not self.devices or not known.issuperset(self.devices):
-            raise PlanError(message("a bound needs a collective and devices of the topology.", shown(self)))
+            raise PlanError.of("a bound needs a collective and devices of the topology.", shown(self))
         exact = all(isinstance(number, (int, Fraction)) for number in numbers)
         if not exact or len(set(self.devices)) < len(self.devices):
-            raise PlanError(message("a proof needs exact numbers, and each device once.", shown(self)))
+            raise PlanError.of("a proof needs exact numbers, and each device once.", shown(self))
         if self.collective not in ("broadcast", "reduce") and dict(self.roots) != dict.fromkeys(self.devices, 1):
             problem = f"in a {self.collective} every device must be a root of the same weight."
-            raise PlanError(message(problem, shown(self.roots)))
+            raise PlanError.of(problem, shown(self.roots))
         if self.algbw is None and len(self.devices) > 1:
-            raise PlanError(message("this certificate does not prove a bound.", f"{self.collective}, no bound"))
+            raise PlanError.of("this certificate does not prove a bound.", f"{self.collective}, no bound")
         if self.algbw is None:
             return
         everyone = set(self.devices)
         if any(cut.weight < 0 or everyone <= cut.nodes for cut in self.cuts):
-            raise PlanError(message("a cut of the certificate must lack a device.", shown(self.cuts)))
+            raise PlanError.of("a cut of the certificate must lack a device.", shown(self.cuts))
         proved = self._proved_by_weights() if self.collective == "all_reduce" else self._proved_by_one_cut()
         if proved != self.algbw:
             given = f"{self.collective}: {self.algbw} GB/s claimed, {proved} proved"
-            raise PlanError(message("the certificate does not prove the bound.", given))
+            raise PlanError.of("the certificate does not prove the bound.", given)
 
     def _proved_by_one_cut(self) -> Fraction:
         outwards = self.collective in ("broadcast", "all_gather")
         if len(self.cuts) != 1 or self.cuts[0].outward != outwards:
             problem = f"the certificate of a {self.collective} must be one cut that its bytes must cross."
-            raise PlanError(message(problem, shown(self.cuts)))
+            raise PlanError.of(problem, shown(self.cuts))
         ((nodes, _, outward),) = self.cuts
         crossing = [link for link in self.topology.links if (link.src in nodes) > (link.dst in nodes)]
         if not outward:
@@ -110,16 +110,16 @@ class Bound:
         width = sum((link.bandwidth for link in crossing), Fraction(0))
         inside = sum((weight for root, weight in self.roots if root in nodes), Fraction(0))
         if inside <= 0 or any(weight < 0 or root not in self.devices for root, weight in self.roots):
-            raise PlanError(message("a cut must have the bytes of a root inside.", shown(self.roots)))
+            raise PlanError.of("a cut must have the bytes of a root inside.", shown(self.roots))
         return sum((weight for _, weight in self.roots), Fraction(0)) * width / inside
 
     def _proved_by_weights(self) -> Fraction:
         for root in self.devices:  # the trees of every root cross cuts of weight 1
             if sum((cut.weight for cut in self.cuts if root in cut.nodes), Fraction(0)) < 1:
-                raise PlanError(message("a root is in cuts of too little weight.", root))
+                raise PlanError.of("a root is in cuts of too little weight.", root)
         shift = {switch: two for switch, *two in self.potentials}
         if not shift.keys() <= {switch.name for switch in self.topology.switches if not switch.reduces}:
-            raise PlanError(message("only switches that do not reduce have potentials.", shown(self.potentials)))
+            raise PlanError.of("only switches that do not reduce have potentials.", shown(self.potentials))
         worth = Fraction(0)
         for src, dst, bandwidth, _ in self.topology.links:
             prices = [Fraction(0), Fraction(0)]  # in broadcasts and in reductions

@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import gcd, lcm
 from typing import Final
 
-from ...errors import PlanError, message
+from ...errors import PlanError
 from ...topology import Link, Topology
 from ..bounds.cuts import tightest_cut
 from ..bounds.linear_program import balanced_bandwidths
@@ -87,7 +87,7 @@ def fit_trees(
     trees = trees or packed(unit, exact, None)
     if trees is None:
         problem = "no forest with integer capacities was found."
-        raise PlanError(message(problem, repr(topology), 'algorithm="hierarchical_copy"'))
+        raise PlanError.of(problem, repr(topology), 'algorithm="hierarchical_copy"')
     return trees, Fraction(sum(exact.values()), len(exact))
 
 
