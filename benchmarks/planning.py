@@ -32,7 +32,7 @@ from scipy.sparse.csgraph import maximum_flow, shortest_path
 
 import crossreduce as cr
 from crossreduce.planning import REGISTRY, Request, hierarchical_copy
-from crossreduce.planning.algorithms.forest import forest
+from crossreduce.planning.forest import forest
 from crossreduce.schedule import fluid_rate
 from crossreduce.schedule.simulate import route_links
 from crossreduce.topology.machines import machine_names

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 import crossreduce as cr
-from crossreduce.planning import Request, hierarchical_copy, registry
-from crossreduce.planning.algorithms.forest import forest
+from crossreduce.planning import Request, hierarchical_copy, schedules
+from crossreduce.planning.forest import forest
 from crossreduce.planning.trees import fitting
 from crossreduce.schedule import fluid_rate
 
@@ -239,7 +239,7 @@ def others():
     yield f"24 / {len(four.devices)} of the buffer over {width} GB/s: {ratio(rate)} GB/s"
     assert rate == width / Fraction(24, len(four.devices))
     yield f"more than {fitting.MOST_TREES} trees per root"
-    yield f"within {int(fitting.TOLERANCE * 100)} % of the bound. Beyond {registry.MOST_TREES} devices"
+    yield f"within {int(fitting.TOLERANCE * 100)} % of the bound. Beyond {schedules.MOST_TREES} devices"
 
 
 def parts_table():

@@ -34,7 +34,7 @@ from test_verify import MUTATIONS, agree
 
 from crossreduce import PlanError, Schedule, Topology, bound, verify
 from crossreduce.planning import Request
-from crossreduce.planning.algorithms import forest as module
+from crossreduce.planning import forest as module
 from crossreduce.planning.trees.fitting import MOST_TREES, TOLERANCE
 from crossreduce.schedule import fluid_rate
 
@@ -324,7 +324,7 @@ SCRIPT = """
 import hashlib
 from crossreduce import Topology
 from crossreduce.planning import Request
-from crossreduce.planning.algorithms.forest import forest
+from crossreduce.planning.forest import forest
 for topology in [{}]:
     for collective in {}:
         sources = topology.devices[: 1 if collective == "broadcast" else None]

@@ -13,7 +13,7 @@ from strategies import names, wired
 import crossreduce as cr
 from crossreduce import Link, PlanError, Topology, simulate, verify
 from crossreduce.planning import Request, hierarchical_copy, one_device
-from crossreduce.planning.search import candidates
+from crossreduce.planning.schedules import candidates
 from crossreduce.schedule import fluid_rate, pipelined
 from crossreduce.topology.machines import machine_names
 

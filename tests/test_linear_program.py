@@ -76,16 +76,50 @@ def test_decimal_bandwidths(wiring):
     check_exact(Topology(*wiring))
 
 
-@pytest.mark.xfail(strict=False, reason="a solution that cannot be rounded is discarded")
-@example(NEARLY)
 @settings(max_examples=60)
 @given(wirings(ANY, BINARY, reducing=(False, True)))
-def test_bandwidths_that_nearly_add_up(wiring):
-    """If 0.1 + 0.1 + 0.1 differs from 0.3 by 1e-17, the reached rate may differ from the bound by little more than
-    that."""
+def test_binary_bandwidths(wiring):
+    """Bandwidths that are sums of binary fractions, such as 0.1 and 0.3, have the rate of the flow program, and the
+    returned use of the links is feasible, although it may not reach that rate."""
     topology = Topology(*wiring)
     found = optimum(topology)
     assert float(found.rate) == near(planning_oracle.all_reduce_bound(topology))
+    assert found.reached <= found.rate
+    if found.reached > 0:
+        check_solution(topology, found)
+
+
+# The rounded solution of these links violates a row by 1e-17 and is discarded, so only 62.5 % of the rate is reached.
+DISCARDED = Wiring(
+    tuple(f"cpu:{k}" for k in range(5)),
+    tuple(
+        link
+        for a, b, speed in (
+            ("cpu:0", "cpu:1", Fraction(0.1)), ("cpu:1", "cpu:2", Fraction(0.1) + Fraction(0.3)),
+            ("cpu:1", "cpu:3", Fraction(0.3)), ("cpu:2", "cpu:4", Fraction(46.7)), ("s", "cpu:1", Fraction(46.7)),
+            ("s", "cpu:2", 25), ("cpu:0", "cpu:4", Fraction(12.5)), ("s", "cpu:4", Fraction(0.1)),
+            ("cpu:3", "s", Fraction(59.2)), ("cpu:4", "cpu:1", Fraction(0.3)),
+        )
+        for link in ((a, b, speed), (b, a, speed))
+    ),
+    (("s", True),),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wiring",
+    [
+        NEARLY,
+        pytest.param(
+            DISCARDED, marks=pytest.mark.xfail(strict=True, reason="a solution that cannot be rounded is discarded")
+        ),
+    ],
+    ids=["0.1 and 0.3", "ten links"],
+)
+def test_bandwidths_that_nearly_add_up(wiring):
+    """If 0.1 + 0.1 + 0.1 differs from 0.3 by 1e-17, the reached rate differs from the bound by less than 1/500."""
+    topology = Topology(*wiring)
+    found = optimum(topology)
     assert found.rate * (1 - Fraction(1, 500)) <= found.reached <= found.rate
     check_solution(topology, found)
 

@@ -11,8 +11,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import maximum_flow
 
 from crossreduce import ArgumentError, Switch, Topology
-from crossreduce.topology.kinds import joins, read_data
+from crossreduce.topology.kinds import read_data
 from crossreduce.topology.machines import machine_names
+from crossreduce.topology.routes import joined
 
 machine = Topology.machine
 
@@ -172,15 +173,15 @@ def test_a_kind_of_link_is_never_quicker_in_use_than_built(name):
     assert "topo.h" in entry["source"] or "raw" in entry["source"] or "effective" in entry["source"]
 
 
-def test_joins():
+def test_joined():
     """Links join devices if there is a path between every two of them, also through switches, in any direction."""
     ring = Topology.ring(5)
-    assert joins(ring.devices, ring.links)
-    assert joins(ring.devices, ring.links[1:3] + ring.links[4:])
-    assert not joins(ring.devices, ring.without_link("cpu:0", "cpu:1").without_link("cpu:2", "cpu:3").links)
-    assert joins(Topology.star(3).devices, Topology.star(3).links)
-    assert not joins(["cpu:0", "cpu:1"], [])
-    assert joins(["cpu:0"], [])
+    assert joined(ring.devices, ring.links)
+    assert joined(ring.devices, ring.links[1:3] + ring.links[4:])
+    assert not joined(ring.devices, ring.without_link("cpu:0", "cpu:1").without_link("cpu:2", "cpu:3").links)
+    assert joined(Topology.star(3).devices, Topology.star(3).links)
+    assert not joined(["cpu:0", "cpu:1"], [])
+    assert joined(["cpu:0"], [])
 
 
 def test_names_are_unambiguous():
@@ -206,7 +207,7 @@ def test_a_machine_is_whole(name, speeds):
     raw = machine(name)
     kind, number = FILES[f"{name}.json"]["devices"]
     assert topology.devices == tuple(f"{kind}:{k}" for k in range(number))
-    assert joins(topology.devices, topology.links)
+    assert joined(topology.devices, topology.links)
     assert not any(switch.reduces for switch in topology.switches)
     for link in topology.links:
         back = topology.link(link.dst, link.src)
@@ -223,7 +224,7 @@ def test_hosts_are_joined(name, nics):
     """Every network joins all hosts; each host has the links of a single one, and the hosts are equal."""
     one, three = machine(name), machine(name, 3, nics=nics)
     assert three.devices == tuple(f"host{h}/{device}" for h in range(3) for device in one.devices)
-    assert joins(three.devices, three.links)
+    assert joined(three.devices, three.links)
     for link in one.links:
         for h in range(3):
             same = three.link(f"host{h}/{link.src}", f"host{h}/{link.dst}")

@@ -9,7 +9,7 @@ from test_nccl_xml import machine, read_nvidia_smi
 
 from crossreduce import ArgumentError, Topology
 from crossreduce.topology import nvidia_smi
-from crossreduce.topology.kinds import joins
+from crossreduce.topology.routes import joined
 
 # As published for PyTorch's benchmark of DistributedDataParallel, a DGX-1 with four cards.
 DGX_1 = """
@@ -102,7 +102,7 @@ def test_two_islands_of_nvlink():
     topology = read_nvidia_smi(table(rows))
     assert topology.route("cuda:1", "cuda:3") == ("cuda:1", "nvswitch", "cuda:3")
     assert topology.route("cuda:5", "cuda:7") == ("cuda:5", "nvswitch1", "cuda:7")
-    assert joins(topology.devices, topology.links)
+    assert joined(topology.devices, topology.links)
 
 
 def test_bridges_in_a_workstation():

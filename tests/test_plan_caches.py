@@ -14,7 +14,7 @@ from test_plan import COLLECTIVES, DGX, MIB, MICRO
 
 import crossreduce as cr
 from crossreduce import Topology
-from crossreduce.planning import plans, search
+from crossreduce.planning import plans, schedules
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_repeated_request_is_one_lookup(fresh, monkeypatch):
     def never(*_):
         pytest.fail("this must be looked up")
 
-    for module, name in ((plans, "fastest"), (plans, "simulate"), (search, "candidates"), (search, "pipelined")):
+    for module, name in ((plans, "fastest"), (plans, "simulate"), (schedules, "candidates"), (schedules, "pipelined")):
         monkeypatch.setattr(module, name, never)
     for name, plan in made.items():
         assert cr.plan(fresh, "all_reduce", MIB, name) is plan
@@ -46,8 +46,8 @@ def test_a_repeated_request_is_one_lookup(fresh, monkeypatch):
 def test_another_size_only_needs_another_number_of_pieces(fresh, monkeypatch):
     """Schedules are planned and verified once for all sizes."""
     first = cr.plan(fresh, "all_reduce", MIB)
-    monkeypatch.setattr(search, "verify", lambda _: pytest.fail("this was verified already"))
-    monkeypatch.setattr(search, "algorithm", lambda _: pytest.fail("this was planned already"))
+    monkeypatch.setattr(schedules, "verify", lambda _: pytest.fail("this was verified already"))
+    monkeypatch.setattr(schedules, "_schedules", lambda _: pytest.fail("this was planned already"))
     other = cr.plan(fresh, "all_reduce", 2 * MIB)
     assert other.nbytes == 2 * first.nbytes
 
@@ -56,7 +56,7 @@ def test_everything_planned_is_verified(fresh, monkeypatch):
     """Every schedule of a plan was verified."""
     seen = []
     monkeypatch.setattr(
-        search, "verify", lambda schedule: seen.append((schedule.collective, schedule.algorithm, schedule.chunks))
+        schedules, "verify", lambda schedule: seen.append((schedule.collective, schedule.algorithm, schedule.chunks))
     )
     for collective, algorithm in itertools.product(COLLECTIVES, NAMED):
         schedule = cr.plan(fresh, collective, MIB, algorithm).schedule
@@ -80,7 +80,7 @@ def test_threads_have_equal_plans(fresh):
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(work, range(8)))
     assert all(result == results[0] for result in results)
-    for cache in (plans.planned, search.fastest, search.candidates):
+    for cache in (plans.planned, schedules.fastest, schedules.candidates):
         cache.cache_clear()
     alone = {r: [cr.plan(t, r[0], r[2], r[1]).schedule.to_json() for t in (fresh, box)] for r in requests}
     assert results[0] == alone

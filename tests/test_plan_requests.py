@@ -8,7 +8,7 @@ from test_plan import COLLECTIVES, MICRO, ends
 
 import crossreduce as cr
 from crossreduce import ArgumentError, DeviceError, Link, PlanError, Topology
-from crossreduce.planning import registry
+from crossreduce.planning import REGISTRY
 
 SQUARE = Topology.ring(4, 25, MICRO)
 BAD = [
@@ -82,7 +82,7 @@ def test_no_topology(wrong):
         cr.plan(wrong)
 
 
-@pytest.mark.parametrize("algorithm", [name for name, entry in registry.REGISTRY.items() if not entry.has_root])
+@pytest.mark.parametrize("algorithm", [name for name, entry in REGISTRY.items() if not entry.has_root])
 def test_algorithms_without_a_root(algorithm):
     """A root for an algorithm without roots is a PlanError that lists the algorithms with roots."""
     with pytest.raises(

@@ -26,7 +26,7 @@ from crossreduce import (
     verify,
 )
 from crossreduce.planning import PLANNERS, Request, choose, hierarchical_copy, one_device, plan, ring
-from crossreduce.planning.search import candidates, fastest
+from crossreduce.planning.schedules import candidates, fastest
 from crossreduce.schedule import live_rounds, pipelined
 
 

@@ -14,8 +14,7 @@ from strategies import names, wired
 import crossreduce as cr
 from crossreduce import Link, Topology, simulate, verify
 from crossreduce.planning import Request, ring
-from crossreduce.planning.algorithms.ring import ring_schedules
-from crossreduce.planning.algorithms.ring_search import ring_orders
+from crossreduce.planning.rings import parallel_rings, ring_orders
 from crossreduce.schedule import fluid_rate
 from crossreduce.topology.machines import machine_names
 
@@ -26,8 +25,7 @@ H100S = Topology.machine("hgx-h100", hosts=2)
 def rings(topology, sources, destinations=None, packs=1, first=0):
     """Return the schedule of the rings on a topology."""
     request = Request("all_reduce", sources, destinations or sources, "ring", topology, 0, packs, first)
-    (schedule,) = ring_schedules(request)
-    return schedule
+    return parallel_rings(topology, request)
 
 
 def hops(order):

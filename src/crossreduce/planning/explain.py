@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from ..devices import parse
 from ..schedule import Schedule
+from ..schedule.schedule import many
 from .bounds.certificate import Bound, Cut
 
 _MOST_LINES: Final = 16
@@ -208,15 +209,6 @@ def size(nbytes: int) -> str:
         if nbytes and nbytes % (1 << power) == 0:
             return f"{nbytes >> power} {unit}"
     return f"{nbytes} bytes"
-
-
-def many(count: int, noun: str) -> str:
-    """Return a number with its noun, singular or plural.
-
-    >>> many(1, "root"), many(2, "root")
-    ('1 root', '2 roots')
-    """
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def duration(seconds: float) -> str:

@@ -16,14 +16,12 @@ from ..devices import canonical
 from ..errors import ArgumentError, PlanError, shown
 from ..packing import MOST_PACKS
 from ..schedule import MOST_BYTES, Schedule, fluid_rate, simulate
+from ..schedule.schedule import many
 from ..topology import Topology
-from .algorithms.hierarchical_copy import in_groups
 from .bounds.bound import bound_of_members
 from .bounds.certificate import COLLECTIVES, Bound
-from .explain import duration, limited_by, many, percent, shape, size, tree_lines
-from .registry import NAMES
-from .request import Request
-from .search import fastest
+from .planners import Request, hierarchical_copy_schedule
+from .schedules import NAMES, fastest
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,8 @@ class Plan:
 
     def explain(self) -> str:
         """Return a text about the plan: its trees, its speed, its limit, and a comparison with others."""
+        from .explain import duration, limited_by, percent, shape, size, tree_lines
+
         limit, found, pieces = self.bound, shape(self.schedule), self.schedule.pieces
         count = len({*self.request.sources, *self.request.destinations})
         head = f"{self.collective} of {size(self.nbytes)} by {self.algorithm} on {many(count, 'device')}"
@@ -122,7 +122,7 @@ class Plan:
         request = self.request._replace(packs=1, first=0, root=None)
         found: dict[str, tuple[float, Fraction | None]] = {}
         if self.collective == "all_reduce":
-            halves = in_groups(request._replace(packs=len(request.members)).participants)
+            halves = hierarchical_copy_schedule(request._replace(packs=len(request.members)))
             with suppress(PlanError):
                 rate = fluid_rate(halves, self.topology)
                 found["TensorFlow's trees"] = (simulate(halves, self.topology, self.nbytes).seconds, rate)

@@ -1,26 +1,101 @@
-"""Schedules for the cross-device ops, with or without a topology.
+"""Verified schedules of requests: the registry of algorithms, and the fastest of their schedules on a topology.
 
-Input: a ``Request``. Output: a verified schedule; the same request costs one lookup.
+Input: a ``Request``. Output: a schedule; the same request costs one lookup.
+
+``plan``, the ops, the command line and the tables of the tests all take the algorithms from ``REGISTRY``. Adding one
+takes its planner, a line here, and the docs. Files that only topologies need are imported when they are first used, so
+that ``import crossreduce`` stays quick.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
-from ..devices import parse
-from ..errors import PlanError
-from ..schedule import Schedule
+from ..errors import PlanError, shown
+from ..schedule import Schedule, pipelined, verify
 from ..topology import Topology
-from .reachability import reachable
-from .registry import CHOICES
-from .request import Request, collective_between
-from .search import candidates, fastest
+from . import planners
+from .planners import Request, collective_between
+from .topologies import reachable, require_routes
+
+MOST_DEVICES: Final = 128  # beyond it, a schedule with n**2 steps has more than 16,384 of them
+MOST_TREES: Final = 256  # beyond it, packing trees takes minutes
 
 # Below this many bytes per replica the fewest messages are the fastest, above it a balanced load. It is between the
 # 128 KB up to which a one-shot all-reduce was faster than a two-shot one on V100s linked by PCIe, and the 384 KB at
 # which it was slower (sglang-V100, issue 2); not measured here.
 DIRECT_FROM_BYTES: Final = 1 << 18
+
+
+class Algorithm(NamedTuple):
+    """An algorithm.
+
+    Args:
+      schedules: returns the schedules of a request for any number of bytes, at least one, or raises PlanError. If there
+        are several, the fastest depends on the number of bytes.
+      planner: the public function, which plans between devices that are all linked equally; ``None``: it needs a
+        topology.
+      has_root: each pack has a root, which rotates over the devices or is given by the request.
+      scatter: the packs (0: one per device) and the ``first`` of the all-reduce from which a reduce-scatter is derived;
+        ``None``: ``schedules`` plans reduce-scatters and all-gathers itself.
+      most_devices: the number of devices up to which "auto" considers it; ``None``: any number.
+    """
+
+    schedules: Callable[[Request], list[Schedule]]
+    planner: Callable[..., Schedule] | None
+    has_root: bool = False
+    scatter: tuple[int, int] | None = (0, 0)
+    most_devices: int | None = MOST_DEVICES
+
+
+def _one(schedule: Callable[[Request], Schedule]) -> Callable[[Request], list[Schedule]]:
+    """Return the planner of an algorithm that has the same schedule on every topology."""
+    return lambda request: [schedule(request)]
+
+
+def _hierarchical_copy(request: Request) -> list[Schedule]:
+    if request.topology is None:
+        return [planners.hierarchical_copy_schedule(request)]
+    from .hierarchies import hierarchies
+
+    return hierarchies(request.topology, request)
+
+
+def _ring(request: Request) -> list[Schedule]:
+    if request.topology is None:
+        return [planners.ring_schedule(request)]
+    from .rings import parallel_rings
+
+    return [parallel_rings(request.topology, request)]
+
+
+def _forest(request: Request) -> list[Schedule]:
+    from .forest import forest_schedules
+
+    return forest_schedules(request)
+
+
+REGISTRY: Final[dict[str, Algorithm]] = {
+    "one_device": Algorithm(_one(planners.one_device_schedule), planners.one_device, has_root=True, most_devices=None),
+    "hierarchical_copy": Algorithm(_hierarchical_copy, planners.hierarchical_copy, has_root=True, most_devices=None),
+    "ring": Algorithm(_ring, planners.ring, scatter=(1, 1)),  # the last device of chunk k is then device k
+    "halving_doubling": Algorithm(_one(planners.halving_doubling_schedule), planners.halving_doubling),
+    "recursive_doubling": Algorithm(_one(planners.recursive_doubling_schedule), planners.recursive_doubling),
+    "direct": Algorithm(_one(planners.direct_schedule), planners.direct, scatter=(1, 0)),
+    "one_shot": Algorithm(_one(planners.one_shot_schedule), planners.one_shot),
+    "forest": Algorithm(_forest, None, scatter=None, most_devices=MOST_TREES),
+}
+
+CHOICES: Final = ("nccl", "auto")
+"""Names that stand for one of the algorithms: see ``plan``."""
+
+NAMES: Final = (*REGISTRY, *CHOICES)
+
+PLANNERS: Final = {name: entry.planner for name, entry in REGISTRY.items() if entry.planner is not None}
+"""The public planners for lists of devices; they have the same first arguments."""
 
 
 def choose(sources: tuple[str, ...], destinations: tuple[str, ...], nbytes: int) -> str:
@@ -32,10 +107,11 @@ def choose(sources: tuple[str, ...], destinations: tuple[str, ...], nbytes: int)
     >>> choose(("cpu:0", "cpu:1"), ("cpu:0", "cpu:1"), 1024)
     'one_device'
     """
-    places = [parse(device) for device in {*sources, *destinations}]
-    memories = {(place.host, place.kind, place.kind != "cpu" and place.index) for place in places}
-    large = nbytes >= DIRECT_FROM_BYTES
-    return "direct" if len(memories) > 1 and large and len(destinations) > 1 else "one_device"
+    if nbytes < DIRECT_FROM_BYTES or len(destinations) == 1:
+        return "one_device"
+    # A name without its logical number is that of a memory; all CPUs of a host share one.
+    memories = {re.sub("(?<=cpu):.*|#.*", "", device) for device in (*sources, *destinations)}
+    return "direct" if len(memories) > 1 else "one_device"
 
 
 @lru_cache(maxsize=4096)
@@ -76,3 +152,82 @@ def _matched(topology: Topology, devices: tuple[str, ...]) -> Topology:
     part = topology.part(devices)
     connected = reachable(part, devices[0]) & reachable(part, devices[0], backwards=True)
     return part if connected.issuperset(devices) else topology  # the other devices forward only if it is necessary
+
+
+@lru_cache(maxsize=4096)
+def fastest(request: Request) -> tuple[Schedule, float]:
+    """Return the fastest schedule of a request on its topology, in pieces that suit its bytes, and its seconds.
+
+    Raises:
+      PlanError: a destination cannot be reached, or the algorithm cannot do the collective.
+    """
+    topology = request.topology
+    assert topology is not None
+    require_routes(topology, request.sources, request.destinations, request.collective)
+    found = []
+    for tried in _tried(topology, request):
+        try:
+            made = [pipelined(schedule, topology, request.nbytes) for schedule in candidates(tried._replace(nbytes=0))]
+            found.append(min(made, key=lambda one: one[1]))
+        except PlanError as error:
+            failure = error
+    if not found:
+        raise failure
+    return min(found, key=lambda one: one[1])
+
+
+def _tried(topology: Topology, request: Request) -> list[Request]:
+    """Return the requests to named algorithms that a request stands for."""
+    if request.algorithm not in CHOICES:
+        return [request]
+    n, root = len({*request.sources, *request.destinations}), request.root
+    tried = [
+        request._replace(algorithm=name)
+        for name, entry in REGISTRY.items()
+        if (entry.has_root or root is None) and (entry.most_devices is None or n <= entry.most_devices)
+    ]
+    several = min(len(request.sources), len(request.destinations)) > 1
+    if request.packs == 1 and root is None and several and n <= MOST_TREES:
+        from .hierarchies import centre
+
+        # One tree per device, like TensorFlow's rotating roots; and one tree with its root in the middle.
+        near = centre(topology, request.sources, request.destinations)
+        tried += [request._replace(algorithm="hierarchical_copy", packs=n)]
+        tried += [request._replace(algorithm="hierarchical_copy", root=near)]
+    return tried
+
+
+@lru_cache(maxsize=1024)
+def candidates(request: Request) -> tuple[Schedule, ...]:
+    """Return the verified schedules of a request to a named algorithm, at least one; each is different.
+
+    They do not depend on ``request.nbytes``, so callers set it to 0.
+
+    Raises:
+      PlanError: the algorithm cannot do it.
+    """
+    made = tuple(dict.fromkeys(_schedules(request)))
+    for schedule in made:
+        verify(schedule)
+    return made
+
+
+def _schedules(request: Request) -> list[Schedule]:
+    name = request.algorithm
+    if name not in REGISTRY:
+        raise PlanError.of("there is no such planner.", shown(name), "one of " + ", ".join(REGISTRY))
+    entry = REGISTRY[name]
+    if request.root is not None and not entry.has_root:
+        rooted = ", ".join(other for other, one in REGISTRY.items() if one.has_root)
+        raise PlanError.of(f"{name} does not reduce on a root.", f"root={request.root}", rooted)
+    if entry.scatter is None or request.collective not in ("reduce_scatter", "all_gather"):
+        return entry.schedules(request)
+    from .derived import all_gather, reduce_scatter
+
+    if request.collective == "all_gather":
+        turned = request.topology and request.topology.reversed()
+        scattered = candidates(request._replace(collective="reduce_scatter", topology=turned))
+        return [all_gather(schedule) for schedule in scattered]
+    packs, first = entry.scatter
+    whole = request._replace(collective="all_reduce", packs=packs or len(request.sources), first=first)
+    return [reduce_scatter(schedule) for schedule in entry.schedules(whole)]

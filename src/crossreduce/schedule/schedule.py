@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from ..errors import ScheduleError, shown
+from ..topology.json_format import listed, typed
 
 FORMAT: Final = "crossreduce.schedule/1"
 
@@ -212,20 +213,23 @@ class Schedule:
             read: dict[str, Any] = json.loads(text)
             if read["format"] != FORMAT:
                 raise KeyError(read["format"])  # noqa: TRY301 - one handler reports all faults
+            chunks = [Chunk(_share(share), listed(int, s), listed(int, d)) for share, s, d in read["chunks"]]
+            rounds = [
+                tuple(Step(typed(int, chunk), typed(int, dst), listed(int, srcs)) for chunk, dst, srcs in steps)
+                for steps in read["rounds"]
+            ]
+            routes = [
+                Route(typed(int, chunk), typed(int, src), typed(int, dst), listed(str, through), *listed(int, when))
+                for chunk, src, dst, through, *when in listed(list, read.get("routes", []))
+            ]
             return cls(
-                _text(read["collective"]),
-                _text(read["algorithm"]),
-                tuple(_text(device) for device in _list(read["devices"])),
-                tuple(Chunk(_share(share), _ints(s), _ints(d)) for share, s, d in read["chunks"]),
-                tuple(
-                    tuple(Step(_int(chunk), _int(dst), _ints(srcs)) for chunk, dst, srcs in steps)
-                    for steps in read["rounds"]
-                ),
-                _int(read["pieces"]),
-                tuple(
-                    Route(_int(chunk), _int(src), _int(dst), tuple(map(_text, _list(through))), *map(_int, when))
-                    for chunk, src, dst, through, *when in map(_list, _list(read.get("routes", [])))
-                ),
+                typed(str, read["collective"]),
+                typed(str, read["algorithm"]),
+                listed(str, read["devices"]),
+                tuple(chunks),
+                tuple(rounds),
+                typed(int, read["pieces"]),
+                tuple(routes),
             )
         except ScheduleError:
             raise
@@ -251,8 +255,8 @@ class Schedule:
     def head(self) -> str:
         """One line with the collective, the algorithm and the counts."""
         return (
-            f"{self.collective} {self.algorithm}: {_many(len(self.devices), 'device')}, "
-            f"{_many(len(self.chunks), 'chunk')}, {_many(len(self.rounds), 'round')}, {_many(self.steps, 'step')}"
+            f"{self.collective} {self.algorithm}: {many(len(self.devices), 'device')}, "
+            f"{many(len(self.chunks), 'chunk')}, {many(len(self.rounds), 'round')}, {many(self.steps, 'step')}"
         )
 
     def __str__(self) -> str:
@@ -294,33 +298,16 @@ def _malformed(problem: str, given: object, n: int) -> ScheduleError:
     return ScheduleError.of(f"{problem}.", shown(given), f"devices by their numbers, 0 to {n - 1}")
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a string")
-    return value
-
-
 def _share(value: object) -> Fraction:
-    if not re.fullmatch(r"[0-9]{1,100}(/[0-9]{1,100})?", _text(value)):  # "1e99999999" would take hours
+    if not re.fullmatch(r"[0-9]{1,100}(/[0-9]{1,100})?", typed(str, value)):  # "1e99999999" would take hours
         raise ValueError(f"{value!r} is not a share")
-    return Fraction(_text(value))
+    return Fraction(typed(str, value))
 
 
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r} is not a list")
-    return value
+def many(count: int, noun: str) -> str:
+    """Return a number with its noun, singular or plural.
 
-
-def _int(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{value!r} is not an integer")
-    return value
-
-
-def _ints(values: object) -> tuple[int, ...]:
-    return tuple(_int(value) for value in _list(values))
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    >>> many(1, "root"), many(2, "root")
+    ('1 root', '2 roots')
+    """
+    return f"{count} {noun}{'s' * (count != 1)}"

@@ -89,9 +89,11 @@ def simulate(schedule: Schedule, topology: Topology, nbytes: int, itemsize: int 
     }
     timing = _Timing(schedule, traffic, nbytes)
     busy = {pair: sum(timing.loads[load].values()) for pair, load in traffic.load_of.items()}
-    ticks = timing.ticks(schedule.pieces) if nbytes and traffic.latency_s else []
-    seconds = timing.total(schedule.pieces) if ticks else 0.0
-    return Simulation(seconds, busy, carried, tuple(ticks))
+    if not nbytes or not traffic.latency_s:
+        return Simulation(0.0, busy, carried, ())
+    (ticks, repeated), middle = timing.ticks(schedule.pieces), len(traffic.latency_s) - 1
+    ticks[middle:middle] = [ticks[middle]] * repeated
+    return Simulation(timing.total(schedule.pieces), busy, carried, tuple(ticks))
 
 
 def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
@@ -193,25 +195,18 @@ def _traffic(schedule: Schedule, topology: Topology) -> _Traffic:
     chunks_of: dict[Pair, dict[int, list[int]]] = {}
     latencies = _collect(schedule, topology, chunks_of)
     equal = len({chunk.share for chunk in schedule.chunks}) == 1
-    amount_of: dict[int | tuple[int, ...], int] = {}
-    amounts: list[tuple[int, ...]] = []
-    number_of: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
-    loads: list[_Load] = []
+    amounts: dict[int | tuple[int, ...], tuple[int, tuple[int, ...]]] = {}  # the number and the chunks of an amount
+    loads: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[int, _Load]] = {}
     load_of: dict[Pair, int] = {}
     for pair, by_round in chunks_of.items():
         used = []
         for r, chunks in by_round.items():
             amount = len(chunks) if equal else tuple(chunks)  # equal shares only need to be counted
-            if amount not in amount_of:
-                amount_of[amount] = len(amounts)
-                amounts.append(tuple(chunks))
-            used.append((r, amount_of[amount]))
+            used.append((r, amounts.setdefault(amount, (len(amounts), tuple(chunks)))[0]))
         key = topology.speeds[pair], tuple(used)
-        if key not in number_of:
-            number_of[key] = len(loads)
-            loads.append(_Load(topology.by_ends[pair].bandwidth, key[1]))
-        load_of[pair] = number_of[key]
-    return _Traffic(chunks_of, load_of, tuple(loads), tuple(amounts), tuple(latencies))
+        load_of[pair], _ = loads.setdefault(key, (len(loads), _Load(topology.by_ends[pair].bandwidth, key[1])))
+    different, listed = (load for _, load in loads.values()), (chunks for _, chunks in amounts.values())
+    return _Traffic(chunks_of, load_of, tuple(different), tuple(listed), tuple(latencies))
 
 
 def _collect(schedule: Schedule, topology: Topology, chunks_of: dict[Pair, dict[int, list[int]]]) -> list[float]:
@@ -231,13 +226,10 @@ def _collect(schedule: Schedule, topology: Topology, chunks_of: dict[Pair, dict[
                 path = paths.get((src, dst, through))
                 if path is None:
                     pairs = route_links(topology, devices[src], devices[dst], through)
-                    latency = float(sum((links[pair].latency_s for pair in pairs), Fraction(0)))
+                    latency = float(sum(links[pair].latency_s for pair in pairs))
                     path = paths[src, dst, through] = [chunks_of.setdefault(pair, {}) for pair in pairs], latency
                 for by_round in path[0]:
-                    if r in by_round:
-                        by_round[r].append(chunk)
-                    else:
-                        by_round[r] = [chunk]
+                    by_round.setdefault(r, []).append(chunk)
                 longest = max(longest, path[1])
         latencies.append(longest)
     return latencies
@@ -259,21 +251,17 @@ class _Timing:
             self.loads.append({r: amounts[amount] / speed for r, amount in by_round})
         self._windows: dict[int, list[tuple[float, float]]] = {}
 
-    def ticks(self, pieces: int) -> list[float]:
-        """Return the seconds of each tick, in order."""
+    def ticks(self, pieces: int) -> tuple[list[float], int]:
+        """Return the seconds of the ticks, in order, and how often the middle one, in which all rounds are in
+        progress, is repeated."""
         rounds = len(self.latency_s)
         ticks = [latency + transfer / pieces for latency, transfer in self.windows(min(pieces, rounds))]
-        if pieces > rounds:  # the middle ticks, in which all rounds are in progress, are equal
-            middle = rounds - 1
-            ticks[middle:middle] = [ticks[middle]] * (pieces - rounds)
-        return ticks
+        return ticks, max(0, pieces - rounds)
 
     def total(self, pieces: int) -> float:
         """Return the sum of all ticks without listing them."""
-        rounds = len(self.latency_s)
-        ticks = [latency + transfer / pieces for latency, transfer in self.windows(min(pieces, rounds))]
-        more = max(0, pieces - rounds)
-        return math.fsum([*ticks, more * ticks[rounds - 1]])
+        ticks, repeated = self.ticks(pieces)
+        return math.fsum([*ticks, repeated * ticks[len(self.latency_s) - 1]])
 
     def windows(self, width: int) -> list[tuple[float, float]]:
         """Return (latency, seconds of the busiest link) for each set of rounds that are in progress together.

@@ -9,12 +9,14 @@ import json
 import re
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ..errors import ArgumentError, shown
 from .links import Link, Switch, Wiring, exact
 
 FORMAT: Final = "crossreduce.topology/1"
+
+T = TypeVar("T")
 
 
 def write_json(devices: Iterable[str], switches: Iterable[Switch], links: Iterable[Link]) -> str:
@@ -35,13 +37,13 @@ def read_json(text: str) -> Wiring:
         if read["format"] != FORMAT:
             raise KeyError(read["format"])  # noqa: TRY301 - one handler reports all faults
         switches = [
-            Switch(_text(name), _flag(reduces)) for name, reduces in map(_list, _list(read.get("switches", [])))
+            Switch(typed(str, name), typed(bool, able)) for name, able in listed(list, read.get("switches", []))
         ]
         links = [
-            Link(_text(src), _text(dst), _exact("bandwidth", bandwidth), *(_exact("latency", s) for s in latency))
-            for src, dst, bandwidth, *latency in map(_list, _list(read["links"]))
+            Link(typed(str, src), typed(str, dst), _exact("bandwidth", speed), *(_exact("latency", s) for s in latency))
+            for src, dst, speed, *latency in listed(list, read["links"])
         ]
-        return Wiring(tuple(map(_text, _list(read["devices"]))), tuple(links), tuple(switches))
+        return Wiring(listed(str, read["devices"]), tuple(links), tuple(switches))
     except ArgumentError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -49,28 +51,24 @@ def read_json(text: str) -> Wiring:
         raise ArgumentError.of(problem, shown(text), f'text of format "{FORMAT}"') from error
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a string")
+def typed(kind: type[T], value: object) -> T:
+    """Return a value of a JSON text; TypeError unless it has exactly this type, so a bool is not an integer."""
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value
 
 
-def _list(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r} is not a list")
-    return value
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{value!r} is neither true nor false")
-    return value
+def listed(kind: type[T], values: object) -> tuple[T, ...]:
+    """Return the values of a list in a JSON text; TypeError unless all of them have this type."""
+    return tuple(typed(kind, value) for value in typed(list, values))
 
 
 def _exact(what: str, value: object) -> Fraction:
     """Return a number of a file: text such as "64/3" or "12.5", or a JSON number."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return exact(what, value)
-    if not re.fullmatch(r"[0-9]{1,40}(/[0-9]{1,40}|\.[0-9]{1,40})?", _text(value)):  # "1e99999999" would take hours
+    if not re.fullmatch(
+        r"[0-9]{1,40}(/[0-9]{1,40}|\.[0-9]{1,40})?", typed(str, value)
+    ):  # "1e99999999" would take hours
         raise ValueError(f"{value!r} is not a number of 0 or more")
-    return Fraction(_text(value))
+    return Fraction(typed(str, value))

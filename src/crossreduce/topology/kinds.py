@@ -7,7 +7,6 @@ the sources.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -83,23 +82,3 @@ def check_speeds(speeds: object) -> None:
     if not isinstance(speeds, str) or speeds not in SPEEDS:
         remedy = '"raw" for bounds, "effective" for predictions'
         raise ArgumentError.of("speeds must be raw or effective.", shown(speeds), remedy)
-
-
-def joins(devices: Iterable[str], links: Iterable[Link]) -> bool:
-    """Return whether links, used in both directions, connect all devices.
-
-    >>> a_b = Link("cpu:0", "cpu:1", Fraction(1))
-    >>> joins(["cpu:0", "cpu:1"], [a_b]), joins(["cpu:0", "cpu:1", "cpu:2"], [a_b])
-    (True, False)
-    """
-    names = list(devices)
-    neighbours: dict[str, set[str]] = {}
-    for link in links:
-        neighbours.setdefault(link.src, set()).add(link.dst)
-        neighbours.setdefault(link.dst, set()).add(link.src)
-    seen, front = set(names[:1]), names[:1]
-    while front:
-        new = neighbours.get(front.pop(), set()) - seen
-        seen |= new
-        front += new
-    return seen.issuperset(names)

@@ -7,6 +7,7 @@ checks names: ``Topology`` does.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from numbers import Rational, Real
 from typing import Any, Final, NamedTuple
@@ -46,6 +47,12 @@ class Wiring(NamedTuple):
     devices: tuple[str, ...]
     links: tuple[Link, ...]
     switches: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, devices: Sequence[str], links: Sequence[Link]) -> Wiring:
+        """Return a wiring in which all other ends of the links are switches that do not reduce."""
+        switches = dict.fromkeys(node for link in links for node in link[:2] if node not in devices)
+        return cls(tuple(devices), tuple(links), tuple(map(Switch, switches)))
 
 
 def exact(what: str, value: object) -> Fraction:

@@ -22,8 +22,9 @@ from fractions import Fraction
 from typing import Final, NamedTuple, NoReturn
 
 from ..errors import ArgumentError, shown
-from .kinds import check_speeds, joins, kind, nvlink
-from .links import Link, Switch, Wiring
+from .kinds import check_speeds, kind, nvlink
+from .links import Link, Wiring
+from .routes import joined
 
 # RCCL's 54 files of release 5.4.3 have at most 18,000 characters, 240 tags, 8 levels of elements, 8 CPUs.
 LONGEST: Final = 4 << 20
@@ -118,10 +119,9 @@ def read_nccl_xml(text: str, *, speeds: str = "raw") -> Wiring:
     if len(gpus) > 1 and not fast:
         _check_modules(gpus)
     links = list(fast.values())
-    if not joins(devices, links):
+    if not joined(devices, links):
         links += [link for link in _pcie_links(cpus, gpus, speeds) if link[:2] not in fast]
-    switches = dict.fromkeys(node for link in links for node in link[:2] if node not in devices)
-    return Wiring(tuple(devices), tuple(links), tuple(map(Switch, switches)))
+    return Wiring.of(devices, links)
 
 
 def _cpus(system: _Element) -> list[_Cpu]:

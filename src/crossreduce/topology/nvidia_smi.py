@@ -20,8 +20,9 @@ from itertools import combinations
 from typing import Final, NamedTuple, NoReturn
 
 from ..errors import ArgumentError, shown
-from .kinds import joins, kind
-from .links import Link, Switch, Wiring, both_ways
+from .kinds import kind
+from .links import Link, Wiring, both_ways
+from .routes import groups, joined
 
 LONGEST: Final = 1 << 18  # characters; a table of 72 GPUs and 72 cards has 170,000
 
@@ -103,9 +104,8 @@ def wired(
       near: for two members: PIX, PXB, PHB, NODE, SYS, or "" if it is not known.
       slots: the PCIe link of each GPU.
     """
-    links = fast if joins(devices, fast) else [*fast, *_pcie_links(devices, members, near, slots)]
-    switches = dict.fromkeys(node for link in links for node in link[:2] if node not in devices)
-    return Wiring(tuple(devices), tuple(links), tuple(map(Switch, switches)))
+    links = fast if joined(devices, fast) else [*fast, *_pcie_links(devices, members, near, slots)]
+    return Wiring.of(devices, links)
 
 
 def _pcie_links(
@@ -115,9 +115,6 @@ def _pcie_links(
     # The highest node above each GPU so far, and its link upwards.
     top = dict(enumerate(zip(devices, slots, strict=True)))
     count = {"pcie": 0, "cpu": 0}
-
-    def within(codes: set[str]) -> Callable[[int, int], bool]:
-        return lambda i, j: near(i, j) in codes
 
     def gather(switch: str, group: Iterable[int]) -> None:
         below = dict.fromkeys(top[k] for k in group)
@@ -129,7 +126,8 @@ def _pcie_links(
         top.update(dict.fromkeys(group, (name, widest)))
 
     for switch, codes in _NEAR:
-        for found in _groups(range(members), within(codes)):
+        pairs = [pair for pair in combinations(range(members), 2) if near(*pair) in codes]
+        for found in groups(range(members), pairs):
             group = [k for k in found if k in top]
             if len({top[k] for k in group}) > 1:
                 gather(switch, group)
@@ -147,7 +145,8 @@ def _nvlinks(devices: Sequence[str], number: Callable[[int, int], int], speed: F
     """Return the NVLinks between devices, or to a switch if some device has more than ``most`` links in its row."""
     links: list[Link] = []
     switches = 0
-    for group in _groups(range(len(devices)), lambda i, j: number(i, j) > 0):
+    pairs = [pair for pair in combinations(range(len(devices)), 2) if number(*pair)]
+    for group in groups(range(len(devices)), pairs):
         rows = {i: [number(i, j) for j in group if j != i] for i in group}
         if max(map(sum, rows.values())) > most:
             name = f"nvswitch{switches or ''}"
@@ -159,21 +158,6 @@ def _nvlinks(devices: Sequence[str], number: Callable[[int, int], int], speed: F
         for a, b, count in ends:
             links += both_ways(a, b, count * speed, latency)
     return links
-
-
-def _groups(items: Iterable[int], joined: Callable[[int, int], bool]) -> list[list[int]]:
-    """Return the connected groups of items, each sorted."""
-    left, groups = list(items), []
-    while left:
-        group, front = [], [left.pop(0)]
-        while front:
-            here = front.pop()
-            group.append(here)
-            new = {item for item in left if joined(here, item)}
-            front += new
-            left = [item for item in left if item not in new]
-        groups.append(sorted(group))
-    return groups
 
 
 def _table(text: str) -> tuple[list[str], dict[str, _Row]]:

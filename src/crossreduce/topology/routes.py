@@ -1,15 +1,17 @@
-"""Routes between the nodes of a topology, and the groups of devices that its fastest links join.
+"""Routes between the nodes of a topology, and groups of nodes that links join.
 
-Input: nodes and links. Output: the route to every node that can be reached from one; groups of devices.
+Input: nodes and links. Output: the route to every node that can be reached from one; groups of nodes.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
+from typing import TypeVar
 
 from .links import Link
+
+T = TypeVar("T")
 
 
 def routes_from(
@@ -47,20 +49,34 @@ def routes_from(
     return routes
 
 
-def islands(devices: Iterable[str], nodes: Iterable[str], links: Sequence[Link]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of devices that paths of the fastest links join: see ``Topology.islands``."""
-    fastest = max((link.bandwidth for link in links), default=Fraction(0))
-    leader = {node: node for node in nodes}
+def groups(items: Iterable[T], pairs: Iterable[tuple[T, T]]) -> list[list[T]]:
+    """Return the groups of items that pairs join, directly or through others, in the order of the items.
 
-    def find(node: str) -> str:
-        while leader[node] != node:
-            node = leader[node]
-        return node
+    >>> groups("abcd", [("d", "b")])
+    [['a'], ['b', 'd'], ['c']]
+    """
+    leader = {item: item for item in items}
 
-    for link in links:
-        if link.bandwidth == fastest:
-            leader[find(link.dst)] = find(link.src)
-    groups: dict[str, list[str]] = {}
-    for device in devices:
-        groups.setdefault(find(device), []).append(device)
-    return tuple(tuple(group) for group in groups.values())
+    def find(item: T) -> T:
+        while leader[item] != item:
+            item = leader[item]
+        return item
+
+    for a, b in pairs:
+        leader[find(b)] = find(a)
+    found: dict[T, list[T]] = {}
+    for item in leader:
+        found.setdefault(find(item), []).append(item)
+    return list(found.values())
+
+
+def joined(devices: Sequence[str], links: Sequence[Link]) -> bool:
+    """Return whether links, used in both directions, connect all devices.
+
+    >>> a_b = Link("cpu:0", "cpu:1", 25)
+    >>> joined(["cpu:0", "cpu:1"], [a_b]), joined(["cpu:0", "cpu:1", "cpu:2"], [a_b])
+    (True, False)
+    """
+    pairs = [(link.src, link.dst) for link in links]
+    nodes = [*devices, *(node for pair in pairs for node in pair)]
+    return set(devices) <= set(groups(nodes, pairs)[0])

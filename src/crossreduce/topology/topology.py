@@ -20,7 +20,7 @@ from ..values import read_devices
 from . import shapes
 from .json_format import read_json, write_json
 from .links import Link, Switch, exact
-from .routes import islands, routes_from
+from .routes import groups, routes_from
 
 _SHOWN: Final = 16  # devices in a topology's repr
 _SWITCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#-]*")  # no colon, so a switch cannot have a device's name
@@ -367,7 +367,10 @@ class Topology:
         >>> Topology.from_matrix([[0, 10, 1, 1], [10, 0, 1, 1], [1, 1, 0, 10], [1, 1, 10, 0]]).islands
         (('cpu:0', 'cpu:1'), ('cpu:2', 'cpu:3'))
         """
-        return islands(self.devices, self.nodes, self.links)
+        fastest = max((link.bandwidth for link in self.links), default=0)
+        found = groups(self.nodes, [(link.src, link.dst) for link in self.links if link.bandwidth == fastest])
+        inside = [tuple(node for node in group if self._order[node] < len(self.devices)) for group in found]
+        return tuple(group for group in inside if group)
 
     @cached_property
     def _routes(self) -> dict[str, dict[str, tuple[str, ...]]]:

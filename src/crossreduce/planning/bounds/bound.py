@@ -15,11 +15,8 @@ from functools import lru_cache
 from ...devices import canonical
 from ...errors import ArgumentError, PlanError, shown
 from ...topology import Topology
-from ..neutral import neutral
-from ..reachability import require_routes
+from ..topologies import neutral, require_routes
 from .certificate import COLLECTIVES, Bound, Cut
-from .cuts import tightest_cut
-from .linear_program import optimum
 
 Roots = str | Mapping[str, int | Fraction] | None
 
@@ -92,12 +89,16 @@ def bound_of_members(
     require_routes(topology, gives, takes, collective)
     wiring, names = neutral(topology, members)
     if collective == "all_reduce":
+        from .linear_program import optimum
+
         found = optimum(wiring)
         cuts = tuple(
             Cut(frozenset(names[node] for node in nodes), weight, outward) for nodes, weight, outward in found.cuts
         )
         potentials = tuple((names[switch], down, up) for switch, down, up in found.potentials)
         return Bound(topology, collective, members, parts, found.rate, cuts, potentials)
+    from .cuts import tightest_cut
+
     alias = {node: name for name, node in names.items()}
     outward = collective in ("broadcast", "all_gather")
     inside, ratio = tightest_cut(wiring, {alias[root]: weight for root, weight in parts}, outward=outward)

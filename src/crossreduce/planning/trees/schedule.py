@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ...schedule import Chunk, Route, Schedule, Step
-from ..request import Request
+from ..planners import Request
 
 Through = tuple[int, ...]
 """The nodes that data passes between two nodes of a tree."""

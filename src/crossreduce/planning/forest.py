@@ -12,15 +12,14 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from ...schedule import Schedule, fluid_rate
-from ...topology import Link, Topology
-from ..bounds.bound import bound_of_members
-from ..bounds.linear_program import optimum
-from ..neutral import NeutralTopology, neutral
-from ..reachability import reachable, require_routes
-from ..request import Request
-from ..trees.fitting import fit_trees
-from ..trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
+from ..schedule import Schedule, fluid_rate
+from ..topology import Link, Topology
+from .bounds.bound import bound_of_members
+from .bounds.linear_program import optimum
+from .planners import Request
+from .topologies import NeutralTopology, neutral, reachable, require_routes
+from .trees.fitting import fit_trees
+from .trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
 
 _MOST_KINDS: Final = 3  # different bandwidths of helpers that are tried; each needs a plan
 

@@ -1,7 +1,7 @@
-"""Search for rings: orders of devices in which each has a link, or a route through switches, to the next one.
+"""Rings on a topology: orders of devices in which each has a link, or a route through switches, to the next one.
 
-Input: a topology and devices. Output: orders that can be used side by side. Rings are found one after another until the
-bandwidth of the links is used up, in units of the narrowest link; the search takes the widest route first.
+Input: a topology and a request. Output: a schedule of rings that run side by side. Rings are found one after another
+until the bandwidth of the links is used up, in units of the narrowest link; the search takes the widest route first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Final
 
-from ...topology import Topology
+from ..schedule import Chunk, Schedule, Step
+from ..topology import Topology
+from .planners import Request, ring_schedule
 
 # The search for one ring stops after so many steps: finding a Hamiltonian cycle is NP-complete (Karp 1972).
 _MOST_STEPS: Final = 5_000
@@ -18,6 +20,23 @@ _MOST_RINGS: Final = 16  # NCCL uses as many channels on its widest machines
 _MOST_CHUNKS: Final = 512  # a ring of n devices has n chunks with 2(n - 1) steps each
 
 Pair = tuple[str, str]
+
+
+def parallel_rings(topology: Topology, request: Request) -> Schedule:
+    """Return a schedule of rings that share the links of a topology, each with an equal share of the buffer."""
+    devices, (sources, destinations) = request.members, request.positions
+    chunks: list[Chunk] = []
+    rounds: list[list[Step]] = []
+    orders = ring_orders(topology, devices)
+    for order in orders:
+        one = ring_schedule(request._replace(devices=order))
+        here = [devices.index(device) for device in order]
+        base = len(chunks)
+        chunks += [Chunk(share / len(orders), sources, destinations) for share, _, _ in one.chunks]
+        rounds += [[] for _ in one.rounds[len(rounds) :]]
+        for found, steps in zip(rounds, one.rounds, strict=False):
+            found += [Step(base + c, here[dst], tuple(here[src] for src in srcs)) for c, dst, srcs in steps]
+    return Schedule(request.collective, "ring", devices, tuple(chunks), tuple(map(tuple, rounds)))
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Spanning trees for ``hierarchical_copy`` on a topology.
+"""``hierarchical_copy`` on a topology.
 
 Input: a topology and a request. Output: schedules with one tree per pack, along which everything is reduced to the
 pack's root and copied back.
@@ -13,10 +13,10 @@ from itertools import pairwise
 from math import lcm
 from typing import Final, NamedTuple
 
-from ...schedule import Schedule
-from ...topology import Topology
-from ..request import Request
-from ..trees.schedule import Tree, TreeShare, trees_to_schedule
+from ..schedule import Schedule
+from ..topology import Topology
+from .planners import Request, hierarchical_copy_schedule, one_device_schedule
+from .trees.schedule import Tree, TreeShare, trees_to_schedule
 
 MOST_DEVICES: Final = 128
 """The number of devices up to which trees are grown edge by edge, which looks at all pairs of devices."""
@@ -34,6 +34,34 @@ class _Edge(NamedTuple):
     links: tuple[tuple[str, str], ...]
     there: tuple[int, ...]
     back: tuple[int, ...]
+
+
+def hierarchies(topology: Topology, request: Request) -> list[Schedule]:
+    """Return the schedules of a request by ``hierarchical_copy``.
+
+    A hierarchy can be derived from the links in several ways, and the size of the buffer determines which one is the
+    fastest:
+
+    - all devices send straight to the root, as in ``one_device``;
+    - two halves as groups, as in TensorFlow;
+    - the islands of the topology as groups: these are the boards of a DGX-1;
+    - spanning trees of the links: see ``tree_schedules``.
+
+    With a root of all packs, only the first and the last kind are possible, and only the first one if the root is
+    neither a source nor a destination.
+    """
+    root = request.root
+    found = [one_device_schedule(request)]
+    if root is None:
+        found.append(hierarchical_copy_schedule(request))
+        inside = {device: k for k, device in enumerate(request.members)}
+        groups = [[inside[device] for device in island if device in inside] for island in topology.islands]
+        groups = [group for group in groups if group]
+        if len(groups) > 1:
+            found.append(hierarchical_copy_schedule(request, groups))
+    if root is None or root in request.sources or root in request.destinations:
+        found += tree_schedules(topology, request)
+    return found
 
 
 def tree_schedules(topology: Topology, request: Request) -> list[Schedule]:

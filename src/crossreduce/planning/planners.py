@@ -1,0 +1,475 @@
+"""``Request``, the one value that planning takes, and the planners for devices that are all linked equally.
+
+Input: lists of devices in any spelling; or a ``Request`` with canonical names. Output: a schedule. Names become
+canonical here, and no file that takes a ``Request`` parses them again.
+
+Each algorithm has a public planner, such as ``ring``, and a counterpart for requests, which the registry in
+``schedules.py`` lists. All public planners have the arguments and errors of ``one_device``, the first one; the others
+only describe what differs. ``first`` has no effect on schedules without a root and without an order of chunks:
+``one_shot``, ``halving_doubling`` and ``recursive_doubling``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from ..errors import PlanError
+from ..schedule import Chunk, Schedule, Step, live_rounds
+from ..topology import Topology
+from ..values import read_devices
+
+Names = Sequence[str]
+
+Moves = Iterable[tuple[int, Step]]
+"""The steps of one pack, in any order: (round, step). A step's chunk is one of the pack's own chunks, from 0."""
+
+
+class Request(NamedTuple):
+    """A collective to plan. All names are canonical.
+
+    Args:
+      collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
+      sources: the devices that contribute, in the order in which they are combined.
+      destinations: the devices that need the result.
+      algorithm: a name of the registry, "auto", or "nccl", which is planned as "auto".
+      topology: the links that may be used; ``None``: any two devices are linked equally.
+      nbytes: of the buffer: of one replica's, for an all-reduce; of all parts together, for an all-gather.
+      packs: the number of equal packs of the buffer. Each has its own root, if the algorithm has roots.
+      first: the number of the first pack's root.
+      root: the root of all packs; ``None``: roots rotate over the devices.
+      devices: the devices of the schedule; (): sources, then other destinations, then the root.
+    """
+
+    collective: str
+    sources: tuple[str, ...]
+    destinations: tuple[str, ...]
+    algorithm: str = "auto"
+    topology: Topology | None = None
+    nbytes: int = 0
+    packs: int = 1
+    first: int = 0
+    root: str | None = None
+    devices: tuple[str, ...] = ()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The devices that take part, in the order of the schedule's devices."""
+        root = () if self.root is None else (self.root,)
+        return self.devices or tuple(dict.fromkeys([*self.sources, *self.destinations, *root]))
+
+    @property
+    def positions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The positions of the sources and of the destinations among the members."""
+        number = {device: k for k, device in enumerate(self.members)}
+        return tuple(number[source] for source in self.sources), tuple(number[dst] for dst in self.destinations)
+
+
+def collective_between(members: int, sources: int, destinations: int) -> str:
+    """Return the name of the collective with so many sources and destinations among so many devices.
+
+    >>> collective_between(3, 3, 3), collective_between(3, 1, 3), collective_between(3, 2, 1)
+    ('all_reduce', 'broadcast', 'reduce')
+    """
+    if sources == destinations == members:
+        return "all_reduce"
+    return "broadcast" if sources == 1 else "reduce"
+
+
+def one_device(
+    devices: Names,
+    sources: Names | None = None,
+    destinations: Names | None = None,
+    *,
+    packs: int = 1,
+    first: int = 0,
+    root: str | None = None,
+) -> Schedule:
+    """Plan that one device, the root, combines everything and sends the result to all destinations.
+
+    It has at most two rounds and the fewest steps, but all bytes pass one device. TensorFlow's
+    ``ReductionToOneDevice`` does the same.
+
+    Args:
+      devices: names, in the order in which components are combined.
+      sources: the devices that contribute; ``None``: all.
+      destinations: the devices that need the result; ``None``: all.
+      packs: the number of equal packs of the buffer.
+      first: the destination that is the root of the first pack; the roots of further packs are the next destinations.
+      root: a device that is the root of every pack; it may be neither a source nor a destination.
+    Returns:
+      A schedule that ``verify`` accepts.
+    Raises:
+      PlanError: a source, destination or root that is not one of ``devices``; fewer than one pack.
+
+    >>> print(one_device(["cpu:0", "cpu:1", "cpu:2"], destinations=["cpu:1"]))
+    reduce one_device: 3 devices, 1 chunk, 1 round, 1 step
+      round 0: chunk 0: cpu:1 <- cpu:0 + cpu:1 + cpu:2
+    """
+    request = _read("one_device", devices, sources, destinations, packs, first)
+    main = None if root is None else _members(request.devices, [root], "the root")[0]
+    return one_device_schedule(request._replace(root=main))
+
+
+def one_device_schedule(request: Request) -> Schedule:
+    """Return the schedule of ``one_device`` for a request."""
+    sources, destinations = request.positions
+    root = None if request.root is None else request.members.index(request.root)
+
+    def moves(pack: int) -> Moves:
+        main = destinations[pack % len(destinations)] if root is None else root
+        if sources != (main,):
+            yield 0, Step(0, main, sources)
+        for dst in destinations:
+            if dst != main:
+                yield 1, Step(0, dst, (main,))
+
+    return _in_packs(request, 1, moves)
+
+
+def hierarchical_copy(
+    devices: Names,
+    sources: Names | None = None,
+    destinations: Names | None = None,
+    *,
+    packs: int = 1,
+    first: int = 0,
+    groups: Sequence[Names] | None = None,
+) -> Schedule:
+    """Plan to reduce inside groups of devices, then between the groups, and to copy back the same way.
+
+    The devices of each group are summed on its main device, and the mains are summed on the root; the root copies to
+    the mains, and these to their groups: at most 4 rounds. On 8 devices and without ``groups`` these are the trees of
+    TensorFlow's ``HierarchicalCopyAllReduce`` on a DGX-1 (``aggregate_gradients_using_hierarchical_copy`` in its
+    cross_device_utils.py): halves 0-3 and 4-7, root ``i`` and its partner ``i + 4``. If the number of devices is odd,
+    the second half has one more device, and no contribution is lost.
+
+    Args, in addition to those of ``one_device``, without ``root``:
+      first: the device that is the root of the first pack; the roots of further packs are the next devices.
+      groups: the devices by group; ``None``: two halves of the sources (and of other destinations).
+    Raises:
+      PlanError: as ``one_device``; or the groups miss a device or name one twice.
+
+    >>> print(hierarchical_copy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]))
+    all_reduce hierarchical_copy: 4 devices, 1 chunk, 4 rounds, 6 steps
+      round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
+      round 0: chunk 0: cpu:2 <- cpu:2 + cpu:3
+      round 1: chunk 0: cpu:0 <- cpu:0 + cpu:2
+      round 2: chunk 0: cpu:2 <- cpu:0
+      round 3: chunk 0: cpu:1 <- cpu:0
+      round 3: chunk 0: cpu:3 <- cpu:2
+    """
+    request = _read("hierarchical_copy", devices, sources, destinations, packs, first)
+    if groups is None:
+        return hierarchical_copy_schedule(request)
+    names = request.devices
+    split = [[names.index(_members(names, [name], "a group's member")[0]) for name in group] for group in groups]
+    if sorted(d for group in split for d in group) != list(range(len(names))):
+        given = "; ".join(", ".join(group) for group in groups)
+        raise PlanError.of("the groups must have each device once.", given, "each of " + ", ".join(names))
+    return hierarchical_copy_schedule(request, split)
+
+
+def hierarchical_copy_schedule(request: Request, groups: list[list[int]] | None = None) -> Schedule:
+    """Return the schedule of ``hierarchical_copy`` for a request, with groups of positions; ``None``: two halves."""
+    sources, destinations = request.positions
+    giving, taking = frozenset(sources), frozenset(destinations)
+    if groups is None:
+        others = [d for d in destinations if d not in giving]
+        s, o = len(sources) // 2, (len(others) + 1) // 2
+        groups = [[*sources[:s], *others[:o]], [*sources[s:], *others[o:]]]
+    split = [group for group in groups if group]
+    roots = [s for s in sources if s in taking] or list(sources)
+
+    def moves(pack: int) -> Moves:
+        root = roots[pack % len(roots)]
+        rank = next(group.index(root) for group in split if root in group)
+        mains: list[int] = []  # of the groups that have a source, in the order of the groups
+        for group in split:
+            members = [d for d in group if d in giving]
+            if members:
+                main = root if root in group else group[rank % len(group)]
+                mains.append(main if main in giving else members[rank % len(members)])
+                if members != [mains[-1]]:
+                    yield 0, Step(0, mains[-1], tuple(members))
+        if mains != [root]:
+            yield 1, Step(0, root, tuple(mains))
+        for group in split:
+            receivers = [d for d in group if d in taking]
+            main = next((d for d in mains if d in group), receivers[0] if receivers else root)
+            if receivers and main != root:
+                yield 2, Step(0, main, (root,))
+            for dst in receivers:
+                if dst != main:
+                    yield 3, Step(0, dst, (main,))
+
+    return _in_packs(request, 1, moves)
+
+
+def ring(
+    devices: Names, sources: Names | None = None, destinations: Names | None = None, *, packs: int = 1, first: int = 0
+) -> Schedule:
+    """Plan a reduction that travels round the devices in a ring.
+
+    Each pack has one chunk per device; ``first`` is the device at which the first chunk of the first pack starts. Each
+    chunk starts at another device, collects the contributions on its way round the ring, and travels on until every
+    destination has the result. In an all-reduce each device sends 2(n-1)/n of the buffer, the least of any all-reduce;
+    the price is 2(n-1) rounds. Only links from a device to the next one are used, so ``devices`` is the order of the
+    ring; devices that are neither source nor destination forward data.
+
+    >>> len(ring(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]).rounds)
+    6
+
+    Source: Patarasuk & Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009.
+    """
+    return ring_schedule(_read("ring", devices, sources, destinations, packs, first))
+
+
+def ring_schedule(request: Request) -> Schedule:
+    """Return the schedule of ``ring`` for a request."""
+    n, (gives, takes) = len(request.members), request.positions
+    sources, destinations = frozenset(gives), frozenset(takes)
+
+    def moves(pack: int) -> Moves:
+        for chunk in range(n):
+            order = [(chunk + pack + hop) % n for hop in range(n)]
+            hops = [hop for hop in range(n) if order[hop] in sources]
+            start, end = hops[0], hops[-1]
+            for hop in range(start + 1, end + 1):
+                own = (order[hop],) if order[hop] in sources else ()
+                yield hop - 1, Step(chunk, order[hop], (order[hop - 1], *own))
+            last = max((hop for hop in range(1, n) if order[(end + hop) % n] in destinations), default=0)
+            for hop in range(1, last + 1):
+                yield end + hop - 1, Step(chunk, order[(end + hop) % n], (order[(end + hop - 1) % n],))
+
+    return _in_packs(request, n, moves)
+
+
+def halving_doubling(
+    devices: Names, sources: Names | None = None, destinations: Names | None = None, *, packs: int = 1, first: int = 0
+) -> Schedule:
+    """Plan a reduce-scatter by recursive halving and an all-gather by recursive doubling.
+
+    It sends as few bytes as a ring, in 2 log2(n) rounds. If the number of sources is not a power of two, each source
+    beyond the largest power first adds its data to that of a partner, and receives the result from it at the end, in
+    2 more rounds. If the destinations do not include all paired sources, every destination copies its chunks from the
+    devices that reduced them. Sources are paired in the order of ``devices``.
+
+    >>> len(halving_doubling([f"cpu:{k}" for k in range(8)]).rounds)
+    6
+
+    Source: Thakur, Rabenseifner & Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19(1),
+    2005; also of ``recursive_doubling``.
+    """
+    return halving_doubling_schedule(_read("halving_doubling", devices, sources, destinations, packs, first))
+
+
+def halving_doubling_schedule(request: Request) -> Schedule:
+    """Return the schedule of ``halving_doubling`` for a request."""
+    sources, destinations = request.positions
+    width = 1 << (len(sources).bit_length() - 1)
+    paired, extras = sources[:width], sources[width:]
+    levels = width.bit_length() - 1
+
+    def moves(_: int) -> Moves:
+        for chunk in range(width):
+            for partner, extra in zip(paired, extras, strict=False):
+                yield 0, Step(chunk, partner, (partner, extra))
+            for level in range(levels):
+                far = width >> (level + 1)
+                for i in range(width):
+                    if (i ^ chunk) < far:  # i keeps the half of the buffer with this chunk
+                        low, high = sorted((i, i ^ far))
+                        yield level + 1, Step(chunk, paired[i], (paired[low], paired[high]))
+            after = levels + 1
+            if not set(paired) <= set(destinations):
+                for dst in destinations:
+                    if dst != paired[chunk]:
+                        yield after, Step(chunk, dst, (paired[chunk],))
+                continue
+            for level in range(levels):
+                near = 1 << level
+                for i in range(width):
+                    if near <= (i ^ chunk) < 2 * near:
+                        yield after + level, Step(chunk, paired[i], (paired[i ^ near],))
+            for k, dst in enumerate(d for d in destinations if d not in paired):
+                src = paired[extras.index(dst) if dst in extras else k % width]
+                yield after + levels, Step(chunk, dst, (src,))
+
+    return _in_packs(request, width, moves)
+
+
+def recursive_doubling(
+    devices: Names, sources: Names | None = None, destinations: Names | None = None, *, packs: int = 1, first: int = 0
+) -> Schedule:
+    """Plan pairwise exchanges of the whole buffer, at distances 1, 2, 4, ...
+
+    An all-reduce takes log2(n) rounds, the fewest in which every device sends to one device at a time; in each of
+    them every device sends its whole buffer. If the number of sources is not a power of two, each source beyond the
+    largest power first adds its data to that of a partner, and receives the result from it at the end, in 2 more
+    rounds. Both devices of a pair combine their values in the same order, so every destination receives the same bits.
+    Sources are paired in the order of ``devices``. Destinations that are not paired receive the result at the end,
+    along a binomial tree. Exchanges that no destination needs are left out, so a reduce to one device is a binomial
+    tree, too.
+
+    >>> print(recursive_doubling(["cpu:0", "cpu:1"]))
+    all_reduce recursive_doubling: 2 devices, 1 chunk, 1 round, 2 steps
+      round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
+      round 0: chunk 0: cpu:1 <- cpu:0 + cpu:1
+    """
+    return recursive_doubling_schedule(_read("recursive_doubling", devices, sources, destinations, packs, first))
+
+
+def recursive_doubling_schedule(request: Request) -> Schedule:
+    """Return the schedule of ``recursive_doubling`` for a request."""
+    sources, destinations = request.positions
+    width = 1 << (len(sources).bit_length() - 1)
+    paired, extras = sources[:width], sources[width:]
+    levels = width.bit_length() - 1
+    partner_of = dict(zip(extras, paired, strict=False))
+
+    def moves(_: int) -> Moves:
+        for extra, partner in partner_of.items():
+            yield 0, Step(0, partner, (partner, extra))
+        for level in range(levels):
+            distance = 1 << level
+            for i in range(width):
+                yield level + 1, Step(0, paired[i], (paired[i & ~distance], paired[i | distance]))
+        copies = [(dst, partner_of[dst]) for dst in destinations if dst in partner_of]
+        waiting = [dst for dst in destinations if dst not in paired and dst not in partner_of]
+        complete = list(paired)  # the devices with the result
+        after = levels + 1
+        while copies or waiting:  # each complete device sends to one other device per round
+            busy = {src for _, src in copies}
+            free = [device for device in complete if device not in busy]
+            copies += zip(waiting, free, strict=False)
+            waiting = waiting[len(free) :]
+            for dst, src in copies:
+                yield after, Step(0, dst, (src,))
+            complete += [dst for dst, _ in copies]
+            copies, after = [], after + 1
+
+    schedule = _in_packs(request, 1, moves)
+    if set(paired) <= set(destinations):
+        return schedule
+    return replace(schedule, rounds=tuple(tuple(steps) for steps in live_rounds(schedule)))
+
+
+def direct(
+    devices: Names,
+    sources: Names | None = None,
+    destinations: Names | None = None,
+    *,
+    packs: int = 1,
+    first: int = 0,
+    owners: Names | None = None,
+) -> Schedule:
+    """Plan that every owner reduces one share of the buffer and then sends it to all destinations.
+
+    It has at most two rounds, sends as few bytes as a ring, and combines every element in the order of the devices, so
+    its bits equal those of ``one_device``. It is fast only if there is a link between every two devices.
+
+    Args, in addition to those of ``one_device``, without ``root``:
+      first: the owner of the first share of the first pack.
+      owners: the devices that reduce one share each; ``None``: the destinations. With all devices as owners, a reduce
+        to one root is shared by all of them.
+
+    >>> print(direct(["cpu:0", "cpu:1"]))
+    all_reduce direct: 2 devices, 2 chunks, 2 rounds, 4 steps
+      round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
+      round 0: chunk 1: cpu:1 <- cpu:0 + cpu:1
+      round 1: chunk 0: cpu:1 <- cpu:0
+      round 1: chunk 1: cpu:0 <- cpu:1
+    """
+    request = _read("direct", devices, sources, destinations, packs, first)
+    names = request.destinations if owners is None else _members(request.devices, owners, "the owners")
+    return direct_schedule(request, names)
+
+
+def direct_schedule(request: Request, owners: tuple[str, ...] = ()) -> Schedule:
+    """Return the schedule of ``direct`` for a request; without ``owners`` these are the destinations."""
+    sources, destinations = request.positions
+    owning = [request.members.index(owner) for owner in owners] or destinations
+
+    def moves(pack: int) -> Moves:
+        for chunk in range(len(owning)):
+            owner = owning[(chunk + pack) % len(owning)]
+            if sources != (owner,):
+                yield 0, Step(chunk, owner, sources)
+            for dst in destinations:
+                if dst != owner:
+                    yield 1, Step(chunk, dst, (owner,))
+
+    return _in_packs(request, len(owning), moves)
+
+
+def one_shot(
+    devices: Names, sources: Names | None = None, destinations: Names | None = None, *, packs: int = 1, first: int = 0
+) -> Schedule:
+    """Plan that every destination reads the original of every source and combines them all.
+
+    It has at most one round, the fewest, at the price of the most bytes: every destination receives the whole buffer of
+    every other source. So it suits small buffers. Every element is combined in the order of the sources, so its bits
+    equal those of ``one_device``. It is fast only if there is a link from every source to every destination.
+
+    >>> print(one_shot(["cpu:0", "cpu:1"]))
+    all_reduce one_shot: 2 devices, 1 chunk, 1 round, 2 steps
+      round 0: chunk 0: cpu:0 <- cpu:0 + cpu:1
+      round 0: chunk 0: cpu:1 <- cpu:0 + cpu:1
+    """
+    return one_shot_schedule(_read("one_shot", devices, sources, destinations, packs, first))
+
+
+def one_shot_schedule(request: Request) -> Schedule:
+    """Return the schedule of ``one_shot`` for a request."""
+    sources, destinations = request.positions
+    steps = [(0, Step(0, dst, sources)) for dst in destinations if sources != (dst,)]
+    return _in_packs(request, 1, lambda _: steps)
+
+
+def _in_packs(request: Request, chunks: int, moves: Callable[[int], Moves]) -> Schedule:
+    """Return the schedule of all packs.
+
+    Args:
+      request: its algorithm is the name for the schedule.
+      chunks: the number of equal chunks of each pack.
+      moves: returns the steps of a pack, given its number plus ``request.first``.
+    """
+    count = request.packs * chunks
+    rounds: defaultdict[int, list[Step]] = defaultdict(list)
+    for pack in range(request.packs):
+        for number, (chunk, dst, srcs) in moves(pack + request.first):
+            rounds[number].append(Step(pack * chunks + chunk, dst, srcs))
+    share = Chunk(Fraction(1, count), *request.positions)
+    steps = tuple(tuple(rounds[number]) for number in sorted(rounds))
+    return Schedule(request.collective, request.algorithm, request.members, (share,) * count, steps)
+
+
+def _read(
+    algorithm: str, devices: Names, sources: Names | None, destinations: Names | None, packs: int, first: int
+) -> Request:
+    """Return the request of a public planner's arguments."""
+    names = read_devices(devices)
+    if not names:
+        raise PlanError.of("a plan needs at least one device.", "no devices")
+    if not isinstance(packs, int) or packs < 1 or not isinstance(first, int):
+        raise PlanError.of("the buffer is cut into 1, 2, ... packs.", f"packs={packs!r}, first={first!r}", "packs=1")
+    gives, takes = _members(names, sources, "the sources"), _members(names, destinations, "the destinations")
+    collective = collective_between(len(names), len(gives), len(takes))
+    return Request(collective, gives, takes, algorithm, packs=packs, first=first, devices=names)
+
+
+def _members(names: tuple[str, ...], chosen: Names | None, what: str) -> tuple[str, ...]:
+    """Return the canonical names of devices that must be among ``names``; ``None``: all."""
+    if chosen is None:
+        return names
+    wanted = read_devices(chosen)
+    if not wanted:
+        raise PlanError.of(f"{what} must be at least one device.", "none", ", ".join(names))
+    for device in wanted:
+        if device not in names:
+            raise PlanError.of(f"{what} must be among the devices.", device, "one of " + ", ".join(names))
+    return wanted
