@@ -33,7 +33,7 @@ struct Target { // memory of a result
 struct Output { // a value and the results that it is written to
     Location from;
     bool is_last_fold; // the value is the last fold's, in registers, and `from` is not used
-    const Target *targets;
+    Target *targets;
     size_t count;
 };
 struct Pass {

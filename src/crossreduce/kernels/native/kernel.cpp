@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "thread_pool.hpp"
 
@@ -52,6 +53,10 @@ struct Run { // one run of a kernel
     Format format;
     int64_t tile, share;           // elements
     std::vector<long> first_share; // the first share of each segment, and the total
+
+    const FusedProgram &program_of(const Segment &s) const { return kernel.programs[static_cast<size_t>(s.program)]; }
+    const Source *sources_of(const Segment &s) const { return &sources[static_cast<size_t>(s.tensor * kernel.sources)]; }
+    char *const *results_of(const Segment &s) const { return &results[static_cast<size_t>(s.tensor * kernel.results)]; }
 };
 
 Format format_of(const Kernel &kernel) {
@@ -113,8 +118,8 @@ void run_partial_line(const Pass &pass, const Format &f, size_t start, size_t co
         const PassFold &fold = pass.folds[k];
         Location *operands = scratch.take<Location>(fold.count);
         for (size_t j = 0; j < fold.count; j++) operands[j] = padded(fold.operands[j]);
-        const bool stored = fold.out != nullptr && fold.out_stride != 0;
-        folds[k] = {operands, fold.count, stored ? scratch.take<char>(2 * LINE) : fold.out, fold.out_stride};
+        char *out = fold.out_stride != 0 ? scratch.take<char>(2 * LINE) : fold.out;
+        folds[k] = {operands, fold.count, out, fold.out_stride};
     }
     Target *lines = scratch.take<Target>(pass.output_count);
     for (size_t v = 0; v < pass.output_count; v++) {
@@ -124,7 +129,7 @@ void run_partial_line(const Pass &pass, const Format &f, size_t start, size_t co
     f.function({folds, pass.fold_count, outputs, pass.output_count, pass.divisor}, 0, f.line);
     for (size_t k = 0; k < pass.fold_count; k++) {
         const PassFold &fold = pass.folds[k];
-        if (fold.out != nullptr && fold.out_stride != 0)
+        if (fold.out_stride != 0)
             std::memcpy(fold.out + start * fold.out_stride, folds[k].out, count * fold.out_stride);
     }
     for (size_t v = 0; v < pass.output_count; v++)
@@ -132,16 +137,20 @@ void run_partial_line(const Pass &pass, const Format &f, size_t start, size_t co
             std::memcpy(pass.outputs[v].targets[r].data + start * f.out, lines[v].data, count * f.out);
 }
 
+// Return how many bytes follow an address before the next line boundary.
+size_t bytes_to_boundary(const char *at) { return -reinterpret_cast<uintptr_t>(at) % LINE; }
+
 // Run a pass on any number of units: up to a line boundary of the first result, then whole lines, then the remainder.
-void run_pass(const Pass &pass, const Format &f, size_t count, bool streaming, Target *targets, size_t results,
-              Scratch scratch) {
+void run_pass(const Pass &pass, const Format &f, size_t count, bool streaming, Scratch scratch) {
     size_t head = 0;
-    if (results > 0 && count >= MIN_LINES_TO_ALIGN * f.line) {
-        const size_t off = (LINE - (reinterpret_cast<uintptr_t>(targets[0].data) & (LINE - 1))) & (LINE - 1);
+    if (pass.output_count > 0 && count >= MIN_LINES_TO_ALIGN * f.line) {
+        const size_t off = bytes_to_boundary(pass.outputs[0].targets[0].data);
         if (off % (f.out * f.units) == 0) head = off / f.out; // whole elements
-        for (size_t r = 0; r < results; r++)
-            targets[r].streaming =
-                streaming && (reinterpret_cast<uintptr_t>(targets[r].data + head * f.out) & (LINE - 1)) == 0;
+        for (size_t v = 0; streaming && v < pass.output_count; v++)
+            for (size_t r = 0; r < pass.outputs[v].count; r++) {
+                Target &target = pass.outputs[v].targets[r];
+                target.streaming = bytes_to_boundary(target.data + head * f.out) == 0;
+            }
     }
     if (head > 0) run_partial_line(pass, f, 0, head, scratch);
     const size_t tail = head + (count - head) / f.line * f.line;
@@ -160,43 +169,41 @@ bool ends_in_fold(const FusedProgram &program) {
     return has_one_value(program) && !program.folds.empty() && program.results[0] == ~program.folds.back().slot;
 }
 
-// Fill `outputs` and `targets`: one output per distinct value, with all results that it is written to.
+// Return one output per distinct value, with all results that it is written to, and the number of outputs.
 template <class Locate>
-size_t collect_outputs(const Kernel &kernel, const FusedProgram &program, char *const *results, size_t offset,
-                       Output *outputs, Target *targets, Locate &&locate) {
-    const bool last = ends_in_fold(program);
-    size_t count = 0, placed = 0;
-    for (int r = 0; r < kernel.results; r++) {
-        const int value = program.results[static_cast<size_t>(r)];
-        const auto begin = program.results.begin();
-        if (std::find(begin, begin + r, value) != begin + r) continue; // an earlier output includes this result
-        Target *first = targets + placed;
-        for (int other = r; other < kernel.results; other++)
-            if (program.results[static_cast<size_t>(other)] == value)
-                targets[placed++] = {results[other] + offset, false};
-        outputs[count++] = {locate(value), last, first, static_cast<size_t>(targets + placed - first)};
+std::pair<Output *, size_t> collect_outputs(const Run &run, const Segment &segment, int64_t start, Scratch &scratch,
+                                            Locate &&locate) {
+    const std::vector<int> &values = run.program_of(segment).results;
+    const bool last = ends_in_fold(run.program_of(segment));
+    const size_t offset = static_cast<size_t>(start) * ITEMSIZES[run.kernel.result];
+    Output *outputs = scratch.take<Output>(values.size());
+    Target *targets = scratch.take<Target>(values.size());
+    size_t count = 0;
+    for (size_t r = 0; r < values.size(); r++) {
+        if (std::find(&values[0], &values[r], values[r]) != &values[r]) continue; // an earlier output includes it
+        Output &output = outputs[count++] = {locate(values[r]), last, targets, 0};
+        for (size_t other = r; other < values.size(); other++)
+            if (values[other] == values[r])
+                targets[output.count++] = {run.results_of(segment)[other] + offset, false};
+        targets += output.count;
     }
-    return count;
+    return {outputs, count};
 }
 
-// Whether the memory of a result is a source's. Its lines are then in the cache already, and normal stores are faster.
-bool in_place(const Run &run, int64_t tensor) {
-    const Kernel &kernel = run.kernel;
-    const Source *sources = &run.sources[static_cast<size_t>(tensor * kernel.sources)];
-    char *const *results = &run.results[static_cast<size_t>(tensor * kernel.results)];
-    for (int r = 0; r < kernel.results; r++)
-        for (int s = 0; s < kernel.sources; s++)
-            if (sources[s].data == results[r]) return true;
-    return false;
+// Whether results are written with streaming stores. If a result's memory is a source's, its lines are in the cache
+// already, and normal stores are faster.
+bool is_streaming(const Run &run, const Segment &segment) {
+    for (int r = 0; run.streaming && r < run.kernel.results; r++)
+        for (int s = 0; s < run.kernel.sources; s++)
+            if (run.sources_of(segment)[s].data == run.results_of(segment)[r]) return false;
+    return run.streaming;
 }
 
 // Run the program line by line. Intermediate values are a few lines long and never leave the first-level cache.
 void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t stop, Scratch scratch) {
-    const Kernel &kernel = run.kernel;
     const Format &f = run.format;
-    const FusedProgram &program = kernel.programs[static_cast<size_t>(segment.program)];
-    const Source *sources = &run.sources[static_cast<size_t>(segment.tensor * kernel.sources)];
-    char *const *results = &run.results[static_cast<size_t>(segment.tensor * kernel.results)];
+    const FusedProgram &program = run.program_of(segment);
+    const Source *sources = run.sources_of(segment);
     const size_t offset = static_cast<size_t>(start) * f.units;
     const size_t slot_nbytes = MAX_LINES * f.line * f.acc;
     char *slots = scratch.take<char>(static_cast<size_t>(program.slots) * slot_nbytes);
@@ -213,12 +220,9 @@ void run_lines(const Run &run, const Segment &segment, int64_t start, int64_t st
         char *out = last ? nullptr : const_cast<char *>(locate(~fold.slot).base);
         folds[k] = {operands, fold.operands.size(), out, 0};
     }
-    Output *outputs = scratch.take<Output>(static_cast<size_t>(kernel.results));
-    Target *targets = scratch.take<Target>(static_cast<size_t>(kernel.results));
-    const size_t count = collect_outputs(kernel, program, results, offset * f.out, outputs, targets, locate);
-    const Pass pass = {folds, program.folds.size(), outputs, count, kernel.divisor};
-    run_pass(pass, f, static_cast<size_t>(stop - start) * f.units, run.streaming && !in_place(run, segment.tensor),
-             targets, static_cast<size_t>(kernel.results), scratch);
+    const auto [outputs, count] = collect_outputs(run, segment, start, scratch, locate);
+    const Pass pass = {folds, program.folds.size(), outputs, count, run.kernel.divisor};
+    run_pass(pass, f, static_cast<size_t>(stop - start) * f.units, is_streaming(run, segment), scratch);
 }
 
 // Run the program on one tile, for sources that are many, strided or of another dtype. An intermediate value is a tile.
@@ -226,9 +230,7 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
     const Kernel &kernel = run.kernel;
     const Format &f = run.format;
     const InstructionSet &isa = *kernel.isa;
-    const FusedProgram &program = kernel.programs[static_cast<size_t>(segment.program)];
-    const Source *sources = &run.sources[static_cast<size_t>(segment.tensor * kernel.sources)];
-    char *const *results = &run.results[static_cast<size_t>(segment.tensor * kernel.results)];
+    const FusedProgram &program = run.program_of(segment);
     const size_t size = static_cast<size_t>(stop - start), count = size * f.units;
     const size_t tile = static_cast<size_t>(run.tile) * f.units, itemsize = ITEMSIZES[kernel.dtype];
     char *slots = scratch.take<char>(static_cast<size_t>(program.slots) * tile * f.acc);
@@ -238,7 +240,7 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
     auto slot_at = [&](int slot) { return slots + static_cast<size_t>(slot) * tile * f.acc; };
     auto locate = [&](int operand, size_t k) { // a source that is gathered or converted is copied to tiles[k]
         if (operand < 0) return Location{slot_at(~operand), f.acc, true};
-        const Source &source = sources[operand];
+        const Source &source = run.sources_of(segment)[operand];
         const char *data = source.data + static_cast<size_t>(start) * itemsize;
         if (source.strided != nullptr) {
             gather(f.convert_sources ? gathered : tiles[k], source, start, stop, itemsize);
@@ -250,7 +252,8 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
         }
         return Location{data, f.in, false};
     };
-    const bool streaming = run.streaming && !in_place(run, segment.tensor);
+    auto locate_value = [&](int value) { return locate(value, 0); };
+    const bool streaming = is_streaming(run, segment);
     Location operands[MAX_PASS_SOURCES + 1];
     for (size_t i = 0; i < program.folds.size(); i++) {
         const Fold &fold = program.folds[i];
@@ -262,38 +265,29 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
                 operands[taken++] = locate(fold.operands[k], j);
             const bool last = i + 1 == program.folds.size() && k == fold.operands.size();
             if (!f.convert_results && last && ends_in_fold(program)) {
-                Target *targets = scratch.take<Target>(static_cast<size_t>(kernel.results));
-                for (int r = 0; r < kernel.results; r++)
-                    targets[r] = {results[r] + static_cast<size_t>(start) * ITEMSIZES[kernel.result], false};
                 const PassFold last_fold = {operands, taken, nullptr, 0};
-                const Output output = {{nullptr, 0, false}, true, targets, static_cast<size_t>(kernel.results)};
-                const Pass pass = {&last_fold, 1, &output, 1, kernel.divisor};
-                return run_pass(pass, f, count, streaming, targets, output.count, scratch);
+                const Output *output = collect_outputs(run, segment, start, scratch, locate_value).first;
+                return run_pass({&last_fold, 1, output, 1, kernel.divisor}, f, count, streaming, scratch);
             }
             const PassFold partial = {operands, taken, slot_at(fold.slot), f.acc};
-            run_pass({&partial, 1, nullptr, 0, 1}, f, count, false, nullptr, 0, scratch);
+            run_pass({&partial, 1, nullptr, 0, 1}, f, count, false, scratch);
         }
     }
-    Output *outputs = scratch.take<Output>(static_cast<size_t>(kernel.results));
-    Target *targets = scratch.take<Target>(static_cast<size_t>(kernel.results));
-    const size_t result_itemsize = ITEMSIZES[kernel.result], offset = static_cast<size_t>(start) * result_itemsize;
-    auto locate_value = [&](int value) { return locate(value, 0); };
-    const size_t distinct = collect_outputs(kernel, program, results, offset, outputs, targets, locate_value);
+    const auto [outputs, distinct] = collect_outputs(run, segment, start, scratch, locate_value);
     for (size_t v = 0; v < distinct; v++) {
         outputs[v].is_last_fold = false;
-        Target *to = const_cast<Target *>(outputs[v].targets);
         if (!f.convert_results) {
-            run_pass({nullptr, 0, &outputs[v], 1, kernel.divisor}, f, count, streaming, to, outputs[v].count, scratch);
+            run_pass({nullptr, 0, &outputs[v], 1, kernel.divisor}, f, count, streaming, scratch);
             continue;
         }
         Target divided_target = {divided_tile, false};
         const Output divided = {outputs[v].from, false, &divided_target, 1};
-        run_pass({nullptr, 0, &divided, 1, kernel.divisor}, f, count, false, &divided_target, 1, scratch);
+        run_pass({nullptr, 0, &divided, 1, kernel.divisor}, f, count, false, scratch);
         char *converted = tiles[0];
         isa.convert[kernel.accumulator][kernel.result](converted, divided_tile, size);
-        const Output bytes = {{converted, 1, false}, false, to, outputs[v].count};
+        const Output bytes = {{converted, 1, false}, false, outputs[v].targets, outputs[v].count};
         const Format copy = {isa.same[SUM][U8], LINE, 1, 1, 1, 1, false, false};
-        run_pass({nullptr, 0, &bytes, 1, 1}, copy, size * result_itemsize, streaming, to, outputs[v].count, scratch);
+        run_pass({nullptr, 0, &bytes, 1, 1}, copy, size * ITEMSIZES[kernel.result], streaming, scratch);
     }
 }
 
@@ -307,8 +301,7 @@ void run_share(void *argument, long number, char *memory) {
     if (run.by_line) return run_lines(run, segment, start, stop, {memory});
     // Tiles start at line boundaries of the first result.
     const size_t itemsize = ITEMSIZES[run.kernel.result];
-    const char *to =
-        run.results[static_cast<size_t>(segment.tensor * run.kernel.results)] + static_cast<size_t>(start) * itemsize;
+    const char *to = run.results_of(segment)[0] + static_cast<size_t>(start) * itemsize;
     int64_t size = run.tile - static_cast<int64_t>((reinterpret_cast<uintptr_t>(to) & (LINE - 1)) / itemsize);
     for (int64_t begin = start; begin < stop;) {
         run_tile(run, segment, begin, std::min(stop, begin + size), {memory});

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
-#include <stdexcept>
+#include <optional>
 
 namespace {
 
@@ -38,24 +38,21 @@ bool has_f16c() { // __builtin_cpu_supports does not support it in Clang before 
 #endif
 
 bool read_program(PyObject *fields, FusedProgram &program) {
-    Py_ssize_t count = PySequence_Size(fields);
-    if (count < 0) return false;
-    if (count != 3) return value_error("a program is (slots, folds, results)");
+    const Py_ssize_t count = PySequence_Size(fields);
+    if (count != 3) return count >= 0 && value_error("a program is (slots, folds, results)");
     Ref slots(item(fields, 0)), folds(item(fields, 1)), results(item(fields, 2));
     if (!slots || !folds || !results) return false;
     long number = PyLong_AsLong(slots.object);
     if (number == -1 && PyErr_Occurred()) return false;
     program.slots = static_cast<int>(std::clamp<long>(number, -1, std::numeric_limits<int>::max())); // validated later
-    count = PySequence_Size(folds.object);
-    if (count < 0) return false;
-    for (Py_ssize_t k = 0; k < count; k++) {
-        Ref one(item(folds.object, k));
+    const auto read_fold = [&](PyObject *one) {
         std::vector<int> numbers;
-        if (!one || !read_ints(one.object, numbers)) return false;
+        if (!read_ints(one, numbers)) return false;
         if (numbers.empty()) return value_error("a fold is malformed");
         program.folds.push_back({numbers[0], {numbers.begin() + 1, numbers.end()}});
-    }
-    return read_ints(results.object, program.results);
+        return true;
+    };
+    return read_each(folds.object, read_fold) && read_ints(results.object, program.results);
 }
 
 bool read_kernel(Kernel &kernel, PyObject *args) {
@@ -76,40 +73,26 @@ bool read_kernel(Kernel &kernel, PyObject *args) {
     kernel.dtype = static_cast<DType>(numbers[1]);
     kernel.accumulator = static_cast<DType>(numbers[2]);
     kernel.result = static_cast<DType>(numbers[3]);
-    if (!read_ints(sizes, kernel.sizes)) return false;
-    Py_ssize_t count = PySequence_Size(programs);
-    if (count < 0) return false;
-    for (Py_ssize_t k = 0; k < count; k++) {
-        Ref one(item(programs, k));
-        kernel.programs.emplace_back();
-        if (!one || !read_program(one.object, kernel.programs.back())) return false;
-    }
-    count = PySequence_Size(segments);
-    if (count < 0) return false;
-    for (Py_ssize_t k = 0; k < count; k++) {
-        Ref one(item(segments, k));
+    const auto read_one_program = [&](PyObject *one) { return read_program(one, kernel.programs.emplace_back()); };
+    const auto read_segment = [&](PyObject *one) {
         std::vector<int64_t> fields;
-        if (!one || !read_ints(one.object, fields)) return false;
+        if (!read_ints(one, fields)) return false;
         if (fields.size() != 4) return value_error("a segment is (tensor, start, stop, program)");
         const auto program = static_cast<int>(std::clamp<int64_t>(fields[3], -1, std::numeric_limits<int>::max()));
         kernel.segments.push_back({fields[0], fields[1], fields[2], program});
-    }
+        return true;
+    };
+    if (!read_ints(sizes, kernel.sizes) || !read_each(programs, read_one_program) || !read_each(segments, read_segment))
+        return false;
     const char *fault = validate(kernel);
     return fault == nullptr || value_error(fault);
 }
 
 PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *) {
-    auto *self = allocate<KernelObject>(type);
-    if (self == nullptr) return nullptr;
-    PyObject *made = reinterpret_cast<PyObject *>(self);
-    try {
-        self->kernel = new Kernel();
-        if (read_kernel(*self->kernel, args)) return made;
-    } catch (const std::exception &) { // bad_alloc; length_error for a sequence that is longer than any memory
-        PyErr_NoMemory();
-    }
-    Py_DECREF(made);
-    return nullptr;
+    return make_object<KernelObject>(type, [&](KernelObject &self) {
+        self.kernel = new Kernel();
+        return read_kernel(*self.kernel, args);
+    });
 }
 
 void kernel_dealloc(PyObject *object) {
@@ -126,9 +109,6 @@ struct Operands { // of one run
         for (Py_buffer &buffer : buffers) PyBuffer_Release(&buffer);
     }
 };
-
-bool is_address(PyObject *object) { return PyType_HasFeature(Py_TYPE(object), Py_TPFLAGS_LONG_SUBCLASS); }
-bool is_tuple(PyObject *object) { return PyType_HasFeature(Py_TYPE(object), Py_TPFLAGS_TUPLE_SUBCLASS); }
 
 char *read_address(PyObject *object, int64_t size) {
     void *data = PyLong_AsVoidPtr(object);
@@ -173,11 +153,11 @@ bool read_buffer(PyObject *object, int flags, int64_t size, size_t itemsize, Ope
 }
 
 bool read_source(PyObject *object, int64_t size, size_t itemsize, Operands &operands) {
-    if (is_address(object)) {
+    if (PyLong_Check(object)) {
         operands.sources.push_back({read_address(object, size), nullptr});
         return !PyErr_Occurred();
     }
-    if (is_tuple(object)) return read_strided(object, size, itemsize, operands);
+    if (PyTuple_Check(object)) return read_strided(object, size, itemsize, operands);
     Py_buffer view;
     if (!read_buffer(object, PyBUF_STRIDES, size, itemsize, operands, view)) return false;
     char *data = static_cast<char *>(view.buf);
@@ -187,7 +167,7 @@ bool read_source(PyObject *object, int64_t size, size_t itemsize, Operands &oper
 }
 
 bool read_result(PyObject *object, int64_t size, size_t itemsize, Operands &operands) {
-    if (is_address(object)) {
+    if (PyLong_Check(object)) {
         operands.results.push_back(read_address(object, size));
         return !PyErr_Occurred();
     }
@@ -258,24 +238,19 @@ std::vector<Extent> extents_of(const Kernel &kernel, const Operands &operands) {
     return extents;
 }
 
-// Find a result that shares memory with another result, or with a source unless it is that source.
-bool find_overlap(const Kernel &kernel, const Operands &operands, int64_t &tensor, int64_t &number) {
+// Return a result that shares memory with another result, or with a source unless it is that source.
+std::optional<Extent> find_overlap(const Kernel &kernel, const Operands &operands) {
     std::vector<Extent> extents = extents_of(kernel, operands);
     std::sort(extents.begin(), extents.end(), [](const Extent &a, const Extent &b) { return a.start < b.start; });
     const Extent *furthest = nullptr, *furthest_result = nullptr; // the ends of the extents so far
     for (const Extent &extent : extents) {
         const Extent *other = extent.result >= 0 ? furthest : furthest_result;
-        if (other != nullptr && other->stop > extent.start) {
-            const Extent &found = extent.result >= 0 ? extent : *other;
-            tensor = found.tensor;
-            number = found.result;
-            return true;
-        }
+        if (other != nullptr && other->stop > extent.start) return extent.result >= 0 ? extent : *other;
         if (furthest == nullptr || extent.stop > furthest->stop) furthest = &extent;
         if (extent.result >= 0 && (furthest_result == nullptr || extent.stop > furthest_result->stop))
             furthest_result = &extent;
     }
-    return false;
+    return {};
 }
 
 PyObject *kernel_run(PyObject *object, PyObject *args) {
@@ -283,33 +258,20 @@ PyObject *kernel_run(PyObject *object, PyObject *args) {
     PyObject *sources, *results;
     int threads, streaming, check_overlap;
     if (!PyArg_ParseTuple(args, "OOipp", &sources, &results, &threads, &streaming, &check_overlap)) return nullptr;
-    if (threads < 1) {
-        value_error("the number of threads must be at least 1");
-        return nullptr;
-    }
+    if (threads < 1) return PyErr_Format(PyExc_ValueError, "the number of threads must be at least 1");
     try {
         Operands operands;
         if (!read_operands(kernel, sources, results, operands)) return nullptr;
-        int64_t tensor, number;
-        if (check_overlap && find_overlap(kernel, operands, tensor, number))
-            return Py_BuildValue("LL", static_cast<long long>(tensor), static_cast<long long>(number));
-        bool done;
-        if (traffic_nbytes(kernel) <= MAX_NBYTES_WITH_LOCK) {
-            done = run_kernel(kernel, operands.sources, operands.results, 1, false);
-        } else {
-            PyThreadState *state = PyEval_SaveThread();
-            try {
-                done = run_kernel(kernel, operands.sources, operands.results, threads, streaming != 0);
-            } catch (const std::bad_alloc &) {
-                done = false;
-            }
-            PyEval_RestoreThread(state);
-        }
-        if (!done) return PyErr_NoMemory();
-    } catch (const std::exception &) {
-        return PyErr_NoMemory();
+        if (const auto found = check_overlap ? find_overlap(kernel, operands) : std::nullopt)
+            return Py_BuildValue("LL", static_cast<long long>(found->tensor), static_cast<long long>(found->result));
+        const auto run = [&](int on, bool streamed) {
+            return run_kernel(kernel, operands.sources, operands.results, on, streamed);
+        };
+        const bool small = traffic_nbytes(kernel) <= MAX_NBYTES_WITH_LOCK;
+        if (small ? run(1, false) : without_lock(false, [&] { return run(threads, streaming != 0); })) Py_RETURN_NONE;
+    } catch (const std::exception &) { // bad_alloc
     }
-    Py_RETURN_NONE;
+    return PyErr_NoMemory();
 }
 
 PyMethodDef kernel_methods[] = {
@@ -321,8 +283,6 @@ PyType_Slot kernel_slots[] = {{Py_tp_new, reinterpret_cast<void *>(kernel_new)},
                               {Py_tp_dealloc, reinterpret_cast<void *>(kernel_dealloc)},
                               {Py_tp_methods, kernel_methods},
                               {0, nullptr}};
-PyType_Spec kernel_spec = {"crossreduce.kernels._native.Kernel", sizeof(KernelObject), 0, Py_TPFLAGS_DEFAULT,
-                           kernel_slots};
 
 } // namespace
 
@@ -346,6 +306,5 @@ const Kernel *kernel_of(PyObject *object) {
 }
 
 int add_kernel(PyObject *module) {
-    Ref kernel(PyType_FromSpec(&kernel_spec));
-    return kernel ? PyModule_AddObjectRef(module, "Kernel", kernel.object) : -1;
+    return add_class<KernelObject>(module, "crossreduce.kernels._native.Kernel", kernel_slots);
 }

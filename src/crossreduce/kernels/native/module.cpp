@@ -15,18 +15,13 @@ struct MemoryObject {
 PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *) {
     Py_ssize_t nbytes;
     if (!PyArg_ParseTuple(args, "n", &nbytes)) return nullptr;
-    if (nbytes < 0) {
-        value_error("the size of memory must not be negative");
-        return nullptr;
-    }
-    auto *self = allocate<MemoryObject>(type);
-    if (self == nullptr) return nullptr;
-    PyObject *made = reinterpret_cast<PyObject *>(self);
-    self->nbytes = nbytes;
-    self->data = allocate_memory(static_cast<size_t>(nbytes));
-    if (self->data != nullptr) return made;
-    Py_DECREF(made);
-    return PyErr_NoMemory();
+    if (nbytes < 0) return PyErr_Format(PyExc_ValueError, "the size of memory must not be negative");
+    return make_object<MemoryObject>(type, [&](MemoryObject &self) {
+        self.nbytes = nbytes;
+        self.data = allocate_memory(static_cast<size_t>(nbytes));
+        if (self.data == nullptr) throw std::bad_alloc();
+        return true;
+    });
 }
 
 void memory_dealloc(PyObject *object) {
@@ -47,8 +42,6 @@ PyType_Slot memory_slots[] = {{Py_tp_new, reinterpret_cast<void *>(memory_new)},
                               {Py_bf_getbuffer, reinterpret_cast<void *>(memory_buffer)},
                               {Py_sq_length, reinterpret_cast<void *>(memory_length)},
                               {0, nullptr}};
-PyType_Spec memory_spec = {"crossreduce.kernels._native.Memory", sizeof(MemoryObject), 0, Py_TPFLAGS_DEFAULT,
-                           memory_slots};
 
 PyObject *usage(PyObject *, PyObject *) {
     MemoryUsage now = memory_usage();
@@ -81,9 +74,8 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 int fill(PyObject *module) {
-    Ref memory(PyType_FromSpec(&memory_spec));
-    if (!memory || PyModule_AddObjectRef(module, "Memory", memory.object) < 0 || add_kernel(module) < 0) return -1;
-    return add_shared_memory(module);
+    if (add_class<MemoryObject>(module, "crossreduce.kernels._native.Memory", memory_slots) < 0) return -1;
+    return add_kernel(module) < 0 ? -1 : add_shared_memory(module);
 }
 
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, {0, nullptr}};

@@ -5,13 +5,15 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+#include <exception>
 #include <limits>
+#include <new>
 #include <string>
 #include <vector>
 
 #include "kernel.hpp"
 
-// Add the class Kernel, or the classes RankProgram and SharedMemory. Return -1 with an error set if that fails.
+// Add the class Kernel; or RankProgram and SharedMemory. Return -1 with an error set if that fails.
 int add_kernel(PyObject *module);
 int add_shared_memory(PyObject *module);
 
@@ -23,15 +25,24 @@ const InstructionSet *instruction_set(const char *name);
 
 // Return a new reference to an element of a sequence, or null with an error set.
 inline PyObject *item(PyObject *sequence, Py_ssize_t k) {
-    if (!PyType_HasFeature(Py_TYPE(sequence), Py_TPFLAGS_LIST_SUBCLASS)) return PySequence_GetItem(sequence, k);
+    if (!PyList_Check(sequence)) return PySequence_GetItem(sequence, k);
     PyObject *found = PyList_GetItem(sequence, k);
     Py_XINCREF(found);
     return found;
 }
 
-// Return a new object, zero except for its header, or null with an error set.
-template <class Object> Object *allocate(PyTypeObject *type) {
-    return reinterpret_cast<Object *>(reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0));
+// Return a new object, which is zero except for its header and is then completed by `fill`; or null with an error set,
+// also if `fill` returns false or throws.
+template <class Object, class Fill> PyObject *make_object(PyTypeObject *type, Fill &&fill) {
+    PyObject *made = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (made == nullptr) return nullptr;
+    try {
+        if (fill(*reinterpret_cast<Object *>(made))) return made;
+    } catch (const std::exception &) { // bad_alloc; length_error for a sequence that is longer than any memory
+        PyErr_NoMemory();
+    }
+    Py_DECREF(made);
+    return nullptr;
 }
 
 // Free the memory of an object whose members are already destroyed.
@@ -56,18 +67,45 @@ struct Ref { // owns one reference
     explicit operator bool() const { return object != nullptr; }
 };
 
-template <class Int> bool read_ints(PyObject *sequence, std::vector<Int> &to) {
-    Py_ssize_t size = PySequence_Size(sequence);
-    if (size < 0) return false;
-    to.reserve(static_cast<size_t>(size));
+// Add a class to a module. Return -1 with an error set if that fails.
+template <class Object> int add_class(PyObject *module, const char *name, PyType_Slot *slots) {
+    PyType_Spec spec = {name, sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots};
+    Ref made(PyType_FromSpec(&spec));
+    return made ? PyModule_AddType(module, reinterpret_cast<PyTypeObject *>(made.object)) : -1;
+}
+
+// Call `read` with each element of a sequence until it returns false. Return whether all elements were read; if not, an
+// error is set.
+template <class Read> bool read_each(PyObject *sequence, Read &&read) {
+    const Py_ssize_t size = PySequence_Size(sequence);
     for (Py_ssize_t k = 0; k < size; k++) {
         Ref one(item(sequence, k));
-        if (!one) return false;
-        long long value = PyLong_AsLongLong(one.object);
+        if (!one || !read(one.object)) return false;
+    }
+    return size >= 0;
+}
+
+template <class Int> bool read_ints(PyObject *sequence, std::vector<Int> &to) {
+    const Py_ssize_t size = PySequence_Size(sequence);
+    if (size < 0) return false;
+    to.reserve(static_cast<size_t>(size));
+    return read_each(sequence, [&](PyObject *one) {
+        const long long value = PyLong_AsLongLong(one);
         if (value == -1 && PyErr_Occurred()) return false;
         if (value < std::numeric_limits<Int>::min() || value > std::numeric_limits<Int>::max())
             return value_error("an integer is out of range");
         to.push_back(static_cast<Int>(value));
+        return true;
+    });
+}
+
+// Call `run` without the interpreter's lock. Return its result, or `otherwise` if it throws.
+template <class Result, class Run> Result without_lock(Result otherwise, Run &&run) {
+    PyThreadState *state = PyEval_SaveThread();
+    try {
+        otherwise = run();
+    } catch (const std::exception &) { // bad_alloc
     }
-    return true;
+    PyEval_RestoreThread(state);
+    return otherwise;
 }

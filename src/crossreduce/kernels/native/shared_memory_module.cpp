@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <stdexcept>
 
 #include "shared_memory.hpp"
 
@@ -57,38 +56,20 @@ bool read_instruction(PyObject *fields, ProgramObject &self, std::vector<Instruc
            read_refs(results, static_cast<size_t>(kernel->results), out, stage.back().results, *self.program);
 }
 
-bool read_rank_program(ProgramObject &self, PyObject *args) {
-    PyObject *stages;
-    if (!PyArg_ParseTuple(args, "O", &stages)) return false;
-    const Py_ssize_t count = PySequence_Size(stages);
-    if (count < 0) return false;
-    if (count < 2) return value_error("a rank program needs at least two stages, since ops end with a barrier");
-    for (Py_ssize_t s = 0; s < count; s++) {
-        Ref stage(item(stages, s));
-        const Py_ssize_t size = stage ? PySequence_Size(stage.object) : -1;
-        if (size < 0) return false;
-        self.program->stages.emplace_back();
-        for (Py_ssize_t k = 0; k < size; k++) {
-            Ref one(item(stage.object, k));
-            if (!one || !read_instruction(one.object, self, self.program->stages.back())) return false;
-        }
-    }
-    return true;
-}
-
 PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *) {
-    auto *self = allocate<ProgramObject>(type);
-    if (self == nullptr) return nullptr;
-    PyObject *made = reinterpret_cast<PyObject *>(self);
-    try {
-        self->program = new RankProgram();
-        self->kernels = PyList_New(0);
-        if (self->kernels != nullptr && read_rank_program(*self, args)) return made;
-    } catch (const std::exception &) {
-        PyErr_NoMemory();
-    }
-    Py_DECREF(made);
-    return nullptr;
+    return make_object<ProgramObject>(type, [&](ProgramObject &self) {
+        PyObject *stages;
+        self.program = new RankProgram();
+        self.kernels = PyList_New(0);
+        if (self.kernels == nullptr || !PyArg_ParseTuple(args, "O", &stages)) return false;
+        const auto read_stage = [&](PyObject *stage) {
+            auto &instructions = self.program->stages.emplace_back();
+            return read_each(stage, [&](PyObject *one) { return read_instruction(one, self, instructions); });
+        };
+        if (!read_each(stages, read_stage)) return false;
+        return self.program->stages.size() >= 2 ||
+               value_error("a rank program needs at least two stages, since ops end with a barrier");
+    });
 }
 
 void program_dealloc(PyObject *object) {
@@ -101,8 +82,6 @@ void program_dealloc(PyObject *object) {
 PyType_Slot program_slots[] = {{Py_tp_new, reinterpret_cast<void *>(program_new)},
                                {Py_tp_dealloc, reinterpret_cast<void *>(program_dealloc)},
                                {0, nullptr}};
-PyType_Spec program_spec = {"crossreduce.kernels._native.RankProgram", sizeof(ProgramObject), 0, Py_TPFLAGS_DEFAULT,
-                           program_slots};
 
 struct SharedMemoryObject {
     PyObject_HEAD
@@ -138,23 +117,15 @@ PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *) {
     double spin_s;
     if (!PyArg_ParseTuple(args, "iiiLdi", &fd, &rank, &ranks, &slot, &spin_s, &threads)) return nullptr;
     if (ranks < 1 || rank < 0 || rank >= ranks || ranks > MAX_RANKS || slot < 0 || slot > MAX_NBYTES / ranks ||
-        slot % 8192 != 0 || threads < 1 || !(spin_s >= 0 && spin_s < 1)) {
-        value_error("the arguments are (fd, rank, ranks, slot, spin_s, threads), with 0 <= rank < ranks, slot a "
-                    "multiple of 8192 bytes, spin_s from 0 to 1, and threads at least 1");
-        return nullptr;
-    }
-    auto *self = allocate<SharedMemoryObject>(type);
-    if (self == nullptr) return nullptr;
-    PyObject *made = reinterpret_cast<PyObject *>(self);
-    try {
-        self->memory = SharedMemory::map(fd, rank, ranks, slot, static_cast<int64_t>(spin_s * 1e9), threads);
-        if (self->memory != nullptr) return made;
-        PyErr_SetFromErrno(PyExc_OSError);
-    } catch (const std::exception &) {
-        PyErr_NoMemory();
-    }
-    Py_DECREF(made);
-    return nullptr;
+        slot % 8192 != 0 || threads < 1 || !(spin_s >= 0 && spin_s < 1))
+        return PyErr_Format(PyExc_ValueError, "the arguments are (fd, rank, ranks, slot, spin_s, threads), with "
+                                              "0 <= rank < ranks, slot a multiple of 8192 bytes, spin_s from 0 to 1, "
+                                              "and threads at least 1");
+    return make_object<SharedMemoryObject>(type, [&](SharedMemoryObject &self) {
+        self.memory = SharedMemory::map(fd, rank, ranks, slot, static_cast<int64_t>(spin_s * 1e9), threads);
+        if (self.memory == nullptr) PyErr_SetFromErrno(PyExc_OSError);
+        return self.memory != nullptr;
+    });
 }
 
 void memory_dealloc(PyObject *object) {
@@ -167,28 +138,19 @@ PyObject *memory_nbytes(PyObject *, PyObject *args) {
     int ranks;
     long long slot;
     if (!PyArg_ParseTuple(args, "iL", &ranks, &slot)) return nullptr;
-    if (ranks < 1 || ranks > MAX_RANKS || slot < 0 || slot > MAX_NBYTES / ranks) {
-        value_error("the number of ranks or the size of a slot is out of range");
-        return nullptr;
-    }
+    if (ranks < 1 || ranks > MAX_RANKS || slot < 0 || slot > MAX_NBYTES / ranks)
+        return PyErr_Format(PyExc_ValueError, "the number of ranks or the size of a slot is out of range");
     return PyLong_FromLongLong(SharedMemory::nbytes(ranks, slot));
 }
 
 PyObject *advance_op(SharedMemoryObject *self, Py_ssize_t until, double slice_s) {
     const RankProgram *program = self->memory->current();
-    if (program == nullptr || until < 0 || static_cast<size_t>(until) > program->stages.size()) {
-        value_error("no op is running, or its program has fewer stages");
-        return nullptr;
-    }
-    Outcome outcome;
+    if (program == nullptr || until < 0 || static_cast<size_t>(until) > program->stages.size())
+        return PyErr_Format(PyExc_ValueError, "no op is running, or its program has fewer stages");
     self->busy = true;
-    PyThreadState *state = PyEval_SaveThread();
-    try {
-        outcome = self->memory->advance(static_cast<size_t>(until), static_cast<int64_t>(slice_s * 1e9));
-    } catch (const std::exception &) { // bad_alloc
-        outcome = Outcome::out_of_memory;
-    }
-    PyEval_RestoreThread(state);
+    const Outcome outcome = without_lock(Outcome::out_of_memory, [&] {
+        return self->memory->advance(static_cast<size_t>(until), static_cast<int64_t>(slice_s * 1e9));
+    });
     self->busy = false;
     if (self->memory->current() == nullptr) Py_CLEAR(self->running);
     return PyLong_FromLong(static_cast<long>(outcome));
@@ -202,10 +164,8 @@ PyObject *memory_begin(PyObject *object, PyObject *args) {
     double slice_s;
     if (!PyArg_ParseTuple(args, "OOs#nd", &program_object, &addresses, &signature, &length, &until, &slice_s))
         return nullptr;
-    if (PyType_GetSlot(Py_TYPE(program_object), Py_tp_dealloc) != reinterpret_cast<void *>(program_dealloc)) {
-        PyErr_SetString(PyExc_TypeError, "the first argument is not a RankProgram");
-        return nullptr;
-    }
+    if (PyType_GetSlot(Py_TYPE(program_object), Py_tp_dealloc) != reinterpret_cast<void *>(program_dealloc))
+        return PyErr_Format(PyExc_TypeError, "the first argument is not a RankProgram");
     const RankProgram &program = *reinterpret_cast<ProgramObject *>(program_object)->program;
     if (!usable(self, true) || !valid_slice(slice_s)) return nullptr;
     const SharedMemory &memory = *self->memory;
@@ -353,13 +313,10 @@ PyType_Slot memory_slots[] = {{Py_tp_new, reinterpret_cast<void *>(memory_new)},
                               {Py_tp_dealloc, reinterpret_cast<void *>(memory_dealloc)},
                               {Py_tp_methods, memory_methods},
                               {0, nullptr}};
-PyType_Spec memory_spec = {"crossreduce.kernels._native.SharedMemory", sizeof(SharedMemoryObject), 0,
-                           Py_TPFLAGS_DEFAULT, memory_slots};
 
 } // namespace
 
 int add_shared_memory(PyObject *module) {
-    Ref program(PyType_FromSpec(&program_spec)), memory(PyType_FromSpec(&memory_spec));
-    if (!program || !memory || PyModule_AddObjectRef(module, "RankProgram", program.object) < 0) return -1;
-    return PyModule_AddObjectRef(module, "SharedMemory", memory.object);
+    if (add_class<ProgramObject>(module, "crossreduce.kernels._native.RankProgram", program_slots) < 0) return -1;
+    return add_class<SharedMemoryObject>(module, "crossreduce.kernels._native.SharedMemory", memory_slots);
 }
