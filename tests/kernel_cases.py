@@ -66,8 +66,7 @@ class Case(NamedTuple):
 
     def reference(self):
         """Return the kernel in NumPy."""
-        op, dtypes, *rest = self
-        return reference.ReferenceKernel(op, *dtypes, *rest)
+        return reference.ReferenceKernel(self.op, self.dtypes, self.divisor, self.sizes, self.programs, self.segments)
 
 
 def reduction(op, dtype, wide, narrow, n, size, results=1):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from . import kernels
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, shown
 from .frameworks import Sparse, framework_of
+from .kernels.overlap import find_overlap
 from .validation import Checked
 from .values import DistributedValues, Mirrored, TensorSpec, describe
 
@@ -89,7 +89,7 @@ def check_overlap(jobs: Sequence[Job]) -> None:
             arrays += [part for x in given if isinstance(x, Sparse) for part in (x.values, x.indices)]
         inputs = [framework.memory_range(x) for x in arrays]
         extents.extend((start, stop, pair, -1) for start, stop, dense in inputs if (start, stop, dense) not in results)
-    found = kernels.find_overlap(extents)
+    found = find_overlap(extents)
     if found is not None:
         raise in_pair(overlap_error(found[1]), found[0], len(jobs))
 

@@ -10,22 +10,16 @@ from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 
 from ..errors import ArgumentError, DeviceError, UnsupportedError, shown
+from ..kernels.reference import dtype_named
 from ..ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Sparse, ThreadModes
 
 _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {op: getattr(np, name) for op, name in ELEMENTWISE.items()}
-
-
-@lru_cache(maxsize=256)
-def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype with this name; bfloat16 is that of ml_dtypes."""
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 @lru_cache(maxsize=256)

@@ -15,13 +15,15 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple, Protocol
 
-from ..errors import ArgumentError, BackendError, message, shown
+from ..errors import ArgumentError, BackendError, shown
 
 _LOG: Final = logging.getLogger("crossreduce")
+_Rows = Sequence[Sequence[Any]]  # for each tensor its arrays
 
 # Results of at least this many bytes, of all replicas together, are written with streaming stores: they do not fit into
 # the cache anyway.
@@ -60,12 +62,7 @@ class Kernel(Protocol):
     """A compiled batch of tensors of one dtype, which can run any number of times."""
 
     def run(
-        self,
-        sources: Sequence[Sequence[Any]],
-        results: Sequence[Sequence[Any]],
-        threads: int,
-        streaming: bool,
-        check_overlap: bool,
+        self, sources: _Rows, results: _Rows, threads: int, streaming: bool, check_overlap: bool
     ) -> tuple[int, int] | None:
         """Reduce a batch.
 
@@ -102,13 +99,8 @@ def instruction_set() -> str:
     here = [*(native().supported() if native() else []), "numpy"]
     wanted = os.environ.get("CROSSREDUCE_KERNELS") or here[0]
     if wanted not in here:
-        raise BackendError(
-            message(
-                "CROSSREDUCE_KERNELS names kernels that this machine cannot run.",
-                shown(wanted),
-                "one of " + ", ".join(here),
-            )
-        )
+        problem = "CROSSREDUCE_KERNELS names kernels that this machine cannot run."
+        raise BackendError.of(problem, shown(wanted), "one of " + ", ".join(here))
     return wanted
 
 
@@ -146,32 +138,9 @@ def compile_kernel(
     if chosen == "numpy":
         from .reference import ReferenceKernel
 
-        return ReferenceKernel(op, *dtypes, divisor, sources, results, sizes, programs, segments)
+        return ReferenceKernel(op, dtypes, divisor, sizes, programs, segments)
     made: Kernel = native().Kernel(chosen, op, *dtypes, divisor, sources, results, sizes, programs, segments)
     return made
-
-
-def find_overlap(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int] | None:
-    """Return the first result that shares memory with another result or with a source.
-
-    Args:
-      extents: ``(start, stop, tensor, result)``: the addresses of an array's first byte and of the byte after its
-        last; ``result`` is -1 for a source. A source that is itself a result is left out.
-    Returns:
-      The ``(tensor, result)``, or ``None``. Empty arrays share nothing.
-
-    >>> find_overlap([(0, 8, 0, 0), (8, 16, 0, 1), (0, 4, 1, -1)])
-    (0, 0)
-    """
-    reached = reached_by_result = (0, 0, -1)  # the furthest end of the arrays so far, and which result it is
-    for start, stop, tensor, result in sorted(extent for extent in extents if extent[1] > extent[0]):
-        other = reached if result >= 0 else reached_by_result
-        if other[0] > start:
-            return (tensor, result) if result >= 0 else other[1:]
-        reached = max(reached, (stop, tensor, result))
-        if result >= 0:
-            reached_by_result = max(reached_by_result, (stop, tensor, result))
-    return None
 
 
 def memory(nbytes: int) -> Any:
@@ -191,8 +160,7 @@ def usage() -> dict[str, int]:
 
     ``live`` and ``pooled`` together never exceed ``peak``.
     """
-    found: dict[str, int] = native().usage() if native() else {"live": 0, "pooled": 0, "peak": 0}
-    return found
+    return dict(native().usage()) if native() else {"live": 0, "pooled": 0, "peak": 0}
 
 
 def empty_cache() -> None:
@@ -215,7 +183,7 @@ def threads() -> int:
         found = _count(own)
         if found is None:
             problem = "CROSSREDUCE_NUM_THREADS must be an integer from 1 to 4096."
-            raise ArgumentError(message(problem, shown(own), "CROSSREDUCE_NUM_THREADS=4"))
+            raise ArgumentError.of(problem, shown(own), "CROSSREDUCE_NUM_THREADS=4")
         return found
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cpus, _count(os.environ.get("OMP_NUM_THREADS", "").split(",")[0]) or cpus)
@@ -223,6 +191,4 @@ def threads() -> int:
 
 def _count(text: str) -> int | None:
     """Return a text as a number of threads, or ``None``."""
-    text = text.strip()
-    sane = text.isascii() and text.isdecimal() and len(text) <= 8
-    return int(text) if sane and 0 < int(text) <= 4096 else None
+    return int(text) if re.fullmatch(r"\s*[0-9]{1,8}\s*", text) and 0 < int(text) <= 4096 else None

@@ -14,11 +14,11 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from . import find_overlap
+from .overlap import find_overlap
 
 # The elements of a tile: intermediate values fit the second-level cache, and the cost of a call is small per element.
 _TILE: Final = 1 << 15
-_HALVES: Final = ("float16", "bfloat16")
+_Rows = Sequence[Sequence[Any]]  # for each tensor its arrays
 
 
 @lru_cache(maxsize=256)
@@ -27,12 +27,9 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-def _minimum(a: Any, b: Any) -> Any:
-    return np.where((a <= b) | (a != a), a, b)
-
-
-def _maximum(a: Any, b: Any) -> Any:
-    return np.where((a >= b) | (a != a), a, b)
+def _reals(x: Any) -> Any:
+    """Return the real and imaginary parts of complex numbers as one real array; any other array unchanged."""
+    return x.view(x.real.dtype)
 
 
 def _first_nan(ufunc: np.ufunc, a: Any, b: Any) -> Any:
@@ -44,9 +41,7 @@ def _first_nan(ufunc: np.ufunc, a: Any, b: Any) -> Any:
 
 
 def _sum(a: Any, b: Any) -> Any:
-    if a.dtype.kind == "c":
-        return _first_nan(np.add, a.view(a.real.dtype), b.view(b.real.dtype)).view(a.dtype)
-    return _first_nan(np.add, a, b)
+    return _first_nan(np.add, _reals(a), _reals(b)).view(a.dtype)
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -63,28 +58,21 @@ def _product(a: Any, b: Any) -> Any:
 
 _OPS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "sum": _sum,
-    "min": _minimum,
-    "max": _maximum,
     "product": _product,
+    "min": lambda a, b: np.where((a <= b) | (a != a), a, b),
+    "max": lambda a, b: np.where((a >= b) | (a != a), a, b),
 }
-
-
-def _divided(x: Any, divisor: int) -> Any:
-    if x.dtype.kind == "c":
-        return (x.view(x.real.dtype) / x.real.dtype.type(divisor)).view(x.dtype)
-    return x / x.dtype.type(divisor)
 
 
 def _rounded(x: Any, dtype: np.dtype[Any]) -> Any:
     """Return ``x`` in another dtype, rounded once; NumPy would round float64 to float32 and then to a half dtype."""
-    if x.dtype == np.float64 and dtype.name in _HALVES:
+    if x.dtype == np.float64 and dtype.name in ("float16", "bfloat16"):
         single = x.astype(np.float32)
         wide = single.astype(np.float64)
         even = (single.view(np.uint32) & 1) == 0
         # The float32 is rounded to odd: its last bit then records for the second rounding that bits were cut off.
         towards = np.where(wide > x, np.float32(-np.inf), np.float32(np.inf))
-        single = np.where((wide != x) & (x == x) & even, np.nextafter(single, towards), single)
-        x = single
+        x = np.where((wide != x) & (x == x) & even, np.nextafter(single, towards), single)
     out = x.astype(dtype)
     if dtype == np.float16:
         bits = out.view(np.uint16)
@@ -118,38 +106,26 @@ class ReferenceKernel:
     def __init__(
         self,
         op: str,
-        dtype: str,
-        accumulator: str,
-        result: str,
+        dtypes: tuple[str, str, str],
         divisor: int,
-        sources: int,
-        results: int,
         sizes: Sequence[int],
         programs: Sequence[tuple[int, Sequence[Sequence[int]], Sequence[int]]],
         segments: Sequence[tuple[int, int, int, int]],
     ) -> None:
-        self._combine = _OPS[op]
-        self._dtypes = dtype_named(dtype), dtype_named(accumulator), dtype_named(result)
-        self._divisor = divisor
+        self._combine, self._divisor = _OPS[op], divisor
+        self._dtypes = dtype, _, result = [dtype_named(name) for name in dtypes]
         # Copies keep every bit, also that of a signaling NaN.
         self._copies = divisor == 1 and dtype == result and not any(folds for _, folds, _ in programs)
         self._sizes, self._programs, self._segments = tuple(sizes), tuple(programs), tuple(segments)
 
     def run(
-        self,
-        sources: Sequence[Sequence[Any]],
-        results: Sequence[Sequence[Any]],
-        threads: int,
-        streaming: bool,
-        check_overlap: bool,
+        self, sources: _Rows, results: _Rows, threads: int, streaming: bool, check_overlap: bool
     ) -> tuple[int, int] | None:
         """See ``crossreduce.kernels.Kernel``."""
         dtype, _, result = self._dtypes
         ins = [self._views(row, dtype, size) for row, size in zip(sources, self._sizes, strict=True)]
-        outs = [
-            [x.reshape(-1) for x in self._views(row, result, size)]
-            for row, size in zip(results, self._sizes, strict=True)
-        ]
+        outs = [self._views(row, result, size) for row, size in zip(results, self._sizes, strict=True)]
+        outs = [[x.reshape(-1) for x in row] for row in outs]
         if check_overlap and (found := _overlap(ins, outs)) is not None:
             return found
         with np.errstate(all="ignore"):
@@ -184,7 +160,7 @@ class ReferenceKernel:
         for operand in set(wanted):
             value = read(operand)
             if self._divisor != 1:
-                value = _divided(value, self._divisor)
+                value = (_reals(value) / value.real.dtype.type(self._divisor)).view(value.dtype)
             finished[operand] = value if value.dtype == result else _rounded(value, result)
             if len(set(wanted)) > 1:
                 finished[operand] = finished[operand].copy()  # a view of a source that another result overwrites

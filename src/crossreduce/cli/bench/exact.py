@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...frameworks.numpy import dtype_named
+from ...kernels.reference import dtype_named
 
 # Arrays repeat this number of elements. It is prime, so an array that is shifted by a chunk or a pack is wrong.
 PERIOD: Final = 65_537

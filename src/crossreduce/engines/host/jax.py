@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...frameworks import Array
 from ...frameworks.jax import cpu_number, place
-from ...frameworks.numpy import dtype_named
+from ...kernels.reference import dtype_named
 from . import SharedResults
 
 _X64: Final = frozenset({"float64", "complex128", "int64", "uint64"})

@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import kernels
 from ...frameworks import Array
-from ...frameworks.numpy import dtype_named
+from ...kernels.reference import dtype_named
 
 
 def _empty_in_python(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
