@@ -15,13 +15,13 @@ import oracle
 from ranks import SocketRendezvous
 
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks.communicator import ArrayMemory, Communicator
+from crossreduce.ranks.communicator import ArrayView, Communicator
 
 
 def memory(array):
     """Return an array's memory; the caller must keep the array alive."""
     assert array.flags.c_contiguous
-    return ArrayMemory(array.ctypes.data, array.size, array.dtype.name, array.shape)
+    return ArrayView(array.ctypes.data, array.size, array.dtype.name, array.shape)
 
 
 def memories(arrays):

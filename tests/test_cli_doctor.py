@@ -13,7 +13,7 @@ from ranks import ranks
 
 import crossreduce as cr
 from crossreduce.ranks import flight_recorder
-from crossreduce.ranks.communicator import ArrayMemory, Communicator
+from crossreduce.ranks.communicator import ArrayView, Communicator
 from crossreduce.ranks.flight_recorder import History, Op
 from crossreduce.ranks.shared_memory import LEFT
 
@@ -172,7 +172,7 @@ def one_stops(rendezvous, timeout_s):
     """Run one rank: 40 calls; rank 2 stops its own process before its call 38, and the others time out."""
     communicator = Communicator(rendezvous, None, name="world", timeout_s=timeout_s)
     x = np.full(10, 3.0**communicator.rank, np.float32)
-    array = ArrayMemory(x.ctypes.data, x.size, "float32", x.shape)
+    array = ArrayView(x.ctypes.data, x.size, "float32", x.shape)
     for number in range(1, 41):
         if communicator.rank == 2 and number == 38:
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -17,7 +17,7 @@ from crossreduce.errors import (
 from crossreduce.ops import INTEGERS, ReduceOp
 from crossreduce.ranks import shared_memory
 from crossreduce.ranks.collectives import SMALL_BYTES
-from crossreduce.ranks.communicator import ArrayMemory
+from crossreduce.ranks.communicator import ArrayView
 from crossreduce.ranks.programs import PIECE_BYTES
 
 ODD = 3001  # elements: for dtypes of at least four bytes more than each rank reduces itself
@@ -240,7 +240,7 @@ def edges(rendezvous):
         block[shift : shift + 40000] = values.view(np.uint8)
         gap = 40000 + 1
         comm.all_reduce(
-            ReduceOp.SUM, ArrayMemory(at, 5000, "int64", (5000,)), ArrayMemory(at + gap, 5000, "int64", (5000,))
+            ReduceOp.SUM, ArrayView(at, 5000, "int64", (5000,)), ArrayView(at + gap, 5000, "int64", (5000,))
         )
         found = block[shift + gap : shift + gap + 40000].copy().view(np.int64)
         assert (found == n * np.arange(5000) + n * (n - 1) // 2).all(), shift

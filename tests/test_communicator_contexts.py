@@ -23,7 +23,7 @@ from crossreduce.errors import (
 )
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks import shared_memory
-from crossreduce.ranks.communicator import ArrayMemory
+from crossreduce.ranks.communicator import ArrayView
 
 
 def crowd(rendezvous):
@@ -203,11 +203,11 @@ def misused(rendezvous):
         (lambda: comm.gather(memory(x), memories([x] * n), (comm.rank + 1) % n), ArgumentError, "only the root"),
         (lambda: comm.all_reduce(ReduceOp.SUM, memory(x), memory(y)), MismatchError, "same dtype and size"),
         (
-            lambda: comm.all_reduce(ReduceOp.MAX, *[ArrayMemory(0, 0, "complex64", ())] * 2),
+            lambda: comm.all_reduce(ReduceOp.MAX, *[ArrayView(0, 0, "complex64", ())] * 2),
             UnsupportedError,
             "no order",
         ),
-        (lambda: comm.all_reduce(ReduceOp.SUM, *[ArrayMemory(0, 0, "float8", ())] * 2), UnsupportedError, "float8"),
+        (lambda: comm.all_reduce(ReduceOp.SUM, *[ArrayView(0, 0, "float8", ())] * 2), UnsupportedError, "float8"),
     ]
     for call, kind, words in wrong:
         with pytest.raises(kind, match=words):

@@ -178,7 +178,7 @@ sys.path.insert(0, sys.argv[1])
 import numpy as np
 from ranks import SocketRendezvous, SocketTransport
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks.communicator import ArrayMemory, Communicator
+from crossreduce.ranks.communicator import ArrayView, Communicator
 from crossreduce.ranks.measurement import measure
 path, rank, size, address = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 rendezvous = SocketRendezvous(path, rank, size)
@@ -186,7 +186,7 @@ transport = SocketTransport(rendezvous, address)
 comm = Communicator(rendezvous, transport, name="bed", timeout_s=30)
 found = measure(comm)
 x = np.full(100_000, 4.0**rank, "float32")
-comm.all_reduce(ReduceOp.SUM, *[ArrayMemory(x.ctypes.data, x.size, "float32", x.shape)] * 2)
+comm.all_reduce(ReduceOp.SUM, *[ArrayView(x.ctypes.data, x.size, "float32", x.shape)] * 2)
 assert (x == sum(4.0**k for k in range(size))).all()
 if rank == 0:
     print(json.dumps([comm.hosts, found.to_json()]))

@@ -14,7 +14,7 @@ import numpy as np
 
 from .errors import ArgumentError, BackendError, shown
 from .ops import INTEGERS, ReduceOp, require_dtype
-from .ranks.communicator import ArrayMemory, Communicator
+from .ranks.communicator import ArrayView, Communicator
 from .ranks.diagnostics import call_text
 from .ranks.measurement import measure
 from .topology import Topology
@@ -274,11 +274,11 @@ def _separate(given: Array, result: Array) -> Array:
     return given if in_place or not np.may_share_memory(given, result) else given.copy()
 
 
-def _memory(array: Array) -> ArrayMemory:
-    return ArrayMemory(array.ctypes.data, array.size, array.dtype.name, array.shape)
+def _memory(array: Array) -> ArrayView:
+    return ArrayView(array.ctypes.data, array.size, array.dtype.name, array.shape)
 
 
-def _rows(array: Array) -> list[ArrayMemory]:
+def _rows(array: Array) -> list[ArrayView]:
     return [_memory(array[k, ...]) for k in range(len(array))]
 
 

@@ -213,7 +213,7 @@ def _own_memory(nbytes: int) -> int:
         return _memory(nbytes)
     except OSError as error:
         given = f"{nbytes} bytes: {error}"
-        raise ReductionError(message("there is not enough memory.", given, "a larger memory limit")) from error
+        raise ReductionError.of("there is not enough memory.", given, "a larger memory limit") from error
 
 
 def _send_to_all(fd: int, names: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
-from ..errors import ArgumentError, ContextError, MismatchError, ReductionError, UnsupportedError, message
+from ..errors import ArgumentError, ContextError, MismatchError, ReductionError, UnsupportedError
 from ..ops import COMPLEX, Numbers, ReduceOp, copying
 from ..topology import Topology
 from ..transports.base import Rendezvous, Transport
@@ -28,7 +28,7 @@ from .shared_memory import MAX_TEXT_BYTES, GroupAborted
 _CACHED_STAGES: Final = 1 << 15  # of all cached executables; on 8 ranks a stage takes 1 to 2 KiB
 
 
-class ArrayMemory(NamedTuple):
+class ArrayView(NamedTuple):
     """An array in C order: its address, its number of elements and the name of their dtype.
 
     ``shape`` appears in messages; ranks whose shapes differ are reported.
@@ -79,12 +79,12 @@ class Communicator(Member):
 
     # The collectives
 
-    def all_reduce(self, op: ReduceOp, source: ArrayMemory, result: ArrayMemory) -> None:
+    def all_reduce(self, op: ReduceOp, source: ArrayView, result: ArrayView) -> None:
         """Combine ``source`` of all ranks into ``result`` on every rank; both may be the same memory."""
         self._check(source, result)
         self._reduction("all_reduce", op, source, (source.address, result.address), None)
 
-    def reduce(self, op: ReduceOp, source: ArrayMemory, result: ArrayMemory | None, root: int) -> None:
+    def reduce(self, op: ReduceOp, source: ArrayView, result: ArrayView | None, root: int) -> None:
         """Combine ``source`` of all ranks into ``result`` of the root."""
         self.check_root(root, result is not None)
         if result is not None:
@@ -92,36 +92,36 @@ class Communicator(Member):
         addresses = (source.address,) if result is None else (source.address, result.address)
         self._reduction("reduce", op, source, addresses, root)
 
-    def broadcast(self, array: ArrayMemory, root: int) -> None:
+    def broadcast(self, array: ArrayView, root: int) -> None:
         """Copy ``array`` of the root to ``array`` of every rank."""
         self.check_root(root, None)
         self._copying("broadcast", array, (array.address,), root)
 
-    def all_gather(self, source: ArrayMemory, results: Sequence[ArrayMemory]) -> None:
+    def all_gather(self, source: ArrayView, results: Sequence[ArrayView]) -> None:
         """Copy ``source`` of rank k to ``results[k]`` of every rank."""
         self._check(source, *results, count=self.size)
         self._copying("all_gather", source, (source.address, *(r.address for r in results)), None)
 
-    def reduce_scatter(self, op: ReduceOp, sources: Sequence[ArrayMemory], result: ArrayMemory) -> None:
+    def reduce_scatter(self, op: ReduceOp, sources: Sequence[ArrayView], result: ArrayView) -> None:
         """Combine ``sources[k]`` of all ranks into ``result`` of rank k."""
         self._check(result, *sources, count=self.size)
         self._reduction("reduce_scatter", op, result, (*(s.address for s in sources), result.address), None)
 
-    def gather(self, source: ArrayMemory, results: Sequence[ArrayMemory] | None, root: int) -> None:
+    def gather(self, source: ArrayView, results: Sequence[ArrayView] | None, root: int) -> None:
         """Copy ``source`` of rank k to ``results[k]`` of the root."""
         self.check_root(root, results is not None)
         if results is not None:
             self._check(source, *results, count=self.size)
         self._copying("gather", source, (source.address, *(r.address for r in results or ())), root)
 
-    def scatter(self, sources: Sequence[ArrayMemory] | None, result: ArrayMemory, root: int) -> None:
+    def scatter(self, sources: Sequence[ArrayView] | None, result: ArrayView, root: int) -> None:
         """Copy ``sources[k]`` of the root to ``result`` of rank k."""
         self.check_root(root, sources is not None)
         if sources is not None:
             self._check(result, *sources, count=self.size)
         self._copying("scatter", result, (result.address, *(s.address for s in sources or ())), root)
 
-    def all_to_all(self, sources: Sequence[ArrayMemory], results: Sequence[ArrayMemory]) -> None:
+    def all_to_all(self, sources: Sequence[ArrayView], results: Sequence[ArrayView]) -> None:
         """Copy ``sources[k]`` of rank i to ``results[i]`` of rank k."""
         self._check(*sources[:1], *sources, count=self.size)
         self._check(*sources[:1], *results, count=self.size)
@@ -207,7 +207,7 @@ class Communicator(Member):
     # Running a call
 
     def _reduction(
-        self, collective: str, op: ReduceOp, array: ArrayMemory, addresses: tuple[int, ...], root: int | None
+        self, collective: str, op: ReduceOp, array: ArrayView, addresses: tuple[int, ...], root: int | None
     ) -> None:
         def compiled() -> RankExecutable:
             numbers = reduction_numbers(op, array.dtype, self.size)
@@ -216,7 +216,7 @@ class Communicator(Member):
 
         self._run((collective, op, array.dtype, array.shape, root), compiled, addresses)
 
-    def _copying(self, collective: str, array: ArrayMemory, addresses: tuple[int, ...], root: int | None) -> None:
+    def _copying(self, collective: str, array: ArrayView, addresses: tuple[int, ...], root: int | None) -> None:
         def compiled() -> RankExecutable:
             text = call_text(collective, None, root, array.dtype, array.shape)
             return self._compiled(collective, array.size, copying(array.dtype), root, text)
@@ -276,15 +276,15 @@ class Communicator(Member):
         """Raise unless this thread of this process may make a call."""
         if os.getpid() != self._pid:
             problem = f'group "{self.name}" belongs to process {self._pid}, from which this process was forked.'
-            raise ContextError(message(problem, f"process {os.getpid()}", "make the group after the fork, or spawn"))
+            raise ContextError.of(problem, f"process {os.getpid()}", "make the group after the fork, or spawn")
         if self._caller == thread:
             problem = f'this thread is already in a call of group "{self.name}".'
-            raise ContextError(message(problem, "a call in a signal handler", "close() or abort() there"))
+            raise ContextError.of(problem, "a call in a signal handler", "close() or abort() there")
         self._require_open()  # before the lock, too: a signal handler may run while this thread closes the group
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ContextError(message(f'group "{self.name}" is closed.', remedy="make a new group"))
+            raise ContextError.of(f'group "{self.name}" is closed.', remedy="make a new group")
 
     def _require_intact(self) -> None:
         """Raise the error that broke the group, if it is broken."""
@@ -304,7 +304,7 @@ class Communicator(Member):
         if collective and not self.engine.supports(collective):
             problem = f"{collective} is not supported between hosts."
             remedy = "another engine: check supports(), then call agree()"
-            raise UnsupportedError(message(problem, f"{len(self.hosts)} hosts", remedy))
+            raise UnsupportedError.of(problem, f"{len(self.hosts)} hosts", remedy)
         return self.engine.compile(collective, size, numbers, root, encoded_text(text))
 
     def check_root(self, root: int, has_all: bool | None = None) -> None:
@@ -314,20 +314,20 @@ class Communicator(Member):
         """
         if not 0 <= root < self.size:
             problem = "the root is not a rank of the group."
-            raise ArgumentError(message(problem, str(root), f"0 to {self.size - 1}"))
+            raise ArgumentError.of(problem, str(root), f"0 to {self.size - 1}")
         if has_all is not None and has_all != (self.rank == root):
             problem = f"rank {root} is the root, and only the root passes all parts or the result."
-            raise ArgumentError(message(problem, f"rank {self.rank} {'passed' if has_all else 'did not pass'} them"))
+            raise ArgumentError.of(problem, f"rank {self.rank} {'passed' if has_all else 'did not pass'} them")
 
-    def _check(self, first: ArrayMemory | None = None, *others: ArrayMemory, count: int | None = None) -> None:
+    def _check(self, first: ArrayView | None = None, *others: ArrayView, count: int | None = None) -> None:
         """Raise unless arrays have the same size and dtype, and there are ``count`` of them."""
         if count is not None and len(others) != count:
-            raise ArgumentError(message("there must be one array per rank.", f"{len(others)} for {count} ranks"))
+            raise ArgumentError.of("there must be one array per rank.", f"{len(others)} for {count} ranks")
         assert first is not None, "a group has at least one rank"
         for other in others:
             if (other.size, other.dtype) != (first.size, first.dtype):
                 given = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
-                raise MismatchError(message("inputs and results must have the same dtype and size.", given))
+                raise MismatchError.of("inputs and results must have the same dtype and size.", given)
 
 
 def encoded_text(text: str) -> bytes:

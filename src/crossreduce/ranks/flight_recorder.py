@@ -20,14 +20,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from types import UnionType
+from typing import Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 from ..errors import message
-
-T = TypeVar("T")
 
 _LOG: Final = logging.getLogger("crossreduce")
 _FORMAT: Final = "crossreduce dump"
@@ -270,77 +269,30 @@ def _dump(found: Any) -> Dump:
         raise ValueError("it is not a dump of crossreduce")
     if found.get("version") != _VERSION:
         raise ValueError(f"its version is {found.get('version')}, not {_VERSION}")
-    dump = Dump(
-        group=_text(found, "group"),
-        token=_text(found, "token"),
-        rank=_natural(found, "rank"),
-        size=_natural(found, "size"),
-        hosts=_many(found, "hosts", _ranks),
-        cause=_text(found, "cause"),
-        hostname=_text(found, "hostname"),
-        pid=_natural(found, "pid"),
-        time=_text(found, "time"),
-        now_s=_seconds(found, "now_s"),
-        histories=_many(found, "histories", _history),
-        threads=_many(found, "threads", _thread),
-        versions={str(k): str(v) for k, v in _field(found, "versions", dict).items()},
-    )
+    dump: Dump = _typed(Dump, found, "content")
     ranks = [rank for host in dump.hosts for rank in host]
     if not len(set(ranks)) == len(ranks) == dump.size or dump.rank not in ranks:
         raise ValueError("its ranks do not match its hosts")
     return dump
 
 
-def _history(found: Any) -> History:
-    pid = None if found.get("pid") is None else _natural(found, "pid")
-    return History(_natural(found, "rank"), _many(found, "ops", _op), pid)
+def _typed(kind: Any, value: Any, name: str) -> Any:
+    """Return parsed JSON as a value of type ``kind``, the type of the field ``name`` of a named tuple."""
+    form, parts = get_origin(kind), get_args(kind)
+    if form is UnionType:  # ``int | None``
+        return None if value is None else _typed(parts[0], value, name)
+    if form is tuple and isinstance(value, list):
+        return tuple(_typed(parts[0], item, name) for item in value)
+    if form is dict and isinstance(value, dict):
+        return {str(key): str(item) for key, item in value.items()}
+    if hasattr(kind, "_fields") and isinstance(value, dict):
+        return kind(*(_typed(of, value.get(field), field) for field, of in _types(kind).items()))
+    # NaN is not below 1e15 either; JSON may contain numbers that a float cannot represent.
+    if kind is float and type(value) in (int, float) and abs(value) < 1e15:
+        return float(value)
+    if (kind is str and isinstance(value, str)) or (kind is int and type(value) is int and value >= 0):
+        return value
+    raise ValueError(f'its "{name}" is missing or malformed')
 
 
-def _op(found: Any) -> Op:
-    ended = None if found.get("ended_s") is None else _seconds(found, "ended_s")
-    return Op(_natural(found, "sequence"), _text(found, "text"), _seconds(found, "started_s"), ended)
-
-
-def _thread(found: Any) -> Thread:
-    return Thread(_text(found, "name"), _many(found, "stack", _frame))
-
-
-def _frame(found: Any) -> Frame:
-    return Frame(_text(found, "file"), _natural(found, "line"), _text(found, "function"), _text(found, "code"))
-
-
-def _ranks(found: Any) -> tuple[int, ...]:
-    return tuple(_natural({"rank": rank}, "rank") for rank in found)
-
-
-def _many(found: Any, name: str, read_one: Callable[[Any], T]) -> tuple[T, ...]:
-    items = _field(found, name, list)
-    kind = list if name == "hosts" else dict
-    if not all(isinstance(item, kind) for item in items):
-        raise ValueError(f'its "{name}" are malformed')
-    return tuple(read_one(item) for item in items)
-
-
-def _text(found: Any, name: str) -> str:
-    return str(_field(found, name, str))
-
-
-def _natural(found: Any, name: str) -> int:
-    value = int(_field(found, name, int))
-    if value < 0:
-        raise ValueError(f'its "{name}" is negative')
-    return value
-
-
-def _seconds(found: Any, name: str) -> float:
-    value = _field(found, name, (int, float))
-    if not abs(value) < 1e15:  # NaN is not below it either; JSON may contain numbers that a float cannot represent
-        raise ValueError(f'its "{name}" is not a time')
-    return float(value)
-
-
-def _field(found: Any, name: str, kind: type | tuple[type, ...]) -> Any:
-    value = found.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f'its "{name}" is missing or malformed')  # noqa: TRY004 - about the content of a file
-    return value
+_types = cache(get_type_hints)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .. import kernels
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from ..kernels import FusedProgram, Segment
 from ..ops import ACCUMULATORS, INTEGERS, KERNEL_OPS, Numbers, ReduceOp
 from ..packing import itemsize
@@ -53,7 +53,7 @@ def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
     wide = ACCUMULATORS[op, dtype]
     if op is ReduceOp.MEAN and dtype in INTEGERS:
         problem = "the mean of integers is not an integer."
-        raise UnsupportedError(message(problem, f"op mean, dtype {dtype}", "the sum and a division, or floats"))
+        raise UnsupportedError.of(problem, f"op mean, dtype {dtype}", "the sum and a division, or floats")
     return Numbers(op, dtype, wide, dtype, ranks if op is ReduceOp.MEAN else 1)
 
 

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from .. import kernels
-from ..errors import ArgumentError, message, shown
+from ..errors import ArgumentError, shown
 from ..topology import Link, Switch, Topology
 from ..transports.base import PendingMessage, Transport
 from .communicator import Communicator
@@ -69,7 +69,7 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
       PeerLostError, CollectiveTimeout: as for every call of the group.
     """
     if not seconds > 0:
-        raise ArgumentError(message("seconds must be above 0.", f"seconds={shown(seconds)}", "seconds=1.0"))
+        raise ArgumentError.of("seconds must be above 0.", f"seconds={shown(seconds)}", "seconds=1.0")
     hosts, rank = communicator.hosts, communicator.rank
     count = len(hosts)
     communicator.agree(f"measure_topology {seconds:g} s")

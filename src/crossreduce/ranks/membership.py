@@ -75,7 +75,7 @@ class Member:
         if kernels.instruction_set() == "numpy" or not hasattr(os, "memfd_create"):
             problem = "ranks share memory through the compiled kernels, on Linux."
             remedy = "install with a C++ compiler, on Linux, and no CROSSREDUCE_KERNELS=numpy"
-            raise BackendError(message(problem, f"kernels {kernels.instruction_set()}", remedy))
+            raise BackendError.of(problem, f"kernels {kernels.instruction_set()}", remedy)
         self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s
         self.rendezvous, self.transport = rendezvous, transport
         self.global_ranks = tuple(global_ranks or range(self.size))
@@ -99,7 +99,7 @@ class Member:
         if len(self.hosts) > 1:
             if transport is None:
                 given = f"hosts of ranks {', '.join(map(str, self._global_hosts()))}"
-                raise ArgumentError(message("ranks on several hosts need a transport between them.", given))
+                raise ArgumentError.of("ranks on several hosts need a transport between them.", given)
             self.transport = self._watched = WatchedTransport(transport, self._warn_of_remote_wait)
             self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
         self.engine = self._remote or OneHostEngine(self.rank, self.size)
@@ -111,17 +111,17 @@ class Member:
         named = list(zip(self.global_ranks, self.peers, strict=True))
         if len({peer.version for peer in self.peers}) > 1:
             given = "; ".join(f"rank {rank}: {peer.version}" for rank, peer in named)
-            raise MismatchError(message("all ranks need the same version of crossreduce.", given))
+            raise MismatchError.of("all ranks need the same version of crossreduce.", given)
         if any(peer.problem for peer in self.peers):
             given = "; ".join(f"rank {rank}: {peer.problem}" for rank, peer in named if peer.problem)
             problem = "some ranks cannot map the memory that their host shares."
-            raise ReductionError(message(problem, given, "a larger limit of address space (ulimit -v)"))
+            raise ReductionError.of(problem, given, "a larger limit of address space (ulimit -v)")
         # A process cannot detect its own locks.
         same = [rank for rank in self.host if self.peers[rank].pid == os.getpid() and not self.memory.alive(rank)]
         if same:
             ranks = ", ".join(str(self.global_ranks[rank]) for rank in sorted([*same, self.rank]))
             given = f"ranks {ranks} in process {os.getpid()}"
-            raise ContextError(message("a process can be only one rank of a group.", given, "one process per rank"))
+            raise ContextError.of("a process can be only one rank of a group.", given, "one process per rank")
 
     def _warn_after_s(self) -> float:
         return min(self.warn_s, self.timeout_s / 2)

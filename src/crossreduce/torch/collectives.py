@@ -17,7 +17,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp as TorchOp
 
-from ..errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError, message
+from ..errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError
 from ..ops import ReduceOp
 from ..ranks.communicator import Communicator
 from ..ranks.diagnostics import call_text
@@ -235,7 +235,7 @@ class Collectives:
         for src, dst in (table[:, 0] != table[:, 1].T).nonzero().tolist():
             problem = f"rank {src} sends rank {dst} another number of elements than rank {dst} expects."
             given = f"{table[src, 0, dst]} sent, {table[dst, 1, src]} expected"
-            raise MismatchError(message(problem, given, "matching splits on all ranks"))
+            raise MismatchError.of(problem, given, "matching splits on all ranks")
         return bool((table == table[0, 0, 0]).all())
 
     def barrier(self) -> None:
@@ -291,7 +291,7 @@ class Collectives:
         call = call_text(collective, None, None, _name(tensor), tensor.shape)
         self._communicator.agree(f"{call} with {list(sizes)}")
         problem = f"the tensors of this {collective} do not fit together."
-        raise ArgumentError(message(problem, f"{call}; sizes {list(sizes)}; {self._size} ranks", remedy))
+        raise ArgumentError.of(problem, f"{call}; sizes {list(sizes)}; {self._size} ranks", remedy)
 
     @staticmethod
     def _run_in_gloo(function: Any, tensor: Any, options: Any) -> None:
@@ -357,11 +357,9 @@ def _finish(run: Callable[..., Any], *arguments: Any) -> None:
     except RuntimeError as error:  # all errors of gloo have one class
         text = str(error)
         if "Connection" in text or "pair closure" in text:
-            raise PeerLostError(message("a rank is gone.", text, "read the errors of the other ranks")) from error
+            raise PeerLostError.of("a rank is gone.", text, "read the errors of the other ranks") from error
         if "Timed out" in text:
-            raise CollectiveTimeout(
-                message("a rank did not take part in time.", text, "check the other ranks")
-            ) from error
+            raise CollectiveTimeout.of("a rank did not take part in time.", text, "check the other ranks") from error
         raise
     finally:
         deadline = time.monotonic() + _RELEASE_S

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ..errors import UnsupportedError, message
+from ..errors import UnsupportedError
 from ..ranks.communicator import Communicator
 from ..transports.gloo import GlooTransport
 from .collectives import Collectives
@@ -217,7 +217,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def split_group(self, *_: Any, **__: Any) -> Any:
         """Raise an error: torch's own implementation, in C++, would recurse without end."""
         problem = "groups of this backend cannot be split."
-        raise UnsupportedError(message(problem, f'group "{self.group_name}"', "dist.new_group, which all ranks call"))
+        raise UnsupportedError.of(problem, f'group "{self.group_name}"', "dist.new_group, which all ranks call")
 
     splitGroup = split_group  # noqa: N815 - the trampoline's name
 

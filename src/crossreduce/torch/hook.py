@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ..errors import ArgumentError, UnsupportedError, message, shown
+from ..errors import ArgumentError, UnsupportedError, shown
 from ..ranks.communicator import Communicator
 from .collectives import Collectives
 from .group import Group, close, connect, wait_in_backward
@@ -49,7 +49,7 @@ class HookState:
         group = dist.group.WORLD if group is None else group
         if not isinstance(group, dist.ProcessGroup):
             remedy = "a process group that contains this rank; dist.init_process_group first"
-            raise ArgumentError(message("this is not a process group.", shown(group), remedy))
+            raise ArgumentError.of("this is not a process group.", shown(group), remedy)
         self.before, self.before_state = before, before_state
         name = f"{group.group_name} hook {next(_NUMBER)}"
         store = dist.PrefixStore(f"crossreduce {name}/", dist.distributed_c10d._get_process_group_store(group))
@@ -78,7 +78,7 @@ class HookState:
             if not tensors[0].is_cpu:
                 problem = "this hook reduces only gradients in host memory."
                 remedy = "DDP's own reduction, through NCCL, for gradients on GPUs"
-                raise UnsupportedError(message(problem, shown(tensors[0]), remedy))
+                raise UnsupportedError.of(problem, shown(tensors[0]), remedy)
             self._collectives.all_reduce(tensors[0], _MEAN.reduceOp)
 
         return self.queue.run(function, tensors, asynchronous=True)
@@ -122,7 +122,7 @@ def communicator_of(group: Any) -> tuple[OpQueue, Communicator]:
     if not isinstance(found, (Group, HookState)):
         problem = "this is not a group that crossreduce reduces."
         remedy = 'a process group of the backend "crossreduce", or a HookState'
-        raise ArgumentError(message(problem, shown(found), remedy))
+        raise ArgumentError.of(problem, shown(found), remedy)
     return found.queue, found.communicator
 
 

@@ -1,6 +1,6 @@
 """Tensors as memory: addresses for the kernels, and copies of tensors that are not contiguous.
 
-Input: CPU tensors. Output: ``ArrayMemory``.
+Input: CPU tensors. Output: ``ArrayView``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from ..ops import DTYPES
-from ..ranks.communicator import ArrayMemory
+from ..ranks.communicator import ArrayView
 
 NAMES: Final = {getattr(torch, name): name for name in sorted(DTYPES) if hasattr(torch, name)}
 """The names of the dtypes that can be reduced. Tensors of other dtypes can only be moved, as bytes."""
@@ -22,20 +22,20 @@ def is_plain(tensor: Any) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def memory(tensor: Any) -> ArrayMemory:
+def memory(tensor: Any) -> ArrayView:
     """Return the memory of a plain tensor."""
     name = NAMES.get(tensor.dtype)
     if name is not None:
-        return ArrayMemory(tensor.data_ptr(), tensor.numel(), name, tuple(tensor.shape))
-    return ArrayMemory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), "uint8", tuple(tensor.shape))
+        return ArrayView(tensor.data_ptr(), tensor.numel(), name, tuple(tensor.shape))
+    return ArrayView(tensor.data_ptr(), tensor.numel() * tensor.element_size(), "uint8", tuple(tensor.shape))
 
 
-def equal_parts(tensor: Any, n: int) -> list[ArrayMemory]:
+def equal_parts(tensor: Any, n: int) -> list[ArrayView]:
     """Return n equal consecutive parts of a plain tensor."""
     whole = memory(tensor)
     size = whole.size // n
     step = tensor.numel() * tensor.element_size() // n
-    return [ArrayMemory(whole.address + k * step, size, whole.dtype, (size,)) for k in range(n)]
+    return [ArrayView(whole.address + k * step, size, whole.dtype, (size,)) for k in range(n)]
 
 
 def readable(tensor: Any) -> Any:

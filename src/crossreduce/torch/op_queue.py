@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeout, ContextError, message
+from ..errors import CollectiveTimeout, ContextError
 
 
 class Finished(dist.Work):  # type: ignore[misc]
@@ -126,7 +126,7 @@ class Queued(dist.Work):  # type: ignore[misc]
         limit = timeout.total_seconds() if timeout else -1
         if not self._running.acquire(timeout=limit if limit > 0 else -1):
             problem = "the op did not complete within the timeout of this wait."
-            raise CollectiveTimeout(message(problem, f"{limit:g} s", "wait again: the op continues"))
+            raise CollectiveTimeout.of(problem, f"{limit:g} s", "wait again: the op continues")
         self._running.release()
         if self._error is not None:
             raise self._error
@@ -235,7 +235,7 @@ class OpQueue:
           ContextError: it was destroyed, or belongs to the process from which this one was forked.
         """
         if self._refusal is not None:
-            raise ContextError(message(self._refusal, f'group "{self.name}"', "make a new group in this process"))
+            raise ContextError.of(self._refusal, f'group "{self.name}"', "make a new group in this process")
 
     def run_next(self) -> bool:
         """Run the next op and return whether there may be more."""

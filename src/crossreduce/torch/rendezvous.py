@@ -47,7 +47,7 @@ class StoreRendezvous:
         except dist.DistError as error:
             problem = "the store at which the ranks of this group meet is gone."
             remedy = "check the process that runs it: rank 0, or the torchrun that started the ranks"
-            raise PeerLostError(message(problem, str(error), remedy)) from error
+            raise PeerLostError.of(problem, str(error), remedy) from error
         return found
 
     def _wait_for(self, keys: list[str]) -> None:
