@@ -16,8 +16,8 @@ from crossreduce.errors import (
 )
 from crossreduce.ops import INTEGERS, ReduceOp
 from crossreduce.ranks import shared_memory
-from crossreduce.ranks.collectives import SMALL_BYTES
 from crossreduce.ranks.communicator import ArrayView
+from crossreduce.ranks.one_host import SMALL_BYTES
 from crossreduce.ranks.programs import PIECE_BYTES
 
 ODD = 3001  # elements: for dtypes of at least four bytes more than each rank reduces itself

@@ -20,12 +20,13 @@ from crossreduce.lowering import lower
 from crossreduce.ops import Numbers, ReduceOp
 from crossreduce.packing import itemsize
 from crossreduce.planning import PLANNERS
-from crossreduce.ranks import collectives, programs
-from crossreduce.ranks.collectives import COLLECTIVES, HostCollective, host_collective, rank_names
+from crossreduce.ranks import one_host, programs
 from crossreduce.ranks.instructions import reduction_numbers
+from crossreduce.ranks.one_host import HostCollective, host_collective, rank_names
 from crossreduce.ranks.programs import analyze, line_shares, rank_stages
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *ROOTED)
 DTYPES = ("uint8", "int16", "float32", "int64", "float64", "complex128")
 POISON = 113
 
@@ -44,14 +45,14 @@ class Op(NamedTuple):
 
 
 @contextlib.contextmanager
-def limits(piece, small=collectives.SMALL_BYTES, slot=programs.SLOT_BYTES):
+def limits(piece, small=one_host.SMALL_BYTES, slot=programs.SLOT_BYTES):
     """Make pieces and slots small, so that small arrays have many pieces."""
-    before = programs.PIECE_BYTES, collectives.SMALL_BYTES, programs.SLOT_BYTES
-    programs.PIECE_BYTES, collectives.SMALL_BYTES, programs.SLOT_BYTES = piece, small, slot
+    before = programs.PIECE_BYTES, one_host.SMALL_BYTES, programs.SLOT_BYTES
+    programs.PIECE_BYTES, one_host.SMALL_BYTES, programs.SLOT_BYTES = piece, small, slot
     try:
         yield
     finally:
-        programs.PIECE_BYTES, collectives.SMALL_BYTES, programs.SLOT_BYTES = before
+        programs.PIECE_BYTES, one_host.SMALL_BYTES, programs.SLOT_BYTES = before
 
 
 def numbers(dtype, op=ReduceOp.SUM, ranks=1):
@@ -495,7 +496,7 @@ def test_streaming_stores_bypass_the_cache_only_for_large_results_of_the_caller(
 def test_programs_of_many_ranks_are_compiled_quickly():
     """An all-to-all of 64 ranks, which has 4096 chunks, is planned, verified and compiled within seconds."""
     began = time.perf_counter()
-    collectives._one_round_collective.cache_clear()
+    one_host._host_collective.cache_clear()
     stages = rank_stages(*host_collective("all_to_all", 64, None, 4000), 1000, numbers("float32"), 3)
     assert sum(map(len, stages)) == 63 + 64
     assert time.perf_counter() - began < 10

@@ -82,7 +82,7 @@ class Communicator(Member):
     def all_reduce(self, op: ReduceOp, source: ArrayView, result: ArrayView) -> None:
         """Combine ``source`` of all ranks into ``result`` on every rank; both may be the same memory."""
         self._check(source, result)
-        self._reduction("all_reduce", op, source, (source.address, result.address), None)
+        self._collective("all_reduce", op, source, (source.address, result.address), None)
 
     def reduce(self, op: ReduceOp, source: ArrayView, result: ArrayView | None, root: int) -> None:
         """Combine ``source`` of all ranks into ``result`` of the root."""
@@ -90,42 +90,42 @@ class Communicator(Member):
         if result is not None:
             self._check(source, result)
         addresses = (source.address,) if result is None else (source.address, result.address)
-        self._reduction("reduce", op, source, addresses, root)
+        self._collective("reduce", op, source, addresses, root)
 
     def broadcast(self, array: ArrayView, root: int) -> None:
         """Copy ``array`` of the root to ``array`` of every rank."""
         self.check_root(root, None)
-        self._copying("broadcast", array, (array.address,), root)
+        self._collective("broadcast", None, array, (array.address,), root)
 
     def all_gather(self, source: ArrayView, results: Sequence[ArrayView]) -> None:
         """Copy ``source`` of rank k to ``results[k]`` of every rank."""
         self._check(source, *results, count=self.size)
-        self._copying("all_gather", source, (source.address, *(r.address for r in results)), None)
+        self._collective("all_gather", None, source, (source.address, *(r.address for r in results)), None)
 
     def reduce_scatter(self, op: ReduceOp, sources: Sequence[ArrayView], result: ArrayView) -> None:
         """Combine ``sources[k]`` of all ranks into ``result`` of rank k."""
         self._check(result, *sources, count=self.size)
-        self._reduction("reduce_scatter", op, result, (*(s.address for s in sources), result.address), None)
+        self._collective("reduce_scatter", op, result, (*(s.address for s in sources), result.address), None)
 
     def gather(self, source: ArrayView, results: Sequence[ArrayView] | None, root: int) -> None:
         """Copy ``source`` of rank k to ``results[k]`` of the root."""
         self.check_root(root, results is not None)
         if results is not None:
             self._check(source, *results, count=self.size)
-        self._copying("gather", source, (source.address, *(r.address for r in results or ())), root)
+        self._collective("gather", None, source, (source.address, *(r.address for r in results or ())), root)
 
     def scatter(self, sources: Sequence[ArrayView] | None, result: ArrayView, root: int) -> None:
         """Copy ``sources[k]`` of the root to ``result`` of rank k."""
         self.check_root(root, sources is not None)
         if sources is not None:
             self._check(result, *sources, count=self.size)
-        self._copying("scatter", result, (result.address, *(s.address for s in sources or ())), root)
+        self._collective("scatter", None, result, (result.address, *(s.address for s in sources or ())), root)
 
     def all_to_all(self, sources: Sequence[ArrayView], results: Sequence[ArrayView]) -> None:
         """Copy ``sources[k]`` of rank i to ``results[i]`` of rank k."""
         self._check(*sources[:1], *sources, count=self.size)
         self._check(*sources[:1], *results, count=self.size)
-        self._copying("all_to_all", sources[0], tuple(x.address for x in (*sources, *results)), None)
+        self._collective("all_to_all", None, sources[0], tuple(x.address for x in (*sources, *results)), None)
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -137,7 +137,7 @@ class Communicator(Member):
         Raises:
           MismatchError: they do not.
         """
-        self._run(text, lambda: self._comparison(text), ())
+        self._run(text, lambda: self._compiled("", 0, copying("uint8"), None, text), ())
 
     def plan_on(self, topology: Topology) -> None:
         """Plan calls between hosts on these links from now on; all ranks pass the same (see ``measurement``)."""
@@ -206,22 +206,17 @@ class Communicator(Member):
 
     # Running a call
 
-    def _reduction(
-        self, collective: str, op: ReduceOp, array: ArrayView, addresses: tuple[int, ...], root: int | None
+    def _collective(
+        self, name: str, op: ReduceOp | None, array: ArrayView, addresses: tuple[int, ...], root: int | None
     ) -> None:
+        """Run a collective, which copies arrays like ``array``, or reduces them by ``op``."""
+
         def compiled() -> RankExecutable:
-            numbers = reduction_numbers(op, array.dtype, self.size)
-            text = call_text(collective, op.value, root, array.dtype, array.shape)
-            return self._compiled(collective, array.size, numbers, root, text)
+            numbers = copying(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size)
+            text = call_text(name, op and op.value, root, array.dtype, array.shape)
+            return self._compiled(name, array.size, numbers, root, text)
 
-        self._run((collective, op, array.dtype, array.shape, root), compiled, addresses)
-
-    def _copying(self, collective: str, array: ArrayView, addresses: tuple[int, ...], root: int | None) -> None:
-        def compiled() -> RankExecutable:
-            text = call_text(collective, None, root, array.dtype, array.shape)
-            return self._compiled(collective, array.size, copying(array.dtype), root, text)
-
-        self._run((collective, array.dtype, array.shape, root), compiled, addresses)
+        self._run((name, op, array.dtype, array.shape, root), compiled, addresses)
 
     def _run(self, key: Any, compiled: Callable[[], RankExecutable], addresses: tuple[int, ...]) -> None:
         """Run a call. ``compiled``: returns its executable; called if none is cached under ``key``."""
@@ -231,25 +226,23 @@ class Communicator(Member):
             self._caller = thread
             try:
                 self._require_intact()
-                executable = self._executables.get(key) or self._cached(key, compiled())
+                executable = self._executables.get(key)
+                if executable is None:
+                    executable = compiled()
+                    self._stages += executable.stages
+                    if self._stages > _CACHED_STAGES:  # the new executable replaces all others
+                        self._executables.clear()
+                        self._stages = executable.stages
+                    self._executables[key] = executable
                 self._execute(executable, addresses)
             finally:
                 self._caller = None
                 if self._closed:
                     self._release()
 
-    def _cached(self, key: Any, executable: RankExecutable) -> RankExecutable:
-        """Cache and return a new executable; if the cache is full, it replaces all others."""
-        self._stages += executable.stages
-        if self._stages > _CACHED_STAGES:
-            self._executables.clear()
-            self._stages = executable.stages
-        self._executables[key] = executable
-        return executable
-
     def _execute(self, executable: RankExecutable, addresses: tuple[int, ...]) -> None:
         try:
-            same = executable.run(addresses, self._runner, self.timeout_s)
+            same = self.engine.run(executable, addresses, self._runner, self.timeout_s)
             calls = {} if same else self._calls_of_all()
         except (GroupAborted, PeerDisconnected, PeerTimeout, ReductionError) as error:
             if isinstance(error, (PeerDisconnected, PeerTimeout)):
@@ -297,9 +290,6 @@ class Communicator(Member):
 
     # Checking a call
 
-    def _comparison(self, text: str) -> RankExecutable:
-        return self._compiled("", 0, copying("uint8"), None, text)
-
     def _compiled(self, collective: str, size: int, numbers: Numbers, root: int | None, text: str) -> RankExecutable:
         if collective and not self.engine.supports(collective):
             problem = f"{collective} is not supported between hosts."
@@ -335,8 +325,5 @@ def encoded_text(text: str) -> bytes:
     encoded = text.encode()
     if len(encoded) <= MAX_TEXT_BYTES:
         return encoded
-    return (
-        encoded[: MAX_TEXT_BYTES - 20].decode(errors="ignore").encode()
-        + b"... "
-        + blake2b(encoded, digest_size=8).hexdigest().encode()
-    )
+    start = encoded[: MAX_TEXT_BYTES - 20].decode(errors="ignore").encode()
+    return start + b"... " + blake2b(encoded, digest_size=8).hexdigest().encode()

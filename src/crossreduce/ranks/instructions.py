@@ -37,6 +37,11 @@ class RankInstruction(NamedTuple):
     streaming: bool = False
 
 
+Phase = tuple[int, Callable[[int], list[RankInstruction]]]
+"""A phase of all pieces: its delay, and the function that returns the instructions of a piece. Piece j executes the
+phase in stage j + delay."""
+
+
 class ArrayPlaces(NamedTuple):
     """Where an array is: the number of the caller's buffer, and for each piece the offset of its first element."""
 
@@ -86,17 +91,8 @@ def _continues(one: RankInstruction, following: RankInstruction) -> bool:
     )
 
 
-def pipelined(
-    pieces: int, phases: Sequence[tuple[int, Callable[[int], list[RankInstruction]]]], depth: int
-) -> list[list[RankInstruction]]:
-    """Return the stages in which all pieces are executed.
-
-    Args:
-      pieces: how many.
-      phases: for each phase its delay and the function that returns the instructions of a piece: piece j executes the
-        phase in stage j + delay.
-      depth: the largest delay.
-    """
+def pipelined(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[RankInstruction]]:
+    """Return the stages in which all of some pieces are executed. ``depth``: the largest delay of a phase."""
     stages: list[list[RankInstruction]] = [[] for _ in range(max(pieces, 1) + depth)]
     for piece in range(pieces):
         for delay, instructions in phases:

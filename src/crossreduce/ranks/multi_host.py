@@ -11,13 +11,12 @@ accumulator's dtype; where they become final they are divided and rounded, once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 from .. import kernels
 from ..lowering import lower
@@ -27,9 +26,9 @@ from ..planning import Request, plan, schedule_for
 from ..schedule import Schedule
 from ..topology import Topology
 from ..transports.base import Transport
-from .collectives import one_round
 from .exchange import Exchange, ExchangeProgram, all_equal, delay, exchange_program, piece_sizes
-from .instructions import ArrayPlaces, RankInstruction, kernel, native_program, pipelined
+from .instructions import ArrayPlaces, Phase, RankInstruction, kernel, native_program, pipelined
+from .one_host import RankExecutable, one_round
 from .programs import LINE, PIECE_BYTES, SLOT_BYTES, RankCompiler, analyze, line_shares
 from .shared_memory import RankMemory, StageRunner
 
@@ -44,35 +43,8 @@ _VERDICT, _REMOTE = 0, 1
 _SAME, _DIFFERENT = 1, 2
 
 
-@dataclass(frozen=True, eq=False)
-class InterHostPlan:
-    """What a rank does in a call over several hosts. See ``RankExecutable``.
-
-    Args:
-      engine: runs it.
-      program: the native ``RankProgram`` of its host's part.
-      stages: the number of its stages.
-      text: describes the call.
-      digest: of all that hosts must agree on.
-      exchange: the leader's exchange with other hosts; ``None``: the rank is not a leader, or nothing moves.
-      deliveries: for each piece the instructions that copy the exchange's results to where other ranks read them.
-    """
-
-    engine: MultiHostEngine
-    program: Any
-    stages: int
-    text: bytes
-    digest: bytes
-    exchange: ExchangeProgram | None = None
-    deliveries: tuple[tuple[RankInstruction, ...], ...] = ()
-
-    def run(self, addresses: tuple[int, ...], runner: StageRunner, timeout_s: float) -> bool:
-        """Run the call."""
-        return self.engine.run(self, addresses, runner, timeout_s)
-
-
 class MultiHostEngine:
-    """See ``RankEngine``.
+    """Compiles and runs the calls of one rank of several hosts; its methods are those of ``OneHostEngine``.
 
     Args:
       hosts: the ranks of each host.
@@ -96,13 +68,14 @@ class MultiHostEngine:
         """Return whether this engine runs a collective."""
         return collective in COLLECTIVES
 
-    def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> InterHostPlan:
+    def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; of size 0 it only compares calls, whatever the collective."""
         if size == 0:
-            return InterHostPlan(self, native_program([[]] * 3), 3, text, _digest(text, ""))
+            return RankExecutable(native_program([[]] * 3), 3, text, _digest(text, ""))
         nbytes = itemsize(numbers.dtype)
         root_host = None if root is None else next(k for k, ranks in enumerate(self.hosts) if root in ranks)
-        schedule = host_schedule(self.topology, len(self.hosts), collective, size * nbytes, root_host)
+        rounded = 1 << (size * nbytes - 1).bit_length()
+        schedule = host_schedule(self.topology, len(self.hosts), collective, rounded, root_host)
         between = lower(schedule)
         sizes = piece_sizes(size, nbytes, SMALLEST_PIECE, PIECE_BYTES, delay(between, 2))
         exchange = None
@@ -112,15 +85,72 @@ class MultiHostEngine:
             order = [host_names(len(self.hosts)).index(name) for name in schedule.devices]
             peers = tuple(self.peers[host] for host in order)
             exchange = exchange_program(between, order.index(self.host), peers, stripes, numbers)
-        local = _LocalParts(self, collective, sizes, numbers, root, exchange)
         depth = delay(between, len(sizes)) + 2
-        stages = pipelined(len(sizes), local.phases(depth), depth)
+        phases, deliveries = self._local_parts(collective, sizes, numbers, root, exchange, depth)
+        stages = pipelined(len(sizes), phases, depth)
         digest = _digest(text, f"{schedule.to_json()} {sizes}")
-        deliveries = local.deliveries()
-        return InterHostPlan(self, native_program(stages), len(stages), text, digest, exchange, deliveries)
+        return RankExecutable(native_program(stages), len(stages), text, digest, exchange, deliveries)
 
-    def run(self, executable: InterHostPlan, addresses: tuple[int, ...], runner: StageRunner, timeout_s: float) -> bool:
-        """Run a call; see ``RankExecutable``."""
+    def _local_parts(
+        self,
+        collective: str,
+        sizes: tuple[int, ...],
+        numbers: Numbers,
+        root: int | None,
+        exchange: ExchangeProgram | None,
+        depth: int,
+    ) -> tuple[list[Phase], tuple[list[RankInstruction], ...]]:
+        """Return the reduction to the leaders and the distribution of results, as phases for ``pipelined``.
+
+        The second part of the result are the instructions of each piece that a leader executes after the exchange. A
+        slot begins with a line of words; the room of the reduction and that of the distribution follow. The exchange's
+        memory is a buffer of the leader, behind the caller's buffers. Results are distributed ``depth`` stages late.
+        """
+        everyone, leaders = tuple(range(len(self.ranks))), range(self.leaders)
+        me, used = self.ranks.index(self.rank), (LINE,) * len(self.ranks)
+        main = tuple(k for k in everyone if self.ranks[k] == root)
+        sources = main if collective == "broadcast" else everyone
+        destinations = {
+            "all_reduce": everyone,
+            "reduce": main,
+            "broadcast": tuple(k for k in everyone if k not in main),
+        }
+        buffers = 1 if collective == "broadcast" or (collective == "reduce" and self.rank != root) else 2
+        nbytes = itemsize(numbers.dtype)
+        starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
+        partials = finals = ArrayPlaces(buffers, ())  # of the own stripe; other ranks do not use them
+        if exchange is not None and self.leader is not None:
+            stripes = [line_shares(size, self.leaders, nbytes)[self.leader] for size in sizes]
+            wide, narrow = itemsize(numbers.accumulator), itemsize(numbers.result)
+            partials, finals = (
+                ArrayPlaces(buffers, tuple(at(j) - stripe * width for j, stripe in enumerate(stripes)))
+                for at, width in ((exchange.partial_at, wide), (exchange.results_at, narrow))
+            )
+        phases: list[Phase] = []
+        deliveries: tuple[list[RankInstruction], ...] = ()
+        if sources:
+            program = one_round("reduce_scatter", len(self.ranks), [(sources, (k,)) for k in leaders])
+            analysis = analyze(program, numbers._replace(result=numbers.accumulator, divisor=1), 1)
+            reduction = RankCompiler(analysis, me, sizes, [ArrayPlaces(0, starts)], [partials], bases=used)
+            phases += [(phase, partial(reduction.phase, phase=phase)) for phase in (0, 1)]
+            used = reduction.ends
+        if destinations[collective]:
+            program = one_round("all_gather", len(self.ranks), [((k,), destinations[collective]) for k in leaders])
+            analysis = analyze(program, copying(numbers.result), 1)
+            streaming = starts[-1] + sizes[-1] * nbytes >= kernels.STREAMING_BYTES
+            outputs = [ArrayPlaces(buffers - 1, starts)]
+            delivery = RankCompiler(analysis, me, sizes, [finals], outputs, streaming=streaming, bases=used)
+            phases.append((depth, partial(delivery.phase, phase=1)))
+            if exchange is not None:
+                deliveries = tuple(delivery.phase(piece, 0) for piece in range(len(sizes)))
+            used = delivery.ends
+        assert max(used) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
+        return phases, deliveries
+
+    def run(
+        self, executable: RankExecutable, addresses: tuple[int, ...], runner: StageRunner, timeout_s: float
+    ) -> bool:
+        """Run a call; see ``OneHostEngine.run``."""
         exchange = None
         if executable.exchange is not None:
             exchange = self._exchange = Exchange(executable.exchange, self.transport, TAG, timeout_s)
@@ -157,7 +187,7 @@ class MultiHostEngine:
         return True
 
     def _exchange_stage(
-        self, executable: InterHostPlan, exchange: Exchange, addresses: tuple[int, ...], stage: int
+        self, executable: RankExecutable, exchange: Exchange, addresses: tuple[int, ...], stage: int
     ) -> None:
         """Execute the inter-host part of a stage, after the stage's instructions."""
         assert executable.exchange is not None
@@ -169,15 +199,11 @@ class MultiHostEngine:
                 self._execute(instruction, addresses)
 
     def _execute(self, instruction: RankInstruction, addresses: tuple[int, ...]) -> None:
-        operands, results = (
-            [
-                addresses[~place.region] + place.offset
-                if place.region < 0
-                else self.memory.address(self.ranks[place.region]) + place.offset
-                for place in places
-            ]
-            for places in (instruction.operands, instruction.results)
-        )
+        def address(region: int, offset: int) -> int:
+            return offset + (addresses[~region] if region < 0 else self.memory.address(self.ranks[region]))
+
+        operands = [address(*place) for place in instruction.operands]
+        results = [address(*place) for place in instruction.results]
         run = kernel(instruction.numbers, instruction.size, len(operands), len(results)).run
         run([operands], [results], 1, False, False)
 
@@ -197,87 +223,6 @@ class MultiHostEngine:
         return ctypes.c_int32.from_address(self.memory.address(self.rank if rank is None else rank) + 4 * which)
 
 
-class _LocalParts:
-    """The rank programs of one host: the reduction to the leaders and the distribution of the results.
-
-    A slot begins with a line of words; the room of the reduction and that of the distribution follow. The exchange's
-    memory is a buffer of the leader, behind the caller's buffers.
-    """
-
-    def __init__(
-        self,
-        engine: MultiHostEngine,
-        collective: str,
-        sizes: tuple[int, ...],
-        numbers: Numbers,
-        root: int | None,
-        exchange: ExchangeProgram | None,
-    ) -> None:
-        ranks, rank = engine.ranks, engine.rank
-        everyone = tuple(range(len(ranks)))
-        main = tuple(k for k in everyone if ranks[k] == root)
-        sources = main if collective == "broadcast" else everyone
-        destinations = {
-            "all_reduce": everyone,
-            "reduce": main,
-            "broadcast": tuple(k for k in everyone if ranks[k] != root),
-        }[collective]
-        buffers = 1 if collective == "broadcast" or (collective == "reduce" and rank != root) else 2
-        nbytes = itemsize(numbers.dtype)
-        starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
-        partials = finals = ArrayPlaces(buffers, ())  # of the own stripe; other ranks do not use them
-        if exchange is not None:
-            assert engine.leader is not None
-            stripes = [line_shares(size, engine.leaders, nbytes)[engine.leader] for size in sizes]
-            wide, narrow = itemsize(numbers.accumulator), itemsize(numbers.result)
-            partials = ArrayPlaces(
-                buffers, tuple(exchange.partial_at(j) - stripe * wide for j, stripe in enumerate(stripes))
-            )
-            finals = ArrayPlaces(
-                buffers, tuple(exchange.results_at(j) - stripe * narrow for j, stripe in enumerate(stripes))
-            )
-        streaming = (starts[-1] + sizes[-1] * nbytes) >= kernels.STREAMING_BYTES
-        leaders = range(engine.leaders)
-        me, used = ranks.index(rank), (LINE,) * len(ranks)
-        self._reduce = self._distribute = None
-        self._pieces, self._is_leader = len(sizes), exchange is not None
-        if sources:
-            program = one_round("reduce_scatter", len(ranks), [(sources, (k,)) for k in leaders])
-            to_partials = numbers._replace(result=numbers.accumulator, divisor=1)
-            self._reduce = RankCompiler(
-                analyze(program, to_partials, 1), me, sizes, [ArrayPlaces(0, starts)], [partials], bases=used
-            )
-            used = self._reduce.ends
-        if destinations:
-            program = one_round("all_gather", len(ranks), [((k,), destinations) for k in leaders])
-            self._distribute = RankCompiler(
-                analyze(program, copying(numbers.result), 1),
-                me,
-                sizes,
-                [finals],
-                [ArrayPlaces(buffers - 1, starts)],
-                streaming=streaming,
-                bases=used,
-            )
-            used = self._distribute.ends
-        assert max(used) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
-
-    def phases(self, depth: int) -> list[tuple[int, Callable[[int], list[RankInstruction]]]]:
-        """Return the phases for ``pipelined``. ``depth``: the delay after which results are distributed."""
-        found: list[tuple[int, Callable[[int], list[RankInstruction]]]] = []
-        if self._reduce is not None:
-            found += [(phase, partial(self._reduce.phase, phase=phase)) for phase in (0, 1)]
-        if self._distribute is not None:
-            found.append((depth, partial(self._distribute.phase, phase=1)))
-        return found
-
-    def deliveries(self) -> tuple[tuple[RankInstruction, ...], ...]:
-        """Return the instructions of phase 0 of the distribution, which leaders execute after the exchange."""
-        if self._distribute is None or not self._is_leader:
-            return ()
-        return tuple(tuple(self._distribute.phase(piece, 0)) for piece in range(self._pieces))
-
-
 def _digest(text: bytes, more: str) -> bytes:
     return blake2b(text + b"\0" + more.encode(), digest_size=16).digest()
 
@@ -287,6 +232,7 @@ def host_names(hosts: int) -> tuple[str, ...]:
     return tuple(f"host{k}/cpu:0" for k in range(hosts))
 
 
+@lru_cache(maxsize=256)
 def host_schedule(topology: Topology | None, hosts: int, collective: str, nbytes: int, root: int | None) -> Schedule:
     """Return the schedule by which hosts exchange the partial results of their ranks.
 
@@ -294,14 +240,9 @@ def host_schedule(topology: Topology | None, hosts: int, collective: str, nbytes
       topology: the links between hosts; ``None``: they were not measured and are assumed to be equal.
       hosts: the number of hosts.
       collective: "all_reduce", "reduce" or "broadcast".
-      nbytes: of an array.
+      nbytes: of an array, a power of 2; other sizes have the schedule of the next one.
       root: the host, of a reduce or broadcast.
     """
-    return _planned(topology, hosts, collective, 1 << (nbytes - 1).bit_length(), root)
-
-
-@lru_cache(maxsize=256)
-def _planned(topology: Topology | None, hosts: int, collective: str, nbytes: int, root: int | None) -> Schedule:
     names = host_names(hosts)
     if topology is None and (hosts == 2 or collective == "all_reduce"):  # optimal, and found without a search
         end = names if root is None else (names[root],)

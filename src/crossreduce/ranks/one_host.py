@@ -1,45 +1,64 @@
-"""The engine for groups whose ranks are all on one host: compiled rank programs in shared memory.
+"""The engine for groups whose ranks are all on one host: a verified schedule for each collective, in shared memory.
 
-Input: a collective, its size and numbers. Output: an executable, which can run any number of times.
+Input: a collective, its size and numbers. Output: an executable, which can run any number of times. Sizes appear in
+schedules only as the choice between two all-reduces.
+
+A large all-reduce or reduce is the ``direct`` schedule with all ranks as owners: each reduces one share. A small one is
+the ``one_shot`` schedule, which needs one barrier less. All others take one round, in which every destination combines
+or copies the originals. Either way values are combined in the order of the ranks, so that the same inputs give the same
+bits on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
+from ..lowering import Program, lower
 from ..ops import Numbers
 from ..packing import itemsize
-from .collectives import host_collective
-from .instructions import native_program
+from ..planning import direct, one_shot
+from ..schedule import Chunk, Schedule, Step
+from .exchange import ExchangeProgram
+from .instructions import RankInstruction, native_program
 from .programs import rank_stages
 from .shared_memory import StageRunner
 
-
-class RankExecutable(Protocol):
-    """A compiled call of one rank."""
-
-    @property
-    def stages(self) -> int:
-        """The number of stages."""
-
-    def run(self, addresses: tuple[int, ...], runner: StageRunner, timeout_s: float) -> bool:
-        """Run the call; return whether all ranks of the group made the same call. If not, nothing was written.
-
-        Args:
-          addresses: the caller's buffers, numbered as in ``host_collective``.
-          runner: executes the stages.
-          timeout_s: how long to wait for a message of another host.
-        Raises:
-          GroupAborted, PeerDisconnected, PeerTimeout, ReductionError: other ranks cannot take part.
-        """
+SMALL_BYTES: Final = 1 << 13
+"""Up to this many bytes, each rank of an all-reduce reduces everything itself."""
 
 
-class RankEngine(Protocol):
-    """Compiles the calls of one rank, as ``engines.base.Engine`` does for the devices of one process."""
+class RankExecutable(NamedTuple):
+    """A compiled call of one rank.
 
-    def supports(self, collective: str) -> bool:
-        """Return whether this engine runs a collective."""
+    Args:
+      program: the native ``RankProgram`` of its host's part.
+      stages: the number of its stages.
+      text: describes the call.
+      digest: of all that hosts must agree on, if there are several.
+      exchange: a leader's exchange with other hosts; ``None``: the rank is not a leader, or nothing moves.
+      deliveries: for each piece the instructions that copy the exchange's results to where other ranks read them.
+    """
+
+    program: Any
+    stages: int
+    text: bytes
+    digest: bytes = b""
+    exchange: ExchangeProgram | None = None
+    deliveries: tuple[list[RankInstruction], ...] = ()
+
+
+class OneHostEngine:
+    """Compiles and runs the calls of rank number ``rank`` of the ``ranks`` ranks of a host."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+
+    def supports(self, collective: str) -> bool:  # noqa: ARG002
+        """Return ``True``: every collective can run."""
+        return True
 
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; callers cache it.
@@ -51,34 +70,119 @@ class RankEngine(Protocol):
           root: the root's rank, of collectives that have one.
           text: describes the call; all ranks must pass the same.
         """
-
-
-class OneHostExecutable(NamedTuple):
-    """A native ``RankProgram`` with its number of stages and the text of the call. See ``RankExecutable``."""
-
-    program: Any
-    stages: int
-    text: bytes
-
-    def run(self, addresses: tuple[int, ...], runner: StageRunner, timeout_s: float) -> bool:  # noqa: ARG002
-        """Run the call."""
-        return runner.begin(self.program, addresses, self.text, self.stages)
-
-
-class OneHostEngine:
-    """See ``RankEngine``. ``rank`` is one of the ``ranks`` ranks of a host."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
-
-    def supports(self, collective: str) -> bool:  # noqa: ARG002
-        """Return ``True``: every collective can run."""
-        return True
-
-    def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> OneHostExecutable:
-        """Return the executable of a call."""
         stages: Sequence[Any] = [[], []]  # one barrier, which compares the calls
         if collective:
             found = host_collective(collective, self._ranks, root, size * itemsize(numbers.dtype))
             stages = rank_stages(found.program, found.inputs, found.outputs, size, numbers, self._rank)
-        return OneHostExecutable(native_program(stages), len(stages), text)
+        return RankExecutable(native_program(stages), len(stages), text)
+
+    def run(
+        self,
+        executable: RankExecutable,
+        addresses: tuple[int, ...],
+        runner: StageRunner,
+        timeout_s: float,  # noqa: ARG002
+    ) -> bool:
+        """Run a call; return whether all ranks of the group made the same call. If not, nothing was written.
+
+        Args:
+          executable: returned by ``compile``.
+          addresses: the caller's buffers, numbered as in ``host_collective``.
+          runner: executes the stages.
+          timeout_s: how long to wait for a message of another host.
+        Raises:
+          GroupAborted, PeerDisconnected, PeerTimeout, ReductionError: other ranks cannot take part.
+        """
+        return runner.begin(executable.program, addresses, executable.text, executable.stages)
+
+
+class HostCollective(NamedTuple):
+    """A collective among the ranks of one host.
+
+    Args:
+      program: device k is the host's rank number k. Its flat buffer consists of arrays of equal size.
+      inputs: for each array the number of the buffer that it is in, on ranks that contribute to it.
+      outputs: for each array the number of the buffer that it is in, on ranks that need its result.
+    """
+
+    program: Program
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def host_collective(collective: str, ranks: int, root: int | None, nbytes: int) -> HostCollective:
+    """Return how the ranks of a host execute a collective.
+
+    Each rank's buffers are numbered: first those that it contributes, then those for results; a broadcast has one for
+    both, and a scatter's result is number 0.
+
+    Args:
+      collective: the name of a method of ``Communicator``.
+      ranks: the number of ranks.
+      root: the root's number on its host, for collectives that have one.
+      nbytes: of one array.
+
+    >>> print(host_collective("all_reduce", 2, None, 400).program)
+    all_reduce one_shot: 2 devices, 1 chunk, 2 instructions
+      chunk 0: v2 on cpu:0 = v0 + v1 (final)
+      chunk 0: v3 on cpu:1 = v0 + v1 (final)
+    """
+    return _host_collective(collective, ranks, root, nbytes <= SMALL_BYTES)
+
+
+@lru_cache(maxsize=256)
+def _host_collective(collective: str, ranks: int, root: int | None, small: bool) -> HostCollective:
+    everyone, main = tuple(range(ranks)), () if root is None else (root,)
+    if collective in ("all_reduce", "reduce"):
+        names = rank_names(ranks)
+        destinations = tuple(names[k] for k in main or everyone)
+        schedule = one_shot(names, names, destinations) if small else direct(names, names, destinations, owners=names)
+        return HostCollective(lower(schedule), (0,), (1,))
+    ends: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    each, here, rows = [(k,) for k in everyone], [0] * ranks, [1 + k for k in everyone]
+    if collective == "broadcast":
+        ends, inputs, outputs = [(main, everyone)], [0], [0]
+    elif collective == "all_gather":
+        ends, inputs, outputs = [(one, everyone) for one in each], here, rows
+    elif collective == "gather":
+        ends, inputs, outputs = [(one, main) for one in each], here, rows
+    elif collective == "scatter":
+        ends, inputs, outputs = [(main, one) for one in each], rows, here
+    elif collective == "reduce_scatter":
+        ends, inputs, outputs = [(everyone, one) for one in each], everyone, [ranks] * ranks
+    else:
+        assert collective == "all_to_all", collective
+        ends = [(src, dst) for src in each for dst in each]
+        inputs, outputs = [*everyone] * ranks, [ranks + src for src in everyone for _ in each]
+    return HostCollective(one_round(collective, ranks, ends), tuple(inputs), tuple(outputs))
+
+
+def one_round(collective: str, ranks: int, ends: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> Program:
+    """Return the program in which every destination combines, or copies, the originals of the sources.
+
+    Args:
+      collective: its name.
+      ranks: the number of ranks.
+      ends: for each of the equal chunks its sources and its destinations.
+
+    >>> print(one_round("gather", 3, [((0,), (0,)), ((1,), (0,)), ((2,), (0,))]))
+    gather one_shot: 3 devices, 3 chunks, 2 instructions
+      chunk 1: v1 on cpu:0 = v0
+      chunk 2: v1 on cpu:0 = v0
+    """
+    pairs = tuple(ends)
+    steps = tuple(
+        Step(c, dst, sources)
+        for c, (sources, destinations) in enumerate(pairs)
+        for dst in destinations
+        if sources != (dst,)
+    )
+    chunks = tuple(Chunk(Fraction(1, len(pairs)), sources, destinations) for sources, destinations in pairs)
+    return lower(Schedule(collective, "one_shot", rank_names(ranks), chunks, (steps,) if steps else ()))
+
+
+def rank_names(ranks: int) -> tuple[str, ...]:
+    """Return the names of a host's ranks as devices of schedules."""
+    return tuple(f"cpu:{k}" for k in range(ranks))
