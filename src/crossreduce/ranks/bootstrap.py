@@ -17,8 +17,6 @@ import secrets
 import socket
 import stat
 import struct
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +34,7 @@ _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; kernels before
 
 
 class BootstrapResult(NamedTuple):
-    """What the ranks of a group found out.
+    """The hosts of a group, and the memory of this rank's host.
 
     Args:
       hosts: the ranks of each host, ascending; hosts in the order of their lowest ranks.
@@ -60,7 +58,7 @@ class _HostInfo(NamedTuple):
 
 
 def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> BootstrapResult:
-    """Find out which ranks share a host, and share memory with them. All ranks call it together.
+    """Find out which ranks share a host, and share memory with them, on Linux. All ranks call it together.
 
     ``CROSSREDUCE_HOST`` in the environment splits a host: only ranks with the same text can be on one.
 
@@ -71,15 +69,12 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
       ReductionError: there is not enough memory even for one rank.
       CollectiveTimeout: some ranks did not reach the rendezvous in time.
     """
-    identity = _identity()
-    with socket.socket(socket.AF_UNIX if identity else socket.AF_INET, socket.SOCK_STREAM) as listener:
-        name = f"crossreduce-{secrets.token_hex(16)}"
-        if identity:
-            listener.bind("\0" + name)
-            listener.listen(1)
-            listener.setblocking(False)
-        # A rank that cannot share memory gets an identity of its own.
-        own = _HostInfo([*identity, os.environ.get("CROSSREDUCE_HOST", "")] if identity else [name], name, _cpus())
+    name, cpus = f"crossreduce-{secrets.token_hex(16)}", sorted(os.sched_getaffinity(0))
+    own = _HostInfo(_identity() or [name], name, cpus)  # a rank that cannot be identified is a host of its own
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind("\0" + name)
+        listener.listen(1)
+        listener.setblocking(False)
         infos = [_HostInfo(*json.loads(info)) for info in rendezvous.all_gather(json.dumps(own).encode())]
         ranks = [rank for rank, info in enumerate(infos) if info.identity == own.identity]
         size, fd, problem = nbytes(len(ranks)), -1, ""
@@ -100,11 +95,19 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
             hosts = _hosts(infos, problems)
             if ranks not in map(list, hosts):
                 if rendezvous.rank == ranks[0]:
-                    _LOG.warning("%s", _dissolved(ranks, problems))
+                    listed = ", ".join(map(str, ranks))
+                    text = f"ranks {listed} are on one host but could not share memory; each is now its own host."
+                    why = "; ".join(problems[rank] for rank in ranks if problems[rank])
+                    remedy = "more memory for the container, or CROSSREDUCE_HOST set to another text on each host"
+                    _LOG.warning("%s", message(text, why, remedy))
                 if fd >= 0:
                     os.close(fd)
-                fd = -1
-                fd = _own_memory(nbytes(1))
+                fd, size = -1, nbytes(1)
+                try:
+                    fd = _memory(size)
+                except OSError as error:
+                    given = f"{size} bytes: {error}"
+                    raise ReductionError.of("there is not enough memory.", given, "a larger memory limit") from error
         except BaseException:
             if fd >= 0:
                 os.close(fd)
@@ -114,19 +117,13 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
 
 
 def _identity() -> list[str]:
-    """Return the identifiers that are equal on ranks that may share memory; empty if the system cannot share it."""
-    if not hasattr(os, "memfd_create"):
-        return []
+    """Return the identifiers that are equal on ranks that may share memory; empty if they cannot be read."""
     try:
-        return [_BOOT.read_text().strip(), str(_NETWORK.stat().st_ino), str(os.getuid())]
+        system = [_BOOT.read_text().strip(), str(_NETWORK.stat().st_ino), str(os.getuid())]
     except OSError as error:
         _LOG.warning("the host of this rank cannot be identified, so the rank shares no memory: %s", error)
         return []
-
-
-def _cpus() -> list[int]:
-    """Return the CPUs on which this process may run, as far as the system reports them."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return [*system, os.environ.get("CROSSREDUCE_HOST", "")]
 
 
 def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -144,23 +141,8 @@ def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[i
     return tuple(sorted(hosts))
 
 
-def _dissolved(ranks: Sequence[int], problems: Sequence[str]) -> str:
-    why = "; ".join(problems[rank] for rank in ranks if problems[rank])
-    listed = ", ".join(map(str, ranks))
-    return message(
-        f"ranks {listed} are on one host but could not share memory; each is treated as a host of its own.",
-        why,
-        "more memory for the container, or CROSSREDUCE_HOST set to another text on each host",
-    )
-
-
 def _memory(nbytes: int) -> int:
     """Return allocated memory of fixed size that only this user can open."""
-    if not hasattr(os, "memfd_create"):
-        fd, path = tempfile.mkstemp()
-        Path(path).unlink()
-        os.ftruncate(fd, nbytes)
-        return fd
     available = _available()
     if nbytes > available:  # the kernel would kill processes before it refused to allocate
         raise OSError(errno.ENOMEM, f"{available} bytes are available")
@@ -208,14 +190,6 @@ def _available() -> int:
     return min(found)
 
 
-def _own_memory(nbytes: int) -> int:
-    try:
-        return _memory(nbytes)
-    except OSError as error:
-        given = f"{nbytes} bytes: {error}"
-        raise ReductionError.of("there is not enough memory.", given, "a larger memory limit") from error
-
-
 def _send_to_all(fd: int, names: Sequence[str]) -> None:
     """Send the memory to the listeners of other ranks; they need not accept it yet."""
     for name in names:
@@ -236,16 +210,15 @@ def _received(listener: Any, nbytes: int) -> int:
         if not fds:
             raise OSError(errno.EBADMSG, "the message contained no memory")
         os.set_inheritable(fds[0], False)
-        if os.fstat(fds[0]).st_size < nbytes:  # the other rank has another version of the library
-            size = os.fstat(fds[0]).st_size
+        size = os.fstat(fds[0]).st_size
+        if size < nbytes:  # the other rank has another version of the library
             os.close(fds[0])
             raise OSError(errno.EBADMSG, f"it has {size} bytes, not {nbytes}")
         return int(fds[0])
 
 
 def _require_same_user(connection: socket.socket) -> None:
-    if sys.platform == "linux":
-        size = struct.calcsize("3i")
-        credentials = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-        if credentials[1] != os.getuid():
-            raise PermissionError(errno.EACCES, f"the other process belongs to user {credentials[1]}")
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if user != os.getuid():
+        raise PermissionError(errno.EACCES, f"the other process belongs to user {user}")

@@ -15,11 +15,11 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 from ..errors import ArgumentError, ContextError, MismatchError, ReductionError, UnsupportedError
-from ..ops import COMPLEX, Numbers, ReduceOp, copying
+from ..ops import COMPLEX, ReduceOp, copying
 from ..topology import Topology
 from ..transports.base import Rendezvous, Transport
-from .diagnostics import CallSignature, call_text
-from .exchange import PeerDisconnected, PeerTimeout
+from .diagnostics import CallSignature, call_text, mismatch_text
+from .exchange import PeerError
 from .instructions import reduction_numbers
 from .membership import Member, renewed
 from .one_host import RankExecutable
@@ -137,7 +137,7 @@ class Communicator(Member):
         Raises:
           MismatchError: they do not.
         """
-        self._run(text, lambda: self._compiled("", 0, copying("uint8"), None, text), ())
+        self._run(text, lambda: self.engine.compile("", 0, copying("uint8"), None, encoded_text(text)), ())
 
     def plan_on(self, topology: Topology) -> None:
         """Plan calls between hosts on these links from now on; all ranks pass the same (see ``measurement``)."""
@@ -158,11 +158,11 @@ class Communicator(Member):
             self._abort(self._remote_failure(error))
             self._raise_broken()
         except BaseException:  # Ctrl-C: other hosts' messages would be written to memory that is about to be freed
-            self._abort(self._interrupted("was interrupted"))
+            self._abort(self._lost([self.rank], "was interrupted"))
             raise
 
     def supports(self, collective: str, op: ReduceOp | None = None, dtype: str = "uint8") -> bool:
-        """Return whether this communicator runs a call. Others are for another engine, after ``agree``."""
+        """Return whether this communicator runs a call. Another engine has to run any other call, after ``agree``."""
         if not self.engine.supports(collective):
             return False
         with suppress(UnsupportedError):
@@ -171,12 +171,9 @@ class Communicator(Member):
         return op is None and dtype in COMPLEX
 
     def abort(self) -> None:
-        """Leave the group at once, even during a call, which then fails on all ranks.
-
-        Everything else that uses the transport fails, too.
-        """
+        """Leave the group at once; current calls, and all other uses of the transport, fail on all ranks."""
         if not self._closed and os.getpid() == self._pid:
-            self._abort(self._interrupted("left"))
+            self._abort(self._lost([self.rank], "left"))
             if self.transport is not None:  # ranks of one host may use its connections, too
                 self.transport.abort()
         self.close()
@@ -187,7 +184,7 @@ class Communicator(Member):
             return
         self._closed = True
         if self._caller == threading.get_ident():  # a signal handler during a call, which fails now
-            self._abort(self._interrupted("left"))
+            self._abort(self._lost([self.rank], "left"))
             return
         with self._lock:
             self._release()
@@ -213,8 +210,12 @@ class Communicator(Member):
 
         def compiled() -> RankExecutable:
             numbers = copying(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size)
+            if not self.engine.supports(name):
+                problem = f"{name} is not supported between hosts."
+                remedy = "another engine: check supports(), then call agree()"
+                raise UnsupportedError.of(problem, f"{len(self.hosts)} hosts", remedy)
             text = call_text(name, op and op.value, root, array.dtype, array.shape)
-            return self._compiled(name, array.size, numbers, root, text)
+            return self.engine.compile(name, array.size, numbers, root, encoded_text(text))
 
         self._run((name, op, array.dtype, array.shape, root), compiled, addresses)
 
@@ -244,18 +245,19 @@ class Communicator(Member):
         try:
             same = self.engine.run(executable, addresses, self._runner, self.timeout_s)
             calls = {} if same else self._calls_of_all()
-        except (GroupAborted, PeerDisconnected, PeerTimeout, ReductionError) as error:
-            if isinstance(error, (PeerDisconnected, PeerTimeout)):
+        except (GroupAborted, PeerError, ReductionError) as error:
+            if isinstance(error, PeerError):
                 self._abort(self._remote_failure(error))
             elif isinstance(error, ReductionError):
                 self._abort(error)
             self._raise_broken()
         except BaseException:  # Ctrl-C, or what a signal handler raised
             if self.memory.running or self._remote is not None:
-                self._abort(self._interrupted("was interrupted"))
+                self._abort(self._lost([self.rank], "was interrupted"))
             raise
         if calls:
-            raise self._mismatch(calls)
+            named = {self.global_ranks[rank]: call for rank, call in calls.items()}
+            raise MismatchError(mismatch_text(named, self.name))
 
     def _calls_of_all(self) -> dict[int, CallSignature]:
         """Return the current call of every rank of the group."""
@@ -263,7 +265,8 @@ class Communicator(Member):
             calls = self.rendezvous.all_gather(json.dumps(self._current_call()).encode())
             return {rank: CallSignature(*json.loads(call)) for rank, call in enumerate(calls)}
         number = self.memory.number
-        return {rank: self.memory.call_of(rank, number) or CallSignature(number, "?") for rank in self.host}
+        recorded = {rank: {op[0]: op[1] for op in self.memory.ops(rank)} for rank in self.host}
+        return {rank: CallSignature(number, texts.get(number, "?")) for rank, texts in recorded.items()}
 
     def _require_usable(self, thread: int) -> None:
         """Raise unless this thread of this process may make a call."""
@@ -285,17 +288,10 @@ class Communicator(Member):
         if self._broken is not None:
             raise renewed(self._broken)
         if self.memory.running:  # a call was interrupted, perhaps a second time before it could abort the group
-            self._abort(self._interrupted("was interrupted"))
+            self._abort(self._lost([self.rank], "was interrupted"))
             self._raise_broken()
 
     # Checking a call
-
-    def _compiled(self, collective: str, size: int, numbers: Numbers, root: int | None, text: str) -> RankExecutable:
-        if collective and not self.engine.supports(collective):
-            problem = f"{collective} is not supported between hosts."
-            remedy = "another engine: check supports(), then call agree()"
-            raise UnsupportedError.of(problem, f"{len(self.hosts)} hosts", remedy)
-        return self.engine.compile(collective, size, numbers, root, encoded_text(text))
 
     def check_root(self, root: int, has_all: bool | None = None) -> None:
         """Raise ``ArgumentError`` unless the root is a rank of the group.

@@ -16,6 +16,9 @@ DOCTOR: Final = "crossreduce doctor"  # followed by DIR, which is replaced by th
 UNUSABLE: Final = "The group cannot be used again. Restart the job."
 _MAX_CALLS: Final = 8  # different calls in one text
 _ARRAY: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
+_CALL_TEXT: Final = re.compile(
+    rf"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d+))?(?P<arrays>(?:,? {_ARRAY.pattern})*)"
+)  # also with several arrays
 
 
 class CallSignature(NamedTuple):
@@ -34,14 +37,6 @@ class CallSignature(NamedTuple):
         return f"op {self.sequence}, {self.text}"
 
 
-class _CallParts(NamedTuple):
-    collective: str
-    op: str
-    root: str
-    dtypes: tuple[str, ...]
-    shapes: tuple[str, ...]
-
-
 def call_text(
     collective: str,
     op: str | None = None,
@@ -49,19 +44,13 @@ def call_text(
     dtype: str | None = None,
     shape: Iterable[int] | None = None,
 ) -> str:
-    """Return the description of a call. The functions below parse it.
+    """Return the description of a call, which ``mismatch_text`` parses.
 
     >>> call_text("reduce", "sum", 2, "float32", (1024, 3))
     'reduce sum root 2 float32[1024, 3]'
     """
-    words = [collective]
-    if op is not None:
-        words.append(op)
-    if root is not None:
-        words.append(f"root {root}")
-    if dtype is not None:
-        words.append(f"{dtype}[{', '.join(map(str, shape or ()))}]")
-    return " ".join(words)
+    array = dtype and f"{dtype}[{', '.join(map(str, shape or ()))}]"
+    return " ".join(filter(None, (collective, op, None if root is None else f"root {root}", array)))
 
 
 def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
@@ -193,26 +182,17 @@ def _aspects(usual: CallSignature, call: CallSignature) -> list[str]:
     """Return the aspects in which two calls differ."""
     if call.sequence != usual.sequence:
         return [_COUNT] if call.text == usual.text else [_COUNT, _CALL]
-    one, other = _parsed(usual.text), _parsed(call.text)
-    if one is None or other is None or one.collective != other.collective:
+    one, other = _CALL_TEXT.fullmatch(usual.text), _CALL_TEXT.fullmatch(call.text)
+    if one is None or other is None or one["collective"] != other["collective"]:
         return [_CALL]
-    found = [aspect for aspect in ("op", "root") if getattr(one, aspect) != getattr(other, aspect)]
-    if len(one.dtypes) != len(other.dtypes):
+    found = [aspect for aspect in ("op", "root") if one[aspect] != other[aspect]]
+    arrays, others = _ARRAY.findall(one["arrays"]), _ARRAY.findall(other["arrays"])
+    if len(arrays) != len(others):
         return [*found, "number of tensors"]
-    if one.dtypes != other.dtypes:
-        found.append("dtype")
-    if one.shapes != other.shapes:
-        found.append("shape")
+    for k, aspect in enumerate(("dtype", "shape")):
+        if [array[k] for array in arrays] != [array[k] for array in others]:
+            found.append(aspect)
     return found or [_CALL]
-
-
-def _parsed(text: str) -> _CallParts | None:
-    """Return the parts of a text of ``call_text``, also of one with several tensors; ``None`` for any other text."""
-    found = re.fullmatch(rf"(\w+)(?: (?!root )(\w+))?(?: root (\d+))?((?:,? {_ARRAY.pattern})*)", text)
-    if found is None:
-        return None
-    arrays = _ARRAY.findall(found[4])
-    return _CallParts(found[1], found[2] or "", found[3] or "", *(tuple(part[k] for part in arrays) for k in (0, 1)))
 
 
 def _late_text(call: CallSignature, late: Mapping[int, CallSignature | None]) -> str:

@@ -12,7 +12,7 @@ complete when it began, as ``verify`` proves. No value of a piece is replaced be
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -29,20 +29,20 @@ ROUND_LAG: Final = 2
 """Stages from one round of a piece to its next. With 1 the link would idle while a round is combined."""
 
 
-class PeerDisconnected(ConnectionError):  # noqa: N818 - a state of the peer, which becomes a PeerLostError
-    """The connection to rank ``rank`` of another host is lost."""
+class PeerError(OSError):
+    """A message from or to rank ``rank`` of another host failed."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank}: {why}")
         self.rank = rank
 
 
-class PeerTimeout(TimeoutError):  # noqa: N818 - a state of the peer, which becomes a CollectiveTimeout
-    """A message from or to rank ``rank`` of another host did not complete in time."""
+class PeerDisconnected(PeerError, ConnectionError):  # noqa: N818 - becomes a PeerLostError
+    """The connection to the rank is lost."""
 
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank}: {why}")
-        self.rank = rank
+
+class PeerTimeout(PeerError, TimeoutError):  # noqa: N818 - becomes a CollectiveTimeout
+    """The message did not complete in time."""
 
 
 class PieceMemory(NamedTuple):
@@ -96,27 +96,22 @@ class ExchangeProgram(NamedTuple):
         return self.window * self.room
 
 
+def _lag(pieces: int) -> int:
+    return 1 if pieces == 1 else ROUND_LAG  # a single piece does not wait for others
+
+
 def delay(program: Program, pieces: int) -> int:
     """Return the number of stages after its own in which a piece is complete, 1 at least."""
     return max(1, _lag(pieces) * program.round_count - 1)
-
-
-def _lag(pieces: int) -> int:
-    return 1 if pieces == 1 else ROUND_LAG  # a single piece does not wait for others
 
 
 @lru_cache(maxsize=1024)
 def exchange_program(
     program: Program, host: int, peers: tuple[int, ...], sizes: tuple[int, ...], numbers: Numbers
 ) -> ExchangeProgram:
-    """Return what a host does.
+    """Return what host number ``host`` does, for pieces of ``sizes`` elements; see ``ExchangeProgram``.
 
-    Args:
-      program: its devices are the hosts; all chunks have the same sources and destinations.
-      host: this one's number.
-      peers: for each host the rank that runs this exchange there.
-      sizes: elements of each piece.
-      numbers: how values are computed.
+    ``program``: its devices are the hosts; all chunks have the same sources and destinations.
     """
     program.require_uniform()
     part = for_device(program, host)
@@ -132,10 +127,7 @@ def exchange_program(
 
 @lru_cache(maxsize=4096)
 def _piece_memory(part: DeviceProgram, program: Program, size: int, numbers: Numbers, has_results: bool) -> PieceMemory:
-    """Lay out the values of a piece of ``size`` elements: its partial result, its results, then all others.
-
-    ``has_results``: the partial result is the result.
-    """
+    """Lay out the values of a piece: its partial result, its results unless that ``has_results``, then all others."""
     spans = program.spans(size)
     partial, result = itemsize(numbers.accumulator), itemsize(numbers.result)
     kept = set() if has_results else {value for value in part.results if value >= 0}
@@ -161,18 +153,12 @@ def _lines(nbytes: int) -> int:
 
 
 class Exchange:
-    """One op's exchange.
+    """One op's exchange: ``program``, whose messages have ``tag`` and must each complete within ``timeout_s`` seconds.
 
     In stage t the caller puts piece t's partial result at ``program.partial_at(t)``, calls ``run_stage(t)``, and then
     finds the results of piece t - ``delay`` at ``program.results_at``. After the last piece ``close`` waits for the
     remaining sends. All hosts do so. After a failure the caller must keep the exchange until the transport is gone,
     since messages are still written to its memory.
-
-    Args:
-      program: the host's part in the op.
-      transport: carries the messages.
-      tag: of all messages.
-      timeout_s: how long to wait for each message.
     """
 
     def __init__(self, program: ExchangeProgram, transport: Transport, tag: int, timeout_s: float) -> None:
@@ -187,13 +173,14 @@ class Exchange:
         """Send, wait and combine what this stage requires.
 
         Raises:
-          PeerDisconnected, PeerTimeout: a rank of another host; the op cannot continue.
+          PeerError: a rank of another host is gone or late; the op cannot continue.
         """
         if stage == 0:
             self._post_receives(0)
         self._post_receives(stage + 1)
         for piece, r in self._active(stage):
-            self._send(piece, r)
+            sends = self._sends[piece % self._program.window]
+            self._start(piece, self._program.part.stages[r].sends, self._transport.send, sends)
         for piece, r in self._active(stage - self._program.lag + 1):
             self._finish(piece, r)
 
@@ -216,23 +203,23 @@ class Exchange:
         for piece, r in self._active(stage):
             if r == 0:
                 self._wait(self._sends[piece % self._program.window])
-            base, places = self._places(piece)
-            posted = []
-            for value, src in self._program.part.stages[r].receives:
-                place, nbytes, _ = places[value]
-                if nbytes:
-                    rank = self._program.peers[src]
-                    posted.append((self._transport.receive(base + place, nbytes, rank, self._tag), rank))
-            self._receives[piece, r] = posted
+            receives = self._receives[piece, r] = []
+            self._start(piece, self._program.part.stages[r].receives, self._transport.receive, receives)
 
-    def _send(self, piece: int, r: int) -> None:
+    def _start(
+        self,
+        piece: int,
+        moves: Sequence[tuple[int, int]],
+        start: Callable[[int, int, int, int], PendingMessage],
+        started: list[tuple[PendingMessage, int]],
+    ) -> None:
+        """Start to send or receive the values of a piece, and add the messages to ``started``."""
         base, places = self._places(piece)
-        sends = self._sends[piece % self._program.window]
-        for value, dst in self._program.part.stages[r].sends:
+        for value, host in moves:
             place, nbytes, _ = places[value]
             if nbytes:
-                rank = self._program.peers[dst]
-                sends.append((self._transport.send(base + place, nbytes, rank, self._tag), rank))
+                rank = self._program.peers[host]
+                started.append((start(base + place, nbytes, rank, self._tag), rank))
 
     def _finish(self, piece: int, r: int) -> None:
         self._wait(self._receives.pop((piece, r)))
@@ -252,12 +239,7 @@ class Exchange:
 
 
 def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
-    """Wait for a message from or to a rank.
-
-    Raises:
-      PeerDisconnected: the rank is gone.
-      PeerTimeout: the message did not complete in time.
-    """
+    """Wait for a message from or to a rank, and raise a ``PeerError`` if it does not complete in time."""
     try:
         pending.wait(timeout_s)
     except TimeoutError as error:
@@ -269,15 +251,9 @@ def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
 def all_equal(
     digest: bytes, peers: tuple[int, ...], host: int, transport: Transport, tag: int, timeout_s: float
 ) -> bool:
-    """Exchange digests with the ranks of other hosts and return whether all are equal.
+    """Exchange digests of one length with the ranks ``peers`` of all hosts and return whether all are equal.
 
-    Args:
-      digest: this host's; all hosts' have the same length.
-      peers: for each host the rank that calls this there.
-      host: this one's number.
-      transport, tag, timeout_s: as in ``Exchange``.
-    Raises:
-      PeerDisconnected, PeerTimeout: a rank of another host.
+    ``host`` is this one's number. Raises ``PeerError`` if a rank of another host is gone or late.
     """
     size = len(digest)
     own = ctypes.create_string_buffer(digest, size)

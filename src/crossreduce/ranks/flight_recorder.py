@@ -70,7 +70,12 @@ class Thread(NamedTuple):
 
 
 class Dump(NamedTuple):
-    """The content of one rank's file. ``time`` is calendar time; ``now_s`` has the clock of ``Op``."""
+    """The content of one rank's file.
+
+    ``token`` differs between groups of the same name; ``hosts``: the ranks of each host; ``cause``: the text of the
+    error that broke the group; ``time`` is calendar time, and ``now_s`` has the clock of ``Op``; ``histories``: of all
+    ranks of this host.
+    """
 
     group: str
     token: str
@@ -97,16 +102,7 @@ class Found(NamedTuple):
 def new_dump(
     group: str, token: str, rank: int, hosts: Sequence[Sequence[int]], cause: str, histories: Iterable[History]
 ) -> Dump:
-    """Return the dump of this process in its current state.
-
-    Args:
-      group: the group's name.
-      token: identifies the group; all its ranks have the same, and no other group has.
-      rank: this rank.
-      hosts: the ranks of each host.
-      cause: the text of the error that broke the group.
-      histories: the last calls of this rank and of those that share its host.
-    """
+    """Return the dump of this process in its current state; for the arguments see ``Dump``."""
     return Dump(
         group=group,
         token=token,
@@ -150,10 +146,7 @@ def write(dump: Dump) -> Path | None:
 
 
 def read(directory: Path) -> Found:
-    """Return all readable dumps of a directory.
-
-    This never raises: a file that is truncated, or is not a dump, is described in ``problems``.
-    """
+    """Return all dumps of a directory; this never raises, and describes unreadable files in ``problems``."""
     dumps, problems = [], []
     try:
         paths = sorted(path for path in directory.iterdir() if _FILE.fullmatch(path.name))
@@ -166,9 +159,8 @@ def read(directory: Path) -> Found:
             why = error.strerror if isinstance(error, OSError) else str(error)
             problems.append(f"{path.name} cannot be read: {why}.")
     if not paths:
-        problems.append(
-            message(f"{directory} has no dumps.", remedy="the directory in the text of the CollectiveTimeout")
-        )
+        remedy = "the directory in the text of the CollectiveTimeout"
+        problems.append(message(f"{directory} has no dumps.", remedy=remedy))
     return Found(tuple(sorted(dumps, key=lambda dump: (dump.group, dump.token, dump.rank))), tuple(problems))
 
 
@@ -194,19 +186,19 @@ def _directory(dump: Dump) -> Path:
 
 def _published(temporary: Path, directory: Path, rank: int) -> Path:
     """Give a complete file the first free name; a hard link, unlike a rename, never replaces an existing file."""
-    k = 1
+    k = 0
     while True:
+        k += 1
         path = directory / (f"rank{rank}.json" if k == 1 else f"rank{rank}.{k}.json")
         try:
             path.hardlink_to(temporary)
         except FileExistsError:
-            k += 1
+            continue
         except OSError:  # a file system without hard links
-            if not path.exists():
-                return temporary.rename(path)
-            k += 1
-        else:
-            return path
+            if path.exists():
+                continue
+            return temporary.rename(path)
+        return path
 
 
 def _threads() -> tuple[Thread, ...]:
@@ -260,11 +252,7 @@ def _content(path: Path) -> Any:
 
 
 def _dump(found: Any) -> Dump:
-    """Return a dump from parsed JSON.
-
-    Raises:
-      ValueError: it is not a dump; the text states why.
-    """
+    """Return a dump from parsed JSON, or raise ``ValueError`` if it is not a dump."""
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
         raise ValueError("it is not a dump of crossreduce")
     if found.get("version") != _VERSION:

@@ -74,21 +74,13 @@ def joined(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
 
 
 def _continues(one: RankInstruction, following: RankInstruction) -> bool:
-    numbers = one.numbers
-    alike = (numbers, one.streaming, len(one.operands), len(one.results)) == (
-        following.numbers,
-        following.streaming,
-        len(following.operands),
-        len(following.results),
-    )
-    return alike and all(
-        b == (a.region, a.offset + one.size * itemsize(dtype))
-        for dtype, before, after in (
-            (numbers.dtype, one.operands, following.operands),
-            (numbers.result, one.results, following.results),
-        )
-        for a, b in zip(before, after, strict=True)
-    )
+    """Return whether an instruction is equal to the one before it, at the places where that one ends."""
+
+    def after(places: tuple[BufferReference, ...], dtype: str) -> tuple[BufferReference, ...]:
+        return tuple(BufferReference(region, offset + one.size * itemsize(dtype)) for region, offset in places)
+
+    operands, results = after(one.operands, one.numbers.dtype), after(one.results, one.numbers.result)
+    return following == (following.size, operands, results, one.numbers, one.streaming)
 
 
 def pipelined(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[RankInstruction]]:
@@ -102,15 +94,12 @@ def pipelined(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[Ran
 
 def native_program(stages: Sequence[Iterable[RankInstruction]]) -> Any:
     """Return stages as the compiled ``RankProgram`` that shared memory executes."""
-    return kernels.native().RankProgram(
-        [
-            [
-                (kernel(i.numbers, i.size, len(i.operands), len(i.results)), i.operands, i.results, i.streaming)
-                for i in stage
-            ]
-            for stage in stages
-        ]
-    )
+
+    def native(each: RankInstruction) -> tuple[Any, ...]:
+        run = kernel(each.numbers, each.size, len(each.operands), len(each.results))
+        return run, each.operands, each.results, each.streaming
+
+    return kernels.native().RankProgram([list(map(native, stage)) for stage in stages])
 
 
 @lru_cache(maxsize=4096)

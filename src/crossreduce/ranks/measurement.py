@@ -94,7 +94,7 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
         received = []
         with communicator.aborting():
             for _ in range(_ALL_AT_ONCE):
-                received.append(0.0 if probe is None else probe.all_at_once(speeds.gb_per_s, each_s / _ALL_AT_ONCE))
+                received.append(probe.all_at_once(speeds.gb_per_s, each_s / _ALL_AT_ONCE) if probe else 0.0)
                 communicator.agree("measure_topology")  # all have received before any sends again
         own_cable = json.dumps(median(received)).encode()
         of_ranks = [json.loads(text) for text in communicator.rendezvous.all_gather(own_cable)]
@@ -106,14 +106,13 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
 
 def _memory_bandwidth() -> float:
     """Return how many GB/s this rank copies while all ranks of its host do."""
-    source, target = kernels.memory(_COPIED_BYTES), kernels.memory(_COPIED_BYTES)
-    a, b = (ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in (source, target))
-    ctypes.memset(a, 1, _COPIED_BYTES)
-    ctypes.memset(b, 1, _COPIED_BYTES)
+    memory = kernels.memory(2 * _COPIED_BYTES)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    ctypes.memset(at, 1, 2 * _COPIED_BYTES)
     taken = []
     for _ in range(5):
         began = time.perf_counter()
-        ctypes.memmove(b, a, _COPIED_BYTES)
+        ctypes.memmove(at + _COPIED_BYTES, at, _COPIED_BYTES)
         taken.append(time.perf_counter() - began)
     return _COPIED_BYTES / median(taken) / 1e9
 
@@ -151,19 +150,16 @@ class _Probe:
         taken = []
         for _ in range(_PINGS):
             began = time.perf_counter()
-            if first:
-                self._send(other, 8)
-                self._receive_now(other, 8)
-            else:
-                self._receive_now(other, 8)
-                self._send(other, 8)
+            for sending in (first, not first):
+                self._wait(self._send(other, 8) if sending else self._receive(other, 8), other)
             taken.append((time.perf_counter() - began) / 2)
         self.latency[other] = median(taken[1:])
         # The first stream's speed determines how many bytes fit into the time; the receiver sends their number.
         for sending in (first, not first):
             if sending:
                 self._stream_out(other, _FIRST_BYTES)
-                nbytes = self._receive_number(other)
+                self._wait(self._receive(other, 8), other)
+                nbytes = ctypes.c_int64.from_address(self.at + _MAX_BYTES).value
                 for _ in range(_STREAMS):
                     self._stream_out(other, nbytes)
             else:
@@ -171,7 +167,8 @@ class _Probe:
                 self._stream_in(other, _FIRST_BYTES)
                 rough = _FIRST_BYTES / (time.perf_counter() - began) / 1e9
                 nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, rough * 1e9 * seconds / 2 / _STREAMS)))
-                self._send_number(other, nbytes)
+                ctypes.c_int64.from_address(self.at).value = nbytes
+                self._wait(self._send(other, 8), other)
                 self.bandwidth[other] = median(self._stream_in(other, nbytes) for _ in range(_STREAMS))
 
     def all_at_once(self, gb_per_s: Sequence[Sequence[float]], seconds: float) -> float:
@@ -184,59 +181,43 @@ class _Probe:
         others = [other for other in range(len(self.peers)) if other != self.host]
         incoming = [(self._receive(other, share(other, self.host), other * room), other) for other in others]
         began = time.perf_counter()
-        outgoing = [(self._start(other, share(self.host, other)), other) for other in others]
-        for pending, other in incoming:
-            wait_for(pending, self.peers[other], self.timeout_s)
+        outgoing = [(self._send(other, share(self.host, other)), other) for other in others]
+        for message in incoming:
+            self._wait(*message)
         taken = time.perf_counter() - began
-        for pending, other in outgoing:
-            wait_for(pending, self.peers[other], self.timeout_s)
+        for message in outgoing:
+            self._wait(*message)
         return sum(share(other, self.host) for other in others) / taken / 1e9
 
     def _stream_out(self, other: int, nbytes: int) -> None:
-        sent = [self._start(other, nbytes // _MESSAGES) for _ in range(_MESSAGES)]
-        for pending in sent:
-            wait_for(pending, self.peers[other], self.timeout_s)
+        for pending in [self._send(other, nbytes // _MESSAGES) for _ in range(_MESSAGES)]:
+            self._wait(pending, other)
 
     def _stream_in(self, other: int, nbytes: int) -> float:
         """Return the GB/s of a stream of messages, without its first messages, which also contain its start."""
         size = nbytes // _MESSAGES
-        posted = [self._receive(other, size, k * size) for k in range(_MESSAGES)]
         arrivals = []
-        for pending in posted:
-            wait_for(pending, self.peers[other], self.timeout_s)
+        for pending in [self._receive(other, size, k * size) for k in range(_MESSAGES)]:
+            self._wait(pending, other)
             arrivals.append(time.perf_counter())
         return (_MESSAGES - 2) * size / max(arrivals[-1] - arrivals[1], 1e-9) / 1e9
 
-    def _start(self, other: int, nbytes: int) -> PendingMessage:
+    def _send(self, other: int, nbytes: int) -> PendingMessage:
         return self.transport.send(self.at, nbytes, self.peers[other], _TAG)
 
-    def _receive(self, other: int, nbytes: int, offset: int) -> PendingMessage:
+    def _receive(self, other: int, nbytes: int, offset: int = 0) -> PendingMessage:
         return self.transport.receive(self.at + _MAX_BYTES + offset, nbytes, self.peers[other], _TAG)
 
-    def _send(self, other: int, nbytes: int) -> None:
-        wait_for(self._start(other, nbytes), self.peers[other], self.timeout_s)
-
-    def _receive_now(self, other: int, nbytes: int) -> None:
-        wait_for(self._receive(other, nbytes, 0), self.peers[other], self.timeout_s)
-
-    def _send_number(self, other: int, number: int) -> None:
-        ctypes.c_int64.from_address(self.at).value = number
-        self._send(other, 8)
-
-    def _receive_number(self, other: int) -> int:
-        self._receive_now(other, 8)
-        return ctypes.c_int64.from_address(self.at + _MAX_BYTES).value
+    def _wait(self, pending: PendingMessage, other: int) -> None:
+        wait_for(pending, self.peers[other], self.timeout_s)
 
 
 def _gathered(communicator: Communicator, found: dict[str, object]) -> Speeds:
     """Return the numbers of all ranks; the same on every rank, since all parse the same texts."""
     of_ranks = [json.loads(text) for text in communicator.rendezvous.all_gather(json.dumps(found).encode())]
     hosts = communicator.hosts
-    first = [of_ranks[ranks[0]] for ranks in hosts]
     count = len(hosts)
-    nothing = [0.0] * count
-    incoming = [each.get("in", nothing) for each in first]
-    latency = [each.get("latency", nothing) for each in first]
+    incoming, latency = ([of_ranks[ranks[0]].get(key, [0.0] * count) for ranks in hosts] for key in ("in", "latency"))
     return Speeds(
         tuple(tuple(_rounded(incoming[dst][src]) for dst in range(count)) for src in range(count)),
         tuple(tuple(_rounded((latency[a][b] + latency[b][a]) / 2) for b in range(count)) for a in range(count)),
@@ -247,13 +228,12 @@ def _gathered(communicator: Communicator, found: dict[str, object]) -> Speeds:
 
 def _cables(speeds: Speeds, received: Sequence[float]) -> tuple[float, ...]:
     """Return the bandwidth of the cables of hosts that receive less from all at once than one by one; 0 for others."""
-    singly = [sum(row[dst] for row in speeds.gb_per_s) for dst in range(len(received))]
-    # A burst may make it look slower than the fastest single link, which is impossible.
-    fastest = [max(row[dst] for row in speeds.gb_per_s) for dst in range(len(received))]
-    return tuple(
-        _rounded(max(together, most)) if together < _SHARED * apart else 0.0
-        for together, apart, most in zip(received, singly, fastest, strict=True)
-    )
+    cables = []
+    for dst, together in enumerate(received):
+        singly = [row[dst] for row in speeds.gb_per_s]
+        # A burst may make a host look slower than its fastest single link, which is impossible.
+        cables.append(_rounded(max(together, *singly)) if together < _SHARED * sum(singly) else 0.0)
+    return tuple(cables)
 
 
 def _rounded(number: float) -> float:
@@ -267,39 +247,45 @@ def host_topology(speeds: Speeds) -> Topology:
     >>> host_topology(mesh).link("host1/cpu:0", "host0/cpu:0").bandwidth
     Fraction(2, 1)
     """
-    count = len(speeds.cables)
-    devices = host_names(count)
-    ends = [f"host{k}.cable" if speeds.cables[k] else devices[k] for k in range(count)]
-    switches = [end for end, device in zip(ends, devices, strict=True) if end != device]
-    return Topology(devices, tuple(_links(speeds, ends, devices)), tuple(map(Switch, switches)))
+    hosts = host_names(len(speeds.cables))
+    return _topology(speeds, hosts, hosts)
 
 
 def rank_topology(speeds: Speeds, hosts: Sequence[Sequence[int]]) -> Topology:
     """Return the topology of all ranks: a switch joins the ranks of a host, and measured links join the hosts."""
-    count = len(hosts)
-    inner = [f"host{k}" for k in range(count)]
-    ends = [f"host{k}.cable" if speeds.cables[k] else inner[k] for k in range(count)]
+    switches = [f"host{k}" for k in range(len(hosts))]
     devices = {rank: f"host{k}/cpu:{place}" for k, ranks in enumerate(hosts) for place, rank in enumerate(ranks)}
-    links = _links(speeds, ends, inner)
-    for k, ranks in enumerate(hosts):
-        for rank in ranks:
-            links += _both(devices[rank], inner[k], speeds.memory[k], _LOCAL_LATENCY_S)
-    switches = [*inner, *(end for end in ends if end not in inner)]
-    return Topology(tuple(devices[rank] for rank in sorted(devices)), tuple(links), tuple(map(Switch, switches)))
+    memory = [
+        link
+        for switch, ranks, speed in zip(switches, hosts, speeds.memory, strict=True)
+        for rank in ranks
+        for link in _both(devices[rank], switch, speed, _LOCAL_LATENCY_S)
+    ]
+    return _topology(speeds, switches, [devices[rank] for rank in sorted(devices)], switches, memory)
 
 
-def _links(speeds: Speeds, ends: Sequence[str], inner: Sequence[str]) -> list[Link]:
-    """Return the links between the ends of all hosts, and those from each host to its end if that is another node."""
-    links = []
-    for src, dst in permutations(range(len(ends)), 2):
-        seconds = Fraction(repr(speeds.latency_s[src][dst]))
-        links.append(Link(ends[src], ends[dst], Fraction(repr(speeds.gb_per_s[src][dst])), seconds))
-    for end, host, speed in zip(ends, inner, speeds.cables, strict=True):
-        if end != host:
-            links += _both(host, end, speed, 0.0)
-    return links
+def _topology(
+    speeds: Speeds,
+    hosts: Sequence[str],
+    devices: Sequence[str],
+    switches: Sequence[str] = (),
+    local: Sequence[Link] = (),
+) -> Topology:
+    """Return a topology with measured links between the nodes ``hosts``, and ``local`` links inside hosts."""
+    ends = [f"host{k}.cable" if speeds.cables[k] else host for k, host in enumerate(hosts)]
+    links = [
+        Link(
+            ends[src], ends[dst], Fraction(repr(speeds.gb_per_s[src][dst])), Fraction(repr(speeds.latency_s[src][dst]))
+        )
+        for src, dst in permutations(range(len(ends)), 2)
+    ]
+    cables = [(host, end, speed) for host, end, speed in zip(hosts, ends, speeds.cables, strict=True) if end != host]
+    for cable in cables:
+        links += _both(*cable, 0.0)
+    nodes = [*switches, *(end for _, end, _ in cables)]
+    return Topology(tuple(devices), (*links, *local), tuple(map(Switch, nodes)))
 
 
 def _both(a: str, b: str, gb_per_s: float, latency_s: float) -> list[Link]:
-    bandwidth, seconds = Fraction(repr(gb_per_s)), Fraction(repr(latency_s))
-    return [Link(a, b, bandwidth, seconds), Link(b, a, bandwidth, seconds)]
+    speed = Fraction(repr(gb_per_s)), Fraction(repr(latency_s))
+    return [Link(a, b, *speed), Link(b, a, *speed)]

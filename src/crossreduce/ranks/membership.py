@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple, NoReturn
 
@@ -34,12 +34,11 @@ from .diagnostics import (
     UNUSABLE,
     CallSignature,
     lost_text,
-    mismatch_text,
     remote_stall_text,
     stall_text,
     timeout_text,
 )
-from .exchange import PeerDisconnected, PeerTimeout
+from .exchange import PeerDisconnected, PeerError
 from .multi_host import MultiHostEngine
 from .one_host import OneHostEngine
 from .programs import SLOT_BYTES
@@ -142,11 +141,10 @@ class Member:
         remote = self._remote is not None and all(
             self._remote.is_waiting_for_hosts(rank) and not is_stopped(self.peers[rank].pid) for rank in missing
         )
+        late = {self.global_ranks[rank]: self.memory.last_call(rank) for rank in missing}
         if missing and waited_s > self.timeout_s + 2 * REMOTE_CAUSE_S * remote:
-            late = {self.global_ranks[rank]: self.memory.last_call(rank) for rank in missing}
             raise CollectiveTimeout(timeout_text(self.timeout_s, self._current_call(), late, self.name), late)
         if missing and timer.is_warning_due():
-            late = {self.global_ranks[rank]: self.memory.last_call(rank) for rank in missing}
             warning = stall_text(waited_s, self._current_call(), late, self.name)
             if remote:
                 warning = remote_stall_text(waited_s, self._current_call(), late, None, self.name)
@@ -164,11 +162,10 @@ class Member:
             warning = remote_stall_text(waited_s, call, [own], self.global_ranks[wait.rank], self.name)
             _LOG.warning("rank %d: %s", own, warning)
 
-    def _remote_failure(self, error: ConnectionError | TimeoutError) -> ReductionError:
+    def _remote_failure(self, error: OSError) -> ReductionError:
         """Return the public error for a failed message to or from another host.
 
-        The other rank may itself have aborted because of a third one. Then its host publishes the reason at about this
-        time, and that reason is returned.
+        If the other rank itself aborted because of a third one, its host publishes the reason at about this time.
         """
         deadline = time.monotonic() + REMOTE_CAUSE_S
         while (cause := self.rendezvous.abort_cause()) is None and time.monotonic() < deadline:
@@ -177,7 +174,7 @@ class Member:
             return decoded(cause)
         if isinstance(error, PeerDisconnected):
             return self._lost([error.rank], "died")
-        if isinstance(error, PeerTimeout):
+        if isinstance(error, PeerError):
             late = self.global_ranks[error.rank]
             text = timeout_text(self.timeout_s, self._current_call(), {late: None}, self.name)
             return CollectiveTimeout(text, [late])
@@ -193,9 +190,6 @@ class Member:
         places = {rank: f"pid {peer.pid} on host {peer.hostname}" for rank, peer in peers.items()}
         return PeerLostError(lost_text(places, self._current_call(), self.name, how), places)
 
-    def _interrupted(self, how: str) -> PeerLostError:
-        return self._lost([self.rank], how)
-
     def _abort(self, error: ReductionError) -> None:
         """Make all ranks, of this host and of others, stop with this error."""
         self.memory.abort(error)
@@ -203,10 +197,6 @@ class Member:
             self.rendezvous.publish_abort(encoded(self.memory.abort_cause() or error))
             if self.transport is not None:
                 self.transport.abort()
-
-    def _mismatch(self, calls: Mapping[int, CallSignature]) -> MismatchError:
-        """Return the error for calls of ranks that differ."""
-        return MismatchError(mismatch_text({self.global_ranks[rank]: call for rank, call in calls.items()}, self.name))
 
     def _raise_broken(self) -> NoReturn:
         """Write the flight recorder's dump, and raise the error for which the group was aborted."""
@@ -235,14 +225,10 @@ class Member:
         return error
 
     def _dump(self, cause: str) -> flight_recorder.Dump:
-        histories = [
-            flight_recorder.History(
-                self.global_ranks[rank],
-                tuple(flight_recorder.Op(*op) for op in self.memory.ops(rank)),
-                self.peers[rank].pid,
-            )
-            for rank in self.host
-        ]
+        histories = []
+        for rank in self.host:
+            ops = tuple(flight_recorder.Op(*op) for op in self.memory.ops(rank))
+            histories.append(flight_recorder.History(self.global_ranks[rank], ops, self.peers[rank].pid))
         rank = self.global_ranks[self.rank]
         return flight_recorder.new_dump(self.name, self.token, rank, self._global_hosts(), cause, histories)
 

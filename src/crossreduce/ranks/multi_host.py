@@ -191,21 +191,17 @@ class MultiHostEngine:
     ) -> None:
         """Execute the inter-host part of a stage, after the stage's instructions."""
         assert executable.exchange is not None
-        with self._waiting_for_hosts():
-            exchange.run_stage(stage - 1)
-        piece = stage - 1 - executable.exchange.delay
-        if piece >= 0 and executable.deliveries:
-            for instruction in executable.deliveries[piece]:
-                self._execute(instruction, addresses)
 
-    def _execute(self, instruction: RankInstruction, addresses: tuple[int, ...]) -> None:
         def address(region: int, offset: int) -> int:
             return offset + (addresses[~region] if region < 0 else self.memory.address(self.ranks[region]))
 
-        operands = [address(*place) for place in instruction.operands]
-        results = [address(*place) for place in instruction.results]
-        run = kernel(instruction.numbers, instruction.size, len(operands), len(results)).run
-        run([operands], [results], 1, False, False)
+        with self._waiting_for_hosts():
+            exchange.run_stage(stage - 1)
+        piece = stage - 1 - executable.exchange.delay
+        delivered = executable.deliveries[piece] if executable.deliveries and piece >= 0 else ()
+        for size, operands, results, numbers, _ in delivered:
+            run = kernel(numbers, size, len(operands), len(results)).run
+            run([[address(*place) for place in operands]], [[address(*place) for place in results]], 1, False, False)
 
     def is_waiting_for_hosts(self, rank: int) -> bool:
         """Return whether a rank of this host waits for another host in the current op."""
@@ -239,8 +235,8 @@ def host_schedule(topology: Topology | None, hosts: int, collective: str, nbytes
     Args:
       topology: the links between hosts; ``None``: they were not measured and are assumed to be equal.
       hosts: the number of hosts.
-      collective: "all_reduce", "reduce" or "broadcast".
-      nbytes: of an array, a power of 2; other sizes have the schedule of the next one.
+      collective: one of ``COLLECTIVES``.
+      nbytes: of an array, rounded up to a power of 2.
       root: the host, of a reduce or broadcast.
     """
     names = host_names(hosts)

@@ -91,7 +91,7 @@ class OneHostEngine:
           runner: executes the stages.
           timeout_s: how long to wait for a message of another host.
         Raises:
-          GroupAborted, PeerDisconnected, PeerTimeout, ReductionError: other ranks cannot take part.
+          GroupAborted, PeerError, ReductionError: other ranks cannot take part.
         """
         return runner.begin(executable.program, addresses, executable.text, executable.stages)
 
@@ -99,10 +99,9 @@ class OneHostEngine:
 class HostCollective(NamedTuple):
     """A collective among the ranks of one host.
 
-    Args:
-      program: device k is the host's rank number k. Its flat buffer consists of arrays of equal size.
-      inputs: for each array the number of the buffer that it is in, on ranks that contribute to it.
-      outputs: for each array the number of the buffer that it is in, on ranks that need its result.
+    Device k of ``program`` is the host's rank number k; its flat buffer consists of arrays of equal size. For each
+    array ``inputs`` has the number of the buffer that it is in on ranks that contribute to it, and ``outputs`` that on
+    ranks that need its result.
     """
 
     program: Program

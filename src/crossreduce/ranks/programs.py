@@ -55,7 +55,7 @@ def _boundary(numerator: int, denominator: int, size: int, nbytes: int) -> int:
 
 
 class _ChunkValues(NamedTuple):
-    """What the compiler derives of a chunk's values, in their order.
+    """Properties of a chunk's values, in their order.
 
     Args:
       devices: where each is made.
@@ -104,12 +104,9 @@ class _Template(NamedTuple):
 
 
 class RankAnalysis:
-    """What the compiler derives of a program before sizes are given.
+    """The properties of a program that do not depend on sizes.
 
-    Args:
-      program: its devices are the ranks of a host.
-      numbers: how values are computed.
-      arrays: the number of arrays of equal size that the program's flat buffer consists of.
+    Its devices are the ranks of a host, and its flat buffer consists of ``arrays`` arrays of equal size.
     """
 
     def __init__(self, program: Program, numbers: Numbers, arrays: int) -> None:
@@ -118,7 +115,14 @@ class RankAnalysis:
         phase = {r: 1 + k for k, r in enumerate(used)}
         self.phases = max(2, 1 + len(used))
         self.values = [_chunk_values(chunk, phase, numbers) for chunk in program.chunks]
-        self.groups = self._groups()
+        slots: list[dict[tuple[int, int], list[tuple[int, int]]]] = [{} for _ in program.devices]
+        for c, known in enumerate(self.values):
+            for value, last in enumerate(known.last):
+                if last >= 0:
+                    slots[known.devices[value]].setdefault((known.made[value], last), []).append((c, value))
+        self.groups = [
+            [_SlotGroup(last - made + 1, tuple(values)) for (made, last), values in slot.items()] for slot in slots
+        ]
         ends = list(accumulate((chunk.share * arrays for chunk in program.chunks), initial=Fraction(0)))
         self._bounds = []  # of each chunk: its array, and the boundaries within the array
         for start, stop in pairwise(ends):
@@ -128,21 +132,10 @@ class RankAnalysis:
         self._contributed, self._room = self._demand()
         self._templates: dict[int, list[list[_Template]]] = {}
 
-    def _groups(self) -> list[list[_SlotGroup]]:
-        found: list[dict[tuple[int, int], list[tuple[int, int]]]] = [{} for _ in self.program.devices]
-        for c, known in enumerate(self.values):
-            for value, last in enumerate(known.last):
-                if last >= 0:
-                    found[known.devices[value]].setdefault((known.made[value], last), []).append((c, value))
-        return [[_SlotGroup(last - made + 1, tuple(values)) for (made, last), values in each.items()] for each in found]
-
     def templates(self, rank: int) -> list[list[_Template]]:
         """Return the instructions of a rank, without addresses, for each phase."""
-        if rank not in self._templates:
-            self._templates[rank] = self._compiled(rank)
-        return self._templates[rank]
-
-    def _compiled(self, rank: int) -> list[list[_Template]]:
+        if rank in self._templates:
+            return self._templates[rank]
         numbers = self.numbers
         made: list[list[_Template]] = [[] for _ in range(self.phases)]
         for c, (chunk, of) in enumerate(zip(self.program.chunks, self.values, strict=True)):
@@ -150,7 +143,8 @@ class RankAnalysis:
             result = chunk.results[chunk.destinations.index(rank)] if rank in chunk.destinations else -1
             if rank in chunk.sources:
                 own = chunk.sources.index(rank)
-                stored = _converting(numbers, of.dtypes[own])
+                dtype = of.dtypes[own]
+                stored = copying(dtype) if dtype == numbers.dtype else numbers._replace(result=dtype, divisor=1)
                 if of.last[own] >= 0:
                     made[0].append(_Template(c, (~own,), own, False, stored))
                 if result == own:  # a local copy; in phase 1, as other ranks' copies
@@ -159,9 +153,7 @@ class RankAnalysis:
                 if instruction.device != rank:
                     continue
                 phase = of.made[value]
-                operands = tuple(
-                    ~operand if of.in_caller(operand, rank) else operand for operand in instruction.operands
-                )
+                operands = tuple(~v if of.in_caller(v, rank) else v for v in instruction.operands)
                 dtype = of.dtypes[instruction.operands[0]]
                 using = numbers._replace(dtype=dtype, result=of.dtypes[value])
                 if not instruction.final:
@@ -170,6 +162,7 @@ class RankAnalysis:
                     using = copying(dtype)
                 slot = value if of.last[value] >= 0 else -1
                 made[phase].append(_Template(c, operands, slot, value == result, using))
+        self._templates[rank] = made
         return made
 
     def spans(self, size: int) -> list[tuple[int, int, int]]:
@@ -181,12 +174,7 @@ class RankAnalysis:
         ]
 
     def piece_size(self, size: int, room: int) -> int:
-        """Return the number of elements per array that go at a time.
-
-        Args:
-          size: of each array.
-          room: the bytes that each slot has.
-        """
+        """Return the elements per array of a piece, for arrays of ``size`` elements and slots of ``room`` bytes."""
         fits = int(PIECE_BYTES / self._contributed)
         for rounding, stored in self._room:
             fits = min(fits, int((room - rounding) / stored))
@@ -216,10 +204,7 @@ class RankAnalysis:
         return max(contributed) * self.arrays * itemsize(self.numbers.dtype), demands
 
 
-@lru_cache(maxsize=256)
-def analyze(program: Program, numbers: Numbers, arrays: int) -> RankAnalysis:
-    """Return the cached ``RankAnalysis`` of a program."""
-    return RankAnalysis(program, numbers, arrays)
+analyze: Final = lru_cache(maxsize=256)(RankAnalysis)
 
 
 def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) -> _ChunkValues:
@@ -247,13 +232,8 @@ def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) 
     return found._replace(last=tuple(last))
 
 
-def _converting(numbers: Numbers, dtype: str) -> Numbers:
-    """Return the numbers of a copy of an input, which is stored in ``dtype``."""
-    return copying(dtype) if dtype == numbers.dtype else numbers._replace(result=dtype, divisor=1)
-
-
 class RankCompiler:
-    """The instructions of one rank for each piece.
+    """The instructions of one rank for each piece. ``ends``: for each rank where the used room in its slot ends.
 
     Args:
       analysis: of the program.
@@ -262,8 +242,7 @@ class RankCompiler:
       inputs: where each array is on ranks that contribute to it.
       outputs: where each array is on ranks that need its result.
       streaming: whether copies into the caller's buffers use streaming stores.
-      bases: for each rank where the room in its slot begins, in bytes; ``None``: at 0. ``ends``: where the used room
-        ends.
+      bases: for each rank where the room in its slot begins, in bytes; ``None``: at 0.
     """
 
     def __init__(
@@ -293,20 +272,16 @@ class RankCompiler:
         other where pieces differ in size.
         """
         for copies, values in groups:
-            room = 0
-            offsets: dict[int, list[int]] = {}
+            room, offsets = 0, {}
             for size, spans in self._spans.items():
-                filled, offsets[size] = 0, []
+                filled = 0
                 for c, value in values:
                     _, start, stop = spans[c]
-                    offsets[size].append(filled)
-                    nbytes = (stop - start) * itemsize(self._analysis.values[c].dtypes[value])
-                    filled += -(-nbytes // LINE) * LINE
+                    offsets[size, c, value] = filled
+                    filled += -(-(stop - start) * itemsize(self._analysis.values[c].dtypes[value]) // LINE) * LINE
                 room = max(room, filled)
-            for size, each in offsets.items():
-                places = self._places[size]
-                for value_of_chunk, offset in zip(values, each, strict=True):
-                    places[value_of_chunk] = (at + offset, room, copies)
+            for (size, c, value), offset in offsets.items():
+                self._places[size][c, value] = (at + offset, room, copies)
             at += copies * room
         return at
 
@@ -349,9 +324,7 @@ def rank_stages(
     """Return the stages of one rank. All ranks have the same number of stages, at least two.
 
     Args:
-      program: device k is the host's rank number k. Its flat buffer consists of arrays of equal size.
-      inputs: for each array the number of the caller's buffer that it is in, on ranks that contribute to it.
-      outputs: likewise, on ranks that need its result.
+      program, inputs, outputs: the collective, see ``one_host.HostCollective``.
       size: elements of each array.
       numbers: how values are computed.
       rank: the rank whose instructions are returned.

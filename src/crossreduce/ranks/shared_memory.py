@@ -14,9 +14,9 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakMethod
 
 from .. import kernels
 from ..errors import CollectiveTimeout, PeerLostError, ReductionError
@@ -95,19 +95,14 @@ class RankMemory:
         """Return the address of the half of a rank's slot that the current op uses."""
         return int(self._native.address(self.host.index(rank)))
 
-    def last_call(self, rank: int) -> CallSignature:
-        """Return the last call that a rank of this host began; its number is 0 if there was none."""
-        ops = self._native.ops(self.host.index(rank))
-        return CallSignature(ops[-1][0], ops[-1][1]) if ops else CallSignature(0, "")
-
     def ops(self, rank: int) -> list[tuple[int, str, float, float | None]]:
         """Return a rank's last calls: number, text, begin and end by ``time.monotonic`` (``None``: not ended)."""
-        found: list[tuple[int, str, float, float | None]] = self._native.ops(self.host.index(rank))
-        return found
+        return list(self._native.ops(self.host.index(rank)))
 
-    def call_of(self, rank: int, number: int) -> CallSignature | None:
-        """Return the call that a rank of this host made as its op ``number``; ``None`` if it is no longer recorded."""
-        return next((CallSignature(op[0], op[1]) for op in self.ops(rank) if op[0] == number), None)
+    def last_call(self, rank: int) -> CallSignature:
+        """Return the last call that a rank of this host began; its number is 0 if there was none."""
+        ops = self.ops(rank)
+        return CallSignature(*ops[-1][:2]) if ops else CallSignature(0, "")
 
     def arrivals(self) -> int:
         """Return the number of barriers at which this rank has arrived."""
@@ -123,17 +118,14 @@ class RankMemory:
         if self.host[self.place] == rank:
             return True
         query = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, self.host.index(rank), 1, 0)
-        found = struct.unpack(_LOCK, fcntl.fcntl(self.fd, fcntl.F_GETLK, query))
-        return bool(found[0] != fcntl.F_UNLCK)
+        kind, *_ = struct.unpack(_LOCK, fcntl.fcntl(self.fd, fcntl.F_GETLK, query))
+        return bool(kind != fcntl.F_UNLCK)
 
     def record_leaving(self) -> None:
         """Record that this rank leaves the group on purpose."""
         if not self._native.cause():
-            nothing = kernels.native().RankProgram([[], []])
-            try:
-                self._native.begin(nothing, (), LEFT, 0, 0.0)
-            except ValueError:  # in the middle of an op, whose end is already recorded
-                return
+            with suppress(ValueError):  # in the middle of an op, whose end is already recorded
+                self._native.begin(kernels.native().RankProgram([[], []]), (), LEFT, 0, 0.0)
 
     def abort(self, error: ReductionError) -> None:
         """Abort the group for all ranks of this host. The first error becomes the reason."""
@@ -170,9 +162,6 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-KINDS: Final = {"timeout": CollectiveTimeout, "lost": PeerLostError}
-
-
 def encoded(error: ReductionError) -> bytes:
     """Return an error as bytes, at most ``MAX_CAUSE_BYTES``.
 
@@ -189,41 +178,34 @@ def encoded(error: ReductionError) -> bytes:
 def decoded(cause: bytes) -> ReductionError:
     """Return the error that ``encoded`` encoded."""
     kind, ranks, text = json.loads(cause)
-    return KINDS[kind](text, ranks)
+    return {"timeout": CollectiveTimeout, "lost": PeerLostError}[kind](text, ranks)
 
 
 class WaitTimer:
-    """Measures how long a rank waits at one barrier, and when it should warn or query other hosts.
-
-    ``warn_s``: seconds at one barrier after which a warning is due.
-    """
+    """Measures how long a rank waits at one barrier; after ``warn_s`` seconds a warning is due."""
 
     def __init__(self, warn_s: float) -> None:
         self._began = self._queried = time.monotonic()
-        self._warn_s = warn_s
+        self._warn_s, self._warned = warn_s, False
         self._arrivals: int | None = None
-        self._warn_at: float | None = self._began + warn_s
 
     def waited_s(self, arrivals: int) -> float:
         """Return the seconds for which this rank has waited at its barrier, which is the ``arrivals``-th."""
-        if self._arrivals is None:
+        if arrivals != self._arrivals:
+            if self._arrivals is not None:
+                self._began = time.monotonic()
             self._arrivals = arrivals
-        elif arrivals != self._arrivals:
-            self._arrivals, self._began = arrivals, time.monotonic()
-            if self._warn_at is not None:
-                self._warn_at = self._began + self._warn_s
         return time.monotonic() - self._began
 
     def is_warning_due(self) -> bool:
         """Return whether a warning is due now; ``True`` at most once."""
-        if self._warn_at is None or time.monotonic() < self._warn_at:
-            return False
-        self._warn_at = None
-        return True
+        due = not self._warned and time.monotonic() >= self._began + self._warn_s
+        self._warned = self._warned or due
+        return due
 
     def query(self, function: Callable[[], bytes | None], every_s: float = 0.25) -> bytes | None:
         """Return what ``function`` returns, but call it only once in ``every_s`` seconds."""
-        if time.monotonic() - self._queried < every_s:
+        if time.monotonic() < self._queried + every_s:
             return None
         self._queried = time.monotonic()
         return function()
@@ -234,45 +216,43 @@ class GroupAborted(Exception):  # noqa: N818 - internal: the public error is rai
 
 
 class StageRunner:
-    """Executes the stages of ops, and checks the other ranks while it waits for them.
+    """Base class of a rank: executes the stages of ops in ``memory``, and checks other ranks while it waits for them.
 
-    Args:
-      memory: of the host.
-      check_peers: a method that raises if the wait is in vain; called every ``SLICE_S`` seconds of a wait.
-      warn_after_s: a method that returns after how many seconds of waiting a warning is due. Both methods' object owns
-        this one, which refers to it weakly: without a cycle, the group's connections close with its last reference.
+    It is a base class, not an attribute: an object with callbacks to its owner would form a reference cycle. Then the
+    garbage collector would end a dropped group at any time, and a Ctrl-C at that moment would be lost.
     """
 
-    def __init__(
-        self, memory: RankMemory, check_peers: Callable[[WaitTimer], None], warn_after_s: Callable[[], float]
-    ) -> None:
-        self._memory = memory
-        self._check_peers, self._warn_after_s = WeakMethod(check_peers), WeakMethod(warn_after_s)
-        self._timer: WaitTimer | None = None
+    memory: RankMemory
+    _timer: WaitTimer | None = None
+
+    def _check_peers(self, timer: WaitTimer) -> None:
+        """Raise if the wait is in vain. It is called every ``SLICE_S`` seconds of a wait."""
+        raise NotImplementedError
+
+    def _warn_after_s(self) -> float:
+        """Return the seconds of waiting after which a warning is due."""
+        raise NotImplementedError
 
     def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> bool:
         """Begin an op and execute the stages before ``until``; return whether all ranks of the host made the same call.
 
         Raises:
           GroupAborted: a rank of this host has aborted the group.
-          ReductionError: what ``check_peers`` raises.
+          ReductionError: other ranks cannot take part.
         """
         self._timer = None
-        outcome = self._memory.begin(program, addresses, text, until)
+        outcome = self.memory.begin(program, addresses, text, until)
         return outcome == DONE or self._complete(outcome, until)
 
     def reach(self, until: int) -> None:
         """Execute the stages before ``until``; errors as for ``begin``."""
-        self._complete(self._memory.advance(until), until)
+        self._complete(self.memory.advance(until), until)
 
     def _complete(self, outcome: int, until: int) -> bool:
         while outcome == WAITING:
-            check_peers, warn_after_s = self._check_peers(), self._warn_after_s()
-            assert check_peers is not None, "its object is running this call"
-            assert warn_after_s is not None, "its object is running this call"
-            self._timer = self._timer or WaitTimer(warn_after_s())
-            check_peers(self._timer)
-            outcome = self._memory.advance(until)
+            self._timer = self._timer or WaitTimer(self._warn_after_s())
+            self._check_peers(self._timer)
+            outcome = self.memory.advance(until)
         if outcome == BROKEN:
             raise GroupAborted
         return outcome == DONE

@@ -29,10 +29,8 @@ class RemoteWait(NamedTuple):
 class WatchedTransport:
     """See ``transports.base.Transport``.
 
-    Args:
-      transport: carries the messages.
-      check: a method that a thread calls every 0.2 s; its object is not kept alive by this. If the system cannot start
-        the thread, the method is never called, and messages are carried all the same.
+    ``check``: a method that a thread calls every 0.2 s; its object is not kept alive by this. If the system cannot
+    start the thread, the method is never called, and messages are carried all the same.
     """
 
     def __init__(self, transport: Transport, check: Callable[[], None]) -> None:
