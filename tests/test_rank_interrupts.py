@@ -121,14 +121,14 @@ def alarmed(rendezvous):
     for number in range(60):
         comm = member(rendezvous, 5, f"group {number}")
         again, delay = delays.random() < 0.7, delays.random() * 0.004 + 1e-5
-        size = random.Random(number).choice([1, 1000, 100_000])
+        size, pause_s = random.Random(number).choice([1, 1000, 100_000]), (2e-4, 2e-3)[number % 2]
         x, wanted = np.empty(size, np.int64), comm.size * (comm.size + 1) // 2
         try:
             if comm.rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, delay)
             while True:
                 x[:] = comm.rank + 1
-                time.sleep(delays.random() * 2e-4 * comm.rank)
+                time.sleep(delays.random() * pause_s * comm.rank)
                 comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
                 assert (x == wanted).all(), "a wrong result"
         except Alarm:
@@ -167,16 +167,16 @@ def twice(rendezvous):
         def ring(*_):
             raise Alarm
 
-        def slowly(_):
+        def slowly(*_):
             signal.setitimer(signal.ITIMER_REAL, 0.01)
             time.sleep(5)
 
         signal.signal(signal.SIGALRM, ring)
-        comm._interrupted = slowly
+        comm._lost = slowly
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with contextlib.suppress(Alarm):
             comm.barrier()
-        del comm._interrupted
+        del comm._lost
     began = Moment()
     if comm.rank == 1:
         time.sleep(0.5)

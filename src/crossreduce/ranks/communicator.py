@@ -243,7 +243,7 @@ class Communicator(Member):
 
     def _execute(self, executable: RankExecutable, addresses: tuple[int, ...]) -> None:
         try:
-            same = self.engine.run(executable, addresses, self._runner, self.timeout_s)
+            same = self.engine.run(executable, addresses, self, self.timeout_s)
             calls = {} if same else self._calls_of_all()
         except (GroupAborted, PeerError, ReductionError) as error:
             if isinstance(error, PeerError):

@@ -206,13 +206,13 @@ def _threads() -> tuple[Thread, ...]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
-    return tuple(
-        Thread(
-            names.get(ident, "unknown"),
-            tuple(Frame(x.filename, x.lineno or 0, x.name, x.line or "") for x in traceback.extract_stack(frame)),
-        )
-        for ident, frame in frames
-    )
+    threads = []
+    while frames:  # emptied, since it contains this frame: a reference cycle would keep the group's memory
+        ident, frame = frames.pop(0)
+        stack = (Frame(x.filename, x.lineno or 0, x.name, x.line or "") for x in traceback.extract_stack(frame))
+        threads.append(Thread(names.get(ident, "unknown"), tuple(stack)))
+        del frame
+    return tuple(threads)
 
 
 @cache

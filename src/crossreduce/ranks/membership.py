@@ -60,7 +60,7 @@ class PeerInfo(NamedTuple):
     problem: str
 
 
-class Member:
+class Member(StageRunner):
     """One rank of a group; for arguments and errors see ``Communicator``."""
 
     def __init__(
@@ -102,7 +102,6 @@ class Member:
             self.transport = self._watched = WatchedTransport(transport, self._warn_of_remote_wait)
             self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
         self.engine = self._remote or OneHostEngine(self.rank, self.size)
-        self._runner = StageRunner(self.memory, self._check_peers, self._warn_after_s)
         _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, self._global_hosts())
 
     def _require_complete(self) -> None:
@@ -141,10 +140,11 @@ class Member:
         remote = self._remote is not None and all(
             self._remote.is_waiting_for_hosts(rank) and not is_stopped(self.peers[rank].pid) for rank in missing
         )
-        late = {self.global_ranks[rank]: self.memory.last_call(rank) for rank in missing}
-        if missing and waited_s > self.timeout_s + 2 * REMOTE_CAUSE_S * remote:
-            raise CollectiveTimeout(timeout_text(self.timeout_s, self._current_call(), late, self.name), late)
-        if missing and timer.is_warning_due():
+        timed_out = bool(missing) and waited_s > self.timeout_s + 2 * REMOTE_CAUSE_S * remote
+        if timed_out or (missing and timer.is_warning_due()):
+            late = {self.global_ranks[rank]: self.memory.last_call(rank) for rank in missing}
+            if timed_out:
+                raise CollectiveTimeout(timeout_text(self.timeout_s, self._current_call(), late, self.name), late)
             warning = stall_text(waited_s, self._current_call(), late, self.name)
             if remote:
                 warning = remote_stall_text(waited_s, self._current_call(), late, None, self.name)

@@ -15,10 +15,11 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from ..errors import ArgumentError, shown
 from ..ranks.measurement import measure
 from ..topology import Topology
 from .group import Group, create
-from .hook import HookState, all_reduce_hook, communicator_of
+from .hook import HookState, all_reduce_hook
 
 __all__ = ["NAME", "Group", "HookState", "all_reduce_hook", "measure_topology"]
 
@@ -39,10 +40,13 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
       ArgumentError: the group has another backend, or ``seconds`` is not above 0.
       PeerLostError, CollectiveTimeout: as for every call of the group.
     """
-    found: list[Topology] = []
-    queue, communicator = communicator_of(group)
-    queue.run(lambda: found.append(measure(communicator, seconds)), [], asynchronous=False)
-    return found[0]
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, (Group, HookState)):
+        remedy = 'a process group of the backend "crossreduce", or a HookState'
+        raise ArgumentError.of("this is not a group that crossreduce reduces.", shown(found), remedy)
+    measured: list[Topology] = []
+    found.queue.run(lambda: measured.append(measure(found.communicator, seconds)), [], asynchronous=False)
+    return measured[0]
 
 
 if NAME.upper() not in dist.Backend._plugins:

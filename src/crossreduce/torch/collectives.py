@@ -17,7 +17,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp as TorchOp
 
-from ..errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError
+from ..errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
 from ..ops import ReduceOp
 from ..ranks.communicator import Communicator
 from ..ranks.diagnostics import call_text
@@ -52,24 +52,20 @@ class Collectives:
     def all_reduce(self, tensor: Any, kind: Any) -> None:
         op = self._op("all_reduce", kind, tensor)
         if op is None:
-            options = c10d.AllreduceOptions()
-            options.reduceOp = kind
-            self._run_in_gloo(self._gloo.allreduce, tensor, options)
+            self._run_in_gloo(self._gloo.allreduce, tensor, _options(c10d.AllreduceOptions, reduceOp=kind))
             return
         source = readable(tensor)
         array = memory(source)
         self._communicator.all_reduce(op, array, array)
         copy_back(tensor, source)
 
-    def reduce(self, tensor: Any, kind: Any, root: int) -> None:
-        self._reduce(self._op("reduce", kind, tensor, root), kind, tensor, tensor, root)
-
-    def _reduce(self, op: ReduceOp | None, kind: Any, tensor: Any, result: Any, root: int) -> None:
+    def reduce(self, tensor: Any, kind: Any, root: int, result: Any = None) -> None:
+        """Write the reduction of ``tensor`` to ``result`` of the root; ``None``: to ``tensor``."""
+        result = tensor if result is None else result
+        op = self._op("reduce", kind, tensor, root)
         if op is None:
-            options = c10d.ReduceOptions()
-            options.reduceOp, options.rootRank = kind, root
             copied = tensor.detach().clone()  # gloo writes on all ranks
-            self._run_in_gloo(self._gloo.reduce, copied, options)
+            self._run_in_gloo(self._gloo.reduce, copied, _options(c10d.ReduceOptions, reduceOp=kind, rootRank=root))
             if root == self._rank:
                 result.detach().copy_(copied.reshape(result.shape))
             return
@@ -105,7 +101,7 @@ class Collectives:
 
     def _reduce_each(self, inputs: Any, output: Any, kind: Any) -> None:
         for root, tensor in enumerate(inputs):
-            self._reduce(self._op("reduce", kind, tensor, root), kind, tensor, output, root)
+            self.reduce(tensor, kind, root, output)
 
     # ---- moves ----------------------------------------------------------------------------------------------------
 
@@ -113,9 +109,7 @@ class Collectives:
         inner = self._is_inner("broadcast", tensor, root)
         plain = readable(tensor)
         if inner:
-            options = c10d.BroadcastOptions()
-            options.rootRank = root
-            _finish(self._gloo.broadcast, [_raw(plain)], options)
+            _finish(self._gloo.broadcast, [_raw(plain)], _options(c10d.BroadcastOptions, rootRank=root))
         else:
             self._communicator.broadcast(memory(plain), root)
         if root != self._rank:
@@ -158,10 +152,8 @@ class Collectives:
         inner = self._is_inner("gather", tensor, root)
         source, written = readable(tensor), [writable(x) for x in results]
         if inner:
-            options = c10d.GatherOptions()
-            options.rootRank = root
             into = [list(map(_raw, written))] if root == self._rank else []
-            _finish(self._gloo.gather, into, [_raw(source)], options)
+            _finish(self._gloo.gather, into, [_raw(source)], _options(c10d.GatherOptions, rootRank=root))
         else:
             places = [memory(x) for x in written] if root == self._rank else None
             self._communicator.gather(memory(source), places, root)
@@ -172,10 +164,8 @@ class Collectives:
         inner = self._is_inner("scatter", output, root)
         sources, written = [readable(x) for x in inputs], writable(output)
         if inner:
-            options = c10d.ScatterOptions()
-            options.rootRank = root
             of = [list(map(_raw, sources))] if root == self._rank else []
-            _finish(self._gloo.scatter, [_raw(written)], of, options)
+            _finish(self._gloo.scatter, [_raw(written)], of, _options(c10d.ScatterOptions, rootRank=root))
         else:
             places = [memory(x) for x in sources] if root == self._rank else None
             self._communicator.scatter(places, memory(written), root)
@@ -252,14 +242,12 @@ class Collectives:
         op, name = _OPS.get(kind.op), NAMES.get(tensor.dtype)
         if name == "bool":
             op = _OF_BOOLS.get(kind.op, op)
-        wrong = None
-        if op is not None and name is not None and tensor.layout is torch.strided:
-            wrong = _UNDEFINED.get((op, name))
-            if wrong is None and self._communicator.supports(collective, op, name):
-                return op
+        strided = tensor.layout is torch.strided
+        if op is not None and name is not None and strided and self._communicator.supports(collective, op, name):
+            return op
         self._agree(collective, kind.op.name.lower() if op is None else op.value, tensor, root)
-        if wrong is not None:
-            raise UnsupportedError(wrong)
+        if op is not None and name is not None and strided:
+            reduction_numbers(op, name, self._size)  # raises an error if the op is not defined
         return None
 
     def _is_inner(self, collective: str, tensor: Any, root: int | None = None) -> bool:
@@ -306,19 +294,12 @@ class Collectives:
                 tensor.copy_(given)
 
 
-def _undefined() -> dict[tuple[ReduceOp, str], str]:
-    """Return the undefined pairs of op and dtype, with the texts of their errors."""
-    found = {}
-    for op in ReduceOp:
-        for name in NAMES.values():
-            try:
-                reduction_numbers(op, name, 1)
-            except UnsupportedError as error:
-                found[op, name] = str(error)
-    return found
-
-
-_UNDEFINED: Final = _undefined()
+def _options(kind: Any, **fields: Any) -> Any:
+    """Return options of class ``kind`` for a call of gloo."""
+    made = kind()
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
 
 
 def _name(tensor: Any) -> str:

@@ -83,136 +83,94 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.AllreduceOptions, timeout, op)
-        if (inner := self._other_backend(tensors)) is not None:
-            return inner.allreduce(tensors, opts)
-        return self._run(partial(self._all_reduce, tensors, opts.reduceOp), tensors, opts)
+        function = _each(lambda tensor: self._collectives.all_reduce(tensor, opts.reduceOp), tensors)
+        return self._run("allreduce", (tensors, opts), tensors, function)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.AllreduceCoalescedOptions)
-        if (inner := self._other_backend(tensors)) is not None:
-            return inner.allreduce_coalesced(tensors, opts)
-        return self._run(partial(self._all_reduce, tensors, opts.reduceOp), tensors, opts)
-
-    def _all_reduce(self, tensors: Sequence[Any], kind: Any) -> None:
-        for tensor in tensors:
-            self._collectives.all_reduce(tensor, kind)
+        function = _each(lambda tensor: self._collectives.all_reduce(tensor, opts.reduceOp), tensors)
+        return self._run("allreduce_coalesced", (tensors, opts), tensors, function)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.ReduceOptions, timeout, op)
-        if (inner := self._other_backend(tensors)) is not None:
-            return inner.reduce(tensors, opts)
-        return self._run(lambda: self._collectives.reduce(tensors[0], opts.reduceOp, opts.rootRank), tensors, opts)
+        function = partial(self._collectives.reduce, tensors[0], opts.reduceOp, opts.rootRank)
+        return self._run("reduce", (tensors, opts), tensors, function)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
         if isinstance(outputs, torch.Tensor):
             inputs = [inputs]
         outputs, opts = _read(outputs, opts, c10d.ReduceScatterOptions, timeout, op)
-        if (inner := self._other_backend(outputs)) is not None:
-            return inner.reduce_scatter(outputs, inputs, opts)
-
-        def function() -> None:
-            for output, sources in zip(outputs, inputs, strict=True):
-                self._collectives.reduce_scatter(output, sources, opts.reduceOp)
-
-        return self._run(function, outputs, opts)
+        function = _each(lambda x, xs: self._collectives.reduce_scatter(x, xs, opts.reduceOp), outputs, inputs)
+        return self._run("reduce_scatter", (outputs, inputs, opts), outputs, function)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
-        if (inner := self._other_backend([output])) is not None:
-            return inner._reduce_scatter_base(output, tensor, opts or c10d.ReduceScatterOptions())
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+        outputs, opts = _read(output, opts, c10d.ReduceScatterOptions)
+        function = partial(self._collectives.reduce_scatter_single, output, tensor, opts.reduceOp)
+        return self._run("_reduce_scatter_base", (output, tensor, opts), outputs, function)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         outputs, opts = _read(outputs, opts, c10d.ReduceScatterOptions)
-        if (inner := self._other_backend(outputs)) is not None:
-            return inner.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-
-        def function() -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
-                self._collectives.reduce_scatter_single(output, tensor, opts.reduceOp)
-
-        return self._run(function, outputs, opts)
+        function = _each(lambda y, x: self._collectives.reduce_scatter_single(y, x, opts.reduceOp), outputs, inputs)
+        return self._run("reduce_scatter_tensor_coalesced", (outputs, inputs, opts), outputs, function)
 
     # ---- moves ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         tensors, opts = _read(tensors, opts, c10d.BroadcastOptions, timeout, root=root)
-        if (inner := self._other_backend(tensors)) is not None:
-            return inner.broadcast(tensors, opts)
-
-        def function() -> None:
-            for tensor in tensors:
-                self._collectives.broadcast(tensor, opts.rootRank)
-
-        return self._run(function, tensors, opts)
+        function = _each(lambda tensor: self._collectives.broadcast(tensor, opts.rootRank), tensors)
+        return self._run("broadcast", (tensors, opts), tensors, function)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(inputs, torch.Tensor):
             outputs = [outputs]
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions, timeout)
-        if (inner := self._other_backend(inputs)) is not None:
-            return inner.allgather(outputs, inputs, opts)
-
-        def function() -> None:
-            for results, tensor in zip(outputs, inputs, strict=True):
-                self._collectives.all_gather(results, tensor)
-
-        return self._run(function, [x for results in outputs for x in results], opts)
+        function, results = _each(self._collectives.all_gather, outputs, inputs), [x for each in outputs for x in each]
+        return self._run("allgather", (outputs, inputs, opts), inputs, function, results)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         # Here the lists are transposed: outputs[rank][tensor].
         return self.allgather([list(results) for results in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
-        if (inner := self._other_backend([tensor])) is not None:
-            return inner._allgather_base(output, tensor, opts or c10d.AllgatherOptions())
-        return self.all_gather_single_coalesced([output], [tensor], opts)
+        inputs, opts = _read(tensor, opts, c10d.AllgatherOptions)
+        function = partial(self._collectives.all_gather_single, output, tensor)
+        return self._run("_allgather_base", (output, tensor, opts), inputs, function, [output])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
-        if (inner := self._other_backend(inputs)) is not None:
-            return inner.allgather_into_tensor_coalesced(outputs, inputs, opts)
-
-        def function() -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
-                self._collectives.all_gather_single(output, tensor)
-
-        return self._run(function, outputs, opts)
+        function = _each(self._collectives.all_gather_single, outputs, inputs)
+        return self._run("allgather_into_tensor_coalesced", (outputs, inputs, opts), inputs, function, outputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         if isinstance(inputs, torch.Tensor):
             outputs = [outputs] if outputs else []
         inputs, opts = _read(inputs, opts, c10d.GatherOptions, timeout, root=root)
-        if (inner := self._other_backend(inputs)) is not None:
-            return inner.gather(outputs, inputs, opts)
         results = outputs[0] if outputs else []
-        return self._run(lambda: self._collectives.gather(results, inputs[0], opts.rootRank), results, opts)
+        function = partial(self._collectives.gather, results, inputs[0], opts.rootRank)
+        return self._run("gather", (outputs, inputs, opts), inputs, function, results)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         if isinstance(outputs, torch.Tensor):
             inputs = [inputs] if inputs else []
         outputs, opts = _read(outputs, opts, c10d.ScatterOptions, timeout, root=root)
-        if (inner := self._other_backend(outputs)) is not None:
-            return inner.scatter(outputs, inputs, opts)
-        sources = inputs[0] if inputs else []
-        return self._run(lambda: self._collectives.scatter(outputs[0], sources, opts.rootRank), outputs, opts)
+        function = partial(self._collectives.scatter, outputs[0], inputs[0] if inputs else [], opts.rootRank)
+        return self._run("scatter", (outputs, inputs, opts), outputs, function)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         inputs, opts = _read(inputs, opts, c10d.AllToAllOptions)
-        if (inner := self._other_backend(inputs)) is not None:
-            return inner.alltoall(outputs, inputs, opts)
-        return self._run(lambda: self._collectives.all_to_all(outputs, inputs), outputs, opts)
+        function = partial(self._collectives.all_to_all, outputs, inputs)
+        return self._run("alltoall", (outputs, inputs, opts), inputs, function, outputs)
 
     def all_to_all_single(self, output: Any, tensor: Any, rooms: Any = (), sizes: Any = (), opts: Any = None) -> Any:
         inputs, opts = _read(tensor, opts, c10d.AllToAllOptions)
-        if (inner := self._other_backend(inputs)) is not None:
-            return inner.alltoall_base(output, tensor, rooms, sizes, opts)
-        return self._run(lambda: self._collectives.all_to_all_single(output, tensor, rooms, sizes), [output], opts)
+        function = partial(self._collectives.all_to_all_single, output, tensor, rooms, sizes)
+        return self._run("alltoall_base", (output, tensor, rooms, sizes, opts), inputs, function, [output])
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         _, opts = _read([], opts, c10d.BarrierOptions, timeout)
         if opts.device is not None and opts.device.type != "cpu":
             return self._get_backend(opts.device).barrier(opts)
-        return self._run(self._collectives.barrier, [], opts)
+        return self._run("barrier", (opts,), [], self._collectives.barrier)
 
     def split_group(self, *_: Any, **__: Any) -> Any:
         """Raise an error: torch's own implementation, in C++, would recurse without end."""
@@ -240,13 +198,24 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
-    def _run(self, function: Callable[[], None], tensors: Sequence[Any], opts: Any) -> Any:
+    def _run(
+        self, inner: str, arguments: Sequence[Any], tensors: Any, function: Callable[[], None], results: Any = None
+    ) -> Any:
+        """Run ``function`` in the queue and return the work, whose result is ``results``, or else ``tensors``.
+
+        If ``tensors`` are not in host memory, the method ``inner`` of the inner backend runs instead, with
+        ``arguments``. The last of these are the options.
+        """
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                return getattr(self._get_backend(tensor.device), inner)(*arguments)
+        opts = arguments[-1]
         limit = opts.timeout
         if limit <= _UNSET:
             limit = self._settings._timeout
         if limit != self._timeout:
             function = partial(self._with_timeout, limit.total_seconds(), function)
-        work = self.queue.run(function, tensors, opts.asyncOp)
+        work = self.queue.run(function, tensors if results is None else results, opts.asyncOp)
         if opts.asyncOp and torch._C._current_graph_task_id() != -1 and _is_called_by_backward():
             wait_in_backward(work)
         return work
@@ -260,13 +229,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                 function()
             finally:
                 self.communicator.timeout_s = usual
-
-    def _other_backend(self, tensors: Sequence[Any]) -> Any:
-        """Return the inner backend if the tensors are not in host memory, else ``None``."""
-        for tensor in tensors:
-            if not tensor.is_cpu:
-                return self._get_backend(tensor.device)
-        return None
 
 
 exclude_from_compile(Group)
@@ -323,6 +285,16 @@ def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = Non
     if timeout is not None:
         made.timeout = timeout
     return tensors, made
+
+
+def _each(function: Callable[..., None], *lists: Any) -> Callable[[], None]:
+    """Return a function that calls ``function`` with one element of each list at a time."""
+
+    def run() -> None:
+        for elements in zip(*lists, strict=True):
+            function(*elements)
+
+    return run
 
 
 def _received(tensors: Sequence[Any], buffers: Sequence[Any], work: Any) -> Any:

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError, shown
-from ..ranks.communicator import Communicator
 from .collectives import Collectives
-from .group import Group, close, connect, wait_in_backward
+from .group import close, connect, wait_in_backward
 from .op_queue import OpQueue
 
 Hook = Callable[[Any, Any], Any]
@@ -74,7 +73,8 @@ class HookState:
         tensors: list[Any] = []
 
         def function() -> None:
-            tensors.append(_single(tensor()))
+            value = tensor()
+            tensors.append(value[0] if isinstance(value, (list, tuple)) else value)  # some hooks return a list of one
             if not tensors[0].is_cpu:
                 problem = "this hook reduces only gradients in host memory."
                 remedy = "DDP's own reduction, through NCCL, for gradients on GPUs"
@@ -102,28 +102,14 @@ def all_reduce_hook(state: Any, bucket: Any) -> Any:
       UnsupportedError: the gradients are not in host memory.
     """
     if not isinstance(state, HookState):
-        state = _state_of(dist.group.WORLD if state is None else state)
-    if state.before is None:
-        work = state.mean(bucket.buffer)
-    else:
-        work = state.mean(state.before(state.before_state, bucket).wait)
+        group = dist.group.WORLD if state is None else state
+        known = _STATES.get(group) if isinstance(group, dist.ProcessGroup) else None
+        state = known or _STATES.setdefault(group, HookState(group))
+    before = state.before
+    work = state.mean(bucket.buffer if before is None else before(state.before_state, bucket).wait)
     if torch._C._current_graph_task_id() != -1:
         wait_in_backward(work)
     return work.get_future().then(lambda done: done.value()[0])
-
-
-def communicator_of(group: Any) -> tuple[OpQueue, Communicator]:
-    """Return the queue of a group's calls, and the communicator that executes them.
-
-    Raises:
-      ArgumentError: the group has another backend.
-    """
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, (Group, HookState)):
-        problem = "this is not a group that crossreduce reduces."
-        remedy = 'a process group of the backend "crossreduce", or a HookState'
-        raise ArgumentError.of(problem, shown(found), remedy)
-    return found.queue, found.communicator
 
 
 # DDP compares annotations with classes, not with their names.
@@ -132,16 +118,3 @@ all_reduce_hook.__annotations__ = {
     "bucket": dist.GradBucket,
     "return": torch.futures.Future[torch.Tensor],
 }
-
-
-def _state_of(group: Any) -> HookState:
-    if isinstance(group, dist.ProcessGroup) and group in _STATES:
-        return _STATES[group]
-    state = HookState(group)
-    _STATES[group] = state
-    return state
-
-
-def _single(value: Any) -> Any:
-    """Return the tensor of a future, whose value some hooks make a list of one tensor."""
-    return value[0] if isinstance(value, (list, tuple)) else value

@@ -22,7 +22,7 @@ from ..errors import CollectiveTimeout, ContextError
 
 
 class Finished(dist.Work):  # type: ignore[misc]
-    """An op that has run."""
+    """An op that has run. Subclasses override ``wait``, after which the op has run, and how its state is reported."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Finished(dist.Work):  # type: ignore[misc]
         return True
 
     def synchronize(self) -> None:
-        return
+        self.wait()
 
     def is_completed(self) -> bool:
         return True
@@ -40,15 +40,16 @@ class Finished(dist.Work):  # type: ignore[misc]
     def is_success(self) -> bool:
         return True
 
-    def exception(self) -> None:
+    def exception(self) -> BaseException | None:
         return None
 
     def result(self) -> list[Any]:
+        self.wait()
         return list(self._tensors)
 
     def get_future(self) -> Any:
         future: Any = torch.futures.Future()
-        future.set_result(list(self._tensors))
+        future.set_result(self.result())
         return future
 
 
@@ -67,34 +68,23 @@ class CopyBackWork(Finished):
             self._finished = True
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
     def is_success(self) -> bool:
         return bool(self._work.is_success())
 
-    def result(self) -> list[Any]:
-        self.wait()
-        return super().result()
-
-    def get_future(self) -> Any:
-        self.wait()
-        return super().get_future()
-
     def _source_rank(self) -> int:
         return int(self._work._source_rank())
 
 
-class Queued(dist.Work):  # type: ignore[misc]
+class Queued(Finished):
     """An op that runs in its group's thread."""
 
     def __init__(self, function: Callable[[], None], tensors: Sequence[Any], ops: OpQueue) -> None:
-        super().__init__()
+        super().__init__(tensors)
         self._function: Callable[[], None] | None = function
-        self._tensors, self._ops = tensors, ops
+        self._ops = ops
         self._error: BaseException | None = None
         self._running = threading.Lock()  # held until the op has run; Ctrl-C ends a wait for a lock, not for a future
         self._running.acquire()
@@ -132,9 +122,6 @@ class Queued(dist.Work):  # type: ignore[misc]
             raise self._error
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return not self._running.locked()
 
@@ -143,10 +130,6 @@ class Queued(dist.Work):  # type: ignore[misc]
 
     def exception(self) -> BaseException | None:
         return self._error
-
-    def result(self) -> list[Any]:
-        self.wait()
-        return list(self._tensors)
 
     def get_future(self) -> Any:
         self._ops.run_until(self)
