@@ -7,7 +7,6 @@ hosts. mpi4py is imported when a group is joined, not before.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -64,26 +63,15 @@ class MpiGroup:
 
     Arrays may have any shape and layout; results are new arrays in C order, or ``out``, which may be the input array.
     Dtypes are those of the library, bfloat16 of ml_dtypes included. ``with`` or ``close`` leaves the group.
+
+    ``rank`` is this process's number, from 0; ``size`` is the number of ranks; ``hosts`` has the ranks of each host,
+    which share memory.
     """
 
     def __init__(self, communicator: Communicator, comm: Any, transport: MpiTransport) -> None:
         """Users call ``join`` instead."""
         self._communicator, self._comm, self._transport = communicator, comm, transport
-
-    @property
-    def rank(self) -> int:
-        """This process's number, from 0."""
-        return self._communicator.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._communicator.size
-
-    @property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host, which share memory."""
-        return self._communicator.hosts
+        self.rank, self.size, self.hosts = communicator.rank, communicator.size, communicator.hosts
 
     def all_reduce(self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None) -> Array:
         """Return the reduction of all ranks' arrays, with the same bits on every rank.
@@ -99,8 +87,7 @@ class MpiGroup:
         """
         op = read_op(op)
         given = _readable(x, op)
-        result = _result(given, given.shape, out)
-        given = _separate(given, result)
+        given, result = _with_result(given, given.shape, out)
         self._communicator.all_reduce(op, _memory(given), _memory(result))
         return result
 
@@ -111,15 +98,14 @@ class MpiGroup:
         if self.rank != root:
             self._communicator.reduce(op, _memory(given), None, root)
             return None
-        result = _result(given, given.shape, out)
-        given = _separate(given, result)
+        given, result = _with_result(given, given.shape, out)
         self._communicator.reduce(op, _memory(given), _memory(result), root)
         return result
 
     def broadcast(self, x: Any, root: int = 0, out: Array | None = None) -> Array:
         """Return the array of rank ``root``. ``x`` has the same shape and dtype on every rank."""
         given = _readable(x)
-        result = _result(given, given.shape, out)
+        given, result = _with_result(given, given.shape, out)
         if self.rank == root and result is not given:
             np.copyto(result, given)
         self._communicator.broadcast(_memory(result), root)
@@ -128,8 +114,7 @@ class MpiGroup:
     def all_gather(self, x: Any, out: Array | None = None) -> Array:
         """Return all ranks' arrays, stacked, of shape ``(size, *x.shape)``."""
         given = _readable(x)
-        result = _result(given, (self.size, *given.shape), out)
-        given = _separate(given, result)
+        given, result = _with_result(given, (self.size, *given.shape), out)
         if self._runs_in_mpi("all_gather", given):
             self._finish(self._comm.Iallgather(_bytes(given), _bytes(result)))
         else:
@@ -140,8 +125,7 @@ class MpiGroup:
         """Return this rank's row of the reduction. ``x`` has shape ``(size, ...)``."""
         op = read_op(op)
         given = self._require_rows(_readable(x, op))
-        result = _result(given, given.shape[1:], out)
-        given = _separate(given, result)
+        given, result = _with_result(given, given.shape[1:], out)
         if self._communicator.supports("reduce_scatter", op, given.dtype.name):
             self._communicator.reduce_scatter(op, _rows(given), _memory(result))
         else:  # not planned over several hosts
@@ -151,8 +135,9 @@ class MpiGroup:
     def gather(self, x: Any, root: int = 0, out: Array | None = None) -> Array | None:
         """Return all ranks' arrays, stacked, on rank ``root`` and ``None`` on all others."""
         given = _readable(x)
-        result = _result(given, (self.size, *given.shape), out) if self.rank == root else None
-        given = given if result is None else _separate(given, result)
+        result = None
+        if self.rank == root:
+            given, result = _with_result(given, (self.size, *given.shape), out)
         if self._runs_in_mpi("gather", given, root):
             self._finish(self._comm.Igather(_bytes(given), None if result is None else _bytes(result), root))
         else:
@@ -166,12 +151,14 @@ class MpiGroup:
           x: on rank ``root`` an array of shape ``(size, *out.shape)``; ignored on all others.
           out: on every rank an array of the same shape and dtype.
         """
-        result = _result(_readable(out), np.shape(out), out)
-        given = self._require_rows(_readable(x)) if self.rank == root else None
-        if given is not None and (given.shape[1:] != result.shape or given.dtype != result.dtype):
-            problem = "scatter requires an array with one row like out per rank."
-            raise ArgumentError.of(problem, f"{given.dtype}{given.shape} to {result.dtype}{result.shape}")
-        given = None if given is None else _separate(given, result)
+        _, result = _with_result(_readable(out), np.shape(out), out)
+        given = None
+        if self.rank == root:
+            given = self._require_rows(_readable(x))
+            if given.shape[1:] != result.shape or given.dtype != result.dtype:
+                problem = "scatter requires an array with one row like out per rank."
+                raise ArgumentError.of(problem, f"{given.dtype}{given.shape} to {result.dtype}{result.shape}")
+            given, _ = _with_result(given, result.shape, result)
         if self._runs_in_mpi("scatter", result, root):
             self._finish(self._comm.Iscatter(None if given is None else _bytes(given), _bytes(result), root))
         else:
@@ -181,7 +168,7 @@ class MpiGroup:
     def all_to_all(self, x: Any, out: Array | None = None) -> Array:
         """Return an array whose row k is this rank's row of ``x`` on rank k; both have shape ``(size, ...)``."""
         given = self._require_rows(_readable(x))
-        result = _result(given, given.shape, out)
+        given, result = _with_result(given, given.shape, out)
         if np.may_share_memory(given, result):  # a row would be written before it is read
             given = given.copy()
         if self._runs_in_mpi("all_to_all", given):
@@ -207,9 +194,7 @@ class MpiGroup:
         """Return the group itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 
@@ -253,25 +238,20 @@ def _readable(x: Any, op: ReduceOp | None = None) -> Array:
     return np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray adds a dimension to scalars
 
 
-def _result(given: Array, shape: tuple[int, ...], out: Array | None) -> Array:
-    """Return the array for a result."""
+def _with_result(given: Array, shape: tuple[int, ...], out: Array | None) -> tuple[Array, Array]:
+    """Return the input and the array for a result; the input is copied if the result overlaps it.
+
+    Both may be exactly the same memory, since each element is read before it is written.
+    """
     if out is None:
-        return np.empty(shape, given.dtype)
+        return given, np.empty(shape, given.dtype)
     fits = isinstance(out, np.ndarray) and out.shape == shape and out.dtype == given.dtype
     if not fits or not out.flags.c_contiguous or not out.flags.writeable:
         what = f"{out.dtype}{out.shape}" if isinstance(out, np.ndarray) else shown(out)
         problem = f"out must be a writable array in C order, of {given.dtype} and shape {shape}."
         raise ArgumentError.of(problem, what, "out=None")
-    return out
-
-
-def _separate(given: Array, result: Array) -> Array:
-    """Return the input; a copy if the result overlaps it.
-
-    Both may be exactly the same memory, since each element is read before it is written.
-    """
-    in_place = given.ctypes.data == result.ctypes.data and given.nbytes == result.nbytes
-    return given if in_place or not np.may_share_memory(given, result) else given.copy()
+    in_place = given.ctypes.data == out.ctypes.data and given.nbytes == out.nbytes
+    return given if in_place or not np.may_share_memory(given, out) else given.copy(), out
 
 
 def _memory(array: Array) -> ArrayView:

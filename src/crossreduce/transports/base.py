@@ -42,10 +42,9 @@ class PendingMessage(Protocol):
 
 
 class Transport(Protocol):
-    """Carries messages between ranks of different hosts.
+    """Carries messages between ranks of different hosts; those of one tag between two ranks arrive in order.
 
-    Messages with one tag between two ranks arrive in the order in which they were sent. The caller must keep the memory
-    of a message until ``wait`` returned.
+    The caller must keep the memory of a message until ``wait`` returned.
     """
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:

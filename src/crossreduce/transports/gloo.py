@@ -22,8 +22,7 @@ class GlooTransport:
 
     def __init__(self, gloo: Any) -> None:
         """Use ``gloo``, which may have other users at the same time, since their tags differ."""
-        self._gloo = gloo
-        self._aborted = False
+        self._gloo, self._aborted = gloo, False
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> _GlooMessage:
         """Start to send ``nbytes`` to rank ``dst`` of the group."""
@@ -34,8 +33,7 @@ class GlooTransport:
         return self._start(self._gloo.recv, address, nbytes, src, tag)
 
     def _start(self, start: Any, address: int, nbytes: int, peer: int, tag: int) -> _GlooMessage:
-        if not 0 <= tag < _ABORT_TAG - FIRST_TAG:
-            raise AssertionError(f"tag {tag}")
+        assert 0 <= tag < _ABORT_TAG - FIRST_TAG, tag
         if not nbytes:
             return _GlooMessage(None, peer)
         # A failure is reported by ``wait``, also if the message could not be started: gloo closes all connections at
@@ -62,16 +60,10 @@ class _GlooMessage:
     """A gloo work that is not finished; or ``None``: it succeeded; or the error with which it failed."""
 
     def __init__(self, work: Any, peer: int) -> None:
-        self._work = work
-        self._peer = peer
+        self._work, self._peer = work, peer
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the memory may be used again. A timeout closes all connections of the group.
-
-        Raises:
-          ConnectionError: the other rank is gone.
-          TimeoutError: the message did not complete in time.
-        """
+        """Return when the memory may be used again. A timeout closes all connections of the group."""
         if self._work is None:
             return
         if isinstance(self._work, Exception):

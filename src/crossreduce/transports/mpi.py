@@ -19,8 +19,7 @@ _FIRST_TAG: Final = 16  # of the transport's messages
 _ABORTED: Final = "this rank has aborted the group"
 _CHECK_S: Final = 0.25  # between two checks whether another rank has aborted
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # between two tests of a message: MPI itself can only wait by spinning
-UNFINISHED: Final[list[Any]] = []
-"""Requests that MPI cannot cancel. They keep the arrays that MPI still reads and writes."""
+UNFINISHED: Final[list[Any]] = []  # requests that MPI cannot cancel; they keep the arrays that MPI reads and writes
 
 
 class MpiRendezvous:
@@ -36,22 +35,19 @@ class MpiRendezvous:
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        sends = [self._comm.isend(payload, rank, _GATHER) for rank in others]
+        sends = {rank: self._comm.isend(payload, rank, _GATHER) for rank in others}
         found: dict[int, bytes] = {self.rank: payload}
-        missing = set(others)
         deadline, pause = time.monotonic() + self._timeout_s, _SHORTEST_S
-        while missing:
+        while missing := [rank for rank in others if rank not in found]:
             arrived = [rank for rank in missing if self._comm.iprobe(rank, _GATHER)]
             for rank in arrived:  # messages of one rank arrive in the order in which they were sent
                 found[rank] = self._comm.recv(source=rank, tag=_GATHER)
-            missing -= set(arrived)
-            if missing and time.monotonic() > deadline:
+            if not arrived and time.monotonic() > deadline:
                 problem = f"{rank_list(missing)} did not reach the rendezvous within {self._timeout_s:g} s."
-                raise CollectiveTimeout(message(problem, remedy="a longer timeout"), sorted(missing))
+                raise CollectiveTimeout(message(problem, remedy="a longer timeout"), missing)
             pause = _SHORTEST_S if arrived else min(2 * pause, _LONGEST_S)
-            if missing:
-                time.sleep(pause)
-        for rank, send in zip(others, sends, strict=True):
+            time.sleep(pause)
+        for rank, send in sends.items():
             while not send.test()[0]:
                 if time.monotonic() > deadline:
                     UNFINISHED.append(send)
@@ -65,8 +61,7 @@ class MpiRendezvous:
         if self._cause is None:
             self._cause = cause
             with contextlib.suppress(Exception):  # MPI's own errors: it may be shutting down
-                others = (rank for rank in range(self.size) if rank != self.rank)
-                self._sent += [self._comm.isend(cause, rank, _CAUSE) for rank in others]
+                self._sent += [self._comm.isend(cause, rank, _CAUSE) for rank in range(self.size) if rank != self.rank]
 
     def abort_cause(self) -> bytes | None:
         """Return the first reason that this rank published or received."""
@@ -83,9 +78,8 @@ class MpiRendezvous:
 class MpiTransport:
     """Messages over an MPI communicator. See ``base.Transport``.
 
-    MPI makes progress with large messages only while one of its functions is called. So while there are messages, a
-    thread tests them regularly: this rank may wait for other ranks of its host, which wait for hosts that wait for its
-    message.
+    MPI makes progress with large messages only while one of its functions is called. A thread tests all messages
+    regularly, since this rank may wait for ranks of its host that wait for hosts that wait for its message.
     """
 
     def __init__(self, comm: Any, abort_cause: Callable[[], bytes | None] = lambda: None) -> None:
@@ -99,26 +93,26 @@ class MpiTransport:
         self.aborted = False
         self._comm, self._address, self._error = comm, MPI.memory.fromaddress, MPI.Exception
         self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._messages: set[MpiMessage] = set()
+        self.messages: set[MpiMessage] = set()  # not finished
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> MpiMessage:
         """Start to send."""
-        return self._begin(lambda memory: self._comm.Isend(memory, dst, _FIRST_TAG + tag), address, nbytes)
+        return self._begin(self._comm.Isend, address, nbytes, dst, tag)
 
     def receive(self, address: int, nbytes: int, src: int, tag: int) -> MpiMessage:
         """Start to receive."""
-        return self._begin(lambda memory: self._comm.Irecv(memory, src, _FIRST_TAG + tag), address, nbytes)
+        return self._begin(self._comm.Irecv, address, nbytes, src, tag)
 
-    def _begin(self, start: Callable[[Any], Any], address: int, nbytes: int) -> MpiMessage:
+    def _begin(self, start: Callable[..., Any], address: int, nbytes: int, peer: int, tag: int) -> MpiMessage:
         if self.aborted:
             return MpiMessage(None, self, _ABORTED)
         try:
-            made = MpiMessage(start(self._address(address, nbytes)), self)
+            made = MpiMessage(start(self._address(address, nbytes), peer, _FIRST_TAG + tag), self)
         except self._error as error:
             return MpiMessage(None, self, str(error))
-        self._messages.add(made)
+        self.messages.add(made)
         if self._threads and self._thread is None:
             self._thread = threading.Thread(target=self._test_repeatedly, name="crossreduce-mpi", daemon=True)
             self._thread.start()
@@ -129,20 +123,16 @@ class MpiTransport:
         while not self.aborted:
             self._wake.wait()
             self._wake.clear()
-            while self._messages and not self.aborted:
-                for each in list(self._messages):
+            while self.messages and not self.aborted:
+                for each in list(self.messages):
                     each.test()
                 time.sleep(_LONGEST_S)
-
-    def forget(self, finished: MpiMessage) -> None:
-        """Stop testing a finished message."""
-        self._messages.discard(finished)
 
     def abort(self) -> None:
         """Make all messages fail."""
         self.aborted = True
         self._wake.set()
-        for each in list(self._messages):
+        for each in list(self.messages):
             each.cancel()
 
     def close(self) -> None:
@@ -158,8 +148,7 @@ class MpiMessage:
 
     def __init__(self, request: Any, transport: MpiTransport, failure: str | None = None) -> None:
         self._request, self._transport, self._failure = request, transport, failure
-        self._lock = threading.Lock()
-        self._done = failure is not None
+        self._lock, self._done = threading.Lock(), failure is not None
 
     def test(self) -> bool:
         """Return whether the request is finished."""
@@ -170,7 +159,7 @@ class MpiMessage:
                 except Exception as error:  # noqa: BLE001 - MPI's class of errors exists only after its import
                     self._done, self._failure = True, str(error)
         if self._done:
-            self._transport.forget(self)
+            self._transport.messages.discard(self)
         return self._done
 
     def cancel(self) -> None:
@@ -184,15 +173,16 @@ class MpiMessage:
     def wait(self, timeout_s: float) -> None:
         """Return when the memory may be used again."""
         pause, began = _SHORTEST_S, time.monotonic()
-        deadline, check_at = began + timeout_s, began + _CHECK_S
+        check_at = began + _CHECK_S
         while not self.test():
             if self._transport.aborted:
                 raise ConnectionError(_ABORTED)
-            if time.monotonic() > check_at:
+            now = time.monotonic()
+            if now > check_at:
                 check_at += _CHECK_S
                 if self._transport.abort_cause() is not None:
                     raise ConnectionError("another rank has aborted the group")
-            if time.monotonic() > deadline:
+            if now > began + timeout_s:
                 raise TimeoutError(f"no message within {timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_S)
