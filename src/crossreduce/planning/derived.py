@@ -6,6 +6,8 @@ Input: a schedule. Output: the steps of it that bring each part of the result to
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 
 from ..schedule import Chunk, Schedule, Step, live_rounds
 
@@ -79,9 +81,7 @@ def _first_complete(schedule: Schedule) -> list[int]:
     for steps in schedule.rounds:
         made = {}
         for chunk, dst, srcs in steps:
-            made[chunk, dst] = 0
-            for src in srcs:
-                made[chunk, dst] |= contributions.get((chunk, src), 0)
+            made[chunk, dst] = reduce(or_, (contributions.get((chunk, src), 0) for src in srcs))
             if owners[chunk] < 0 and made[chunk, dst] == everyone[chunk]:
                 owners[chunk] = dst
         contributions.update(made)

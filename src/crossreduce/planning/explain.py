@@ -6,13 +6,15 @@ Input: a schedule, a bound, numbers. Output: lines of text.
 from __future__ import annotations
 
 from fractions import Fraction
-from math import gcd, lcm
+from functools import reduce
+from operator import or_
 from typing import Final, NamedTuple
 
 from ..devices import parse
 from ..schedule import Schedule
 from ..schedule.schedule import many
 from .bounds.certificate import Bound, Cut
+from .trees.fitting import common_unit
 
 _MOST_LINES: Final = 16
 _MOST_NAMES: Final = 8
@@ -67,9 +69,7 @@ def shape(schedule: Schedule) -> Shape:
         made = {}
         for c, dst, srcs in steps:
             operands = tuple(cells[c, src] for src in srcs)
-            contributions = 0
-            for operand in operands:
-                contributions |= operand.contributions
+            contributions = reduce(or_, (operand.contributions for operand in operands))
             hops = max(operand.hops + (operand.device != dst) for operand in operands)
             depth = max(depth, hops)
             value = _Value(dst, operands, contributions, hops)
@@ -88,8 +88,7 @@ def shape(schedule: Schedule) -> Shape:
                 parents |= {child: parent for parent, child in _senders(cells[c, dst], names).items()}
             trees.append((chunk.share, names[source], parents))
     shares = [chunk.share for chunk in schedule.chunks]
-    scale = lcm(*(share.denominator for share in shares))
-    unit = Fraction(gcd(*(int(share * scale) for share in shares)), scale)
+    unit = common_unit(shares)
     roots = tuple(dict.fromkeys(root for _, root, _ in trees))
     whole = sum((share for share, _, _ in trees), Fraction(0))
     return Shape(whole / unit / len(roots), roots, depth, tuple(trees))
@@ -128,12 +127,11 @@ def tree_lines(found: Shape) -> list[str]:
     for share, root, parents in found.trees:
         text = nested(root, parents)
         drawn[text] = drawn.get(text, Fraction(0)) + share
-    lines = [f"{share!s:>8s} {_short(text)}" for text, share in list(drawn.items())[:_MOST_LINES]]
+    lines = [
+        f"{share!s:>8s} {text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 4] + ' ...'}"
+        for text, share in list(drawn.items())[:_MOST_LINES]
+    ]
     return lines + ([f"         and {len(drawn) - _MOST_LINES} more"] if len(drawn) > _MOST_LINES else [])
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 4] + " ..."
 
 
 def limited_by(limit: Bound) -> str:

@@ -7,9 +7,11 @@ into and out of each root, which share the links as the linear program determine
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from ..schedule import Schedule, fluid_rate
@@ -158,17 +160,12 @@ def _backwards(links: dict[Pair, Fraction]) -> dict[Pair, Fraction]:
 
 def _pairs(root: int, into: list[Tree], out: list[Tree]) -> list[TreeShare]:
     """Pair the trees into a root with the trees out of it, share by share."""
-    whole_in, whole_out = sum(tree.weight for tree in into), sum(tree.weight for tree in out)
-    shares, i, j = [], 0, 0
-    left_in, left_out = Fraction(into[0].weight, whole_in), Fraction(out[0].weight, whole_out)
-    while i < len(into):
-        part = min(left_in, left_out)
-        shares.append(TreeShare(root, part * whole_out, into[i], out[j]))
-        left_in, left_out = left_in - part, left_out - part
-        if not left_in:
-            i += 1
-            left_in = Fraction(into[i].weight, whole_in) if i < len(into) else Fraction(0)
-        if not left_out:
-            j += 1
-            left_out = Fraction(out[j].weight, whole_out) if j < len(out) else Fraction(0)
+    scale = Fraction(sum(tree.weight for tree in out), sum(tree.weight for tree in into))
+    ends_in = [end * scale for end in accumulate(tree.weight for tree in into)]
+    ends_out = [Fraction(end) for end in accumulate(tree.weight for tree in out)]
+    shares, start = [], Fraction(0)
+    for end in sorted({*ends_in, *ends_out}):
+        pair = into[bisect_right(ends_in, start)], out[bisect_right(ends_out, start)]
+        shares.append(TreeShare(root, end - start, *pair))
+        start = end
     return shares

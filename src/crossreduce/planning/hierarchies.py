@@ -28,8 +28,7 @@ KINDS: Final = ("widest", "shortest", "load_aware")
 
 
 class _Edge(NamedTuple):
-    """The links from one member to another and back, and the numbers of the nodes in between, from ``src`` to
-    ``dst``."""
+    """The links from one member to another and back, and the numbers of the nodes that each route passes."""
 
     links: tuple[tuple[str, str], ...]
     there: tuple[int, ...]
@@ -116,17 +115,18 @@ def centre(topology: Topology, sources: tuple[str, ...], destinations: tuple[str
 def _edges(topology: Topology, members: tuple[str, ...], number: dict[str, int]) -> list[dict[int, _Edge]]:
     """Return for each member the edges to others by routes, there and back, that pass no other member."""
     inside = frozenset(members)
-
-    def free(route: tuple[str, ...] | None) -> bool:
-        return route is not None and (len(route) == 2 or inside.isdisjoint(route[1:-1]))
-
-    routes = {(a, b): topology.route(a, b) for a in members for b in members if a != b}
+    routes = {
+        (a, b): route
+        for a in members
+        for b in members
+        if a != b and (route := topology.route(a, b)) and (len(route) == 2 or inside.isdisjoint(route[1:-1]))
+    }
     edges: list[dict[int, _Edge]] = []
     for a in members:
         found: dict[int, _Edge] = {}
         for k, b in enumerate(members):
             there, back = routes.get((a, b)), routes.get((b, a))
-            if there is not None and back is not None and free(there) and free(back):
+            if there is not None and back is not None:
                 between = [tuple(number[node] for node in route[1:-1]) for route in (there, back)]
                 found[k] = _Edge((*pairwise(there), *pairwise(back)), *between)
         edges.append(found)

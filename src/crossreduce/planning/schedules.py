@@ -52,8 +52,7 @@ class Algorithm(NamedTuple):
 
 
 def _one(schedule: Callable[[Request], Schedule]) -> Callable[[Request], list[Schedule]]:
-    """Return the planner of an algorithm that has the same schedule on every topology."""
-    return lambda request: [schedule(request)]
+    return lambda request: [schedule(request)]  # on every topology
 
 
 def _hierarchical_copy(request: Request) -> list[Schedule]:

@@ -222,15 +222,9 @@ class Schedule:
                 Route(typed(int, chunk), typed(int, src), typed(int, dst), listed(str, through), *listed(int, when))
                 for chunk, src, dst, through, *when in listed(list, read.get("routes", []))
             ]
-            return cls(
-                typed(str, read["collective"]),
-                typed(str, read["algorithm"]),
-                listed(str, read["devices"]),
-                tuple(chunks),
-                tuple(rounds),
-                typed(int, read["pieces"]),
-                tuple(routes),
-            )
+            collective, algorithm = typed(str, read["collective"]), typed(str, read["algorithm"])
+            devices, pieces = listed(str, read["devices"]), typed(int, read["pieces"])
+            return cls(collective, algorithm, devices, tuple(chunks), tuple(rounds), pieces, tuple(routes))
         except ScheduleError:
             raise
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:

@@ -71,7 +71,10 @@ def read_nvidia_smi(
     >>> read_nvidia_smi(table, nvlink_gb_per_s=14.0625).links[0].bandwidth
     Fraction(225, 4)
     """
-    speed = _speed(nvlink_gb_per_s)
+    valid = isinstance(nvlink_gb_per_s, (int, float, Fraction)) and not isinstance(nvlink_gb_per_s, bool)
+    if not valid or not 0 < nvlink_gb_per_s < math.inf:
+        raise ArgumentError.of("nvlink_gb_per_s must be a number of GB/s above 0.", shown(nvlink_gb_per_s), "25")
+    speed = Fraction(nvlink_gb_per_s)
     if not isinstance(nvlinks_per_gpu, int) or isinstance(nvlinks_per_gpu, bool) or nvlinks_per_gpu < 1:
         raise ArgumentError.of("nvlinks_per_gpu must be a number of links, 1 or more.", shown(nvlinks_per_gpu), "18")
     if pcie not in ("pcie3", "pcie4", "pcie5", "pcie6"):
@@ -207,12 +210,6 @@ def _is_header(words: list[str]) -> bool:
 
 def _number(cell: str) -> int:
     return int(cell[2:]) if cell.startswith("NV") else 0
-
-
-def _speed(value: object) -> Fraction:
-    if isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and 0 < value < math.inf:
-        return Fraction(value)
-    raise ArgumentError.of("nvlink_gb_per_s must be a number of GB/s above 0.", shown(value), "25")
 
 
 def _refuse(line: int, words: list[str], problem: str) -> NoReturn:

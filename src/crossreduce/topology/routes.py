@@ -24,13 +24,7 @@ def routes_from(
 ) -> dict[str, tuple[str, ...]]:
     """Return the route from ``src`` to each node that can be reached: see ``Topology.route``.
 
-    Args:
-      src: where the routes start.
-      nodes: devices, then switches.
-      devices: the number of devices among the nodes.
-      order: the position of each node.
-      neighbours: for each node the nodes to which it has a link.
-      speeds: bandwidths in any unit, by the ends of the link.
+    The first ``devices`` nodes are devices; ``order`` has the positions of the nodes; speeds may have any unit.
     """
     routes: dict[str, tuple[str, ...]] = {}
     # Devices on the route, links, minus the least bandwidth, the positions of the nodes: the least entry is the best.

@@ -182,15 +182,9 @@ class _LinearProgram:
         """Return the islands of the topology, each with the switches whose links lead to this island only."""
         number = {node: k for k, node in enumerate(self.topology.nodes)}
         groups = [frozenset(number[device] for device in island) for island in self.topology.islands]
-        if len(groups) < 2:
-            return []
-        near: dict[int, set[int]] = {}
-        for src, dst in self.arcs:
-            near.setdefault(src, set()).add(dst)
-        return [
-            group | {switch for switch in range(self.n, len(number)) if near.get(switch, {-1}) <= group}
-            for group in groups
-        ]
+        near = {switch: {self.arcs[k][1] for k in self.leaving[switch]} for switch in range(self.n, len(number))}
+        inside = [group | {switch for switch, others in near.items() if others and others <= group} for group in groups]
+        return inside if len(groups) > 1 else []
 
     def crossing(self, cut: _Cut) -> list[int]:
         """Return the numbers of the links that cross a cut, sorted."""
@@ -240,21 +234,22 @@ class _LinearProgram:
         assert solution.status == 0, solution.message  # bounded by the links, and 0 is feasible
         return solution
 
+    def network(self, values: list[int], columns: list[int], *, outward: bool) -> Network:
+        """Return the used links, backwards unless ``outward``, and a source, the last node, that feeds the roots."""
+        pairs = zip(self.arcs, columns, strict=True)
+        capacities = {(arc if outward else arc[::-1]): values[column] for arc, column in pairs}
+        source = len(self.topology.nodes)
+        return Network(source + 1, capacities | {(source, r): values[r] for r in range(self.n)})
+
     def violated(self, solution: Any) -> list[_Cut]:
         """Return cuts that a solution violates: for each device the least one, in each direction."""
         values = solution.x.tolist()
-        needed = sum(values[: self.n])
+        needed, source = sum(values[: self.n]), len(self.topology.nodes)
         found: dict[_Cut, None] = {}
         for columns, outward in self.directions:
-            roots = [round(value * _FINE) for value in values[: self.n]]
-            used = {
-                (arc if outward else arc[::-1]): round(values[column] * _FINE)
-                for arc, column in zip(self.arcs, columns, strict=True)
-            }
-            source = len(self.topology.nodes)
-            network = Network(source + 1, used | {(source, r): rate for r, rate in enumerate(roots)})
+            network = self.network([round(value * _FINE) for value in values], columns, outward=outward)
             for sink in range(self.n):
-                if network.flow(source, sink) < needed * _FINE - 2 * len(used):
+                if network.flow(source, sink) < needed * _FINE - 2 * len(self.arcs):
                     found[_Cut(network.cut(source, sink) - {source}, outward)] = None
         return list(found)
 
@@ -327,9 +322,8 @@ class _LinearProgram:
                     price[k][d] += shift[d]
                 for k in self.leaving[switch]:
                     price[k][d] -= shift[d]
-        zero = Fraction(0)
-        worth = sum((width * max(zero, *two) for width, two in zip(self.width, price, strict=True)), zero)
-        return worth / self.scale, weights, potentials
+        worth = sum(width * max(Fraction(0), *two) for width, two in zip(self.width, price, strict=True))
+        return Fraction(worth) / self.scale, weights, potentials
 
     def fits(self, values: list[Fraction]) -> bool:
         """Return whether an exact solution respects the links, and every switch forwards all that it receives."""
@@ -351,11 +345,7 @@ class _LinearProgram:
         scale = lcm(*(value.denominator for value in values))
         source = len(self.topology.nodes)
         for columns, outward in self.directions:
-            used = {
-                (arc if outward else arc[::-1]): int(values[c] * scale)
-                for arc, c in zip(self.arcs, columns, strict=True)
-            }
-            network = Network(source + 1, used | {(source, r): int(values[r] * scale) for r in range(self.n)})
+            network = self.network([int(value * scale) for value in values], columns, outward=outward)
             if any(network.flow(source, sink) < rate * scale for sink in range(self.n)):
                 return Fraction(-1)
         return rate

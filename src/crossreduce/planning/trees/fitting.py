@@ -68,8 +68,9 @@ def fit_trees(
         return None if batches is None else _with_routes(batches, capacities)
 
     total = sum(weights.values(), Fraction(0))
-    rate = _rate(topology, used, weights) / total  # of a root of weight 1
-    unit = _common_unit([*(rate * weight for weight in weights.values()), *arcs.values()])
+    shares = {topology.devices[root]: weight for root, weight in weights.items()}
+    rate = 1 / tightest_cut(_with_bandwidths(topology, used), shares, outward=True)[1]  # of a root of weight 1
+    unit = common_unit([*(rate * weight for weight in weights.values()), *arcs.values()])
     exact = {root: int(rate * weight / unit) for root, weight in weights.items()}
     trees = packed(unit, exact, MOST_TREES * len(exact))
     if trees is not None and len(trees) <= MOST_TREES * len(exact):
@@ -91,20 +92,13 @@ def fit_trees(
     return trees, Fraction(sum(exact.values()), len(exact))
 
 
-def _rate(topology: Topology, used: Mapping[Pair, Fraction], weights: Mapping[int, Fraction]) -> Fraction:
-    """Return the rate of all roots together that the used bandwidths allow."""
-    shares = {topology.devices[k]: weight for k, weight in weights.items()}
-    _, ratio = tightest_cut(_with_bandwidths(topology, used), shares, outward=True)
-    return sum(weights.values(), Fraction(0)) / ratio
-
-
 def _with_bandwidths(topology: Topology, used: Mapping[Pair, Fraction]) -> Topology:
     """Return the topology with other bandwidths."""
     links = [Link(src, dst, bandwidth) for (src, dst), bandwidth in used.items() if bandwidth]
     return Topology.unchecked(topology.devices, links, topology.switches)
 
 
-def _common_unit(values: Iterable[Fraction]) -> Fraction:
+def common_unit(values: Iterable[Fraction]) -> Fraction:
     """Return the greatest number of which all values are integer multiples."""
     listed = [value for value in values if value]
     scale = lcm(*(value.denominator for value in listed))

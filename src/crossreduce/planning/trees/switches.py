@@ -11,6 +11,7 @@ Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, S
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import ne
 
 from ..bounds.flows import Network
 from .schedule import Through
@@ -88,10 +89,7 @@ def without_switches(
         def apart(u: int, t: int) -> bool:
             return u != t and (u >= len(groups) or t >= len(groups) or groups[u] != groups[t])
 
-        def different(u: int, t: int) -> bool:
-            return u != t
-
-        for allowed in (apart, different) if spans else (different,):
+        for allowed in (apart, ne) if spans else (ne,):
             tried = Capacities({arc: dict(here) for arc, here in capacities.items()})
             for (u, t), amount in _even_shares(entering, leaving, allowed).items():
                 _bypass(tried, u, switch, t, amount)
