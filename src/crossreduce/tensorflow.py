@@ -230,11 +230,7 @@ class HierarchicalCopyAllReduce(_Adapter):
 
 
 def _read_op(reduce_op: Any) -> ReduceOp:
-    """Return TensorFlow's reduction as a ``ReduceOp``.
-
-    Raises:
-      ArgumentError: it is not a known reduction.
-    """
+    """Return TensorFlow's reduction as a ``ReduceOp``; raise if it is unknown."""
     return read_op(reduce_op.value if isinstance(reduce_op, tf.distribute.ReduceOp) else reduce_op)
 
 
@@ -280,7 +276,7 @@ def _translate(value: Any, destinations: Any) -> tuple[PerReplica, _Destinations
     if not parts:
         raise ArgumentError.of("a value must have at least one component.", shown(value), "PerReplica((x, ...))")
     components = tuple(_array(x) for x in parts)
-    places = _component_places(tuple(_place(x) for x in components))
+    places = _component_places(tuple(map(_place, components)))
     if destinations is value and isinstance(value, tf.distribute.DistributedValues):
         translated = PerReplica.on(components, _names(places))
         return translated, _Destinations(translated, places)
@@ -340,11 +336,7 @@ def _names(places: _Places) -> tuple[str, ...]:
 
 
 def _variable(given: Any) -> Any:
-    """Return the ``tf.Variable`` (which may be mirrored) of a Keras variable; any other value unchanged.
-
-    Raises:
-      ArgumentError: it is a distributed value of crossreduce.
-    """
+    """Return the ``tf.Variable`` (which may be mirrored) of a Keras variable; any other value unchanged."""
     if isinstance(given, DistributedValues):  # TensorFlow would stack its components
         problem = "this is a distributed value of crossreduce, not of tf.distribute."
         remedy = "crossreduce's own op of the same name, or a value that a tf.distribute.Strategy made"

@@ -68,7 +68,7 @@ def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
 
 
 def localize(tree: Any, replica: int, n: int, *, keep_variables: bool = True) -> Any:
-    """Return a tree with each distributed value replaced by a replica's component; the same tree if it has none.
+    """Return a tree with each distributed value replaced by a replica's component; other trees are not copied.
 
     ``keep_variables``: variables are kept; they return the current replica's component themselves.
 

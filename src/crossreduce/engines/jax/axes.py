@@ -58,12 +58,7 @@ def varying(x: Array) -> frozenset[Hashable]:
 
 
 def read_axes(axis_name: Any) -> MeshAxes:
-    """Return the axes of a name, or of a tuple or list of names.
-
-    Raises:
-      AxisError: an axis does not exist here.
-      ArgumentError: no axis, or an axis is listed twice.
-    """
+    """Return the axes of a name, or of a tuple or list of names; raise unless they exist here and differ."""
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     try:
         if not names or len(set(names)) < len(names):

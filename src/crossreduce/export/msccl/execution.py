@@ -15,7 +15,7 @@ src/device/msccl_kernel.cu) and github.com/ROCm/rccl (src/device/msccl_kernel_im
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Final
 
@@ -236,8 +236,8 @@ class Execution:
         self.program, self.slots, self.per_slot = program, slots, per_slot
         self.current = {threadblock: run.start for threadblock, run in program.blocks.items()}
         self.done = [False] * len(program.steps)
-        self.passed = [0] * len(program.steps)  # transmitted parts of each step's message
-        self.queues: defaultdict[Connection, int] = defaultdict(int)  # used slots, by connection
+        self.passed = [0] * len(program.steps)  # parts of its message that each step has sent, received or both
+        self.used: Counter[ThreadblockId] = Counter()  # slots of each threadblock's outgoing connection
         self.ready = OrderedDict.fromkeys(program.blocks)  # a queue of threadblocks whose next step may be able to run
 
     def order(self) -> list[int]:
@@ -269,29 +269,22 @@ class Execution:
     def _waits_for(self, number: int) -> int:
         return next((target for target in self.program.steps[number].waits if not self.done[target]), -1)
 
-    def _connections(self, step: RuntimeStep) -> tuple[Connection, Connection]:
-        block = self.program.algo.gpus[step.gpu].threadblocks[step.block]
-        return (block.recv, step.gpu, block.channel), (step.gpu, block.send, block.channel)
-
     def _transmit(self, number: int) -> bool:
         """Transmit as many parts of a step's message as the slots allow; return whether these were all."""
         steps = self.program.steps
         step = steps[number]
-        if step.sender < 0 and step.receiver < 0:
-            return True
-        incoming, outgoing = self._connections(step)
         parts = -(-step.count // self.per_slot)
         can = parts - self.passed[number]
         if step.sender >= 0:
-            can = min(can, self.queues[incoming])
+            can = min(can, self.passed[step.sender] - self.passed[number])
         if step.receiver >= 0:
-            can = min(can, self.slots - self.queues[outgoing])
+            can = min(can, self.slots - self.used[step.threadblock])
         self.passed[number] += can
         if can and step.sender >= 0:
-            self.queues[incoming] -= can
+            self.used[steps[step.sender].threadblock] -= can
             self.ready[steps[step.sender].threadblock] = None
         if can and step.receiver >= 0:
-            self.queues[outgoing] += can
+            self.used[step.threadblock] += can
             self.ready[steps[step.receiver].threadblock] = None
         return self.passed[number] == parts
 
@@ -302,12 +295,11 @@ class Execution:
         threadblock = next(key for key, run in blocks.items() if self.current[key] < run.stop)
         seen: dict[ThreadblockId, str] = {}
         while threadblock not in seen:
-            step = steps[self.current[threadblock]]
-            target = self._waits_for(self.current[threadblock])
-            incoming, _ = self._connections(step)
+            number = self.current[threadblock]
+            step, target = steps[number], self._waits_for(number)
             if target >= 0:
                 reason = f"waits for tb {steps[target].block}, step {steps[target].number}"
-            elif step.sender >= 0 and not self.queues[incoming]:
+            elif step.sender >= 0 and self.passed[step.sender] == self.passed[number]:
                 target = step.sender
                 reason = f"waits for the message of {steps[target]}"
             else:
