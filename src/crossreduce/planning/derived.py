@@ -81,7 +81,7 @@ def _first_complete(schedule: Schedule) -> list[int]:
     for steps in schedule.rounds:
         made = {}
         for chunk, dst, srcs in steps:
-            made[chunk, dst] = reduce(or_, (contributions.get((chunk, src), 0) for src in srcs))
+            made[chunk, dst] = reduce(or_, [contributions.get((chunk, src), 0) for src in srcs])
             if owners[chunk] < 0 and made[chunk, dst] == everyone[chunk]:
                 owners[chunk] = dst
         contributions.update(made)

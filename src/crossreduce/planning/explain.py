@@ -69,7 +69,7 @@ def shape(schedule: Schedule) -> Shape:
         made = {}
         for c, dst, srcs in steps:
             operands = tuple(cells[c, src] for src in srcs)
-            contributions = reduce(or_, (operand.contributions for operand in operands))
+            contributions = reduce(or_, [operand.contributions for operand in operands])
             hops = max(operand.hops + (operand.device != dst) for operand in operands)
             depth = max(depth, hops)
             value = _Value(dst, operands, contributions, hops)

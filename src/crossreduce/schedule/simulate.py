@@ -202,9 +202,13 @@ def _traffic(schedule: Schedule, topology: Topology) -> _Traffic:
         used = []
         for r, chunks in by_round.items():
             amount = len(chunks) if equal else tuple(chunks)  # equal shares only need to be counted
-            used.append((r, amounts.setdefault(amount, (len(amounts), tuple(chunks)))[0]))
+            if amount not in amounts:
+                amounts[amount] = len(amounts), tuple(chunks)
+            used.append((r, amounts[amount][0]))
         key = topology.speeds[pair], tuple(used)
-        load_of[pair], _ = loads.setdefault(key, (len(loads), _Load(topology.by_ends[pair].bandwidth, key[1])))
+        if key not in loads:
+            loads[key] = len(loads), _Load(topology.by_ends[pair].bandwidth, key[1])
+        load_of[pair] = loads[key][0]
     different, listed = (load for _, load in loads.values()), (chunks for _, chunks in amounts.values())
     return _Traffic(chunks_of, load_of, tuple(different), tuple(listed), tuple(latencies))
 
@@ -252,8 +256,7 @@ class _Timing:
         self._windows: dict[int, list[tuple[float, float]]] = {}
 
     def ticks(self, pieces: int) -> tuple[list[float], int]:
-        """Return the seconds of the ticks, in order, and how often the middle one, in which all rounds are in
-        progress, is repeated."""
+        """Return the seconds of the ticks, and how often the one in which all rounds are in progress is repeated."""
         rounds = len(self.latency_s)
         ticks = [latency + transfer / pieces for latency, transfer in self.windows(min(pieces, rounds))]
         return ticks, max(0, pieces - rounds)
