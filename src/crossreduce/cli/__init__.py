@@ -35,21 +35,21 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
             app(args=None if args is None else list(args), prog_name="crossreduce")
         except ReductionError as error:
-            _stop(str(error), 2)
+            _stop(str(error))
         except ModuleNotFoundError as error:
             missing = (error.name or "").partition(".")[0]
             if missing not in _EXTRA:
                 raise
-            _stop(f"the command line needs {missing}, which is not installed.  try: pip install 'crossreduce[cli]'", 2)
+            _stop(f"the command line needs {missing}, which is not installed.  try: pip install 'crossreduce[cli]'")
         except OSError as error:
-            _stop(f"{error.strerror or error}.  try: another file, or make room", 2)
+            _stop(f"{error.strerror or error}.  try: another file, or make room")
         except MemoryError:
-            _stop("there is not enough memory for this.  try: smaller sizes or fewer devices", 2)
+            _stop("there is not enough memory for this.  try: smaller sizes or fewer devices")
         except KeyboardInterrupt:
             sys.exit(130)
     sys.exit(0)
 
 
-def _stop(text: str, code: int) -> NoReturn:
+def _stop(text: str) -> NoReturn:
     print(f"crossreduce: {text}", file=sys.stderr)
-    sys.exit(code)
+    sys.exit(2)

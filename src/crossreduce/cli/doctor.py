@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import rank_list
-from ..ranks.flight_recorder import Dump, Frame, History, Thread, read
+from ..ranks.flight_recorder import Dump, History, Thread, read
 from ..ranks.shared_memory import LEFT
 from .output import print_lines
 
@@ -123,9 +123,8 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
     behind = [state.rank for state in states if state.state == "left"]
     behind += [state.rank for state in states if state.state not in ("unknown", "left") and state.sequence < last]
     if not behind:  # all ranks reached the last call: suspect those that did not leave it and did not write a dump
-        behind = [
-            state.rank for state in states if state.sequence == last and not state.dumped and state.state == "running"
-        ]
+        in_last = [state for state in states if state.sequence == last and state.state == "running"]
+        behind = [state.rank for state in in_last if not state.dumped]
     ended = re.search(" (died|left|was interrupted|were interrupted) ", first.cause.split("\n")[0])
     findings = [_finding(by_rank[rank], last, text, "" if ended else _NO_DUMP_BECAUSE) for rank in sorted(behind)]
     waiting = [state.rank for state in states if state.sequence == last and state.rank not in behind]
@@ -136,9 +135,8 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
     if finished:
         findings.append(f"{rank_list(finished)} had finished op {last}, {text}.")
     if missing:
-        findings.append(
-            f"Nothing is known about {rank_list(missing)}, which wrote no dump and is in no other rank's dump."
-        )
+        about = "which wrote no dump and is in no other rank's dump."
+        findings.append(f"Nothing is known about {rank_list(missing)}, {about}")
     if not behind and not missing:
         findings.append("No rank is behind: all ranks reached the same call.")
     return Incident(
@@ -213,11 +211,8 @@ def _stack(threads: tuple[Thread, ...]) -> tuple[str, ...]:
     """Return the main thread's innermost functions that are not internal, the innermost first."""
     frames = list(threads[0].stack) if threads else []
     external = [frame for frame in frames if not _INTERNAL.search(frame.file)]
-    return tuple(_location(frame) for frame in reversed((external or frames)[-_MAX_FRAMES:]))
-
-
-def _location(frame: Frame) -> str:
-    return f"{frame.function} ({'/'.join(Path(frame.file).parts[-2:])}:{frame.line})"
+    shown = reversed((external or frames)[-_MAX_FRAMES:])
+    return tuple(f"{frame.function} ({'/'.join(Path(frame.file).parts[-2:])}:{frame.line})" for frame in shown)
 
 
 def _show(each: Incident) -> None:

@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Annotated, Any, Final
@@ -66,20 +67,15 @@ def framework_info(name: str) -> dict[str, Any]:
         return {"version": found, "devices": None, "error": f"importing it took more than {TIMEOUT_S} s"}
     lines = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()
     last = lines[-1] if lines else f"importing it ended with exit code {ran.returncode}"
-    return {
-        "version": found,
-        "devices": last if ran.returncode == 0 else None,
-        "error": last if ran.returncode else None,
-    }
+    devices, error = (None, last) if ran.returncode else (last, None)
+    return {"version": found, "devices": devices, "error": error}
 
 
 def installed(name: str) -> str | None:
     """Return a framework's version without importing it; ``None``: it is not installed."""
     for distribution in DISTRIBUTIONS[name]:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
     return None if find_spec(name) is None else "unknown"
 
 

@@ -48,7 +48,9 @@ def atomic_file(option: str, path: Path | None) -> Iterator[Path | None]:
     try:
         yield temporary
         if temporary.stat().st_size:
-            temporary.chmod(0o666 & ~_umask())
+            mask = os.umask(0o022)
+            os.umask(mask)
+            temporary.chmod(0o666 & ~mask)
             with temporary.open("r+b") as file:
                 os.fsync(file.fileno())
             temporary.replace(target)
@@ -69,12 +71,6 @@ def atomic_json(option: str, path: Path | None) -> Iterator[Callable[[dict[str, 
                 file.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
 
         yield write
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 @contextmanager

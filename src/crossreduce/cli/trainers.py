@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,23 +26,28 @@ RATE: Final = 0.1
 MOMENTUM: Final = 0.9
 
 
-class Trainer(Protocol):
+class Trainer(ABC):
     """The operations that ``train`` and ``bench`` require from a framework."""
 
     version: str
 
+    @abstractmethod
     def __init__(self, devices: tuple[str, ...]) -> None:
         """Import the framework and create these devices (canonical names)."""
 
+    @abstractmethod
     def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
         """Return a copy of an array on a device."""
 
     def get(self, x: Array) -> np.ndarray[Any, Any]:
         """Return an array as a NumPy array."""
+        return np.asarray(x)
 
+    @abstractmethod
     def wait(self, xs: Iterable[Array]) -> None:
         """Block until these arrays are computed."""
 
+    @abstractmethod
     def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
         """Return the sum of the losses over a shard, which may be empty, and the gradient of the sum.
 
@@ -54,9 +60,10 @@ class Trainer(Protocol):
 
         ``total`` is the gradient of the sum of the losses over ``size`` samples.
         """
+        return _momentum(parameters, velocity, total, size)
 
 
-class NumPyTrainer:
+class NumPyTrainer(Trainer):
     """NumPy: explicit formulas for the gradient."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
@@ -64,9 +71,6 @@ class NumPyTrainer:
 
     def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
         return x.copy()
-
-    def get(self, x: Array) -> np.ndarray[Any, Any]:
-        return np.asarray(x)
 
     def wait(self, xs: Iterable[Array]) -> None:
         pass
@@ -84,11 +88,8 @@ class NumPyTrainer:
         back = (errors @ parameters["w2"].T) * (hidden > 0)
         return loss, {"w1": images.T @ back, "b1": back.sum(0), "w2": hidden.T @ errors, "b2": errors.sum(0)}
 
-    def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
-        return _momentum(parameters, velocity, total, size)
 
-
-class TorchTrainer:
+class TorchTrainer(Trainer):
     """PyTorch: gradients by ``torch.autograd``."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
@@ -126,11 +127,8 @@ class TorchTrainer:
         grads = self._torch.autograd.grad(loss, leaves)
         return loss.detach(), dict(zip(("w1", "b1", "w2", "b2"), grads, strict=True))
 
-    def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
-        return _momentum(parameters, velocity, total, size)
 
-
-class JaxTrainer:
+class JaxTrainer(Trainer):
     """JAX: gradients by ``jax.value_and_grad`` under ``jax.jit``."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
@@ -147,9 +145,6 @@ class JaxTrainer:
     def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
         place = parse(device)
         return self._jax.device_put(x, self._jax.devices(place.kind)[place.index])
-
-    def get(self, x: Array) -> np.ndarray[Any, Any]:
-        return np.asarray(x)
 
     def wait(self, xs: Iterable[Array]) -> None:
         self._jax.block_until_ready(list(xs))
@@ -168,7 +163,7 @@ class JaxTrainer:
         return parameters, velocity
 
 
-class TensorFlowTrainer:
+class TensorFlowTrainer(Trainer):
     """TensorFlow: gradients by ``tf.GradientTape`` inside ``tf.function``."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
@@ -187,9 +182,6 @@ class TensorFlowTrainer:
         place = parse(device)
         with self._tf.device(f"{'GPU' if place.kind == 'cuda' else place.kind.upper()}:{place.index}"):
             return self._tf.constant(x)
-
-    def get(self, x: Array) -> np.ndarray[Any, Any]:
-        return np.asarray(x.numpy())
 
     def wait(self, xs: Iterable[Array]) -> None:
         self._tf.test.experimental.sync_devices()

@@ -26,6 +26,9 @@ TYPES: Final = {"half": "float16", "float": "float32", "double": "float64", "cha
     name: name for name in ("int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "bfloat16")
 }
 
+# Other names of these types: NumPy's, and those of nccl-tests that its table does not print.
+SPELLINGS: Final = {"float16": "half", "float32": "float", "float64": "double", "char": "int8", "int": "int32"}
+
 
 def bench(
     minbytes: Annotated[str, typer.Option("-b", "--minbytes", help="First size; K, M, G are powers of 1024.")] = "32M",
@@ -107,7 +110,7 @@ def bench(
     low, high = read_nbytes("--minbytes", minbytes), read_nbytes("--maxbytes", maxbytes)
     if high < at_least(1, "--minbytes", low):
         raise ArgumentError(f"--maxbytes must be at least --minbytes, but {maxbytes} is less than {minbytes}.")
-    nccl_type = _nccl_type(datatype)
+    nccl_type = one_of(TYPES, "--datatype", SPELLINGS.get(datatype, datatype))
     op = one_of(OPS, "--op", {long: short for short, long in OPS.items()}.get(op, op))
     one_of(FRAMEWORKS, "--framework", framework)
     one_of(COLLECTIVES if in_ranks else in_process.COLLECTIVES, "--collective", collective)
@@ -182,12 +185,6 @@ def _renamed(topology: Topology, names: tuple[str, ...]) -> Topology:
     if len(names) > len(topology.devices):
         raise ArgumentError(f"--devices: the topology has {len(topology.devices)} devices, not {len(names)}.")
     return topology.subset(topology.devices[: len(names)]).renamed(names)
-
-
-def _nccl_type(name: str) -> str:
-    """Return nccl-tests' name of a dtype, which may also be spelled as in NumPy."""
-    short = {"float16": "half", "float32": "float", "float64": "double", "char": "int8", "int": "int32"}
-    return one_of(TYPES, "--datatype", short.get(name, name))
 
 
 def _roots(text: str, collective: str, n: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,18 +76,15 @@ def _rows(
             )
 
 
+@dataclass
 class _Case:
     """One size of a collective, from one root."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        request: BenchRequest,
-        ops: AllReduceCrossDeviceOps,
-        values: list[NDArray[Any]],
-        root: int,
-    ) -> None:
-        self.trainer, self.request, self.ops, self.values, self.root = trainer, request, ops, values, root
+    trainer: Trainer
+    request: BenchRequest
+    ops: AllReduceCrossDeviceOps
+    values: list[NDArray[Any]]
+    root: int
 
     def timing(self, expected: NDArray[Any], in_place: bool) -> nccl_tests.Timing:
         """Time the calls and check the last result."""

