@@ -34,13 +34,10 @@ _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; kernels before
 
 
 class BootstrapResult(NamedTuple):
-    """The hosts of a group, and the memory of this rank's host.
+    """The ranks of each host, in the order of their lowest ranks, and of them ``host``, which contains this rank.
 
-    Args:
-      hosts: the ranks of each host, ascending; hosts in the order of their lowest ranks.
-      host: the ranks of this rank's host.
-      fd: memory that these ranks share, zeroed; the caller closes it.
-      cpus: the number of CPUs on which any of these ranks may run; launchers may bind each rank to CPUs of its own.
+    ``fd`` is memory that the ranks of ``host`` share, zeroed; the caller closes it. ``cpus`` is the number of CPUs on
+    which any of them may run; launchers may bind each rank to CPUs of its own.
     """
 
     hosts: tuple[tuple[int, ...], ...]

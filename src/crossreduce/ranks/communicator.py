@@ -22,6 +22,7 @@ from .diagnostics import CallSignature, call_text, mismatch_text
 from .exchange import PeerError
 from .instructions import reduction_numbers
 from .membership import Member, renewed
+from .multi_host import COLLECTIVES
 from .one_host import RankExecutable
 from .shared_memory import MAX_TEXT_BYTES, GroupAborted
 
@@ -163,7 +164,7 @@ class Communicator(Member):
 
     def supports(self, collective: str, op: ReduceOp | None = None, dtype: str = "uint8") -> bool:
         """Return whether this communicator runs a call. Another engine has to run any other call, after ``agree``."""
-        if not self.engine.supports(collective):
+        if self._remote is not None and collective not in COLLECTIVES:
             return False
         with suppress(UnsupportedError):
             reduction_numbers(op or ReduceOp.MAX, dtype, self.size)
@@ -210,7 +211,7 @@ class Communicator(Member):
 
         def compiled() -> RankExecutable:
             numbers = copying(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size)
-            if not self.engine.supports(name):
+            if self._remote is not None and name not in COLLECTIVES:
                 problem = f"{name} is not supported between hosts."
                 remedy = "another engine: check supports(), then call agree()"
                 raise UnsupportedError.of(problem, f"{len(self.hosts)} hosts", remedy)

@@ -56,11 +56,8 @@ def call_text(
 def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     """Return the text of the ``MismatchError`` that all ranks of a group raise.
 
-    The call of the most ranks counts as the correct one; of equally frequent calls, that of the lowest rank.
-
-    Args:
-      calls: what each rank of the group called, the same on all ranks. At least two differ.
-      name: the group's.
+    The call of the most ranks counts as the correct one; of equally frequent calls, that of the lowest rank. ``calls``
+    has the call of each rank of the group, of which at least two differ, and is the same on all ranks.
 
     >>> few, many = CallSignature(17, "all_reduce sum float32[10]"), CallSignature(17, "all_reduce sum float32[12]")
     >>> print(mismatch_text({0: many, 1: many, 2: few, 3: many}, "world"))
@@ -78,10 +75,8 @@ def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     few = [rank for call in others for rank in ranks_of[call]]
     aspects = list(dict.fromkeys(aspect for call in others for aspect in _aspects(usual, call)))
     counted = len({call.sequence for call in ranks_of}) > 1
-    shown = [
-        f"{rank_list(ranks_of[call])}: {call.words if counted else call.text}"
-        for call in [*others[: _MAX_CALLS - 1], usual]
-    ]
+    listed = [*others[: _MAX_CALLS - 1], usual]
+    shown = [f"{rank_list(ranks_of[call])}: {call.words if counted else call.text}" for call in listed]
     if len(others) >= _MAX_CALLS:
         shown.insert(-1, f"and {len(others) - _MAX_CALLS + 1} other calls")
     verb = "differs" if len(few) == 1 else "differ"
@@ -95,13 +90,9 @@ def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
 
 
 def stall_text(waited_s: float, call: CallSignature, late: Mapping[int, CallSignature | None], name: str) -> str:
-    """Return the warning that is logged while ranks wait.
+    """Return the warning that is logged while ranks wait in ``call``.
 
-    Args:
-      waited_s: seconds since the first of them began to wait.
-      call: the call of the waiting ranks.
-      late: for each missing rank the last call that it began; ``None``: not known here.
-      name: the group's.
+    ``late``: for each missing rank the last call that it began; ``None``: not known here. ``name``: the group's.
 
     >>> call = CallSignature(17, "all_reduce sum float32[10]")
     >>> print(stall_text(5, call, {3: CallSignature(16, "barrier")}, "world"))
@@ -147,13 +138,9 @@ def timeout_text(timeout_s: float, call: CallSignature, late: Mapping[int, CallS
 
 
 def lost_text(ranks: Mapping[int, str], call: CallSignature, name: str, how: str = "died") -> str:
-    """Return the text of a ``PeerLostError``.
+    """Return the text of a ``PeerLostError``, for the current ``call`` of the other ranks.
 
-    Args:
-      ranks: for each lost rank where it was, such as ``pid 4711 on host a``.
-      call: the call of the other ranks.
-      name: the group's.
-      how: "died", "left" or "was interrupted".
+    ``ranks``: for each lost rank where it was. ``how``: "died", "left" or "was interrupted".
 
     >>> print(lost_text({3: "pid 4711 on host a"}, CallSignature(17, "barrier"), "world"))
     rank 3 died during op 17, barrier, of group "world". The group cannot be used again. Restart the job.

@@ -46,12 +46,10 @@ class PeerTimeout(PeerError, TimeoutError):  # noqa: N818 - becomes a Collective
 
 
 class PieceMemory(NamedTuple):
-    """Where the values of a piece are in the memory of the piece.
+    """Where the values of a piece are in the memory of the piece, which has ``nbytes`` bytes.
 
-    Args:
-      places: for each local value its offset and size in bytes, and its elements.
-      results_at: where the results of all chunks begin; they follow each other in the order of the chunks.
-      nbytes: of the whole piece.
+    ``places``: for each local value its offset and size in bytes, and its elements. ``results_at``: where the results
+    of all chunks begin; they follow each other in the order of the chunks.
     """
 
     places: tuple[tuple[int, int, int], ...]
@@ -271,8 +269,7 @@ def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int)
 
     Args:
       size: elements, of ``nbytes`` bytes each.
-      smallest: bytes of the first and the last pieces.
-      largest: bytes of a piece at most, unless one element is larger.
+      smallest, largest: bytes of the first and the last pieces, and of a piece at most, unless one element is larger.
       depth: the number of small pieces at either end: the number of stages that the first piece needs.
 
     >>> piece_sizes(1000, 4, 400, 1200, 1), piece_sizes(90, 4, 400, 1200, 1), piece_sizes(0, 4, 400, 1200, 1)

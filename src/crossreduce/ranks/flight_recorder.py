@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -70,11 +71,10 @@ class Thread(NamedTuple):
 
 
 class Dump(NamedTuple):
-    """The content of one rank's file.
+    """The content of one rank's file. ``cause``: the text of the error that broke the group.
 
-    ``token`` differs between groups of the same name; ``hosts``: the ranks of each host; ``cause``: the text of the
-    error that broke the group; ``time`` is calendar time, and ``now_s`` has the clock of ``Op``; ``histories``: of all
-    ranks of this host.
+    ``token`` differs between groups of one name; ``time`` is calendar time, and ``now_s`` has the clock of ``Op``;
+    ``histories`` are those of all ranks of this host.
     """
 
     group: str
@@ -218,10 +218,9 @@ def _threads() -> tuple[Thread, ...]:
 @cache
 def version() -> str:
     """Return the version of crossreduce."""
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("crossreduce")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    return "unknown"
 
 
 def versions() -> dict[str, str]:

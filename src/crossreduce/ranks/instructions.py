@@ -37,9 +37,8 @@ class RankInstruction(NamedTuple):
     streaming: bool = False
 
 
+# A phase of all pieces: its delay and the instructions of a piece. Piece j executes the phase in stage j + delay.
 Phase = tuple[int, Callable[[int], list[RankInstruction]]]
-"""A phase of all pieces: its delay, and the function that returns the instructions of a piece. Piece j executes the
-phase in stage j + delay."""
 
 
 class ArrayPlaces(NamedTuple):

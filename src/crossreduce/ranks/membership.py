@@ -27,17 +27,9 @@ from ..errors import (
     message,
 )
 from ..transports.base import Rendezvous, Transport
-from . import flight_recorder
+from . import diagnostics, flight_recorder
 from .bootstrap import bootstrap
-from .diagnostics import (
-    DOCTOR,
-    UNUSABLE,
-    CallSignature,
-    lost_text,
-    remote_stall_text,
-    stall_text,
-    timeout_text,
-)
+from .diagnostics import DOCTOR, CallSignature
 from .exchange import PeerDisconnected, PeerError
 from .multi_host import MultiHostEngine
 from .one_host import OneHostEngine
@@ -144,10 +136,12 @@ class Member(StageRunner):
         if timed_out or (missing and timer.is_warning_due()):
             late = {self.global_ranks[rank]: self.memory.last_call(rank) for rank in missing}
             if timed_out:
-                raise CollectiveTimeout(timeout_text(self.timeout_s, self._current_call(), late, self.name), late)
-            warning = stall_text(waited_s, self._current_call(), late, self.name)
+                raise CollectiveTimeout(
+                    diagnostics.timeout_text(self.timeout_s, self._current_call(), late, self.name), late
+                )
+            warning = diagnostics.stall_text(waited_s, self._current_call(), late, self.name)
             if remote:
-                warning = remote_stall_text(waited_s, self._current_call(), late, None, self.name)
+                warning = diagnostics.remote_stall_text(waited_s, self._current_call(), late, None, self.name)
             _LOG.warning("rank %d: %s", self.global_ranks[self.rank], warning)
 
     def _warn_of_remote_wait(self) -> None:
@@ -155,12 +149,10 @@ class Member(StageRunner):
         wait = self._watched.wait if self._watched is not None else None
         if wait is None or wait is self._warned or (waited_s := time.monotonic() - wait.since_s) < self._warn_after_s():
             return
-        self._warned = wait
-        own = self.global_ranks[self.rank]
+        self._warned, own = wait, self.global_ranks[self.rank]
         with suppress(ValueError):  # the group was closed just now
-            call = self._current_call()
-            warning = remote_stall_text(waited_s, call, [own], self.global_ranks[wait.rank], self.name)
-            _LOG.warning("rank %d: %s", own, warning)
+            call, peer = self._current_call(), self.global_ranks[wait.rank]
+            _LOG.warning("rank %d: %s", own, diagnostics.remote_stall_text(waited_s, call, [own], peer, self.name))
 
     def _remote_failure(self, error: OSError) -> ReductionError:
         """Return the public error for a failed message to or from another host.
@@ -176,9 +168,10 @@ class Member(StageRunner):
             return self._lost([error.rank], "died")
         if isinstance(error, PeerError):
             late = self.global_ranks[error.rank]
-            text = timeout_text(self.timeout_s, self._current_call(), {late: None}, self.name)
+            text = diagnostics.timeout_text(self.timeout_s, self._current_call(), {late: None}, self.name)
             return CollectiveTimeout(text, [late])
-        problem = f'{self._current_call().words}, of group "{self.name}", did not complete between hosts. {UNUSABLE}'
+        call = f'{self._current_call().words}, of group "{self.name}",'
+        problem = f"{call} did not complete between hosts. {diagnostics.UNUSABLE}"
         kind = CollectiveTimeout if isinstance(error, TimeoutError) else PeerLostError
         return kind(message(problem, str(error), f"{DOCTOR} DIR shows what each rank did last"))
 
@@ -188,7 +181,7 @@ class Member(StageRunner):
     def _lost(self, ranks: Sequence[int], how: str) -> PeerLostError:
         peers = {self.global_ranks[rank]: self.peers[rank] for rank in ranks}
         places = {rank: f"pid {peer.pid} on host {peer.hostname}" for rank, peer in peers.items()}
-        return PeerLostError(lost_text(places, self._current_call(), self.name, how), places)
+        return PeerLostError(diagnostics.lost_text(places, self._current_call(), self.name, how), places)
 
     def _abort(self, error: ReductionError) -> None:
         """Make all ranks, of this host and of others, stop with this error."""

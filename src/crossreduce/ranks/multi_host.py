@@ -35,8 +35,7 @@ from .shared_memory import RankMemory, StageRunner
 TAG: Final = 0
 SMALLEST_PIECE: Final = 1 << 17
 """Bytes of the first and the last pieces, of all leaders together; the others have up to ``PIECE_BYTES``."""
-COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast")
-"""The collectives that run over several hosts."""
+COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast")  # these run over several hosts
 
 # Words at the start of each slot: whether all hosts made the same call; whether the rank waits for another host.
 _VERDICT, _REMOTE = 0, 1
@@ -46,27 +45,18 @@ _SAME, _DIFFERENT = 1, 2
 class MultiHostEngine:
     """Compiles and runs the calls of one rank of several hosts; its methods are those of ``OneHostEngine``.
 
-    Args:
-      hosts: the ranks of each host.
-      rank: this rank.
-      memory: its host's.
-      transport: between hosts.
+    ``hosts``: the ranks of each host. ``memory``: that of this rank's host. ``transport``: between hosts.
     """
 
     def __init__(self, hosts: tuple[tuple[int, ...], ...], rank: int, memory: RankMemory, transport: Transport) -> None:
         self.hosts, self.rank, self.memory, self.transport = hosts, rank, memory, transport
-        self.host = hosts.index(memory.host)
-        self.ranks = memory.host
+        self.ranks, self.host = memory.host, hosts.index(memory.host)
         self.leaders = min(map(len, hosts))
         place = self.ranks.index(rank)
         self.leader = place if place < self.leaders else None
         self.peers = tuple(ranks[place] for ranks in hosts) if self.leader is not None else ()
         self.topology: Topology | None = None  # of the hosts, if it was measured
         self._exchange: Exchange | None = None  # of the current op
-
-    def supports(self, collective: str) -> bool:
-        """Return whether this engine runs a collective."""
-        return collective in COLLECTIVES
 
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; of size 0 it only compares calls, whatever the collective."""

@@ -56,15 +56,11 @@ class OneHostEngine:
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
 
-    def supports(self, collective: str) -> bool:  # noqa: ARG002
-        """Return ``True``: every collective can run."""
-        return True
-
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; callers cache it.
 
         Args:
-          collective: one that the engine supports; "": none, the ranks only compare their calls.
+          collective: the name of a method of ``Communicator``; "": the ranks only compare their calls.
           size: elements of each array.
           numbers: how values are computed.
           root: the root's rank, of collectives that have one.

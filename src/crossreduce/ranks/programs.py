@@ -63,8 +63,7 @@ class _ChunkValues(NamedTuple):
       last: the last phase that reads it from a slot; -1: it needs no slot.
       dtypes: in slots and results.
       direct: the number of leading values, all or none of the inputs, that their own ranks read from the caller's
-        buffers. A rank's result may be written to the same memory: no later step can read the input, since the
-        schedule has replaced it by then.
+        buffers. A result may replace an input there: no later step reads it, since the schedule has replaced it.
     """
 
     devices: tuple[int, ...]
@@ -86,14 +85,10 @@ class _SlotGroup(NamedTuple):
 
 
 class _Template(NamedTuple):
-    """An instruction without addresses.
+    """An instruction without addresses, which computes a part of ``chunk``.
 
-    Args:
-      chunk: the chunk that it computes a part of.
-      operands: values; ``~v``: value v, an input, is read from the caller's buffer.
-      value: its value, which this rank's slot stores; -1: the slot does not store it.
-      kept: whether it is written to the caller's result buffer.
-      numbers: how it is computed.
+    Operand ``~v``: value v, an input, is read from the caller's buffer. ``value``: the value that this rank's slot
+    stores; -1: none. ``kept``: whether it is written to the caller's result buffer.
     """
 
     chunk: int
@@ -239,8 +234,7 @@ class RankCompiler:
       analysis: of the program.
       rank: the device whose instructions are made.
       sizes: of each piece, in elements of each array.
-      inputs: where each array is on ranks that contribute to it.
-      outputs: where each array is on ranks that need its result.
+      inputs, outputs: where each array is, on ranks that contribute to it, and on those that need its result.
       streaming: whether copies into the caller's buffers use streaming stores.
       bases: for each rank where the room in its slot begins, in bytes; ``None``: at 0.
     """

@@ -29,8 +29,9 @@ MAX_CAUSE_BYTES: Final = 2040
 LEFT: Final = "left the group"
 _LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
-DONE, WAITING, MISMATCH, BROKEN = range(4)
-"""Outcomes: all required stages are executed; other ranks are missing; the ranks' calls differ; the group is broken."""
+DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY = range(5)
+"""Outcomes: all required stages are executed; other ranks are missing; the ranks' calls differ; the group is broken;
+the kernels had no working memory."""
 
 
 class RankMemory:
@@ -56,30 +57,25 @@ class RankMemory:
         return int(kernels.native().SharedMemory.nbytes(ranks, slot))
 
     def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
-        """Begin the next op and execute the stages before ``until``.
+        """Begin the next op and execute the stages before ``until``; return an outcome, see ``DONE``.
+
+        After ``WAITING`` the caller calls ``advance``.
 
         Args:
           program: a native ``RankProgram``.
           addresses: the caller's buffers.
           text: describes the call; the ranks' texts must be equal.
           until: a stage.
-        Returns:
-          An outcome, see ``DONE``. After ``WAITING`` the caller calls ``advance``.
         """
-        return self._outcome(self._native.begin(program, addresses, text, until, SLICE_S))
+        return int(self._native.begin(program, addresses, text, until, SLICE_S))
 
     def advance(self, until: int) -> int:
         """Continue the current op up to stage ``until``, and return an outcome as ``begin`` does."""
-        return self._outcome(self._native.advance(until, SLICE_S))
+        return int(self._native.advance(until, SLICE_S))
 
     def end_op(self) -> None:
         """End the current op early; all ranks of the host do so in the same stage."""
         self._native.end_op()
-
-    def _outcome(self, outcome: int) -> int:
-        if outcome > BROKEN:
-            raise MemoryError("the kernels had no working memory")
-        return int(outcome)
 
     @property
     def running(self) -> bool:
@@ -255,4 +251,6 @@ class StageRunner:
             outcome = self.memory.advance(until)
         if outcome == BROKEN:
             raise GroupAborted
+        if outcome == NO_MEMORY:
+            raise MemoryError("the kernels had no working memory")
         return outcome == DONE

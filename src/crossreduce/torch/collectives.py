@@ -173,8 +173,8 @@ class Collectives:
 
     def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         fits = len(outputs) == len(inputs) == self._size and _alike([*outputs, *inputs])
-        any_of = (*inputs, *outputs, torch.empty(0))[0]
-        self._require(fits, "all_to_all", any_of, [], "one input and one output per rank")
+        remedy = "one input and one output per rank"
+        self._require(fits, "all_to_all", (*inputs, *outputs, torch.empty(0))[0], [], remedy)
         sizes, rooms = [x.numel() for x in inputs], [x.numel() for x in outputs]
         even = self._are_even(sizes, rooms, inputs[0])
         sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
@@ -228,16 +228,12 @@ class Collectives:
             raise MismatchError.of(problem, given, "matching splits on all ranks")
         return bool((table == table[0, 0, 0]).all())
 
-    def barrier(self) -> None:
-        self._communicator.barrier()
-
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
         """Return the op; ``None``: the inner backend executes it, and all ranks have agreed on that.
 
-        Raises:
-          UnsupportedError: the op is not defined for this dtype; raised on all ranks or on none.
+        All ranks or none raise ``UnsupportedError``: the op is not defined for this dtype.
         """
         op, name = _OPS.get(kind.op), NAMES.get(tensor.dtype)
         if name == "bool":
@@ -268,12 +264,7 @@ class Collectives:
         self._require(sizes == expected and _alike([tensor, *listed]), collective, tensor, sizes, remedy)
 
     def _require(self, fits: bool, collective: str, tensor: Any, sizes: Sequence[int], remedy: str) -> None:
-        """Raise on all ranks if the tensors of this rank do not fit.
-
-        Raises:
-          ArgumentError: all ranks passed the same unfitting tensors.
-          MismatchError: they did not.
-        """
+        """Raise on all ranks if this rank's tensors do not fit: ``MismatchError`` if other ranks' tensors differ."""
         if fits:
             return
         call = call_text(collective, None, None, _name(tensor), tensor.shape)

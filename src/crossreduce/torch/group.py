@@ -170,7 +170,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         _, opts = _read([], opts, c10d.BarrierOptions, timeout)
         if opts.device is not None and opts.device.type != "cpu":
             return self._get_backend(opts.device).barrier(opts)
-        return self._run("barrier", (opts,), [], self._collectives.barrier)
+        return self._run("barrier", (opts,), [], self.communicator.barrier)
 
     def split_group(self, *_: Any, **__: Any) -> Any:
         """Raise an error: torch's own implementation, in C++, would recurse without end."""
@@ -221,7 +221,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return work
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
-        """Run an op with another timeout than the group's."""
         usual = self.communicator.timeout_s
         with self._timeout_lock:
             self.communicator.timeout_s = seconds
@@ -258,11 +257,9 @@ def connect(
 
 def close(queue: OpQueue, communicator: Communicator) -> None:
     """End a group that is no longer used, and its pending ops. In a forked process this does nothing."""
-    if queue.is_forked:
-        return
-    if queue.close(_LEAVE_S):
+    if not queue.is_forked and queue.close(_LEAVE_S):
         communicator.close()
-    else:
+    elif not queue.is_forked:
         communicator.abort()
         queue.close(_LEAVE_S)
 
@@ -278,12 +275,9 @@ def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = Non
         op = opts
     elif isinstance(opts, int):
         root = opts
-    if op is not None:
-        made.reduceOp = op
-    if root:
-        made.rootRank = root
-    if timeout is not None:
-        made.timeout = timeout
+    for name, value in (("reduceOp", op), ("rootRank", root or None), ("timeout", timeout)):
+        if value is not None:
+            setattr(made, name, value)
     return tensors, made
 
 

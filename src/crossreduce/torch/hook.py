@@ -63,12 +63,9 @@ class HookState:
         self._end()
 
     def mean(self, tensor: Callable[[], Any]) -> Any:
-        """Start to replace the tensor that ``tensor()`` will return by its mean over all ranks.
+        """Start to replace the tensor that ``tensor()`` will return by its mean over all ranks; return the work.
 
-        Means are computed in the order of these calls.
-
-        Returns:
-          The work; its result is a list of the tensor.
+        Means are computed in the order of these calls. The work's result is a list of the tensor.
         """
         tensors: list[Any] = []
 

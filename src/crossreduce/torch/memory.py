@@ -24,10 +24,10 @@ def is_plain(tensor: Any) -> bool:
 
 def memory(tensor: Any) -> ArrayView:
     """Return the memory of a plain tensor."""
-    name = NAMES.get(tensor.dtype)
-    if name is not None:
-        return ArrayView(tensor.data_ptr(), tensor.numel(), name, tuple(tensor.shape))
-    return ArrayView(tensor.data_ptr(), tensor.numel() * tensor.element_size(), "uint8", tuple(tensor.shape))
+    name, size = NAMES.get(tensor.dtype), tensor.numel()
+    if name is None:
+        name, size = "uint8", size * tensor.element_size()
+    return ArrayView(tensor.data_ptr(), size, name, tuple(tensor.shape))
 
 
 def equal_parts(tensor: Any, n: int) -> list[ArrayView]:

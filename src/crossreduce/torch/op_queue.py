@@ -141,14 +141,11 @@ class Queued(Finished):
             return self._future
 
     def _complete_future(self) -> None:
-        if self._future.done():
-            return
-        if self._error is None:
+        error = self._error
+        if error is None and not self._future.done():
             self._future.set_result(list(self._tensors))
-        elif isinstance(self._error, Exception):
-            self._future.set_exception(self._error)
-        else:
-            self._future.set_exception(RuntimeError(repr(self._error)))
+        elif not self._future.done():
+            self._future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
 def exclude_from_compile(*classes: type) -> None:
@@ -187,7 +184,7 @@ class OpQueue:
         """Run ``function``: before this returns, or ``asynchronous`` in the queue's thread.
 
         Raises:
-          ContextError: the group was destroyed, or belongs to the process from which this one was forked.
+          ContextError: see ``require_open``.
           Exception: what ``function`` raises, unless it is asynchronous.
         """
         if asynchronous or self._pending or not self._inline or self._refusal is not None:
@@ -205,18 +202,12 @@ class OpQueue:
             self._pending += 1
             self._queue.put(work)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_run_all, args=(self,), name=f"crossreduce {self.name}", daemon=True
-                )
+                self._thread = threading.Thread(target=self._run_all, name=f"crossreduce {self.name}", daemon=True)
                 self._thread.start()
         return work
 
     def require_open(self) -> None:
-        """Raise unless the group may be used.
-
-        Raises:
-          ContextError: it was destroyed, or belongs to the process from which this one was forked.
-        """
+        """Raise ``ContextError`` if the group was destroyed, or belongs to the process this one was forked from."""
         if self._refusal is not None:
             raise ContextError.of(self._refusal, f'group "{self.name}"', "make a new group in this process")
 
@@ -230,6 +221,10 @@ class OpQueue:
             self._pending -= 1
         work.finish()
         return True
+
+    def _run_all(self) -> None:
+        while self.run_next():
+            pass
 
     def run_until(self, work: Queued) -> None:
         """If this is the queue's own thread, run all ops up to ``work``.
@@ -265,11 +260,6 @@ class OpQueue:
 
 _FORKED: Final = "a process group cannot be used in a process that was forked from its own."
 _QUEUES: Final[weakref.WeakSet[OpQueue]] = weakref.WeakSet()
-
-
-def _run_all(ops: OpQueue) -> None:
-    while ops.run_next():
-        pass
 
 
 def _after_fork() -> None:

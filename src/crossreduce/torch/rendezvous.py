@@ -29,12 +29,7 @@ class StoreRendezvous:
         self._calls = 0
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, in the order of the ranks.
-
-        Raises:
-          CollectiveTimeout: some ranks did not call it in time.
-          PeerLostError: the store is gone.
-        """
+        """Return the payloads of all ranks; see ``Rendezvous``. ``PeerLostError``: the store is gone."""
         self._calls += 1
         keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
         try:

@@ -83,10 +83,7 @@ class MpiTransport:
     """
 
     def __init__(self, comm: Any, abort_cause: Callable[[], bytes | None] = lambda: None) -> None:
-        """``comm``: a duplicate that no other code uses. ``abort_cause``: see ``base.Rendezvous``.
-
-        MPI closes no connection when a rank aborts the group, so waits check ``abort_cause``.
-        """
+        """``comm``: a duplicate that no other code uses. ``abort_cause``: see ``base.Rendezvous``; waits check it."""
         from mpi4py import MPI
 
         self.abort_cause = abort_cause
