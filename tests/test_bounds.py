@@ -369,5 +369,5 @@ def test_bounds_are_frozen_values():
     assert one == two
     assert isinstance(one, Bound)
     assert hash(one) == hash(two)
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="cannot assign to field"):
         one.algbw = Fraction(1)

@@ -78,7 +78,7 @@ def test_invalid_paths(path):
 
 def test_files_that_cannot_be_read(tmp_path):
     """A missing file, or a folder, is an OSError."""
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"missing\.xml"):
         load(tmp_path / "missing.xml")
     with pytest.raises(OSError, match="irectory"):
         load(tmp_path)

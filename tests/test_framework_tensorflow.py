@@ -336,7 +336,7 @@ def test_a_size_that_is_unknown_on_one_replica() -> None:
     spec = [tf.TensorSpec([None], tf.float32), tf.TensorSpec([3], tf.float32)]
     traced = tf.function(reducing("sum", HIERARCHICAL, 2, []), input_signature=spec, autograph=False)
     assert [x.numpy().tolist() for x in traced(tf.ones([3]), tf.ones([3]))[0]] == [[2.0] * 3] * 2
-    with pytest.raises(tf.errors.InvalidArgumentError):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not compatible with expected shape"):
         traced(tf.ones([2]), tf.ones([3]))
 
 

@@ -403,3 +403,18 @@ def test_the_public_face_is_documented():
                 described = callable(value) or isinstance(value, (property, classmethod, staticmethod))
                 if described and not attribute.startswith("_"):
                     assert inspect.getdoc(getattr(thing, attribute)), f"{public}.{attribute}"
+
+
+def test_every_expected_error_is_matched():
+    """Each ``pytest.raises`` of the tests matches a message, or keeps the error for the checks that follow."""
+    unmatched = []
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        tree = ast.parse(file.read_text())
+        items = [item for node in ast.walk(tree) if isinstance(node, ast.With) for item in node.items]
+        kept = {item.context_expr for item in items if item.optional_vars is not None}
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.raises" and call not in kept:
+                textless = ast.unparse(call.args[0]) == "MemoryError"
+                if not textless and not any(keyword.arg == "match" for keyword in call.keywords):
+                    unmatched.append(f"{file.name}:{call.lineno}")
+    assert not unmatched

@@ -104,10 +104,10 @@ def alive(pid):
 @needs
 def test_hosts_end_with_an_exception():
     """After an exception no process and no namespace is left."""
-    with pytest.raises(ZeroDivisionError), namespaces.hosts(2) as bed:  # noqa: PT012
+    with pytest.raises(ZeroDivisionError, match="own"), namespaces.hosts(2) as bed:  # noqa: PT012
         pids = [holder.pid for holder in bed.holders]
         pids.append(bed.run(1, ["sleep", "600"]).pid)
-        raise ZeroDivisionError
+        raise ZeroDivisionError("own")
     assert not any(alive(pid) for pid in pids)
 
 

@@ -234,7 +234,7 @@ def test_files_are_replaced_atomically(tmp_path, monkeypatch, suffix):
         assert list(tmp_path.iterdir()) == [path]
     draw_topology(PART, path)
     assert path.read_bytes()[:4] in (b"<?xm", b"\x89PNG")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="No such file"):
         draw_topology(PART, tmp_path / "none" / f"a.{suffix}")
 
 
@@ -275,7 +275,7 @@ def test_matplotlib_settings_have_no_effect_and_do_not_change(tmp_path):
         before = dict(matplotlib.rcParams)
         draw_topology(PART, tmp_path / "b.svg")
         assert dict(matplotlib.rcParams) == before
-        with pytest.raises(ArgumentError):
+        with pytest.raises(ArgumentError, match="gif"):
             draw_topology(PART, tmp_path / "b.gif")
         assert dict(matplotlib.rcParams) == before
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()

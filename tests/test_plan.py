@@ -403,7 +403,7 @@ def test_a_plan_cannot_be_changed():
     """The parts of a plan cannot be assigned."""
     made = cr.plan(DGX, nbytes=MIB)
     for part in ("schedule", "seconds", "nbytes", "topology"):
-        with pytest.raises(FrozenInstanceError):
+        with pytest.raises(FrozenInstanceError, match="cannot assign to field"):
             setattr(made, part, None)
 
 

@@ -71,7 +71,7 @@ def test_bad_requests_are_refused(given, text):
 @pytest.mark.parametrize("root", [3, "", "foo", ["cpu:0"], b"cpu:0"])
 def test_roots_that_are_not_names(root):
     """A root must be the name of a device."""
-    with pytest.raises(DeviceError):
+    with pytest.raises(DeviceError, match="device"):
         cr.plan(SQUARE, "reduce", root=root)
 
 

@@ -462,5 +462,5 @@ def test_simulations_are_frozen():
     done.bytes.clear()  # a new result, not the cached one
     assert simulate(schedule, topology, 300).bytes
     assert (schedule.to_json(), topology.to_json()) == before
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="cannot assign to field"):
         done.seconds = 0.0

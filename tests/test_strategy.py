@@ -118,8 +118,8 @@ def test_scope_is_the_cross_replica_context():
             pass
         with pytest.raises(cr.ContextError, match="inside another strategy's scope"):
             other.run(lambda: 1)
-    with pytest.raises(KeyError), strategy.scope():
-        raise KeyError
+    with pytest.raises(KeyError, match="own"), strategy.scope():
+        raise KeyError("own")
     assert not cr.has_strategy()
     with pytest.raises(ZeroDivisionError, match="division by zero"):
         strategy.run(lambda: 1 / 0)

@@ -90,14 +90,14 @@ def test_a_replica_that_catches_the_stop_is_stopped_again():
     def step():
         context().all_reduce("sum", 1.0)
         if number() == 0:
-            raise OwnError
+            raise OwnError("own")
         for _ in range(3):
             try:
                 context().all_reduce("sum", 1.0)
             except BaseException as error:
                 caught.append(type(error).__name__)
 
-    with pytest.raises(OwnError):
+    with pytest.raises(OwnError, match="own"):
         cr.MirroredStrategy(2).run(step)
     assert caught == ["Stopped"] * 3
 
@@ -210,12 +210,12 @@ def test_objects_of_a_failed_step_are_freed():
         made = Large()
         seen.append(weakref.ref(made))
         context().all_reduce("sum", 1.0)
-        raise OwnError
+        raise OwnError("own")
 
     gc.collect()
     gc.disable()
     try:
-        with pytest.raises(OwnError):
+        with pytest.raises(OwnError, match="own"):
             cr.MirroredStrategy(1).run(step)
         # pytest drops its reference to the exception at the end of the block
         assert [ref() for ref in seen] == [None]

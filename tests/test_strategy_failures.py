@@ -49,7 +49,7 @@ def test_an_exception_keeps_its_traceback_and_names_the_replica(n):
             raises_here()
         context().all_reduce("sum", 1.0)
 
-    with pytest.raises(OwnError) as caught:
+    with pytest.raises(OwnError, match="mine") as caught:
         cr.MirroredStrategy(n).run(step)
     assert caught.value is raised[0]
     assert caught.value.args == ("mine", 5)
@@ -66,7 +66,7 @@ def test_waiting_replicas_end_at_once(wait):
         k = number()
         if k == 0:
             time.sleep(0.05)
-            raise OwnError
+            raise OwnError("own")
         try:
             while True:
                 try:
@@ -77,7 +77,7 @@ def test_waiting_replicas_end_at_once(wait):
             ended.append(k)
 
     began = time.monotonic()
-    with pytest.raises(OwnError):
+    with pytest.raises(OwnError, match="own"):
         cr.MirroredStrategy(5).run(step)
     assert time.monotonic() - began < 5
     assert sorted(ended) == [1, 2, 3, 4]
@@ -90,13 +90,13 @@ def test_computing_replicas_end_at_their_next_call():
     def step():
         context().all_reduce("sum", 1.0)  # all replicas have started
         if number() == 0:
-            raise OwnError
+            raise OwnError("own")
         time.sleep(0.2)
         reached.append("computed")
         context().all_gather(np.ones(1), 0)
         reached.append("never")
 
-    with pytest.raises(OwnError):
+    with pytest.raises(OwnError, match="own"):
         cr.MirroredStrategy(2).run(step)
     assert reached == ["computed"]
 
@@ -280,9 +280,9 @@ def test_an_exception_that_cannot_be_printed_hides_no_other():
         if context().all_reduce("sum", 0) + number():
             time.sleep(0.1)
             raise BrokenError
-        raise OwnError
+        raise OwnError("own")
 
-    with pytest.raises(OwnError) as caught:
+    with pytest.raises(OwnError, match="own") as caught:
         cr.MirroredStrategy(2).run(step)
     assert caught.value.__notes__[1] == "replica 1 on cpu:1 failed later: BrokenError"
 

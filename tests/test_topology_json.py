@@ -140,7 +140,7 @@ def lacking(name):
 )
 def test_malformed_json_is_refused(text):
     """Text that is not a topology, or lacks a part of one, is an ArgumentError, never an error of Python's own."""
-    with pytest.raises(ArgumentError):
+    with pytest.raises(ArgumentError, match=r"topology|link|switch|device|bandwidth|latency"):
         Topology.from_json(text)
 
 
