@@ -85,11 +85,8 @@ def copying(dtype: str) -> Numbers:
 def require_dtype(dtype: str) -> None:
     """Raise ``UnsupportedError`` for a dtype that this library does not support."""
     if dtype not in DTYPES:
-        raise UnsupportedError.of(
-            f"arrays of dtype {dtype} cannot be reduced, broadcast or gathered.",
-            f"dtype {dtype}",
-            "cast to one of " + ", ".join(sorted(DTYPES)),
-        )
+        problem = f"arrays of dtype {dtype} cannot be reduced, broadcast or gathered."
+        raise UnsupportedError.of(problem, f"dtype {dtype}", "cast to one of " + ", ".join(sorted(DTYPES)))
 
 
 class _Accumulators(dict[tuple[ReduceOp, str], str]):

@@ -96,11 +96,9 @@ def check_overlap(jobs: Sequence[Job]) -> None:
 
 def overlap_error(number: int) -> ArgumentError:
     """Return the error for a component of ``out`` that shares memory where it must not."""
-    return ArgumentError.of(
-        "results cannot be written into arrays that share memory.",
-        f"component {number} of out shares memory with another component, or with an input that is another array",
-        "separate arrays, or exactly the value's own components",
-    )
+    problem = "results cannot be written into arrays that share memory."
+    given = f"component {number} of out shares memory with another component, or with an input that is another array"
+    return ArgumentError.of(problem, given, "separate arrays, or exactly the value's own components")
 
 
 def in_pair(error: ReductionError, pair: int, pairs: int) -> ReductionError:

@@ -163,9 +163,7 @@ def _buffer(specs: tuple[TensorSpec, ...], tensors: list[int], packing: Packing,
         packs = max(packs, -(-start // fitting))
     packs = max(1, min(packs, start))
     if packs > MOST_PACKS:
-        raise ArgumentError.of(
-            f"{start} elements of {dtype} would be cut into {packs} packs; {MOST_PACKS} is the most.",
-            f"num_packs={packing.num_packs}, bytes_per_pack={packing.bytes_per_pack}",
-            "fewer packs, or more bytes per pack",
-        )
+        problem = f"{start} elements of {dtype} would be cut into {packs} packs; {MOST_PACKS} is the most."
+        given = f"num_packs={packing.num_packs}, bytes_per_pack={packing.bytes_per_pack}"
+        raise ArgumentError.of(problem, given, "fewer packs, or more bytes per pack")
     return Buffer(dtype, start, tuple(spans), packs, first)

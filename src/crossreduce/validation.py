@@ -115,11 +115,9 @@ def device_names(destinations: Any) -> tuple[str, ...]:
         with contextlib.suppress(ArgumentError, UnsupportedError):
             check_array(destinations)
             return PerReplica([destinations]).devices
-    raise ArgumentError.of(
-        "destinations must be distributed values, a device's name, or an array, variable or parameter.",
-        shown(destinations),
-        'a name such as "cpu:0"; for several devices, the PerReplica itself or any other on those devices',
-    )
+    problem = "destinations must be distributed values, a device's name, or an array, variable or parameter."
+    remedy = 'a name such as "cpu:0"; for several devices, the PerReplica itself or any other on those devices'
+    raise ArgumentError.of(problem, shown(destinations), remedy)
 
 
 def check_array(value: Any) -> Framework:
@@ -274,22 +272,18 @@ def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str
         return x
     shape = tuple(size for size in spec.shape if size is not None)
     if len(shape) < len(spec.shape):
-        raise ArgumentError.of(
-            "a sparse array without dense_shape cannot be made dense.",
-            f"{x.kind} with slices {framework.spec(x.values)}",
-            "IndexedSlices(values, indices, dense_shape)",
-        )
+        problem = "a sparse array without dense_shape cannot be made dense."
+        given = f"{x.kind} with slices {framework.spec(x.values)}"
+        raise ArgumentError.of(problem, given, "IndexedSlices(values, indices, dense_shape)")
     return framework.to_dense(x, shape, dtype)
 
 
 def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: list[Any]) -> TensorSpec:
     """Check sparse components against each other and against dense ones, and return their common spec."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise UnsupportedError.of(
-            "sparse values can only be added.",
-            f"{shown(op)} of {describe(value.values[0])}",
-            '"sum" or "mean", or make them dense first',
-        )
+        problem = "sparse values can only be added."
+        given = f"{shown(op)} of {describe(value.values[0])}"
+        raise UnsupportedError.of(problem, given, '"sum" or "mean", or make them dense first')
     sparse = [x for x in arrays if isinstance(x, Sparse)]
     specs = [_dense_spec(framework, x) for x in arrays]
     spec = _common(specs)
@@ -322,11 +316,9 @@ def _check_gather(checked: Checked, axis: Any) -> None:
     except TypeError:
         number = ndim
     if not -ndim <= number < ndim or isinstance(axis, bool):
-        raise ArgumentError.of(
-            "the components do not have this axis.",
-            f"axis={axis!r}, components such as {specs[0]}",
-            f"an axis from {-ndim} to {ndim - 1}" if ndim else "components with one axis: x.reshape(1), axis=0",
-        )
+        problem = "the components do not have this axis."
+        remedy = f"an axis from {-ndim} to {ndim - 1}" if ndim else "components with one axis: x.reshape(1), axis=0"
+        raise ArgumentError.of(problem, f"axis={axis!r}, components such as {specs[0]}", remedy)
     checked.axis = number % ndim
     others = [spec._replace(shape=spec.shape[: checked.axis] + spec.shape[checked.axis + 1 :]) for spec in specs]
     if _common(others) is None or any(len(spec.shape) != ndim for spec in specs):

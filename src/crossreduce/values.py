@@ -52,22 +52,18 @@ class IndexedSlices:
         self.dense_shape = None if dense_shape is None else _shape(dense_shape)
         rows, count = tuple(self.values.shape), tuple(self.indices.shape)
         if len(rows) < 1 or len(count) != 1 or (None not in (rows[0], count[0]) and rows[0] != count[0]):
-            raise ArgumentError.of(
-                "IndexedSlices need one index per slice.",
-                f"values of shape {rows}, indices of shape {count}",
-                "values of shape (k, ...) and indices of shape (k,)",
-            )
+            problem = "IndexedSlices need one index per slice."
+            given = f"values of shape {rows}, indices of shape {count}"
+            raise ArgumentError.of(problem, given, "values of shape (k, ...) and indices of shape (k,)")
         if "int" not in str(self.indices.dtype):
             raise ArgumentError.of(
                 "the indices of slices must be integers.", describe(self.indices), "int64 or int32 indices"
             )
         shape = self.dense_shape
         if shape is not None and (len(shape) != len(rows) or shape[1:] != rows[1:]) and None not in rows[1:]:
-            raise ArgumentError.of(
-                "dense_shape does not agree with the slices.",
-                f"values of shape {rows}, dense_shape {shape}",
-                f"(rows, {', '.join(map(str, rows[1:]))})".replace(", )", ",)"),
-            )
+            problem = "dense_shape does not agree with the slices."
+            given = f"values of shape {rows}, dense_shape {shape}"
+            raise ArgumentError.of(problem, given, f"(rows, {', '.join(map(str, rows[1:]))})".replace(", )", ",)"))
 
     @property
     def device(self) -> Any:
@@ -98,11 +94,8 @@ class DistributedValues:
         self._values = tuple(values)
         for number, value in enumerate(self._values):
             if value is None or isinstance(value, (list, tuple, dict, set, str, bytes, DistributedValues)):
-                raise ArgumentError.of(
-                    f"component {number} of a {kind} is not an array.",
-                    shown(value),
-                    "one array per replica; crossreduce.all_reduce takes dicts, lists and other trees",
-                )
+                remedy = "one array per replica; crossreduce.all_reduce takes dicts, lists and other trees"
+                raise ArgumentError.of(f"component {number} of a {kind} is not an array.", shown(value), remedy)
         if not self._values:
             raise ArgumentError.of(f"{kind} needs at least one component.", shown(values), f"{kind}([array])")
         if devices is None:
@@ -110,11 +103,9 @@ class DistributedValues:
         else:
             self._devices = read_devices(devices)
             if len(self._devices) != len(self._values):
-                raise ArgumentError.of(
-                    f"{kind} needs one device for each component.",
-                    f"{len(self._values)} components, {len(self._devices)} devices",
-                    "devices=None: each component stays on its device",
-                )
+                problem = f"{kind} needs one device for each component."
+                given = f"{len(self._values)} components, {len(self._devices)} devices"
+                raise ArgumentError.of(problem, given, "devices=None: each component stays on its device")
 
     @classmethod
     def on(cls, values: tuple[Any, ...], devices: tuple[str, ...]) -> Self:
@@ -196,11 +187,9 @@ def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         listed = f"{', '.join(twice)} {'is' if len(twice) == 1 else 'are'} listed more often"
-        raise ArgumentError.of(
-            f"each device may be listed only once: {listed}.",
-            ", ".join(str(name) for name in given),
-            f'logical devices of the same physical device, such as "{twice[0].split("#")[0]}#1"',
-        )
+        problem = f"each device may be listed only once: {listed}."
+        remedy = f'logical devices of the same physical device, such as "{twice[0].split("#")[0]}#1"'
+        raise ArgumentError.of(problem, ", ".join(str(name) for name in given), remedy)
     return names
 
 
@@ -227,11 +216,8 @@ def locate(array: object) -> str | None:
     if hasattr(place, "platform") and hasattr(place, "id"):
         return f"{place.platform}:{place.id}"
     if hasattr(place, "device_set"):
-        raise DeviceError.of(
-            "a replica's array must be on one device, and this one is spread over several.",
-            shown(place),
-            "its addressable_shards, one per replica",
-        )
+        problem = "a replica's array must be on one device, and this one is spread over several."
+        raise DeviceError.of(problem, shown(place), "its addressable_shards, one per replica")
     return str(place) or None
 
 

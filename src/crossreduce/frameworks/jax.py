@@ -218,11 +218,8 @@ class Jax(Immutable):
         if isinstance(value, jax.core.Tracer):
             return value
         if type(value.sharding) is not SingleDeviceSharding and len(value.devices()) != 1:
-            raise DeviceError.of(
-                "a replica's array must be on one device, and this one is spread over several.",
-                shown(value.sharding),
-                "its addressable_shards, one per replica",
-            )
+            problem = "a replica's array must be on one device, and this one is spread over several."
+            raise DeviceError.of(problem, shown(value.sharding), "its addressable_shards, one per replica")
         return value
 
     def spec(self, x: Array) -> TensorSpec:
@@ -285,11 +282,8 @@ class Jax(Immutable):
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
         if any(x.shape != xs[0].shape for x in xs):
-            raise UnsupportedError.of(
-                "the symbolic shapes of the replicas differ, so they may not be equal.",
-                ", ".join(str(x.shape) for x in xs),
-                "the same symbols on all replicas",
-            )
+            problem = "the symbolic shapes of the replicas differ, so they may not be equal."
+            raise UnsupportedError.of(problem, ", ".join(str(x.shape) for x in xs), "the same symbols on all replicas")
         return list(xs)
 
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:

@@ -231,11 +231,9 @@ def _divide(x: Array, divisor: int) -> None:
 
 def beyond(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
     """Return the error for sparse indices outside the dense shape."""
-    return ArgumentError.of(
-        "a sparse array has an index beyond its dense shape.",
-        f"indices from {lowest} to {highest}, shape {shape}",
-        f"indices from 0 to {shape[0] - 1}",
-    )
+    problem = "a sparse array has an index beyond its dense shape."
+    given = f"indices from {lowest} to {highest}, shape {shape}"
+    return ArgumentError.of(problem, given, f"indices from 0 to {shape[0] - 1}")
 
 
 assert set(DTYPES) == {_name(dtype_named(name)) for name in DTYPES}

@@ -276,17 +276,12 @@ def _divided(x: Array, divisor: int) -> Array:
 
 def _unsupported(value: Any) -> UnsupportedError:
     if isinstance(value, tf.Tensor) and value.shape.rank is None:
-        return UnsupportedError.of(
-            "a tensor of unknown rank cannot be reduced; unknown sizes can.",
-            shown(value),
-            "tf.ensure_shape(tensor, [None, None]), with one None per axis; or an input_signature with a rank",
-        )
+        problem = "a tensor of unknown rank cannot be reduced; unknown sizes can."
+        remedy = "tf.ensure_shape(tensor, [None, None]), with one None per axis; or an input_signature with a rank"
+        return UnsupportedError.of(problem, shown(value), remedy)
     if isinstance(value, tf.Tensor):
-        return UnsupportedError.of(
-            f"tensors of dtype {value.dtype.name} cannot be reduced.",
-            shown(value),
-            "cast to one of " + ", ".join(sorted(_DTYPES)),
-        )
+        problem = f"tensors of dtype {value.dtype.name} cannot be reduced."
+        return UnsupportedError.of(problem, shown(value), "cast to one of " + ", ".join(sorted(_DTYPES)))
     remedies = {
         "SparseTensor": "tf.sparse.to_dense(value), or tf.IndexedSlices",
         "RaggedTensor": "value.to_tensor(), or reduce value.flat_values",

@@ -34,11 +34,8 @@ _INERT: Final = frozenset({"uint16", "uint32", "uint64"})
 @lru_cache(maxsize=1024)
 def _numbers(op: ReduceOp, dtype: str, count: int, default: Any) -> Numbers:
     if dtype in _INERT:
-        raise UnsupportedError.of(
-            f"PyTorch cannot compute with {dtype}.",
-            f"op {op.value}, dtype {dtype}",
-            "cast to a signed integer that is wide enough, such as torch.int64",
-        )
+        remedy = "cast to a signed integer that is wide enough, such as torch.int64"
+        raise UnsupportedError.of(f"PyTorch cannot compute with {dtype}.", f"op {op.value}, dtype {dtype}", remedy)
     result = _NAMES[default] if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
     return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
 
@@ -202,17 +199,13 @@ class Torch:
     def writable_array(self, value: Any, device: str) -> Array:
         x = self._plain(value)
         if x.device != _place(device) or is_transformed() or has_no_memory(x) or is_frozen(value):
-            raise UnsupportedError.of(
-                "results are written into plain tensors on their destination.",
-                f"{type(value).__name__} on {value.device}, for {device}",
-                "torch.empty(shape, dtype=..., device=...), outside torch.func, dispatch and inference modes",
-            )
+            problem = "results are written into plain tensors on their destination."
+            remedy = "torch.empty(shape, dtype=..., device=...), outside torch.func, dispatch and inference modes"
+            raise UnsupportedError.of(problem, f"{type(value).__name__} on {value.device}, for {device}", remedy)
         if x.data_ptr() != value.data_ptr() or not x.is_contiguous():
-            raise UnsupportedError.of(
-                "results are written into contiguous tensors.",
-                f"{TensorSpec(tuple(value.shape), _NAMES[value.dtype])}, strides {tuple(value.stride())}",
-                "torch.empty(shape, dtype=...), or tensor.contiguous()",
-            )
+            problem = "results are written into contiguous tensors."
+            given = f"{TensorSpec(tuple(value.shape), _NAMES[value.dtype])}, strides {tuple(value.stride())}"
+            raise UnsupportedError.of(problem, given, "torch.empty(shape, dtype=...), or tensor.contiguous()")
         return x
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
@@ -255,11 +248,9 @@ class Torch:
 
     def is_recorded(self, x: Any) -> bool:
         if is_transformed():
-            raise UnsupportedError.of(
-                "tensors under torch.func, torch.compile or a dispatch mode cannot be reduced across threads.",
-                f"a {type(x).__name__} inside such a transformation",
-                "reduce outside of it: the result of torch.func.grad, not the function that it differentiates",
-            )
+            problem = "tensors under torch.func, torch.compile or a dispatch mode cannot be reduced across threads."
+            remedy = "reduce outside of it: the result of torch.func.grad, not the function that it differentiates"
+            raise UnsupportedError.of(problem, f"a {type(x).__name__} inside such a transformation", remedy)
         if not torch.is_grad_enabled():
             return False
         if isinstance(x, torch.Tensor) and x.layout is torch.strided:
@@ -352,11 +343,8 @@ def _unsupported(value: Any) -> UnsupportedError:
             "a DTensor is spread over several devices.", given, "tensor.to_local() or tensor.full_tensor()"
         )
     if value.layout is not torch.strided:
-        return UnsupportedError.of(
-            f"tensors of layout {value.layout} cannot be reduced.",
-            given,
-            "tensor.to_dense()" if "sparse" not in str(value.layout) else "tensor.to_sparse_coo() or .to_dense()",
-        )
+        remedy = "tensor.to_dense()" if "sparse" not in str(value.layout) else "tensor.to_sparse_coo() or .to_dense()"
+        return UnsupportedError.of(f"tensors of layout {value.layout} cannot be reduced.", given, remedy)
     if value.dtype not in _NAMES:
         remedy = "cast to one of " + ", ".join(DTYPES_BY_NAME)
         return UnsupportedError.of(f"arrays of dtype {value.dtype} cannot be reduced.", given, remedy)
