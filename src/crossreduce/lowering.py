@@ -27,7 +27,7 @@ class Instruction(NamedTuple):
     """Makes one value of a chunk on ``device``: a copy of one operand, or the combination of several.
 
     Args:
-      device: where the value is made.
+      device: the number of the device that makes the value.
       operands: values, combined in this order. Those of other devices have to be sent.
       round: the schedule's round.
       final: the combination contains every contribution once: divide and round here, and only here.
@@ -96,14 +96,8 @@ class Transfer(NamedTuple):
 class Program:
     """A verified schedule in static single assignment.
 
-    Args:
-      collective: the schedule's.
-      algorithm: the schedule's.
-      devices: canonical names; devices are numbered by their position.
-      chunks: the instructions of each chunk.
-      round_count: the number of rounds of the schedule.
-      pieces: the number of pipelined pieces per chunk.
-      routes: the schedule's own routes through switches.
+    ``devices`` are canonical names, numbered by their position; ``pieces`` is the number of pipelined pieces per chunk.
+    Both, and the collective, the algorithm and the routes through switches, are those of the schedule.
 
     >>> from crossreduce.planning import one_device
     >>> print(lower(one_device(["cpu:0", "cpu:1"])))
@@ -232,7 +226,7 @@ def _finished(
     """Return a chunk's instructions with final flags and liveness."""
     inputs, everyone = len(sources), (1 << len(sources)) - 1
     contributions = [1 << k for k in range(inputs)]
-    # Copies may share memory with what they copy: ``origin`` is the input or combination behind each value.
+    # A copy may share memory with its operand: ``origin`` is the input or combination behind each value.
     origin = list(range(inputs))
     last_read: dict[int, int] = {}  # by value
     last_read_origin: dict[int, int] = {}
@@ -258,7 +252,7 @@ def _finished(
 
 @lru_cache(maxsize=4096)
 def fused(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
-    """Return what a chunk's instructions compute for the first ``results`` destinations (``None``: all).
+    """Return the computation of a chunk's instructions for the first ``results`` destinations (``None``: all).
 
     Copies are gone. Equal combinations are computed once. A value that only the first operand of another combination
     reads is folded into it. The order of combination does not change, so results stay the same to the bit.
@@ -333,10 +327,10 @@ class Combination(NamedTuple):
 
 
 class DeviceStage(NamedTuple):
-    """What one device does in a round: send, receive, then combine.
+    """The part of one device in a round: send, receive, then combine.
 
     Sends and receives are ``(local value, other device)``. Two devices list the messages between them in the same
-    order. What is sent was complete when the round began; a combination waits for the receives of its operands.
+    order. A value that is sent was complete when the round began; a combination waits for its received operands.
     """
 
     sends: tuple[tuple[int, int], ...]
@@ -361,7 +355,7 @@ class DeviceProgram(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def for_device(program: Program, device: int) -> DeviceProgram:
-    """Return what one device does, for engines whose devices exchange messages.
+    """Return the part of one device, for engines whose devices exchange messages.
 
     Every read of another device's value is a message, as in the simulation.
 

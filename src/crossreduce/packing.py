@@ -77,9 +77,6 @@ def itemsize(dtype: str) -> int:
 def layout(specs: tuple[TensorSpec, ...], packing: Packing) -> tuple[Buffer, ...]:
     """Return the buffers of a batch; each tensor is in exactly one.
 
-    Args:
-      specs: the batch, in order.
-      packing: the options.
     Raises:
       ArgumentError: more than ``MOST_PACKS`` packs would result.
 

@@ -44,17 +44,9 @@ def reduce_batch(
 ) -> list[Mirrored]:
     """Reduce a batch: values with the same sources and destinations are packed and planned together.
 
-    The whole batch is planned before any of it runs, so a batch that cannot be planned moves nothing.
+    The whole batch is planned before any of it runs, so a batch that cannot be planned moves nothing. ``root`` is the
+    device on which sparse values are concatenated and ``one_device`` reduces; ``None``: the first destination.
 
-    Args:
-      jobs: the batch.
-      packing: how tensors share buffers.
-      algorithm: a planner's name, or "auto".
-      topology: the links that may be used; ``None``: all.
-      root: the device on which sparse values are concatenated and ``one_device`` reduces; ``None``: the first
-        destination.
-    Returns:
-      The results, in the order of the jobs.
     Raises:
       PlanError: the topology has no route for some of the data.
     """
@@ -187,13 +179,7 @@ def _compiled(engine: Engine, layout: Layout, numbers: Numbers, with_out: bool) 
 def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> Sequence[Sequence[Array]]:
     """Reduce the values of one layout with the first of its engines that accepts their arrays.
 
-    Args:
-      jobs: in the order of the layout's tensors.
-      with_out: whether results are written into the values' ``out``.
-    Returns:
-      For each value the result's components, in the order of the destinations; ``out``'s arrays if it is used.
-    Raises:
-      ArgumentError: components of ``out`` share memory where they must not.
+    Returns for each value the result's components: the arrays of its ``out`` if ``with_out``.
     """
     values = [value for value, _ in jobs]
     engine, operands = select(layout, [value.arrays for value in values])

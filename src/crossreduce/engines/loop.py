@@ -95,13 +95,7 @@ def _subset(lowered: LoweredBuffer, members: Sequence[int]) -> LoweredBuffer:
 def _reduce_buffer(
     lowered: LoweredBuffer, framework: Framework, arrays: list[Sequence[Array]], numbers: Numbers
 ) -> list[tuple[Array, ...]]:
-    """Pack, reduce and unpack one buffer.
-
-    Args:
-      arrays: for each of the buffer's spans its components, in the order of the program's sources.
-    Returns:
-      For each span the result's components, in the order of the program's destinations.
-    """
+    """Pack, reduce and unpack one buffer: from the components of each span to the results of each span."""
     buffer, ranges = lowered
     program = ranges[0].program
     names = [program.devices[source] for source in program.chunks[0].sources]
@@ -154,16 +148,12 @@ def run_program(
     and ``slice`` and ``pack`` may return views; so no array is written except for donated ones.
 
     Args:
-      program: what to do.
-      framework: of the arrays.
       flats: one flat array per source, in the order of the program's sources, each on its device.
-      size: elements in each; ``None``: arrays of unknown size pass as they are through a program of one chunk.
-      numbers: how the reduction is computed.
+      size: elements in each; ``None``: unknown, which a program of one chunk allows.
     Returns:
       For each destination, in order, its part of each of ``element_ranges``.
     Raises:
-      ScheduleError: arrays of unknown size with a program of several chunks, or chunks that differ in their sources or
-        destinations.
+      ScheduleError: the size is unknown and the program has several chunks, or its chunks differ in their ends.
     """
     program.require_uniform()
     _, sources, destinations, _, _ = program.chunks[0]
