@@ -42,11 +42,11 @@ BAD = [
     ({"collective": "reduce", "destinations": ["cpu:0", "cpu:1"]}, r"a reduce has one root[\s\S]*all_reduce"),
     (
         {"collective": "all_gather", "sources": ["cpu:0"], "destinations": ["cpu:1"]},
-        "the sources and the destinations must be the same",
+        "the sources and the destinations of all_gather must be the same",
     ),
     (
         {"collective": "reduce_scatter", "sources": ["cpu:0"], "destinations": names(2)},
-        "the sources and the destinations must be the same",
+        "the sources and the destinations of reduce_scatter must be the same",
     ),
     ({"sources": []}, "at least one device must be named"),
     ({"destinations": ()}, "at least one device must be named"),

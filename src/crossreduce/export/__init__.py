@@ -13,17 +13,11 @@ from ..planning import Plan
 
 
 class Exporter(NamedTuple):
-    """A text format. Its module is imported when it is used.
+    """A text format. Its module is imported when it is used."""
 
-    Args:
-      function: ``module:name`` of the function that returns the text.
-      arguments: the attributes of a plan that the function takes.
-      suffix: files with this suffix have this format by default; "": none.
-    """
-
-    function: str
-    arguments: tuple[str, ...]
-    suffix: str = ""
+    function: str  # ``module:name`` of the function that returns the text
+    arguments: tuple[str, ...]  # the attributes of a plan that the function takes
+    suffix: str = ""  # files with this suffix have this format by default; "": none
 
     def write(self, plan: Plan) -> str:
         """Return a plan in this format."""

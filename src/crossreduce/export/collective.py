@@ -1,11 +1,7 @@
 """A schedule as one of NCCL's collectives: its kind, and the ranges of the ranks' buffers that its chunks occupy.
 
-Input: a ``Schedule``. Output: a ``Collective``, which the exporters write in the formats of other tools. It stores
-the lowered program, so exporters do not interpret the schedule.
-
 Ranks are positions in the schedule's devices. The shares determine into how many equal units the buffers are divided;
-a block is a run of units that one operation moves. Where the values of a block are stored is the topic of
-``placement.py``.
+a block is a run of units that one operation moves. ``placement.py`` determines where its values are stored.
 """
 
 from __future__ import annotations
@@ -37,20 +33,12 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """A schedule as one of NCCL's collectives.
+    """A schedule as one of NCCL's collectives."""
 
-    Args:
-      kind: allreduce, reduce, broadcast, reducescatter or allgather.
-      root: the destination of a reduce or the source of a broadcast, else ``None``.
-      units: the number of equal parts of the full buffer (the larger one of input and output).
-      blocks: the chunks with a share above 0, in the schedule's order, divided to respect the exporter's largest size.
-      program: the lowered schedule.
-    """
-
-    kind: str
-    root: int | None
-    units: int
-    blocks: tuple[Block, ...]
+    kind: str  # allreduce, reduce, broadcast, reducescatter or allgather
+    root: int | None  # the destination of a reduce or the source of a broadcast
+    units: int  # equal parts of the full buffer (the larger one of input and output)
+    blocks: tuple[Block, ...]  # the chunks with a share above 0, in the schedule's order, or parts of them
     program: Program
 
     @property
@@ -93,17 +81,10 @@ class Collective:
 
 
 def collective(schedule: Schedule, largest: int | None = None) -> Collective:
-    """Return a schedule as one of NCCL's collectives.
+    """Return a schedule as one of NCCL's collectives, with blocks of at most ``largest`` units.
 
     The chunks of a reduce-scatter are placed in the parts of their destinations, the chunks of an all-gather in the
-    parts of their sources, in the schedule's order.
-
-    Args:
-      schedule: verified here.
-      largest: the largest number of units of a block; ``None``: no limit.
-    Raises:
-      ScheduleError: ``verify`` rejects the schedule.
-      PlanError: the schedule is not one of the five collectives; the message has the reason.
+    parts of their sources. PlanError: it is not one of the five collectives; ScheduleError: ``verify`` rejects it.
 
     >>> from crossreduce.planning import ring
     >>> made = collective(ring(["cpu:0", "cpu:1", "cpu:2"]))

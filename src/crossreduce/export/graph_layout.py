@@ -1,8 +1,4 @@
-"""Positions of a topology's nodes in a picture.
-
-Input: a ``Topology``. Output: a ``GraphLayout``. Positions are complex numbers, in inches of a drawing at full size.
-Nothing is drawn here.
-"""
+"""Positions of a topology's nodes in a picture: complex numbers, in inches of a drawing at full size."""
 
 from __future__ import annotations
 
@@ -17,25 +13,17 @@ from typing import Final
 from ..devices import parse
 from ..topology import Topology
 
-NODE: Final = 0.16
-"""Half of the height of a node's box."""
-
+NODE: Final = 0.16  # half of the height of a node's box
 _TOP: Final = math.pi / 2
 
 
 @dataclass(frozen=True)
 class GraphLayout:
-    """Positions of the nodes of a topology.
-
-    Args:
-      positions: of each node.
-      hosts: the frame of each host: its name, lower left and upper right corner.
-      bent: links that are drawn as curves, since other nodes are between their ends.
-    """
+    """Positions of the nodes of a topology."""
 
     positions: dict[str, complex]
-    hosts: tuple[tuple[str, complex, complex], ...] = ()
-    bent: frozenset[frozenset[str]] = frozenset()
+    hosts: tuple[tuple[str, complex, complex], ...] = ()  # the frame of each: name, lower left, upper right corner
+    bent: frozenset[frozenset[str]] = frozenset()  # links drawn as curves, since other nodes are between their ends
 
     @cached_property
     def order(self) -> dict[str, int]:
@@ -101,9 +89,8 @@ def half_width(node: str) -> float:
 def graph_layout(topology: Topology) -> GraphLayout:
     """Return the positions of a topology's nodes.
 
-    Devices are placed on a grid if the links are those of a mesh or torus of 2 or 3 dimensions, else on a circle,
-    clockwise in the topology's order, with the switches inside. Several hosts are placed in two rows with the network
-    between the rows.
+    The devices of a mesh or torus of 2 or 3 dimensions are placed on a grid, others on a circle, clockwise, with the
+    switches inside. Several hosts are placed in two rows with the network between the rows.
 
     >>> graph_layout(Topology.mesh(2, 2)).positions["cpu:3"]
     (1-1j)
@@ -201,10 +188,7 @@ def _hosts(hosts: dict[str, list[str]], switches: Sequence[str], near: dict[str,
 
 
 def _host(devices: Sequence[str], switches: Sequence[str], near: dict[str, set[str]]) -> dict[str, complex]:
-    """Place one of several hosts: switches with links to other hosts in the lowest row, then devices, then the others.
-
-    Devices that are linked to each other are placed on a circle instead.
-    """
+    """Place one host of several: first switches with links to other hosts, then devices (on a circle if linked)."""
     inside = {*devices, *switches}
     gates = [switch for switch in switches if not near[switch] <= inside]
     others = [switch for switch in switches if switch not in gates]

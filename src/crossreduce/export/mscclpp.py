@@ -117,27 +117,16 @@ Extent = tuple[str, int, int]  # a part of a buffer: the buffer, its first unit 
 
 @dataclass
 class _Event:
-    """One action of a threadblock of a rank.
+    """One action of a threadblock of a rank."""
 
-    Args:
-      kind: "put", "signal", "wait", "re", "copy" or, before all others, "begin".
-      time: an event depends only on events of earlier times, and on events of its time that were made before it.
-      pair: of a put; of a signal or wait, the pair of its put.
-      data: of a signal or wait: whether it is for the data of a put, or for the permission to put.
-      since: of a wait: the time of the event whose end is signalled.
-      srcs: the memory that it reads.
-      dst: the memory that it writes.
-      signals: those that follow it.
-    """
-
-    kind: str
-    time: int
-    pair: Pair = (-1, -1)
-    data: bool = True
-    since: int = -1
-    srcs: tuple[Extent, ...] = ()
-    dst: Extent = ("", 0, 0)
-    signals: list[_Event] = field(default_factory=list)
+    kind: str  # "put", "signal", "wait", "re", "copy" or, before all others, "begin"
+    time: int  # an event depends only on events of earlier times, and on those of its time that were made before
+    pair: Pair = (-1, -1)  # of a put; of a signal or wait, the pair of its put
+    data: bool = True  # of a signal or wait: for the data of a put, or for the permission to put
+    since: int = -1  # of a wait: the time of the event whose end is signalled
+    srcs: tuple[Extent, ...] = ()  # the memory that it reads
+    dst: Extent = ("", 0, 0)  # the memory that it writes
+    signals: list[_Event] = field(default_factory=list)  # those that follow it
 
     @property
     def ends(self) -> Pair:
@@ -232,8 +221,8 @@ class _BlockEvents:
     def order(self, rank: int) -> list[_Event]:
         """Return a rank's events and signals in the order of the plan.
 
-        A wait moves ahead of puts and signals of later times than the event that it waits for, so that waits are
-        adjacent; puts move ahead of adjacent signals, so that one ``nop`` serves all of them.
+        To be adjacent, waits move ahead of puts and signals of later times than the awaited event, and puts ahead of
+        signals.
         """
         ordered: list[_Event] = []
         for event in self.events[rank]:
@@ -250,8 +239,7 @@ class _BlockEvents:
 def _channels(orders: list[list[_Event]]) -> dict[Pair, int]:
     """Return for each pair of ranks which of the channels between the two its puts use, 0 or 1.
 
-    A channel has one counter for each direction. Puts in both directions share a channel, if each wait then still
-    counts its own signal.
+    Puts in both directions share a channel, which has one counter for each, if each wait then counts its own signal.
     """
     pairs = {event.pair for events in orders for event in events if event.kind == "put"}
     separate = set()
@@ -277,10 +265,7 @@ class _GpuPlan:
 
 
 class _ThreadblockPlan:
-    """The operations of one threadblock; adjacent events of one kind become one operation.
-
-    ``channels`` numbers the GPU's channels; scratch memory begins at ``bases``, by rank.
-    """
+    """The operations of one threadblock; adjacent events of one kind become one operation."""
 
     def __init__(self, gpu: _GpuPlan, events: list[_Event], channels: dict[Pair, int], bases: list[int]) -> None:
         self.gpu, self.number, self.bases = gpu, channels, bases

@@ -1,9 +1,7 @@
-"""Pictures of topologies and schedules.
+"""Pictures of topologies and schedules, as SVG or PNG files.
 
-Input: a ``Topology``, or a ``Schedule`` and its topology, and a path. Output: an SVG or PNG file. A failure leaves the
-old file and no part of a new one. The same input gives the same SVG. The functions require matplotlib (the "plot"
-extra), which is imported when a picture is drawn. They open no window and do not depend on the caller's matplotlib
-settings.
+A failure leaves the old file and no part of a new one. The same input gives the same SVG. The functions require
+matplotlib (the "plot" extra), open no window and do not depend on the caller's matplotlib settings.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ from ..schedule.simulate import route_links
 from ..topology import Topology
 from .graph_layout import NODE, GraphLayout, graph_layout, half_width, label, towards
 
-PANELS: Final = 12
-"""The largest number of trees in a picture of a schedule."""
+PANELS: Final = 12  # the largest number of trees in a picture of a schedule
 
 _REDUCE, _COPY = "#2166ac", "#e08214"  # a blue and an orange that colour-blind readers can tell apart
 _INK, _GREY, _PALE = "#1b1f24", "#c3cad2", "#eef1f4"

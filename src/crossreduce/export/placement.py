@@ -1,12 +1,8 @@
 """Where each rank stores the values of a program: register allocation for the exporters.
 
-Input: a ``Collective`` and some of its blocks. Output: a ``Location`` for each value of each block, and the scratch
-memory that each rank needs.
-
-The program is in static single assignment, and buffers are not. All instructions of a round read the values that the
-previous round left, so an instruction may not write to memory that another instruction of its round still has to
-read. An exporter therefore reports each read when it writes the operation that performs it, and a new value gets
-only memory whose value has no reads left. Inputs stay unchanged in calls out of place.
+The program is in static single assignment, and buffers are not. An instruction may not write to memory that another
+instruction of its round still has to read. An exporter therefore reports each read when it writes the operation that
+performs it, and a new value gets only memory whose value has no reads left. Inputs stay unchanged out of place.
 """
 
 from __future__ import annotations
@@ -19,15 +15,10 @@ from .collective import Collective, Location
 
 
 class MemoryPlacement:
-    """The locations of the values of some blocks of a collective.
+    """The locations of the values of some blocks of a collective, for calls in place or out of place.
 
     Values are numbered within their chunk, as in ``ChunkProgram``. A value is stored in the rank's output, if the rank
     is a destination and the output is free, else in scratch memory.
-
-    Args:
-      made: the collective.
-      blocks: positions in ``made.blocks``.
-      inplace: whether input and output may be the same memory.
 
     >>> from crossreduce.planning import one_device
     >>> from crossreduce.export.collective import collective

@@ -21,9 +21,8 @@ from ..schedule import Schedule, simulate
 from ..schedule.simulate import Pair, route_links
 from ..topology import Topology
 
+# The largest number of transfers in a trace, which shows the first pieces, at least one; more would need over 40 MB.
 EVENTS: Final = 200_000
-"""The largest number of transfers in a trace. The first pieces are shown, all of their transfers, and at least one
-piece. More transfers would make a file of over 40 MB."""
 
 
 def to_chrome_trace(schedule: Schedule, topology: Topology, nbytes: int) -> str:
@@ -82,10 +81,7 @@ def to_chrome_trace(schedule: Schedule, topology: Topology, nbytes: int) -> str:
 
 
 def _rounds(program: Program, topology: Topology) -> list[tuple[list[tuple[Pair, int, str, str]], float]]:
-    """Return for each round its hops (link, chunk, src, dst), and the longest latency of a route in seconds.
-
-    A transfer has one hop for each link of its route.
-    """
+    """Return for each round its hops (link, chunk, src, dst), one per link of a route, and its longest latency."""
     rounds = []
     for transfers in program.transfers:
         hops, latencies = [], [Fraction(0)]

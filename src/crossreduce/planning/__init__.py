@@ -2,10 +2,7 @@
 
 Input: a collective, devices, bytes, perhaps a topology and an algorithm. Output: a ``Plan`` or a ``Schedule`` that
 ``verify`` accepted. Planning uses no arrays, I/O or clock, so the same request gives the same schedule everywhere.
-
-``plans.py`` has ``plan``; ``schedules.py`` has the registry of algorithms and finds the fastest schedule of a
-``Request``; ``planners.py`` plans without a topology, ``hierarchies.py``, ``rings.py`` and ``forest.py`` with one;
-``derived.py`` makes reduce-scatters and all-gathers; ``bounds/`` proves bounds; ``explain.py`` describes plans.
+``planners.py`` plans without a topology; ``hierarchies.py``, ``rings.py`` and ``forest.py`` plan with one.
 """
 
 from .bounds.bound import bound

@@ -1,7 +1,4 @@
-"""Reduce-scatters and all-gathers derived from all-reduces.
-
-Input: a schedule. Output: the steps of it that bring each part of the result to its device; or these steps backwards.
-"""
+"""Reduce-scatters, the steps of an all-reduce that bring each part to its device, and all-gathers, these backwards."""
 
 from __future__ import annotations
 

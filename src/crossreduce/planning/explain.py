@@ -1,7 +1,4 @@
-"""Plans as text: their trees, their limit, and their numbers.
-
-Input: a schedule, a bound, numbers. Output: lines of text.
-"""
+"""Plans as text: their trees, their limit, and their numbers."""
 
 from __future__ import annotations
 
@@ -22,19 +19,13 @@ _MOST_LETTERS: Final = 160
 
 
 class Shape(NamedTuple):
-    """The trees of a schedule.
+    """The trees of a schedule."""
 
-    Args:
-      k: the average number of unit trees per root; a unit is the greatest share of which all chunks are multiples.
-      roots: the devices that combine a chunk to the end; for a copy, its source.
-      depth: the most hops from a device to the root of a chunk, or back.
-      trees: for each chunk and each of its roots: its share, the root, and the edges of its tree, child ->
-        parent. Children send to their parents; if nothing is reduced, parents send to their children.
-    """
-
-    k: Fraction
-    roots: tuple[str, ...]
-    depth: int
+    k: Fraction  # the average number of unit trees per root; a unit is the greatest common part of all chunks
+    roots: tuple[str, ...]  # the devices that combine a chunk to the end; for a copy, its source
+    depth: int  # the most hops from a device to the root of a chunk, or back
+    # For each chunk and each of its roots: its share, the root, and the edges of its tree, child -> parent. Children
+    # send to their parents; if nothing is reduced, parents send to their children.
     trees: tuple[tuple[Fraction, str, dict[str, str]], ...]
 
 

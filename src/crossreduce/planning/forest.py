@@ -29,19 +29,12 @@ Pair = tuple[str, str]
 
 
 class Forest(NamedTuple):
-    """A schedule of packed trees.
+    """A schedule of packed trees."""
 
-    Args:
-      schedule: one chunk per tree.
-      k: the average number of unit trees per root; a unit is the greatest common part of all trees, as in ForestColl.
-      trees: the number of different trees.
-      depth: links from root to leaf, without switches, in the deepest tree.
-    """
-
-    schedule: Schedule
-    k: Fraction
-    trees: int
-    depth: int
+    schedule: Schedule  # one chunk per tree
+    k: Fraction  # the average number of unit trees per root; a unit is the greatest common part of all trees
+    trees: int  # the number of different trees
+    depth: int  # links from root to leaf, without switches, in the deepest tree
 
 
 def forest_schedules(request: Request) -> list[Schedule]:
@@ -90,8 +83,7 @@ def forest(request: Request) -> Forest:
 def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return sets of nodes that reduce in addition to the members: none, the widest, these and the next, and so on.
 
-    Such a node, a switch that reduces or a device that does not take part, is then in all trees. This is faster for the
-    wide switch of a machine, and slower for a narrow one between machines.
+    All trees pass them: this is faster with the wide switch of a machine, slower with a narrow one between machines.
     """
     widths: defaultdict[Fraction, list[str]] = defaultdict(list)
     able = [switch.name for switch in topology.switches if switch.reduces]

@@ -1,7 +1,6 @@
 """``hierarchical_copy`` on a topology.
 
-Input: a topology and a request. Output: schedules with one tree per pack, along which everything is reduced to the
-pack's root and copied back.
+Input: a topology and a request. Output: schedules with one tree per pack, into the pack's root and back out of it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,8 @@ from ..topology import Topology
 from .planners import Request, hierarchical_copy_schedule, one_device_schedule
 from .trees.schedule import Tree, TreeShare, trees_to_schedule
 
-MOST_DEVICES: Final = 128
-"""The number of devices up to which trees are grown edge by edge, which looks at all pairs of devices."""
-
-MOST_EDGES: Final = 1024
-"""The product of devices and packs up to which trees are grown."""
-
+MOST_DEVICES: Final = 128  # the most devices for which trees are grown edge by edge: all pairs are compared
+MOST_EDGES: Final = 1024  # the product of devices and packs up to which trees are grown
 KINDS: Final = ("widest", "shortest", "load_aware")
 
 
@@ -36,18 +31,11 @@ class _Edge(NamedTuple):
 
 
 def hierarchies(topology: Topology, request: Request) -> list[Schedule]:
-    """Return the schedules of a request by ``hierarchical_copy``.
+    """Return the schedules of a request by ``hierarchical_copy``, of which the bytes of the buffer select the fastest.
 
-    A hierarchy can be derived from the links in several ways, and the size of the buffer determines which one is the
-    fastest:
-
-    - all devices send straight to the root, as in ``one_device``;
-    - two halves as groups, as in TensorFlow;
-    - the islands of the topology as groups: these are the boards of a DGX-1;
-    - spanning trees of the links: see ``tree_schedules``.
-
-    With a root of all packs, only the first and the last kind are possible, and only the first one if the root is
-    neither a source nor a destination.
+    They are ``one_device``; two halves as groups, as in TensorFlow; the islands of the topology as groups, such as the
+    boards of a DGX-1; and spanning trees of the links: see ``tree_schedules``. With a root of all packs, only the first
+    and the last kind are possible, and only the first one if the root is neither a source nor a destination.
     """
     root = request.root
     found = [one_device_schedule(request)]
@@ -64,15 +52,13 @@ def hierarchies(topology: Topology, request: Request) -> list[Schedule]:
 
 
 def tree_schedules(topology: Topology, request: Request) -> list[Schedule]:
-    """Return schedules with one tree per pack, for each kind of tree that spans the members of a request.
+    """Return schedules with one tree per pack, for each kind of tree; none above ``MOST_DEVICES`` or ``MOST_EDGES``.
 
     - widest: the tree that is extended by the fastest link next, so it contains all of an island before a link between
       islands;
     - shortest: the tree of the fewest hops to the root, and of these the fastest links;
     - load_aware: like widest, but a link that the tree uses already counts as slower by that factor. If one switch
       joins all devices, this is a chain.
-
-    The list is empty for more than ``MOST_DEVICES`` devices, or ``MOST_EDGES`` devices times packs.
     """
     members, packs = request.members, request.packs
     if len(members) > MOST_DEVICES or len(members) * packs > MOST_EDGES:
@@ -94,10 +80,9 @@ def tree_schedules(topology: Topology, request: Request) -> list[Schedule]:
 
 
 def centre(topology: Topology, sources: tuple[str, ...], destinations: tuple[str, ...]) -> str | None:
-    """Return the device whose furthest other device is the fewest links away, there and back.
+    """Return the source that is a destination and whose furthest other device is the fewest links away, there and back.
 
-    Only devices that are both a source and a destination count; of equal ones the first. ``None``: no device counts, or
-    there are more than ``MOST_DEVICES`` devices.
+    The first of equal ones is returned; ``None``: no device qualifies, or there are more than ``MOST_DEVICES`` devices.
     """
     members = {*sources, *destinations}
     if len(members) > MOST_DEVICES:

@@ -1,12 +1,8 @@
 """``Request``, the one value that planning takes, and the planners for devices that are all linked equally.
 
-Input: lists of devices in any spelling; or a ``Request`` with canonical names. Output: a schedule. Names become
-canonical here, and no file that takes a ``Request`` parses them again.
-
-Each algorithm has a public planner, such as ``ring``, and a counterpart for requests, which the registry in
-``schedules.py`` lists. All public planners have the arguments and errors of ``one_device``, the first one; the others
-only describe what differs. ``first`` has no effect on schedules without a root and without an order of chunks:
-``one_shot``, ``halving_doubling`` and ``recursive_doubling``.
+Input: lists of devices in any spelling; or a ``Request`` with canonical names. Output: a schedule. Each algorithm has a
+public planner, such as ``ring``, and a counterpart for requests, which the registry lists. All public planners have the
+arguments and errors of ``one_device``. ``first`` has no effect on ``one_shot`` and the two ``*_doubling`` planners.
 """
 
 from __future__ import annotations
@@ -23,37 +19,23 @@ from ..topology import Topology
 from ..values import read_devices
 
 Names = Sequence[str]
-
+# The steps of one pack, in any order: (round, step). A step's chunk is one of the pack's own chunks, from 0.
 Moves = Iterable[tuple[int, Step]]
-"""The steps of one pack, in any order: (round, step). A step's chunk is one of the pack's own chunks, from 0."""
 
 
 class Request(NamedTuple):
-    """A collective to plan. All names are canonical.
+    """A collective to plan. All names are canonical."""
 
-    Args:
-      collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
-      sources: the devices that contribute, in the order in which they are combined.
-      destinations: the devices that need the result.
-      algorithm: a name of the registry, "auto", or "nccl", which is planned as "auto".
-      topology: the links that may be used; ``None``: any two devices are linked equally.
-      nbytes: of the buffer: of one replica's, for an all-reduce; of all parts together, for an all-gather.
-      packs: the number of equal packs of the buffer. Each has its own root, if the algorithm has roots.
-      first: the number of the first pack's root.
-      root: the root of all packs; ``None``: roots rotate over the devices.
-      devices: the devices of the schedule; (): sources, then other destinations, then the root.
-    """
-
-    collective: str
-    sources: tuple[str, ...]
-    destinations: tuple[str, ...]
-    algorithm: str = "auto"
-    topology: Topology | None = None
-    nbytes: int = 0
-    packs: int = 1
-    first: int = 0
-    root: str | None = None
-    devices: tuple[str, ...] = ()
+    collective: str  # "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather"
+    sources: tuple[str, ...]  # the devices that contribute, in the order in which they are combined
+    destinations: tuple[str, ...]  # the devices that need the result
+    algorithm: str = "auto"  # a name of the registry, "auto", or "nccl", which is planned as "auto"
+    topology: Topology | None = None  # the links that may be used; None: any two devices are linked equally
+    nbytes: int = 0  # of the buffer: of one replica's, for an all-reduce; of all parts together, for an all-gather
+    packs: int = 1  # the number of equal packs of the buffer, each with its own root, if the algorithm has roots
+    first: int = 0  # the number of the first pack's root
+    root: str | None = None  # the root of all packs; None: roots rotate over the devices
+    devices: tuple[str, ...] = ()  # the devices of the schedule; (): sources, then other destinations, then the root
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -431,12 +413,9 @@ def one_shot_schedule(request: Request) -> Schedule:
 
 
 def _in_packs(request: Request, chunks: int, moves: Callable[[int], Moves]) -> Schedule:
-    """Return the schedule of all packs.
+    """Return the schedule of all packs, each of ``chunks`` equal chunks, and named after the request's algorithm.
 
-    Args:
-      request: its algorithm is the name for the schedule.
-      chunks: the number of equal chunks of each pack.
-      moves: returns the steps of a pack, given its number plus ``request.first``.
+    ``moves`` returns the steps of a pack, given its number plus ``request.first``.
     """
     count = request.packs * chunks
     rounds: defaultdict[int, list[Step]] = defaultdict(list)

@@ -1,7 +1,6 @@
 """``plan``: the fastest verified schedule of a collective on a topology, with a proof of how good it is.
 
-Input: a topology, a collective, bytes, perhaps an algorithm. Output: a ``Plan``. Schedules are verified, pipelined for
-their bytes and simulated; "auto" is the fastest of all algorithms in simulation.
+Schedules are verified, pipelined for their bytes and simulated; "auto" is the fastest of all algorithms in simulation.
 """
 
 from __future__ import annotations
@@ -26,17 +25,11 @@ from .schedules import NAMES, fastest
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule of a request, its predicted time, and its bound.
+    """A schedule of a request, its predicted time, and its bound."""
 
-    Args:
-      request: the request, with a topology.
-      schedule: verified; cut into the number of pieces that suits ``nbytes``.
-      seconds: simulated.
-    """
-
-    request: Request
-    schedule: Schedule
-    seconds: float
+    request: Request  # with a topology
+    schedule: Schedule  # verified; cut into the number of pieces that suits ``nbytes``
+    seconds: float  # simulated
 
     @property
     def topology(self) -> Topology:
@@ -217,7 +210,7 @@ def _read_devices(
         elif destinations is None:
             takes = gives
         if set(gives) != set(takes):
-            problem = f"in a {collective} the sources and the destinations must be the same devices."
+            problem = f"the sources and the destinations of {collective} must be the same devices."
             raise ArgumentError.of(problem, f"{shown(gives)} and {shown(takes)}", "sources alone")
         return gives, gives, None
     copies = collective == "broadcast"
@@ -238,8 +231,8 @@ def _read_devices(
 def _request_bound(topology: Topology, sources: tuple[str, ...], destinations: tuple[str, ...]) -> Bound:
     """Return the bound of a reduction from some devices to others.
 
-    If these are the same devices, it is that of the all-reduce. Otherwise it is the least of the rates at which each
-    destination can receive and each source can send, which a plan between overlapping sets may not reach.
+    For the same devices it is that of the all-reduce; else the least rate at which each destination can receive and
+    each source can send, which a plan between overlapping sets may not reach.
     """
     if set(sources) == set(destinations):
         return bound_of_members(topology, "all_reduce", sources)

@@ -1,7 +1,7 @@
 """Rings on a topology: orders of devices in which each has a link, or a route through switches, to the next one.
 
 Input: a topology and a request. Output: a schedule of rings that run side by side. Rings are found one after another
-until the bandwidth of the links is used up, in units of the narrowest link; the search takes the widest route first.
+until the bandwidth of the links is used up, in units of the narrowest link.
 """
 
 from __future__ import annotations

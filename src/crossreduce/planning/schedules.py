@@ -1,10 +1,8 @@
 """Verified schedules of requests: the registry of algorithms, and the fastest of their schedules on a topology.
 
-Input: a ``Request``. Output: a schedule; the same request costs one lookup.
-
-``plan``, the ops, the command line and the tables of the tests all take the algorithms from ``REGISTRY``. Adding one
-takes its planner, a line here, and the docs. Files that only topologies need are imported when they are first used, so
-that ``import crossreduce`` stays quick.
+Input: a ``Request``. Output: a schedule; the same request costs one lookup. ``plan``, the ops, the command line and the
+tables of the tests all take the algorithms from ``REGISTRY``. Files that only topologies need are imported when they
+are first used, so that ``import crossreduce`` stays quick.
 """
 
 from __future__ import annotations
@@ -33,22 +31,16 @@ DIRECT_FROM_BYTES: Final = 1 << 18
 class Algorithm(NamedTuple):
     """An algorithm.
 
-    Args:
-      schedules: returns the schedules of a request for any number of bytes, at least one, or raises PlanError. If there
-        are several, the fastest depends on the number of bytes.
-      planner: the public function, which plans between devices that are all linked equally; ``None``: it needs a
-        topology.
-      has_root: each pack has a root, which rotates over the devices or is given by the request.
-      scatter: the packs (0: one per device) and the ``first`` of the all-reduce from which a reduce-scatter is derived;
-        ``None``: ``schedules`` plans reduce-scatters and all-gathers itself.
-      most_devices: the number of devices up to which "auto" considers it; ``None``: any number.
+    ``schedules`` returns the schedules of a request for any number of bytes, at least one, or raises PlanError. If
+    there are several, the fastest depends on the number of bytes. ``scatter`` has the packs (0: one per device) and the
+    ``first`` of the all-reduce from which a reduce-scatter is derived; ``None``: ``schedules`` plans those itself.
     """
 
     schedules: Callable[[Request], list[Schedule]]
-    planner: Callable[..., Schedule] | None
-    has_root: bool = False
+    planner: Callable[..., Schedule] | None  # the public function; None: the algorithm needs a topology
+    has_root: bool = False  # each pack has a root, which rotates over the devices or is given by the request
     scatter: tuple[int, int] | None = (0, 0)
-    most_devices: int | None = MOST_DEVICES
+    most_devices: int | None = MOST_DEVICES  # the number of devices up to which "auto" considers it; None: any
 
 
 def _one(schedule: Callable[[Request], Schedule]) -> Callable[[Request], list[Schedule]]:
@@ -88,13 +80,10 @@ REGISTRY: Final[dict[str, Algorithm]] = {
     "forest": Algorithm(_forest, None, scatter=None, most_devices=MOST_TREES),
 }
 
-CHOICES: Final = ("nccl", "auto")
-"""Names that stand for one of the algorithms: see ``plan``."""
-
+CHOICES: Final = ("nccl", "auto")  # names that stand for one of the algorithms: see ``plan``
 NAMES: Final = (*REGISTRY, *CHOICES)
-
+# The public planners for lists of devices; they have the same first arguments.
 PLANNERS: Final = {name: entry.planner for name, entry in REGISTRY.items() if entry.planner is not None}
-"""The public planners for lists of devices; they have the same first arguments."""
 
 
 def choose(sources: tuple[str, ...], destinations: tuple[str, ...], nbytes: int) -> str:
@@ -117,14 +106,12 @@ def choose(sources: tuple[str, ...], destinations: tuple[str, ...], nbytes: int)
 def schedule_for(request: Request) -> Schedule:
     """Return the verified schedule of an all-reduce from any sources to any destinations.
 
-    Without a topology it is the algorithm's own schedule, and the collective is named after the numbers of sources and
-    destinations. On a topology it uses its links only, and is the fastest in simulation. A topology whose devices have
-    other names is matched by position: its i-th device stands for the i-th of the sources, then of the other
-    destinations. Its switches only forward data, since no engine can reduce on them.
+    Without a topology it is the algorithm's own schedule. On a topology it uses its links only, and is the fastest in
+    simulation. A topology whose devices have other names is matched by position: its i-th device stands for the i-th of
+    the sources, then of the other destinations. Its switches only forward data, since no engine can reduce on them.
 
     Raises:
-      PlanError: an unknown algorithm, or one that cannot do it; the topology lacks a device of the request, or a route
-        to a destination.
+      PlanError: the algorithm is unknown or cannot do it; the topology lacks a device of the request, or a route.
     """
     if request.topology is not None:
         return fastest(request._replace(topology=_matched(request.topology, request.members)))[0]
@@ -155,11 +142,7 @@ def _matched(topology: Topology, devices: tuple[str, ...]) -> Topology:
 
 @lru_cache(maxsize=4096)
 def fastest(request: Request) -> tuple[Schedule, float]:
-    """Return the fastest schedule of a request on its topology, in pieces that suit its bytes, and its seconds.
-
-    Raises:
-      PlanError: a destination cannot be reached, or the algorithm cannot do the collective.
-    """
+    """Return the fastest schedule of a request on its topology, in pieces that suit its bytes, and its seconds."""
     topology = request.topology
     assert topology is not None
     require_routes(topology, request.sources, request.destinations, request.collective)
@@ -201,9 +184,6 @@ def candidates(request: Request) -> tuple[Schedule, ...]:
     """Return the verified schedules of a request to a named algorithm, at least one; each is different.
 
     They do not depend on ``request.nbytes``, so callers set it to 0.
-
-    Raises:
-      PlanError: the algorithm cannot do it.
     """
     made = tuple(dict.fromkeys(_schedules(request)))
     for schedule in made:

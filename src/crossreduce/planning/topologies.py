@@ -1,7 +1,6 @@
 """Views of topologies: the nodes that data can reach, and the same links under neutral names.
 
-Input: a topology and devices. Output: nodes, PlanError if a route is missing, or a ``NeutralTopology``, in which these
-devices are the only ones. Equal links then have equal plans and are planned once.
+Equal links have equal neutral topologies, so their plans are made once.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ from ..topology import Link, Switch, Topology
 
 
 def require_routes(topology: Topology, sources: Sequence[str], destinations: Sequence[str], request: str) -> None:
-    """Raise unless there is a route from every source to every destination.
-
-    Raises:
-      PlanError: it names the devices that can be reached and those that cannot.
-    """
+    """Raise PlanError, which names what cannot be reached, unless every source has a route to every destination."""
     everyone = {*sources, *destinations}
     if sources and reachable(topology, sources[0]) >= everyone <= reachable(topology, sources[0], backwards=True):
         return
@@ -60,10 +55,9 @@ class NeutralTopology(NamedTuple):
 
 @lru_cache(maxsize=512)
 def neutral(topology: Topology, members: tuple[str, ...], helpers: tuple[str, ...] | None = None) -> NeutralTopology:
-    """Return a topology whose devices are the members and helpers, and whose other nodes are switches.
+    """Return a topology whose devices are the members and helpers, which reduce, and whose other nodes are switches.
 
-    ``helpers`` are other nodes that reduce, as devices; the switches then do not reduce. ``None``: every other node
-    that can reduce (a reducing switch, or a device that does not take part) is a switch that reduces.
+    Without ``helpers``, every other node that can reduce (a reducing switch or a device) is a switch that reduces.
     """
     inside = (*members, *(helpers or ()))
     reducing: set[str] = set()

@@ -1,8 +1,4 @@
-"""Schedules: who sends what to whom, in which order, the proof of the result, and the predicted time.
-
-``schedule.py`` defines the value, ``verify.py`` proves it, ``simulate.py`` predicts seconds and bytes. There are no
-arrays, frameworks or clocks here.
-"""
+"""Schedules: who sends what to whom, in which order, the proof of the result, and the predicted time."""
 
 from .schedule import Chunk, Route, Schedule, Step, live_rounds
 from .simulate import MOST_BYTES, Simulation, fluid_rate, pipelined, simulate

@@ -47,16 +47,13 @@ class Step(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The switches (or devices that only forward) between ``src`` and ``dst``, for one chunk.
-
-    ``round``: the round that it applies to; ``None``: all rounds without a route of their own.
-    """
+    """The switches (or devices that only forward) between ``src`` and ``dst``, for one chunk."""
 
     chunk: int
     src: int
     dst: int
     through: tuple[str, ...]
-    round: int | None = None
+    round: int | None = None  # None: for all rounds without a route of their own
 
 
 Round = tuple[Step, ...]
@@ -119,10 +116,8 @@ class Schedule:
             if chunk.share < 0 or not _positions(chunk.sources, n) or not _positions(chunk.destinations, n):
                 raise _malformed(f"chunk {number} is malformed", chunk, n)
         if sum(chunk.share for chunk in self.chunks) != 1:
-            raise ScheduleError.of(
-                "the chunks must cover the buffer: their shares must add up to 1.",
-                f"shares {', '.join(str(chunk.share) for chunk in self.chunks) or 'none'}",
-            )
+            given = f"shares {', '.join(str(chunk.share) for chunk in self.chunks) or 'none'}"
+            raise ScheduleError.of("the chunks must cover the buffer: their shares must add up to 1.", given)
         for r, steps in enumerate(self.rounds):
             for s, step in enumerate(steps):
                 in_range = 0 <= step.chunk < len(self.chunks) and 0 <= step.dst < n
@@ -228,9 +223,8 @@ class Schedule:
         except ScheduleError:
             raise
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
-            raise ScheduleError.of(
-                f"this text is not a schedule in JSON: {error!r}.", shown(text), f'text of format "{FORMAT}"'
-            ) from error
+            problem = f"this text is not a schedule in JSON: {error!r}."
+            raise ScheduleError.of(problem, shown(text), f'text of format "{FORMAT}"') from error
 
     def describe(self, step: Step) -> str:
         """Return a step as text: ``chunk 0: cpu:0 <- cpu:0 + cpu:1``."""

@@ -27,35 +27,27 @@ from ..errors import ArgumentError, PlanError, shown
 from ..topology import Topology
 from .schedule import Schedule
 
+# The least bytes of a piece: far below latency x bandwidth of every link (0.7 us x 25 GB/s is 17 KB), so smaller pieces
+# would not be faster.
 LEAST_PIECE: Final = 1024
-"""The least bytes of a piece: far below latency x bandwidth of every link (0.7 us x 25 GB/s is 17 KB), so smaller
-pieces would not be faster."""
 
+# The greatest number of pieces; more would hardly change the time: R rounds cost (R - 1) / p more than the links' time.
 MOST_PIECES: Final = 1 << 16
-"""The greatest number of pieces; more would hardly change the time: R rounds cost (R - 1) / p more than the links'
-time."""
 
+# The largest buffer that is simulated, an exbibyte: floats cannot distinguish the pieces of larger ones.
 MOST_BYTES: Final = 1 << 60
-"""The largest buffer that is simulated, an exbibyte: floats cannot distinguish the pieces of larger ones."""
 
 Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """The predicted execution of a schedule on a topology.
+    """The predicted execution of a schedule on a topology."""
 
-    Args:
-      seconds: from the start of the first transfer to the end of the last one.
-      busy: for each link that is used, by (src, dst), the seconds in which it carries bytes at its full bandwidth.
-      bytes: for each of these links, the bytes that it carries: whole elements, while times count exact shares.
-      ticks: the seconds of each tick; in tick t piece j does round t - j.
-    """
-
-    seconds: float
-    busy: dict[Pair, float]
-    bytes: dict[Pair, int]
-    ticks: tuple[float, ...]
+    seconds: float  # from the start of the first transfer to the end of the last one
+    busy: dict[Pair, float]  # for each used link, by (src, dst), its bytes divided by its bandwidth, in seconds
+    bytes: dict[Pair, int]  # for each of these links, the bytes that it carries: whole elements
+    ticks: tuple[float, ...]  # the seconds of each tick; in tick t piece j does round t - j
 
 
 def simulate(schedule: Schedule, topology: Topology, nbytes: int, itemsize: int = 1) -> Simulation:
@@ -146,11 +138,7 @@ def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Sche
 
 
 def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None = None) -> tuple[Pair, ...]:
-    """Return the links from ``src`` to ``dst``, by (src, dst): through the named nodes, or along the topology's route.
-
-    Raises:
-      PlanError: the route or one of its links does not exist.
-    """
+    """Return the links, by (src, dst), of a route, by default the topology's; PlanError: a link does not exist."""
     unknown = [node for node in (src, *(through or ()), dst) if node not in topology]
     if unknown:
         given = f"{', '.join(unknown)}; nodes {', '.join(topology.nodes)}"
@@ -173,21 +161,13 @@ class _Load(NamedTuple):
 
 
 class _Traffic(NamedTuple):
-    """The use of all links.
+    """The use of all links."""
 
-    Args:
-      chunks: for each link, the chunks that it carries in each round.
-      load_of: for each link, the number of its load. Links with the same load are always equally busy.
-      loads: the different loads.
-      amounts: for each amount, chunks that have the same total share.
-      latency_s: for each round the longest latency of its routes.
-    """
-
-    chunks: dict[Pair, dict[int, list[int]]]
-    load_of: dict[Pair, int]
-    loads: tuple[_Load, ...]
-    amounts: tuple[tuple[int, ...], ...]
-    latency_s: tuple[float, ...]
+    chunks: dict[Pair, dict[int, list[int]]]  # for each link, the chunks that it carries in each round
+    load_of: dict[Pair, int]  # the number of each link's load; links with one load are always equally busy
+    loads: tuple[_Load, ...]  # the different loads
+    amounts: tuple[tuple[int, ...], ...]  # for each amount, chunks that have the same total share
+    latency_s: tuple[float, ...]  # for each round the longest latency of its routes
 
 
 @lru_cache(maxsize=256)
@@ -240,10 +220,7 @@ def _collect(schedule: Schedule, topology: Topology, chunks_of: dict[Pair, dict[
 
 
 class _Timing:
-    """The times of a schedule's ticks, for one number of bytes.
-
-    Times are those of exact shares: if chunks were rounded to elements, some schedules would be faster than the bound.
-    """
+    """The times of a schedule's ticks, for one number of bytes and exact shares, so that no rate exceeds the bound."""
 
     def __init__(self, schedule: Schedule, traffic: _Traffic, nbytes: int) -> None:
         shares = [float(chunk.share) * nbytes for chunk in schedule.chunks]
@@ -267,10 +244,7 @@ class _Timing:
         return math.fsum([*ticks, repeated * ticks[len(self.latency_s) - 1]])
 
     def windows(self, width: int) -> list[tuple[float, float]]:
-        """Return (latency, seconds of the busiest link) for each set of rounds that are in progress together.
-
-        These are the windows of ``width`` neighbouring rounds that slide over all of them, in and out again.
-        """
+        """Return (latency, seconds of the busiest link) for each ``width`` neighbouring rounds, in and out again."""
         if width not in self._windows:
             rounds = len(self.latency_s)
             busiest = [0.0] * (rounds + width - 1)
@@ -286,11 +260,7 @@ class _Timing:
 
 
 def _sliding_max(values: tuple[float, ...], width: int) -> list[float]:
-    """Return the greatest value of each window of up to ``width`` neighbours that slides over all values.
-
-    >>> _sliding_max((1.0, 3.0, 2.0), 2)
-    [1.0, 3.0, 3.0, 2.0]
-    """
+    """Return the greatest value of each window of up to ``width`` neighbours that slides over all values."""
     found: list[float] = []
     falling: deque[int] = deque()  # positions of values that may still be the greatest
     for t in range(len(values) + width - 1):

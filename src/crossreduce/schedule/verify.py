@@ -1,8 +1,7 @@
-"""Run a schedule symbolically and prove that it computes what it claims.
+"""Run a schedule symbolically and prove that it computes its collective.
 
-Input: a ``Schedule``. Output: nothing, or ScheduleError. There are no tensors, clocks or frameworks here; a
-contribution is just a device's number. The evaluation counts how often each source's contribution is in the
-value that a device stores: never, once, or more than once. Sets would miss a contribution that is added twice.
+The evaluation counts how often each source's contribution is in the value that a device stores: never, once, or more
+than once. Sets would miss a contribution that is added twice.
 """
 
 from __future__ import annotations

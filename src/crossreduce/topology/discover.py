@@ -1,7 +1,6 @@
-"""The topology of this machine.
+"""The topology of this machine: of its GPUs if NVML finds any, else of its NUMA nodes.
 
-Input: none. Output: a ``Wiring``: of the GPUs if NVML finds any, else of the NUMA nodes. A machine that reports neither
-has one device, ``cpu:0``. Nothing is measured, and no error is raised.
+A machine that reports neither has one device, ``cpu:0``. Nothing is measured, and no error is raised.
 """
 
 from __future__ import annotations

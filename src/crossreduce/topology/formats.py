@@ -1,7 +1,4 @@
-"""Topologies in files of any supported format.
-
-Input: a path. Output: a ``Wiring``. The first characters of a file determine its format.
-"""
+"""Topologies in files of any supported format, which the first characters of a file determine."""
 
 from __future__ import annotations
 
@@ -19,12 +16,7 @@ _FORMATS: Final = f"JSON of {FORMAT}, NCCL's topology XML, or the text of nvidia
 
 
 def read_file(path: Any) -> bytes:
-    """Return the content of a file, up to ``LARGEST`` bytes and one more.
-
-    Raises:
-      ArgumentError: it is not a path.
-      OSError: the file cannot be read.
-    """
+    """Return at most ``LARGEST`` + 1 bytes of a file; ArgumentError: not a path; OSError: the file cannot be read."""
     try:
         with Path(path).open("rb") as file:
             return file.read(LARGEST + 1)
@@ -35,11 +27,8 @@ def read_file(path: Any) -> bytes:
 def parse(data: bytes) -> Wiring:
     """Return the wiring in a file: JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
 
-    NVLinks and PCIe have the specified speed of the kind that the file names. If it does not name one, these are the
-    speeds of V100, A100 and H100, and of PCIe 3; for others use ``Topology(*read_nvidia_smi(text, ...))``.
-
-    Raises:
-      ArgumentError: the data has another format, is malformed or truncated, or lacks devices or links.
+    If it does not name the kind of a link, the speeds are those of V100, A100 and H100, and of PCIe 3; for others use
+    ``Topology(*read_nvidia_smi(text, ...))``. ArgumentError: another format, malformed or truncated data.
     """
     if len(data) > LARGEST:
         raise ArgumentError.of(f"a file with a topology has at most {LARGEST} bytes.", "more", _FORMATS)

@@ -1,7 +1,4 @@
-"""Topologies as JSON text.
-
-Input: JSON text. Output: a ``Wiring``; and back. Numbers are written exactly, as text such as "64/3".
-"""
+"""Topologies as JSON text, and back. Numbers are written exactly, as text such as "64/3"."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Kinds of links: the speed and latency of one NVLink, PCIe slot, socket link or network card.
-
-Input: the name of a kind: "nvlink4", "pcie3", "hdr". Output: its speeds and latency, from data/links.json, which lists
-the sources.
-"""
+"""Kinds of links, such as "nvlink4" or "pcie3": their speeds and latency, from data/links.json with its sources."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The parts of a topology: links, switches, and exact numbers.
-
-Input: bandwidths and latencies as numbers of any kind. Output: ``Link``, ``Switch`` and ``Wiring`` values. Nothing here
-checks names: ``Topology`` does.
-"""
+"""The parts of a topology: links, switches, and exact numbers. ``Topology`` checks names."""
 
 from __future__ import annotations
 
@@ -19,14 +15,10 @@ _LEAST: Final = Fraction(1, _MOST)
 
 
 class Switch(NamedTuple):
-    """A node that forwards data and stores none.
-
-    ``reduces``: it can also combine the data that it receives and send data to several links at once, as NVLink SHARP
-    (NVLS) and InfiniBand SHARP do.
-    """
+    """A node that forwards data and stores none."""
 
     name: str
-    reduces: bool = False
+    reduces: bool = False  # it combines and multicasts data, as NVLink SHARP (NVLS) and InfiniBand SHARP do
 
 
 class Link(NamedTuple):
@@ -39,10 +31,7 @@ class Link(NamedTuple):
 
 
 class Wiring(NamedTuple):
-    """The arguments of ``Topology``: ``Topology(*wiring)`` checks them and returns the topology.
-
-    Bandwidths and latencies may be any numbers, and switches may be names.
-    """
+    """The arguments of ``Topology``, which checks them. Numbers may have any type, and switches may be names."""
 
     devices: tuple[str, ...]
     links: tuple[Link, ...]

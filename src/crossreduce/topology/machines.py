@@ -46,21 +46,12 @@ class _Entry(NamedTuple):
 def machine(
     name: str, hosts: int = 1, *, speeds: str = "raw", nics: str | None = None, in_network: bool = False
 ) -> Wiring:
-    """Return a machine of the library, or several of them and the network between them.
+    """Return a machine of the library, or several of them and the network between them: see ``Topology.machine``.
 
     Devices are called ``cuda:0``, or ``host0/cuda:0`` if there are several hosts. The switches of a host are called
     ``nvswitch`` or ``host0/nvswitch``, those of the network ``ib`` or ``rail0``. A single host has no network. A
     network card that belongs to one device is a link to the network; a card that several devices share is a switch with
-    one such link.
-
-    Args:
-      name: a name or alias: "dgx-1v", "p4d.24xlarge", "MI300X"; only letters and digits are compared.
-      hosts: the number of machines.
-      speeds: "raw" or "effective": as specified, or as NCCL and RCCL assume.
-      nics: one of the networks of the machine; ``None``: the default of the name.
-      in_network: whether switches that can combine and multicast (NVSwitch since its third generation, InfiniBand) do.
-    Raises:
-      ArgumentError: an unknown machine, network, speeds or number of hosts, or several hosts without a network.
+    one such link. Only letters and digits of the name are compared.
 
     >>> len(machine("hgx-h100", hosts=2).links)
     64
@@ -172,11 +163,7 @@ def _wires(lines: Iterable[list[Any]]) -> Iterator[_Wire]:
 
 
 def _nodes(text: str) -> tuple[int | str, ...]:
-    """Return the devices of a text such as "0-7/2" or "0,2", or the switch that it names.
-
-    >>> _nodes("0-7/2"), _nodes("0,5-6"), _nodes("nvswitch")
-    ((0, 2, 4, 6), (0, 5, 6), ('nvswitch',))
-    """
+    """Return the devices of a text such as "0-7/2" or "0,2", or the switch that it names."""
     parts = [_RANGE.fullmatch(part) for part in text.split(",")]
     if not all(parts):
         return (text,)

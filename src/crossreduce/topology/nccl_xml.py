@@ -1,13 +1,12 @@
 """The topology that NCCL or RCCL writes: the XML of NCCL_TOPO_DUMP_FILE.
 
-Input: the text of the file. Output: a ``Wiring`` of its GPUs, ``cuda:0`` and so on by their ``dev``. No file is opened
-and no reference is followed: a document type, and with it any entity, is refused, and so is text that is too long or
-too deeply nested.
+Input: the text of the file. Output: a ``Wiring`` of its GPUs, ``cuda:0`` and so on by their ``dev``. A document type,
+and with it any entity, is refused, and so is text that is too long or too deeply nested.
 
 GPUs are joined by their ``<nvlink>`` or ``<xgmi>`` entries: a number of links of the kind of their ``sm`` or ``gcn``.
-An NVLink to a device of NVSwitch's class leads to one switch, ``nvswitch``. If these links do not join all GPUs, the
-wiring includes PCIe switches and CPUs; if they do, copies between GPUs never use PCIe, so it is left out. A PCI bridge
-with one branch is part of its link. Network cards have no peer in a file of one host and are left out.
+An NVLink to a device of NVSwitch's class leads to one switch, ``nvswitch``. Only if these links do not join all GPUs,
+the wiring includes PCIe switches and CPUs. A PCI bridge with one branch is part of its link. Network cards have no peer
+in a file of one host and are left out.
 
 Source: NVIDIA/nccl src/graph/xml.cc, topo.cc and topo.h for the format, the meaning of absent values and the models of
 CPUs; ROCm/rccl src/graph/topo.cc for ``<xgmi>``; ROCm/rccl tools/topo_expl/models has files for comparison.
@@ -35,13 +34,7 @@ DUMP: Final = "run a job on the machine with NCCL_TOPO_DUMP_FILE=topology.xml an
 
 _PCIE: Final = {"2.5": "pcie1", "5": "pcie2", "8": "pcie3", "16": "pcie4", "32": "pcie5", "64": "pcie6"}
 # The start of a GPU's gcn after "gfx"; RCCL writes 910 for gfx90a.
-_XGMI: Final = (
-    ("95", "xgmi-mi350"),
-    ("94", "xgmi-mi300"),
-    ("90a", "xgmi-mi200"),
-    ("910", "xgmi-mi200"),
-    ("90", "xgmi-vega"),
-)
+_XGMI: Final = {"95": "xgmi-mi350", "94": "xgmi-mi300", "90a": "xgmi-mi200", "910": "xgmi-mi200", "90": "xgmi-vega"}
 _BUS: Final = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{2}):([0-9a-f]{2}\.[0-9a-f])")
 # GPUs that may be on modules, which always have NVLink or xGMI: their sm or gcn, and the PCI numbers of the modules
 # (P100, V100, A100, H100, H200, B200; MI250, MI300X, MI325X; from general knowledge of pci-ids.ucw.cz).
@@ -179,9 +172,8 @@ def _nvlinks(gpus: list[_Gpu], speeds: str) -> dict[tuple[str, str], Link]:
             elif not entry.get("target"):
                 entry.refuse("an entry must have the target of its links.", 'target="0000:07:00.0"')
             if peer == gpu.name:
-                entry.refuse(
-                    f"the links of {gpu.name} lead to itself, so the file does not define the links between GPUs."
-                )
+                problem = f"the links of {gpu.name} lead to itself"
+                entry.refuse(f"{problem}, so the file does not define the links between GPUs.")
             if peer:  # else a GPU that is not in the file, since it was not in the job that wrote it
                 of = kind(_kinds(gpu, entry)[peer == "nvswitch"])
                 for link in of.between(gpu.name, peer, entry.integer("count"), speeds)[: 1 + both]:
@@ -195,7 +187,7 @@ def _kinds(gpu: _Gpu, entry: _Element) -> tuple[str, str]:
     if entry.tag == "nvlink" and gpu.element.integer("sm") >= 0:
         return nvlink(gpu.element.integer("sm"))
     chip = gpu.element.get("gcn").removeprefix("gfx")
-    of = next((of for start, of in _XGMI if chip.startswith(start)), None)
+    of = next((of for start, of in _XGMI.items() if chip.startswith(start)), None)
     if entry.tag == "nvlink" or of is None:
         gpu.element.refuse("a GPU must have its model: sm, or gcn if its links are xGMI.", 'sm="80", gcn="gfx942"')
     return of, of
@@ -216,8 +208,8 @@ def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
     links: list[Link] = []
     used: list[_Cpu] = []
 
+    # The nodes below a CPU or bridge, each with the width and kind of its link.
     def branches(element: _Element) -> list[tuple[str, Fraction, str]]:
-        """Return the nodes below a CPU or bridge, each with the width and kind of its link."""
         return [branch for pci in element.all("pci") for branch in branch_of(pci)]
 
     def branch_of(pci: _Element) -> list[tuple[str, Fraction, str]]:
@@ -294,9 +286,8 @@ def _parse(text: str) -> _Element:
         path.pop()
 
     def doctype(name: str, *_: object) -> None:
-        _Element("!DOCTYPE", {"name": name}, parser.CurrentLineNumber).refuse(
-            "a document type is not allowed in a topology.", ""
-        )
+        element = _Element("!DOCTYPE", {"name": name}, parser.CurrentLineNumber)
+        element.refuse("a document type is not allowed in a topology.", "")
 
     parser = expat.ParserCreate("utf-8")
     parser.StartElementHandler, parser.EndElementHandler = start, end

@@ -33,8 +33,7 @@ _CELL: Final = re.compile(r"X|NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS|SOC")  # SOC is 
 _NEAR: Final = (("pcie", {"PIX"}), ("pcie", {"PIX", "PXB"}), ("cpu", {"PIX", "PXB", "PHB", "NODE"}))
 _SHOW: Final = "the complete output of nvidia-smi topo -m, from the line with GPU0"
 
-Slot = tuple[Fraction, str]
-"""A PCIe link: its width divided by 16, and its kind."""
+Slot = tuple[Fraction, str]  # a PCIe link: its width divided by 16, and its kind
 
 
 class _Row(NamedTuple):
@@ -100,12 +99,8 @@ def wired(
 ) -> Wiring:
     """Return the wiring of GPUs: NVLinks, and a tree of PCIe switches and CPUs if NVLinks do not join all of them.
 
-    Args:
-      devices: the GPUs: members 0 and up.
-      fast: NVLinks between them, or to switches.
-      members: the number of GPUs and of the network cards after them.
-      near: for two members: PIX, PXB, PHB, NODE, SYS, or "" if it is not known.
-      slots: the PCIe link of each GPU.
+    The first of the members are the GPUs, each with its slot; the others are network cards. For two members, ``near``
+    returns PIX, PXB, PHB, NODE, SYS, or "" if it is not known. The links of ``fast`` may lead to switches.
     """
     links = fast if joined(devices, fast) else [*fast, *_pcie_links(devices, members, near, slots)]
     return Wiring.of(devices, links)

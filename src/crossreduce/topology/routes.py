@@ -1,7 +1,4 @@
-"""Routes between the nodes of a topology, and groups of nodes that links join.
-
-Input: nodes and links. Output: the route to every node that can be reached from one; groups of nodes.
-"""
+"""Routes between the nodes of a topology, and groups of nodes that links join."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ def routes_from(
     neighbours: Mapping[str, Iterable[str]],
     speeds: Mapping[tuple[str, str], int],
 ) -> dict[str, tuple[str, ...]]:
-    """Return the route from ``src`` to each node that can be reached: see ``Topology.route``.
-
-    The first ``devices`` nodes are devices; ``order`` has the positions of the nodes; speeds may have any unit.
-    """
+    """Return the routes from ``src``, as ``Topology.route`` defines them; the first ``devices`` nodes are devices."""
     routes: dict[str, tuple[str, ...]] = {}
     # Devices on the route, links, minus the least bandwidth, the positions of the nodes: the least entry is the best.
     queue: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, -max(speeds.values(), default=0), (order[src],))]

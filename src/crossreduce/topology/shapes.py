@@ -1,7 +1,4 @@
-"""Regular topologies: meshes, rings, grids, tori, stars, and matrices of bandwidths.
-
-Input: a number of devices or their names, bandwidths, one latency for all links. Output: a ``Wiring``.
-"""
+"""Regular topologies: meshes, rings, grids, tori, stars, and matrices of bandwidths, with one latency for all links."""
 
 from __future__ import annotations
 
@@ -65,14 +62,7 @@ def star(devices: int | Iterable[str], gb_per_s: Number = 1, latency_s: Number =
 
 
 def grid(shape: Sequence[int], gb_per_s: Any, latency_s: Number, *, wraps: bool) -> Wiring:
-    """Return the wiring of a grid of any number of dimensions: see ``Topology.mesh`` and ``Topology.torus``.
-
-    Args:
-      shape: devices along each dimension; the last varies fastest.
-      gb_per_s: of all links; or one number for each dimension, the last dimension's first.
-      latency_s: of all links.
-      wraps: whether the ends of each dimension are linked.
-    """
+    """Return the wiring of a grid: see ``Topology.mesh`` (``wraps=False``) and ``Topology.torus``."""
     if not shape or not all(type(length) is int and length >= 1 for length in shape):
         raise ArgumentError.of("a grid has 1 or more devices along each dimension.", shown(shape), "4, 4")
     speeds = list(gb_per_s) if isinstance(gb_per_s, (tuple, list)) else [gb_per_s] * len(shape)

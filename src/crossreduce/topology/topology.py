@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from math import lcm
 from typing import Any, Final
@@ -22,6 +21,7 @@ from . import shapes
 from .json_format import read_json, write_json
 from .links import Link, Switch, exact
 from .routes import groups, routes_from
+from .shapes import Number
 
 _SHOWN: Final = 16  # devices in a topology's repr
 _SWITCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#-]*")  # no colon, so a switch cannot have a device's name
@@ -99,10 +99,7 @@ class Topology:
 
     @classmethod
     def from_matrix(
-        cls,
-        gb_per_s: Sequence[Sequence[float | Fraction]],
-        devices: Iterable[str] | None = None,
-        latency_s: float | Fraction = 0,
+        cls, gb_per_s: Sequence[Sequence[Number]], devices: Iterable[str] | None = None, latency_s: Number = 0
     ) -> Topology:
         """Return a topology with the given bandwidths in GB/s: row src, column dst; 0 means no link.
 
@@ -114,9 +111,7 @@ class Topology:
         return cls(*shapes.matrix(gb_per_s, devices, latency_s))
 
     @classmethod
-    def full_mesh(
-        cls, devices: int | Iterable[str], gb_per_s: float | Fraction = 1, latency_s: float | Fraction = 0
-    ) -> Topology:
+    def full_mesh(cls, devices: int | Iterable[str], gb_per_s: Number = 1, latency_s: Number = 0) -> Topology:
         """Return a topology with an equal link between every two devices, in both directions.
 
         >>> len(Topology.full_mesh(3).links)
@@ -125,9 +120,7 @@ class Topology:
         return cls(*shapes.full_mesh(devices, gb_per_s, latency_s))
 
     @classmethod
-    def ring(
-        cls, devices: int | Iterable[str], gb_per_s: float | Fraction = 1, latency_s: float | Fraction = 0
-    ) -> Topology:
+    def ring(cls, devices: int | Iterable[str], gb_per_s: Number = 1, latency_s: Number = 0) -> Topology:
         """Return a topology in which each device has a link to the next device and to the previous one.
 
         >>> [f"{link.src}-{link.dst}" for link in Topology.ring(2).links]
@@ -137,11 +130,7 @@ class Topology:
 
     @classmethod
     def mesh(
-        cls,
-        rows: int,
-        columns: int,
-        gb_per_s: float | Fraction | tuple[float | Fraction, float | Fraction] = 1,
-        latency_s: float | Fraction = 0,
+        cls, rows: int, columns: int, gb_per_s: Number | tuple[Number, Number] = 1, latency_s: Number = 0
     ) -> Topology:
         """Return a grid of ``rows`` x ``columns`` devices, row by row, each linked to its neighbours.
 
@@ -157,12 +146,7 @@ class Topology:
         return cls(*shapes.grid((rows, columns), gb_per_s, latency_s, wraps=False))
 
     @classmethod
-    def torus(
-        cls,
-        *shape: int,
-        gb_per_s: float | Fraction | tuple[float | Fraction, ...] = 1,
-        latency_s: float | Fraction = 0,
-    ) -> Topology:
+    def torus(cls, *shape: int, gb_per_s: Number | tuple[Number, ...] = 1, latency_s: Number = 0) -> Topology:
         """Return a torus of any number of dimensions: a grid whose ends are linked.
 
         A dimension of two devices has one link between them, not two.
@@ -178,9 +162,7 @@ class Topology:
         return cls(*shapes.grid(shape, gb_per_s, latency_s, wraps=True))
 
     @classmethod
-    def star(
-        cls, devices: int | Iterable[str], gb_per_s: float | Fraction = 1, latency_s: float | Fraction = 0
-    ) -> Topology:
+    def star(cls, devices: int | Iterable[str], gb_per_s: Number = 1, latency_s: Number = 0) -> Topology:
         """Return a topology of devices around one switch, "switch", with one link per direction to each device.
 
         >>> Topology.star(8, 450).route("cpu:0", "cpu:5")
@@ -190,13 +172,7 @@ class Topology:
 
     @classmethod
     def machine(
-        cls,
-        name: str,
-        hosts: int = 1,
-        *,
-        speeds: str = "raw",
-        nics: str | None = None,
-        in_network: bool = False,
+        cls, name: str, hosts: int = 1, *, speeds: str = "raw", nics: str | None = None, in_network: bool = False
     ) -> Topology:
         """Return a machine of the library, or several of them and the network between them.
 

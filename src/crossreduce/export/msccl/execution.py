@@ -41,29 +41,17 @@ Connection = tuple[int, int, int]  # the sending GPU, the receiving GPU and the 
 
 @dataclass
 class RuntimeStep:
-    """A step as the runtimes run it; a ``nop`` is not one. Other steps are positions in the program's ``steps``.
-
-    Args:
-      gpu: its GPU.
-      block: its threadblock.
-      number: the step's number in the file.
-      xml: the step in the file.
-      count: the number of chunks that the runtimes move.
-      waits: the steps whose signals it waits for.
-      previous: the previous step of the threadblock; -1: it is the first one.
-      sender: the step whose message it receives; -1: it receives none.
-      receiver: the step that receives its message; -1: it sends none.
-    """
+    """A step as the runtimes run it; a ``nop`` is not one. Other steps are positions in the program's ``steps``."""
 
     gpu: int
     block: int
-    number: int
+    number: int  # the step's number in the file
     xml: XmlStep
-    count: int
-    waits: list[int]
-    previous: int
-    sender: int = -1
-    receiver: int = -1
+    count: int  # the number of chunks that the runtimes move
+    waits: list[int]  # the steps whose signals it waits for
+    previous: int  # the previous step of the threadblock; -1: it is the first one
+    sender: int = -1  # the step whose message it receives; -1: it receives none
+    receiver: int = -1  # the step that receives its message; -1: it sends none
 
     @property
     def threadblock(self) -> ThreadblockId:
@@ -75,12 +63,7 @@ class RuntimeStep:
 
 
 class MscclProgram:
-    """All steps of a file, with their dependencies and messages.
-
-    Raises:
-      ScheduleError: a dependency that no step meets, a connection with one end or two owners, a message that is
-        received as another number of chunks than were sent.
-    """
+    """All steps of a file, with their dependencies and messages; ScheduleError if these do not match."""
 
     def __init__(self, algo: Algo) -> None:
         self.algo = algo
@@ -228,8 +211,7 @@ def chunks_per_slot(algo: Algo) -> int:
 class Execution:
     """One execution of a program's steps that respects all waits.
 
-    Each threadblock's next step depends on others only through counts that never decrease, so if one execution ends,
-    every execution ends.
+    Steps depend on other threadblocks only through counts that never decrease, so if one execution ends, all end.
     """
 
     def __init__(self, program: MscclProgram, slots: int, per_slot: int) -> None:
@@ -241,11 +223,7 @@ class Execution:
         self.ready = OrderedDict.fromkeys(program.blocks)  # a queue of threadblocks whose next step may be able to run
 
     def order(self) -> list[int]:
-        """Return all steps in an order in which they can run.
-
-        Raises:
-          ScheduleError: a deadlock; the message names threadblocks that wait for each other.
-        """
+        """Return all steps in an order in which they can run; ScheduleError names threadblocks in a deadlock."""
         order: list[int] = []
         waiting: defaultdict[int, list[ThreadblockId]] = defaultdict(list)
         while self.ready:

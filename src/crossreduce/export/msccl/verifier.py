@@ -1,17 +1,13 @@
 """Prove that an MSCCL XML file, of any tool, computes its collective.
 
-Input: the file's text. Output: an ``MscclReport``, or ScheduleError. No GPU runs; contributions are counted (never,
-once, more than once), as in ``schedule/verify.py``. Steps mean what the runtimes' own interpreters do, see
-``execution.py``.
+No GPU runs; contributions are counted (never, once, more than once), as in ``schedule/verify.py``. Steps mean what the
+runtimes' own interpreters do, see ``execution.py``.
 
 - All threadblocks of all GPUs run at the same time. Two accesses to the same memory race if one of them writes and
   they are not ordered by their threadblock, by dependencies or by a chain of messages. A step's own message orders its
   writes, but not its reads, after the sender's past: the LL protocols read local data before they wait for the
   message. A step that forwards its message (rcs, rrs, rrcs) does so chunk by chunk, so its message orders only steps
-  that were done when it began. Without races every execution gives the same result, so counting along one of them is a
-  proof.
-- "In place", input and output are the same memory; an all-gather's input is then a part of its output, a
-  reduce-scatter's output a part of its input.
+  that were done when it began. Without races every execution gives the same result, so one of them is a proof.
 - The runtimes run all steps for each slice of a long message, one slice after the other. Slices touch different bytes,
   and each leaves all connections empty, so if one slice is right, all are.
 """
@@ -42,37 +38,21 @@ from .format import (
 
 @dataclass(frozen=True)
 class MscclReport:
-    """The proved facts about a file.
-
-    Args:
-      name: the algorithm's name.
-      coll: the collective that it computes.
-      root: the destination of a reduce or the source of a broadcast, else ``None``.
-      proto: the protocol.
-      ngpus: the number of ranks.
-      channels: the number of channels.
-      chunks: the number of equal parts of the full buffer.
-      threadblocks: the largest number of threadblocks of a GPU.
-      steps: the number of steps of all threadblocks of all GPUs.
-      inplace: right for calls whose input and output are the same memory.
-      outofplace: right for other calls.
-      slots: the number of slots per connection with which deadlocks were excluded.
-      notes: limits of the runtimes that it breaks, and other facts that a user should know.
-    """
+    """The proved facts about a file."""
 
     name: str
     coll: str
-    root: int | None
+    root: int | None  # the destination of a reduce or the source of a broadcast, else None
     proto: str
-    ngpus: int
-    channels: int
-    chunks: int
-    threadblocks: int
-    steps: int
-    inplace: bool
-    outofplace: bool
-    slots: int
-    notes: tuple[str, ...]
+    ngpus: int  # the number of ranks
+    channels: int  # the number of channels
+    chunks: int  # the number of equal parts of the full buffer
+    threadblocks: int  # the largest number of threadblocks of a GPU
+    steps: int  # the number of steps of all threadblocks of all GPUs
+    inplace: bool  # right for calls whose input and output are the same memory
+    outofplace: bool  # right for other calls
+    slots: int  # the number of slots per connection with which deadlocks were excluded
+    notes: tuple[str, ...]  # limits of the runtimes that it breaks, and other facts that a user should know
 
     def __str__(self) -> str:
         where = " and ".join(word for word, on in (("in place", self.inplace), ("out of place", self.outofplace)) if on)
@@ -127,35 +107,19 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
     if root is not None:
         limit = f"runtimes use the file for every root, but it is right only for {root}"
         notes.append(f"the format does not store a root: {limit}")
-    return MscclReport(
-        algo.name,
-        algo.coll,
-        root,
-        algo.proto,
-        len(algo.gpus),
-        algo.channels,
-        algo.chunks,
-        max(len(gpu.threadblocks) for gpu in algo.gpus),
-        sum(len(block.steps) for gpu in algo.gpus for block in gpu.threadblocks),
-        algo.inplace,
-        algo.outofplace,
-        slots,
-        tuple(dict.fromkeys(notes)),
-    )
+    most = max(len(gpu.threadblocks) for gpu in algo.gpus)
+    steps = sum(len(block.steps) for gpu in algo.gpus for block in gpu.threadblocks)
+    counts = len(algo.gpus), algo.channels, algo.chunks, most, steps
+    modes, unique = (algo.inplace, algo.outofplace), tuple(dict.fromkeys(notes))
+    return MscclReport(algo.name, algo.coll, root, algo.proto, *counts, *modes, slots, unique)
 
 
 class _Contents(NamedTuple):
-    """The value in a chunk of memory.
+    """The value in a chunk of memory."""
 
-    Args:
-      chunk: its chunk of the collective; -1: different chunks were combined, which cannot be undone.
-      once: bit r: it contains the contribution of rank r.
-      twice: bit r: it contains the contribution of rank r more than once.
-    """
-
-    chunk: int
-    once: int
-    twice: int
+    chunk: int  # its chunk of the collective; -1: different chunks were combined, which cannot be undone
+    once: int  # bit r: it contains the contribution of rank r
+    twice: int  # bit r: it contains the contribution of rank r more than once
 
 
 @dataclass
@@ -175,13 +139,7 @@ def _combined(a: _Contents, b: _Contents) -> _Contents:
 
 
 class _Memory:
-    """The buffers of all GPUs during one call, in place or out of place.
-
-    Args:
-      program: the steps.
-      inplace: whether input and output are the same memory.
-      sources: the ranks whose input may be read.
-    """
+    """The buffers of all GPUs during one call, in place or out of place; only the input of ``sources`` may be read."""
 
     def __init__(self, program: MscclProgram, inplace: bool, sources: range) -> None:
         self.program, self.inplace = program, inplace
@@ -199,7 +157,10 @@ class _Memory:
                 self.cells[self.key(rank, "i", k)].value = _Contents(chunk, 1 << rank, 0)
 
     def key(self, gpu: int, buffer: str, chunk: int) -> Key:
-        """Return the one name of a chunk of a buffer, which may have two names in calls in place."""
+        """Return the one name of a chunk of a buffer, which may have two names in calls in place.
+
+        An all-gather's input is then a part of its output, a reduce-scatter's output a part of its input.
+        """
         smaller, larger = ("i", "o") if self.coll == "allgather" else ("o", "i")
         if not self.inplace or buffer != smaller:
             return gpu, buffer, chunk

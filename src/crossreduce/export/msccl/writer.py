@@ -1,20 +1,17 @@
 """Write a schedule as MSCCL XML, which msccl-executor-nccl, microsoft/msccl and RCCL run.
 
-Input: a ``Schedule``. Output: the text of the file, which ``verify_msccl_xml`` has accepted.
-
 Each GPU has, on each channel, one threadblock for each rank that it sends to and one for each rank that it receives
 from, so that receives never wait for sends. A chunk belongs to one channel. An instruction of several operands becomes
-one message from each other device, in the listed order; each message is added as it arrives (``rrc``), so the order of
-combination is the schedule's. If the device's own operand is third or later, the messages before it are added up in
-scratch memory first.
+one message from each other device, in the listed order; each is added as it arrives (``rrc``). If the device's own
+operand is third or later, the messages before it are added up in scratch memory first.
 
-The order in which operations are added to the threadblocks proves that no threadblocks wait for each other in a
-cycle. Round by round, chunk by chunk and block by block, all sends are added before the receives. So the values that
-the previous round left are sent before new values take their memory, and a connection has at most one message that is
-not yet received. A message of one unit needs one slot, so each operation can run when all operations before it are
-done. A message of more units may need more slots than there are, and then its send ends only after its receive has
-begun. In a block of more units, values that a round sends therefore keep their memory until the round ends, so that no
-receive of a round waits for a send of the same round other than its own.
+The order in which operations are added proves that no threadblocks wait for each other in a cycle. Round by round,
+chunk by chunk and block by block, all sends are added before the receives, so the values that the previous round left
+are sent before new values take their memory, and a connection has at most one message that is not yet received. A
+message of one unit needs one slot, so each operation can run when all operations before it are done. A message of more
+units may need more slots than there are, and then its send ends only after its receive has begun. In a block of more
+units, values that a round sends therefore keep their memory until the round ends, so that no receive of a round waits
+for a send of the same round other than its own.
 """
 
 from __future__ import annotations
@@ -134,44 +131,27 @@ Threads = tuple[int, int, int, int]  # a threadblock: its GPU and channel, the r
 
 @dataclass
 class _XmlOp:
-    """A step of the file.
-
-    Args:
-      block: its threadblock.
-      type: as in the file.
-      src: as in the file.
-      dst: as in the file.
-      size: units.
-      waits: operations of other threadblocks of the GPU that must be done before it starts.
-      past: for each threadblock of the GPU, how many of its operations are done when this one is done.
-      order: its position among all operations.
-      place: its position in its threadblock.
-      number: the number of its element, which counts ``nop`` elements too.
-      signals: whether another operation waits for it.
-    """
+    """A step of the file."""
 
     block: Threads
     type: str
     src: Location
     dst: Location
-    size: int
-    waits: list[_XmlOp]
-    past: dict[Threads, int]
-    order: int
-    place: int
-    number: int = -1
-    signals: bool = False
+    size: int  # units
+    waits: list[_XmlOp]  # operations of other threadblocks of the GPU that must be done before it starts
+    past: dict[Threads, int]  # how many operations of each threadblock of the GPU are done when this one is done
+    order: int  # its position among all operations
+    place: int  # its position in its threadblock
+    number: int = -1  # the number of its element, which counts ``nop`` elements too
+    signals: bool = False  # whether another operation waits for it
 
 
 class _LocalOp(NamedTuple):
-    """An operation of the threadblock of a device that receives from ``peer``.
-
-    ``sent``: the value that ``peer`` sends for a receive (``r`` and ``rrc``); ``None``: a local ``re`` or ``cpy``.
-    """
+    """An operation of the threadblock of a device that receives from ``peer``."""
 
     type: str
     peer: int
-    sent: int | None
+    sent: int | None  # the value that ``peer`` sends for a receive (r and rrc); None: a local re or cpy
     src: Location
     dst: Location
 
@@ -270,10 +250,7 @@ class _XmlWriter:
         return [(rank, Location(buffer, offset + k)) for k in range(size)]
 
     def _op(self, block: Threads, kind: str, src: Location, dst: Location, size: int) -> None:
-        """Add an operation to a threadblock, with the operations that it waits for.
-
-        It waits for the writers of the memory that it reads, and for the readers of the memory that it writes.
-        """
+        """Add an operation. It waits for writers of memory that it reads, and for readers of memory that it writes."""
         rank = block[0]
         reads = [] if kind == "r" else self._units(rank, src, size)
         writes = [] if kind == "s" else self._units(rank, dst, size)

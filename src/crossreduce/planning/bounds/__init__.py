@@ -1,8 +1,4 @@
-"""Bounds: the rates that no schedule can exceed, each with a certificate.
-
-``bound.py`` has ``bound`` and its value, ``certificate.py`` checks certificates, ``cuts.py`` finds the limiting cut,
-``linear_program.py`` solves the all-reduce, and ``flows.py`` has maximum flows.
-"""
+"""Bounds: the rates that no schedule can exceed, each with a certificate."""
 
 from .certificate import COLLECTIVES, Bound, Cut
 

@@ -1,9 +1,7 @@
-"""``bound``: the greatest rate of a collective on a topology, with its proof.
+"""``bound``: the greatest rate of a collective on a topology, with its proof. ``certificate.py`` has the theory.
 
-Input: a topology, a collective, and perhaps its roots. Output: a ``Bound``. ``certificate.py`` has the theory.
-
-The search for the limiting cut is Newton's (Dinkelbach, On nonlinear fractional programming, Management Science 13(7),
-1967); the all-reduce is a linear program.
+Source of the search for the limiting cut (Newton's method): Dinkelbach, On nonlinear fractional programming, Management
+Science 13(7), 1967. The all-reduce is a linear program.
 """
 
 from __future__ import annotations

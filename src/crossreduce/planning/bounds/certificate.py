@@ -33,8 +33,7 @@ COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "al
 class Cut(NamedTuple):
     """A set of nodes that lacks a device, and its weight in a proof.
 
-    ``outward``: the data that devices outside need from the roots inside must leave over its links; otherwise the
-    contributions of the devices outside must enter over them.
+    ``outward``: roots inside send to devices outside; otherwise the contributions of the devices outside must enter.
     """
 
     nodes: frozenset[str]
@@ -44,24 +43,15 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Bound:
-    """The greatest rate of a collective on a topology, and the proof.
-
-    Args:
-      topology: the topology.
-      collective: its name.
-      devices: the devices that take part.
-      roots: the bytes that start at (or end on) each root, for one buffer of ``sum(roots.values())`` bytes.
-      algbw: the rate in GB/s, exact; ``None``: nothing has to move, so the rate is unlimited.
-      cuts: the certificate. One cut, except for an all-reduce.
-      potentials: for an all-reduce, the shifts of worth at switches: (switch, in broadcasts, in reductions).
-    """
+    """The greatest rate of a collective on a topology, and the proof."""
 
     topology: Topology
     collective: str
-    devices: tuple[str, ...]
-    roots: tuple[tuple[str, Fraction], ...]
-    algbw: Fraction | None
-    cuts: tuple[Cut, ...]
+    devices: tuple[str, ...]  # the devices that take part
+    roots: tuple[tuple[str, Fraction], ...]  # the bytes that start at (or end on) each root; their sum is the buffer
+    algbw: Fraction | None  # the rate in GB/s, exact; None: nothing has to move, so the rate is unlimited
+    cuts: tuple[Cut, ...]  # the certificate. One cut, except for an all-reduce
+    # For an all-reduce, the shifts of worth at switches: (switch, in broadcasts, in reductions).
     potentials: tuple[tuple[str, Fraction, Fraction], ...] = ()
 
     @property
@@ -70,11 +60,7 @@ class Bound:
         return max(self.cuts, key=lambda cut: cut.weight).nodes if self.cuts else frozenset()
 
     def check(self) -> None:
-        """Raise unless the certificate proves the bound; this shares no code with the search.
-
-        Raises:
-          PlanError: the certificate does not prove the bound.
-        """
+        """Raise PlanError unless the certificate proves the bound; this shares no code with the search."""
         known = set(self.topology.devices)
         numbers = [self.algbw or 0, *(weight for _, weight in self.roots), *(cut.weight for cut in self.cuts)]
         numbers += [shift for _, *two in self.potentials for shift in two]
@@ -84,7 +70,7 @@ class Bound:
         if not exact or len(set(self.devices)) < len(self.devices):
             raise PlanError.of("a proof needs exact numbers, and each device once.", shown(self))
         if self.collective not in ("broadcast", "reduce") and dict(self.roots) != dict.fromkeys(self.devices, 1):
-            problem = f"in a {self.collective} every device must be a root of the same weight."
+            problem = f"every device must be a root of {self.collective}, and of the same weight."
             raise PlanError.of(problem, shown(self.roots))
         if self.algbw is None and len(self.devices) > 1:
             raise PlanError.of("this certificate does not prove a bound.", f"{self.collective}, no bound")
@@ -101,7 +87,7 @@ class Bound:
     def _proved_by_one_cut(self) -> Fraction:
         outwards = self.collective in ("broadcast", "all_gather")
         if len(self.cuts) != 1 or self.cuts[0].outward != outwards:
-            problem = f"the certificate of a {self.collective} must be one cut that its bytes must cross."
+            problem = f"the certificate of {self.collective} must be one cut that its bytes must cross."
             raise PlanError.of(problem, shown(self.cuts))
         ((nodes, _, outward),) = self.cuts
         crossing = [link for link in self.topology.links if (link.src in nodes) > (link.dst in nodes)]

@@ -1,7 +1,4 @@
-"""The cut that limits a rate: the set of nodes that needs the longest time to send its bytes out.
-
-Input: a topology, and the bytes that start at each device. Output: the set, and its time. Exact.
-"""
+"""The cut that limits a rate: the set of nodes that needs the longest time to send its bytes out."""
 
 from __future__ import annotations
 
@@ -16,11 +13,10 @@ from .flows import Network
 def tightest_cut(
     topology: Topology, weights: Mapping[str, Fraction], *, outward: bool
 ) -> tuple[frozenset[str], Fraction]:
-    """Return the set S of nodes that needs the longest to send its bytes out (or in), and its seconds per GB: w(S) /
-    B(S).
+    """Return the set S that needs the longest to send its bytes out (or in), and its exact seconds per GB: w(S) / B(S).
 
     This is Newton's method on cuts: start from the best set that lacks one device; if a flow at that rate does not
-    reach a device, its minimum cut is a set that needs longer; continue with that one. Exact.
+    reach a device, its minimum cut is a set that needs longer; continue with that one.
     """
     numbers = {node: number for number, node in enumerate(topology.nodes)}
     scale = lcm(*(link.bandwidth.denominator for link in topology.links))

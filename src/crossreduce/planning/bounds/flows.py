@@ -1,7 +1,6 @@
-"""Maximum flows and minimum cuts with integer capacities.
+"""Maximum flows and minimum cuts with integer capacities, of arcs between nodes 0, 1, ...
 
-Input: the capacities of arcs between nodes 0, 1, ... Output: the value of a flow, a cut. SciPy's Dinic does the work if
-the capacities fit its 32 bits and the network is not tiny; otherwise the loop below does.
+SciPy's Dinic does the work if the capacities fit its 32 bits and the network is not tiny; else the loop below does.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Network:
     def cut(self, src: int, dst: int) -> frozenset[int]:
         """Return the smallest set of nodes with ``src`` and without ``dst`` whose outgoing capacity is the least.
 
-        It consists of the nodes that can be reached over the capacity that a greatest flow leaves, and is the same for
-        every greatest flow.
+        They can be reached over the capacity that a greatest flow leaves, and are the same for every greatest flow.
         """
         matrix = self._sparse()
         if matrix is None:

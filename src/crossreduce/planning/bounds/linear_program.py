@@ -39,26 +39,17 @@ Pair = tuple[str, str]
 
 
 class Optimum(NamedTuple):
-    """The best all-reduce by trees.
+    """The best all-reduce by trees."""
 
-    Args:
-      rate: the upper bound of its rate in GB/s.
-      cuts: (nodes, weight, whether outward): the proof.
-      potentials: (switch, in broadcasts, in reductions): the other part of the proof.
-      reached: the rate of ``roots``, ``down`` and ``up``; it equals ``rate`` unless rounding failed (-1: no solution).
-        If equal roots, and half of every link for broadcasts and half for reductions, reach it, these are returned.
-      roots: the rate rooted at each device.
-      down: the bandwidth of each link that broadcasts use, GB/s, by (src, dst).
-      up: the bandwidth of each link that reductions use, likewise.
-    """
-
-    rate: Fraction
-    cuts: tuple[tuple[frozenset[str], Fraction, bool], ...]
-    potentials: tuple[tuple[str, Fraction, Fraction], ...]
+    rate: Fraction  # the upper bound of its rate in GB/s
+    cuts: tuple[tuple[frozenset[str], Fraction, bool], ...]  # (nodes, weight, whether outward): the proof
+    potentials: tuple[tuple[str, Fraction, Fraction], ...]  # (switch, in broadcasts, in reductions): also the proof
+    # The rate of ``roots``, ``down`` and ``up``; it equals ``rate`` unless rounding failed (-1: no solution). If equal
+    # roots, and half of every link for broadcasts and half for reductions, reach it, these are returned.
     reached: Fraction
-    roots: dict[str, Fraction]
-    down: dict[Pair, Fraction]
-    up: dict[Pair, Fraction]
+    roots: dict[str, Fraction]  # the rate rooted at each device
+    down: dict[Pair, Fraction]  # the bandwidth of each link that broadcasts use, GB/s, by (src, dst)
+    up: dict[Pair, Fraction]  # the bandwidth of each link that reductions use, likewise
 
 
 class _Cut(NamedTuple):
@@ -98,9 +89,7 @@ def _rounded_down(topology: Topology) -> Topology:
 
 
 def balanced_bandwidths(topology: Topology, weights: Mapping[int, Fraction]) -> dict[Pair, Fraction]:
-    """Return bandwidths, for trees out of roots of these weights, with which switches are equally wide on both sides.
-
-    Bandwidth that a switch cannot forward is removed, so that the trees lose the least.
+    """Return bandwidths, for trees out of roots of these weights, without the part that a switch cannot forward.
 
     >>> uneven = Topology(["cpu:0", "cpu:1"], [("cpu:0", "s", 5), ("s", "cpu:1", 3), ("cpu:1", "cpu:0", 1)], ["s"])
     >>> balanced_bandwidths(uneven, {0: Fraction(1)})["cpu:0", "s"]
@@ -273,15 +262,10 @@ class _LinearProgram:
         nodes = self.topology.nodes
         pairs = [(link.src, link.dst) for link in self.links]
         named = [(frozenset(nodes[k] for k in cut.nodes), weight, cut.outward) for cut, weight in weights if weight]
-        return Optimum(
-            rate,
-            tuple(named),
-            tuple((nodes[switch], *two) for switch, two in potentials.items()),
-            reached,
-            {device: values[k] for k, device in enumerate(self.topology.devices)},
-            {pair: values[c] for pair, c in zip(pairs, self.down, strict=True)},
-            {pair: values[c] for pair, c in zip(pairs, self.up, strict=True)},
-        )
+        shifts = tuple((nodes[switch], *two) for switch, two in potentials.items())
+        roots = {device: values[k] for k, device in enumerate(self.topology.devices)}
+        down, up = ({pair: values[c] for pair, c in zip(pairs, c_of, strict=True)} for c_of in (self.down, self.up))
+        return Optimum(rate, tuple(named), shifts, reached, roots, down, up)
 
     def rounded(self, solution: Any, limit: int) -> list[Fraction]:
         """Return a solution in GB/s, with denominators up to ``limit`` if bandwidths are integers."""

@@ -1,7 +1,7 @@
 """Trees for given roots and bandwidths.
 
-Input: a topology, the bandwidths that may be used, and the weights of the roots. Output: trees that together respect
-the bandwidths and reach the rate that these allow, or stay within ``TOLERANCE`` of it if there are fewer of them.
+Output: trees that together respect the bandwidths and reach the rate that these allow, or stay within ``TOLERANCE`` of
+it if there are fewer of them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ from .packing import Batch, pack_trees
 from .schedule import Through, Tree
 from .switches import Arc, Capacities, all_reached, without_switches
 
+# The average number of trees per root up to which a plan reaches the bound exactly; if that needs more, fewer trees are
+# tried, which may lose ``TOLERANCE`` of the rate. NCCL's own search loses more: the steps of its speeds are 5 to 25 %.
 MOST_TREES: Final = 4
-"""The average number of trees per root up to which a plan reaches the bound exactly; if that needs more, fewer trees
-are tried, within ``TOLERANCE`` of the bound."""
-
 TOLERANCE: Final = Fraction(2, 100)
-"""The part of the rate that a plan of few trees may lose. NCCL's own search accepts more: the steps of its lists of
-speeds are 5 to 25 %."""
 
 Pair = tuple[str, str]
 
@@ -33,16 +30,10 @@ Pair = tuple[str, str]
 def fit_trees(
     topology: Topology, used: Mapping[Pair, Fraction], weights: Mapping[int, Fraction]
 ) -> tuple[list[Tree], Fraction]:
-    """Return trees out of roots of the given weights that together respect the bandwidths, and k.
+    """Return trees out of roots that together respect the bandwidths, and k: the average number of unit trees per root.
 
-    Args:
-      topology: under neutral names.
-      used: the bandwidth of each link that may be used.
-      weights: of each root, by its number.
-    Returns:
-      The trees, and k: the average number of unit trees per root.
-    Raises:
-      PlanError: no trees were found.
+    ``used`` has the bandwidth of each link that may be used, ``weights`` the weight of each root, by its number. The
+    topology has neutral names. PlanError: no trees were found.
     """
     number = {node: k for k, node in enumerate(topology.nodes)}
     n, devices = len(topology.devices), range(len(topology.devices))
@@ -108,9 +99,9 @@ def common_unit(values: Iterable[Fraction]) -> Fraction:
 def _largest_unit(
     arcs: Mapping[Arc, Fraction], roots: dict[int, int], rate: Fraction, sinks: Sequence[int], n: int
 ) -> Fraction:
-    """Return the largest unit for which capacities, rounded down to units, have room for the trees of all roots, or 0.
+    """Return the largest unit for which rounded down capacities have room for the trees of all roots, or 0.
 
-    The largest unit divides some capacity; units that lose too much are not considered.
+    It divides some capacity; units that lose too much are not considered.
     """
     most = rate / sum(roots.values())
     units = {

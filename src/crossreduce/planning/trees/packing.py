@@ -1,8 +1,6 @@
-"""Trees packed into capacities between devices.
+"""Trees packed into integer capacities between devices.
 
-Input: integer capacities, and the number of unit trees that start at each root. Output: trees with weights that
-together respect the capacities. By Edmonds' theorem they exist if all unit trees together can reach every device; every
-step keeps that true.
+By Edmonds' theorem the trees exist if all unit trees together can reach every device; every step keeps that true.
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bérczi & Frank, Packing arborescences, EGRES TR-2009-04 (growing trees
 in batches of equal ones).
@@ -13,26 +11,17 @@ from __future__ import annotations
 from ..bounds.flows import Network
 from .switches import Arc
 
-Batch = tuple[int, int, list[Arc]]
-"""Equal trees: their root, their number, and their arcs, from the root outwards."""
+Batch = tuple[int, int, list[Arc]]  # equal trees: their root, their number, and their arcs, from the root outwards
 
 
 def pack_trees(
     capacities: dict[Arc, int], roots: dict[int, int], n: int, most: int | None = None
 ) -> list[Batch] | None:
-    """Pack trees out of all roots into the capacities; each reaches all of the nodes 0 to n - 1.
+    """Return batches of trees out of all roots that reach nodes 0 to n - 1; ``None``: more than ``most`` are needed.
 
     Trees grow one after another, as batches of equal trees. An arc is used for as many trees of the batch as possible
     without taking capacity that the other trees need (a minimum cut gives that number); if no arc has room for the
     whole batch, the batch is divided. Arcs near the root come first, so that trees stay low.
-
-    Args:
-      capacities: of arcs between the nodes.
-      roots: the number of unit trees that start at each root.
-      n: the number of nodes.
-      most: the largest useful number of batches; ``None``: any number.
-    Returns:
-      The batches; ``None``: there would be more than ``most``.
     """
     simple = _all_at_once(capacities, roots, n)
     if simple is not None:
@@ -63,10 +52,7 @@ def pack_trees(
 
 
 def _all_at_once(capacities: dict[Arc, int], roots: dict[int, int], n: int) -> list[Batch] | None:
-    """Grow all trees at the same time, level by level, over the widest remaining arcs; ``None``: some cannot grow.
-
-    This needs no flows: any trees that reach all nodes within the capacities are a solution.
-    """
+    """Grow all trees at once, level by level, over the widest arcs, without flows; ``None``: some cannot grow."""
     left = dict(capacities)
     into: list[list[int]] = [[] for _ in range(n)]
     for src, dst in left:

@@ -1,7 +1,4 @@
-"""Schedules made of trees.
-
-Input: shares of the buffer, each with a tree into its root and a tree out of it. Output: a ``Schedule``.
-"""
+"""Schedules made of trees: each share of the buffer has a tree into its root and a tree out of it."""
 
 from __future__ import annotations
 
@@ -13,20 +10,15 @@ from typing import NamedTuple
 from ...schedule import Chunk, Route, Schedule, Step
 from ..planners import Request
 
-Through = tuple[int, ...]
-"""The nodes that data passes between two nodes of a tree."""
+Through = tuple[int, ...]  # the nodes that data passes between two nodes of a tree
 
 
 class Tree(NamedTuple):
-    """``weight`` equal trees out of a root.
-
-    ``parents`` lists (node, its parent, the nodes that data passes between them), in an order in which parents come
-    before their children.
-    """
+    """``weight`` equal trees out of a root."""
 
     root: int
     weight: int
-    parents: tuple[tuple[int, int, Through], ...]
+    parents: tuple[tuple[int, int, Through], ...]  # (node, its parent, the route), with parents before their children
 
 
 class TreeShare(NamedTuple):
@@ -56,14 +48,9 @@ def trees_to_schedule(
 ) -> Schedule:
     """Return the schedule of trees: a device combines as soon as all its children have, and copies at once.
 
-    Branches without a source (in a tree that reduces) or without a destination (in a tree that copies) are left out.
-
-    Args:
-      algorithm: its name.
-      request: the collective, the sources and the destinations.
-      nodes: the names of the nodes of the trees; the first ones are the devices of the schedule.
-      devices: the number of devices of the schedule.
-      shares: in a reduce-scatter or all-gather, the part of a device is that of the shares with this root.
+    The first ``devices`` of the nodes are the devices of the schedule. Branches without a source (in a tree that
+    reduces) or without a destination (in a tree that copies) are left out. In a reduce-scatter or all-gather, the part
+    of a device is that of the shares with this root.
     """
     number = {node: k for k, node in enumerate(nodes)}
     sources, destinations = [number[s] for s in request.sources], [number[d] for d in request.destinations]
@@ -104,14 +91,8 @@ def trees_to_schedule(
                     rounds[has[parent]].append(Step(c, node, (parent,)))
                     has[node] = has[parent] + 1
                     routes.setdefault((c, parent, node), {})[has[parent]] = through
-    return Schedule(
-        collective,
-        algorithm,
-        tuple(nodes[:devices]),
-        tuple(chunks),
-        tuple(tuple(rounds[r]) for r in sorted(rounds)),
-        routes=tuple(_routes(routes, nodes)),
-    )
+    steps, listed = tuple(tuple(rounds[r]) for r in sorted(rounds)), tuple(_routes(routes, nodes))
+    return Schedule(collective, algorithm, tuple(nodes[:devices]), tuple(chunks), steps, routes=listed)
 
 
 def _routes(routes: dict[tuple[int, int, int], dict[int, Through]], nodes: Sequence[str]) -> list[Route]:

@@ -1,8 +1,6 @@
 """Capacities between devices instead of capacities through switches.
 
-Input: integer capacities between nodes, and the number of unit trees that start at each root. Output: capacities
-between devices, with the switches that data passes. Afterwards all unit trees together can still reach every device; by
-Edmonds' theorem, trees within the capacities exist exactly then.
+All unit trees together can still reach every device; by Edmonds' theorem, trees within the capacities exist then.
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, SIAM J. Discrete Math. 8(2), 1995
 (splitting off a node without loss); Zhao et al., ForestColl, arXiv:2402.06787 (for collectives).
@@ -68,18 +66,11 @@ def without_switches(
     groups: Sequence[int],
     n: int,
 ) -> Capacities:
-    """Replace every switch by arcs between its neighbours, so that all devices stay reachable.
+    """Replace every switch by arcs between its neighbours, so that the unit trees of all roots still reach all devices.
 
-    First every two neighbours of a switch get an even share (those of different groups, if the switch joins several
-    groups). If that loses a unit, pairs are split off one at a time, each as far as nothing is lost.
-
-    Args:
-      capacities: at each switch, the capacities in and out must be equal.
-      switches: the nodes to replace.
-      roots: the number of unit trees that start at each root.
-      devices: the nodes that all unit trees must reach.
-      groups: for each device the number of its group of near devices.
-      n: the number of nodes.
+    At each switch, the capacities in and out must be equal. First every two neighbours of a switch get an even share
+    (those of different groups of near devices, if the switch joins several groups). If that loses a unit, pairs are
+    split off one at a time, each as far as nothing is lost.
     """
     for switch in switches:
         entering = {u: capacities.total((u, switch)) for (u, w) in list(capacities) if w == switch}
