@@ -23,11 +23,9 @@ def require_routes(topology: Topology, sources: Sequence[str], destinations: Seq
         beyond = [device for device in destinations if device not in within]
         if beyond:
             inside = ", ".join(node for node in topology.nodes if node in within)
-            raise PlanError.of(
-                f"{request} needs a route from {source} to {', '.join(beyond)}, but no link leads out of {{{inside}}}.",
-                repr(topology),
-                "topology.subset(devices) with connected devices, or a topology with the missing links",
-            )
+            needed = f"{request} needs a route from {source} to {', '.join(beyond)}"
+            remedy = "topology.subset(devices) with connected devices, or a topology with the missing links"
+            raise PlanError.of(f"{needed}, but no link leads out of {{{inside}}}.", repr(topology), remedy)
 
 
 def reachable(topology: Topology, start: str, *, backwards: bool = False) -> set[str]:

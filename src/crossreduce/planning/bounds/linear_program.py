@@ -264,7 +264,7 @@ class _LinearProgram:
         named = [(frozenset(nodes[k] for k in cut.nodes), weight, cut.outward) for cut, weight in weights if weight]
         shifts = tuple((nodes[switch], *two) for switch, two in potentials.items())
         roots = {device: values[k] for k, device in enumerate(self.topology.devices)}
-        down, up = ({pair: values[c] for pair, c in zip(pairs, c_of, strict=True)} for c_of in (self.down, self.up))
+        down, up = ({pair: values[c] for pair, c in zip(pairs, used, strict=True)} for used in (self.down, self.up))
         return Optimum(rate, tuple(named), shifts, reached, roots, down, up)
 
     def rounded(self, solution: Any, limit: int) -> list[Fraction]:
