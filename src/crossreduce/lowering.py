@@ -49,20 +49,13 @@ class ChunkProgram(NamedTuple):
     """The instructions of one chunk.
 
     Value k is the input of ``sources[k]``; instruction k makes value ``len(sources) + k``.
-
-    Args:
-      share: of the buffer.
-      sources: the devices that contribute.
-      destinations: the devices that need the result.
-      instructions: in an order in which they can run one by one.
-      results: the value that each destination keeps.
     """
 
-    share: Fraction
-    sources: tuple[int, ...]
-    destinations: tuple[int, ...]
-    instructions: tuple[Instruction, ...]
-    results: tuple[int, ...]
+    share: Fraction  # of the buffer
+    sources: tuple[int, ...]  # the devices that contribute
+    destinations: tuple[int, ...]  # the devices that need the result
+    instructions: tuple[Instruction, ...]  # in an order in which they can run one by one
+    results: tuple[int, ...]  # the value that each destination keeps
 
     @property
     def devices(self) -> tuple[int, ...]:

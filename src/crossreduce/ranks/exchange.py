@@ -58,27 +58,16 @@ class PieceMemory(NamedTuple):
 
 
 class ExchangeProgram(NamedTuple):
-    """One host's part in an op of several pieces. It is made once and serves any number of calls.
+    """One host's part in an op of several pieces. It is made once and serves any number of calls."""
 
-    Args:
-      part: the host's part in the program.
-      peers: for each host the rank that runs the exchange there.
-      pieces: the memory of each piece.
-      numbers: how values are computed; partial results have the accumulator's dtype.
-      lag: stages from a round of a piece to its next.
-      delay: the number of stages after its own in which a piece is complete.
-      window: the number of pieces that have memory at the same time.
-      room: bytes of each piece's memory.
-    """
-
-    part: DeviceProgram
-    peers: tuple[int, ...]
-    pieces: tuple[PieceMemory, ...]
-    numbers: Numbers
-    lag: int
-    delay: int
-    window: int
-    room: int
+    part: DeviceProgram  # the host's part in the program
+    peers: tuple[int, ...]  # for each host the rank that runs the exchange there
+    pieces: tuple[PieceMemory, ...]  # the memory of each piece
+    numbers: Numbers  # how values are computed; partial results have the accumulator's dtype
+    lag: int  # stages from a round of a piece to its next
+    delay: int  # the number of stages after its own in which a piece is complete
+    window: int  # the number of pieces that have memory at the same time
+    room: int  # bytes of each piece's memory
 
     def partial_at(self, piece: int) -> int:
         """Return the offset in the exchange's memory at which a piece's partial result has to be."""

@@ -38,19 +38,12 @@ _LOCAL_LATENCY_S: Final = 1e-6
 
 
 class Speeds(NamedTuple):
-    """Measured speeds. Bandwidths are in GB/s.
+    """Measured speeds. Bandwidths are in GB/s."""
 
-    Args:
-      gb_per_s: row src, column dst, of two hosts at a time; 0 on the diagonal.
-      latency_s: row src, column dst, one way.
-      cables: for each host the bandwidth from all others at once; 0: the sum of its links.
-      memory: for each host the bandwidth of a copy by one of its ranks while all of them copy.
-    """
-
-    gb_per_s: tuple[tuple[float, ...], ...]
-    latency_s: tuple[tuple[float, ...], ...]
-    cables: tuple[float, ...]
-    memory: tuple[float, ...]
+    gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, of two hosts at a time; 0 on the diagonal
+    latency_s: tuple[tuple[float, ...], ...]  # row src, column dst, one way
+    cables: tuple[float, ...]  # for each host the bandwidth from all others at once; 0: the sum of its links
+    memory: tuple[float, ...]  # for each host the bandwidth of a copy by one of its ranks while all of them copy
 
 
 def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:

@@ -31,23 +31,14 @@ SMALL_BYTES: Final = 1 << 13
 
 
 class RankExecutable(NamedTuple):
-    """A compiled call of one rank.
+    """A compiled call of one rank: its host's part, and on leader ranks the exchange with other hosts."""
 
-    Args:
-      program: the native ``RankProgram`` of its host's part.
-      stages: the number of its stages.
-      text: describes the call.
-      digest: of all that hosts must agree on, if there are several.
-      exchange: a leader's exchange with other hosts; ``None``: the rank is not a leader, or nothing moves.
-      deliveries: for each piece the instructions that copy the exchange's results to where other ranks read them.
-    """
-
-    program: Any
-    stages: int
-    text: bytes
-    digest: bytes = b""
-    exchange: ExchangeProgram | None = None
-    deliveries: tuple[list[RankInstruction], ...] = ()
+    program: Any  # the native RankProgram of the host's part
+    stages: int  # of the program
+    text: bytes  # describes the call
+    digest: bytes = b""  # of all that hosts must agree on, if there are several
+    exchange: ExchangeProgram | None = None  # None: the rank is not a leader, or nothing moves
+    deliveries: tuple[list[RankInstruction], ...] = ()  # per piece: copy the exchange's results to where ranks read
 
 
 class OneHostEngine:
@@ -59,12 +50,8 @@ class OneHostEngine:
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; callers cache it.
 
-        Args:
-          collective: the name of a method of ``Communicator``; "": the ranks only compare their calls.
-          size: elements of each array.
-          numbers: how values are computed.
-          root: the root's rank, of collectives that have one.
-          text: describes the call; all ranks must pass the same.
+        ``collective`` is a method of ``Communicator``; "": the ranks only compare their calls, which ``text``
+        describes. ``size`` counts the elements of each array.
         """
         stages: Sequence[Any] = [[], []]  # one barrier, which compares the calls
         if collective:
@@ -81,11 +68,8 @@ class OneHostEngine:
     ) -> bool:
         """Run a call; return whether all ranks of the group made the same call. If not, nothing was written.
 
-        Args:
-          executable: returned by ``compile``.
-          addresses: the caller's buffers, numbered as in ``host_collective``.
-          runner: executes the stages.
-          timeout_s: how long to wait for a message of another host.
+        ``addresses`` are the caller's buffers, numbered as in ``host_collective``.
+
         Raises:
           GroupAborted, PeerError, ReductionError: other ranks cannot take part.
         """
@@ -109,13 +93,7 @@ def host_collective(collective: str, ranks: int, root: int | None, nbytes: int) 
     """Return how the ranks of a host execute a collective.
 
     Each rank's buffers are numbered: first those that it contributes, then those for results; a broadcast has one for
-    both, and a scatter's result is number 0.
-
-    Args:
-      collective: the name of a method of ``Communicator``.
-      ranks: the number of ranks.
-      root: the root's number on its host, for collectives that have one.
-      nbytes: of one array.
+    both, and a scatter's result is number 0. ``nbytes`` is the size of one array.
 
     >>> print(host_collective("all_reduce", 2, None, 400).program)
     all_reduce one_shot: 2 devices, 1 chunk, 2 instructions
@@ -157,10 +135,7 @@ def _host_collective(collective: str, ranks: int, root: int | None, small: bool)
 def one_round(collective: str, ranks: int, ends: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> Program:
     """Return the program in which every destination combines, or copies, the originals of the sources.
 
-    Args:
-      collective: its name.
-      ranks: the number of ranks.
-      ends: for each of the equal chunks its sources and its destinations.
+    ``ends`` lists the sources and the destinations of each of the equal chunks.
 
     >>> print(one_round("gather", 3, [((0,), (0,)), ((1,), (0,)), ((2,), (0,))]))
     gather one_shot: 3 devices, 3 chunks, 2 instructions

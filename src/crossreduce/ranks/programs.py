@@ -57,19 +57,14 @@ def _boundary(numerator: int, denominator: int, size: int, nbytes: int) -> int:
 class _ChunkValues(NamedTuple):
     """Properties of a chunk's values, in their order.
 
-    Args:
-      devices: where each is made.
-      made: the phase that makes it; 0: inputs.
-      last: the last phase that reads it from a slot; -1: it needs no slot.
-      dtypes: in slots and results.
-      direct: the number of leading values, all or none of the inputs, that their own ranks read from the caller's
-        buffers. A result may replace an input there: no later step reads it, since the schedule has replaced it.
+    ``direct`` is the number of leading values, all or none of the inputs, that their own ranks read from the caller's
+    buffers. A result may replace an input there: no later step reads it, since the schedule has replaced it.
     """
 
-    devices: tuple[int, ...]
-    made: tuple[int, ...]
-    last: tuple[int, ...]
-    dtypes: tuple[str, ...]
+    devices: tuple[int, ...]  # where each is made
+    made: tuple[int, ...]  # the phase that makes it; 0: inputs
+    last: tuple[int, ...]  # the last phase that reads it from a slot; -1: it needs no slot
+    dtypes: tuple[str, ...]  # in slots and results
     direct: int
 
     def in_caller(self, operand: int, rank: int) -> bool:
@@ -317,11 +312,8 @@ def rank_stages(
 ) -> list[list[RankInstruction]]:
     """Return the stages of one rank. All ranks have the same number of stages, at least two.
 
-    Args:
-      program, inputs, outputs: the collective, see ``one_host.HostCollective``.
-      size: elements of each array.
-      numbers: how values are computed.
-      rank: the rank whose instructions are returned.
+    ``program``, ``inputs`` and ``outputs`` are those of a ``one_host.HostCollective``; ``size`` counts the elements of
+    each array.
 
     >>> from crossreduce.lowering import lower
     >>> from crossreduce.planning import one_shot

@@ -19,21 +19,13 @@ from ...frameworks import Array
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """Axes that are reduced as one axis, in row-major order.
+    """Axes that are reduced as one axis, in row-major order."""
 
-    Args:
-      names: in the order in which the caller lists them.
-      sizes: the number of positions along each axis.
-      mesh_order: positions in ``names``, in the order in which the mesh lists its axes.
-      checked: ``shard_map`` tracks the axes over which values vary (``check_vma=True``).
-      mapped: at least one axis belongs to ``vmap``, not to a mesh.
-    """
-
-    names: tuple[Hashable, ...]
-    sizes: tuple[int, ...]
-    mesh_order: tuple[int, ...]
-    checked: bool
-    mapped: bool
+    names: tuple[Hashable, ...]  # in the order in which the caller lists them
+    sizes: tuple[int, ...]  # the number of positions along each axis
+    mesh_order: tuple[int, ...]  # positions in names, in the order in which the mesh lists its axes
+    checked: bool  # shard_map tracks the axes over which values vary (check_vma=True)
+    mapped: bool  # at least one axis belongs to vmap, not to a mesh
 
     @property
     def devices(self) -> int:
