@@ -16,20 +16,17 @@ import pytest
 from command_line import ROW
 
 from crossreduce.cli.bench import exact, nccl_tests, ranks
-from crossreduce.cli.bench.request import BenchRequest
+from crossreduce.cli.bench.request import BenchRequest, Row, Timing
 
 LIMIT_S = 120
 
 
 def request_for(collective="all_reduce", op="sum", dtype="float32", size=4000, n=3, average=1, roots=(-1,), check=1):
-    config = nccl_tests.Config(
-        framework="torch", framework_version="", collective=collective, algorithms=("crossreduce",), num_packs=1,
-        devices=("cpu:0",) * n, minimum_bytes=size, maximum_bytes=size, step_bytes=1, step_factor=1, warmup_iters=1,
-        iterations=2, validation=check, per_iter_timing=False,
-    )  # fmt: skip
     return BenchRequest(
-        config=config, op=op, redop=op, dtype=dtype, nccl_type=dtype, roots=roots, json=None, args=(),
-        average=average, backends=("crossreduce", "gloo"),
+        framework="torch", collective=collective, algorithms=("crossreduce",), num_packs=1,
+        devices=("cpu:0",) * n, minimum_bytes=size, maximum_bytes=size, step_bytes=1, step_factor=1, warmup_iters=1,
+        iterations=2, validation=check, per_iter_timing=False, op=op, redop=op, dtype=dtype, nccl_type=dtype,
+        roots=roots, average=average, backends=("crossreduce", "gloo"),
     )  # fmt: skip
 
 
@@ -210,8 +207,8 @@ def test_peers_are_compared_by_their_medians():
     """A ratio is the peer's median divided by ours, in place if measured; one slow call does not change it."""
 
     def row(*times):
-        slow = nccl_tests.Timing(8, (9.0,), 0, 1.0)
-        return nccl_tests.Row("x", 8, 2, "float", "sum", -1, slow, nccl_tests.Timing(8, times, 0, 1.0))
+        slow = Timing(8, (9.0,), 0, 1.0)
+        return Row("x", 8, 2, "float", "sum", -1, slow, Timing(8, times, 0, 1.0))
 
     found = nccl_tests.ratios([row(1.0, 2.0, 99.0)], {"gloo": [row(6.0, 6.0, 7.0)]})
     assert found == [{"size": 8, "root": "-1", "by_peer": {"gloo": 3.0}}]

@@ -23,7 +23,7 @@ _NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
 
 
 @contextmanager
-def atomic_file(option: str, path: Path | None) -> Iterator[Path | None]:
+def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
     """Check that a file can be written, and yield an empty temporary file that replaces it at the end of the block.
 
     The temporary file is in the same folder and has the same suffix. If the block fails, or writes nothing into it,
@@ -40,7 +40,7 @@ def atomic_file(option: str, path: Path | None) -> Iterator[Path | None]:
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
         raise ArgumentError(f"{option} {path} cannot be written: it is not a regular file, or it is write-protected.")
     try:
-        number, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=path.suffix)
+        number, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=Path(path).suffix)
         os.close(number)
     except OSError as error:
         raise ArgumentError(f"{option} {path} cannot be written: {error.strerror}.") from error
@@ -59,7 +59,7 @@ def atomic_file(option: str, path: Path | None) -> Iterator[Path | None]:
 
 
 @contextmanager
-def atomic_json(option: str, path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Check that a file can be written, and yield the function that writes it: ``atomic_file`` for JSON.
 
     If ``path`` is ``None``, the function does nothing.

@@ -18,7 +18,7 @@ from ...frameworks import FRAMEWORKS
 from ...planning.bounds import COLLECTIVES
 from ..arguments import MAX_DEVICES, at_least, one_of, read_algorithms, read_device_list, read_machine, read_nbytes
 from . import devices as in_process
-from . import nccl_tests, ranks
+from . import ranks
 from .request import BenchRequest
 
 OPS: Final = {"sum": "sum", "prod": "product", "min": "min", "max": "max", "avg": "mean"}
@@ -118,10 +118,15 @@ def bench(
     at_least(0, "--num-packs", num_packs)
     roots = _roots(root, collective, len(names))
     chosen = (ranks.OURS,) if in_ranks else tuple(read_algorithms("--algorithm", algorithm))
-    config = nccl_tests.Config(
+    redop = "none" if collective in ("broadcast", "all_gather") else op
+    request = BenchRequest(
         framework=framework,
-        framework_version="",
         collective=collective,
+        op=OPS.get(redop, "sum"),
+        redop=redop,
+        dtype=TYPES[nccl_type],
+        nccl_type=nccl_type,
+        roots=roots,
         algorithms=chosen,
         num_packs=num_packs,
         devices=names,
@@ -133,15 +138,6 @@ def bench(
         iterations=at_least(1, "--iters", iters),
         validation=at_least(0, "--check", check),
         per_iter_timing=at_least(0, "--per_iter_report", per_iter_report) > 0,
-    )
-    redop = "none" if collective in ("broadcast", "all_gather") else op
-    request = BenchRequest(
-        config=config,
-        op=OPS.get(redop, "sum"),
-        redop=redop,
-        dtype=TYPES[nccl_type],
-        nccl_type=nccl_type,
-        roots=roots,
         json=None if json is None else str(json.absolute()),
         args=tuple(sys.argv),
         average=average,

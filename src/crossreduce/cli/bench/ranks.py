@@ -32,7 +32,7 @@ from ..output import atomic_json, print_lines
 from . import exact, nccl_tests
 from .backends import Backend, MpiBackend, TorchBackend
 from .launch import launch, terminate
-from .request import BenchRequest
+from .request import BenchRequest, Row, Timing
 
 PEERS: Final = ("gloo", "mpi")
 OURS: Final = "crossreduce"
@@ -77,84 +77,45 @@ def _mpiexec() -> str | None:
     return shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
 
-def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[nccl_tests.Row]:
-    """Measure every size and root; all ranks return all rows.
+def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
+    """Measure every size and root; all ranks return all rows, with the times combined as by ``request.average``."""
+    collective, size, combined = request.collective, backend.size, _COMBINED[request.average]
 
-    The ranks' times of a call are combined as ``request.average`` defines. The inputs are those of ``exact``.
-    """
-    collective = request.config.collective
-    patterns = exact.inputs(request.op, request.dtype, backend.size)
-    reduced = exact.result(request.op, patterns)
-    for nbytes in request.config.sizes():
-        total = nbytes // patterns[0].itemsize
-        if collective in ("all_gather", "reduce_scatter"):
-            total -= total % backend.size
-        for root in request.roots:
-            case = _Case(backend, request, patterns, reduced, total, root)
-            yield nccl_tests.Row(
-                algorithm=name,
-                size=total * patterns[0].itemsize,
-                count=case.count,
-                type=request.nccl_type,
-                redop=request.redop,
-                root=root,
-                out_of_place=case.timing(False),
-                in_place=case.timing(True) if collective in ("all_reduce", "reduce") else None,
-            )
-
-
-class _Case:
-    """One size of a collective, from one root, on this rank. ``total``: elements of the complete buffer."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        request: BenchRequest,
-        patterns: list[NDArray[Any]],
-        reduced: NDArray[Any],
-        total: int,
-        root: int,
-    ) -> None:
-        self.backend, self.config, self.request, self.root = backend, request.config, request, root
-        rank, collective, share = backend.rank, request.config.collective, total // backend.size
-        self.count = share if collective in ("all_gather", "reduce_scatter") else total
-        self.source = np.resize(patterns[rank], share if collective == "all_gather" else total)
+    def measure(
+        patterns: list[NDArray[Any]], reduced: NDArray[Any], count: int, root: int, in_place: bool
+    ) -> tuple[list[float], int | None]:
+        share = count // size
+        given = np.resize(patterns[backend.rank], share if collective == "all_gather" else count)
         if collective == "all_gather":
-            self.expected = np.concatenate([np.resize(x, share) for x in patterns])
-        elif collective == "reduce_scatter":
-            self.expected = np.resize(reduced, total)[rank * share : (rank + 1) * share]
+            expected = np.concatenate([np.resize(x, share) for x in patterns])
         else:
-            self.expected = np.resize(patterns[root] if collective == "broadcast" else reduced, total)
-        self.nbytes = total * self.source.itemsize
-
-    def timing(self, in_place: bool) -> nccl_tests.Timing:
-        """Time the calls, then check every element of a result."""
-        backend, config = self.backend, self.config
-        source, result = backend.array(self.source), backend.array(np.zeros_like(self.expected))
-        call = backend.call(config.collective, self.request.op, source, result, self.root, in_place)
+            expected = np.resize(patterns[root] if collective == "broadcast" else reduced, count)
+        if collective == "reduce_scatter":
+            expected = expected[backend.rank * share :][:share]
+        source, result = backend.array(given), backend.array(np.zeros_like(expected))
+        call = backend.call(collective, request.op, source, result, root, in_place)
         times = []
         backend.gather(None)
-        for k in range(config.warmup_iters + config.iterations):
+        for k in range(request.warmup_iters + request.iterations):
             before = time.perf_counter()
             call()
-            if k >= config.warmup_iters:
+            if k >= request.warmup_iters:
                 times.append(time.perf_counter() - before)
         nwrong = None
-        if config.validation:
+        if request.validation:
             if in_place:  # each call reduced what the previous one had left
-                source = backend.array(self.source)
-                backend.call(config.collective, self.request.op, source, result, self.root, True)()
-            written = source if in_place or config.collective == "broadcast" else result
-            checked = config.collective != "reduce" or backend.rank == self.root
-            nwrong = exact.wrong(backend.numpy(written), self.expected, self.expected.size) if checked else 0
+                source = backend.array(given)
+                backend.call(collective, request.op, source, result, root, True)()
+            written = source if in_place or collective == "broadcast" else result
+            checked = collective != "reduce" or backend.rank == root
+            nwrong = exact.wrong(backend.numpy(written), expected, expected.size) if checked else 0
         found = backend.gather((times, nwrong))
-        combined = _COMBINED[self.request.average]
-        return nccl_tests.Timing(
-            self.nbytes,
-            tuple(combined(each) for each in zip(*(times for times, _ in found), strict=True)),
+        return (
+            [combined(each) for each in zip(*(times for times, _ in found), strict=True)],
             None if nwrong is None else sum(wrong for _, wrong in found),
-            nccl_tests.busbw_factor(config.collective, backend.size),
         )
+
+    return request.rows(name, measure)
 
 
 def run(request: BenchRequest) -> int:
@@ -169,10 +130,9 @@ def run(request: BenchRequest) -> int:
 
     if OURS in request.backends:
         import crossreduce.torch  # noqa: F401 - registers the backend
-    config = replace(request.config, framework_version=torch.__version__)
     dist.init_process_group(request.backends[0])
     try:
-        return _measure(replace(request, config=config), dist)
+        return _measure(replace(request, framework_version=torch.__version__), dist)
     finally:
         dist.destroy_process_group()
 
@@ -181,7 +141,7 @@ def _measure(request: BenchRequest, dist: Any) -> int:
     """Measure, print on rank 0, and return the exit code."""
     control = dist.new_group(backend="gloo")
     processes = TorchBackend(control, control).gather((os.getpid(), socket.gethostname()))
-    request = replace(request, config=replace(request.config, processes=tuple(map(tuple, processes))))
+    request = replace(request, processes=tuple(processes))
     if dist.get_rank() == 0:
         return _measure_and_print(request, dist, control)
     for name, backend in _backends(request, dist, control):
@@ -200,40 +160,32 @@ def _backends(request: BenchRequest, dist: Any, control: Any) -> Iterator[tuple[
 
 def _measure_and_print(request: BenchRequest, dist: Any, control: Any) -> int:
     """Measure and print, on rank 0; return the exit code."""
-    config, start_time = request.config, nccl_tests.now()
-    found: dict[str, list[nccl_tests.Row]] = {}
-    with atomic_json("--json", None if request.json is None else Path(request.json)) as write:
-        print_lines([*nccl_tests.header(config), f"# Time: {_TIMES[request.average]}"])
-
-        def table(name: str, measured: Iterator[nccl_tests.Row]) -> None:
-            print_lines(nccl_tests.table_header(config, name))
-            found[name] = []
-            for row in measured:
-                print_lines([nccl_tests.line(config, row)])
-                found[name].append(row)
-
+    start_time = nccl_tests.now()
+    found: dict[str, list[Row]] = {}
+    with atomic_json("--json", request.json) as write:
+        print_lines([*nccl_tests.header(request), f"# Time: {_TIMES[request.average]}"])
         for name, backend in _backends(request, dist, control):
-            table(name, rows(backend, request, name))
+            found[name] = nccl_tests.print_table(request, name, rows(backend, request, name))
         if "mpi" in request.backends:
-            table("mpi", _rows_of_mpi(request))
+            found["mpi"] = nccl_tests.print_table(request, "mpi", _rows_of_mpi(request))
         first, *peers = request.backends
         ratios = nccl_tests.ratios(found[first], {name: found[name] for name in peers})
-        *footer, concluded = nccl_tests.footer(config, found[first])
+        *footer, concluded = nccl_tests.footer(request, found[first])
         print_lines([*footer, *([*nccl_tests.ratio_lines(ratios), "#"] if peers else []), concluded])
-        report = nccl_tests.report(config, found[first], list(request.args), start_time)
+        report = nccl_tests.report(request, found[first], start_time)
         report["crossreduce"] |= {
             "backend": first,
             "average": request.average,
-            "peers": {name: nccl_tests.results(config, found[name]) for name in peers},
+            "peers": {name: nccl_tests.results(request, found[name]) for name in peers},
             "ratios": ratios,
         }
         write(report)
-    return int(any(timing.nwrong for row in found[first] for timing in row.timings))
+    return int(nccl_tests.bad_count(found[first]) > 0)
 
 
-def _rows_of_mpi(request: BenchRequest) -> Iterator[nccl_tests.Row]:
+def _rows_of_mpi(request: BenchRequest) -> Iterator[Row]:
     """Run the same loop under mpiexec, and yield its rows."""
-    command = [_mpiexec() or "mpiexec", "-n", str(len(request.config.processes)), sys.executable]
+    command = [_mpiexec() or "mpiexec", "-n", str(len(request.processes)), sys.executable]
     command += ["-m", f"{__package__}.ranks", "mpi", request.to_json()]
     # Ranks may outnumber cores, and containers often run as root: Open MPI 4 and 5 allow both only on request.
     settings = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
@@ -253,8 +205,8 @@ def _rows_of_mpi(request: BenchRequest) -> Iterator[nccl_tests.Row]:
             fields = json.loads(line)
             for form in ("out_of_place", "in_place"):
                 if fields[form] is not None:
-                    fields[form] = nccl_tests.Timing(**{**fields[form], "times_s": tuple(fields[form]["times_s"])})
-            yield nccl_tests.Row(**fields)
+                    fields[form] = Timing(**fields[form])
+            yield Row(**fields)
         code = running.wait()
         if code:
             raise BackendError.of(f"mpiexec ended with exit code {code}.", given=" ".join(command[:-1]))

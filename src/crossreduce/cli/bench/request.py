@@ -1,41 +1,117 @@
-"""``BenchRequest``: the collective, the data and the settings of one run of ``crossreduce bench``."""
+"""The settings of one run of ``crossreduce bench``, its measurements, and the loop over its sizes and roots.
+
+Input: the options. Output: one ``Row`` per size and root. How a collective runs is a parameter of the loop.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from . import nccl_tests
+import numpy as np
+from numpy.typing import NDArray
+
+from ...devices import parse
+from . import exact
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The calls of one size, out of place or in place. ``nwrong`` is ``None`` if the elements were not checked."""
+
+    size: int
+    times_s: Sequence[float]
+    nwrong: int | None
+    busbw_factor: float
+
+    @property
+    def time_us(self) -> float:
+        """The mean time of a call, which nccl-tests calls time."""
+        return 1e6 * sum(self.times_s) / len(self.times_s)
+
+    @property
+    def algbw(self) -> float:
+        """Bytes of one replica divided by time, in GB/s (1e9)."""
+        return self.size / self.time_us / 1e3
+
+    @property
+    def busbw(self) -> float:
+        return self.algbw * self.busbw_factor
+
+    def per_iter(self) -> dict[str, Any]:
+        """Return statistics of the calls' times."""
+        times, n = np.sort(np.array(self.times_s)) * 1e6, len(self.times_s)
+        p95, p99 = (float(times[min(n - 1, (n * percent + 99) // 100 - 1)]) for percent in (95, 99))
+        return {
+            "min_us": float(times[0]),
+            "max_us": float(times[-1]),
+            "avg_us": self.time_us,
+            "p50_us": float(np.median(times)),
+            "p95_us": p95,
+            "p99_us": p99,
+            "stdev_us": float(times.std()),
+            "cv_pct": float(100 * times.std() / times.mean()),
+            "times_us": [1e6 * t for t in self.times_s],
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured size."""
+
+    algorithm: str
+    size: int
+    count: int
+    type: str
+    redop: str
+    root: int
+    out_of_place: Timing
+    in_place: Timing | None
+
+    @property
+    def timings(self) -> list[Timing]:
+        """The timings of both forms, or of the only one."""
+        return [self.out_of_place] if self.in_place is None else [self.out_of_place, self.in_place]
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One run of ``crossreduce bench``.
+    """One run of ``crossreduce bench``; sizes in bytes, names as in the ``config`` of nccl-tests."""
 
-    Args:
-      config: the collective, the devices or ranks, the sizes and the counts.
-      op: sum, product, min, max or mean; sum if the collective has no op.
-      redop: nccl-tests' name of the op; none if the collective has no op.
-      dtype: of the elements, as NumPy spells it.
-      nccl_type: as nccl-tests spells it.
-      roots: the ranks to measure as root; (-1,) for collectives without a root.
-      json: the file for the report.
-      args: the command line, for the report.
-      average: nccl-tests' ``-a``: how the ranks' times are combined.
-      backends: what the ranks measure; the first is reported, the others are compared with it.
-    """
+    framework: str
+    collective: str
+    op: str  # sum, product, min, max or mean; sum if the collective has no op
+    redop: str  # nccl-tests' name of the op; none if the collective has no op
+    dtype: str  # of the elements, as NumPy spells it
+    nccl_type: str  # as nccl-tests spells it
+    roots: tuple[int, ...]  # the ranks to measure as root; (-1,) for collectives without a root
+    algorithms: tuple[str, ...]
+    num_packs: int
+    devices: tuple[str, ...]
+    minimum_bytes: int
+    maximum_bytes: int
+    step_bytes: int
+    step_factor: int
+    warmup_iters: int
+    iterations: int
+    validation: int
+    per_iter_timing: bool
+    json: str | None = None  # the file for the report
+    args: tuple[str, ...] = ()  # the command line, for the report
+    average: int = 1  # nccl-tests' -a: how the ranks' times are combined
+    backends: tuple[str, ...] = ()  # of the ranks: the first is reported, the others are compared with it
+    framework_version: str = ""
+    processes: tuple[tuple[int, str], ...] = ()  # the pid and host of each rank; empty: this process has all devices
 
-    config: nccl_tests.Config
-    op: str
-    redop: str
-    dtype: str
-    nccl_type: str
-    roots: tuple[int, ...]
-    json: str | None
-    args: tuple[str, ...]
-    average: int = 1
-    backends: tuple[str, ...] = ()
+    @property
+    def transport(self) -> str:
+        if self.processes:
+            hosts = len({host for _, host in self.processes})
+            return f"ranks on {hosts} host{'s' if hosts > 1 else ''}"
+        kinds = {parse(device).kind for device in self.devices}
+        return "in-process emulation" if kinds == {"cpu"} else "in-process"
 
     def to_json(self) -> str:
         """Return the request as JSON text, for another process."""
@@ -44,9 +120,38 @@ class BenchRequest:
     @classmethod
     def from_json(cls, text: str) -> BenchRequest:
         """Return the request of ``to_json``'s text."""
+        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(text).items()})
 
-        def tuples(fields: dict[str, Any]) -> dict[str, Any]:
-            return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    def sizes(self) -> Iterator[int]:
+        """Yield the sizes in bytes, in nccl-tests' order."""
+        nbytes = self.minimum_bytes
+        while nbytes <= self.maximum_bytes:
+            yield nbytes
+            nbytes = nbytes * self.step_factor if self.step_factor > 1 else nbytes + self.step_bytes
 
-        fields = tuples(json.loads(text))
-        return cls(**fields | {"config": nccl_tests.Config(**tuples(fields["config"]))})
+    def rows(self, name: str, measure: Measure) -> Iterator[Row]:
+        """Measure every size and root of the algorithm or backend ``name``, on the inputs of ``exact``."""
+        n = len(self.devices)
+        patterns = exact.inputs(self.op, self.dtype, n)
+        reduced = exact.result(self.op, patterns)
+        shared = self.collective in ("all_gather", "reduce_scatter")
+        # The mean of integers is a float, which an array of integers cannot store.
+        fits = self.op != "mean" or patterns[0].dtype.kind not in "iu"
+        writable = fits and self.framework in ("numpy", "torch") and self.collective in ("all_reduce", "reduce")
+        # busbw / algbw, as defined in nccl-tests' doc/PERFORMANCE.md
+        factor = (n - 1) / n if shared else 2 * ((n - 1) / n) if self.collective == "all_reduce" else 1.0
+        for nbytes in self.sizes():
+            count = nbytes // patterns[0].itemsize
+            count -= count % n if shared else 0
+            size = count * patterns[0].itemsize
+            for root in self.roots:
+                out_of_place = Timing(size, *measure(patterns, reduced, count, root, False), factor)
+                in_place = Timing(size, *measure(patterns, reduced, count, root, True), factor) if writable else None
+                shown = count // n if shared else count
+                yield Row(name, size, shown, self.nccl_type, self.redop, root, out_of_place, in_place)
+
+
+# Runs a collective. Arguments: the patterns of the inputs, the pattern of their reduction, the elements of the complete
+# buffer, the root, whether the result is written over the inputs. Returns the seconds of each call, and how many
+# elements are wrong; ``None``: they were not checked.
+Measure = Callable[[list[NDArray[Any]], NDArray[Any], int, int, bool], tuple[Sequence[float], int | None]]
