@@ -1,14 +1,8 @@
 """The command line: ``crossreduce topology``, ``plan``, ``verify``, ``train``, ``bench``, ``doctor`` and ``info``.
 
-Input: the arguments of a command line. Output: text, the requested files, and an exit code:
-
-    0    success
-    1    the command ran and found a fault: a wrong sum, replicas that differ, a file that ``verify`` rejects
-    2    the command did not run: a wrong argument, devices without a path between them, a file that cannot be
-         read, a framework or extra that is not installed
-    130  interrupted by Ctrl-C, 143: terminated; no file is half-written
-
-The commands use the public API only. Importing this module needs neither typer nor a framework.
+Input: arguments. Output: text, files, and an exit code: 0: success; 1: the command found a fault (a wrong sum, replicas
+that differ, a wrong schedule); 2: it did not run (a wrong argument, an unreadable file, a missing module); 130, 143:
+interrupted or terminated, without half-written files. Importing this needs neither typer nor a framework.
 """
 
 from __future__ import annotations
@@ -24,11 +18,7 @@ _EXTRA = ("typer", "rich", "sklearn")
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit.
-
-    Args:
-      args: the arguments after ``crossreduce``; ``None``: those of this process.
-    """
+    """Run the command line and exit. ``args``: arguments after ``crossreduce``, or ``None`` for those of this process."""
     with ending_signals():
         try:
             from .app import app

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Exit, Option, Typer
 
 from .. import __version__
 from .bench.command import bench
@@ -15,7 +15,7 @@ from .topology import topology
 from .train import train
 from .verify import verify
 
-app = typer.Typer(
+app = Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
@@ -26,10 +26,8 @@ for command in (topology, plan, verify, train, bench, doctor, info):
 
 
 @app.callback(invoke_without_command=True)
-def top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
+def top(version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False) -> None:
     """Cross-device reductions for NumPy, PyTorch, JAX and TensorFlow."""
     if version:
         print(f"crossreduce {__version__}")
-        raise typer.Exit
+        raise Exit

@@ -15,10 +15,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Final
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Exit, Option
 
 from ..errors import rank_list
 from ..ranks.flight_recorder import Dump, History, Thread, read
@@ -33,62 +33,37 @@ _INTERNAL: Final = re.compile(r"[/\\](crossreduce[/\\](ranks|torch)|torch[/\\]di
 
 @dataclass(frozen=True)
 class RankState:
-    """The state of one rank when its group broke.
-
-    Args:
-      rank: its number.
-      host: the number of its host.
-      hostname: the name of its host.
-      pid: its process.
-      sequence: its last call; 0: none.
-      text: the op, dtype and shape of this call.
-      state: of this call: running or finished; or left (the rank left the group), idle (it called no collective),
-        unknown (without any information).
-      seconds: from the start of the call, or its end if it finished, until the first rank of the host aborted.
-      dumped: whether the rank wrote a dump.
-      stack: the innermost functions of its main thread, the innermost first.
-    """
+    """The state of one rank when its group broke."""
 
     rank: int
     host: int
     hostname: str | None
     pid: int | None
-    sequence: int
-    text: str
-    state: str
-    seconds: float | None
-    dumped: bool
-    stack: tuple[str, ...]
+    sequence: int  # of its last call; 0: none
+    text: str  # the op, dtype and shape of this call
+    state: str  # of this call: running or finished; or left (the group), idle (no call), unknown (no information)
+    seconds: float | None  # from the start of the call, or its end if it finished, until the host's first rank aborted
+    dumped: bool  # whether the rank wrote a dump
+    stack: tuple[str, ...]  # the innermost functions of its main thread, the innermost first
 
 
 @dataclass(frozen=True)
 class Incident:
-    """The failure of one group.
-
-    Args:
-      group: its name.
-      time: when the first rank aborted.
-      cause: the error that this rank raised.
-      findings: sentences.
-      behind: the ranks that the others waited for, or that are suspected.
-      missing: the ranks without any information.
-      without_dump: the ranks that wrote no dump, but are in the dumps of others.
-      ranks: the state of every rank.
-    """
+    """The failure of one group."""
 
     group: str
-    time: str
-    cause: str
-    findings: tuple[str, ...]
-    behind: tuple[int, ...]
-    missing: tuple[int, ...]
-    without_dump: tuple[int, ...]
+    time: str  # when the first rank aborted
+    cause: str  # the error that this rank raised
+    findings: tuple[str, ...]  # sentences
+    behind: tuple[int, ...]  # the ranks that the others waited for, or that are suspected
+    missing: tuple[int, ...]  # the ranks without any information
+    without_dump: tuple[int, ...]  # the ranks that wrote no dump, but are in the dumps of others
     ranks: tuple[RankState, ...]
 
 
 def doctor(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the ranks' dumps.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    directory: Annotated[Path, Argument(metavar="DIR", help="The directory of the ranks' dumps.")],
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find the rank that kept the others waiting, and the state of each rank.
 
@@ -108,7 +83,7 @@ def doctor(
         for problem in found.problems:
             print("crossreduce:", "\n".join(map(_printable, problem.splitlines())), file=sys.stderr)
     if not incidents:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def diagnose(dumps: Sequence[Dump]) -> Incident:
@@ -224,17 +199,10 @@ def _show(each: Incident) -> None:
     table = Table("rank", "host", "pid", "op", "call", "state", "elapsed", "dump")
     table.add_column("stack", overflow="fold")  # never cut off: it ends with the line number
     for state in each.ranks:
-        cells = [
-            str(state.rank),
-            state.hostname or "-",
-            str(state.pid or "-"),
-            str(state.sequence or "-"),
-            state.text or "-",
-            state.state,
-            "-" if state.seconds is None else f"{state.seconds:.1f} s",
-            "yes" if state.dumped else "no",
-            "\n".join(state.stack) or "-",
-        ]
+        numbers = [str(state.rank), state.hostname or "-", str(state.pid or "-"), str(state.sequence or "-")]
+        elapsed = "-" if state.seconds is None else f"{state.seconds:.1f} s"
+        dumped, stack = "yes" if state.dumped else "no", "\n".join(state.stack) or "-"
+        cells = [*numbers, state.text or "-", state.state, elapsed, dumped, stack]
         style = "bold red" if state.rank in (*each.behind, *each.missing) else ""
         table.add_row(*(Text("\n".join(map(_printable, cell.split("\n")))) for cell in cells), style=style)
     Console().print(table)

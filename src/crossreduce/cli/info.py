@@ -17,10 +17,10 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Annotated, Any, Final
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Option
 
 from .. import __version__, kernels
 from ..frameworks import FRAMEWORKS
@@ -35,7 +35,7 @@ DISTRIBUTIONS: Final = {
 TIMEOUT_S: Final = 120
 
 
-def info(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def info(json: Annotated[bool, Option("--json", help="Print JSON.")] = False) -> None:
     """Show versions, frameworks with their devices, and algorithms."""
     with ThreadPoolExecutor() as pool:
         frameworks = dict(zip(FRAMEWORKS, pool.map(framework_info, FRAMEWORKS), strict=True))

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import typer
+from typer import Argument, Option
 
 from .. import Plan, __version__
 from .. import plan as planned
@@ -41,12 +41,12 @@ SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if ex
 
 
 def plan(
-    machine: Annotated[str, typer.Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}.")],
-    collective: Annotated[str, typer.Option(help=", ".join(COLLECTIVES))] = "all_reduce",
-    nbytes: Annotated[str, typer.Option(help="Bytes of the buffer; K, M, G are powers of 1024.")] = "64M",
-    algorithm: Annotated[str, typer.Option(help=", ".join(ALGORITHMS))] = "auto",
-    root: Annotated[str | None, typer.Option(help="Root, by number or name. Default: the best one.")] = None,
-    packs: Annotated[int, typer.Option(help="Number of trees of one_device and hierarchical_copy.")] = 1,
+    machine: Annotated[str, Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}.")],
+    collective: Annotated[str, Option(help=", ".join(COLLECTIVES))] = "all_reduce",
+    nbytes: Annotated[str, Option(help="Bytes of the buffer; K, M, G are powers of 1024.")] = "64M",
+    algorithm: Annotated[str, Option(help=", ".join(ALGORITHMS))] = "auto",
+    root: Annotated[str | None, Option(help="Root, by number or name. Default: the best one.")] = None,
+    packs: Annotated[int, Option(help="Number of trees of one_device and hierarchical_copy.")] = 1,
     devices: Devices = None,
     without_link: WithoutLink = None,
     hosts: Hosts = 1,
@@ -54,15 +54,13 @@ def plan(
     nics: Nics = None,
     in_network: InNetwork = False,
     picture: Picture = None,
-    export: Annotated[Path | None, typer.Option(help="Write the schedule to this file.")] = None,
+    export: Annotated[Path | None, Option(help="Write the schedule to this file.")] = None,
     format: Annotated[  # noqa: A002 - the option's name
         str | None,
-        typer.Option(
-            help=f"Format of the export: {', '.join(EXPORTERS)}. Default: by the suffix {', '.join(SUFFIXES)}."
-        ),
+        Option(help=f"Format of the export: {', '.join(EXPORTERS)}. Default: by the suffix {', '.join(SUFFIXES)}."),
     ] = None,
-    steps: Annotated[bool, typer.Option("--steps", help="Also print the steps of the schedule.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    steps: Annotated[bool, Option("--steps", help="Also print the steps of the schedule.")] = False,
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plan a collective: its schedule, its predicted time and its limit.
 
@@ -75,13 +73,13 @@ def plan(
     at_least(1, "--packs", packs)
     check_picture(picture)
     kind = _format(export, format)
-    chosen = select(machine, hosts, speeds, nics, in_network, devices, without_link)
-    main = None if root is None else read_node("--root", root, chosen.machine)
+    complete, chosen = select(machine, hosts, speeds, nics, in_network, devices, without_link)
+    main = None if root is None else read_node("--root", root, complete)
     with ExitStack() as stack:
         drawing = stack.enter_context(atomic_file("--picture", picture))
         exported = stack.enter_context(atomic_file("--export", export))
         advance = stack.enter_context(progress("planning", 4))
-        found = planned(chosen.topology, collective, size, algorithm, root=main, packs=packs)
+        found = planned(chosen, collective, size, algorithm, root=main, packs=packs)
         advance("comparing")
         text = json_module.dumps(_report(machine, found, with_steps=steps), indent=2) if json else found.explain()
         advance("exporting")

@@ -11,11 +11,11 @@ from collections import defaultdict
 from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
-import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from .. import Bound, Topology, __version__, bound
 from ..devices import parse
@@ -31,26 +31,19 @@ MAX_LINES: Final = 200
 
 # Options of every command that plans: they select the topology. Numbers are positions in the complete machine.
 MACHINE: Final = "a machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m) or: this"
-Hosts = Annotated[int, typer.Option("--hosts", help="Connect this number of machines by their network.")]
+Hosts = Annotated[int, Option("--hosts", help="Connect this number of machines by their network.")]
 Speeds = Annotated[
-    str, typer.Option("--speeds", help="raw: rates of the hardware; effective: rates that NCCL and RCCL assume.")
+    str, Option("--speeds", help="raw: rates of the hardware; effective: rates that NCCL and RCCL assume.")
 ]
-Nics = Annotated[str | None, typer.Option("--nics", help="The network that connects the hosts.")]
-InNetwork = Annotated[bool, typer.Option("--in-network", help="Let capable switches combine and multicast.")]
+Nics = Annotated[str | None, Option("--nics", help="The network that connects the hosts.")]
+InNetwork = Annotated[bool, Option("--in-network", help="Let capable switches combine and multicast.")]
 Devices = Annotated[
-    str | None, typer.Option("--devices", help="Use only these devices, by number or name: 0,1,4 or cuda:0,cuda:1.")
+    str | None, Option("--devices", help="Use only these devices, by number or name: 0,1,4 or cuda:0,cuda:1.")
 ]
 WithoutLink = Annotated[
-    list[str] | None, typer.Option("--without-link", help="Remove this link: 0-3 or cuda:0,cuda:3. Repeatable.")
+    list[str] | None, Option("--without-link", help="Remove this link: 0-3 or cuda:0,cuda:3. Repeatable.")
 ]
-Picture = Annotated[Path | None, typer.Option("--picture", help="Draw a picture: a .svg or .png file.")]
-
-
-class Selection(NamedTuple):
-    """The named machine, and the selected part of it."""
-
-    machine: Topology
-    topology: Topology
+Picture = Annotated[Path | None, Option("--picture", help="Draw a picture: a .svg or .png file.")]
 
 
 def select(
@@ -61,14 +54,14 @@ def select(
     in_network: bool,
     devices: str | None,
     without_link: list[str] | None,
-) -> Selection:
-    """Return a topology and the selected part of it."""
+) -> tuple[Topology, Topology]:
+    """Return the complete topology, and the selected part of it."""
     complete = topology = read_machine(machine, hosts, speeds, nics, in_network)
     for text in without_link or ():
         topology = topology.without_link(*read_link("--without-link", text, complete))
     if devices is not None:
         topology = topology.subset(read_subset("--devices", devices, complete))
-    return Selection(complete, topology)
+    return complete, topology
 
 
 def check_picture(path: Path | None) -> None:
@@ -97,7 +90,7 @@ def bound_json(limit: Bound) -> dict[str, Any]:
 
 def topology(
     machine: Annotated[
-        str | None, typer.Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}. Without it: list the machines.")
+        str | None, Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}. Without it: list the machines.")
     ] = None,
     hosts: Hosts = 1,
     speeds: Speeds = "raw",
@@ -106,8 +99,8 @@ def topology(
     devices: Devices = None,
     without_link: WithoutLink = None,
     picture: Picture = None,
-    export: Annotated[Path | None, typer.Option(help="Write the topology to this .json file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    export: Annotated[Path | None, Option(help="Write the topology to this .json file.")] = None,
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the links of a topology and the bounds of the five collectives.
 
@@ -122,21 +115,21 @@ def topology(
     check_picture(picture)
     if export is not None and export.suffix.lower() != ".json":
         raise ArgumentError(f"--export takes a .json file, not {export}.")
-    chosen = select(machine, hosts, speeds, nics, in_network, devices, without_link)
+    complete, chosen = select(machine, hosts, speeds, nics, in_network, devices, without_link)
     with ExitStack() as files:
         drawing = files.enter_context(atomic_file("--picture", picture))
         exported = files.enter_context(atomic_file("--export", export))
-        report = _report(machine, chosen.topology)
+        report = _report(machine, chosen)
         if drawing is not None:
             from ..export.pictures import draw_topology
 
-            draw_topology(chosen.topology, drawing, title=_title(report))
+            draw_topology(chosen, drawing, title=_title(report))
         if exported is not None:
-            exported.write_text(chosen.topology.to_json() + "\n", "utf-8")
+            exported.write_text(chosen.to_json() + "\n", "utf-8")
     if json:
         print(json_module.dumps(report, indent=2))
     else:
-        _show(report, chosen)
+        _show(report, complete, chosen)
 
 
 def _list(*, as_json: bool) -> None:
@@ -186,8 +179,8 @@ def _title(report: dict[str, Any]) -> str:
     return f"{report['machine']}{about}"
 
 
-def _show(report: dict[str, Any], chosen: Selection) -> None:
-    topology, console = chosen.topology, Console(highlight=False, markup=False, emoji=False)
+def _show(report: dict[str, Any], complete: Topology, topology: Topology) -> None:
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(_title(report))
     about = Table.grid(padding=(0, 2))
     reducing = [switch.name for switch in topology.switches if switch.reduces]
@@ -203,7 +196,7 @@ def _show(report: dict[str, Any], chosen: Selection) -> None:
     about.add_row("islands", "1" if len(islands) == 1 else f"{len(islands)}: {', '.join(map(grouped, islands))}")
     console.print(about)
     console.print()
-    numbers = {node: str(number) for number, node in enumerate(chosen.machine.nodes)}
+    numbers = {node: str(number) for number, node in enumerate(complete.nodes)}
     matrix = _matrix(topology, numbers) if 2 * len(topology.nodes) < console.width else []
     if matrix and len(matrix[0]) <= console.width:
         console.print("GB/s of each link, from row to column")

@@ -15,15 +15,14 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from typer import Exit, Option
 
 from .. import AllReduceCrossDeviceOps, __version__, all_reduce
 from ..frameworks import FRAMEWORKS
@@ -35,40 +34,28 @@ from .trainers import Trainer, Tree, load
 
 TEST_SIZE = 360
 HIDDEN = 64
+Parameters = dict[str, NDArray[Any]]
 
 
-class Digits(NamedTuple):
-    """Images of shape ``(k, 64)``, float32 from 0 to 1, and labels of shape ``(k,)``, int64 from 0 to 9."""
-
-    images: NDArray[Any]
-    labels: NDArray[Any]
-    test_images: NDArray[Any]
-    test_labels: NDArray[Any]
-
-
-@dataclass
-class Run:
+class Run(NamedTuple):
     """The measurements and the final parameters of a training run."""
 
-    losses: list[float]
-    """The mean loss over each step's global batch, before its update."""
-    epoch_losses: list[float]
-    """The mean loss over each epoch's samples."""
+    losses: list[float]  # the mean over each step's global batch, before its update
+    epoch_losses: list[float]  # the mean over each epoch's samples
     reduction_s: float
     total_s: float
-    replicas: list[dict[str, NDArray[Any]]]
-    """Each replica's final parameters."""
+    replicas: list[Parameters]  # each replica's final parameters
 
 
 def train(
-    framework: Annotated[str, typer.Option(help=", ".join(FRAMEWORKS))] = "numpy",
-    devices: Annotated[str, typer.Option(help="Number of replicas, or their devices: cpu:0,cpu:1")] = "8",
-    algorithm: Annotated[str, typer.Option(help=", ".join(ALGORITHMS))] = "auto",
-    num_packs: Annotated[int, typer.Option(help="Number of packs for the gradients; 0: no packing.")] = 1,
-    epochs: Annotated[int, typer.Option(help="Number of passes over the samples.")] = 20,
-    batch_size: Annotated[int, typer.Option(help="Samples per step, over all replicas.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the initial parameters and of the order of samples.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the results and all losses to this file.")] = None,
+    framework: Annotated[str, Option(help=", ".join(FRAMEWORKS))] = "numpy",
+    devices: Annotated[str, Option(help="Number of replicas, or their devices: cpu:0,cpu:1")] = "8",
+    algorithm: Annotated[str, Option(help=", ".join(ALGORITHMS))] = "auto",
+    num_packs: Annotated[int, Option(help="Number of packs for the gradients; 0: no packing.")] = 1,
+    epochs: Annotated[int, Option(help="Number of passes over the samples.")] = 20,
+    batch_size: Annotated[int, Option(help="Samples per step, over all replicas.")] = 64,
+    seed: Annotated[int, Option(help="Seed of the initial parameters and of the order of samples.")] = 0,
+    json: Annotated[Path | None, Option(help="Write the results and all losses to this file.")] = None,
 ) -> None:
     """Train a classifier of handwritten digits, data-parallel.
 
@@ -84,11 +71,11 @@ def train(
     at_least(0, "--seed", seed)
     with atomic_json("--json", json) as write:
         trainer = load(framework, names)
-        digits = load_digits()
+        images, labels, *test = load_digits()
         first = initial(seed)
-        order = list(batches(len(digits.labels), batch_size, epochs, seed))
+        order = list(batches(len(labels), batch_size, epochs, seed))
         with progress("training", len(order)) as advance:
-            run = fit(trainer, names, ops, digits, first, order, advance)
+            run = fit(trainer, names, ops, images, labels, first, order, advance)
         report = {
             "crossreduce": __version__,
             "python": platform.python_version(),
@@ -105,7 +92,7 @@ def train(
             "losses": run.losses,
             "epoch_losses": run.epoch_losses,
             "final_loss": run.epoch_losses[-1],
-            "test_accuracy": accuracy(run.replicas[0], digits.test_images, digits.test_labels),
+            "test_accuracy": accuracy(run.replicas[0], *test),
             "gradients_reduced": len(first) * len(order),
             "bytes_moved": bytes_moved(first, names, ops) * len(order),
             "reduction_s": run.reduction_s,
@@ -116,21 +103,24 @@ def train(
     show(report)
     if not report["replicas_identical"]:
         print("crossreduce: the replicas' parameters differ, but all must have the same bits.", file=sys.stderr)
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
-def load_digits() -> Digits:
-    """Return the digits that scikit-learn ships, always split in the same way."""
+def load_digits() -> tuple[NDArray[Any], ...]:
+    """Return the digits that scikit-learn ships, always split in the same way: images, labels, the same for testing.
+
+    Images have the shape ``(k, 64)``, float32 from 0 to 1; labels have the shape ``(k,)``, int64 from 0 to 9.
+    """
     from sklearn.datasets import load_digits as load_bunch
 
     bunch = load_bunch()
     images, labels = (bunch.data / 16).astype(np.float32), bunch.target.astype(np.int64)
     order = np.random.default_rng(0).permutation(len(labels))
     test, rest = order[:TEST_SIZE], order[TEST_SIZE:]
-    return Digits(images[rest], labels[rest], images[test], labels[test])
+    return images[rest], labels[rest], images[test], labels[test]
 
 
-def initial(seed: int) -> dict[str, NDArray[Any]]:
+def initial(seed: int) -> Parameters:
     """Return a network's initial parameters, float32: 64 inputs, one hidden layer, 10 outputs.
 
     Source of the scale: He et al., Delving deep into rectifiers, ICCV 2015.
@@ -161,43 +151,47 @@ def fit(
     trainer: Trainer,
     devices: tuple[str, ...],
     ops: AllReduceCrossDeviceOps,
-    digits: Digits,
-    first: dict[str, NDArray[Any]],
+    images: NDArray[Any],
+    labels: NDArray[Any],
+    first: Parameters,
     order: list[tuple[int, NDArray[Any]]],
     advance: Callable[[str], None],
 ) -> Run:
     """Train on the batches of ``order``, in this order, and return the run."""
-    parameters: list[Tree] = [{k: trainer.put(x, device) for k, x in first.items()} for device in devices]
-    velocity: list[Tree] = [{k: trainer.put(0 * x, device) for k, x in first.items()} for device in devices]
+    # the parameters and the velocity of each replica
+    states: list[tuple[Tree, Tree]] = [
+        (
+            {k: trainer.put(x, device) for k, x in first.items()},
+            {k: trainer.put(0 * x, device) for k, x in first.items()},
+        )
+        for device in devices
+    ]
     losses: list[float] = []
     sums = [0.0] * (order[-1][0] + 1)
     reduction_s, began = 0.0, time.perf_counter()
     for epoch, batch in order:
         shards = [
-            (trainer.put(digits.images[part], device), trainer.put(digits.labels[part], device))
+            (trainer.put(images[part], device), trainer.put(labels[part], device))
             for part, device in zip(np.array_split(batch, len(devices)), devices, strict=True)
         ]
-        pairs = [trainer.gradient(own, *shard) for own, shard in zip(parameters, shards, strict=True)]
+        pairs = [trainer.gradient(own, *shard) for (own, _), shard in zip(states, shards, strict=True)]
         grads = [tree for _, tree in pairs]
         trainer.wait(x for tree in grads for x in tree.values())
         before = time.perf_counter()
         totals = all_reduce(grads, "sum", devices=devices, cross_device_ops=ops)
         trainer.wait(x for tree in totals for x in tree.values())
         reduction_s += time.perf_counter() - before
-        for replica, total in enumerate(totals):
-            parameters[replica], velocity[replica] = trainer.update(
-                parameters[replica], velocity[replica], total, len(batch)
-            )
+        states = [trainer.update(*state, total, len(batch)) for state, total in zip(states, totals, strict=True)]
         loss = math.fsum(float(trainer.get(loss)) for loss, _ in pairs)
         losses.append(loss / len(batch))
         sums[epoch] += loss
         advance(f"epoch {epoch + 1:3}  loss {losses[-1]:.4f}")
-    replicas = [{k: trainer.get(x) for k, x in own.items()} for own in parameters]
+    replicas = [{k: trainer.get(x) for k, x in own.items()} for own, _ in states]
     total_s = time.perf_counter() - began
-    return Run(losses, [loss / len(digits.labels) for loss in sums], reduction_s, total_s, replicas)
+    return Run(losses, [loss / len(labels) for loss in sums], reduction_s, total_s, replicas)
 
 
-def bytes_moved(first: dict[str, NDArray[Any]], devices: tuple[str, ...], ops: AllReduceCrossDeviceOps) -> int:
+def bytes_moved(first: Parameters, devices: tuple[str, ...], ops: AllReduceCrossDeviceOps) -> int:
     """Return how many bytes one step's reduction moves between devices, as counted by the null engine."""
     null = NullFramework()
     trees = [{k: null.zeros(x.shape, x.dtype.name, device) for k, x in first.items()} for device in devices]
@@ -205,14 +199,14 @@ def bytes_moved(first: dict[str, NDArray[Any]], devices: tuple[str, ...], ops: A
     return null.counts.bytes_moved
 
 
-def accuracy(parameters: dict[str, NDArray[Any]], images: NDArray[Any], labels: NDArray[Any]) -> float:
+def accuracy(parameters: Parameters, images: NDArray[Any], labels: NDArray[Any]) -> float:
     """Return the share of images that the network classifies correctly."""
     hidden = np.maximum(images @ parameters["w1"] + parameters["b1"], 0)
     guesses = (hidden @ parameters["w2"] + parameters["b2"]).argmax(axis=1)
     return float((guesses == labels).mean())
 
 
-def same_bits(replicas: list[dict[str, NDArray[Any]]]) -> bool:
+def same_bits(replicas: list[Parameters]) -> bool:
     """Return whether all replicas have the same parameters, to the bit.
 
     >>> same_bits([{"w": np.zeros(2)}, {"w": -np.zeros(2)}])
@@ -225,9 +219,8 @@ def show(report: dict[str, Any]) -> None:
     """Print a run's results as a table."""
     n, steps = len(report["devices"]), report["steps"]
     replicas = f"{n} replica{'s' * (n != 1)}"
-    table = Table(
-        title=f"digits on {replicas}, {report['framework']} {report['framework_version']}", title_justify="left"
-    )
+    title = f"digits on {replicas}, {report['framework']} {report['framework_version']}"
+    table = Table(title=title, title_justify="left", show_header=False)
     table.add_column("", no_wrap=True)
     table.add_column("", justify="right")
     rows = {
@@ -242,5 +235,4 @@ def show(report: dict[str, Any]) -> None:
     }
     for name, value in rows.items():
         table.add_row(name, value)
-    table.show_header = False
     Console().print(table)

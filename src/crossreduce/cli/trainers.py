@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -21,61 +20,38 @@ from ..devices import parse
 from ..frameworks import Array, get
 
 Tree = dict[str, Array]
+Gradient = Callable[[Tree, Array, Array], tuple[Array, Tree]]
+Update = Callable[[Tree, Tree, Tree, int], tuple[Tree, Tree]]
 
 RATE: Final = 0.1
 MOMENTUM: Final = 0.9
 
 
-class Trainer(ABC):
-    """The operations that ``train`` and ``bench`` require from a framework."""
+class Trainer:
+    """The operations that ``train`` and ``bench`` require from a framework; this class implements them for NumPy."""
 
-    version: str
+    version = np.__version__
 
-    @abstractmethod
     def __init__(self, devices: tuple[str, ...]) -> None:
         """Import the framework and create these devices (canonical names)."""
 
-    @abstractmethod
     def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
         """Return a copy of an array on a device."""
+        return x.copy()
 
     def get(self, x: Array) -> np.ndarray[Any, Any]:
         """Return an array as a NumPy array."""
         return np.asarray(x)
 
-    @abstractmethod
     def wait(self, xs: Iterable[Array]) -> None:
         """Block until these arrays are computed."""
 
-    @abstractmethod
     def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
         """Return the sum of the losses over a shard, which may be empty, and the gradient of the sum.
 
         All arguments are on one device. The model is ``relu(images @ w1 + b1) @ w2 + b2`` with the
         softmax cross entropy.
         """
-
-    def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
-        """Return the parameters and the velocity after one step of SGD with momentum.
-
-        ``total`` is the gradient of the sum of the losses over ``size`` samples.
-        """
-        return _momentum(parameters, velocity, total, size)
-
-
-class NumPyTrainer(Trainer):
-    """NumPy: explicit formulas for the gradient."""
-
-    def __init__(self, devices: tuple[str, ...]) -> None:
-        self.version = np.__version__
-
-    def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
-        return x.copy()
-
-    def wait(self, xs: Iterable[Array]) -> None:
-        pass
-
-    def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
         hidden = np.maximum(images @ parameters["w1"] + parameters["b1"], 0)
         logits = hidden @ parameters["w2"] + parameters["b2"]
         logits -= logits.max(axis=1, keepdims=True)
@@ -87,6 +63,13 @@ class NumPyTrainer(Trainer):
         errors[rows, labels] -= 1
         back = (errors @ parameters["w2"].T) * (hidden > 0)
         return loss, {"w1": images.T @ back, "b1": back.sum(0), "w2": hidden.T @ errors, "b2": errors.sum(0)}
+
+    def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
+        """Return the parameters and the velocity after one step of SGD with momentum.
+
+        ``total`` is the gradient of the sum of the losses over ``size`` samples.
+        """
+        return _momentum(parameters, velocity, total, size)
 
 
 class TorchTrainer(Trainer):
@@ -139,8 +122,8 @@ class JaxTrainer(Trainer):
         with contextlib.suppress(RuntimeError):  # JAX runs already: require() raises if devices are missing
             jax.config.update("jax_num_cpu_devices", _cpus(devices))
         jax.config.update("jax_enable_x64", True)  # without it int64 and float64 arrays have 32 bits
-        self._gradient = jax.jit(jax.value_and_grad(self._loss))
-        self._update = jax.jit(_momentum)
+        self._gradient: Gradient = jax.jit(jax.value_and_grad(self._loss))
+        self._update: Update = jax.jit(_momentum)
 
     def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
         place = parse(device)
@@ -155,12 +138,10 @@ class JaxTrainer(Trainer):
         return -self._jax.numpy.take_along_axis(chances, labels[:, None], axis=1).sum()
 
     def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
-        loss, grads = self._gradient(parameters, images, labels)
-        return loss, grads
+        return self._gradient(parameters, images, labels)
 
     def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
-        parameters, velocity = self._update(parameters, velocity, total, size)
-        return parameters, velocity
+        return self._update(parameters, velocity, total, size)
 
 
 class TensorFlowTrainer(Trainer):
@@ -175,8 +156,8 @@ class TensorFlowTrainer(Trainer):
             tf.config.set_logical_device_configuration(
                 tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * _cpus(devices)
             )
-        self._gradient = tf.function(self._loss, reduce_retracing=True)
-        self._update = tf.function(_momentum)
+        self._gradient: Gradient = tf.function(self._loss, reduce_retracing=True)
+        self._update: Update = tf.function(_momentum)
 
     def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
         place = parse(device)
@@ -196,17 +177,15 @@ class TensorFlowTrainer(Trainer):
 
     def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
         with self._tf.device(images.device):
-            loss, grads = self._gradient(parameters, images, labels)
-        return loss, grads
+            return self._gradient(parameters, images, labels)
 
     def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
         with self._tf.device(parameters["w1"].device):
-            parameters, velocity = self._update(parameters, velocity, total, size)
-        return parameters, velocity
+            return self._update(parameters, velocity, total, size)
 
 
 _CLASSES: Final[dict[str, type[Trainer]]] = {
-    "numpy": NumPyTrainer,
+    "numpy": Trainer,
     "torch": TorchTrainer,
     "jax": JaxTrainer,
     "tensorflow": TensorFlowTrainer,
@@ -214,12 +193,7 @@ _CLASSES: Final[dict[str, type[Trainer]]] = {
 
 
 def load(name: str, devices: tuple[str, ...]) -> Trainer:
-    """Return the trainer of a framework, which can use these devices.
-
-    Raises:
-      BackendError: the framework is not installed; the message names the extra.
-      DeviceError: this machine does not have one of the devices.
-    """
+    """Return the trainer of a framework, or raise if the framework or one of these devices is not available."""
     _quiet()
     framework = get(name)
     trainer = _CLASSES[name](devices)
@@ -234,9 +208,8 @@ def available_devices(name: str) -> str:
     if name == "torch":
         import torch
 
-        return ", ".join(
-            [host, *(f"cuda:{k} ({torch.cuda.get_device_name(k)})" for k in range(torch.cuda.device_count()))]
-        )
+        names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+        return ", ".join([host, *(f"cuda:{k} ({found})" for k, found in enumerate(names))])
     if name == "jax":
         import jax
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final
 
-import typer
+from typer import Argument, Exit
 
 from .. import Schedule
 from .. import verify as prove
@@ -21,7 +21,7 @@ MAX_NBYTES: Final = 1 << 26  # bytes; the JSON of a schedule of a million steps 
 
 
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="MSCCL XML, or a schedule in crossreduce's JSON.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="MSCCL XML, or a schedule in crossreduce's JSON.")],
 ) -> None:
     """Prove that the schedule in a file computes its collective.
 
@@ -43,7 +43,7 @@ def verify(
             fault = error
     if fault is not None:
         print(f"crossreduce: {file} is wrong: {fault}", file=sys.stderr)
-        raise typer.Exit(1)
+        raise Exit(1)
     print(proved)
 
 

@@ -33,15 +33,9 @@ class Backend(Protocol):
         """Return every rank's value, on every rank."""
 
     def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
-        """Return a function that runs a collective.
+        """Return a function that runs a collective on this rank's ``source``, which may be reduced in place.
 
-        Args:
-          collective: all_reduce, reduce, broadcast, all_gather or reduce_scatter.
-          op: sum, product, min, max or mean.
-          source: this rank's input.
-          result: the array for the result.
-          root: of reduce and broadcast.
-          in_place: the result is written to ``source`` instead.
+        ``root`` is that of reduce and broadcast. In place, the result is written to ``source`` and not to ``result``.
         """
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Final
 
-import typer
+from typer import Exit, Option
 
 from ... import Topology
 from ...errors import ArgumentError
@@ -31,54 +31,50 @@ SPELLINGS: Final = {"float16": "half", "float32": "float", "float64": "double", 
 
 
 def bench(
-    minbytes: Annotated[str, typer.Option("-b", "--minbytes", help="First size; K, M, G are powers of 1024.")] = "32M",
-    maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", help="Last size.")] = "32M",
-    stepfactor: Annotated[int, typer.Option("-f", "--stepfactor", help="Multiply sizes by this (2 or more).")] = 1,
-    stepbytes: Annotated[str, typer.Option("-i", "--stepbytes", help="Without -f: add this to sizes.")] = "1M",
-    iters: Annotated[int, typer.Option("-n", "--iters", help="Timed calls per size.")] = 20,
-    warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", help="Untimed calls before, at each size.")] = 1,
+    minbytes: Annotated[str, Option("-b", "--minbytes", help="First size; K, M, G are powers of 1024.")] = "32M",
+    maxbytes: Annotated[str, Option("-e", "--maxbytes", help="Last size.")] = "32M",
+    stepfactor: Annotated[int, Option("-f", "--stepfactor", help="Multiply sizes by this (2 or more).")] = 1,
+    stepbytes: Annotated[str, Option("-i", "--stepbytes", help="Without -f: add this to sizes.")] = "1M",
+    iters: Annotated[int, Option("-n", "--iters", help="Timed calls per size.")] = 20,
+    warmup_iters: Annotated[int, Option("-w", "--warmup_iters", help="Untimed calls before, at each size.")] = 1,
     devices: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "-g",
             "--ngpus",
             "--devices",
             help="Number of devices, or their names: cpu:0,cpu:1. Default: the topology's, or 8.",
         ),
     ] = None,
-    op: Annotated[str, typer.Option("-o", "--op", help=", ".join(OPS))] = "sum",
+    op: Annotated[str, Option("-o", "--op", help=", ".join(OPS))] = "sum",
     datatype: Annotated[
-        str, typer.Option("-d", "--datatype", help="half, float, double, bfloat16, int8, uint8, ...; or NumPy's names")
+        str, Option("-d", "--datatype", help="half, float, double, bfloat16, int8, uint8, ...; or NumPy's names")
     ] = "float",
-    root: Annotated[str, typer.Option("-r", "--root", help="Root of reduce and broadcast: a rank, or all.")] = "0",
-    check: Annotated[int, typer.Option("-c", "--check", help="1: check all elements of the results; 0: do not.")] = 1,
+    root: Annotated[str, Option("-r", "--root", help="Root of reduce and broadcast: a rank, or all.")] = "0",
+    check: Annotated[int, Option("-c", "--check", help="1: check all elements of the results; 0: do not.")] = 1,
     average: Annotated[
-        int,
-        typer.Option("-a", "--average", help="Time of ranks: 0: rank 0's, 1: average, 2: minimum, 3: maximum."),
+        int, Option("-a", "--average", help="Time of ranks: 0: rank 0's, 1: average, 2: minimum, 3: maximum.")
     ] = 1,
-    json: Annotated[Path | None, typer.Option("-J", "--json", help="Write nccl-tests' JSON to this file.")] = None,
+    json: Annotated[Path | None, Option("-J", "--json", help="Write nccl-tests' JSON to this file.")] = None,
     per_iter_report: Annotated[
-        int, typer.Option("-I", "--per_iter_report", help="1: add columns i_min, i_max, i_p99 and i_cv%.")
+        int, Option("-I", "--per_iter_report", help="1: add columns i_min, i_max, i_p99 and i_cv%.")
     ] = 0,
     algorithm: Annotated[
-        str, typer.Option("-A", "--algorithm", "--algo", help="A name, a list, or all: one table each.")
+        str, Option("-A", "--algorithm", "--algo", help="A name, a list, or all: one table each.")
     ] = "auto",
-    num_packs: Annotated[int, typer.Option(help="Number of packs that the array is cut into; 0: no packing.")] = 1,
+    num_packs: Annotated[int, Option(help="Number of packs that the array is cut into; 0: no packing.")] = 1,
     collective: Annotated[
-        str, typer.Option(help=f"{', '.join(in_process.COLLECTIVES)}; with ranks also all_gather, reduce_scatter.")
+        str, Option(help=f"{', '.join(in_process.COLLECTIVES)}; with ranks also all_gather, reduce_scatter.")
     ] = "all_reduce",
-    framework: Annotated[str, typer.Option(help=", ".join(FRAMEWORKS))] = "numpy",
+    framework: Annotated[str, Option(help=", ".join(FRAMEWORKS))] = "numpy",
     topology: Annotated[
-        str | None,
-        typer.Option(metavar="MACHINE|FILE|this", help="Plan on this topology; its first devices are measured."),
+        str | None, Option(metavar="MACHINE|FILE|this", help="Plan on this topology; its first devices are measured.")
     ] = None,
     launch: Annotated[
         int | None,
-        typer.Option("--launch", metavar="N", help="Start and measure N ranks, one process each. Or use torchrun."),
+        Option("--launch", metavar="N", help="Start and measure N ranks, one process each. Or use torchrun."),
     ] = None,
-    peers: Annotated[
-        str, typer.Option(help="With ranks: also measure these backends, and print ratios: gloo, mpi.")
-    ] = "",
+    peers: Annotated[str, Option(help="With ranks: also measure these backends, and print ratios: gloo, mpi.")] = "",
 ) -> None:
     """Time a collective and print the table of nccl-tests.
 
@@ -144,7 +140,7 @@ def bench(
         backends=(ranks.OURS, *_peers(peers)) if in_ranks else (),
     )
     code = ranks.measure(request, launch) if in_ranks else in_process.measure(request, planned_on, topology)
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 def _rank_count(

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from subprocess import DEVNULL
 from typing import IO, Any, Final
 
 _GRACE_S: Final = 1.0  # after one rank failed, the others of its group have time to report their own errors
@@ -24,13 +25,11 @@ _SHOWN_NBYTES: Final = 20_000  # of the standard error of the failed rank
 
 
 def launch(command: list[str], count: int) -> int:
-    """Run a command ``count`` times in parallel, as the ranks of one group, and wait for them.
+    """Run a command ``count`` times in parallel, as the ranks of one group, wait for them, and return the exit code.
 
-    The standard output of rank 0 is that of this process. Standard error is shown at the end: that of the first rank
-    that failed, else that of rank 0. All ranks have ended when this returns or raises, also after Ctrl-C.
-
-    Returns:
-      0, or the exit code of the first failed rank; 1 if a signal terminated it.
+    This is 0, or the code of the first failed rank; 1 if a signal terminated it. The standard output of rank 0 is that
+    of this process. Standard error is shown at the end: that of the first rank that failed, else that of rank 0. All
+    ranks have ended when this returns or raises, also after Ctrl-C.
     """
     with ExitStack() as stack:
         # This socket is bound but does not listen: no other process gets the port, and rank 0, which also sets
@@ -46,15 +45,9 @@ def launch(command: list[str], count: int) -> int:
         stack.callback(terminate, ranks)
         for rank in range(count):
             outputs.append(stack.enter_context(tempfile.TemporaryFile()))
-            ranks.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if rank == 0 else outputs[rank],
-                    stderr=outputs[rank],
-                    env={**inherited, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                )
-            )
+            stdout = None if rank == 0 else outputs[rank]
+            own = {**inherited, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, stdin=DEVNULL, stdout=stdout, stderr=outputs[rank], env=own))
         failed = _first_failed(ranks)
         if failed is not None:
             deadline = time.monotonic() + _GRACE_S

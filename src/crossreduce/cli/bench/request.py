@@ -120,7 +120,8 @@ class BenchRequest:
     @classmethod
     def from_json(cls, text: str) -> BenchRequest:
         """Return the request of ``to_json``'s text."""
-        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(text).items()})
+        fields: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in json.loads(text).items()}
+        return cls(**fields)
 
     def sizes(self) -> Iterator[int]:
         """Yield the sizes in bytes, in nccl-tests' order."""
