@@ -18,7 +18,7 @@ _EXTRA = ("typer", "rich", "sklearn")
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit. ``args``: arguments after ``crossreduce``, or ``None`` for those of this process."""
+    """Run the command line and exit. ``args``: arguments after ``crossreduce``, by default those of the process."""
     with ending_signals():
         try:
             from .app import app

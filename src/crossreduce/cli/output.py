@@ -1,4 +1,4 @@
-"""Output of the commands: files that are replaced atomically, and the terminal.
+"""Output of the commands: files that are replaced atomically, rates in JSON, and the terminal.
 
 A file is replaced by one ``rename``, so a reader never sees half of it, even if the command is interrupted.
 """
@@ -11,13 +11,16 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .. import Bound
 from ..errors import ArgumentError
+from ..planning.explain import limited_by
 
 _NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
 
@@ -28,9 +31,6 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
 
     The temporary file is in the same folder and has the same suffix. If the block fails, or writes nothing into it,
     the target is not changed. If ``path`` is ``None``, this yields ``None``.
-
-    Raises:
-      ArgumentError: the path cannot be written, or is not a regular file.
     """
     if path is None:
         yield None
@@ -71,6 +71,24 @@ def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict
                 file.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
 
         yield write
+
+
+def rate_json(value: Fraction | None) -> dict[str, Any] | None:
+    """Return a rate for JSON: the exact fraction as text, and the nearest float.
+
+    >>> rate_json(Fraction(64, 3))
+    {'exact': '64/3', 'gb_per_s': 21.333333333333332}
+    """
+    return None if value is None else {"exact": str(value), "gb_per_s": float(value)}
+
+
+def bound_json(limit: Bound) -> dict[str, Any]:
+    """Return a bound for JSON."""
+    return {
+        "algbw": rate_json(limit.algbw),
+        "limited_by": "nothing has to move" if limit.algbw is None else limited_by(limit),
+        "tight_cut": [node for node in limit.topology.nodes if node in limit.tight_cut],
+    }
 
 
 @contextmanager

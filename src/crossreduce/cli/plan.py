@@ -21,21 +21,8 @@ from ..options import ALGORITHMS
 from ..planning.bounds import COLLECTIVES
 from ..planning.explain import shape
 from .arguments import at_least, one_of, read_nbytes, read_node
-from .output import atomic_file, progress
-from .topology import (
-    MACHINE,
-    Devices,
-    Hosts,
-    InNetwork,
-    Nics,
-    Picture,
-    Speeds,
-    WithoutLink,
-    bound_json,
-    check_picture,
-    rate_json,
-    select,
-)
+from .output import atomic_file, bound_json, progress, rate_json
+from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
 
 SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
 

@@ -17,14 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from .. import Bound, Topology, __version__, bound
+from .. import Topology, __version__, bound
 from ..devices import parse
 from ..errors import ArgumentError, PlanError
 from ..planning.bounds import COLLECTIVES
-from ..planning.explain import limited_by
 from ..topology.machines import machine_names
 from .arguments import read_link, read_machine, read_subset
-from .output import atomic_file, grouped, progress
+from .output import atomic_file, bound_json, grouped, progress
 
 MAX_LINES: Final = 200
 """The limit of lines in the list of links; the JSON contains all links."""
@@ -68,24 +67,6 @@ def check_picture(path: Path | None) -> None:
     """Raise unless a picture can be written in the format of this suffix."""
     if path is not None and path.suffix.lower() not in (".svg", ".png"):
         raise ArgumentError(f"--picture takes a .svg or .png file, not {path}.")
-
-
-def rate_json(value: Fraction | None) -> dict[str, Any] | None:
-    """Return a rate for JSON: the exact fraction as text, and the nearest float.
-
-    >>> rate_json(Fraction(64, 3))
-    {'exact': '64/3', 'gb_per_s': 21.333333333333332}
-    """
-    return None if value is None else {"exact": str(value), "gb_per_s": float(value)}
-
-
-def bound_json(limit: Bound) -> dict[str, Any]:
-    """Return a bound for JSON."""
-    return {
-        "algbw": rate_json(limit.algbw),
-        "limited_by": "nothing has to move" if limit.algbw is None else limited_by(limit),
-        "tight_cut": [node for node in limit.topology.nodes if node in limit.tight_cut],
-    }
 
 
 def topology(
@@ -198,12 +179,9 @@ def _show(report: dict[str, Any], complete: Topology, topology: Topology) -> Non
     console.print()
     numbers = {node: str(number) for number, node in enumerate(complete.nodes)}
     matrix = _matrix(topology, numbers) if 2 * len(topology.nodes) < console.width else []
-    if matrix and len(matrix[0]) <= console.width:
-        console.print("GB/s of each link, from row to column")
-        console.print(*matrix, sep="\n", soft_wrap=True)
-    else:
-        console.print("GB/s of each link")
-        console.print(*_list_of_links(topology, numbers), sep="\n", soft_wrap=True)
+    fits = bool(matrix) and len(matrix[0]) <= console.width
+    console.print("GB/s of each link, from row to column" if fits else "GB/s of each link")
+    console.print(*(matrix if fits else _list_of_links(topology, numbers)), sep="\n", soft_wrap=True)
     console.print()
     table = Table("upper bound of", "GB/s", "exact", "limited by")
     for collective, entry in report["bounds"].items():

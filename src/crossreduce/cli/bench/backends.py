@@ -48,7 +48,6 @@ class TorchBackend:
         import torch.distributed as dist
 
         self._dist, self._group, self._control = dist, group, control
-        self._averages = dist.get_backend(group) != "gloo"  # gloo has no AVG
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._trainer = load("torch", ("cpu:0",))
         torch.set_num_threads(1)
@@ -66,37 +65,32 @@ class TorchBackend:
 
     def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
         dist, group, size = self._dist, self._group, self.size
-        names = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX", "mean": "AVG"}
         # torch 2.13 renamed these two.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        divides = op == "mean" and not self._averages
-        reduce_op = getattr(dist.ReduceOp, "SUM" if divides else names[op])
+        divides = op == "mean" and dist.get_backend(group) == "gloo"  # gloo has no AVG
+        names = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX", "mean": "SUM" if divides else "AVG"}
+        reduce_op = getattr(dist.ReduceOp, names[op])
+        into = source if in_place else result
 
-        def divide(x: Any) -> None:
-            if divides:
-                x.div_(size)
-
-        def reduce(x: Any) -> None:
-            if collective == "all_reduce":
-                dist.all_reduce(x, reduce_op, group=group)
+        def run() -> None:
+            if collective == "broadcast":
+                dist.broadcast(source, root, group=group)
+            elif collective == "all_gather":
+                gather(result, source, group=group)
+            elif collective == "reduce_scatter":
+                scatter(result, source, reduce_op, group=group)
             else:
-                dist.reduce(x, root, reduce_op, group=group)
-            divide(x)
+                if not in_place:  # PyTorch reduces in place: a program that needs its inputs has to copy them
+                    result.copy_(source)
+                if collective == "all_reduce":
+                    dist.all_reduce(into, reduce_op, group=group)
+                else:
+                    dist.reduce(into, root, reduce_op, group=group)
+            if divides:
+                into.div_(size)
 
-        def out_of_place() -> None:  # PyTorch reduces in place: a program that needs its inputs has to copy them
-            result.copy_(source)
-            reduce(result)
-
-        def reduce_scatter() -> None:
-            scatter(result, source, reduce_op, group=group)
-            divide(result)
-
-        return {
-            "broadcast": lambda: dist.broadcast(source, root, group=group),
-            "all_gather": lambda: gather(result, source, group=group),
-            "reduce_scatter": reduce_scatter,
-        }.get(collective, (lambda: reduce(source)) if in_place else out_of_place)
+        return run
 
 
 class MpiBackend:
@@ -120,28 +114,21 @@ class MpiBackend:
         mpi, world, size = self._mpi, self._world, self.size
         mpi_op = {"sum": mpi.SUM, "mean": mpi.SUM, "product": mpi.PROD, "min": mpi.MIN, "max": mpi.MAX}[op]
 
-        def divide(x: NDArray[Any]) -> None:  # MPI has no average
-            if op == "mean":
-                np.divide(x, size, out=x)
+        into, here = source if in_place else result, collective != "reduce" or self.rank == root
+        given = mpi.IN_PLACE if in_place and here else source
 
-        def all_reduce() -> None:
-            world.Allreduce(mpi.IN_PLACE if in_place else source, source if in_place else result, mpi_op)
-            divide(source if in_place else result)
+        def run() -> None:
+            if collective == "broadcast":
+                world.Bcast(source, root)
+            elif collective == "all_gather":
+                world.Allgather(source, result)
+            elif collective == "reduce_scatter":
+                world.Reduce_scatter_block(source, result, mpi_op)
+            elif collective == "all_reduce":
+                world.Allreduce(given, into, mpi_op)
+            else:
+                world.Reduce(given, into if here else None, mpi_op, root)
+            if op == "mean" and here:  # MPI has no average
+                np.divide(into, size, out=into)
 
-        def reduce() -> None:
-            here = self.rank == root
-            into = source if in_place else result
-            world.Reduce(mpi.IN_PLACE if in_place and here else source, into if here else None, mpi_op, root)
-            divide(into if here else np.empty(0))
-
-        def reduce_scatter() -> None:
-            world.Reduce_scatter_block(source, result, mpi_op)
-            divide(result)
-
-        return {
-            "all_reduce": all_reduce,
-            "reduce": reduce,
-            "broadcast": lambda: world.Bcast(source, root),
-            "all_gather": lambda: world.Allgather(source, result),
-            "reduce_scatter": reduce_scatter,
-        }[collective]
+        return run

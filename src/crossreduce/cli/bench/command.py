@@ -114,6 +114,7 @@ def bench(
     at_least(0, "--num-packs", num_packs)
     roots = _roots(root, collective, len(names))
     chosen = (ranks.OURS,) if in_ranks else tuple(read_algorithms("--algorithm", algorithm))
+    listed = [one_of(ranks.PEERS, "--peers", name.strip()) for name in peers.split(",") if name.strip()]
     redop = "none" if collective in ("broadcast", "all_gather") else op
     request = BenchRequest(
         framework=framework,
@@ -137,7 +138,7 @@ def bench(
         json=None if json is None else str(json.absolute()),
         args=tuple(sys.argv),
         average=average,
-        backends=(ranks.OURS, *_peers(peers)) if in_ranks else (),
+        backends=tuple(dict.fromkeys([ranks.OURS, *listed])) if in_ranks else (),
     )
     code = ranks.measure(request, launch) if in_ranks else in_process.measure(request, planned_on, topology)
     raise Exit(code)
@@ -163,11 +164,6 @@ def _rank_count(
     if count > MAX_DEVICES:
         raise ArgumentError(f"--launch takes at most {MAX_DEVICES} ranks, not {count}.")
     return count
-
-
-def _peers(text: str) -> list[str]:
-    """Return the backends of a list, each once."""
-    return list(dict.fromkeys(one_of(ranks.PEERS, "--peers", name.strip()) for name in text.split(",") if name.strip()))
 
 
 def _renamed(topology: Topology, names: tuple[str, ...]) -> Topology:

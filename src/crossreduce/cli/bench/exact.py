@@ -25,13 +25,7 @@ _EXACT: Final = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64"
 
 
 def inputs(op: str, dtype: str, n: int) -> list[NDArray[Any]]:
-    """Return one array of ``PERIOD`` elements for each of ``n`` devices.
-
-    Args:
-      op: sum, product, min, max or mean.
-      dtype: the name of an integer or floating-point dtype.
-      n: the number of devices.
-    """
+    """Return one array of ``PERIOD`` elements of an integer or floating-point dtype for each of ``n`` devices."""
     rng = np.random.default_rng([n, len(op)])
     kind = dtype_named(dtype)
     if op == "mean":

@@ -54,7 +54,9 @@ def launch(command: list[str], count: int) -> int:
             while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
                 time.sleep(_PAUSE_S)
         terminate(ranks)
-        shown = _tail(outputs[failed or 0])
+        output = outputs[failed or 0]
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _SHOWN_NBYTES))
+        shown = output.read().decode("utf-8", "replace")
         if failed is None:
             sys.stderr.write(shown)
             return 0
@@ -90,10 +92,3 @@ def _first_failed(ranks: list[subprocess.Popen[bytes]]) -> int | None:
         if None not in codes:
             return None
         time.sleep(_PAUSE_S)
-
-
-def _tail(file: IO[bytes]) -> str:
-    """Return the end of a file as text."""
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - _SHOWN_NBYTES))
-    return file.read().decode("utf-8", "replace")

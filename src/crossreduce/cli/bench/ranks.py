@@ -1,8 +1,6 @@
 """``crossreduce bench`` for ranks: processes that time a collective together.
 
-Input: a ``BenchRequest``. Output: on rank 0 nccl-tests' table of the backend crossreduce, one table for each peer, and
-the ratios. The measuring loop is the same for all backends: see ``backends.Backend``.
-
+Input: a ``BenchRequest``. Output: on rank 0 a table for the backend crossreduce and for each peer, and the ratios.
 ``python -m crossreduce.cli.bench.ranks REQUEST`` runs one rank of torch.distributed; the request is JSON. ``python -m
 crossreduce.cli.bench.ranks mpi REQUEST`` runs one rank of MPI; rank 0 prints its rows as JSON.
 """
@@ -50,12 +48,7 @@ def is_rank() -> bool:
 
 
 def measure(request: BenchRequest, count: int | None) -> int:
-    """Start ``count`` ranks, or run as one of them if ``count`` is ``None``; return the exit code.
-
-    Raises:
-      BackendError: PyTorch, or a requirement of a peer, is not installed.
-      UnsupportedError: a mean of integers in place, or a dtype that a peer does not have.
-    """
+    """Start ``count`` ranks, or run as one of them if ``count`` is ``None``; return the exit code."""
     if request.op == "mean" and "int" in request.dtype:
         raise UnsupportedError.of("ranks reduce in place, and integers cannot store a mean.", remedy="-d float")
     if find_spec("torch") is None:
