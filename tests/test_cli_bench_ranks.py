@@ -230,7 +230,7 @@ import json, sys
 from dataclasses import asdict
 import torch.distributed as dist
 from crossreduce.cli.bench import ranks
-from crossreduce.cli.bench.backends import TorchBackend
+from crossreduce.cli.bench.ranks import TorchBackend
 from crossreduce.cli.bench.request import BenchRequest
 import crossreduce.torch
 

@@ -7,12 +7,16 @@ interrupted or terminated, without half-written files. Importing this needs neit
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final, NoReturn
+from weakref import ref
 
 from ..errors import ReductionError
-from .signals import ending_signals
 
 _EXTRA = ("typer", "rich", "sklearn")
 
@@ -43,3 +47,63 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def _stop(text: str) -> NoReturn:
     print(f"crossreduce: {text}", file=sys.stderr)
     sys.exit(2)
+
+
+# Signals that end a command raise an exception in the main thread. Some code drops exceptions: Python in callbacks of
+# weak references, of which every import has one, and in ``__del__``; Cython while it initialises a module. Without a
+# remedy, 1 in 70 runs that were terminated during their imports continued. A dropped exception is freed, which a weak
+# reference reports, and then a new one is raised.
+_AGAIN_S: Final = 0.01
+
+
+class _Interrupted(KeyboardInterrupt):
+    """Ctrl-C. Unlike instances of its base class, instances can have weak references."""
+
+
+class _Terminated(SystemExit):
+    """The exit after SIGTERM or SIGHUP. Unlike instances of its base class, instances can have weak references."""
+
+
+@contextmanager
+def ending_signals() -> Iterator[None]:
+    """Let signals raise exceptions within the block: KeyboardInterrupt, or SystemExit with 128 + the signal's number.
+
+    An orderly exit removes temporary files. In a thread other than the main thread this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    raised: list[ref[BaseException]] = []
+    former: dict[int, Any] = {}
+
+    def replace(number: int, handler: Any) -> None:
+        former.setdefault(number, signal.signal(number, handler))
+
+    def raise_error(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of handlers
+        error = _Interrupted() if number == signal.SIGINT else _Terminated(128 + number)
+        raised[:] = [ref(error, lambda _: signal.setitimer(signal.ITIMER_REAL, _AGAIN_S))]
+        replace(signal.SIGALRM, lambda _, frame: raise_error(number, frame))
+        try:
+            raise error
+        finally:
+            del error  # the traceback refers to this frame, which must not refer to the exception
+
+    def report(dropped: sys.UnraisableHookArgs) -> None:
+        if not isinstance(dropped.exc_value, (_Interrupted, _Terminated)):
+            hook(dropped)
+
+    hook, sys.unraisablehook = sys.unraisablehook, report
+    replace(signal.SIGTERM, raise_error)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
+        replace(signal.SIGHUP, raise_error)
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        replace(signal.SIGINT, raise_error)
+    try:
+        yield
+    finally:
+        raised.clear()
+        sys.unraisablehook = hook
+        if signal.SIGALRM in former:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in former.items():
+            signal.signal(number, handler)

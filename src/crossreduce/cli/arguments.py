@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -103,9 +104,8 @@ def read_machine(
     if text != "this" and not _is_file(text):
         return Topology.machine(text, hosts, speeds=speeds, nics=nics, in_network=in_network)
     if (hosts, speeds, nics, in_network) != (1, "raw", None, False):
-        raise ArgumentError(
-            f"--hosts, --speeds, --nics and --in-network apply to the library's machines only, not to {text}."
-        )
+        options = "--hosts, --speeds, --nics and --in-network"
+        raise ArgumentError(f"{options} apply to the library's machines only, not to {text}.")
     try:
         return Topology.discover() if text == "this" else Topology.load(text)
     except OSError as error:
@@ -138,11 +138,9 @@ def read_node(option: str, text: str, topology: Topology) -> str:
     elif name in topology.nodes:
         return name
     else:
-        try:
+        with suppress(ArgumentError):  # not another spelling of a device either
             if canonical(name) in topology.nodes:
                 return canonical(name)
-        except ArgumentError:
-            pass  # not another spelling of a device either
     known = grouped(topology.nodes)
     known = known if len(known) <= 120 else known[:117] + "..."
     raise ArgumentError(f'{option}: "{name}" is not one of 0 to {len(topology.nodes) - 1}, {known}.')
@@ -171,8 +169,7 @@ def read_link(option: str, text: str, topology: Topology) -> tuple[str, str]:
     """
     ends = text.split("," if "," in text else "-")  # names may contain a -
     if len(ends) != 2 or ("," not in text and not re.fullmatch("[0-9 ]+-[0-9 ]+", text)):
-        raise ArgumentError(
-            f'{option} takes two numbers such as 0-3, or two names such as cuda:0,cuda:3, not "{text}".'
-        )
+        problem = f"{option} takes two numbers such as 0-3, or two names such as cuda:0,cuda:3"
+        raise ArgumentError(f'{problem}, not "{text}".')
     a, b = (read_node(option, end, topology) for end in ends)
     return a, b

@@ -26,6 +26,7 @@ from ..ranks.shared_memory import LEFT
 from .output import print_lines
 
 _MAX_FRAMES: Final = 3
+_UNKNOWN: Final = "which wrote no dump and is in no other rank's dump."
 _NO_DUMP_BECAUSE: Final = ": it was stopped, busy or dead"
 # Frames of this library and of torch.distributed, which are not shown.
 _INTERNAL: Final = re.compile(r"[/\\](crossreduce[/\\](ranks|torch)|torch[/\\]distributed)[/\\]")
@@ -110,8 +111,7 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
     if finished:
         findings.append(f"{rank_list(finished)} had finished op {last}, {text}.")
     if missing:
-        about = "which wrote no dump and is in no other rank's dump."
-        findings.append(f"Nothing is known about {rank_list(missing)}, {about}")
+        findings.append(f"Nothing is known about {rank_list(missing)}, {_UNKNOWN}")
     if not behind and not missing:
         findings.append("No rank is behind: all ranks reached the same call.")
     return Incident(

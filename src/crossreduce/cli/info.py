@@ -26,12 +26,7 @@ from .. import __version__, kernels
 from ..frameworks import FRAMEWORKS
 from ..options import ALGORITHMS
 
-DISTRIBUTIONS: Final = {
-    "numpy": ("numpy",),
-    "torch": ("torch",),
-    "jax": ("jax",),
-    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel", "tf-nightly"),
-}
+TENSORFLOW: Final = ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel", "tf-nightly")
 TIMEOUT_S: Final = 120
 
 
@@ -67,13 +62,12 @@ def framework_info(name: str) -> dict[str, Any]:
         return {"version": found, "devices": None, "error": f"importing it took more than {TIMEOUT_S} s"}
     lines = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()
     last = lines[-1] if lines else f"importing it ended with exit code {ran.returncode}"
-    devices, error = (None, last) if ran.returncode else (last, None)
-    return {"version": found, "devices": devices, "error": error}
+    return {"version": found, "devices": None if ran.returncode else last, "error": last if ran.returncode else None}
 
 
 def installed(name: str) -> str | None:
     """Return a framework's version without importing it; ``None``: it is not installed."""
-    for distribution in DISTRIBUTIONS[name]:
+    for distribution in TENSORFLOW if name == "tensorflow" else (name,):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
     return None if find_spec(name) is None else "unknown"

@@ -60,10 +60,7 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
 
 @contextmanager
 def atomic_json(option: str, path: str | Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Check that a file can be written, and yield the function that writes it: ``atomic_file`` for JSON.
-
-    If ``path`` is ``None``, the function does nothing.
-    """
+    """Check that a file can be written, and yield the function that writes JSON; without a path it does nothing."""
     with atomic_file(option, path) as file:
 
         def write(report: dict[str, Any]) -> None:
@@ -95,7 +92,7 @@ def bound_json(limit: Bound) -> dict[str, Any]:
 def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
     """Show a progress bar on a terminal only; yield the function that advances it by one and changes its text."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(description, total=total)
         yield lambda text: bar.update(task, advance=1, description=text)

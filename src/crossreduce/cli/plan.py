@@ -20,11 +20,12 @@ from ..export import EXPORTERS, format_of
 from ..options import ALGORITHMS
 from ..planning.bounds import COLLECTIVES
 from ..planning.explain import shape
-from .arguments import at_least, one_of, read_nbytes, read_node
+from .arguments import at_least, one_of, read_machine, read_nbytes, read_node
 from .output import atomic_file, bound_json, progress, rate_json
 from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
 
 SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
+FORMATS: Final = f"Format of the export: {', '.join(EXPORTERS)}. Default: by the suffix {', '.join(SUFFIXES)}."
 
 
 def plan(
@@ -42,10 +43,7 @@ def plan(
     in_network: InNetwork = False,
     picture: Picture = None,
     export: Annotated[Path | None, Option(help="Write the schedule to this file.")] = None,
-    format: Annotated[  # noqa: A002 - the option's name
-        str | None,
-        Option(help=f"Format of the export: {', '.join(EXPORTERS)}. Default: by the suffix {', '.join(SUFFIXES)}."),
-    ] = None,
+    format: Annotated[str | None, Option(help=FORMATS)] = None,  # noqa: A002 - the option's name
     steps: Annotated[bool, Option("--steps", help="Also print the steps of the schedule.")] = False,
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -59,8 +57,19 @@ def plan(
     size = read_nbytes("--nbytes", nbytes)
     at_least(1, "--packs", packs)
     check_picture(picture)
-    kind = _format(export, format)
-    complete, chosen = select(machine, hosts, speeds, nics, in_network, devices, without_link)
+    if format is not None and export is None:
+        raise ArgumentError("--format needs a file: give it with --export.")
+    kind = (
+        one_of(EXPORTERS, "--format", format)
+        if format is not None
+        else ""
+        if export is None
+        else format_of(export.name)
+    )
+    if kind is None:
+        raise ArgumentError(f"--export takes a file that ends in {', '.join(SUFFIXES)}, or a --format, not {export}.")
+    complete = read_machine(machine, hosts, speeds, nics, in_network)
+    chosen = select(complete, devices, without_link)
     main = None if root is None else read_node("--root", root, complete)
     with ExitStack() as stack:
         drawing = stack.enter_context(atomic_file("--picture", picture))
@@ -80,20 +89,6 @@ def plan(
     print(text)
     if steps and not json:
         print(found.schedule)
-
-
-def _format(path: Path | None, given: str | None) -> str:
-    """Return the export's format: the given one, or the one of the file's suffix."""
-    if given is not None:
-        if path is None:
-            raise ArgumentError("--format needs a file: give it with --export.")
-        return one_of(EXPORTERS, "--format", given)
-    if path is None:
-        return ""
-    kind = format_of(path.name)
-    if kind is None:
-        raise ArgumentError(f"--export takes a file that ends in {', '.join(SUFFIXES)}, or a --format, not {path}.")
-    return kind
 
 
 def _report(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:

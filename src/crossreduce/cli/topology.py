@@ -25,8 +25,7 @@ from ..topology.machines import machine_names
 from .arguments import read_link, read_machine, read_subset
 from .output import atomic_file, bound_json, grouped, progress
 
-MAX_LINES: Final = 200
-"""The limit of lines in the list of links; the JSON contains all links."""
+MAX_LINES: Final = 200  # of the list of links; the JSON contains all links
 
 # Options of every command that plans: they select the topology. Numbers are positions in the complete machine.
 MACHINE: Final = "a machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m) or: this"
@@ -45,22 +44,14 @@ WithoutLink = Annotated[
 Picture = Annotated[Path | None, Option("--picture", help="Draw a picture: a .svg or .png file.")]
 
 
-def select(
-    machine: str,
-    hosts: int,
-    speeds: str,
-    nics: str | None,
-    in_network: bool,
-    devices: str | None,
-    without_link: list[str] | None,
-) -> tuple[Topology, Topology]:
-    """Return the complete topology, and the selected part of it."""
-    complete = topology = read_machine(machine, hosts, speeds, nics, in_network)
+def select(complete: Topology, devices: str | None, without_link: list[str] | None) -> Topology:
+    """Return the selected part of a topology."""
+    topology = complete
     for text in without_link or ():
         topology = topology.without_link(*read_link("--without-link", text, complete))
     if devices is not None:
         topology = topology.subset(read_subset("--devices", devices, complete))
-    return complete, topology
+    return topology
 
 
 def check_picture(path: Path | None) -> None:
@@ -96,21 +87,23 @@ def topology(
     check_picture(picture)
     if export is not None and export.suffix.lower() != ".json":
         raise ArgumentError(f"--export takes a .json file, not {export}.")
-    complete, chosen = select(machine, hosts, speeds, nics, in_network, devices, without_link)
+    complete = read_machine(machine, hosts, speeds, nics, in_network)
+    chosen = select(complete, devices, without_link)
     with ExitStack() as files:
         drawing = files.enter_context(atomic_file("--picture", picture))
         exported = files.enter_context(atomic_file("--export", export))
         report = _report(machine, chosen)
+        title = f"{machine}: {report['description']}" if report["description"] else machine
         if drawing is not None:
             from ..export.pictures import draw_topology
 
-            draw_topology(chosen, drawing, title=_title(report))
+            draw_topology(chosen, drawing, title=title)
         if exported is not None:
             exported.write_text(chosen.to_json() + "\n", "utf-8")
     if json:
         print(json_module.dumps(report, indent=2))
     else:
-        _show(report, complete, chosen)
+        _show(title, report, complete, chosen)
 
 
 def _list(*, as_json: bool) -> None:
@@ -131,10 +124,14 @@ def _report(machine: str, topology: Topology) -> dict[str, Any]:
     hosts: defaultdict[str, list[str]] = defaultdict(list)
     for device in topology.devices:
         hosts[parse(device).host].append(device)
-    bounds = {}
+    bounds: dict[str, Any] = {}
     with progress(COLLECTIVES[0], len(COLLECTIVES)) as advance:
         for collective, following in zip(COLLECTIVES, (*COLLECTIVES[1:], ""), strict=True):
-            bounds[collective] = _bound(topology, collective)
+            try:
+                bounds[collective] = {**bound_json(bound(topology, collective)), "error": None}
+            except PlanError as error:  # some devices have no path between them
+                problem = str(error).partition("\n")[0]
+                bounds[collective] = {"algbw": None, "limited_by": None, "tight_cut": [], "error": problem}
             advance(following)
     return {
         "crossreduce": __version__,
@@ -147,22 +144,9 @@ def _report(machine: str, topology: Topology) -> dict[str, Any]:
     }
 
 
-def _bound(topology: Topology, collective: str) -> dict[str, Any]:
-    """Return a bound for JSON, or an error: some devices have no path between them."""
-    try:
-        return {**bound_json(bound(topology, collective)), "error": None}
-    except PlanError as error:
-        return {"algbw": None, "limited_by": None, "tight_cut": [], "error": str(error).partition("\n")[0]}
-
-
-def _title(report: dict[str, Any]) -> str:
-    about = f": {report['description']}" if report["description"] else ""
-    return f"{report['machine']}{about}"
-
-
-def _show(report: dict[str, Any], complete: Topology, topology: Topology) -> None:
+def _show(title: str, report: dict[str, Any], complete: Topology, topology: Topology) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
-    console.print(_title(report))
+    console.print(title)
     about = Table.grid(padding=(0, 2))
     reducing = [switch.name for switch in topology.switches if switch.reduces]
     named = [host for host in report["hosts"] if host]

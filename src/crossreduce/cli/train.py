@@ -155,13 +155,9 @@ def fit(
     advance: Callable[[str], None],
 ) -> Run:
     """Train on the batches of ``order``, in this order, and return the run."""
-    # the parameters and the velocity of each replica
-    states: list[tuple[Tree, Tree]] = [
-        (
-            {k: trainer.put(x, device) for k, x in first.items()},
-            {k: trainer.put(0 * x, device) for k, x in first.items()},
-        )
-        for device in devices
+    zero = {k: 0 * x for k, x in first.items()}
+    states: list[tuple[Tree, ...]] = [  # the parameters and the velocity of each replica
+        tuple({k: trainer.put(x, device) for k, x in tree.items()} for tree in (first, zero)) for device in devices
     ]
     losses: list[float] = []
     sums = [0.0] * (order[-1][0] + 1)
@@ -178,7 +174,7 @@ def fit(
         totals = all_reduce(grads, "sum", devices=devices, cross_device_ops=ops)
         trainer.wait(x for tree in totals for x in tree.values())
         reduction_s += time.perf_counter() - before
-        states = [trainer.update(*state, total, len(batch)) for state, total in zip(states, totals, strict=True)]
+        states = [trainer.update(p, v, total, len(batch)) for (p, v), total in zip(states, totals, strict=True)]
         loss = math.fsum(float(trainer.get(loss)) for loss, _ in pairs)
         losses.append(loss / len(batch))
         sums[epoch] += loss

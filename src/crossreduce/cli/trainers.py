@@ -69,7 +69,8 @@ class Trainer:
 
         ``total`` is the gradient of the sum of the losses over ``size`` samples.
         """
-        return _momentum(parameters, velocity, total, size)
+        velocity = {name: MOMENTUM * velocity[name] + total[name] / size for name in parameters}
+        return {name: parameters[name] - RATE * velocity[name] for name in parameters}, velocity
 
 
 class TorchTrainer(Trainer):
@@ -123,7 +124,7 @@ class JaxTrainer(Trainer):
             jax.config.update("jax_num_cpu_devices", _cpus(devices))
         jax.config.update("jax_enable_x64", True)  # without it int64 and float64 arrays have 32 bits
         self._gradient: Gradient = jax.jit(jax.value_and_grad(self._loss))
-        self._update: Update = jax.jit(_momentum)
+        self._update: Update = jax.jit(super().update)
 
     def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
         place = parse(device)
@@ -157,7 +158,7 @@ class TensorFlowTrainer(Trainer):
                 tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * _cpus(devices)
             )
         self._gradient: Gradient = tf.function(self._loss, reduce_retracing=True)
-        self._update: Update = tf.function(_momentum)
+        self._update: Update = tf.function(super().update)
 
     def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
         place = parse(device)
@@ -184,12 +185,7 @@ class TensorFlowTrainer(Trainer):
             return self._update(parameters, velocity, total, size)
 
 
-_CLASSES: Final[dict[str, type[Trainer]]] = {
-    "numpy": Trainer,
-    "torch": TorchTrainer,
-    "jax": JaxTrainer,
-    "tensorflow": TensorFlowTrainer,
-}
+_CLASSES: Final = {"numpy": Trainer, "torch": TorchTrainer, "jax": JaxTrainer, "tensorflow": TensorFlowTrainer}
 
 
 def load(name: str, devices: tuple[str, ...]) -> Trainer:
@@ -232,12 +228,6 @@ def _quiet() -> None:
 def _cpus(devices: tuple[str, ...]) -> int:
     """Return how many devices in host memory are needed for the highest of these indices."""
     return 1 + max((parse(device).index for device in devices if parse(device).kind == "cpu"), default=0)
-
-
-def _momentum(parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
-    """Return the results of ``update``; all frameworks support these operators."""
-    velocity = {name: MOMENTUM * velocity[name] + total[name] / size for name in parameters}
-    return {name: parameters[name] - RATE * velocity[name] for name in parameters}, velocity
 
 
 if __name__ == "__main__":  # ``crossreduce info`` runs this in a process of its own, which may crash

@@ -75,7 +75,6 @@ def _read(file: Path) -> Callable[[], str]:
 
     kind = read_msccl_xml(text).coll
     if kind not in VERIFIABLE:
-        raise ArgumentError(
-            f"{file} cannot be verified: its collective is {kind}, not {', '.join(sorted(VERIFIABLE))}."
-        )
+        problem = f"{file} cannot be verified: its collective is {kind}"
+        raise ArgumentError(f"{problem}, not {', '.join(sorted(VERIFIABLE))}.")
     return lambda: str(verify_msccl_xml(text))

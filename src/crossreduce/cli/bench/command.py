@@ -21,6 +21,8 @@ from . import devices as in_process
 from . import ranks
 from .request import BenchRequest
 
+DEVICES: Final = "Number of devices, or their names: cpu:0,cpu:1. Default: the topology's, or 8."
+LAUNCH: Final = "Start and measure N ranks, one process each. Or use torchrun."
 OPS: Final = {"sum": "sum", "prod": "product", "min": "min", "max": "max", "avg": "mean"}
 TYPES: Final = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "int": "int32"} | {
     name: name for name in ("int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "bfloat16")
@@ -37,15 +39,7 @@ def bench(
     stepbytes: Annotated[str, Option("-i", "--stepbytes", help="Without -f: add this to sizes.")] = "1M",
     iters: Annotated[int, Option("-n", "--iters", help="Timed calls per size.")] = 20,
     warmup_iters: Annotated[int, Option("-w", "--warmup_iters", help="Untimed calls before, at each size.")] = 1,
-    devices: Annotated[
-        str | None,
-        Option(
-            "-g",
-            "--ngpus",
-            "--devices",
-            help="Number of devices, or their names: cpu:0,cpu:1. Default: the topology's, or 8.",
-        ),
-    ] = None,
+    devices: Annotated[str | None, Option("-g", "--ngpus", "--devices", help=DEVICES)] = None,
     op: Annotated[str, Option("-o", "--op", help=", ".join(OPS))] = "sum",
     datatype: Annotated[
         str, Option("-d", "--datatype", help="half, float, double, bfloat16, int8, uint8, ...; or NumPy's names")
@@ -70,10 +64,7 @@ def bench(
     topology: Annotated[
         str | None, Option(metavar="MACHINE|FILE|this", help="Plan on this topology; its first devices are measured.")
     ] = None,
-    launch: Annotated[
-        int | None,
-        Option("--launch", metavar="N", help="Start and measure N ranks, one process each. Or use torchrun."),
-    ] = None,
+    launch: Annotated[int | None, Option("--launch", metavar="N", help=LAUNCH)] = None,
     peers: Annotated[str, Option(help="With ranks: also measure these backends, and print ratios: gloo, mpi.")] = "",
 ) -> None:
     """Time a collective and print the table of nccl-tests.
@@ -157,8 +148,8 @@ def _rank_count(
         "--framework": framework not in ("numpy", "torch"),
         "--topology": topology is not None,
     }
-    if any(given.values()):
-        wrong = ", ".join(option for option in given if given[option])
+    wrong = ", ".join(option for option, is_given in given.items() if is_given)
+    if wrong:
         raise ArgumentError(f"{wrong}: not with ranks, which are processes with one tensor each in host memory.")
     count = int(os.environ["WORLD_SIZE"]) if launch is None else at_least(1, "--launch", launch)
     if count > MAX_DEVICES:

@@ -45,17 +45,26 @@ def measure(request: BenchRequest, topology: Topology | None, topology_name: str
 
 def _measure(trainer: Trainer, request: BenchRequest, ops: AllReduceCrossDeviceOps) -> Measure:
     """Return the function that times the calls of one algorithm and checks the last result."""
-    devices = request.devices
+    devices, collective, op = request.devices, request.collective, request.op
+
+    def prepare(
+        patterns: list[NDArray[Any]], count: int, root: int, in_place: bool
+    ) -> tuple[list[Any], Callable[[], Mirrored]]:
+        """Return new copies of the inputs, each on its device, and the function to time."""
+        given = [trainer.put(np.resize(x, count), device) for x, device in zip(patterns, devices, strict=True)]
+        value = PerReplica(given, devices)
+        if collective == "broadcast":
+            return given, lambda: ops.broadcast(given[root], value)
+        if collective == "reduce":
+            out = PerReplica([given[root]], [devices[root]]) if in_place else None
+            return given, lambda: ops.reduce(op, value, devices[root], out=out)
+        return given, lambda: ops.reduce(op, value, value, out=value if in_place else None)
 
     def measure(
         patterns: list[NDArray[Any]], reduced: NDArray[Any], count: int, root: int, in_place: bool
     ) -> tuple[list[float], int | None]:
-        def prepare() -> tuple[list[Any], Callable[[], Mirrored]]:
-            given = [trainer.put(np.resize(x, count), device) for x, device in zip(patterns, devices, strict=True)]
-            return given, _call(request, ops, given, root, in_place)
-
         times: list[float] = []
-        given, call = prepare()
+        given, call = prepare(patterns, count, root, in_place)
         result: Any = None
         for k in range(request.warmup_iters + request.iterations):
             result = None  # frees the memory of the previous result outside of the timed region
@@ -68,23 +77,8 @@ def _measure(trainer: Trainer, request: BenchRequest, ops: AllReduceCrossDeviceO
         if not request.validation:
             return times, None
         if in_place:  # each call reduced what the previous one had left
-            given, call = prepare()
-            result = call()
-        expected = patterns[root] if request.collective == "broadcast" else reduced
+            result = prepare(patterns, count, root, True)[1]()
+        expected = patterns[root] if collective == "broadcast" else reduced
         return times, sum(exact.wrong(trainer.get(x), expected, count) for x in result)
 
     return measure
-
-
-def _call(
-    request: BenchRequest, ops: AllReduceCrossDeviceOps, given: list[Any], root: int, in_place: bool
-) -> Callable[[], Mirrored]:
-    """Return the function to time."""
-    value = PerReplica(given, request.devices)
-    if request.collective == "broadcast":
-        return lambda: ops.broadcast(given[root], value)
-    if request.collective == "reduce":
-        device = request.devices[root]
-        out = PerReplica([given[root]], [device]) if in_place else None
-        return lambda: ops.reduce(request.op, value, device, out=out)
-    return lambda: ops.reduce(request.op, value, value, out=value if in_place else None)

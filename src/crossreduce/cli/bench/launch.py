@@ -86,9 +86,7 @@ def _first_failed(ranks: list[subprocess.Popen[bytes]]) -> int | None:
     """Wait until a rank fails and return it; ``None``: all ranks succeeded."""
     while True:
         codes = [rank.poll() for rank in ranks]
-        for rank, code in enumerate(codes):
-            if code:
-                return rank
-        if None not in codes:
-            return None
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        if failed is not None or None not in codes:
+            return failed
         time.sleep(_PAUSE_S)

@@ -26,12 +26,13 @@ from .request import BenchRequest, Row, Timing
 def header(request: BenchRequest) -> list[str]:
     """Return the lines before the tables."""
     step = f"{request.step_factor}(factor)" if request.step_factor > 1 else f"{request.step_bytes}(bytes)"
+    driven = 1 if request.processes else len(request.devices)  # devices per process
     lines = [
         f"# crossreduce version {__version__} framework={request.framework}-{request.framework_version} "
         f"transport={request.transport}",
         f"# Collective test starting: {request.collective}_perf",
-        f"# nThread 1 nGpus {_driven(request)} minBytes {request.minimum_bytes} maxBytes {request.maximum_bytes} "
-        f"step: {step} warmup iters: {request.warmup_iters} iters: {request.iterations} agg iters: 1 "
+        f"# nThread 1 nGpus {driven} minBytes {request.minimum_bytes} maxBytes {request.maximum_bytes} step: {step} "
+        f"warmup iters: {request.warmup_iters} iters: {request.iterations} agg iters: 1 "
         f"validation: {request.validation} graph: 0 unalign: 0",
     ]
     if request.transport == "in-process emulation":
@@ -77,7 +78,6 @@ def print_table(request: BenchRequest, name: str, rows: Iterable[Row]) -> list[R
 
 def _table_header(request: BenchRequest, algorithm: str) -> list[str]:
     sub = ["time", "algbw", "busbw", "#wrong"], ["(us)", "(GB/s)", "(GB/s)", ""]
-    left = f"# {'':10}  {'':12}  {'':8}  {'':6}  {'':6}"
     if request.per_iter_timing:
         sub = [*sub[0], "i_min", "i_max", "i_p99", "i_cv%"], [*sub[1], "(us)", "(us)", "(us)", "(%)"]
         over = "              out-of-place (+ per-iteration)                                in-place (+ per-iteration)"
@@ -88,7 +88,7 @@ def _table_header(request: BenchRequest, algorithm: str) -> list[str]:
         "#",
         f"# Backend: {algorithm}" if request.processes else f"# Algorithm: {algorithm}, packs: {request.num_packs}",
         "#",
-        left + over,
+        "#" + " " * 51 + over,
         f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}  {names} ",
         f"# {'(B)':>10}  {'(elements)':>12}  {'':8}  {'':6}  {'':6}  {units} ",
     ]
@@ -124,7 +124,7 @@ def footer(request: BenchRequest, rows: list[Row]) -> list[str]:
 
 def report(request: BenchRequest, rows: list[Row], start_time: str) -> dict[str, Any]:
     """Return the run in nccl-tests' keys, where "true" and "false" are strings, with this library's keys added."""
-    factor = request.step_factor > 1
+    step = "step_factor" if request.step_factor > 1 else "step_bytes"
     return {
         "version": 2,  # of this layout, nccl-tests' JSON_FILE_VERSION
         "start_time": start_time,
@@ -141,10 +141,10 @@ def report(request: BenchRequest, rows: list[Row], start_time: str) -> dict[str,
         },
         "config": {
             "nthreads": 1,
-            "ngpus": _driven(request),
+            "ngpus": 1 if request.processes else len(request.devices),
             "minimum_bytes": request.minimum_bytes,
             "maximum_bytes": request.maximum_bytes,
-            **({"step_factor": request.step_factor} if factor else {"step_bytes": request.step_bytes}),
+            step: getattr(request, step),
             "warmup_iters": request.warmup_iters,
             "iterations": request.iterations,
             "aggregated_iterations": 1,
@@ -192,14 +192,11 @@ def ratios(rows: list[Row], peers: dict[str, list[Row]]) -> list[dict[str, Any]]
     def median(row: Row) -> float:
         return float(np.median((row.in_place or row.out_of_place).times_s))
 
-    return [
-        {
-            "size": row.size,
-            "root": str(row.root),
-            "by_peer": {name: median(theirs[k]) / median(row) for name, theirs in peers.items()},
-        }
-        for k, row in enumerate(rows)
-    ]
+    found = []
+    for k, row in enumerate(rows):
+        by_peer = {name: median(theirs[k]) / median(row) for name, theirs in peers.items()}
+        found.append({"size": row.size, "root": str(row.root), "by_peer": by_peer})
+    return found
 
 
 def ratio_lines(found: list[dict[str, Any]]) -> list[str]:
@@ -222,11 +219,6 @@ def now() -> str:
 
 def _timing(timing: Timing) -> dict[str, Any]:
     return {"time": timing.time_us, "alg_bw": timing.algbw, "bus_bw": timing.busbw, "nwrong": timing.nwrong}
-
-
-def _driven(request: BenchRequest) -> int:
-    """Return the number of devices per process."""
-    return 1 if request.processes else len(request.devices)
 
 
 def bad_count(rows: list[Row]) -> int:

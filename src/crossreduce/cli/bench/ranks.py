@@ -7,6 +7,7 @@ crossreduce.cli.bench.ranks mpi REQUEST`` runs one rank of MPI; rank 0 prints it
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -15,20 +16,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendError, ReductionError, UnsupportedError
 from ..output import atomic_json, print_lines
+from ..trainers import load
 from . import exact, nccl_tests
-from .backends import Backend, MpiBackend, TorchBackend
 from .launch import launch, terminate
 from .request import BenchRequest, Row, Timing
 
@@ -40,6 +41,126 @@ VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMES: Final = ("of rank 0", "average of the ranks", "minimum of the ranks", "maximum of the ranks")
 _COMBINED: Final = (lambda x: x[0], lambda x: sum(x) / len(x), min, max)
 _MPI_TYPES: Final = ("float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+Call = Callable[[], None]
+
+
+class Backend(Protocol):
+    """One rank's access to a library that can run collectives."""
+
+    rank: int
+    size: int
+
+    def array(self, x: NDArray[Any]) -> Any:
+        """Return a copy of an array, in the library's type."""
+
+    def numpy(self, x: Any) -> NDArray[Any]:
+        """Return the elements of one of the library's arrays."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, on every rank."""
+
+    def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
+        """Return a function that runs a collective on this rank's ``source``, which may be reduced in place.
+
+        ``root`` is that of reduce and broadcast. In place, the result is written to ``source`` and not to ``result``.
+        """
+
+
+class TorchBackend:
+    """A process group of ``torch.distributed``."""
+
+    def __init__(self, group: Any, control: Any) -> None:
+        """Measure ``group``; ``gather`` uses the group ``control``."""
+        import torch
+        import torch.distributed as dist
+
+        self._dist, self._group, self._control = dist, group, control
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._trainer = load("torch", ("cpu:0",))
+        torch.set_num_threads(1)
+
+    def array(self, x: NDArray[Any]) -> Any:
+        return self._trainer.put(x, "cpu:0")
+
+    def numpy(self, x: Any) -> NDArray[Any]:
+        return self._trainer.get(x)
+
+    def gather(self, value: Any) -> list[Any]:
+        found = [None] * self.size
+        self._dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
+        dist, group, size = self._dist, self._group, self.size
+        # torch 2.13 renamed these two.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        divides = op == "mean" and dist.get_backend(group) == "gloo"  # gloo has no AVG
+        names = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX", "mean": "SUM" if divides else "AVG"}
+        reduce_op = getattr(dist.ReduceOp, names[op])
+        into = source if in_place else result
+
+        def run() -> None:
+            if collective == "broadcast":
+                dist.broadcast(source, root, group=group)
+            elif collective == "all_gather":
+                gather(result, source, group=group)
+            elif collective == "reduce_scatter":
+                scatter(result, source, reduce_op, group=group)
+            else:
+                if not in_place:  # PyTorch reduces in place: a program that needs its inputs has to copy them
+                    result.copy_(source)
+                if collective == "all_reduce":
+                    dist.all_reduce(into, reduce_op, group=group)
+                else:
+                    dist.reduce(into, root, reduce_op, group=group)
+            if divides:
+                into.div_(size)
+
+        return run
+
+
+class MpiBackend:
+    """MPI's ``COMM_WORLD``."""
+
+    def __init__(self) -> None:
+        self._mpi = importlib.import_module("mpi4py.MPI")
+        self._world = self._mpi.COMM_WORLD
+        self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
+
+    def array(self, x: NDArray[Any]) -> Any:
+        return x.copy()
+
+    def numpy(self, x: Any) -> NDArray[Any]:
+        return np.asarray(x)
+
+    def gather(self, value: Any) -> list[Any]:
+        return list(self._world.allgather(value))
+
+    def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
+        mpi, world, size = self._mpi, self._world, self.size
+        mpi_op = {"sum": mpi.SUM, "mean": mpi.SUM, "product": mpi.PROD, "min": mpi.MIN, "max": mpi.MAX}[op]
+
+        into, here = source if in_place else result, collective != "reduce" or self.rank == root
+        given = mpi.IN_PLACE if in_place and here else source
+
+        def run() -> None:
+            if collective == "broadcast":
+                world.Bcast(source, root)
+            elif collective == "all_gather":
+                world.Allgather(source, result)
+            elif collective == "reduce_scatter":
+                world.Reduce_scatter_block(source, result, mpi_op)
+            elif collective == "all_reduce":
+                world.Allreduce(given, into, mpi_op)
+            else:
+                world.Reduce(given, into if here else None, mpi_op, root)
+            if op == "mean" and here:  # MPI has no average
+                np.divide(into, size, out=into)
+
+        return run
 
 
 def is_rank() -> bool:
@@ -103,10 +224,8 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
             checked = collective != "reduce" or backend.rank == root
             nwrong = exact.wrong(backend.numpy(written), expected, expected.size) if checked else 0
         found = backend.gather((times, nwrong))
-        return (
-            [combined(each) for each in zip(*(times for times, _ in found), strict=True)],
-            None if nwrong is None else sum(wrong for _, wrong in found),
-        )
+        times = [combined(each) for each in zip(*(seconds for seconds, _ in found), strict=True)]
+        return times, None if nwrong is None else sum(wrong for _, wrong in found)
 
     return request.rows(name, measure)
 
@@ -135,24 +254,11 @@ def _measure(request: BenchRequest, dist: Any) -> int:
     control = dist.new_group(backend="gloo")
     processes = TorchBackend(control, control).gather((os.getpid(), socket.gethostname()))
     request = replace(request, processes=tuple(processes))
-    if dist.get_rank() == 0:
-        return _measure_and_print(request, dist, control)
-    for name, backend in _backends(request, dist, control):
-        for _ in rows(backend, request, name):
-            pass
-    return 0
-
-
-def _backends(request: BenchRequest, dist: Any, control: Any) -> Iterator[tuple[str, Backend]]:
-    """Yield the requested backends of torch.distributed by name, each with a group of all ranks."""
-    for name in request.backends:
-        if name != "mpi":
-            group = dist.group.WORLD if name == request.backends[0] else dist.new_group(backend=name)
-            yield name, TorchBackend(group, control)
-
-
-def _measure_and_print(request: BenchRequest, dist: Any, control: Any) -> int:
-    """Measure and print, on rank 0; return the exit code."""
+    if dist.get_rank() != 0:
+        for name, backend in _backends(request, dist, control):
+            for _ in rows(backend, request, name):
+                pass
+        return 0
     start_time = nccl_tests.now()
     found: dict[str, list[Row]] = {}
     with atomic_json("--json", request.json) as write:
@@ -174,6 +280,14 @@ def _measure_and_print(request: BenchRequest, dist: Any, control: Any) -> int:
         }
         write(report)
     return int(nccl_tests.bad_count(found[first]) > 0)
+
+
+def _backends(request: BenchRequest, dist: Any, control: Any) -> Iterator[tuple[str, Backend]]:
+    """Yield the requested backends of torch.distributed by name, each with a group of all ranks."""
+    for name in request.backends:
+        if name != "mpi":
+            group = dist.group.WORLD if name == request.backends[0] else dist.new_group(backend=name)
+            yield name, TorchBackend(group, control)
 
 
 def _rows_of_mpi(request: BenchRequest) -> Iterator[Row]:
