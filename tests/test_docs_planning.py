@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "planning.md").read_text()
 CODE = re.compile(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", re.DOTALL)
+DATA = Path(cr.__file__).parent / "topology" / "data"
 KEPT = json.loads((ROOT / "benchmarks" / "results" / "planning.json").read_text())
 
 BOX = cr.Topology.machine("dgx-1v")
@@ -49,14 +50,13 @@ TIMES = {  # the rows of the page's table of times, and the lines of the stored 
 def run(tmp_path_factory):
     """Run the code of the page, and return the output of each block, the names and the pictures."""
     folder = tmp_path_factory.mktemp("docs")
-    (folder / "pictures").mkdir()
     names, printed = {}, []
     for code, _ in CODE.findall(PAGE):
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.chdir(folder):
             exec(code, names)
         printed.append(out.getvalue())
-    return SimpleNamespace(printed=printed, names=SimpleNamespace(**names), pictures=folder / "pictures")
+    return SimpleNamespace(printed=printed, names=SimpleNamespace(**names), folder=folder)
 
 
 def texts(picture):
@@ -74,9 +74,9 @@ def test_page_code_prints_the_output_of_the_page(run):
 def test_page_pictures_are_those_of_its_code(run):
     """The page uses the pictures that its code draws, and the kept ones have the same texts as those drawn now."""
     named = re.findall(r"\]\(pictures/([\w-]+\.svg)\)", PAGE)
-    assert sorted(named) == sorted(file.name for file in run.pictures.iterdir())
+    assert sorted(named) == sorted(file.name for file in run.folder.glob("*.svg"))
     for name in named:
-        assert texts(DOCS / "pictures" / name) == texts(run.pictures / name) != []
+        assert texts(DOCS / "pictures" / name) == texts(run.folder / name) != []
 
 
 def ratio(value):
@@ -142,10 +142,10 @@ def limits():
     yield f"{best} / ({ratio(both)}) = {decimal(twice)} GB/s"
     there, _ = (order for order in permutations(PART.devices[1:]) if ring(order))  # one ring, in both directions
     stops = "-".join(device[-1] for device in (PART.devices[0], *there))
-    yield f"one ring, {stops}, with links of {ring(there)} GB/s"
+    yield f"one ring, {stops}. Its slowest links have {ring(there)} GB/s in each direction"
     assert cr.plan(PART, "all_reduce", 1 << 20, "ring").rate == 2 * ring(there) / both == twice
-    yield f"A ring puts {ratio(both)} of the buffer"
-    yield f"this is {2 * ring(there)} / ({ratio(both)}) GB/s again"
+    yield f"sends {ratio(both)} of the ring's data"
+    yield f"together have {2 * ring(there)} GB/s, so this is {2 * ring(there)} / ({ratio(both)}) GB/s again"
 
 
 def ring(order):
@@ -265,6 +265,18 @@ def median(found, what):
     return "-" if middle is None else f"{float(Fraction(middle) * 100):.0f}"
 
 
+def machines_table():
+    """Return the page's table of the machines of the library, from their files."""
+    lines = ["| name | machine | aliases | networks |", "|---|---|---|---|"]
+    for path in sorted(DATA.glob("*.json")):
+        content = json.loads(path.read_text())
+        if path.name != "links.json":
+            names = (", ".join(f"`{name}`" for name in content.get(what, {})) for what in ("aliases", "networks"))
+            cells = [f"`{content['name']}`", content["description"], *(cell or "-" for cell in names)]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def times_table():
     """Return the page's table of times, from the stored results."""
     lines = ["| what | time | of which CPU |", "|---|---|---|"]
@@ -285,7 +297,17 @@ def seconds(value):
 
 def statements():
     """Return every statement of the page that has numbers."""
-    return [*wiring(), *tensorflow(), *limits(), *trees(), *lost(), *others(), parts_table(), times_table()]
+    return [
+        *wiring(),
+        *tensorflow(),
+        *limits(),
+        *trees(),
+        *lost(),
+        *others(),
+        parts_table(),
+        times_table(),
+        machines_table(),
+    ]
 
 
 def test_page_numbers_are_computed_again():

@@ -177,7 +177,7 @@ class Topology:
         """Return a machine of the library, or several of them and the network between them.
 
         Args:
-          name: a name or alias such as "dgx-1v", "hgx-h100", "mi300x"; ``crossreduce topology`` lists them.
+          name: a name (``crossreduce topology`` lists them) or an alias (docs/planning.md), such as "dgx-1v", "p4d".
           hosts: the number of machines, joined by their network cards.
           speeds: "raw": the specified speeds of the links, for bounds; "effective": the speeds that NCCL and RCCL
             assume, for predictions.
