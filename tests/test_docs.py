@@ -21,6 +21,7 @@ LAUNCH = re.compile(r"\$ torchrun (.*?(\w+\.py))\n")
 DOCUMENTS = {
     "README.md": 3,
     "docs/algorithms.md": 2,
+    "docs/contract.md": 1,
     "docs/host.md": 1,
     "docs/numpy.md": 2,
     "docs/pytorch.md": 3,
