@@ -93,6 +93,8 @@ UNREADABLE = {
     "a huge number": FOREIGN.replace('ngpus="2"', 'ngpus="99999999999999999"').encode(),
     "NCCL's": b'<system version="1"><cpu numaid="0"/></system>',
     "a topology": DGX.to_json().encode(),
+    "a trace": b'{"traceEvents": []}',
+    "a graph": b"<graphs/>",
     "another collective": FOREIGN.replace("allgather", "custom").encode(),
     "a number of 10**6 digits": b'{"format":"crossreduce.schedule/1","pieces":' + b"9" * 10**6 + b"}",
     "two roots": (FOREIGN + FOREIGN).encode(),
@@ -110,6 +112,8 @@ def test_an_unreadable_file_is_rejected(crossreduce, tmp_path, fault):
     assert (code, out) == (2, "")
     assert error.startswith(f"crossreduce: {path}")
     assert len(error) < 2000
+    if fault in ("a topology", "a trace", "a graph"):
+        assert "files that can be verified: MSCCL XML (<algo>) and schedules in crossreduce's JSON" in error
 
 
 @pytest.mark.parametrize(("name", "text", "_"), list(forms()), ids=lambda value: str(value)[:12])

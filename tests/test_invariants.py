@@ -393,6 +393,15 @@ def test_everything_public_has_a_docstring():
     assert missing == []
 
 
+def test_class_names_are_unique():
+    """No two classes of the package have one name, except those of tensorflow.py that have TensorFlow's names."""
+    mirrored = {"AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"}
+    names = [
+        node.name for path in FILES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    ]
+    assert {found for found in names if names.count(found) > 1} == mirrored
+
+
 def test_the_public_face_is_documented():
     """Every public name, and every public method and property of its class or its base class, has a docstring."""
     for public in crossreduce.__all__:

@@ -272,7 +272,7 @@ def shares(*parts):
         (
             one_device(names(4), ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1"]),
             {},
-            "is neither source nor destination.*\n.*cpu:2, cpu:3",
+            "is neither source nor destination.*\n.*cpu:2, cpu:3\n.*without --in-network",
         ),
         (one_device(names(1)), {}, "a collective of one device has no transfers"),
     ],

@@ -15,7 +15,7 @@ BAD = [
     ({"nbytes": -1}, r"nbytes must be an integer from 0 to[\s\S]*-1 \(int\)"),
     ({"nbytes": True}, r"nbytes must be an integer[\s\S]*True \(bool\)"),
     ({"nbytes": 8.0}, r"nbytes must be an integer[\s\S]*8\.0 \(float\)"),
-    ({"nbytes": "8"}, r"nbytes must be an integer[\s\S]*'8' \(str\)"),
+    ({"nbytes": "8"}, r"nbytes must be an integer[\s\S]*'8' \(str\)[\s\S]*nbytes=1 << 20$"),
     ({"nbytes": None}, r"nbytes must be an integer[\s\S]*None"),
     ({"nbytes": 1 << 61}, r"nbytes must be an integer from 0 to 1152921504606846976[\s\S]*2305843009213693952"),
     ({"packs": 0}, r"packs must be an integer from 1 to 10000[\s\S]*0 \(int\)[\s\S]*packs=1"),

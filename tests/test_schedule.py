@@ -8,13 +8,14 @@ import subprocess
 import sys
 from fractions import Fraction
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ALGORITHMS, algorithms, names, requests
 
-from crossreduce import Chunk, Schedule, ScheduleError, Step
+from crossreduce import ArgumentError, Chunk, Schedule, ScheduleError, Step
 from crossreduce.planning import PLANNERS, ring
 
 HALF = Fraction(1, 2)
@@ -139,6 +140,22 @@ def test_malformed_json_raises_schedule_error(text):
         ScheduleError, match=r"not a schedule in JSON|is malformed|cover the buffer|pieces must be at least 1"
     ):
         Schedule.from_json(text)
+
+
+def test_faults_in_json_are_stated():
+    """The error states the format or the parts that the text lacks; a path is not text."""
+    for text, words in (
+        ("{}", r'its format is not "crossreduce.schedule/1"\.'),
+        ("[1]", r'its format is not "crossreduce.schedule/1"\.'),
+        (
+            '{"format":"crossreduce.schedule/1","rounds":[],"pieces":1}',
+            "it lacks collective, algorithm, devices, chunks",
+        ),
+    ):
+        with pytest.raises(ScheduleError, match=words):
+            Schedule.from_json(text)
+    with pytest.raises(ArgumentError, match="a schedule in JSON must be text"):
+        Schedule.from_json(Path("plan.json"))
 
 
 @pytest.mark.parametrize(

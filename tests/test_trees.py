@@ -346,7 +346,8 @@ def test_errors_contain_the_path_of_the_leaf(ops):
     for wrong, error, words in (
         ((np.ones(2), np.ones(3)), cr.MismatchError, "differ in shape or dtype"),
         ((np.ones(2), np.ones(2, "float32")), cr.MismatchError, "differ in shape or dtype"),
-        (("a", "b"), cr.ArgumentError, "is not an array"),
+        (("a", "b"), cr.ArgumentError, "this is not an array.*\n  given: 'a'"),
+        ((good, "b"), cr.ArgumentError, "this is not an array.*\n  given: 'b'"),
         ((np.array(["a"]), np.array(["b"])), cr.UnsupportedError, "cannot be reduced"),
         ((np.ones(2, bool), np.ones(2, bool)), cr.UnsupportedError, "bools"),
     ):

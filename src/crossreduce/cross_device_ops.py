@@ -399,7 +399,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
             count("agg_small_grads_max_group", agg_small_grads_max_group, "10"),
         )
         if topology is not None and not isinstance(topology, Topology):
-            raise ArgumentError.of("topology must be a Topology.", shown(topology), "Topology.ring(8)")
+            raise ArgumentError.of("topology must be a Topology.", shown(topology), 'Topology.machine("dgx-1v")')
         self._topology = topology
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from .autograph import unconverted
 from .cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, shown
+from .frameworks import framework_of
 from .ops import ReduceOp
 from .options import CommunicationOptions
 from .validation import read_op, uniform_value
@@ -68,16 +69,16 @@ def all_reduce(
     >>> buffers[1]
     array([3., 3., 3.])
     """
-    op = read_op(op)
-    ops = check_ops(cross_device_ops)
     if (
         isinstance(trees, (str, bytes, dict, DistributedValues))
         or hasattr(trees, "shape")
         or not isinstance(trees, Iterable)
     ):
-        raise ArgumentError.of(
-            "all_reduce takes a list with one tree per replica.", shown(trees), "list(value), or [tree, tree]"
-        )
+        remedy = "[tree, tree]: one tree per replica, as in all_reduce([tree, tree], op)"
+        remedy = "list(value)" if isinstance(trees, DistributedValues) else remedy
+        raise ArgumentError.of("all_reduce takes a list with one tree per replica.", shown(trees), remedy)
+    op = read_op(op)
+    ops = check_ops(cross_device_ops)
     given = list(trees)
     if not given:
         raise ArgumentError.of("all_reduce needs at least one replica's tree.", shown(trees), "[tree, tree]")
@@ -106,7 +107,11 @@ def reduce_leaves(
     pairs: list[tuple[PerReplica, PerReplica]] = []
     for number, components in enumerate(leaves):
         try:
-            value = uniform_value(op, components, devices) or PerReplica(components, devices)
+            value: PerReplica | None = uniform_value(op, components, devices)
+            if value is None:
+                for component in components:
+                    framework_of(component)  # raises for a leaf that is not an array
+                value = PerReplica(components, devices)
         except ReductionError as error:
             error.prefix(f"leaf {leaf_paths(structure)[number]}")
             raise
@@ -145,9 +150,10 @@ def check_ops(ops: object) -> CrossDeviceOps:
         return _DEFAULT
     if isinstance(ops, CrossDeviceOps):
         return ops
-    what = "an instance of CrossDeviceOps, not the class" if isinstance(ops, type) else "a CrossDeviceOps"
     remedy = 'crossreduce.AllReduceCrossDeviceOps("ring")'
-    raise UnsupportedError.of(f"cross_device_ops must be {what} of crossreduce.", shown(ops), remedy)
+    if isinstance(ops, type) and issubclass(ops, CrossDeviceOps):
+        remedy = f"{ops.__name__}()"
+    raise UnsupportedError.of("cross_device_ops must be an instance of crossreduce's ops.", shown(ops), remedy)
 
 
 def flatten_trees(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:

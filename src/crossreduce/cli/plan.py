@@ -34,7 +34,7 @@ def plan(
     nbytes: Annotated[str, Option(help="Bytes of the buffer; K, M, G are powers of 1024.")] = "64M",
     algorithm: Annotated[str, Option(help=", ".join(ALGORITHMS))] = "auto",
     root: Annotated[str | None, Option(help="Root, by number or name. Default: the best one.")] = None,
-    packs: Annotated[int, Option(help="Number of trees of one_device and hierarchical_copy.")] = 1,
+    packs: Annotated[int, Option(help="Number of trees of one_device, hierarchical_copy; others keep their time.")] = 1,
     devices: Devices = None,
     without_link: WithoutLink = None,
     hosts: Hosts = 1,

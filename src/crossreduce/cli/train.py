@@ -22,12 +22,11 @@ from rich.table import Table
 from typer import Exit, Option
 
 from .. import AllReduceCrossDeviceOps, __version__, all_reduce
-from ..frameworks import FRAMEWORKS
 from ..frameworks.null import NullFramework
 from ..options import ALGORITHMS
 from .arguments import at_least, one_of, read_device_list
 from .output import atomic_json, progress
-from .trainers import Trainer, Tree, load
+from .trainers import TRAINERS, Trainer, Tree, load
 
 TEST_SIZE = 360
 HIDDEN = 64
@@ -45,7 +44,7 @@ class Run(NamedTuple):
 
 
 def train(
-    framework: Annotated[str, Option(help=", ".join(FRAMEWORKS))] = "numpy",
+    framework: Annotated[str, Option(help=", ".join(TRAINERS))] = "numpy",
     devices: Annotated[str, Option(help="Number of replicas, or their devices: cpu:0,cpu:1")] = "8",
     algorithm: Annotated[str, Option(help=", ".join(ALGORITHMS))] = "auto",
     num_packs: Annotated[int, Option(help="Number of packs for the gradients; 0: no packing.")] = 1,
@@ -60,7 +59,7 @@ def train(
     gradients are summed by all_reduce, and each replica updates its own copy
     of the parameters. The exit code is 1 if the copies differ in any bit.
     """
-    one_of(FRAMEWORKS, "--framework", framework)
+    one_of(TRAINERS, "--framework", framework)
     names = read_device_list("--devices", devices)
     ops = AllReduceCrossDeviceOps(one_of(ALGORITHMS, "--algorithm", algorithm), at_least(0, "--num-packs", num_packs))
     at_least(1, "--epochs", epochs)

@@ -185,14 +185,14 @@ class TensorFlowTrainer(Trainer):
             return self._update(parameters, velocity, total, size)
 
 
-_CLASSES: Final = {"numpy": Trainer, "torch": TorchTrainer, "jax": JaxTrainer, "tensorflow": TensorFlowTrainer}
+TRAINERS: Final = {"numpy": Trainer, "torch": TorchTrainer, "jax": JaxTrainer, "tensorflow": TensorFlowTrainer}
 
 
 def load(name: str, devices: tuple[str, ...]) -> Trainer:
     """Return the trainer of a framework, or raise if the framework or one of these devices is not available."""
     _quiet()
     framework = get(name)
-    trainer = _CLASSES[name](devices)
+    trainer = TRAINERS[name](devices)
     framework.require(devices)
     return trainer
 

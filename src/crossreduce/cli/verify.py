@@ -33,8 +33,8 @@ def verify(
         try:
             proof = _read(file)
         except ScheduleError as error:
-            error.prefix(str(file))
-            raise
+            kinds = "MSCCL XML (<algo>) and schedules in crossreduce's JSON (plan --export plan.json)"
+            raise ArgumentError(f"{file}: {error}\n  files that can be verified: {kinds}") from error
         advance("proving")
         fault = None
         try:

@@ -130,9 +130,11 @@ def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | No
         return ("broadcast", min(sources)[0]) if len(sources) == 1 else ("allgather", None)
     idle = set(everyone) - {rank for ranks in sources | destinations for rank in ranks}
     if idle:
-        problem = "every rank takes part in one of NCCL's collectives, but a device is neither source nor destination."
+        problem = "every rank takes part in one of NCCL's collectives, but a node is neither source nor destination."
         given = ", ".join(schedule.devices[rank] for rank in sorted(idle))
-        raise PlanError.of(problem, given, "a plan for the other devices only")
+        raise PlanError.of(
+            problem, given, "a plan for the other devices only; for a switch, a plan without --in-network"
+        )
     problem = "NCCL's collectives have all ranks as sources, as destinations, or both, for every chunk."
     given = f"{schedule.head}: {len(sources)} sets of sources, {len(destinations)} sets of destinations"
     raise PlanError.of(problem, given, "all devices as sources or as destinations")

@@ -181,7 +181,7 @@ def plan(
     for what, number, least, most in (("nbytes", nbytes, 0, MOST_BYTES), ("packs", packs, 1, MOST_PACKS)):
         if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
             problem = f"{what} must be an integer from {least} to {most}."
-            raise ArgumentError.of(problem, shown(number), f"{what}={max(least, 1)}")
+            raise ArgumentError.of(problem, shown(number), "nbytes=1 << 20" if what == "nbytes" else "packs=1")
     gives, takes, main = _read_devices(topology, collective, sources, destinations, root)
     return planned(Request(collective, gives, takes, algorithm, topology, nbytes, packs, root=main))
 

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from ..errors import PlanError, shown
 from ..schedule import Schedule, pipelined, verify
+from ..schedule.schedule import many
 from ..topology import Topology
 from . import planners
 from .planners import Request, collective_between
@@ -134,7 +135,10 @@ def _matched(topology: Topology, devices: tuple[str, ...]) -> Topology:
     if missing:
         given = f"topology of {', '.join(topology.devices)}; request for {', '.join(devices)}"
         remedy = "a topology with the names of the devices in use, or with none of them (matched by position)"
-        raise PlanError.of("the topology lacks a device of this request.", given, remedy)
+        problem = "the topology lacks a device of this request"
+        if len(topology.devices) < len(devices):
+            problem += f": it has {many(len(topology.devices), 'device')} for {len(devices)} replicas and destinations"
+        raise PlanError.of(f"{problem}.", given, remedy)
     part = topology.part(devices)
     connected = reachable(part, devices[0]) & reachable(part, devices[0], backwards=True)
     return part if connected.issuperset(devices) else topology  # the other devices forward only if it is necessary

@@ -159,7 +159,7 @@ def read(directory: Path) -> Found:
             why = error.strerror if isinstance(error, OSError) else str(error)
             problems.append(f"{path.name} cannot be read: {why}.")
     if not paths:
-        remedy = "the directory in the text of the CollectiveTimeout"
+        remedy = "the directory in the text of the CollectiveTimeout or PeerLostError"
         problems.append(message(f"{directory} has no dumps.", remedy=remedy))
     return Found(tuple(sorted(dumps, key=lambda dump: (dump.group, dump.token, dump.rank))), tuple(problems))
 

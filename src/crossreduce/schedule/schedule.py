@@ -15,8 +15,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
-from ..errors import ScheduleError, shown
-from ..topology.json_format import listed, typed
+from ..errors import ArgumentError, ScheduleError, shown
+from ..topology.json_format import listed, load, typed
 
 FORMAT: Final = "crossreduce.schedule/1"
 
@@ -203,11 +203,12 @@ class Schedule:
 
         Raises:
           ScheduleError: the text is not JSON, is of another format, or lacks a part.
+          ArgumentError: it is not text.
         """
+        if not isinstance(text, (str, bytes)):
+            raise ArgumentError.of("a schedule in JSON must be text.", shown(text), "Path(...).read_text()")
         try:
-            read: dict[str, Any] = json.loads(text)
-            if read["format"] != FORMAT:
-                raise KeyError(read["format"])  # noqa: TRY301 - one handler reports all faults
+            read = load(text, FORMAT, "collective", "algorithm", "devices", "chunks", "rounds", "pieces")
             chunks = [Chunk(_share(share), listed(int, s), listed(int, d)) for share, s, d in read["chunks"]]
             rounds = [
                 tuple(Step(typed(int, chunk), typed(int, dst), listed(int, srcs)) for chunk, dst, srcs in steps)
@@ -222,9 +223,9 @@ class Schedule:
             return cls(collective, algorithm, devices, tuple(chunks), tuple(rounds), pieces, tuple(routes))
         except ScheduleError:
             raise
-        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
-            problem = f"this text is not a schedule in JSON: {error!r}."
-            raise ScheduleError.of(problem, shown(text), f'text of format "{FORMAT}"') from error
+        except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+            problem = f"this text is not a schedule in JSON: {error}."
+            raise ScheduleError.of(problem, shown(text), "the text that Schedule.to_json returns") from error
 
     def describe(self, step: Step) -> str:
         """Return a step as text: ``chunk 0: cpu:0 <- cpu:0 + cpu:1``."""

@@ -13,7 +13,7 @@ from ..errors import ScheduleError, shown
 from .schedule import Schedule, Step
 
 
-class _Value(NamedTuple):
+class _Contributions(NamedTuple):
     """A symbolic value. Bit s of ``once``: it contains source s. Bit s of ``twice``: more than once."""
 
     once: int
@@ -21,8 +21,10 @@ class _Value(NamedTuple):
     made_by: tuple[int, int] | None  # round and step; None: it was stored at the start
 
 
-_Cells = dict[tuple[int, int], _Value]  # by chunk and device
-_Evaluated = tuple[tuple[int, int], Step, _Value, tuple[_Value, ...]]  # round and step; what it made; what it read
+_Cells = dict[tuple[int, int], _Contributions]  # by chunk and device
+_Evaluated = tuple[
+    tuple[int, int], Step, _Contributions, tuple[_Contributions, ...]
+]  # round and step; what it made; what it read
 
 
 def verify(schedule: Schedule) -> None:
@@ -40,7 +42,11 @@ def verify(schedule: Schedule) -> None:
     >>> verify(ring(["cpu:0", "cpu:1", "cpu:2"]))
     """
     if not isinstance(schedule, Schedule):
-        raise ScheduleError.of("this is not a Schedule.", shown(schedule), "Schedule.from_json for JSON text")
+        raise ScheduleError.of(
+            "this is not a Schedule.",
+            shown(schedule),
+            "Schedule.from_json for JSON text; crossreduce verify FILE for MSCCL XML",
+        )
     cells = _initial(schedule)
     for _ in _evaluate(schedule, cells):
         pass
@@ -53,7 +59,7 @@ def verify(schedule: Schedule) -> None:
 
 
 def _initial(schedule: Schedule) -> _Cells:
-    return {(c, s): _Value(1 << s, 0, None) for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
+    return {(c, s): _Contributions(1 << s, 0, None) for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
 
 
 def _evaluate(schedule: Schedule, cells: _Cells) -> Iterator[_Evaluated]:
@@ -79,7 +85,7 @@ def _evaluate(schedule: Schedule, cells: _Cells) -> Iterator[_Evaluated]:
                 twice |= value.twice | (once & value.once)
                 once |= value.once
                 read.append(value)
-            made[chunk, dst] = _Value(once, twice, (r, s))
+            made[chunk, dst] = _Contributions(once, twice, (r, s))
             yield (r, s), step, made[chunk, dst], tuple(read)
         cells.update(made)
 

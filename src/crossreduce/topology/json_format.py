@@ -30,9 +30,7 @@ def write_json(devices: Iterable[str], switches: Iterable[Switch], links: Iterab
 def read_json(text: str) -> Wiring:
     """Return the wiring in a JSON text: see ``Topology.from_json``."""
     try:
-        read: dict[str, Any] = json.loads(text)
-        if read["format"] != FORMAT:
-            raise KeyError(read["format"])  # noqa: TRY301 - one handler reports all faults
+        read = load(text, FORMAT, "devices", "links")
         switches = [
             Switch(typed(str, name), typed(bool, able)) for name, able in listed(list, read.get("switches", []))
         ]
@@ -43,9 +41,19 @@ def read_json(text: str) -> Wiring:
         return Wiring(listed(str, read["devices"]), tuple(links), tuple(switches))
     except ArgumentError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        problem = f"this text is not a topology in JSON: {error!r}."
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        problem = f"this text is not a topology in JSON: {error}."
         raise ArgumentError.of(problem, shown(text), f'text of format "{FORMAT}"') from error
+
+
+def load(text: str, written: str, *parts: str) -> dict[str, Any]:
+    """Return the object in a JSON text of a format; ValueError if the text has another format or lacks a part."""
+    read = json.loads(text)
+    if not isinstance(read, dict) or read.get("format") != written:
+        raise ValueError(f'its format is not "{written}"')
+    if missing := [part for part in parts if part not in read]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    return read
 
 
 def typed(kind: type[T], value: object) -> T:

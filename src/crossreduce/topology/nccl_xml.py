@@ -103,6 +103,8 @@ def read_nccl_xml(text: str, *, speeds: str = "raw") -> Wiring:
     """
     check_speeds(speeds)
     system = _parse(text)
+    if system.tag == "algo":
+        system.refuse("this is a plan in MSCCL XML, not a topology.", "crossreduce verify FILE")
     if system.tag != "system" or system.get("version") not in ("1", "2"):
         system.refuse('NCCL\'s topology starts with <system version="1">, RCCL\'s with version="2".')
     cpus = _cpus(system)

@@ -14,9 +14,9 @@ from typer import Exit, Option
 
 from ... import Topology
 from ...errors import ArgumentError
-from ...frameworks import FRAMEWORKS
 from ...planning.bounds import COLLECTIVES
 from ..arguments import MAX_DEVICES, at_least, one_of, read_algorithms, read_device_list, read_machine, read_nbytes
+from ..trainers import TRAINERS
 from . import devices as in_process
 from . import ranks
 from .request import BenchRequest
@@ -60,7 +60,7 @@ def bench(
     collective: Annotated[
         str, Option(help=f"{', '.join(in_process.COLLECTIVES)}; with ranks also all_gather, reduce_scatter.")
     ] = "all_reduce",
-    framework: Annotated[str, Option(help=", ".join(FRAMEWORKS))] = "numpy",
+    framework: Annotated[str, Option(help=", ".join(TRAINERS))] = "numpy",
     topology: Annotated[
         str | None, Option(metavar="MACHINE|FILE|this", help="Plan on this topology; its first devices are measured.")
     ] = None,
@@ -99,7 +99,7 @@ def bench(
         raise ArgumentError(f"--maxbytes must be at least --minbytes, but {maxbytes} is less than {minbytes}.")
     nccl_type = one_of(TYPES, "--datatype", SPELLINGS.get(datatype, datatype))
     op = one_of(OPS, "--op", {long: short for short, long in OPS.items()}.get(op, op))
-    one_of(FRAMEWORKS, "--framework", framework)
+    one_of(TRAINERS, "--framework", framework)
     one_of(COLLECTIVES if in_ranks else in_process.COLLECTIVES, "--collective", collective)
     one_of("0123", "--average", str(average))
     at_least(0, "--num-packs", num_packs)
