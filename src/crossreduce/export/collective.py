@@ -132,9 +132,7 @@ def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | No
     if idle:
         problem = "every rank takes part in one of NCCL's collectives, but a node is neither source nor destination."
         given = ", ".join(schedule.devices[rank] for rank in sorted(idle))
-        raise PlanError.of(
-            problem, given, "a plan for the other devices only; for a switch, a plan without --in-network"
-        )
+        raise PlanError.of(problem, given, "a plan for other devices only; for a switch: without --in-network")
     problem = "NCCL's collectives have all ranks as sources, as destinations, or both, for every chunk."
     given = f"{schedule.head}: {len(sources)} sets of sources, {len(destinations)} sets of destinations"
     raise PlanError.of(problem, given, "all devices as sources or as destinations")

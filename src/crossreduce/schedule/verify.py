@@ -22,9 +22,8 @@ class _Contributions(NamedTuple):
 
 
 _Cells = dict[tuple[int, int], _Contributions]  # by chunk and device
-_Evaluated = tuple[
-    tuple[int, int], Step, _Contributions, tuple[_Contributions, ...]
-]  # round and step; what it made; what it read
+# Round and step; what it made; what it read.
+_Evaluated = tuple[tuple[int, int], Step, _Contributions, tuple[_Contributions, ...]]
 
 
 def verify(schedule: Schedule) -> None:
@@ -42,11 +41,8 @@ def verify(schedule: Schedule) -> None:
     >>> verify(ring(["cpu:0", "cpu:1", "cpu:2"]))
     """
     if not isinstance(schedule, Schedule):
-        raise ScheduleError.of(
-            "this is not a Schedule.",
-            shown(schedule),
-            "Schedule.from_json for JSON text; crossreduce verify FILE for MSCCL XML",
-        )
+        remedy = "Schedule.from_json for JSON text; crossreduce verify FILE for MSCCL XML"
+        raise ScheduleError.of("this is not a Schedule.", shown(schedule), remedy)
     cells = _initial(schedule)
     for _ in _evaluate(schedule, cells):
         pass
