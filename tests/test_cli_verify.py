@@ -125,6 +125,14 @@ def test_a_truncated_file_is_rejected(crossreduce, tmp_path, name, text, _):
         assert crossreduce("verify", path)[:2] == (2, ""), end
 
 
+def test_the_function_takes_schedules_only():
+    """The function's error for a file's name points to the command, which reads files."""
+    with pytest.raises(
+        cr.ScheduleError, match=r"this is not a Schedule(.|\n)*'plan\.xml'(.|\n)*crossreduce verify FILE"
+    ):
+        cr.verify("plan.xml")
+
+
 def test_a_missing_file_is_rejected(crossreduce, tmp_path):
     """A folder and a missing file exit with 2."""
     for path, words in ((tmp_path, "Is a directory"), (tmp_path / "no", "No such file or directory")):
