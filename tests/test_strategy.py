@@ -251,8 +251,8 @@ def test_results_are_regrouped_the_same_way_for_any_number_of_replicas(n):
     ("given", "error", "words"),
     [
         (cr.HierarchicalCopyAllReduce, TypeError, r"must be an instance(.|\n)*try:   HierarchicalCopyAllReduce\(\)$"),
-        ("hierarchical_copy", TypeError, "must be an instance of crossreduce's ops"),
-        (object(), TypeError, "must be an instance of crossreduce's ops"),
+        ("hierarchical_copy", TypeError, "must be an instance of crossreduce.CrossDeviceOps"),
+        (object(), TypeError, "must be an instance of crossreduce.CrossDeviceOps"),
     ],
 )
 def test_cross_device_ops_are_checked(given, error, words):

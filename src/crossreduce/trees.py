@@ -153,7 +153,7 @@ def check_ops(ops: object) -> CrossDeviceOps:
     remedy = 'crossreduce.AllReduceCrossDeviceOps("ring")'
     if isinstance(ops, type) and issubclass(ops, CrossDeviceOps):
         remedy = f"{ops.__name__}()"
-    raise UnsupportedError.of("cross_device_ops must be an instance of crossreduce's ops.", shown(ops), remedy)
+    raise UnsupportedError.of("cross_device_ops must be an instance of crossreduce.CrossDeviceOps.", shown(ops), remedy)
 
 
 def flatten_trees(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
