@@ -382,6 +382,19 @@ def test_the_loop_runs_a_frameworks_own_operations():
     assert (null.counts.copies, null.counts.additions) == (4, 10)
 
 
+def test_the_loop_adds_the_parts_of_complex_numbers_separately(framework):
+    """NaN or infinity in the real part of a complex number leaves the imaginary part of a sum or mean finite."""
+    for special in (np.nan, np.inf):
+        xs = [np.complex64([complex(special, 2), 4 + 4j]), np.complex64([1 + 2j, 4 + 4j])]
+        for op, imaginary in (("sum", 4), ("mean", 2)):
+            outputs = run_on(get(framework.name), all_reduce("one_device", 2), op, framework.arrays(xs), 2, "complex64")
+            for (part,), _ in outputs:
+                first, second = framework.to_numpy(part)
+                assert str(first.real) == str(special)
+                assert first.imag == imaginary
+                assert second == complex(2 * imaginary, 2 * imaginary)
+
+
 def test_the_loop_propagates_nan_and_inf_in_every_framework(framework):
     """The frameworks' own operations, too, give NaN for NaN, and follow the rules of arithmetic for infinities."""
     n = 3

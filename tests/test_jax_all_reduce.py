@@ -529,6 +529,16 @@ def test_invalid_arguments_are_rejected_while_tracing():
     rejected(cr.PlanError, "cpu:2", topology=split)
 
 
+def test_symbolic_sizes_are_rejected():
+    """A schedule cannot divide an array whose size an export leaves open: the error states the leaf and its shape."""
+    from jax import export
+
+    (size,) = export.symbolic_shape("b")
+    traced = jax.jit(spread(lambda x: all_reduce({"w": x}, "d"), 4))
+    with pytest.raises(cr.UnsupportedError, match=r"(?s)leaf x\['w'\]: arrays of symbolic size.*given: \(b,\)"):
+        export.export(traced)(jax.ShapeDtypeStruct((4, size), jnp.float32))
+
+
 def test_invalid_leaves_are_reported_with_their_path():
     """The error has the path of the leaf: not an array, a PRNG key, an unknown dtype, an op that is not defined."""
     odd = (2**70, np.ma.masked_array([1.0]), jax.ShapeDtypeStruct((2,), "float32"))

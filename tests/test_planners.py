@@ -21,10 +21,12 @@ from crossreduce import (
     verify,
 )
 from crossreduce.frameworks.null import NullFramework
+from crossreduce.lowering import lower
 from crossreduce.planning import (
     NAMES,
     PLANNERS,
     REGISTRY,
+    Request,
     direct,
     halving_doubling,
     hierarchical_copy,
@@ -32,6 +34,7 @@ from crossreduce.planning import (
     one_shot,
     recursive_doubling,
     ring,
+    schedule_for,
 )
 from crossreduce.schedule import live_rounds
 
@@ -417,3 +420,16 @@ def test_bad_roots_and_groups_are_refused():
             hierarchical_copy(names(3), groups=groups)
     with pytest.raises(PlanError, match="a group's member must be among the devices"):
         hierarchical_copy(names(3), groups=[names(3), ["cpu:5"]])
+
+
+def test_a_given_root_reduces():
+    """A request's root is the root of each algorithm that has one; a device that takes no part cannot be it."""
+    members = names(4)
+    for name in ("one_device", "hierarchical_copy"):
+        schedule = schedule_for(Request("all_reduce", members, members, name, root=members[3], packs=2))
+        lowered = lower(schedule)
+        for chunk in lowered.chunks:
+            assert [lowered.devices[one.device] for one in chunk.instructions if one.final] == [members[3]]
+    request = Request("all_reduce", members[:2], members[:2], "hierarchical_copy", root="cpu:3")
+    with pytest.raises(PlanError, match="the root must be a source or a destination"):
+        schedule_for(request)

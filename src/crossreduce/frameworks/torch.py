@@ -126,6 +126,11 @@ class Torch:
 
     def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
         binary, wide = _BINARY[numbers.op], DTYPES_BY_NAME[numbers.accumulator]
+        if wide.is_complex and binary is torch.add:
+            # torch adds a + 1 * b with a complex 1, which makes both parts of a sum NaN if one of them is NaN or inf.
+            part = _NAMES[wide.to_real()]
+            real = numbers._replace(dtype=part, accumulator=part, result=part)
+            return torch.view_as_complex(self.combine([torch.view_as_real(x) for x in xs], real, final, donated))
         if donated >= 0:
             out = binary(xs[0], xs[1], out=xs[donated])
         elif xs[0].dtype is wide:

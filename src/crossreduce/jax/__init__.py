@@ -151,6 +151,9 @@ def _dense(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Array:
     except (TypeError, ValueError, OverflowError) as error:  # an OverflowError: 2**70
         remedy = "arrays, and numbers that fit their dtype; None for an empty leaf"
         raise UnsupportedError.of("JAX cannot convert this to an array.", shown(leaf), remedy) from error
+    if not all(isinstance(size, int) for size in array.shape):
+        problem = "arrays of symbolic size (jax.export) cannot be reduced over a mesh axis."
+        raise UnsupportedError.of(problem, str(array.shape), "an export for known sizes, or lax.psum")
     ACCUMULATORS[op, array.dtype.name]  # raises if the op is not defined
     return axes.vary(array) if axes.checked else array
 

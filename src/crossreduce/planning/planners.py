@@ -165,6 +165,10 @@ def hierarchical_copy_schedule(request: Request, groups: list[list[int]] | None 
         groups = [[*sources[:s], *others[:o]], [*sources[s:], *others[o:]]]
     split = [group for group in groups if group]
     roots = [s for s in sources if s in taking] or list(sources)
+    if request.root is not None:
+        roots = [request.members.index(request.root)]
+        if not any(roots[0] in group for group in split):
+            raise PlanError.of("the root must be a source or a destination.", request.root, "root=None")
 
     def moves(pack: int) -> Moves:
         root = roots[pack % len(roots)]
