@@ -34,10 +34,10 @@ class Theme(NamedTuple):
     suffix: str
     paper: str
     ink: str
-    text: str  # of less important text
-    line: str  # of links and axes
+    text: str  # the colour of less important text
+    line: str  # the colour of links and axes
     faint: str
-    good: str  # crossreduce
+    good: str  # the colour of crossreduce's results
     peer: str
     reduce: str
     copy: str

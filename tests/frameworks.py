@@ -49,7 +49,7 @@ class Framework:
     name: str
     examples: int  # for a law under hypothesis: eager TensorFlow and compilation in JAX are slow
     mutable: bool  # whether arrays can be written
-    kinds: tuple[str, ...]  # of sparse arrays; "IndexedSlices" is crossreduce's
+    kinds: tuple[str, ...]  # kinds of sparse arrays; "IndexedSlices" is the class of crossreduce
 
     def __repr__(self):
         return self.name

@@ -29,7 +29,7 @@ class Transmission:
         self.dst = step.get("dstbuf"), int(step.get("dstoff"))
         self.count = int(step.get("cnt"))
         self.waits = waits
-        self.adds = [self.src[1]]  # the source offsets of a chain of ``re``
+        self.adds = [self.src[1]]  # the source offsets of this step and of the ``re`` steps fused with it
         self.steps = [number]
         self.flag = None
 

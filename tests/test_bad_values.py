@@ -150,7 +150,7 @@ def test_complex_numbers_have_no_order(ops, op, framework):
     ("op", "ops", "framework"), pairs(["min", "max", "product"], OPS, NAMES), indirect=["framework"], ids=label
 )
 def test_sparse_values_can_only_be_added(ops, op, framework):
-    """The min, max and product of sparse values are a TypeError, for every sparse kind of every framework."""
+    """The min, max and product of sparse values raise TypeError, for every sparse kind of every framework."""
     for kind in framework.kinds:
         xs = [framework.sparse(kind, np.ones((1, 2), "float32"), np.array([k]), (3, 2), k) for k in range(2)]
         with pytest.raises(cr.UnsupportedError, match="sparse values can only be added"):

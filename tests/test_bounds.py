@@ -268,7 +268,7 @@ def test_bounds_of_many_hosts(hosts, gather):
         (Topology.mesh(4, 4), (Fraction(8, 5), 2, 2, Fraction(32, 15), Fraction(32, 15))),
         (Topology.mesh(5, 5), (Fraction(5, 3), 2, 2, Fraction(25, 12), Fraction(25, 12))),
         (line(3, 2, back=True), (2, 2, 2, Fraction(3), Fraction(3))),
-        # in one direction: each reduction and each broadcast passes all links but one
+        # A ring of one-way links: each reduction and each broadcast uses all links but one.
         (
             Topology(
                 ["cpu:0", "cpu:1", "cpu:2"], [("cpu:0", "cpu:1", 4), ("cpu:1", "cpu:2", 4), ("cpu:2", "cpu:0", 4)]

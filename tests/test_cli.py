@@ -38,7 +38,7 @@ ONE_OF_ALGORITHMS = f'--algorithm must be one of {", ".join(ALGORITHMS)}, not "b
         ("train --algorithm best", ONE_OF_ALGORITHMS),
         ("train --json /nonexistent/run.json", "--json /nonexistent/run.json cannot be written: No such file"),
         ("train --json /dev/null", "--json /dev/null cannot be written: it is not a regular file"),
-        ("bench -b 8x", '--minbytes takes bytes such as 8, 64K or 128M, not "8x".'),
+        ("bench -b 8x", '--minbytes must be a number of bytes such as 8, 64K or 128M, not "8x".'),
         ("bench -b 0", "--minbytes must be 1 or more, not 0."),
         ("bench -b 8 -e 4", "--maxbytes must be at least --minbytes, but 4 is less than 8."),
         ("bench -f 0", "--stepfactor must be 1 or more, not 0."),

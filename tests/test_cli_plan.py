@@ -160,7 +160,7 @@ def test_pictures(printed, tmp_path, command, name, start, words):
         ("plan dgx-1v --root 3 --algorithm ring", "ring does not reduce on a root."),
         ("plan dgx-1v --root 3 --collective all_gather", "all_gather has no root."),
         ("plan dgx-1v --packs 0", "--packs must be 1 or more, not 0."),
-        ("plan dgx-1v --nbytes 1T", "--nbytes takes bytes such as 8, 64K or 128M"),
+        ("plan dgx-1v --nbytes 1T", "--nbytes must be a number of bytes such as 8, 64K or 128M"),
         ("plan dgx-1v --collective gather", '--collective must be one of all_reduce, reduce, broadcast'),
         ("plan dgx-1v --algorithm best", '--algorithm must be one of one_device'),
         ("plan dgx-1v --picture a.pdf", "--picture takes a .svg or .png file, not a.pdf."),

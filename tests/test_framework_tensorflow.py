@@ -384,7 +384,7 @@ def test_sparse_inside_a_function() -> None:
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients(algorithm: str, traced: bool) -> None:
-    """The gradient of an all-reduced sum is the all-reduced sum of the gradients; of a mean, their mean."""
+    """The gradient of an all-reduced sum is the all-reduced sum of the gradients; the same holds for means."""
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=2)
     weights = (1.0, 10.0, 100.0)
 

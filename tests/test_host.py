@@ -38,7 +38,7 @@ def on_kernels(name):
 
 
 def equal(a, b, op):
-    """Return whether results are the same: their bits, with two exceptions.
+    """Return whether two results have the same bits, with two exceptions.
 
     0 and -0 are equal, so either is the minimum of both: the kernels keep the first, and NumPy keeps it for halves and
     returns the second of wider floats, as the processor's own minimum does. And NumPy's complex multiplication rounds

@@ -94,10 +94,10 @@ COUNTS = [
     (Topology.full_mesh(5), 4),  # all 20 links
     (Topology.full_mesh(3), 2),
     (Topology.torus(3, 3), 4),  # all 36 links
-    (Topology.star(6, 450), 1),  # one uses all links
+    (Topology.star(6, 450), 1),  # one ring uses all links
     (Topology.machine("dgx-1v"), 6),  # all 48 NVLinks, two rings over the double ones
     (Topology.machine("dgx-1p"), 4),  # all 32
-    (Topology.machine("mi100"), 1),  # one between the two hives
+    (Topology.machine("mi100"), 1),  # the links between the two hives carry only one
 ]
 
 

@@ -60,7 +60,7 @@ def test_d4_d6_dtypes_mix_in_a_batch(mode):
 
 
 def test_d5_nccl_plans_auto():
-    """D5: without NCCL "nccl" plans another algorithm that works."""
+    """D5: if NCCL is not available, "nccl" selects another algorithm, which works."""
     value = per_replica([1.0, 2.0, 4.0])
     assert float(crt.AllReduceCrossDeviceOps("nccl").reduce(SUM, value, "CPU:0")) == 7.0
 

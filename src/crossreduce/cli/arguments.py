@@ -85,7 +85,7 @@ def read_nbytes(option: str, text: str) -> int:
     """
     match = _NBYTES.fullmatch(text.strip())
     if match is None:
-        raise ArgumentError(f'{option} takes bytes such as 8, 64K or 128M, not "{text}".')
+        raise ArgumentError(f'{option} must be a number of bytes such as 8, 64K or 128M, not "{text}".')
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 

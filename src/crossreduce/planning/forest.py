@@ -23,7 +23,7 @@ from .topologies import NeutralTopology, neutral, reachable, require_routes
 from .trees.fitting import fit_trees
 from .trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
 
-_MOST_KINDS: Final = 3  # different bandwidths of helpers that are tried; each needs a plan
+_MOST_KINDS: Final = 3  # helpers of at most so many different bandwidths are tried; each needs a plan
 
 Pair = tuple[str, str]
 

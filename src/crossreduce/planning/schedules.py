@@ -30,11 +30,11 @@ DIRECT_FROM_BYTES: Final = 1 << 18
 
 
 class Algorithm(NamedTuple):
-    """An algorithm.
+    """The functions that plan with an algorithm, and its properties.
 
     ``schedules`` returns the schedules of a request for any number of bytes, at least one, or raises PlanError. If
-    there are several, the fastest depends on the number of bytes. ``scatter`` has the packs (0: one per device) and the
-    ``first`` of the all-reduce from which a reduce-scatter is derived; ``None``: ``schedules`` plans those itself.
+    there are several, the fastest depends on the number of bytes. A reduce-scatter is derived from an all-reduce whose
+    ``packs`` (0: one per device) and ``first`` are ``scatter``; if that is None, ``schedules`` plans it directly.
     """
 
     schedules: Callable[[Request], list[Schedule]]

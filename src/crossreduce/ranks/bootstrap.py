@@ -82,7 +82,7 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
                     _send_to_all(fd, [infos[rank].name for rank in ranks[1:]])
             except OSError as error:
                 problem = f"rank {rendezvous.rank} could not share {size} bytes: {error}"
-            rendezvous.all_gather(b"")  # from here on each listener's queue contains the memory that was sent to it
+            rendezvous.all_gather(b"")  # after this each listener's queue contains the file descriptor sent to it
             try:
                 if fd < 0 and not problem:
                     fd = _received(listener, size)

@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
 
 def kind(name: str) -> Kind:
-    """Return a kind of link.
+    """Return the kind of link with this name.
 
     >>> kind("nvlink4").effective
     Fraction(103, 5)

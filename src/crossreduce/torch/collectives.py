@@ -329,7 +329,7 @@ def _finish(run: Callable[..., Any], *arguments: Any) -> None:
     except RuntimeError as error:  # all errors of gloo have one class
         text = str(error)
         if "Connection" in text or "pair closure" in text:
-            raise PeerLostError.of("a rank is gone.", text, "read the errors of the other ranks") from error
+            raise PeerLostError.of("a rank was lost.", text, "read the errors of the other ranks") from error
         if "Timed out" in text:
             raise CollectiveTimeout.of("a rank did not take part in time.", text, "check the other ranks") from error
         raise

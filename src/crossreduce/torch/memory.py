@@ -49,7 +49,7 @@ def writable(tensor: Any) -> Any:
 
 
 def copy_back(tensor: Any, written: Any) -> None:
-    """Copy the content of the tensor's substitute to the tensor itself."""
+    """Copy ``written``, which ``writable`` returned for the tensor, to the tensor itself."""
     if written is not tensor:
         tensor.detach().copy_(written)
 

@@ -254,7 +254,7 @@ class OpQueue:
 
     def disable_after_fork(self) -> None:
         """Refuse all ops in a forked process, which has neither the group's thread nor a rank in the group."""
-        self._lock = threading.Lock()  # another thread may have held it
+        self._lock = threading.Lock()  # another thread may have held the old lock during the fork
         self._refusal = _FORKED
 
 

@@ -94,7 +94,7 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
         remedy = f"0 to {len(algo.gpus) - 1}, for a reduce or broadcast"
         raise ArgumentError.of("this root is invalid.", f"{shown(root)}, {algo.coll}", remedy)
     if slots is not None and not (isinstance(slots, int) and slots >= 1):
-        raise ArgumentError.of("a connection has 1, 2, ... slots.", shown(slots), "slots=8")
+        raise ArgumentError.of("the number of slots of a connection must be at least 1.", shown(slots), "slots=8")
     slots = slots or SLOTS[algo.proto]
     program = MscclProgram(algo)
     order = Execution(program, slots, chunks_per_slot(algo)).order()

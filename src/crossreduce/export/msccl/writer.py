@@ -131,7 +131,7 @@ Threads = tuple[int, int, int, int]  # a threadblock: its GPU and channel, the r
 
 @dataclass
 class _XmlOp:
-    """A step of the file."""
+    """A ``step`` element of the file, other than ``nop``."""
 
     block: Threads
     type: str
@@ -142,7 +142,7 @@ class _XmlOp:
     past: dict[Threads, int]  # how many operations of each threadblock of the GPU are done when this one is done
     order: int  # its position among all operations
     place: int  # its position in its threadblock
-    number: int = -1  # the number of its element, which counts ``nop`` elements too
+    number: int = -1  # the number of its <step> element in the threadblock; ``nop`` elements count, too
     signals: bool = False  # whether another operation waits for it
 
 

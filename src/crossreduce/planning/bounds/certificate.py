@@ -5,14 +5,14 @@ Input: the parts of a certificate. Output: nothing, or PlanError. The check shar
 M is the bytes of the whole buffer, T the time, algbw is M / T; S is a set of nodes that lacks a device, B(S) the
 bandwidth of the links that leave S.
 
-- Parts of one buffer start at several roots, w_r bytes at root r, and all devices need all of them (all-gather: every
-  device is a root of M / N; broadcast: one root of M; several broadcasts at once). Then algbw <= sum(w) B(S) / w(S)
-  for every S, since a device outside must receive w(S) over these links. Trees reach the least of these rates (Edmonds
-  1973). Reduce and reduce-scatter are the same on the reversed links.
-- All-reduce by trees: a reduction to some roots and a broadcast back share the links. The best rate is the solution of
-  a linear program. Its dual gives weights of cuts, which are the certificate: if every root is in cuts with a total
-  weight of 1, every unit of rate uses links worth 1, so the rate is at most the worth of all links. A switch that does
-  not reduce sends as much as it receives, so worth may be shifted from the links into it to the links out of it.
+- Parts of one buffer start at several roots, w_r bytes at root r, and all devices need all parts. (In an all-gather,
+  each of the N devices is a root with M / N bytes; in a broadcast, one root has M bytes.) Then algbw <= sum(w) B(S) /
+  w(S) for every S, since a device outside must receive w(S) bytes over these links. Trees reach the least of these
+  rates (Edmonds 1973). Reduce and reduce-scatter have the same bound on the reversed links.
+- All-reduce by trees: a reduction to some roots and a broadcast back share the links. The best rate is the optimum of
+  a linear program. The certificate is a dual solution: weights of cuts, which give each link a price. If every root is
+  in cuts of a total weight of 1, a unit of rate costs at least 1, so the rate is at most the sum of bandwidth x price.
+  A switch that does not reduce sends as much as it receives, so prices may move from its links in to its links out.
 
 Source: Edmonds, Edge-disjoint branchings, in Combinatorial Algorithms, 1973; Zhao et al., ForestColl: Efficient
 collective communications on heterogeneous network fabrics, arXiv:2402.06787.
@@ -51,7 +51,7 @@ class Bound:
     roots: tuple[tuple[str, Fraction], ...]  # the bytes that start at (or end on) each root; their sum is the buffer
     algbw: Fraction | None  # the rate in GB/s, exact; None: nothing has to move, so the rate is unlimited
     cuts: tuple[Cut, ...]  # the certificate. One cut, except for an all-reduce
-    # For an all-reduce, the shifts of worth at switches: (switch, in broadcasts, in reductions).
+    # For an all-reduce, the shifts of prices at switches: (switch, in broadcasts, in reductions).
     potentials: tuple[tuple[str, Fraction, Fraction], ...] = ()
 
     @property
@@ -106,7 +106,7 @@ class Bound:
         shift = {switch: two for switch, *two in self.potentials}
         if not shift.keys() <= {switch.name for switch in self.topology.switches if not switch.reduces}:
             raise PlanError.of("only switches that do not reduce have potentials.", shown(self.potentials))
-        worth = Fraction(0)
+        total = Fraction(0)
         for src, dst, bandwidth, _ in self.topology.links:
             prices = [Fraction(0), Fraction(0)]  # in broadcasts and in reductions
             for nodes, weight, outward in self.cuts:
@@ -114,5 +114,5 @@ class Bound:
                 prices[not outward] += weight * crosses
             for k in (0, 1):
                 prices[k] += (shift[dst][k] if dst in shift else 0) - (shift[src][k] if src in shift else 0)
-            worth += bandwidth * max(Fraction(0), *prices)
-        return worth
+            total += bandwidth * max(Fraction(0), *prices)
+        return total

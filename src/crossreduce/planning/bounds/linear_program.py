@@ -306,8 +306,8 @@ class _LinearProgram:
                     price[k][d] += shift[d]
                 for k in self.leaving[switch]:
                     price[k][d] -= shift[d]
-        worth = sum(width * max(Fraction(0), *two) for width, two in zip(self.width, price, strict=True))
-        return Fraction(worth) / self.scale, weights, potentials
+        total = sum(width * max(Fraction(0), *two) for width, two in zip(self.width, price, strict=True))
+        return Fraction(total) / self.scale, weights, potentials
 
     def fits(self, values: list[Fraction]) -> bool:
         """Return whether an exact solution respects the links, and every switch forwards all that it receives."""
