@@ -39,7 +39,7 @@ import namespaces
 
 OURS, GLOO, MPI, ALONE = "crossreduce", "gloo", "Open MPI", "no reduction"
 LARGE, SMALL, BETWEEN = 1 << 26, 1 << 10, 1 << 25
-LIMIT_S = 240  # of one set of processes
+LIMIT_S = 240  # the time limit of one set of processes
 BLOCK = 1_048_573  # random elements, which repeat; a prime, so that no piece ends at the end of a block
 GBIT_BPS = 125e6
 SLOW = "200mbit"

@@ -370,7 +370,7 @@ class Moment:
     """A point in time, with the times for which the ranks' processes have waited for a CPU until then."""
 
     def __init__(self):
-        """Record the present; in the test's process or in a rank."""
+        """Record the current time, either in the test's process or in a rank."""
         parent = os.getppid() if _IN_RANK else os.getpid()
         self.time, self.waits = time.monotonic(), {}
         for children in Path(f"/proc/{parent}/task").glob("*/children"):

@@ -260,7 +260,7 @@ def test_constructors_validate_their_arguments():
     "wrong", [cr.HierarchicalCopyAllReduce, "ring", 3, object(), False], ids=["class", "str", "int", "object", "False"]
 )
 def test_cross_device_ops_of_a_wrong_type(wrong):
-    """cross_device_ops must be an instance of CrossDeviceOps; a class, a name or another object is a TypeError."""
+    """cross_device_ops must be an instance of CrossDeviceOps; a class, a name or another object raises a TypeError."""
     remedy = r"HierarchicalCopyAllReduce\(\)" if isinstance(wrong, type) else r'AllReduceCrossDeviceOps\("ring"\)'
     with pytest.raises(cr.UnsupportedError, match=rf"cross_device_ops must be(.|\n)*{remedy}"):
         cr.all_reduce([1.0, 2.0], cross_device_ops=wrong)
@@ -323,7 +323,7 @@ def python(code, **blocked):
 
 @pytest.mark.parametrize("name", ["torch", "jax", "tensorflow"])
 def test_a_framework_that_is_not_installed(name):
-    """A missing framework is an ImportError with its name and the extra that installs it."""
+    """A missing framework raises an ImportError with its name and the extra that installs it."""
     out = python(
         f"""
         import crossreduce as cr

@@ -73,7 +73,7 @@ def test_components_that_are_not_arrays(ops, wrong):
 
 @each_ops
 def test_a_class_instead_of_a_value(ops):
-    """A class instead of a value is a TypeError that states it."""
+    """A class instead of a value raises a TypeError that states it."""
     with pytest.raises(cr.UnsupportedError, match="a class was given instead of a value"):
         ops.reduce("sum", np.ndarray, "cpu:0")
 
@@ -94,7 +94,7 @@ UNSUPPORTED = {
     ("kind", "op", "ops"), pairs(UNSUPPORTED, ["sum", "mean", "min", "max", "product"], OPS), ids=label
 )
 def test_dtypes_that_cannot_be_reduced(ops, op, kind):
-    """Text, objects, dates, records and wide floats are a TypeError that lists the supported dtypes."""
+    """Text, objects, dates, records and wide floats raise a TypeError that lists the supported dtypes."""
     x = UNSUPPORTED[kind]
     with pytest.raises(cr.UnsupportedError, match=r"cannot be reduced(.|\n)*cast to one of bfloat16, bool"):
         ops.reduce(op, cr.PerReplica([x, x]), "cpu:0")
@@ -130,7 +130,7 @@ def test_masked_arrays(ops):
     ("op", "ops", "framework"), pairs(["sum", "mean"], OPS, NAMES), indirect=["framework"], ids=label
 )
 def test_bools_are_not_added(ops, op, framework):
-    """The sum and the mean of bools are a TypeError that recommends max and min."""
+    """The sum and the mean of bools raise a TypeError that recommends max and min."""
     xs = framework.arrays([np.array([True, False])] * 2)
     with pytest.raises(cr.UnsupportedError, match=rf'the {op} of bools(.|\n)*"max" \(any\)'):
         ops.reduce(op, cr.PerReplica(xs), "cpu:0")
@@ -140,7 +140,7 @@ def test_bools_are_not_added(ops, op, framework):
     ("op", "ops", "framework"), pairs(["min", "max"], OPS, NAMES), indirect=["framework"], ids=label
 )
 def test_complex_numbers_have_no_order(ops, op, framework):
-    """The min and the max of complex numbers are a TypeError."""
+    """The min and the max of complex numbers raise a TypeError."""
     xs = framework.arrays([np.ones(2, "complex64")] * 2)
     with pytest.raises(cr.UnsupportedError, match="complex numbers have no order"):
         ops.reduce(op, cr.PerReplica(xs), "cpu:0")

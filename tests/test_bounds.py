@@ -358,7 +358,7 @@ def test_every_subset_of_a_dgx_1():
     ],
 )
 def test_invalid_requests(arguments, words):
-    """An invalid argument is an ArgumentError that shows it."""
+    """An invalid argument raises an ArgumentError that shows it."""
     with pytest.raises(ArgumentError, match=words):
         bound(*arguments)
 

@@ -110,9 +110,9 @@ LOPSIDED_STAR = Topology(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda real: {"cuts": real.cuts[1:]}, "too little weight"),
-        (lambda real: {"cuts": ()}, "too little weight"),
-        (lambda real: {"cuts": tuple(cut._replace(weight=cut.weight / 2) for cut in real.cuts)}, "too little weight"),
+        (lambda real: {"cuts": real.cuts[1:]}, "weight of at least 1"),
+        (lambda real: {"cuts": ()}, "weight of at least 1"),
+        (lambda real: {"cuts": tuple(cut._replace(weight=cut.weight / 2) for cut in real.cuts)}, "weight of at least 1"),
         (lambda real: {"cuts": tuple(cut._replace(weight=-cut.weight) for cut in real.cuts)}, "must lack a device"),
         (
             lambda real: {"cuts": tuple(cut._replace(nodes=cut.nodes | {*real.devices}) for cut in real.cuts)},
@@ -167,7 +167,7 @@ def test_a_cut_in_the_wrong_direction_is_refused(collective):
 @pytest.mark.parametrize("collective", ONE_WAY)
 @pytest.mark.parametrize("cuts", [(), "twice", "no root", "unknown"])
 def test_one_way_certificates_are_one_cut_with_a_root(collective, cuts):
-    """No cut, two cuts, or one without the bytes of a root is a PlanError."""
+    """No cut, two cuts, or one without the bytes of a root raises a PlanError."""
     real = bound(line(3, 2, back=True), collective, "cpu:0" if collective in ("broadcast", "reduce") else None)
     empty = Cut(frozenset(), ONE, outward(collective))
     given_ = {(): (), "twice": real.cuts * 2, "no root": (empty,), "unknown": (Cut(frozenset({"x"}), ONE, True),)}[cuts]

@@ -120,7 +120,7 @@ def test_ctrl_c_during_imports_prints_nothing():
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
 
 
-# A process that a shell started in the background ignores SIGINT, and so do its children; here it must not.
+# If a shell started the tests in the background, they and their children ignore SIGINT. So enable it explicitly.
 INTERRUPTIBLE = """
 import runpy, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -118,7 +118,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
 def test_wrong_returns(wrong):
-    """An implementation that does not return a Mirrored on the destinations is a TypeError with its name."""
+    """An implementation that does not return a Mirrored on the destinations raises a TypeError with its name."""
 
     class Custom(cr.CrossDeviceOps):
         def reduce_implementation(self, op, value, destinations, options):

@@ -249,7 +249,7 @@ class Falsy(cr.HierarchicalCopyAllReduce):
 
 
 def test_d17_the_type_of_cross_device_ops():
-    """D17: a class, a name or another object is a TypeError; a falsy instance is used and not replaced."""
+    """D17: a class, a name or another object raises a TypeError; a falsy instance is used and not replaced."""
     for wrong in (
         cr.HierarchicalCopyAllReduce,
         "hierarchical_copy",

@@ -85,7 +85,7 @@ OTHERS = [None, 3, 0, 1.5, b"cpu:0", ("cpu", 0), object, ["cpu:0"], {"cpu": 0}, 
 
 @pytest.mark.parametrize("wrong", [*INVALID, *OTHERS], ids=lambda wrong: repr(wrong)[:40])
 def test_invalid_names_are_rejected(wrong):
-    """An invalid name, or another object, hashable or not, is a DeviceError that shows the object, its type and the
+    """An invalid name, or another object, hashable or not, raises a DeviceError that shows the object, its type and the
     accepted spellings. Digits are ASCII, blanks are not stripped, and no text is too long."""
     problem = r"a device's name must not be empty\." if wrong == "" else r"this device name cannot be parsed\."
     given_ = re.escape(f"given: {shown(wrong)}\n  try:   a name such as {SPELLINGS}")
@@ -145,7 +145,7 @@ def test_canonical_is_idempotent(device, data):
 
 @given(st.text(alphabet="cpugdal/:#.0123456789JjobtsTKk\u00b2\u0661 \n-_", max_size=24) | st.text(max_size=12))
 def test_any_text_is_a_device_or_a_device_error(text):
-    """A text is either parsed, and its canonical name is stable, or it is a DeviceError with a remedy."""
+    """A text is either parsed, and its canonical name is stable, or parsing it raises a DeviceError with a remedy."""
     try:
         name = canonical(text)
     except DeviceError as error:

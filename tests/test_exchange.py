@@ -338,7 +338,7 @@ def test_a_host_that_is_gone_or_late_is_named():
 
 
 def test_hosts_whose_digests_differ_detect_it():
-    """All hosts find whether all digests are equal, whichever hosts have different ones."""
+    """If any host's digest differs, every host detects it."""
     for digests in (
         (b"aaaa",) * 3,
         (b"aaaa", b"aaaa", b"aaab"),

@@ -79,7 +79,7 @@ def test_relays_do_not_slow_one_way_collectives(ask):
     ("links", "destinations"), [("02 03 12 13", ("cpu:2", "cpu:3")), ("01 10 12 23 32", ("cpu:1", "cpu:2", "cpu:3"))]
 )
 def test_no_way_back_from_destinations_to_sources(links, destinations):
-    """Trees have any member as root, so several sources that no destination can reach are a PlanError; this does not
+    """Trees have any member as root, so several sources that no destination can reach raise a PlanError; this does not
     apply to a single destination."""
     topology = Topology([f"cpu:{k}" for k in range(4)], [(f"cpu:{a}", f"cpu:{b}", 1) for a, b in links.split()])
     with pytest.raises(

@@ -61,7 +61,7 @@ def test_machines_survive_a_file(name, tmp_path):
     ],
 )
 def test_invalid_files(data, words, tmp_path):
-    """An invalid file is an ArgumentError that names it."""
+    """An invalid file raises an ArgumentError that names it."""
     path = tmp_path / "given.file"
     path.write_bytes(data)
     with pytest.raises(ArgumentError) as caught:
@@ -72,13 +72,13 @@ def test_invalid_files(data, words, tmp_path):
 
 @pytest.mark.parametrize("path", [None, 3.5, b"topology.xml", ["topology.xml"], "a\0b"])
 def test_invalid_paths(path):
-    """An invalid path is an ArgumentError."""
+    """An invalid path raises an ArgumentError."""
     with pytest.raises(ArgumentError, match="this is not a path"):
         load(path)
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    """A missing file, or a folder, is an OSError."""
+    """A missing file, or a folder, raises an OSError."""
     with pytest.raises(FileNotFoundError, match=r"missing\.xml"):
         load(tmp_path / "missing.xml")
     with pytest.raises(OSError, match="irectory"):

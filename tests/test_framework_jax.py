@@ -85,14 +85,14 @@ def test_results_are_independent(devices, jax, jax_):
 
 @pytest.mark.parametrize("device", ["cpu:99", "cuda:70", "tpu:0", "mps:0", "host1/cpu:0", "host1/cpu:1"])
 def test_devices_that_do_not_exist(device, jax_):
-    """A device that JAX does not have is a DeviceError; its message explains how to get more CPU devices."""
+    """A device that JAX does not have raises a DeviceError; its message explains how to get more CPU devices."""
     x = jax_.array(np.ones(2))
     with pytest.raises(cr.DeviceError, match=r"JAX has no such device(.|\n)*" + device + r"(.|\n)*jax_num_cpu_devices"):
         cr.HierarchicalCopyAllReduce().reduce("sum", x, device)
 
 
 def test_arrays_on_several_devices(jax, framework):
-    """An array that is sharded or replicated over several devices is a DeviceError."""
+    """An array that is sharded or replicated over several devices raises a DeviceError."""
     mesh = jax.make_mesh((2,), ("a",), devices=jax.devices("cpu")[:2])
     for spec in (jax.P("a"), jax.P()):
         x = jax.device_put(np.ones(2), jax.NamedSharding(mesh, spec))
@@ -380,7 +380,7 @@ def test_bcoo_with_padding_and_dense(jax_):
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_slices_beyond_the_shape(index, jax_):
-    """An index of IndexedSlices beyond the dense shape is an ArgumentError; JAX itself would ignore or wrap it."""
+    """An index of IndexedSlices beyond the dense shape raises an ArgumentError; JAX itself would ignore or wrap it."""
     slices = cr.IndexedSlices(jax_.array(np.ones((2, 2))), jax_.array(np.array([1, index])), (4, 2))
     with pytest.raises(cr.ArgumentError, match="index beyond its dense shape"):
         cr.CrossDeviceOps().gather(slices, "cpu:0", 0)

@@ -131,7 +131,7 @@ def test_trees_gather_and_broadcast_on_gpu(gpu):
 
 
 def test_a_gpu_that_does_not_exist(gpu):
-    """A GPU that does not exist is a DeviceError with its name."""
+    """A GPU that does not exist raises a DeviceError with its name."""
     value = cr.PerReplica(put(gpu, digits(2, (2,))))
     with pytest.raises(cr.DeviceError, match="cuda:99"):
         cr.HierarchicalCopyAllReduce().reduce("sum", value, "cuda:99")

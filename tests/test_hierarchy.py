@@ -267,7 +267,7 @@ def test_never_slower_than_one_device_on_any_machine(name):
 @pytest.mark.parametrize("count", range(2, 9))
 def test_never_slower_than_one_device_on_any_part_of_a_dgx_1v(count):
     """On every set of a DGX-1V's GPUs, with and without the other GPUs, no plan is slower than one_device; if the links
-    of a set do not join it, that is a PlanError."""
+    of a set do not join it, that raises a PlanError."""
     plain, apart = {"algorithm": "one_device"}, 0
     for some in itertools.combinations(DGX.devices, count):
         part = DGX.subset(some)

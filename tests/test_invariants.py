@@ -272,7 +272,7 @@ def test_only_planning_and_lowering_read_rounds():
 
 CHILD = """
 import json, sys, time
-start = time.process_time()  # of this process: other processes may be using the CPUs
+start = time.process_time()  # the time of this process, since other processes may be using the CPUs
 import crossreduce
 seconds = time.process_time() - start
 print(json.dumps([seconds, sorted({module.split(".")[0] for module in sys.modules})]))

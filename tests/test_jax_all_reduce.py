@@ -334,7 +334,7 @@ def transformed(kind, reduce):
 def test_gradients_are_those_of_psum(kind, check):
     """Inside shard_map, every transformation has the same result as with lax.psum or lax.pmean, checked or not."""
     x = np.random.default_rng(3).standard_normal((3, 2, 3)).astype("float32")
-    alone = kind == "jvp"  # of a value that is the same on all devices
+    alone = kind == "jvp"  # for jvp, the value is the same on all devices
 
     def own(x):
         found = []
@@ -507,7 +507,7 @@ def rejected(error, match, leaf=1.0, **how):
 
 @pytest.mark.parametrize("axis", ["other", ("d", "other"), None, ["d", {}], 1.5])
 def test_an_axis_that_does_not_exist(axis):
-    """It is an AxisError, which is both a NameError, like JAX's error, and a ValueError, like this library's errors."""
+    """It raises an AxisError, which is a NameError, like JAX's error, and a ValueError, like this library's errors."""
     for kind in (NameError, ValueError, cr.ReductionError):
         rejected(kind, r"(?s)this axis does not exist here.*jax\.shard_map", axis_name=axis)
 

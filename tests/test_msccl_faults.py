@@ -325,8 +325,8 @@ GOOD = fused_ring(2)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "MSCCL XML is text"),
-        (b"<algo/>", "MSCCL XML is text"),
+        (None, "MSCCL XML must be a str"),
+        (b"<algo/>", "MSCCL XML must be a str"),
         ("", "not XML: no element found"),
         ("{}", "not XML: .*line 1"),
         (GOOD[:300], "not XML"),
@@ -369,7 +369,7 @@ GOOD = fused_ring(2)
     ],
 )
 def test_malformed_texts_are_refused(text, words):
-    """A malformed text is a ScheduleError with the place of the fault."""
+    """A malformed text raises a ScheduleError with the place of the fault."""
     with pytest.raises(ScheduleError, match=words):
         verify_msccl_xml(text)
 

@@ -203,7 +203,7 @@ def until_lost(rendezvous, victim, how, at, timeout_s):
             comm.barrier()
         except type(error) as second:
             again = str(second) == str(error)
-        # No rank leaves before all have raised, since the end of a process ends the waits for it.
+        # No rank leaves before all have raised: if a process ends, ranks that wait for it raise at once.
         rendezvous.query("put", [("raised", comm.rank)], b"")
         others = [("raised", rank) for rank in range(comm.size) if rank != victim]
         assert all(value is not None for value in rendezvous.query("get", others, timeout=10.0)), "some wait too long"

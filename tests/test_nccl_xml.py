@@ -84,7 +84,7 @@ def test_a_mesh(name, tag, chip, one, effective):
 @pytest.mark.parametrize(("name", "sm", "count"), [("dgx-a100", 80, 2), ("hgx-h100", 90, 3), ("hgx-b200", 100, 3)])
 def test_nvswitches(name, sm, count):
     """All NVSwitches are one switch, regardless of their bus numbers, and the links to them add up."""
-    ends = [bus(100 + k) for k in range(5)] + ["fffffff:ffff:ff"]  # of a virtual machine
+    ends = [bus(100 + k) for k in range(5)] + ["fffffff:ffff:ff"]  # the last is the bus id in a virtual machine
     links = "".join(f'<nvlink target="{end}" count="{count}" tclass="0x068000"/>' for end in ends)
     assert read_nccl_xml(system("".join(gpu(k, links, f'sm="{sm}"') for k in range(8)))) == machine(name)
 
@@ -290,7 +290,7 @@ WITHOUT_GPU = system(f'<pci busid="{bus(1)}" class="0x030200" link_speed="16 GT/
     ],
 )
 def test_invalid_xml(text, words):
-    """An incomplete or invalid file is an ArgumentError with the line, the missing part and a remedy."""
+    """An incomplete or invalid file raises an ArgumentError with the line, the missing part and a remedy."""
     with pytest.raises(ArgumentError) as caught:
         read_nccl_xml(text)
     for word in words:

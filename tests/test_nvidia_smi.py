@@ -215,7 +215,7 @@ GOOD = table(["X NV1 SYS", "NV1 X SYS", "SYS SYS X"], cores="0-7")
     ],
 )
 def test_invalid_tables(text, options, words):
-    """An invalid or incomplete table is an ArgumentError with the line and a remedy."""
+    """An invalid or incomplete table raises an ArgumentError with the line and a remedy."""
     with pytest.raises(ArgumentError) as caught:
         read_nvidia_smi(text, **options)
     for word in words:

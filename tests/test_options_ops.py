@@ -57,7 +57,7 @@ def wanted(op, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accumulators(dtype):
     """Half types accumulate in float32, means of integers in float64, all else in its own dtype; an op that is not
-    defined for a dtype is a TypeError with a remedy."""
+    defined for a dtype raises a TypeError with a remedy."""
     for op in OPS:
         due = wanted(op, dtype)
         if due is None:

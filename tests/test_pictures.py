@@ -52,7 +52,7 @@ def ring_of(devices):
 
 @pytest.mark.parametrize("path", ["picture", "picture.jpg", "picture.svg.gz", "", ".", 3, None, b"a.svg"])
 def test_other_paths_are_refused(tmp_path, monkeypatch, path):
-    """Any other path is an ArgumentError that shows it, and no file is written."""
+    """Any other path raises an ArgumentError that shows it, and no file is written."""
     monkeypatch.chdir(tmp_path)
     for draw in (lambda: draw_topology(PART, path), lambda: draw_schedule(ring(GPUS), ring_of(GPUS), path)):
         with pytest.raises(ArgumentError, match=r"an SVG or a PNG file[\s\S]*given: "):
@@ -248,7 +248,7 @@ def test_symbolic_links_and_permissions_are_kept(tmp_path):
 
 
 def test_matplotlib_is_required(tmp_path, monkeypatch):
-    """Without matplotlib a picture is a BackendError with the name of the extra."""
+    """Without matplotlib a picture raises a BackendError with the name of the extra."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (lambda path: draw_topology(PART, path), lambda path: draw_schedule(ring(GPUS), ring_of(GPUS), path)):
         with pytest.raises(

@@ -62,7 +62,7 @@ BAD = [
 
 @pytest.mark.parametrize(("given", "text"), BAD, ids=[str(given) for given, _ in BAD])
 def test_bad_requests_are_refused(given, text):
-    """An invalid request is an ArgumentError with the problem, the given value and a remedy."""
+    """An invalid request raises an ArgumentError with the problem, the given value and a remedy."""
     with pytest.raises(ArgumentError, match=text) as caught:
         cr.plan(SQUARE, **given)
     assert "\n  given: " in str(caught.value)
@@ -77,14 +77,14 @@ def test_roots_that_are_not_names(root):
 
 @pytest.mark.parametrize("wrong", [None, "dgx-1v", 4, [[0, 1], [1, 0]], Topology])
 def test_no_topology(wrong):
-    """Anything but a Topology is an ArgumentError with a hint."""
+    """Anything but a Topology raises an ArgumentError with a hint."""
     with pytest.raises(ArgumentError, match=r"a plan needs a Topology[\s\S]*Topology\.machine"):
         cr.plan(wrong)
 
 
 @pytest.mark.parametrize("algorithm", [name for name, entry in REGISTRY.items() if not entry.has_root])
 def test_algorithms_without_a_root(algorithm):
-    """A root for an algorithm without roots is a PlanError that lists the algorithms with roots."""
+    """A root for an algorithm without roots raises a PlanError that lists the algorithms with roots."""
     with pytest.raises(
         PlanError, match=rf"{algorithm} does not reduce on a root[\s\S]*root=cpu:1[\s\S]*one_device, hierarch"
     ):

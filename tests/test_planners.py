@@ -103,7 +103,7 @@ def test_any_number_of_packs(algorithm, packs):
 
 
 def test_unknown_planners_are_refused():
-    """An unknown name is a PlanError that lists the algorithms."""
+    """An unknown name raises a PlanError that lists the algorithms."""
     with pytest.raises(
         PlanError, match=r"no such planner[\s\S]*'best'[\s\S]*one of one_device, hierarchical_copy, ring"
     ):

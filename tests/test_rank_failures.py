@@ -93,7 +93,7 @@ def test_r3_a_killed_rank_is_named(part):
 def dies_between(rendezvous, when):
     comm = member(rendezvous, 5)
     if when == "before" and comm.rank == 1:
-        if os.fork() == 0:  # its child lives on, with the descriptors that it inherited
+        if os.fork() == 0:  # the child keeps running, with the descriptors that it inherited
             time.sleep(2)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -88,7 +88,7 @@ def test_json_is_this_text():
 
 
 def test_every_prefix_is_refused():
-    """A truncated text is a ScheduleError, never another error and never a schedule."""
+    """A truncated text raises a ScheduleError, never another error and never a schedule."""
     text = ROUTED.to_json()
     for end in range(len(text)):
         with pytest.raises(ScheduleError, match="this text is not a schedule in JSON"):
@@ -136,7 +136,7 @@ def test_every_prefix_is_refused():
     ],
 )
 def test_malformed_routes_are_refused(routes):
-    """Malformed routes in a text are a ScheduleError, never an error of Python's own."""
+    """Malformed routes in a text raise a ScheduleError, never an error of Python's own."""
     with pytest.raises(
         ScheduleError,
         match=r"this text is not a schedule in JSON|a route is malformed|only one route between two devices",

@@ -398,7 +398,7 @@ PAIR = Schedule("broadcast", "custom", names(2), (Chunk(ONE, (0,), (0, 1)),), ((
 
 @pytest.mark.parametrize("nbytes", [-1, True, False, 1.0, 1e6, "8", None, [8], math.nan, Fraction(8)])
 def test_bytes_are_a_whole_number(nbytes):
-    """A number of bytes that is negative or not an integer is an ArgumentError that shows it."""
+    """A number of bytes that is negative or not an integer raises an ArgumentError that shows it."""
     topology = Topology.ring(2)
     with pytest.raises(ArgumentError, match=r"nbytes must be an integer[\s\S]*given: nbytes="):
         simulate(PAIR, topology, nbytes)
@@ -408,14 +408,14 @@ def test_bytes_are_a_whole_number(nbytes):
 
 @pytest.mark.parametrize("itemsize", [0, -4, 3, 16, True, 4.0, None])
 def test_elements_are_whole(itemsize):
-    """A number of bytes that is not a multiple of the item size is an ArgumentError."""
+    """A number of bytes that is not a multiple of the item size raises an ArgumentError."""
     with pytest.raises(ArgumentError, match=r"a multiple of itemsize[\s\S]*itemsize="):
         simulate(PAIR, Topology.ring(2), 8, itemsize)
 
 
 @pytest.mark.parametrize("wrong", [None, "ring", 3, ring, []])
 def test_a_schedule_and_a_topology(wrong):
-    """Anything but a Schedule and a Topology is an ArgumentError that shows both."""
+    """Anything but a Schedule and a Topology raises an ArgumentError that shows both."""
     with pytest.raises(ArgumentError, match="needs a Schedule and a Topology"):
         simulate(wrong, Topology.ring(2), 8)
     with pytest.raises(ArgumentError, match="needs a Schedule and a Topology"):
@@ -423,7 +423,7 @@ def test_a_schedule_and_a_topology(wrong):
 
 
 def test_a_missing_route_is_named():
-    """A transfer without a route is a PlanError with the devices, the route, and the existing links."""
+    """A transfer without a route raises a PlanError with the devices, the route, and the existing links."""
     alone = Topology(names(3), [Link("cpu:0", "cpu:2", 1), Link("cpu:1", "cpu:0", 1)])
     with pytest.raises(PlanError, match=r"no route from cpu:0 to cpu:1\.[\s\S]*links out of cpu:0: cpu:2"):
         simulate(PAIR, alone, 8)
@@ -449,7 +449,7 @@ def test_a_missing_route_is_named():
     ],
 )
 def test_nodes_that_the_topology_lacks(schedule, topology):
-    """A device, or a switch of a route, that the topology lacks is a PlanError, too."""
+    """A device, or a switch of a route, that the topology lacks raises a PlanError, too."""
     with pytest.raises(PlanError, match="no route from cpu:0 to cpu:1"):
         simulate(schedule, topology, 8)
 

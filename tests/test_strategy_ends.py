@@ -35,7 +35,7 @@ class OwnError(Exception):
 
 @pytest.mark.parametrize("of_the_call", [True, False])
 def test_a_replica_that_does_not_call_is_named_after_the_timeout(of_the_call):
-    """Waiting longer than the timeout of the call or the run is a StalledError that lists the missing replicas."""
+    """Waiting longer than the timeout of the call or the run raises a StalledError that lists the missing replicas."""
     resume = threading.Event()
 
     def step():
@@ -103,7 +103,7 @@ def test_a_replica_that_catches_the_stop_is_stopped_again():
 
 
 def test_a_replica_makes_one_call_at_a_time():
-    """Two threads of one replica cannot call at the same time; the second call is a ContextError."""
+    """Two threads of one replica cannot call at the same time; the second call raises a ContextError."""
     errors = []
 
     def second(here):

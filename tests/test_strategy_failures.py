@@ -158,7 +158,7 @@ MISMATCHES = {
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("late", [0, 1])
 def test_different_calls_are_listed_at_once(case, n, late):
-    """Different calls are a MismatchError that lists each replica's call, without waiting for the timeout."""
+    """Different calls raise a MismatchError that lists each replica's call, without waiting for the timeout."""
     calls, words = MISMATCHES[case]
     found_out = threading.Event()
 
@@ -188,7 +188,7 @@ def test_different_calls_are_listed_at_once(case, n, late):
 
 
 def test_shapes_and_dtypes_that_differ_are_listed():
-    """Leaves that differ in shape or dtype are a MismatchError with the leaf and each replica's array."""
+    """Leaves that differ in shape or dtype raise a MismatchError with the leaf and each replica's array."""
     strategy = cr.MirroredStrategy(3)
     ones = cr.PerReplica([np.ones(2), np.ones(3), np.ones(2)])
     words = r"(?s)leaf tree\['w'\]: .*replica 0 on cpu:0: float64\[2\]; replica 1 on cpu:1: float64\[3\]"
@@ -231,7 +231,7 @@ def test_an_error_of_merge_call_is_raised_at_the_call():
 
 
 def test_a_context_is_used_only_in_its_replica():
-    """A context used in another replica, in a merge_call, after the run or in another thread is a ContextError."""
+    """A context used in another replica, in a merge_call, after the run or in another thread raises a ContextError."""
     strategy = cr.MirroredStrategy(2)
     contexts = {}
 

@@ -211,7 +211,7 @@ def test_extended_reduces_and_broadcasts(library):
         value, lambda x, k, same: (library.to_numpy(x).tolist(), k, same), args=(cr.PerReplica([7, 8, 9]), 1)
     )
     assert log[1].values == (7, 8, 9)
-    with pytest.raises(cr.ArgumentError, match="update takes a variable"):
+    with pytest.raises(cr.ArgumentError, match="update needs a variable"):
         strategy.extended.update(xs[0], print)
     with pytest.raises(cr.ArgumentError, match="is not a pair"):
         strategy.extended.batch_reduce_to("sum", [value])

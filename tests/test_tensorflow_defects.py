@@ -169,7 +169,7 @@ BAD_DESTINATIONS = [
 
 @pytest.mark.parametrize("op", ["to one", "hierarchical"])
 def test_bad_destinations(op):
-    """An invalid destination is a ValueError that shows the given value, before any data is moved."""
+    """An invalid destination raises a ValueError that shows the given value, before any data is moved."""
     op, value = OPS[op], per_replica([1.0, 2.0])
     for bad in BAD_DESTINATIONS:
         for call in (

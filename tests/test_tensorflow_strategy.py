@@ -176,7 +176,7 @@ def test_gather_has_gradients():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gather_errors(mode):
-    """Components of different shapes are a ValueError, eagerly and while tracing; slices cannot be gathered."""
+    """Components of different shapes raise a ValueError, eagerly and while tracing; slices cannot be gathered."""
     strategy = strategy_of(2)
     for rows in ([np.ones((1, 1)), np.ones((1, 2))], [np.ones(1), np.ones((1, 2))]):
         value = distributed(strategy, rows)

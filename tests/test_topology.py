@@ -194,7 +194,7 @@ def test_bad_topologies_are_refused(make, text):
 
 
 def test_invalid_names_are_device_errors():
-    """A name that cannot be parsed is a DeviceError that shows it."""
+    """A name that cannot be parsed raises a DeviceError that shows it."""
     for make in (lambda: Topology.ring(["foo"]), lambda: Topology((A,), (Link(A, "bar", 1),))):
         with pytest.raises(DeviceError, match=r"given: '(foo|bar)'"):
             make()
@@ -202,14 +202,14 @@ def test_invalid_names_are_device_errors():
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_renamed_needs_one_name_per_device(count):
-    """Too few or too many names are an ArgumentError that states their number."""
+    """Too few or too many names raise an ArgumentError that states their number."""
     with pytest.raises(ArgumentError, match="3"):
         Topology.ring(3).renamed(names(4)[:count])
 
 
 @pytest.mark.parametrize("latency", [-1, math.nan, math.inf, "x", None])
 def test_latency_is_a_number_of_seconds(latency):
-    """A latency that is not a number of seconds, 0 or more, is an ArgumentError, like a bandwidth."""
+    """A latency that is not a number of seconds, 0 or more, raises an ArgumentError, like a bandwidth."""
     with pytest.raises(ArgumentError, match="latency"):
         Topology((A, B), (Link(A, B, 1, latency),))
 

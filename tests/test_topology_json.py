@@ -46,7 +46,7 @@ def test_json_written_by_people():
 
 @pytest.mark.parametrize("topology", [Topology.star(3, Fraction(64, 3), MICRO), Topology.ring(2), Topology([A], [])])
 def test_every_prefix_is_refused(topology):
-    """A truncated text is an ArgumentError, never another error and never a topology."""
+    """A truncated text raises an ArgumentError, never another error and never a topology."""
     text = topology.to_json()
     for end in range(len(text)):
         with pytest.raises(ArgumentError, match="this text is not a topology in JSON"):
@@ -139,7 +139,7 @@ def lacking(name):
     ],
 )
 def test_malformed_json_is_refused(text):
-    """Text that is not a topology, or lacks a part of one, is an ArgumentError, never an error of Python's own."""
+    """Text that is not a topology, or lacks a part of one, raises an ArgumentError, never an error of Python's own."""
     with pytest.raises(ArgumentError, match=r"topology|link|switch|device|bandwidth|latency"):
         Topology.from_json(text)
 
@@ -156,7 +156,7 @@ values = st.recursive(
 @settings(max_examples=300)
 @given(st.data())
 def test_any_value_in_place_of_any_part(data):
-    """With any value in place of any part, the text is read as a topology or is an ArgumentError."""
+    """With any value in place of any part, the text is read as a topology or raises an ArgumentError."""
     content = json.loads(json.dumps(GOOD))
     place, inside = data.draw(st.sampled_from([*GOOD])), content
     while isinstance(inside[place], list) and inside[place] and data.draw(st.booleans()):

@@ -247,7 +247,7 @@ def test_disconnected_replicas_move_nothing(algorithm):
 
 
 def test_devices_that_the_topology_does_not_have():
-    """If the topology has only some of the devices of a value, or fewer devices, it is a PlanError."""
+    """If the topology has only some of the devices of a value, or fewer devices, the call raises a PlanError."""
     null = NullFramework()
     some = [null.zeros((5,), "float32", device) for device in ("cuda:0", "cpu:1")]
     with pytest.raises(cr.PlanError, match=r"the topology lacks a device[\s\S]*request for cuda:0, cpu:1"):

@@ -86,7 +86,7 @@ def test_names_of_switches(name):
     ],
 )
 def test_a_switch_cannot_have_a_device_name(name):
-    """A name that could be parsed as a device's, or that has other characters, is an ArgumentError that shows it."""
+    """A name that is also a device's, or that has other characters, raises an ArgumentError that shows it."""
     with pytest.raises(ArgumentError, match=r"a switch needs a unique name[\s\S]*given: "):
         Topology([A], [], [name])
 
@@ -109,14 +109,14 @@ def test_a_switch_cannot_have_a_device_name(name):
     ],
 )
 def test_bad_switches_are_refused(switches, text):
-    """An invalid list of switches, or one that lists a switch twice, is an ArgumentError."""
+    """An invalid list of switches, or one that lists a switch twice, raises an ArgumentError."""
     with pytest.raises(ArgumentError, match=text):
         Topology([A], [], switches)
 
 
 @pytest.mark.parametrize("link", [("x", "x", 1), ("x", "z", 1), (A, "z", 1), ("x", A, 0), ("x", B, 1)])
 def test_links_of_switches_are_checked_too(link):
-    """A link from a switch to itself, to an unknown node or without bandwidth is an ArgumentError, as for devices."""
+    """A link from a switch to itself, to an unknown node or without bandwidth raises an error, as for devices."""
     with pytest.raises(ArgumentError, match=r"a link|device name|bandwidth"):
         Topology([A], [link], ["x"])
 
@@ -144,7 +144,7 @@ def test_without_link_takes_switches_too(topology, data):
 
 
 def test_without_link_lists_the_existing_links():
-    """A missing link or node is an ArgumentError that lists the links out of the first node."""
+    """A missing link or node raises an ArgumentError that lists the links out of the first node."""
     star = Topology.star(3)
     with pytest.raises(
         ArgumentError, match=r"no such link[\s\S]*switch - switch[\s\S]*out of switch: cpu:0, cpu:1, cpu:2"
@@ -284,7 +284,7 @@ def test_routes_of_known_machines():
 
 @pytest.mark.parametrize(("src", "dst"), [(A, "cpu:9"), ("cpu:9", A), ("cpu:9", "cpu:9"), ("switch", "cpu:9")])
 def test_no_route_for_unknown_devices(src, dst):
-    """A device that is not in the topology is an ArgumentError, as either argument."""
+    """A device that is not in the topology raises an ArgumentError, as either argument."""
     with pytest.raises(ArgumentError, match=r"no such device[\s\S]*given: cpu:9"):
         Topology.star(3).route(src, dst)
 
@@ -311,7 +311,7 @@ def test_mesh(rows, columns):
 def test_torus(shape):
     """A torus links each device to the next one and to the previous one along each dimension; along a dimension of two
     devices these are the same, and there is one link per direction."""
-    speeds = tuple(10 + k for k in range(len(shape)))  # of the last dimension first
+    speeds = tuple(10 + k for k in range(len(shape)))  # the last dimension is the first
     topology = Topology.torus(*shape, gb_per_s=speeds)
     cells = list(product(*map(range, shape)))
     wanted = {}
@@ -361,7 +361,7 @@ def test_shapes_give_every_link_the_latency():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Topology.mesh(0, 3), r"1 or more devices along each dimension[\s\S]*\(0, 3\)"),
+        (lambda: Topology.mesh(0, 3), r"at least 1 device along each dimension[\s\S]*\(0, 3\)"),
         (lambda: Topology.mesh(-1, 3), "1 or more devices"),
         (lambda: Topology.mesh(2.0, 3), "1 or more devices"),
         (lambda: Topology.mesh("2", 3), "1 or more devices"),
@@ -378,6 +378,6 @@ def test_shapes_give_every_link_the_latency():
     ],
 )
 def test_bad_shapes_are_refused(make, text):
-    """A grid without devices, or with the wrong number of speeds, is an ArgumentError that shows it."""
+    """A grid without devices, or with the wrong number of speeds, raises an ArgumentError that shows it."""
     with pytest.raises(ArgumentError, match=text):
         make()

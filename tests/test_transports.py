@@ -38,7 +38,7 @@ def on_gloo(law, folder):
 
 
 def on_mpi(law, folder):
-    """Run a law under mpiexec."""
+    """Run a test of transport_laws.py under mpiexec."""
     status, output = launched(3, str(Path(transport_laws.__file__)), "mpi", law.__name__, timeout_s=60)
     assert status == 0, output
     assert output.count("passed") == 3, output

@@ -413,7 +413,7 @@ def test_cached_properties_are_not_copied():
 
 
 def test_a_tree_that_contains_itself():
-    """A tree that contains itself is an ArgumentError."""
+    """A tree that contains itself raises an ArgumentError."""
     loop = []
     loop.append(loop)
     with pytest.raises(cr.ArgumentError, match="too deep, or contains itself"):

@@ -235,7 +235,7 @@ def subgroups(c):
         raise failures[0]
     for group in groups:
         dist.destroy_process_group(group)
-    for _ in range(3):  # repeatedly the same name
+    for _ in range(3):  # the groups of all rounds have the same name
         ranks = [0, 1] if c.rank < 2 else list(range(2, c.size))
         group = dist.new_group(ranks, use_local_synchronization=True)
         x = given(c.rank, (5,), torch.float64, 155)

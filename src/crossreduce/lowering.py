@@ -51,7 +51,7 @@ class ChunkProgram(NamedTuple):
     Value k is the input of ``sources[k]``; instruction k makes value ``len(sources) + k``.
     """
 
-    share: Fraction  # of the buffer
+    share: Fraction  # the chunk's fraction of the buffer
     sources: tuple[int, ...]  # the devices that contribute
     destinations: tuple[int, ...]  # the devices that need the result
     instructions: tuple[Instruction, ...]  # in an order in which they can run one by one
@@ -257,7 +257,7 @@ def fused(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
     ((0, 2, 3), (1, 0, 1, -1))
     """
     inputs = len(chunk.sources)
-    number = list(range(inputs))  # of each of the chunk's values, among inputs and folds
+    number = list(range(inputs))  # for each value of the chunk, its number among inputs and folds
     known: dict[tuple[int, ...], int] = {}
     for instruction in chunk.instructions:
         operands = tuple(number[operand] for operand in instruction.operands)
@@ -360,7 +360,7 @@ def for_device(program: Program, device: int) -> DeviceProgram:
     """
     values = [LocalValue(c, False) for c in range(len(program.chunks))]
     local: dict[tuple[int, int], int] = {}  # the local number of each value on this device
-    final: set[tuple[int, int]] = set()  # of all devices
+    final: set[tuple[int, int]] = set()  # the final values of all devices
     places = [chunk.devices for chunk in program.chunks]
     for c, chunk in enumerate(program.chunks):
         local.update(((c, k), c) for k, source in enumerate(chunk.sources) if source == device)

@@ -228,7 +228,7 @@ def check_result(result: Any, destinations: tuple[str, ...], method: str) -> Mir
     """Return what a custom implementation returned, if it is a ``Mirrored`` on the destinations.
 
     Raises:
-      UnsupportedError: it is not.
+      UnsupportedError: it returned another value.
     """
     if isinstance(result, Mirrored) and result.devices == destinations:
         return result
@@ -240,7 +240,7 @@ def check_results(results: Any, destinations: list[tuple[str, ...]], ops: str) -
     """Return what a batch implementation of class ``ops`` returned, if it is a list of one ``Mirrored`` per pair.
 
     Raises:
-      UnsupportedError: it is not.
+      UnsupportedError: it returned another value.
     """
     if not isinstance(results, list) or len(results) != len(destinations):
         problem = f"{ops}.batch_reduce_implementation must return a list of one Mirrored per pair."

@@ -121,9 +121,9 @@ class _Event:
 
     kind: str  # "put", "signal", "wait", "re", "copy" or, before all others, "begin"
     time: int  # an event depends only on events of earlier times, and on those of its time that were made before
-    pair: Pair = (-1, -1)  # of a put; of a signal or wait, the pair of its put
-    data: bool = True  # of a signal or wait: for the data of a put, or for the permission to put
-    since: int = -1  # of a wait: the time of the event whose end is signalled
+    pair: Pair = (-1, -1)  # the pair of this put, or of the put that this signal or wait belongs to
+    data: bool = True  # for a signal or wait: whether it reports the data of a put, or permits the put
+    since: int = -1  # for a wait: the time of the event whose end is signalled
     srcs: tuple[Extent, ...] = ()  # the memory that it reads
     dst: Extent = ("", 0, 0)  # the memory that it writes
     signals: list[_Event] = field(default_factory=list)  # those that follow it
@@ -259,8 +259,8 @@ class _GpuPlan:
 
     rank: int
     scratch: int = 0  # units
-    peers: list[int] = field(default_factory=list)  # of its channels
-    buffers: list[tuple[int, str]] = field(default_factory=list)  # of others: rank and buffer
+    peers: list[int] = field(default_factory=list)  # the other rank of each of its channels
+    buffers: list[tuple[int, str]] = field(default_factory=list)  # (rank, buffer) of other ranks that it accesses
     threadblocks: list[_ThreadblockPlan] = field(default_factory=list)
 
 

@@ -39,7 +39,7 @@ def require_host(devices: tuple[str, ...], framework: str) -> None:
     """Raise unless every device is host memory of this process."""
     for device in devices:
         if not device.startswith("cpu:"):
-            problem = f"{framework} arrays are in this host's memory."
+            problem = f"{framework} arrays can only be on CPU devices of this host."
             raise DeviceError.of(problem, device, '"cpu:0", "cpu:1", ...')
 
 

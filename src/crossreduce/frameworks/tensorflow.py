@@ -133,7 +133,7 @@ class TensorFlow(Immutable):
 
     def _dense(self, value: Any) -> Array:
         if not isinstance(value, tf.Tensor):
-            inner = getattr(value, "value", None)  # of a Keras variable
+            inner = getattr(value, "value", None)  # a Keras variable has a tf.Variable as its value
             if isinstance(inner, tf.Variable):
                 value = inner
             if not isinstance(value, tf.Variable):

@@ -31,7 +31,7 @@ class Request(NamedTuple):
     destinations: tuple[str, ...]  # the devices that need the result
     algorithm: str = "auto"  # a name of the registry, "auto", or "nccl", which is planned as "auto"
     topology: Topology | None = None  # the links that may be used; None: any two devices are linked equally
-    nbytes: int = 0  # of the buffer: of one replica's, for an all-reduce; of all parts together, for an all-gather
+    nbytes: int = 0  # the size of one replica's buffer; for an all-gather, the size of all parts together
     packs: int = 1  # the number of equal packs of the buffer, each with its own root, if the algorithm has roots
     first: int = 0  # the number of the first pack's root
     root: str | None = None  # the root of all packs; None: roots rotate over the devices
@@ -173,7 +173,7 @@ def hierarchical_copy_schedule(request: Request, groups: list[list[int]] | None 
     def moves(pack: int) -> Moves:
         root = roots[pack % len(roots)]
         rank = next(group.index(root) for group in split if root in group)
-        mains: list[int] = []  # of the groups that have a source, in the order of the groups
+        mains: list[int] = []  # the main devices of the groups that have a source, in the order of the groups
         for group in split:
             members = [d for d in group if d in giving]
             if members:

@@ -26,7 +26,7 @@ from .multi_host import COLLECTIVES
 from .one_host import RankExecutable
 from .shared_memory import MAX_TEXT_BYTES, GroupAborted
 
-_CACHED_STAGES: Final = 1 << 15  # of all cached executables; on 8 ranks a stage takes 1 to 2 KiB
+_CACHED_STAGES: Final = 1 << 15  # the most stages that are cached; on 8 ranks a stage takes 1 to 2 KiB
 
 
 class ArrayView(NamedTuple):
@@ -74,7 +74,7 @@ class Communicator(Member):
         self._caller: int | None = None  # the thread whose call runs
         self._pid = os.getpid()
         self._executables: dict[Any, RankExecutable] = {}
-        self._stages = 0  # of all of these
+        self._stages = 0  # the number of stages of all cached executables
         self._closed = False
         super().__init__(rendezvous, transport, name, timeout_s, global_ranks)
 

@@ -18,7 +18,7 @@ _MAX_CALLS: Final = 8  # different calls in one text
 _ARRAY: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
 _CALL_TEXT: Final = re.compile(
     rf"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d+))?(?P<arrays>(?:,? {_ARRAY.pattern})*)"
-)  # also with several arrays
+)  # a call may have several arrays
 
 
 class CallSignature(NamedTuple):

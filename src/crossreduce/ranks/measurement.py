@@ -27,7 +27,7 @@ from .multi_host import host_names
 
 _TAG: Final = 1  # differs from that of reductions, which may run at the same time
 _PINGS: Final = 9
-_FIRST_BYTES: Final = 1 << 20  # of the first stream; a token bucket may let some of them pass at once
+_FIRST_BYTES: Final = 1 << 20  # the first stream; a token bucket may let some of it pass at once
 _MESSAGES: Final = 8
 _STREAMS: Final = 5  # the median counts: other work slows one down, a token bucket speeds one up
 _ALL_AT_ONCE: Final = 3  # streams of all hosts; the median counts

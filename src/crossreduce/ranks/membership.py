@@ -64,7 +64,7 @@ class Member(StageRunner):
         global_ranks: Sequence[int] | None,
     ) -> None:
         if kernels.instruction_set() == "numpy" or not hasattr(os, "memfd_create"):
-            problem = "ranks share memory through the compiled kernels, on Linux."
+            problem = "ranks need Linux and the compiled kernels to share memory."
             remedy = "install with a C++ compiler, on Linux, and no CROSSREDUCE_KERNELS=numpy"
             raise BackendError.of(problem, f"kernels {kernels.instruction_set()}", remedy)
         self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s

@@ -55,8 +55,8 @@ class MultiHostEngine:
         place = self.ranks.index(rank)
         self.leader = place if place < self.leaders else None
         self.peers = tuple(ranks[place] for ranks in hosts) if self.leader is not None else ()
-        self.topology: Topology | None = None  # of the hosts, if it was measured
-        self._exchange: Exchange | None = None  # of the current op
+        self.topology: Topology | None = None  # the topology of the hosts, if it was measured
+        self._exchange: Exchange | None = None  # the exchange of the current op
 
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; of size 0 it only compares calls, whatever the collective."""
@@ -108,7 +108,7 @@ class MultiHostEngine:
         buffers = 1 if collective == "broadcast" or (collective == "reduce" and self.rank != root) else 2
         nbytes = itemsize(numbers.dtype)
         starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
-        partials = finals = ArrayPlaces(buffers, ())  # of the own stripe; other ranks do not use them
+        partials = finals = ArrayPlaces(buffers, ())  # where the leader's own stripe is; other ranks do not use them
         if exchange is not None and self.leader is not None:
             stripes = [line_shares(size, self.leaders, nbytes)[self.leader] for size in sizes]
             wide, narrow = itemsize(numbers.accumulator), itemsize(numbers.result)

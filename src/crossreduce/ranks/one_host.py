@@ -34,9 +34,9 @@ class RankExecutable(NamedTuple):
     """A compiled call of one rank: its host's part, and on leader ranks the exchange with other hosts."""
 
     program: Any  # the native RankProgram of the host's part
-    stages: int  # of the program
+    stages: int  # the number of stages of the program
     text: bytes  # describes the call
-    digest: bytes = b""  # of all that hosts must agree on, if there are several
+    digest: bytes = b""  # a digest of all that several hosts must agree on
     exchange: ExchangeProgram | None = None  # None: the rank is not a leader, or nothing moves
     deliveries: tuple[list[RankInstruction], ...] = ()  # per piece: copy the exchange's results to where ranks read
 

@@ -61,10 +61,10 @@ class _ChunkValues(NamedTuple):
     buffers. A result may replace an input there: no later step reads it, since the schedule has replaced it.
     """
 
-    devices: tuple[int, ...]  # where each is made
-    made: tuple[int, ...]  # the phase that makes it; 0: inputs
-    last: tuple[int, ...]  # the last phase that reads it from a slot; -1: it needs no slot
-    dtypes: tuple[str, ...]  # in slots and results
+    devices: tuple[int, ...]  # the device that computes each value
+    made: tuple[int, ...]  # the phase that computes each value; 0: inputs
+    last: tuple[int, ...]  # the last phase that reads each value from a slot; -1: it needs no slot
+    dtypes: tuple[str, ...]  # the dtype of each value in slots and results
     direct: int
 
     def in_caller(self, operand: int, rank: int) -> bool:
@@ -114,7 +114,7 @@ class RankAnalysis:
             [_SlotGroup(last - made + 1, tuple(values)) for (made, last), values in slot.items()] for slot in slots
         ]
         ends = list(accumulate((chunk.share * arrays for chunk in program.chunks), initial=Fraction(0)))
-        self._bounds = []  # of each chunk: its array, and the boundaries within the array
+        self._bounds = []  # for each chunk: its array, and its boundaries within the array
         for start, stop in pairwise(ends):
             array = min(int(start), arrays - 1)
             assert stop - array <= 1, "a chunk is in one array"

@@ -24,7 +24,7 @@ from .diagnostics import CallSignature
 
 SLICE_S: Final = 0.05  # a rank waits this long before it handles signals and checks the other ranks
 SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time that sleeping and waking take
-MAX_TEXT_BYTES: Final = 232  # of a call's description, and below of an abort reason (see the native shared_memory.hpp)
+MAX_TEXT_BYTES: Final = 232  # the limit of a call's description; as in the native shared_memory.hpp
 MAX_CAUSE_BYTES: Final = 2040
 LEFT: Final = "left the group"
 _LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid

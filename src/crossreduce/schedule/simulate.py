@@ -127,7 +127,7 @@ def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Sche
     most = max(1, min(nbytes // len(schedule.chunks) // LEAST_PIECE, MOST_PIECES))
     tried = {1, deep, most, *range(2, min(deep, 33)), *(1 << k for k in range(deep.bit_length()))}
     windows = timing.windows(deep)
-    latency, transfer = windows[deep - 1]  # of a tick in which all rounds are in progress
+    latency, transfer = windows[deep - 1]  # the times of a tick in which all rounds are in progress
     if latency:
         ramps = sum(seconds for _, seconds in windows) - deep * transfer
         best = math.sqrt(max(ramps, 0.0) / latency)

@@ -342,7 +342,7 @@ def _recorded(leaves: list[Any], structure: Any) -> tuple[bool, ...]:
 
 def _code(function: Callable[..., Any]) -> object:
     """Return an object that is equal for functions that the replicas have made from the same source lines."""
-    function = getattr(function, "func", function)  # of a partial
+    function = getattr(function, "func", function)  # the function of a functools.partial
     default = function if isinstance(function, BuiltinFunctionType) else type(function)
     return getattr(function, "__code__", default)
 

@@ -67,7 +67,7 @@ class ReplicaGroup:
         self._lock = threading.Lock()  # guards all attributes below
         self._wakeups: SimpleQueue[None] = SimpleQueue()  # wakes the caller
         self._replies: list[SimpleQueue[tuple[Any, BaseException | None]]] = [SimpleQueue() for _ in range(n)]
-        self._calls: list[CollectiveCall | None] = [None] * n  # of the replicas that wait
+        self._calls: list[CollectiveCall | None] = [None] * n  # the calls of the replicas that wait
         self._ended = [False] * n
         self._results: list[Any] = [None] * n
         self._failures: list[tuple[int, BaseException]] = []  # in the order in which they happened

@@ -24,11 +24,11 @@ from .kinds import kind
 from .links import Link, Wiring, both_ways
 from .routes import groups, joined
 
-LONGEST: Final = 1 << 18  # characters; a table of 72 GPUs and 72 cards has 170,000
+LONGEST: Final = 1 << 18  # characters; a table of 72 GPUs and 72 NICs has 170,000
 
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _GPU: Final = re.compile(r"GPU[0-9]{1,4}")
-_NAME: Final = re.compile(r"[A-Za-z]\w*[0-9]")  # of a GPU or card: mlx5_0, NIC0
+_NAME: Final = re.compile(r"[A-Za-z]\w*[0-9]")  # the name of a GPU or NIC: mlx5_0, NIC0
 _CELL: Final = re.compile(r"X|NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS|SOC")  # SOC is what SYS was called until 2017
 _NEAR: Final = (("pcie", {"PIX"}), ("pcie", {"PIX", "PXB"}), ("cpu", {"PIX", "PXB", "PHB", "NODE"}))
 _SHOW: Final = "the complete output of nvidia-smi topo -m, from the line with GPU0"

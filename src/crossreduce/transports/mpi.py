@@ -15,7 +15,7 @@ from typing import Any, Final
 from ..errors import CollectiveTimeout, message, rank_list
 
 _GATHER, _CAUSE = 1, 2  # tags of the communicator
-_FIRST_TAG: Final = 16  # of the transport's messages
+_FIRST_TAG: Final = 16  # the smallest tag of the transport's messages
 _ABORTED: Final = "this rank has aborted the group"
 _CHECK_S: Final = 0.25  # between two checks whether another rank has aborted
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # between two tests of a message: MPI itself can only wait by spinning

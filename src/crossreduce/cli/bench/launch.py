@@ -21,7 +21,7 @@ from typing import IO, Any, Final
 _GRACE_S: Final = 1.0  # after one rank failed, the others of its group have time to report their own errors
 _TERMINATE_S: Final = 3.0
 _PAUSE_S: Final = 0.02
-_SHOWN_NBYTES: Final = 20_000  # of the standard error of the failed rank
+_SHOWN_NBYTES: Final = 20_000  # the most bytes of the failed rank's standard error that are shown
 
 
 def launch(command: list[str], count: int) -> int:

@@ -126,7 +126,7 @@ def report(request: BenchRequest, rows: list[Row], start_time: str) -> dict[str,
     """Return the run in nccl-tests' keys, where "true" and "false" are strings, with this library's keys added."""
     step = "step_factor" if request.step_factor > 1 else "step_bytes"
     return {
-        "version": 2,  # of this layout, nccl-tests' JSON_FILE_VERSION
+        "version": 2,  # the version of this layout: nccl-tests' JSON_FILE_VERSION
         "start_time": start_time,
         "args": list(request.args),
         "env": {},

@@ -162,7 +162,7 @@ def kernel(layout: Layout, numbers: Numbers, results: int) -> Kernel:
             (len(sizes) + k, span.start, span.start + span.size) for k, span in enumerate(buffer.spans) if span.size
         ]
         sizes.extend(span.size for span in buffer.spans)
-        first = 0  # of the spans that end after the current position
+        first = 0  # the first span that ends after the current position
         for program, base, end in ranges:
             for chunk, low, high in element_ranges(program, end - base):
                 low, high = base + low, base + high

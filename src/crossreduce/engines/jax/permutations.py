@@ -106,7 +106,7 @@ class _Compiler:
 
     def __init__(self, program: Program, stacks: tuple[tuple[int, ...], ...]) -> None:
         self._program = program
-        self._devices = [chunk.devices for chunk in program.chunks]  # of the values of each chunk
+        self._devices = [chunk.devices for chunk in program.chunks]  # by chunk: the device of each value
         self._stack = {chunk: stack for stack, chunks in enumerate(stacks) for chunk in chunks}
         self._repeated = list(map(_repeated, program.chunks))
         self._blocks = [1] * len(stacks)
@@ -213,7 +213,7 @@ class _Compiler:
 
 def _repeated(chunk: ChunkProgram) -> frozenset[int]:
     """Return the combinations that several devices compute, each for itself, from values with the same bits."""
-    origin = list(range(len(chunk.sources)))  # of each value: the first value with the same bits
+    origin = list(range(len(chunk.sources)))  # for each value: the first value with the same bits
     same: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # combinations by the origins of their operands
     for value, instruction in enumerate(chunk.instructions, start=len(chunk.sources)):
         operands = tuple(origin[operand] for operand in instruction.operands)

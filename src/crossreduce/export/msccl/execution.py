@@ -144,8 +144,8 @@ class _ThreadblockParser:
     def __init__(self, program: MscclProgram, gpu: int, number: int, block: Threadblock) -> None:
         self.program, self.gpu, self.block = program, gpu, number
         self.steps: list[RuntimeStep] = []
-        self.waits: list[list[tuple[int, int]]] = []  # for each step: threadblocks, and the steps that it waits for
-        self.signals: list[tuple[int, int]] = []  # the runtimes' count of a signalling step, and the step
+        self.waits: list[list[tuple[int, int]]] = []  # for each step: the (threadblock, step) that it waits for
+        self.signals: list[tuple[int, int]] = []  # (the counter value that the step signals, the step's number)
         first = len(program.steps)
         self._parse(block)
         program.blocks[gpu, number] = range(first, len(program.steps))

@@ -116,7 +116,7 @@ def read_msccl_xml(text: str) -> Algo:
     'rrc'
     """
     if not isinstance(text, str):
-        raise ScheduleError.of("MSCCL XML is text.", shown(text), "the content of a .xml file")
+        raise ScheduleError.of("MSCCL XML must be a str.", shown(text), "the content of a .xml file")
     if len(text) > LONGEST_TEXT:
         raise ScheduleError.of(f"this text is longer than {LONGEST_TEXT} characters.", str(len(text)))
     top = _parse(text)

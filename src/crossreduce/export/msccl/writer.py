@@ -33,7 +33,9 @@ from .verifier import verify_msccl_xml
 
 CHANNELS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_.:+/@-]{1,200}")  # the runtimes' parsers read no escapes and 255 characters
+_NAME: Final = re.compile(
+    r"[A-Za-z0-9_.:+/@-]{1,200}"
+)  # the runtimes' parsers read 255 characters at most, and no escapes
 
 
 def to_msccl_xml(
@@ -280,7 +282,7 @@ class _XmlWriter:
 
     def text(self, head: str) -> str:
         """Return the file, with a ``nop`` for each operation but one that an operation waits for."""
-        numbers: defaultdict[int, dict[Threads, int]] = defaultdict(dict)  # of each GPU's threadblocks
+        numbers: defaultdict[int, dict[Threads, int]] = defaultdict(dict)  # by GPU: the ids of its threadblocks
         for block in sorted(self.blocks):
             numbers[block[0]][block] = len(numbers[block[0]])
             number = -1

@@ -102,7 +102,7 @@ class Bound:
     def _proved_by_weights(self) -> Fraction:
         for root in self.devices:  # the trees of every root cross cuts of weight 1
             if sum((cut.weight for cut in self.cuts if root in cut.nodes), Fraction(0)) < 1:
-                raise PlanError.of("a root is in cuts of too little weight.", root)
+                raise PlanError.of("the cuts that contain a root must have a total weight of at least 1.", root)
         shift = {switch: two for switch, *two in self.potentials}
         if not shift.keys() <= {switch.name for switch in self.topology.switches if not switch.reduces}:
             raise PlanError.of("only switches that do not reduce have potentials.", shown(self.potentials))

@@ -28,7 +28,7 @@ class Network:
             if capacity:
                 self._arcs[src][dst] = capacity
         self._matrix: Any = None
-        self._last: Any = None  # of a flow: its ends and what SciPy returned
+        self._last: Any = None  # the ends of the latest flow, and SciPy's result
 
     def flow(self, src: int, dst: int) -> int:
         """Return the value of the greatest flow from ``src`` to another node."""

@@ -121,7 +121,7 @@ class _LinearProgram:
             self.leaving[src].append(k)
             self.entering[dst].append(k)
         self.plain = [number[switch.name] for switch in topology.switches if not switch.reduces]
-        # Integers, so that denominators of an exact solution come from the program only.
+        # Bandwidths are scaled to integers, so that they add no denominators to an exact solution.
         self.scale = lcm(*(link.bandwidth.denominator for link in self.links))
         self.width = [int(link.bandwidth * self.scale) for link in self.links]
         self.largest = max(self.width)
@@ -296,7 +296,7 @@ class _LinearProgram:
             return Fraction(sum(self.width)), [], {}
         weights = [(cut, w / least) for cut, w in weights if w]
         potentials = {switch: (a / least, b / least) for switch, (a, b) in potentials.items()}
-        price = [[Fraction(0), Fraction(0)] for _ in self.arcs]  # of each link, in broadcasts and in reductions
+        price = [[Fraction(0), Fraction(0)] for _ in self.arcs]  # by link: its price in broadcasts and in reductions
         for cut, w in weights:
             for k in self.crossing(cut):
                 price[k][not cut.outward] += w
