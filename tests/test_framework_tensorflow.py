@@ -402,7 +402,7 @@ def test_gradients(algorithm: str, traced: bool) -> None:
 
 
 def test_gradients_of_other_ops_and_of_half_types() -> None:
-    """The gradient of max is 1 for the largest value, that of product is the other factors' product, that of sum 1."""
+    """The gradient of a max is 1 for the largest value, that of a product the other values' product, of a sum 1."""
     xs = [on(k, x) for k, x in enumerate((2.0, 5.0, 3.0))]
     halves = [on(k, 1.0, tf.float16) for k in range(3)]
     wanted = [("max", xs, [0.0, 1.0, 0.0]), ("product", xs, [15.0, 6.0, 10.0]), ("sum", halves, [1.0] * 3)]

@@ -314,9 +314,9 @@ def test_a_wrong_schedule_is_not_exported():
     [
         ({"proto": "simple"}, "unknown protocol"),
         ({"runtime": "nccl"}, "unknown runtime"),
-        ({"inplace": False, "outofplace": False}, "never used"),
-        ({"min_bytes": -1}, "range from min_bytes to max_bytes"),
-        ({"min_bytes": 2, "max_bytes": 1}, "range from min_bytes to max_bytes"),
+        ({"inplace": False, "outofplace": False}, "in place, calls out of place, or both"),
+        ({"min_bytes": -1}, "0 <= min_bytes <= max_bytes"),
+        ({"min_bytes": 2, "max_bytes": 1}, "0 <= min_bytes <= max_bytes"),
         ({"name": 'a"b'}, "cannot read this name"),
         ({"name": "x" * 256}, "cannot read this name"),
         ({"channels": 0}, "channels"),

@@ -117,7 +117,7 @@ def test_forwarded_partial_results_are_blue(tmp_path):
 
 
 def test_chunks_with_the_same_transfers_share_a_panel(tmp_path):
-    """Chunks with the same transfers are one tree with the sum of their shares; another route makes another tree."""
+    """Chunks with the same transfers are drawn as one tree with the sum of their shares, unless their routes differ."""
     bus = [("cpu:0", "bus", 9), ("bus", "cpu:1", 9)]
     topology = Topology(names(3), [*Topology.full_mesh(3).links, *bus], ["bus"])
     schedule = ring(names(3), packs=3)

@@ -317,7 +317,7 @@ def topology(c):
     expect_reduced(x, SUM, xs)
     record_digest("topology sum", x)
     assert crossreduce.plan(found, "all_reduce", nbytes=1 << 20).seconds > 0
-    raises(ValueError, "not a group that crossreduce reduces", measure_topology, dist.new_group(backend="gloo"))
+    raises(ValueError, "not a process group of crossreduce", measure_topology, dist.new_group(backend="gloo"))
 
 
 @check

@@ -236,7 +236,7 @@ def _finished(
     for value, (r, device, operands) in enumerate(read, start=inputs):
         last_uses = tuple(v for v in dict.fromkeys(operands) if last_read[v] == value and v not in results)
         donated = -1
-        if len(operands) > 1:  # its operands are inputs or partial sums, each once: neither final nor results
+        if len(operands) > 1:  # its operands are inputs or partial sums, never results, and all differ
             origins = enumerate(origin[operand] for operand in operands[:2])
             donated = next((k for k, start in origins if start >= inputs and last_read_origin[start] == value), -1)
         made.append(Instruction(device, operands, r, final[value - inputs], last_uses, donated))

@@ -188,7 +188,7 @@ def _gathered(x: Array, axes: MeshAxes) -> Array:
 
 
 def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
-    """Reduce arrays of one dtype. A program reduces all of them joined; XLA's collective, the small ones joined."""
+    """Reduce arrays of one dtype. A program reduces all arrays at once, XLA's collective only the small ones."""
     program = _program(spec, numbers.op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
     # To flatten an array, XLA would have to gather an axis of the mesh that it partitions.
     kinds = jax.sharding.get_abstract_mesh().axis_types or ()

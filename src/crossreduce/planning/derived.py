@@ -1,4 +1,4 @@
-"""Reduce-scatters, the steps of an all-reduce that bring each part to its device, and all-gathers, these backwards."""
+"""Derive reduce-scatters from all-reduces, by removing the steps that copy results, and reverse them to all-gathers."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, (Group, HookState)):
         remedy = 'a process group of the backend "crossreduce", or a HookState'
-        raise ArgumentError.of("this is not a group that crossreduce reduces.", shown(found), remedy)
+        raise ArgumentError.of("this is not a process group of crossreduce.", shown(found), remedy)
     measured: list[Topology] = []
     found.queue.run(lambda: measured.append(measure(found.communicator, seconds)), [], asynchronous=False)
     return measured[0]

@@ -90,12 +90,16 @@ def to_msccl_xml(
     if runtime not in (*RUNTIMES, "both"):
         raise ArgumentError.of("unknown runtime.", shown(runtime), ", ".join((*RUNTIMES, "both")))
     if channels is not None and channels < 1:
-        raise ArgumentError.of("a file has 1, 2, ... channels.", shown(channels), "channels=None: the fewest")
+        raise ArgumentError.of(
+            "the number of channels must be at least 1.", shown(channels), "channels=None: the fewest"
+        )
     if not (inplace or outofplace):
-        raise ArgumentError("a file that is neither for calls in place nor out of place is never used.")
+        raise ArgumentError("a file must be for calls in place, calls out of place, or both.")
     if min_bytes < 0 or (max_bytes and max_bytes < min_bytes):
         given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
-        raise ArgumentError.of("the message sizes range from min_bytes to max_bytes.", given, "max_bytes=0: no limit")
+        raise ArgumentError.of(
+            "message sizes must satisfy 0 <= min_bytes <= max_bytes.", given, "max_bytes=0: no limit"
+        )
     made = collective(schedule, LARGEST_COUNT)
     title = f"{made.kind}_{schedule.algorithm}_{made.ranks}" if name is None else name
     title = re.sub(r"[^A-Za-z0-9_.:+/@-]", "_", title) if name is None else title

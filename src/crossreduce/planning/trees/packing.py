@@ -91,7 +91,7 @@ class _Remaining:
         self.limits: list[tuple[frozenset[int], int]] = []  # sets of nodes, each with the most that may still enter it
 
     def reserve(self, batch: Batch) -> None:
-        """Add a batch to those that are still to be grown."""
+        """Add a batch of trees to the list of batches that have yet to be grown."""
         root, units, arcs = batch
         self.needs.append((units, frozenset({root, *(dst for _, dst in arcs)})))
         self.limits = []
