@@ -35,7 +35,7 @@ def _loaded(name):
 
 @pytest.fixture(scope="module", autouse=True)
 def dumps_with_other_files(tmp_path_factory):
-    """What ranks write down when their group breaks goes where pytest's files go, and is gone with them."""
+    """Write the dumps of broken groups to pytest's temporary directory, so that they are deleted with it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path_factory.getbasetemp() / "dumps"))
         yield

@@ -13,7 +13,7 @@ import crossreduce as cr
 
 @ops_and_framework
 def test_replicas_of_different_shape(ops, framework):
-    """Replicas of different shape are an error that lists every replica with its device and shape."""
+    """Replicas of different shape raise an error that lists every replica with its device and shape."""
     xs = framework.arrays([np.zeros((2, 3), "float32"), np.zeros((3, 2), "float32"), np.zeros((2, 3), "float32")])
     with pytest.raises(cr.MismatchError, match="differ in shape or dtype") as caught:
         ops.reduce("sum", cr.PerReplica(xs), "cpu:0")
@@ -37,7 +37,7 @@ def test_shapes_are_not_broadcast(ops, shapes, framework):
 
 @ops_and_framework
 def test_replicas_of_different_dtype(ops, framework):
-    """Replicas of different dtype are an error that lists every replica with its dtype."""
+    """Replicas of different dtype raise an error that lists every replica with its dtype."""
     xs = framework.arrays([np.zeros(2, "float32"), np.zeros(2, "float16"), np.zeros(2, "int32")])
     with pytest.raises(cr.MismatchError, match="differ in shape or dtype") as caught:
         ops.reduce("sum", cr.PerReplica(xs), "cpu:0")
@@ -47,7 +47,7 @@ def test_replicas_of_different_dtype(ops, framework):
 
 @each_ops
 def test_replicas_of_different_frameworks(ops, accelerated, numpy_):
-    """Replicas of different frameworks are an error that lists every replica with its framework."""
+    """Replicas of different frameworks raise an error that lists every replica with its framework."""
     mixed = cr.PerReplica([numpy_.array(np.zeros(2)), accelerated.array(np.zeros(2), 1)], ["cpu:0", "cpu:1"])
     with pytest.raises(cr.MismatchError, match="different frameworks") as caught:
         ops.reduce("sum", mixed, "cpu:0")
@@ -206,7 +206,7 @@ def test_indexed_slices_must_agree():
 
 @pytest.mark.parametrize("wrong", [5, -1])
 def test_sparse_index_beyond_the_shape(wrong, framework):
-    """When a sparse value is made dense, an index beyond its shape is an error; its row is not dropped silently."""
+    """When a sparse value is made dense, an index beyond its shape raises an error; its row is not dropped silently."""
     sparse = framework.sparse("IndexedSlices", np.ones((1, 2), "float32"), np.array([wrong]), (5, 2), 0)
     dense = framework.array(np.ones((5, 2), "float32"), 1)
     with pytest.raises(cr.ArgumentError, match="index beyond its dense shape"):
@@ -214,7 +214,7 @@ def test_sparse_index_beyond_the_shape(wrong, framework):
 
 
 def test_an_index_beyond_the_shape_reports_its_pair_and_leaf(framework):
-    """An index beyond the shape is an error with the number of the pair in a batch, or the path of the leaf."""
+    """An index beyond the shape raises an error with the number of the pair in a batch, or the path of the leaf."""
     good = cr.PerReplica(framework.arrays([np.ones(2, "float32")] * 2))
     sparse = framework.sparse("IndexedSlices", np.ones((1, 2), "float32"), np.array([5]), (5, 2), 0)
     wrong = [sparse, framework.array(np.ones((5, 2), "float32"), 1)]
@@ -233,7 +233,7 @@ def test_sparse_indices_are_integers(framework, indices):
 
 
 def test_sparse_replicas_must_agree(framework):
-    """Sparse components that differ in the shape of rows, the dtype or the dense shape are an error that lists each."""
+    """Sparse components that differ in the shape of rows, dtype or dense shape raise an error that lists each."""
     ok = framework.sparse("IndexedSlices", np.ones((1, 2), "float32"), np.array([0]), (5, 2), 0)
     others = [
         framework.sparse("IndexedSlices", np.ones((1, 3), "float32"), np.array([0]), (5, 3), 1),

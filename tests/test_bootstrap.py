@@ -191,7 +191,7 @@ def test_ranks_of_another_user_are_on_another_host():
 
 
 def test_memory_is_neither_sent_to_nor_received_from_another_user(monkeypatch):
-    """A connection to a process of another user raises."""
+    """A connection to a process of another user raises an error."""
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
         bootstrap._require_same_user(ours)

@@ -159,7 +159,7 @@ def test_wrong_batches(wrong):
 
 
 def test_the_base_class_does_not_reduce():
-    """CrossDeviceOps itself can broadcast and gather; a reduction is an error that recommends a subclass."""
+    """CrossDeviceOps itself can broadcast and gather; a reduction raises an error that recommends a subclass."""
     value = PerReplica([np.ones(2), np.ones(2)])
     for call in (
         lambda: cr.CrossDeviceOps().reduce("sum", value, value),
@@ -340,7 +340,7 @@ def test_accumulation_fn_receives_copies_of_unusual_inputs(numpy_):
     ("wrong", "framework"), each([(2,), (), (4, 1), (1, 4)], NAMES), indirect=["framework"], ids=str
 )
 def test_accumulation_fn_of_wrong_shape(framework, wrong):
-    """A function whose result has another shape is an error with the shape of the components."""
+    """A function whose result has another shape raises an error with the shape of the components."""
     value = PerReplica(framework.arrays(small("float32", (4,), 2)), cpus(0, 1))
     ops = cr.ReductionToOneDevice(accumulation_fn=lambda xs: framework.array(np.zeros(wrong, "float32")))
     with pytest.raises(cr.MismatchError, match=r"one array of the components' shape(.|\n)*float32\[4\]"):
@@ -348,7 +348,7 @@ def test_accumulation_fn_of_wrong_shape(framework, wrong):
 
 
 def test_accumulation_fn_of_wrong_kind(accelerated):
-    """A function that returns an array of another framework, None or a list is an error."""
+    """A function that returns an array of another framework, None or a list raises an error."""
     value = PerReplica(accelerated.arrays(small("float32", (4,), 2)), cpus(0, 1))
     with pytest.raises(
         cr.MismatchError, match=rf"an array of the same framework as its arguments(.|\n)*a {accelerated.name} array"
@@ -360,7 +360,7 @@ def test_accumulation_fn_of_wrong_kind(accelerated):
 
 
 def test_accumulation_fn_with_another_op():
-    """accumulation_fn replaces the sum; min, max and product are an error."""
+    """accumulation_fn replaces the sum; min, max and product raise an error."""
     value = PerReplica([1.0, 2.0])
     for op in ("min", "max", "product"):
         with pytest.raises(

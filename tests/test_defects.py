@@ -57,7 +57,7 @@ def test_d02_one_device(framework):
 
 
 def test_d03_shapes_that_packing_could_hide(framework):
-    """D3: replicas of different shape are an error even if the sizes of the whole batch agree."""
+    """D3: replicas of different shape raise an error even if the sizes of the whole batch agree."""
     a = [np.zeros((2, 3), "float32"), np.zeros((3, 2), "float32")]
     with pytest.raises(cr.MismatchError, match=r"float32\[2, 3\](.|\n)*float32\[3, 2\]"):
         cr.HierarchicalCopyAllReduce(2).reduce("sum", value(framework, a), "cpu:0")
@@ -121,7 +121,7 @@ def test_d08_empty_batches():
 
 
 def test_d09_ops_are_checked():
-    """D9: "MEAN" is the mean, and an unknown reduction is an error, also for one replica and an empty batch."""
+    """D9: "MEAN" is the mean, and an unknown reduction raises an error, also for one replica and an empty batch."""
     given = cr.PerReplica([np.array([1.0]), np.array([3.0])])
     for ops in ALL:
         for mean in ("MEAN", "Mean", "mean", cr.ReduceOp.MEAN):

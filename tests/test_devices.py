@@ -186,7 +186,7 @@ def test_locate_reads_the_device_of_each_framework():
 
 
 def test_a_sharded_array_is_rejected():
-    """An array that is spread over several devices is an error that recommends its shards."""
+    """An array that is spread over several devices raises an error that recommends its shards."""
     with pytest.raises(DeviceError, match=r"spread over several[\s\S]*addressable_shards"):
         locate(Placed(Sharding()))
 

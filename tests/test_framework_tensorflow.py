@@ -247,7 +247,7 @@ def test_slices_are_concatenated() -> None:
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_indices_beyond_the_shape(index: int) -> None:
-    """An index outside the dense shape is an error; the slice is not dropped."""
+    """An index outside the dense shape raises an error; the slice is not dropped."""
     value = cr.PerReplica(
         [tf.IndexedSlices(tf.ones([1, 2]), tf.constant([index]), tf.constant([4, 2])), tf.ones([4, 2])]
     )

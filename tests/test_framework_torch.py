@@ -361,7 +361,7 @@ def test_sparse_and_dense_in_one_tree() -> None:
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_indices_beyond_the_shape(index: int) -> None:
-    """An index outside the dense shape, also a negative one, is an error."""
+    """An index outside the dense shape, also a negative one, raises an error."""
     slices = cr.IndexedSlices(torch.ones(1, 2), torch.tensor([index]), (4, 2))
     value = cr.PerReplica([slices, torch.ones(4, 2)])
     with pytest.raises(cr.ArgumentError, match=rf"(?s)beyond its dense shape.*from {index} to {index}"):

@@ -36,7 +36,7 @@ def test_there_are_five_ops():
     "wrong", ["", "summ", " sum", "avg", "ReduceOp.SUM", "SUM\n", 0, 1, None, True, b"sum", ["sum"], max]
 )
 def test_unknown_ops_are_errors(wrong):
-    """Any other object is an error that shows the object and lists the five ops."""
+    """Any other object raises an error that shows the object and lists the five ops."""
     given = re.escape(f"given: {' '.join(repr(wrong).split())}")
     listed = ", ".join(f'"{op.value}"' for op in ReduceOp)
     words = rf"^this is not a known reduction\.\n  {given} .*\n  try:   one of {listed}, or a ReduceOp$"
@@ -73,7 +73,7 @@ def test_accumulators(dtype):
     each(["object", "str", "float8_e4m3fn", "datetime64", "longdouble", "complex256", "int4", ""], OPS),
 )
 def test_unknown_dtypes_are_errors(op, dtype):
-    """A dtype that the library does not support is an error that lists the supported dtypes."""
+    """A dtype that the library does not support raises an error that lists the supported dtypes."""
     with pytest.raises(UnsupportedError, match=rf"dtype {dtype} cannot be reduced[\s\S]*bfloat16, bool, complex128"):
         ACCUMULATORS[ReduceOp(op), dtype]
 
@@ -102,7 +102,7 @@ def test_bytes_per_pack(kind, nbytes):
 
 @pytest.mark.parametrize(("nbytes", "kind"), each(BAD_BYTES, KINDS))
 def test_invalid_bytes_per_pack(kind, nbytes):
-    """Any other object is an error with the argument's name and the object."""
+    """Any other object raises an error with the argument's name and the object."""
     with pytest.raises(ArgumentError, match=r"bytes_per_pack must be a whole number, 0 or more[\s\S]*given: "):
         kind(nbytes)
 
@@ -115,7 +115,7 @@ def test_timeouts(kind, seconds):
 
 @pytest.mark.parametrize(("seconds", "kind"), each([0, -1.0, -0.5, math.nan, -math.inf, "1", True, [1], 1j], KINDS))
 def test_invalid_timeouts(kind, seconds):
-    """A timeout that is not a positive number is an error that shows it."""
+    """A timeout that is not a positive number raises an error that shows it."""
     with pytest.raises(ArgumentError, match=r"timeout_seconds must be a positive number[\s\S]*given: "):
         kind(timeout_seconds=seconds)
 
@@ -130,7 +130,7 @@ def test_implementations(name):
 
 @pytest.mark.parametrize("wrong", ["", "bogus", "hierarchical copy", None, 0, b"ring", ["ring"]])
 def test_unknown_implementations(wrong):
-    """An unknown algorithm is an error that lists the known ones. (TensorFlow uses hierarchical copy instead.)"""
+    """An unknown algorithm raises an error that lists the known ones. (TensorFlow uses hierarchical copy instead.)"""
     for read in (algorithm_name, lambda name: CommunicationOptions(implementation=name)):
         with pytest.raises(ArgumentError, match=r"no such algorithm[\s\S]*one_device, hierarchical_copy, ring"):
             read(wrong)
@@ -157,7 +157,7 @@ def test_hints_are_options():
 
 
 def test_read_options():
-    """None gives the default; options and hints are returned unchanged; any other object is an error."""
+    """None gives the default; options and hints are returned unchanged; any other object raises an error."""
     assert read_options(None) is DEFAULT == CommunicationOptions(0, None, "auto")
     for options in (CommunicationOptions(8), CollectiveHints(8)):
         assert read_options(options) is options

@@ -42,7 +42,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_an_invalid_out(arrays, name):
-    """An invalid out is an error with the given object and a remedy; in a batch also with the number of the pair."""
+    """An invalid out raises an error with the given object and a remedy; in a batch also the number of the pair."""
     make, error, words = WRONG[name]
     value, good = arrays.value(two()), arrays.value(two())
     out = make(arrays, value)
@@ -271,7 +271,7 @@ def test_read_only_arrays(numpy_, path):
 
 
 def test_an_invalid_environment_stops_a_batch_before_the_first_write(monkeypatch):
-    """For a batch of several kernel runs, an invalid environment variable is an error before the first run."""
+    """For a batch of several kernel runs, an invalid environment variable raises an error before the first run."""
     small = PerReplica([np.float32([1, 2]), np.float32([3, 4])])
     large = PerReplica([np.ones(1 << 17), np.ones(1 << 17)])
     monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "many")

@@ -154,7 +154,7 @@ def test_fewer_elements_than_packs(packs):
 
 
 def test_most_packs():
-    """More than MOST_PACKS packs are an error that states the number of packs and the given options."""
+    """More than MOST_PACKS packs raise an error that states the number of packs and the given options."""
     assert layout(f32(MOST_PACKS), Packing(MOST_PACKS))[0].packs == MOST_PACKS
     assert layout(f32(MOST_PACKS), Packing(0, 1))[0].packs == MOST_PACKS
     with pytest.raises(

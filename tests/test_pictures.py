@@ -55,7 +55,7 @@ def test_other_paths_are_refused(tmp_path, monkeypatch, path):
     """Any other path raises an ArgumentError that shows it, and no file is written."""
     monkeypatch.chdir(tmp_path)
     for draw in (lambda: draw_topology(PART, path), lambda: draw_schedule(ring(GPUS), ring_of(GPUS), path)):
-        with pytest.raises(ArgumentError, match=r"an SVG or a PNG file[\s\S]*given: "):
+        with pytest.raises(ArgumentError, match=r"a \.svg or a \.png file[\s\S]*given: "):
             draw()
     assert list(tmp_path.iterdir()) == []
 

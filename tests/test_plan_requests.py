@@ -53,8 +53,8 @@ BAD = [
     ({"collective": "reduce", "destinations": [], "root": "cpu:0"}, "at least one device"),
     ({"sources": ["cpu:0", "cpu:7"]}, r"the topology has no such device[\s\S]*cpu:7[\s\S]*one of cpu:0, cpu:1"),
     ({"destinations": ["cuda:0"]}, r"the topology has no such device[\s\S]*cuda:0"),
-    ({"sources": ["cpu:1", "CPU:1"]}, "cpu:1 is listed more often"),
-    ({"destinations": ["cpu:1", "cpu:1"]}, "cpu:1 is listed more often"),
+    ({"sources": ["cpu:1", "CPU:1"]}, "cpu:1 is listed more than once"),
+    ({"destinations": ["cpu:1", "cpu:1"]}, "cpu:1 is listed more than once"),
     ({"sources": "cpu:0"}, "devices must be a list of names"),
     ({"destinations": 3}, "devices must be a list of names"),
 ]

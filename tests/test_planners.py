@@ -396,8 +396,8 @@ BAD = [
     ({"packs": 0}, PlanError, r"packs must be an integer above 0[\s\S]*packs=0,"),
     ({"packs": -2}, PlanError, r"packs must be an integer above 0[\s\S]*packs=-2,"),
     ({"packs": 1.5}, PlanError, r"packs must be an integer above 0[\s\S]*packs=1.5,"),
-    ({"devices": ["cpu:0", "CPU:0"]}, ArgumentError, "cpu:0 is listed more often"),
-    ({"sources": ["cpu:0", "cpu:0"]}, ArgumentError, "cpu:0 is listed more often"),
+    ({"devices": ["cpu:0", "CPU:0"]}, ArgumentError, "cpu:0 is listed more than once"),
+    ({"sources": ["cpu:0", "cpu:0"]}, ArgumentError, "cpu:0 is listed more than once"),
     ({"devices": "cpu:0"}, ArgumentError, "devices must be a list of names"),
     ({"devices": ["foo"]}, ArgumentError, "this device name cannot be parsed"),
 ]

@@ -305,7 +305,7 @@ def killed_while_it_writes(rendezvous):
 
 
 def test_r3_a_rank_killed_while_it_writes_the_abort_reason():
-    """An incomplete reason is ignored: the others name the rank that is gone, and not themselves."""
+    """An incomplete reason is ignored: the others name the lost rank, and not themselves."""
     first, second, died = ranks(3, killed_while_it_writes, check=False)
     assert isinstance(died, Died)
     assert first == second

@@ -197,7 +197,7 @@ def test_gather_of_sparse_components(framework, kind):
 
 
 def test_gather_needs_the_dense_shape(framework):
-    """Gather of slices without dense_shape is an error that states the missing argument."""
+    """Gather of slices without dense_shape raises an error that states the missing argument."""
     (part,) = rows(2)
     value = cr.PerReplica([framework.sparse("IndexedSlices", *part, None, 0)])
     with pytest.raises(cr.ArgumentError, match="a sparse array without dense_shape cannot be made dense"):

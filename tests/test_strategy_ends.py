@@ -154,7 +154,7 @@ def test_a_thread_that_outlives_its_replica_never_waits_forever():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_call_in_a_forked_process_is_an_error():
-    """In a child process of a replica a call of the context is an error; no thread there would answer it."""
+    """In a child process of a replica a call of the context raises an error, since no thread there would run it."""
 
     def step():
         if number() == 0:

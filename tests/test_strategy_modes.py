@@ -170,7 +170,7 @@ def test_replicas_inherit_jax_settings(jax_):
 
 
 def test_traced_jax_values_are_refused(jax_):
-    """Inside jit and grad all_reduce is an error; outside it reduces gradients."""
+    """Inside jit and grad all_reduce raises an error; outside it reduces gradients."""
     import jax
 
     strategy = cr.MirroredStrategy(2)

@@ -89,7 +89,7 @@ def test_reduce_of_a_single_array():
 
 @pytest.mark.parametrize("other", [np.ones(2, np.float32), np.ones(2, np.int64), np.ones((2, 1))])
 def test_replicas_that_differ_are_not_reduced_along_an_axis(library, other):
-    """Along an axis, too, different dtypes or shapes are an error that lists them; nothing is cast."""
+    """Along an axis, too, different dtypes or shapes raise an error that lists them; nothing is cast."""
     value = values(library, [np.ones(2), np.ones(3), other])
     with pytest.raises(cr.MismatchError, match=r"(?s)replica 1 on cpu:1: float64\[3\]; replica 2 on cpu:2"):
         cr.MirroredStrategy(3).reduce("sum", value, axis=0)

@@ -37,7 +37,7 @@ def test_d1_the_last_of_an_odd_number():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_d3_shapes_must_agree(mode):
-    """D3: replicas of different shapes are an error, even if their sizes agree."""
+    """D3: replicas of different shapes raise an error, even if their sizes agree."""
     alone = PerReplica([on(0, np.ones((2, 3))), on(1, np.ones((3, 2)))])
     a = PerReplica([on(0, [1.0, 2.0]), on(1, [1.0, 2.0, 3.0])])
     b = PerReplica([on(0, [1.0, 2.0, 3.0]), on(1, [1.0, 2.0])])
@@ -78,7 +78,7 @@ def test_d8_an_empty_batch(op):
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("op", OPS)
 def test_d9_the_reduction_is_checked(op, n):
-    """D9: an unknown reduction is an error, on one device too; names are accepted, so "MEAN" is a mean."""
+    """D9: an unknown reduction raises an error, on one device too; names are accepted, so "MEAN" is a mean."""
     value = per_replica([1.0, 3.0][:n])
     for bad in ("average", None, 3, tf.VariableAggregation.MEAN):
         with pytest.raises(ValueError, match="not a known reduction"):

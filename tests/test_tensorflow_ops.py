@@ -1,7 +1,7 @@
 """The ops of ``crossreduce.tensorflow``, called as ``tf.distribute`` calls them: all kinds of values and destinations.
 
 The assertions of TensorFlow's own tests of its ops (cross_device_ops_test.py: reduction and broadcast over all kinds of
-destinations, IndexedSlices) are made here of crossreduce's, on 1 to 9 devices, eagerly and in functions.
+destinations, IndexedSlices) are repeated here for crossreduce, on 1 to 9 devices, eagerly and in functions.
 """
 
 import copy

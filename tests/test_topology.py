@@ -156,7 +156,7 @@ A, B, C = names(3)
         (lambda: Topology.ring(True), "devices must be a list of names"),
         (lambda: Topology.ring(2.0), "devices must be a list of names"),
         (lambda: Topology.ring("cpu:0"), "devices must be a list of names"),
-        (lambda: Topology.ring([A, "CPU:0"]), "each device may be listed only once: cpu:0 is listed more often"),
+        (lambda: Topology.ring([A, "CPU:0"]), "each device may be listed only once: cpu:0 is listed more than once"),
         (lambda: Topology((A, B), (Link(A, A, 1),)), r"two different nodes[\s\S]*cpu:0 -> cpu:0"),
         (lambda: Topology((A, B), (Link(A, C, 1),)), r"nodes of the topology[\s\S]*cpu:0 -> cpu:2"),
         (lambda: Topology((A, B), (Link(A, B, 0),)), r"with a bandwidth above 0[\s\S]*cpu:0 -> cpu:1, 0 GB/s"),

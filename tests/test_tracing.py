@@ -248,7 +248,7 @@ def test_gradients_of_tf(tensorflow_):
 
 
 def test_unknown_sizes_that_differ_are_errors_at_run_time(tensorflow_):
-    """If tf.function leaves sizes unknown, components of different shapes are an error when the function runs."""
+    """If tf.function leaves sizes unknown, components of different shapes raise an error when the function runs."""
     tf, spec = tensorflow_.tf, tensorflow_.tf.TensorSpec
 
     @tf.function(input_signature=[spec([None]), spec([None]), spec([3]), spec([2])])

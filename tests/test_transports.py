@@ -11,7 +11,7 @@ from transport_laws import LAWS
 
 
 def on_sockets(law, folder):
-    """Run a law on the transport of the tests, an example of a transport that the caller injects."""
+    """Run a test of transport_laws.py on the sockets transport, an example of a user's own transport."""
 
     def rank(rendezvous):
         transport = SocketTransport(rendezvous)
@@ -23,7 +23,7 @@ def on_sockets(law, folder):
 
 
 def on_gloo(law, folder):
-    """Run a law on gloo, in forked processes."""
+    """Run a test of transport_laws.py on gloo, in forked processes."""
 
     def rank(rendezvous):
         import torch.distributed as dist

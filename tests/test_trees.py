@@ -316,7 +316,7 @@ def test_a_custom_subclass():
 
 
 def test_different_structures():
-    """Trees of different structure are an error that shows each replica and the leaves that only it has."""
+    """Trees of different structure raise an error that shows each replica and the leaves that only it has."""
     one = np.ones(1)
     for trees in (
         [{"a": one}, {"b": one}],
@@ -363,7 +363,7 @@ def test_errors_contain_the_path_of_the_leaf(ops):
 
 
 def test_frameworks_that_differ_between_replicas(accelerated):
-    """A leaf whose components have different frameworks is an error with the leaf's path and every framework."""
+    """A leaf whose components have different frameworks raises an error with the leaf's path and every framework."""
     trees = [{"a": np.ones(2)}, {"a": accelerated.array(np.ones(2), 1)}]
     with pytest.raises(
         cr.MismatchError, match=r"leaf tree\['a'\]: the replicas of one value are of different frameworks"

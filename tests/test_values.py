@@ -52,7 +52,7 @@ def test_any_iterable_of_arrays_is_accepted(kind):
 
 @pytest.mark.parametrize(("wrong", "kind"), each([A, np.float32(3), "cpu:0", b"x", {"cpu:0": A}, 3, None, 2.5], KINDS))
 def test_components_must_be_a_list_of_arrays(kind, wrong):
-    """A single array is an error, since its rows are not replicas; so are text, dicts and numbers."""
+    """A single array raises an error, since its rows are not replicas; so are text, dicts and numbers."""
     with pytest.raises(ArgumentError, match=rf"{kind.__name__} takes a list with one array per replica[\s\S]*given: "):
         kind(wrong)
 
@@ -74,13 +74,13 @@ def test_one_device_per_component(kind, devices):
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_device_may_be_listed_once(kind):
     """Two spellings of one device are the same device, which cannot have two components."""
-    with pytest.raises(ArgumentError, match=r'cuda:1 is listed more often[\s\S]*"cuda:1#1"'):
+    with pytest.raises(ArgumentError, match=r'cuda:1 is listed more than once[\s\S]*"cuda:1#1"'):
         kind([A, B], ["cuda:1", "GPU:1"])
 
 
 @pytest.mark.parametrize("devices", ["cpu:0", 3, 2.5])
 def test_devices_must_be_a_list(devices):
-    """A single name is an error; it is not read as a list of letters."""
+    """A single name raises an error; it is not read as a list of letters."""
     with pytest.raises(ArgumentError, match="devices must be a list of names"):
         PerReplica([A, B], devices)
 
@@ -149,7 +149,7 @@ def test_repr_has_one_line_per_component(n, dtype, shape):
 def test_read_devices_keeps_order_and_names_duplicates():
     """The canonical names have the given order; the message lists each duplicate once."""
     assert read_devices(["GPU:1", "cpu"]) == ("cuda:1", "cpu:0")
-    with pytest.raises(ArgumentError, match=r"only once: cpu:0, cpu:1 are listed more often"):
+    with pytest.raises(ArgumentError, match=r"only once: cpu:0, cpu:1 are listed more than once"):
         read_devices(["cpu:1", "cpu:0", "cpu", "CPU:1", "cpu:1"])
 
 
@@ -171,7 +171,7 @@ def test_slices_are_stored_by_reference():
 
 
 def test_slices_of_lists():
-    """Lists become NumPy arrays; a ragged list is an error."""
+    """Lists become NumPy arrays; a ragged list raises an error."""
     slices = IndexedSlices([[1.0, 2.0]], [3], (5, 2))
     assert slices.values.tolist() == [[1.0, 2.0]]
     assert slices.indices.dtype.kind == "i"

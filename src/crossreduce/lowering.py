@@ -5,7 +5,7 @@ instruction makes one value on one device. Instructions that no destination need
 produces the fully reduced chunk is marked as final, and the last use of every value is known. The program stores no
 sizes, dtypes or arrays, so one program serves every size.
 
-Two views suit two kinds of engine: ``fused`` (devices share memory: copies are gone, chains of combinations are one
+Two views suit two kinds of engine: ``fused`` (devices share memory: no copies, chains of combinations are one
 pass) and ``for_device`` (devices exchange messages: sends, receives and combinations of one device).
 """
 
@@ -247,7 +247,7 @@ def _finished(
 def fused(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
     """Return the computation of a chunk's instructions for the first ``results`` destinations (``None``: all).
 
-    Copies are gone. Equal combinations are computed once. A value that only the first operand of another combination
+    Copies are removed. Equal combinations are computed once. A value that only the first operand of another combination
     reads is folded into it. The order of combination does not change, so results stay the same to the bit.
 
     >>> from crossreduce.planning import direct, hierarchical_copy

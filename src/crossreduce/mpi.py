@@ -156,7 +156,7 @@ class MpiGroup:
         if self.rank == root:
             given = self._require_rows(_readable(x))
             if given.shape[1:] != result.shape or given.dtype != result.dtype:
-                problem = "scatter requires an array with one row like out per rank."
+                problem = "scatter requires an array with one row per rank, of the shape and dtype of out."
                 raise ArgumentError.of(problem, f"{given.dtype}{given.shape} to {result.dtype}{result.shape}")
             given, _ = _with_result(given, result.shape, result)
         if self._runs_in_mpi("scatter", result, root):

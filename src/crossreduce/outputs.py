@@ -72,7 +72,7 @@ def check_overlap(jobs: Sequence[Job]) -> None:
       UnsupportedError: it cannot be written into.
       ArgumentError: it shares memory.
     """
-    extents: list[tuple[int, int, int, int]] = []  # start, stop, the pair, and which result, or -1
+    extents: list[tuple[int, int, int, int]] = []  # (start, stop, pair, number of the array of out; -1: an input)
     for pair, (value, destinations) in enumerate(jobs):
         if value.out is None:
             continue

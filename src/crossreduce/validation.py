@@ -63,7 +63,7 @@ def read_op(op: object) -> ReduceOp:
     """
     if isinstance(op, (ReduceOp, str)):
         return ReduceOp(op)
-    return ReduceOp._missing_(op)  # Enum would compare it with ==, which arrays answer elementwise
+    return ReduceOp._missing_(op)  # Enum would compare it with ==, which is elementwise for arrays
 
 
 def read_options(options: object) -> CommunicationOptions:
@@ -189,7 +189,7 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
     framework = framework_of(values[0])
     kind = type(values[0])
     for component in values:
-        # The type of IndexedSlices does not tell the framework of their arrays.
+        # IndexedSlices have one type for the arrays of all frameworks.
         if (type(component) is not kind or kind is IndexedSlices) and framework_of(component) is not framework:
             raise _mismatch(value, "are of different frameworks", [framework_of(v).name for v in values])
     framework.require(value.devices)

@@ -186,7 +186,7 @@ def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
     names = tuple(canonical(name) for name in given)
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        listed = f"{', '.join(twice)} {'is' if len(twice) == 1 else 'are'} listed more often"
+        listed = f"{', '.join(twice)} {'is' if len(twice) == 1 else 'are'} listed more than once"
         problem = f"each device may be listed only once: {listed}."
         remedy = f'logical devices of the same physical device, such as "{twice[0].split("#")[0]}#1"'
         raise ArgumentError.of(problem, ", ".join(str(name) for name in given), remedy)

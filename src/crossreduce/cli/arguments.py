@@ -60,9 +60,7 @@ def read_device_list(option: str, text: str) -> tuple[str, ...]:
             names = read_devices([name.strip() for name in text.split(",")])
         except ArgumentError as error:
             why = str(error).partition("\n")[0]
-            raise ArgumentError(
-                f'{option} must be a number or names such as "cpu:0,cpu:1", not "{text}": {why}'
-            ) from error
+            raise ArgumentError(f'{option} must be a number or names such as "cpu:0,cpu:1": "{text}": {why}') from error
         if all(parse(name).index < MAX_DEVICES for name in names):
             return names
     raise ArgumentError(f"{option} takes at most {MAX_DEVICES} devices, not {text}.")

@@ -169,7 +169,7 @@ def _hosts(hosts: dict[str, list[str]], switches: Sequence[str], near: dict[str,
     wide = max(abs(place.real) for positions in inner.values() for place in positions.values()) * 2 + 1.0
     high = max(place.imag for positions in inner.values() for place in positions.values())
     core = _levels({node for positions in inner.values() for node in positions}, own[None], near)
-    middle = 0.9 + 0.45 * len(core)  # from the network's middle to the hosts' lowest row
+    middle = 0.9 + 0.45 * len(core)  # the distance from the network's middle to the hosts' lowest row
     across = math.ceil(len(hosts) / 2)
     positions: dict[str, complex] = {}
     frames = []

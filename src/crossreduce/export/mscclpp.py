@@ -84,12 +84,10 @@ def to_mscclpp_json(
         problem = "the number of threadblocks per GPU is out of range."
         raise ArgumentError.of(problem, shown(threadblocks), f"1 to {MOST_THREADBLOCKS}")
     if threads not in range(32, 1025, 32):
-        raise ArgumentError.of(
-            "the threads of a threadblock must be 32, 64, ... or 1024.", shown(threads), "threads=1024"
-        )
+        raise ArgumentError.of("threads must be one of 32, 64, ... 1024.", shown(threads), "threads=1024")
     if not 0 <= min_bytes <= max_bytes < 2**64:
         given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
-        raise ArgumentError.of("message sizes must satisfy 0 <= min_bytes <= max_bytes < 2**64.", given)
+        raise ArgumentError.of("sizes must satisfy 0 <= min_bytes <= max_bytes < 2**64.", given)
     made = collective(schedule)
     count = min(len(made.blocks), threadblocks or MOST_THREADBLOCKS)
     numbers = range(len(made.blocks))

@@ -293,7 +293,7 @@ def _figure(path: str | os.PathLike[str], width: float, height: float, title: st
     """Yield a figure of ``width`` x ``height`` inches, and write it to ``path`` if the block ends without an error."""
     kind = os.fspath(path).lower().rpartition(".")[2] if isinstance(path, (str, os.PathLike)) else ""
     if kind not in ("svg", "png"):
-        raise ArgumentError.of("a picture is an SVG or a PNG file.", shown(path), '"topology.svg"')
+        raise ArgumentError.of("a picture must be a .svg or a .png file.", shown(path), '"topology.svg"')
     try:
         import matplotlib
         from matplotlib.figure import Figure

@@ -439,9 +439,8 @@ def _read(
     if not names:
         raise PlanError.of("a plan needs at least one device.", "no devices")
     if not isinstance(packs, int) or packs < 1 or not isinstance(first, int):
-        raise PlanError.of(
-            "packs must be an integer above 0, and first an integer.", f"packs={packs!r}, first={first!r}", "packs=1"
-        )
+        problem = "packs must be an integer above 0, and first an integer."
+        raise PlanError.of(problem, f"packs={packs!r}, first={first!r}", "packs=1")
     gives, takes = _members(names, sources, "the sources"), _members(names, destinations, "the destinations")
     collective = collective_between(len(names), len(gives), len(takes))
     return Request(collective, gives, takes, algorithm, packs=packs, first=first, devices=names)

@@ -177,7 +177,7 @@ def _available() -> int:
             root, limit, usage, cache = version
             top = Path(_CGROUPS, root)
             own = top / group.lstrip("/")
-            for place in (own, *own.parents):  # a parent may have the limit; a container may see its own as the top
+            for place in (own, *own.parents):  # a parent may have the limit; a container's own group may be the top
                 with suppress(OSError, ValueError, KeyError):  # without a limit the file is missing or contains "max"
                     stats = dict(line.split() for line in Path(place, "memory.stat").read_text().splitlines())
                     most, used = (int(Path(place, name).read_text()) for name in (limit, usage))
@@ -205,7 +205,7 @@ def _received(listener: Any, nbytes: int) -> int:
         _require_same_user(connection)
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)
         if not fds:
-            raise OSError(errno.EBADMSG, "the message contained no memory")
+            raise OSError(errno.EBADMSG, "the message contained no file descriptor")
         os.set_inheritable(fds[0], False)
         size = os.fstat(fds[0]).st_size
         if size < nbytes:  # the other rank has another version of the library

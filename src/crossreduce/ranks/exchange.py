@@ -144,7 +144,7 @@ class Exchange:
 
     In stage t the caller puts piece t's partial result at ``program.partial_at(t)``, calls ``run_stage(t)``, and then
     finds the results of piece t - ``delay`` at ``program.results_at``. After the last piece ``close`` waits for the
-    remaining sends. All hosts do so. After a failure the caller must keep the exchange until the transport is gone,
+    remaining sends. All hosts do so. After a failure the caller must keep the exchange until the transport is freed,
     since messages are still written to its memory.
     """
 
@@ -160,7 +160,7 @@ class Exchange:
         """Send, wait and combine what this stage requires.
 
         Raises:
-          PeerError: a rank of another host is gone or late; the op cannot continue.
+          PeerError: a rank of another host was lost or is late; the op cannot continue.
         """
         if stage == 0:
             self._post_receives(0)
@@ -240,7 +240,7 @@ def all_equal(
 ) -> bool:
     """Exchange digests of one length with the ranks ``peers`` of all hosts and return whether all are equal.
 
-    ``host`` is this one's number. Raises ``PeerError`` if a rank of another host is gone or late.
+    ``host`` is this one's number. Raises ``PeerError`` if a rank of another host was lost or is late.
     """
     size = len(digest)
     own = ctypes.create_string_buffer(digest, size)

@@ -117,7 +117,7 @@ class Member(StageRunner):
         return min(self.warn_s, self.timeout_s / 2)
 
     def _check_peers(self, timer: WaitTimer) -> None:
-        """Raise if a missing rank is gone, if another host has aborted, or if the timeout has passed."""
+        """Raise if a missing rank has ended, if another host has aborted, or if the timeout has passed."""
         missing = self.memory.missing()
         waited_s = timer.waited_s(self.memory.arrivals())
         gone = [rank for rank in missing if not self.memory.alive(rank)]

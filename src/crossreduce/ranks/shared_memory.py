@@ -3,7 +3,7 @@
 Input: a file descriptor that all of these ranks have, and compiled rank programs. Output: executed programs, or the
 outcome for which a call cannot continue. The kernels move the data; this module serves a rank that waits. Each rank
 holds a record lock on its own byte of the memory's file. The operating system releases the lock when the process ends,
-for any reason, so other ranks can detect that it is gone.
+for any reason, so other ranks can detect the end.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class WaitTimer:
         self._arrivals: int | None = None
 
     def waited_s(self, arrivals: int) -> float:
-        """Return the seconds for which this rank has waited at its barrier, which is the ``arrivals``-th."""
+        """Return the seconds for which this rank has waited at the barrier of number ``arrivals``."""
         if arrivals != self._arrivals:
             if self._arrivals is not None:
                 self._began = time.monotonic()

@@ -42,7 +42,7 @@ class WatchedTransport:
         )
         try:
             self._thread.start()
-        except RuntimeError as error:  # the other ranks already count on this one, so it continues
+        except RuntimeError as error:  # the other ranks already expect this one, so it continues
             _LOG.warning("this rank will not warn if another host is late: %s", error)
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:

@@ -159,7 +159,7 @@ def _below(element: _Element) -> Iterator[_Element]:
 
 
 def _nvlinks(gpus: list[_Gpu], speeds: str) -> dict[tuple[str, str], Link]:
-    """Return the links of NVLink and xGMI by their ends, parallel ones added up."""
+    """Return the links of NVLink and xGMI, by (src, dst), with the parallel ones added up."""
     by_bus = {(gpu.cpu.host, gpu.pci.bus): gpu.name for gpu in gpus}
     links: dict[tuple[str, str], Link] = {}
     for gpu in gpus:

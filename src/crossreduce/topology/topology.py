@@ -67,7 +67,7 @@ class Topology:
         for link in links:
             pair = (link.src, link.dst)
             if link.src == link.dst or pair in seen or not self._order.keys() >= set(pair) or link.bandwidth == 0:
-                problem = "a link joins two different nodes of the topology, once, with a bandwidth above 0."
+                problem = "a link must join two different nodes of the topology, once, with a bandwidth above 0."
                 given_link = f"{link.src} -> {link.dst}, {link.bandwidth} GB/s"
                 raise ArgumentError.of(problem, given_link, "add up the bandwidths of parallel links")
             seen.add(pair)

@@ -29,7 +29,7 @@ class StoreRendezvous:
         self._calls = 0
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks; see ``Rendezvous``. ``PeerLostError``: the store is gone."""
+        """Return the payloads of all ranks; see ``Rendezvous``. PeerLostError: the store cannot be reached."""
         self._calls += 1
         keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
         try:
@@ -40,7 +40,7 @@ class StoreRendezvous:
                 with contextlib.suppress(RuntimeError):  # an old FileStore cannot delete
                     self._store.delete_key(f"{self._calls - 1}/{self.rank}")
         except dist.DistError as error:
-            problem = "the store at which the ranks of this group meet is gone."
+            problem = "the store of this group's rendezvous cannot be reached."
             remedy = "check the process that runs it: rank 0, or the torchrun that started the ranks"
             raise PeerLostError.of(problem, str(error), remedy) from error
         return found

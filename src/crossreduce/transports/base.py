@@ -36,7 +36,7 @@ class PendingMessage(Protocol):
         """Return when the memory may be used again (send) or read (receive).
 
         Raises:
-          ConnectionError: the other rank is gone.
+          ConnectionError: the other rank was lost.
           TimeoutError: the message did not complete in time.
         """
 

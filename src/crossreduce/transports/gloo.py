@@ -81,4 +81,4 @@ def _translated(error: RuntimeError, peer: int) -> Exception:
     text = str(error)
     if "Timed out" in text:
         return TimeoutError(f"no message to or from rank {peer} in time")
-    return ConnectionError(f"the connection to rank {peer} is gone: {text}")
+    return ConnectionError(f"the connection to rank {peer} was lost: {text}")

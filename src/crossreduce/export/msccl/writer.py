@@ -33,9 +33,7 @@ from .verifier import verify_msccl_xml
 
 CHANNELS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
-_NAME: Final = re.compile(
-    r"[A-Za-z0-9_.:+/@-]{1,200}"
-)  # the runtimes' parsers read 255 characters at most, and no escapes
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:+/@-]{1,200}")  # the runtimes' parsers read 255 characters, no escapes
 
 
 def to_msccl_xml(
@@ -90,16 +88,12 @@ def to_msccl_xml(
     if runtime not in (*RUNTIMES, "both"):
         raise ArgumentError.of("unknown runtime.", shown(runtime), ", ".join((*RUNTIMES, "both")))
     if channels is not None and channels < 1:
-        raise ArgumentError.of(
-            "the number of channels must be at least 1.", shown(channels), "channels=None: the fewest"
-        )
+        raise ArgumentError.of("channels must be at least 1.", shown(channels), "channels=None: the fewest")
     if not (inplace or outofplace):
         raise ArgumentError("a file must be for calls in place, calls out of place, or both.")
     if min_bytes < 0 or (max_bytes and max_bytes < min_bytes):
         given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
-        raise ArgumentError.of(
-            "message sizes must satisfy 0 <= min_bytes <= max_bytes.", given, "max_bytes=0: no limit"
-        )
+        raise ArgumentError.of("sizes must satisfy 0 <= min_bytes <= max_bytes.", given, "max_bytes=0: no limit")
     made = collective(schedule, LARGEST_COUNT)
     title = f"{made.kind}_{schedule.algorithm}_{made.ranks}" if name is None else name
     title = re.sub(r"[^A-Za-z0-9_.:+/@-]", "_", title) if name is None else title
