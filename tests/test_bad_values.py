@@ -200,7 +200,7 @@ def test_indexed_slices_must_agree():
         cr.IndexedSlices(np.zeros(()), np.array([0]))
     with pytest.raises(cr.ArgumentError, match="dense_shape does not agree with the slices"):
         cr.IndexedSlices(np.zeros((1, 3)), np.array([0]), (5, 2))
-    with pytest.raises(cr.ArgumentError, match="IndexedSlices take arrays"):
+    with pytest.raises(cr.ArgumentError, match="IndexedSlices need arrays"):
         cr.IndexedSlices([[1.0], [2.0, 3.0]], [0, 1])
 
 

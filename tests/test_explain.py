@@ -367,7 +367,7 @@ def requested(draw):
 @given(requested(), st.sampled_from([*NAMED, "auto"]), st.sampled_from([0, 1, MIB]))
 @example((Topology.ring(5), ["cpu:0", "cpu:2"], ["cpu:2", "cpu:1"]), "ring", 1)
 def test_any_plan_can_be_explained(ask, algorithm, nbytes):
-    """For any sources and destinations a plan has its text, and a comparison."""
+    """For any sources and destinations a plan can be explained, and compared with the other algorithms."""
     topology, sources, destinations = ask
     made = cr.plan(topology, "all_reduce", nbytes, algorithm, sources, destinations)
     text = made.explain()

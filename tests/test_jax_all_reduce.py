@@ -39,7 +39,7 @@ def mesh(shape, names=("d",)):
 
 
 def spread(function, n, check=True, out=None, names=("d",), over=None):
-    """Return a function of arrays stacked over ``n`` devices that runs ``function`` on each device's own."""
+    """Return a function that runs ``function`` on each of ``n`` devices, on its row of the stacked arguments."""
     over = P(over or names)
 
     def own(*xs):

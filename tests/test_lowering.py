@@ -506,7 +506,7 @@ def test_transfers_are_the_reads_of_other_devices():
 
 
 def test_transfers_move_the_simulated_bytes():
-    """What the planners' programs transfer is what the simulation counts, link by link."""
+    """The planners' programs transfer the bytes that the simulation counts, link by link."""
     for name, schedule, program in programs():
         if name.startswith("chance") or len(schedule.devices) < 2:
             continue

@@ -272,7 +272,7 @@ def shares(*parts):
         (
             one_device(names(4), ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1"]),
             {},
-            "is neither source nor destination.*\n.*cpu:2, cpu:3\n.*without --in-network",
+            "a source or a destination.*\n.*cpu:2, cpu:3\n.*without --in-network",
         ),
         (one_device(names(1)), {}, "a collective of one device has no transfers"),
     ],
@@ -294,11 +294,11 @@ def test_the_limits_of_one_runtime_can_be_chosen():
 
 
 def test_unequal_parts_are_refused():
-    """In NCCL's reduce-scatter every rank has an equal part."""
+    """In NCCL's reduce-scatter every rank must have an equal part."""
     everyone = (0, 1)
     chunks = (Chunk(Fraction(1, 3), everyone, (0,)), Chunk(Fraction(2, 3), everyone, (1,)))
     schedule = Schedule("reduce_scatter", "custom", names(2), chunks, ((Step(0, 0, everyone), Step(1, 1, everyone)),))
-    with pytest.raises(PlanError, match=r"every rank has an equal part.*\n.*cpu:0 has 1/3 of it"):
+    with pytest.raises(PlanError, match=r"every rank must have an equal part.*\n.*cpu:0 has 1/3 of it"):
         to_msccl_xml(schedule)
 
 

@@ -368,7 +368,7 @@ def test_an_error_does_not_increment_the_version(torch_):
     w = torch.ones(6, requires_grad=True)
     saved = w * 2
     loss = (saved * saved).sum()
-    for other, words in ((saved, SHARED), (torch.zeros(12)[::2], "results are written into contiguous tensors")):
+    for other, words in ((saved, SHARED), (torch.zeros(12)[::2], "results need contiguous tensors")):
         with pytest.raises(cr.ReductionError, match=words):
             cr.all_reduce([torch.ones(6)] * 2, out=[saved, other])
     loss.backward()

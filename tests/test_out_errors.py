@@ -15,7 +15,7 @@ OPS = cr.AllReduceCrossDeviceOps()
 EACH = "out must be a PerReplica or Mirrored on the destinations, in their order"
 PAIRS = "out must have one PerReplica or Mirrored for each pair"
 TREES = "out takes a list with one tree per replica"
-NUMPY = "results are written into writable NumPy arrays in C order"
+NUMPY = "results need writable NumPy arrays in C order"
 
 WRONG = {
     "shape": (lambda a, v: a.blanks(2, (5,)), MismatchError, LIKE),
@@ -76,7 +76,7 @@ def test_wrong_trees(arrays):
         refused(arrays, ArgumentError, TREES, cr.all_reduce, trees, out=out)
     for wrong, error, words in [
         (arrays.blank((5,), "float64"), MismatchError, LIKE),
-        (1.0, UnsupportedError, "results are written into"),
+        (1.0, UnsupportedError, "results need"),
         ("b", ArgumentError, "this is not an array"),
         (type, ArgumentError, "this is not an array"),
     ]:
@@ -220,7 +220,7 @@ def transposed(a):
     return [(PerReplica([x.T, y]), PerReplica([x, y]))]
 
 
-ORDER = r"results are written into (writable NumPy arrays in C order|contiguous tensors)"
+ORDER = r"results need (writable NumPy arrays in C order|contiguous tensors)"
 REFUSED = {
     read_only: (UnsupportedError, f"{ORDER}[\\s\\S]*read-only"),
     strided: (UnsupportedError, ORDER),

@@ -175,7 +175,7 @@ def test_slices_of_lists():
     slices = IndexedSlices([[1.0, 2.0]], [3], (5, 2))
     assert slices.values.tolist() == [[1.0, 2.0]]
     assert slices.indices.dtype.kind == "i"
-    with pytest.raises(ArgumentError, match="IndexedSlices take arrays"):
+    with pytest.raises(ArgumentError, match="IndexedSlices need arrays"):
         IndexedSlices([[1.0], [2.0, 3.0]], [0, 1])
 
 

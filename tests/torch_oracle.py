@@ -1,4 +1,4 @@
-"""What the checks of crossreduce.torch share: inputs from seeds, an oracle in double precision, and the run of checks.
+"""Shared code of the checks of crossreduce.torch: inputs from seeds, an oracle in double precision, and the runner.
 
 The oracle makes the inputs of all ranks itself and reduces them with plain torch, without communication.
 """

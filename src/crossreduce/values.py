@@ -283,4 +283,4 @@ def _array(value: Any, dtype: str | None = None) -> Any:
     try:
         return numpy.asarray(value, dtype)
     except ValueError as error:
-        raise ArgumentError.of("IndexedSlices take arrays.", shown(value), "numpy.asarray(...)") from error
+        raise ArgumentError.of("IndexedSlices need arrays.", shown(value), "numpy.asarray(...)") from error

@@ -169,7 +169,7 @@ def read_link(option: str, text: str, topology: Topology) -> tuple[str, str]:
     """
     ends = text.split("," if "," in text else "-")  # names may contain a -
     if len(ends) != 2 or ("," not in text and not re.fullmatch("[0-9 ]+-[0-9 ]+", text)):
-        problem = f"{option} takes two numbers such as 0-3, or two names such as cuda:0,cuda:3"
+        problem = f"{option} must be two numbers such as 0-3, or two names such as cuda:0,cuda:3"
         raise ArgumentError(f'{problem}, not "{text}".')
     a, b = (read_node(option, end, topology) for end in ends)
     return a, b

@@ -40,9 +40,9 @@ class RankState:
     host: int
     hostname: str | None
     pid: int | None
-    sequence: int  # of its last call; 0: none
+    sequence: int  # the number of its last call; 0: none
     text: str  # the op, dtype and shape of this call
-    state: str  # of this call: running or finished; or left (the group), idle (no call), unknown (no information)
+    state: str  # "running" or "finished" (the call), "left" (the group), "idle" (no call), "unknown" (no information)
     seconds: float | None  # from the start of the call, or its end if it finished, until the host's first rank aborted
     dumped: bool  # whether the rank wrote a dump
     stack: tuple[str, ...]  # the innermost functions of its main thread, the innermost first

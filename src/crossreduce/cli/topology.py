@@ -25,7 +25,7 @@ from ..topology.machines import machine_names
 from .arguments import read_link, read_machine, read_subset
 from .output import atomic_file, bound_json, grouped, progress
 
-MAX_LINES: Final = 200  # of the list of links; the JSON contains all links
+MAX_LINES: Final = 200  # the most lines of the list of links; the JSON contains all links
 
 # Options of every command that plans: they select the topology. Numbers are positions in the complete machine.
 MACHINE: Final = "a machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m) or: this"

@@ -103,7 +103,7 @@ def collective(schedule: Schedule, largest: int | None = None) -> Collective:
         for rank, device in enumerate(schedule.devices):
             part = sum(chunk.share for number, chunk in chunks if ends[number] == (rank,))
             if part * len(schedule.devices) != 1:
-                problem = f"every rank has an equal part of the buffer in NCCL's {kind}."
+                problem = f"every rank must have an equal part of the buffer in NCCL's {kind}."
                 equal = f"1/{len(schedule.devices)}"
                 raise PlanError.of(problem, f"{device} has {part} of it", f"chunks of {device} that add up to {equal}")
     blocks, start = [], 0
@@ -117,7 +117,7 @@ def collective(schedule: Schedule, largest: int | None = None) -> Collective:
 
 
 def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | None]:
-    """Return the kind and the root."""
+    """Return the kind and the root of a schedule's collective."""
     everyone = tuple(range(len(schedule.devices)))
     sources = {tuple(sorted(chunk.sources)) for chunk in chunks}
     destinations = {tuple(sorted(chunk.destinations)) for chunk in chunks}
@@ -130,9 +130,9 @@ def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | No
         return ("broadcast", min(sources)[0]) if len(sources) == 1 else ("allgather", None)
     idle = set(everyone) - {rank for ranks in sources | destinations for rank in ranks}
     if idle:
-        problem = "every rank takes part in one of NCCL's collectives, but a node is neither source nor destination."
+        problem = "in NCCL's collectives every rank must be a source or a destination, but some nodes are neither."
         given = ", ".join(schedule.devices[rank] for rank in sorted(idle))
         raise PlanError.of(problem, given, "a plan for other devices only; for a switch: without --in-network")
-    problem = "NCCL's collectives have all ranks as sources, as destinations, or both, for every chunk."
+    problem = "NCCL's collectives must have all ranks as sources, as destinations, or both, for every chunk."
     given = f"{schedule.head}: {len(sources)} sets of sources, {len(destinations)} sets of destinations"
     raise PlanError.of(problem, given, "all devices as sources or as destinations")

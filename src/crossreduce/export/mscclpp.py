@@ -258,7 +258,7 @@ class _GpuPlan:
     """One rank's part of the plan, to which threadblocks are added."""
 
     rank: int
-    scratch: int = 0  # units
+    scratch: int = 0  # the size of the scratch buffer, in units
     peers: list[int] = field(default_factory=list)  # the other rank of each of its channels
     buffers: list[tuple[int, str]] = field(default_factory=list)  # (rank, buffer) of other ranks that it accesses
     threadblocks: list[_ThreadblockPlan] = field(default_factory=list)
@@ -370,7 +370,7 @@ def _gpus(schedule: Schedule, made: Collective, groups: list[_BlockEvents]) -> l
             ):
                 if len(used) > most:
                     needed = f"{schedule.devices[gpu.rank]} needs {len(used)}"
-                    problem = f"MSCCL++ has {most} {what} per threadblock, {needed}."
+                    problem = f"MSCCL++ allows {most} {what} per threadblock, but {needed}."
                     remedy = "fewer packs or trees, a larger threadblocks=, another algorithm, fewer devices"
                     raise PlanError.of(problem, schedule.head, remedy)
     return [

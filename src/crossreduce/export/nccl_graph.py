@@ -71,9 +71,9 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     if path not in PATHS:
         raise ArgumentError.of("unknown path between GPUs.", shown(path), ", ".join(PATHS))
     if not isinstance(copies, int) or copies < 1:
-        raise ArgumentError.of("each ring appears at least once.", shown(copies), "copies=1")
+        raise ArgumentError.of("copies must be an integer of at least 1.", shown(copies), "copies=1")
     if (topology is None) == (gb_per_s is None):
-        raise ArgumentError.of("a topology or gb_per_s determines the speed.", "neither or both", "one of them")
+        raise ArgumentError.of("give either topology or gb_per_s.", "neither or both", "one of them")
     devices = [parse(name) for name in schedule.devices]
     for device in devices:
         if device.kind != "cuda" or device.logical or device.host != devices[0].host:
@@ -136,7 +136,7 @@ def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[i
     names = schedule.devices
 
     def refuse(reason: str) -> PlanError:
-        return PlanError.of(f"an NCCL graph consists of rings, but {reason}.", schedule.head, 'algorithm="ring"')
+        return PlanError.of(f"an NCCL graph can only have rings, but {reason}.", schedule.head, 'algorithm="ring"')
 
     for own, text in ((0, "is sent from {} to both {} and {}"), (1, "is received on {} from both {} and {}")):
         others: dict[int, int] = {}

@@ -173,7 +173,7 @@ class NumPy:
             given = _kind(value)
             plain = type(value) is not np.ndarray and not isinstance(value, np.ma.MaskedArray)
             remedy = "numpy.asarray(x), the same memory" if plain else "numpy.empty(shape, dtype)"
-        raise UnsupportedError.of("results are written into writable NumPy arrays in C order.", given, remedy)
+        raise UnsupportedError.of("results need writable NumPy arrays in C order.", given, remedy)
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
         start = int(x.__array_interface__["data"][0])

@@ -204,11 +204,11 @@ class Torch:
     def writable_array(self, value: Any, device: str) -> Array:
         x = self._plain(value)
         if x.device != _place(device) or is_transformed() or has_no_memory(x) or is_frozen(value):
-            problem = "results are written into plain tensors on their destination."
+            problem = "results need plain tensors on their destination."
             remedy = "torch.empty(shape, dtype=..., device=...), outside torch.func, dispatch and inference modes"
             raise UnsupportedError.of(problem, f"{type(value).__name__} on {value.device}, for {device}", remedy)
         if x.data_ptr() != value.data_ptr() or not x.is_contiguous():
-            problem = "results are written into contiguous tensors."
+            problem = "results need contiguous tensors."
             given = f"{TensorSpec(tuple(value.shape), _NAMES[value.dtype])}, strides {tuple(value.stride())}"
             raise UnsupportedError.of(problem, given, "torch.empty(shape, dtype=...), or tensor.contiguous()")
         return x
@@ -353,7 +353,7 @@ def _unsupported(value: Any) -> UnsupportedError:
     if value.dtype not in _NAMES:
         remedy = "cast to one of " + ", ".join(DTYPES_BY_NAME)
         return UnsupportedError.of(f"arrays of dtype {value.dtype} cannot be reduced.", given, remedy)
-    return UnsupportedError.of("this tensor subclass wraps others.", given, "the tensors that it wraps")
+    return UnsupportedError.of("this subclass wraps other tensors.", given, "the tensors that it wraps")
 
 
 FRAMEWORK = Torch()

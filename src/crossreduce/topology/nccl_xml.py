@@ -271,7 +271,7 @@ def _parse(text: str) -> _Element:
         raise ArgumentError.of("NCCL's topology must be text.", shown(text), "open(path).read()")
     if len(text) > LONGEST or text.count("<") > MOST_TAGS:
         given = f"{len(text)} characters, {text.count('<')} tags"
-        raise ArgumentError.of(f"a topology has at most {LONGEST} characters and {MOST_TAGS} tags.", given)
+        raise ArgumentError.of(f"a topology must have at most {LONGEST} characters and {MOST_TAGS} tags.", given)
     from xml.parsers import expat
 
     document = _Element("", {}, 0)

@@ -68,7 +68,7 @@ def grid(shape: Sequence[int], gb_per_s: Any, latency_s: Number, *, wraps: bool)
     speeds = list(gb_per_s) if isinstance(gb_per_s, (tuple, list)) else [gb_per_s] * len(shape)
     if len(speeds) != len(shape):
         given = f"{len(speeds)} speeds, {len(shape)} dimensions"
-        raise ArgumentError.of("a grid has one speed, or one for each dimension.", given, "gb_per_s=25")
+        raise ArgumentError.of("a grid needs one speed, or one for each dimension.", given, "gb_per_s=25")
     names = host_devices(math.prod(shape))
     pairs: dict[frozenset[str], tuple[str, str, Any]] = {}
     stride = 1

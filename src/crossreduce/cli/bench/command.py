@@ -150,7 +150,7 @@ def _rank_count(
     }
     wrong = ", ".join(option for option, is_given in given.items() if is_given)
     if wrong:
-        raise ArgumentError(f"{wrong}: not with ranks, which are processes with one tensor each in host memory.")
+        raise ArgumentError(f"{wrong}: not for ranks, each of which is a process with one tensor in host memory.")
     count = int(os.environ["WORLD_SIZE"]) if launch is None else at_least(1, "--launch", launch)
     if count > MAX_DEVICES:
         raise ArgumentError(f"--launch takes at most {MAX_DEVICES} ranks, not {count}.")

@@ -84,7 +84,7 @@ class BenchRequest:
     collective: str
     op: str  # sum, product, min, max or mean; sum if the collective has no op
     redop: str  # nccl-tests' name of the op; none if the collective has no op
-    dtype: str  # of the elements, as NumPy spells it
+    dtype: str  # NumPy's name of the dtype
     nccl_type: str  # as nccl-tests spells it
     roots: tuple[int, ...]  # the ranks to measure as root; (-1,) for collectives without a root
     algorithms: tuple[str, ...]
@@ -101,7 +101,7 @@ class BenchRequest:
     json: str | None = None  # the file for the report
     args: tuple[str, ...] = ()  # the command line, for the report
     average: int = 1  # nccl-tests' -a: how the ranks' times are combined
-    backends: tuple[str, ...] = ()  # of the ranks: the first is reported, the others are compared with it
+    backends: tuple[str, ...] = ()  # the ranks' backends: the first is reported, the others are compared
     framework_version: str = ""
     processes: tuple[tuple[int, str], ...] = ()  # the pid and host of each rank; empty: this process has all devices
 

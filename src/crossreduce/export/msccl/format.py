@@ -136,7 +136,7 @@ def read_msccl_xml(text: str) -> Algo:
         raise ScheduleError.of(problem, 'inplace="0" outofplace="0"', 'outofplace="1"')
     chunks = top.number("nchunksperloop", at, least=1, most=MOST_CHUNKS)
     if coll in ("reducescatter", "allgather", "alltoall") and chunks % count:
-        problem = f"{at}: all ranks have the same number of chunks of an {coll}."
+        problem = f"{at}: all ranks must have the same number of chunks of an {coll}."
         raise ScheduleError.of(problem, f"{chunks} chunks, {count} ranks", f"a multiple of {count}")
     name, channels = top.attributes.get("name", ""), top.number("nchannels", at)
     least, most = (0 if key in missing else top.number(key, at) for key in ("minBytes", "maxBytes"))
@@ -191,7 +191,7 @@ def _parse(text: str) -> _XmlElement:
 
     def characters(data: str) -> None:
         if data.strip():
-            raise ScheduleError.of(f"line {parser.CurrentLineNumber}: text between the elements.", shown(data))
+            raise ScheduleError.of(f"line {parser.CurrentLineNumber}: unexpected text between elements.", shown(data))
 
     def refused(*_: object) -> None:
         raise ScheduleError(f"line {parser.CurrentLineNumber}: document types and entities are not read.")
@@ -213,7 +213,7 @@ def _ordered(elements: list[_XmlElement], what: str, count: int | None, at: str)
     wanted = len(elements) if count is None else count
     if sorted(found) != list(range(len(elements))) or len(elements) != wanted:
         given = ", ".join(element.attributes["id"] for element in elements) or "none"
-        raise ScheduleError.of(f"{at}: the ids of <{what}> are 0, 1, 2, ..., each once.", given, f"{wanted} ids")
+        raise ScheduleError.of(f"{at}: the ids of <{what}> must be 0, 1, 2, ..., each once.", given, f"{wanted} ids")
     return [found[number] for number in range(wanted)]
 
 
@@ -235,7 +235,7 @@ def _read_gpu(element: _XmlElement, algo: str, ranks: int) -> Gpu:
 def _read_step(element: _XmlElement, number: int, block: str, send: int, recv: int) -> XmlStep:
     at = f"{block}, step {number}"
     if element.number("s", at) != number:
-        raise ScheduleError.of(f"{at}: steps are numbered 0, 1, 2, ...", f's="{element.attributes["s"]}"')
+        raise ScheduleError.of(f"{at}: steps must be numbered 0, 1, 2, ...", f's="{element.attributes["s"]}"')
     kind = element.text("type", at)
     if kind not in TYPES:
         raise ScheduleError.of(f"{at}: unknown type.", shown(kind), "one of " + ", ".join(sorted(TYPES)))

@@ -5,8 +5,8 @@ exact.
 
 Variables: x_r, the rate rooted at device r; cB_e and cR_e, the bandwidth of link e that broadcasts and reductions use.
 Maximise sum(x) subject to cB_e + cR_e <= b_e; the flow into a switch that cannot reduce equals the flow out of it; and
-for every set S of nodes that lacks a device x(S) <= cB(S leaves), x(S) <= cR(S enters). By Edmonds' theorem, trees
-exist exactly then. There are exponentially many sets S; minimum cuts find those that a solution violates, until it
+for every set S of nodes that lacks a device x(S) <= cB(S leaves), x(S) <= cR(S enters). Trees exist exactly then, by
+Edmonds' theorem. There are exponentially many sets S; minimum cuts find those that a solution violates, until it
 violates none. HiGHS solves each program in floating point; its solution and its dual are rounded to fractions, and each
 is then proved exactly, so the result does not depend on the rounding. If links are equal in both directions, reductions
 use the routes of the broadcasts backwards, which halves the program.
@@ -33,7 +33,7 @@ from .flows import Network
 DENOMINATORS: Final = (12, 60, 420, 5040, 100_000, 10_000_000)
 _FINE: Final = 1 << 20  # the unit of capacities when violated cuts of a solution in floating point are searched
 _MOST_ROUNDS: Final = 500
-_COARSE: Final = 1 << 10  # a plan may lose at most one part in so many to rounding
+_COARSE: Final = 1 << 10  # rounding may reduce the rate of a plan by at most 1 / _COARSE
 
 Pair = tuple[str, str]
 
