@@ -106,7 +106,7 @@ def sheet(name: str, theme: Theme, size: tuple[float, float], title: str, folder
     """Yield a page, and write it as an SVG when the block ends."""
     with mpl.rc_context():
         mpl.rcdefaults()
-        # Text stays text; DejaVu Sans is the widest of these fonts, and matplotlib has it.
+        # SVG files contain text, not its outlines; DejaVu Sans is the widest font here, and matplotlib has it.
         fonts = ["DejaVu Sans", "Segoe UI", "Helvetica", "Arial"]
         mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "crossreduce", "font.sans-serif": fonts})
         figure = Figure(figsize=size, facecolor=theme.paper)

@@ -415,7 +415,7 @@ def test_integer_sums_and_products_wrap(framework, ops, dtype):
 @table(dtype=["float16", "bfloat16"])
 def test_halves_are_rounded_once(framework, ops, dtype):
     """Half types accumulate in float32: 2048 + 1 + 1 + ... counts every 1, which half arithmetic would lose."""
-    big = 2048 if dtype == "float16" else 256  # from here on, steps of 2
+    big = 2048 if dtype == "float16" else 256  # above it, the type has only even integers
     xs = [np.full(2, number, oracle.dtype_of(dtype)) for number in (big, 1, 1, 1, 1, 1, 1, 1, 1)]
     given = value(framework, xs)
     for y in ops.reduce("sum", given, given):

@@ -126,7 +126,7 @@ class _Event:
     since: int = -1  # for a wait: the time of the event whose end is signalled
     srcs: tuple[Extent, ...] = ()  # the memory that it reads
     dst: Extent = ("", 0, 0)  # the memory that it writes
-    signals: list[_Event] = field(default_factory=list)  # those that follow it
+    signals: list[_Event] = field(default_factory=list)  # the signals that follow it
 
     @property
     def ends(self) -> Pair:

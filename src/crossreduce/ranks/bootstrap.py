@@ -34,7 +34,7 @@ _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; kernels before
 
 
 class BootstrapResult(NamedTuple):
-    """The ranks of each host, in the order of their lowest ranks, and of them ``host``, which contains this rank.
+    """The ranks of each host, hosts in the order of their lowest ranks, and ``host``: the ranks of this rank's host.
 
     ``fd`` is memory that the ranks of ``host`` share, zeroed; the caller closes it. ``cpus`` is the number of CPUs on
     which any of them may run; launchers may bind each rank to CPUs of its own.
