@@ -439,8 +439,7 @@ def _read(
     if not names:
         raise PlanError.of("a plan needs at least one device.", "no devices")
     if not isinstance(packs, int) or packs < 1 or not isinstance(first, int):
-        problem = "packs must be an integer above 0, and first an integer."
-        raise PlanError.of(problem, f"packs={packs!r}, first={first!r}", "packs=1")
+        raise PlanError.of("packs must be an int > 0, first an int.", f"packs={packs!r}, first={first!r}", "packs=1")
     gives, takes = _members(names, sources, "the sources"), _members(names, destinations, "the destinations")
     collective = collective_between(len(names), len(gives), len(takes))
     return Request(collective, gives, takes, algorithm, packs=packs, first=first, devices=names)
