@@ -30,7 +30,7 @@ def interrupted(rendezvous, started, state):
     signal.signal(signal.SIGTERM, ended)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        comm = member(rendezvous, 10)
+        comm = member(rendezvous, 60)
         started.ready()
         if state == "waiting" and comm.rank == 0:
             time.sleep(0.6)  # the others are in the call, and rank 1 is interrupted
@@ -55,8 +55,8 @@ def interrupted(rendezvous, started, state):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("state", ["waiting", "between", "long"])
 def test_r6_an_interrupted_rank_releases_everything(state, number):
-    """Ctrl-C or SIGTERM in any state ends that rank's call at once, and the calls of the others; all of them release
-    their threads, descriptors, mappings and files."""
+    """Ctrl-C or SIGTERM in any state ends that rank's call, and those of the others, long before the timeout of 60 s;
+    all of them release their threads, descriptors, mappings and files."""
     with starter(3) as started:
 
         def interrupt(pids):
@@ -66,7 +66,7 @@ def test_r6_an_interrupted_rank_releases_everything(state, number):
 
         began = time.monotonic()
         found = ranks(3, interrupted, started, state, begun=interrupt)
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 30  # the start of the processes included
     assert found[1][0][0] == ("KeyboardInterrupt" if number == signal.SIGINT else "SystemExit")
     for rank in (0, 2):
         kind, text, lost = found[rank][0]
