@@ -10,15 +10,16 @@ from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, Final
 
+import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
 
 from ..errors import ArgumentError, DeviceError, UnsupportedError, shown
-from ..kernels.reference import dtype_named
 from ..ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Sparse, ThreadModes
 
+DTYPES_BY_NAME: Final[dict[str, np.dtype[Any]]] = {name: np.dtype(name) for name in DTYPES}
 _UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {op: getattr(np, name) for op, name in ELEMENTWISE.items()}
 
 
@@ -110,7 +111,7 @@ class NumPy:
             elif numbers.accumulator == numbers.dtype:
                 out = ufunc(xs[0], xs[1])
             else:
-                out = ufunc(xs[0], xs[1], dtype=dtype_named(numbers.accumulator))
+                out = ufunc(xs[0], xs[1], dtype=DTYPES_BY_NAME[numbers.accumulator])
             out = np.asarray(out)  # NumPy returns a scalar for arrays without axes
             for x in xs[2:]:
                 ufunc(out, x, out=out)
@@ -118,15 +119,15 @@ class NumPy:
                 if numbers.divisor != 1:
                     _divide(out, numbers.divisor)
                 if numbers.result != numbers.accumulator:
-                    return out.astype(dtype_named(numbers.result))
+                    return out.astype(DTYPES_BY_NAME[numbers.result])
         return out
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
         with _quiet():
             if numbers.divisor != 1:
-                x = x.astype(dtype_named(numbers.accumulator))
+                x = x.astype(DTYPES_BY_NAME[numbers.accumulator])
                 _divide(x, numbers.divisor)
-            return x.astype(dtype_named(numbers.result), copy=False)
+            return x.astype(DTYPES_BY_NAME[numbers.result], copy=False)
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         if fresh and len(parts) == len(cuts) == 1:
@@ -156,7 +157,7 @@ class NumPy:
         indices = sparse.indices
         if indices.size and (indices.min() < 0 or indices.max() >= shape[0]):
             raise beyond(int(indices.min()), int(indices.max()), shape)
-        out = np.zeros(shape, dtype_named(dtype))
+        out = np.zeros(shape, DTYPES_BY_NAME[dtype])
         with _quiet():
             np.add.at(out, indices, sparse.values)
         return out
@@ -205,7 +206,7 @@ class NumPy:
         return made
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
-        dtype = dtype_named(numbers.accumulator)
+        dtype = DTYPES_BY_NAME[numbers.accumulator]
         return np.asarray(_UFUNCS[op].reduce(x.astype(dtype, copy=False), axis=axis, dtype=dtype))
 
 
@@ -236,5 +237,4 @@ def beyond(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
     return ArgumentError.of(problem, given, f"indices from 0 to {shape[0] - 1}")
 
 
-assert set(DTYPES) == {_name(dtype_named(name)) for name in DTYPES}
 FRAMEWORK = NumPy()

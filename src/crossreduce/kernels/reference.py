@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, Final
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
 
 from .overlap import find_overlap
@@ -19,12 +18,6 @@ from .overlap import find_overlap
 # The elements of a tile: intermediate values fit the second-level cache, and the cost of a call is small per element.
 _TILE: Final = 1 << 15
 _Rows = Sequence[Sequence[Any]]  # for each tensor its arrays
-
-
-@lru_cache(maxsize=256)
-def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype with this name: one of NumPy's, or bfloat16."""
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 def _reals(x: Any) -> Any:
@@ -113,7 +106,7 @@ class ReferenceKernel:
         segments: Sequence[tuple[int, int, int, int]],
     ) -> None:
         self._combine, self._divisor = _OPS[op], divisor
-        self._dtypes = dtype, _, result = [dtype_named(name) for name in dtypes]
+        self._dtypes = dtype, _, result = [np.dtype(name) for name in dtypes]
         # Copies keep every bit, also that of a signaling NaN.
         self._copies = divisor == 1 and dtype == result and not any(folds for _, folds, _ in programs)
         self._sizes, self._programs, self._segments = tuple(sizes), tuple(programs), tuple(segments)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
 from numpy.typing import NDArray
-
-from ...kernels.reference import dtype_named
 
 # Arrays repeat this number of elements. It is prime, so an array that is shifted by a chunk or a pack is wrong.
 PERIOD: Final = 65_537
@@ -27,7 +26,7 @@ _EXACT: Final = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64"
 def inputs(op: str, dtype: str, n: int) -> list[NDArray[Any]]:
     """Return one array of ``PERIOD`` elements of an integer or floating-point dtype for each of ``n`` devices."""
     rng = np.random.default_rng([n, len(op)])
-    kind = dtype_named(dtype)
+    kind = np.dtype(dtype)
     if op == "mean":
         middle = rng.integers(_SPREAD + 1, 24, PERIOD)
         away = rng.integers(-_SPREAD, _SPREAD + 1, (n // 2, PERIOD))

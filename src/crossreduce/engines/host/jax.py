@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...frameworks import Array
 from ...frameworks.jax import cpu_number, place
-from ...kernels.reference import dtype_named
 from . import SharedResults
 
 _X64: Final = frozenset({"float64", "complex128", "int64", "uint64"})
@@ -48,7 +47,7 @@ class JaxMemory(SharedResults):
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:
         # JAX uses memory that is aligned to 64 bytes without copying it.
-        kind = dtype_named(dtype)
+        kind = np.dtype(dtype)
         filled = [np.frombuffer(memory, kind).reshape(shape) for (memory,), shape in zip(blanks, shapes, strict=True)]
         # Arrays that were made while x64 was enabled keep their dtype.
         wide = kind.name in _X64 and not jax.config.jax_enable_x64

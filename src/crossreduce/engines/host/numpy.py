@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import kernels
 from ...frameworks import Array
-from ...kernels.reference import dtype_named
+from ...frameworks.numpy import DTYPES_BY_NAME
 
 
 def _empty_in_python(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
@@ -35,7 +35,7 @@ class NumPyMemory:
         return arrays
 
     def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        kind = dtype_named(dtype)
+        kind = DTYPES_BY_NAME[dtype]
         return [_allocate(shape, kind, count) for shape in shapes]
 
     writable = writable_outputs = readable
