@@ -215,7 +215,7 @@ def test_elements_that_are_not_pairs(ops, wrong):
 @each_ops
 def test_broadcast_takes_one_array(ops):
     """Broadcast rejects distributed values, lists, text, classes and None."""
-    with pytest.raises(cr.ArgumentError, match=r"broadcast takes one array(.|\n)*value\[0\]"):
+    with pytest.raises(cr.ArgumentError, match=r"broadcast requires a single array(.|\n)*value\[0\]"):
         ops.broadcast(value(), "cpu:0")
     for wrong in ([1.0], None, "x", (np.zeros(2),), np.ndarray):
         with pytest.raises(cr.ReductionError, match="is not an array"):
@@ -270,9 +270,7 @@ def test_invalid_lists_of_trees():
     """all_reduce needs a list with at least one tree, and one device per tree if devices are given."""
     for wrong in ({"a": 1}, "ab", 3, None, value()):
         remedy = r"list\(value\)" if isinstance(wrong, cr.PerReplica) else r"\[tree, tree\]: one tree per replica"
-        with pytest.raises(
-            cr.ArgumentError, match=f"all_reduce takes a list with one tree per replica.*\n.*\n.*{remedy}"
-        ):
+        with pytest.raises(cr.ArgumentError, match=f"trees must be a list of one tree per replica.*\n.*\n.*{remedy}"):
             cr.all_reduce(wrong)
     with pytest.raises(cr.ArgumentError, match=r"'mean'.*\n.*as in all_reduce\(\[tree, tree\], op\)"):
         cr.all_reduce("mean", [1.0, 2.0])

@@ -259,7 +259,7 @@ def test_bench_takes_the_first_devices_of_a_topology(printed, crossreduce, tmp_p
     small = ["bench", "-b", 8, "-e", 8, "-n", 1, "--topology"]
     assert "device  2 [cpu:2]" in printed(*small, "dgx-1v", "-g", 3)
     code, out, error = crossreduce(*small, "dgx-1v", "-g", 9)
-    assert (code, out, error) == (2, "", "crossreduce: --devices: the topology has 8 devices, not 9.\n")
+    assert (code, out, error) == (2, "", "crossreduce: --devices: the topology has only 8 devices, not 9.\n")
     path = tmp_path / "apart.json"
     path.write_text(DGX.subset(["cuda:0", "cuda:5"]).to_json())
     code, _, error = crossreduce(*small, path)

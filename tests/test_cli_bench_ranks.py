@@ -409,13 +409,13 @@ def rejected(crossreduce, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--peers gloo", "--peers needs ranks: add --launch N, or start this command with torchrun."),
+        ("--peers gloo", "--peers requires ranks: add --launch N, or start this command with torchrun."),
         ("--launch 0", "--launch must be 1 or more, not 0"),
-        ("--launch 99999", "--launch takes at most 4096 ranks"),
+        ("--launch 99999", "--launch must be at most 4096 ranks"),
         ("--launch 2 --peers nccl", '--peers must be one of gloo, mpi, not "nccl"'),
-        ("--launch 2 -g 4", "--devices: not for ranks"),
-        ("--launch 2 -A ring --topology dgx-1", "--algorithm, --topology: not for ranks"),
-        ("--launch 2 -o avg -d int8", "ranks reduce in place, and integers cannot store a mean."),
+        ("--launch 2 -g 4", "--devices cannot be used with ranks"),
+        ("--launch 2 -A ring --topology dgx-1", "--algorithm, --topology cannot be used with ranks"),
+        ("--launch 2 -o avg -d int8", "ranks reduce in place, so the mean of integers is not supported."),
         ("--launch 2 --collective reduce -r 2", "--root must be a rank from 0 to 1, or all"),
         ("--collective all_gather", '--collective must be one of all_reduce, reduce, broadcast, not "all_gather"'),
     ],

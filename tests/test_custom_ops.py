@@ -95,7 +95,7 @@ def test_arguments_are_validated_before_an_implementation_is_called():
         ("options must be", lambda: spy.reduce("sum", value, value, options=3)),
         ("^pair 1: ", lambda: spy.batch_reduce("sum", [(value, value), (bad, value)])),
         ("element 1", lambda: spy.batch_reduce("sum", [(value, value), 3])),
-        ("broadcast takes one array", lambda: spy.broadcast(value, "cpu:0")),
+        ("broadcast requires a single array", lambda: spy.broadcast(value, "cpu:0")),
         ("destinations must be", lambda: spy.broadcast(np.ones(2), None)),
         ("do not have this axis", lambda: spy.gather(value, "cpu:0", 1)),
         ("differ in structure", lambda: cr.all_reduce([[1.0], [1.0, 2.0]], cross_device_ops=spy)),

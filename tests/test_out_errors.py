@@ -14,7 +14,7 @@ OPS = cr.AllReduceCrossDeviceOps()
 
 EACH = "out must be a PerReplica or Mirrored on the destinations, in their order"
 PAIRS = "out must have one PerReplica or Mirrored for each pair"
-TREES = "out takes a list with one tree per replica"
+TREES = "out must be a list of one tree per replica"
 NUMPY = "results need writable NumPy arrays in C order"
 
 WRONG = {

@@ -189,13 +189,17 @@ def test_titles_are_plain_text(tmp_path):
 @pytest.mark.parametrize(
     ("draw", "error", "text"),
     [
-        (lambda path: draw_topology(ring(GPUS), path), ArgumentError, "draw_topology takes a Topology"),
-        (lambda path: draw_topology(None, path), ArgumentError, r"draw_topology takes a Topology[\s\S]*None"),
-        (lambda path: draw_schedule(PART, PART, path), ArgumentError, "draw_schedule takes a Schedule and a Topology"),
+        (lambda path: draw_topology(ring(GPUS), path), ArgumentError, "draw_topology requires a Topology"),
+        (lambda path: draw_topology(None, path), ArgumentError, r"draw_topology requires a Topology[\s\S]*None"),
+        (
+            lambda path: draw_schedule(PART, PART, path),
+            ArgumentError,
+            "draw_schedule requires a Schedule and a Topology",
+        ),
         (
             lambda path: draw_schedule(ring(GPUS), None, path),
             ArgumentError,
-            "draw_schedule takes a Schedule and a Topology",
+            "draw_schedule requires a Schedule and a Topology",
         ),
         (lambda path: draw_schedule(ring(names(2)), Topology(names(2), []), path), PlanError, "no route from"),
         (

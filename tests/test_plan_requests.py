@@ -35,11 +35,20 @@ BAD = [
     ({"collective": "broadcast", "root": "cpu:9"}, "the root must be a device of the topology"),
     ({"collective": "reduce_scatter", "root": "cpu:1"}, r"reduce_scatter has no root[\s\S]*root='cpu:1'"),
     ({"collective": "all_gather", "root": "cpu:1"}, r"all_gather has no root[\s\S]*reduce or broadcast"),
-    ({"collective": "broadcast", "sources": ["cpu:0"], "root": "cpu:1"}, r"a broadcast has one root[\s\S]*root=cpu:1"),
-    ({"collective": "reduce", "destinations": ["cpu:0"], "root": "cpu:1"}, r"a reduce has one root[\s\S]*root=cpu:1"),
-    ({"collective": "broadcast", "sources": ["cpu:0", "cpu:1"]}, r"a broadcast has one root[\s\S]*cpu:0', 'cpu:1"),
-    ({"collective": "broadcast", "sources": ["cpu:0", "cpu:1"], "root": "cpu:0"}, "a broadcast has one root"),
-    ({"collective": "reduce", "destinations": ["cpu:0", "cpu:1"]}, r"a reduce has one root[\s\S]*all_reduce"),
+    (
+        {"collective": "broadcast", "sources": ["cpu:0"], "root": "cpu:1"},
+        r"a broadcast must have one root[\s\S]*root=cpu:1",
+    ),
+    (
+        {"collective": "reduce", "destinations": ["cpu:0"], "root": "cpu:1"},
+        r"a reduce must have one root[\s\S]*root=cpu:1",
+    ),
+    (
+        {"collective": "broadcast", "sources": ["cpu:0", "cpu:1"]},
+        r"a broadcast must have one root[\s\S]*cpu:0', 'cpu:1",
+    ),
+    ({"collective": "broadcast", "sources": ["cpu:0", "cpu:1"], "root": "cpu:0"}, "a broadcast must have one root"),
+    ({"collective": "reduce", "destinations": ["cpu:0", "cpu:1"]}, r"a reduce must have one root[\s\S]*all_reduce"),
     (
         {"collective": "all_gather", "sources": ["cpu:0"], "destinations": ["cpu:1"]},
         "the sources and the destinations of all_gather must be the same",

@@ -53,7 +53,7 @@ def test_any_iterable_of_arrays_is_accepted(kind):
 @pytest.mark.parametrize(("wrong", "kind"), each([A, np.float32(3), "cpu:0", b"x", {"cpu:0": A}, 3, None, 2.5], KINDS))
 def test_components_must_be_a_list_of_arrays(kind, wrong):
     """A single array raises an error, since its rows are not replicas; so are text, dicts and numbers."""
-    with pytest.raises(ArgumentError, match=rf"{kind.__name__} takes a list with one array per replica[\s\S]*given: "):
+    with pytest.raises(ArgumentError, match=rf"{kind.__name__} requires a list of one array per replica[\s\S]*given: "):
         kind(wrong)
 
 
@@ -175,7 +175,7 @@ def test_slices_of_lists():
     slices = IndexedSlices([[1.0, 2.0]], [3], (5, 2))
     assert slices.values.tolist() == [[1.0, 2.0]]
     assert slices.indices.dtype.kind == "i"
-    with pytest.raises(ArgumentError, match="IndexedSlices need arrays"):
+    with pytest.raises(ArgumentError, match="IndexedSlices must contain arrays"):
         IndexedSlices([[1.0], [2.0, 3.0]], [0, 1])
 
 
@@ -192,7 +192,7 @@ def test_slices_repr():
 def test_one_index_per_slice(values, indices):
     """The indices are one per slice, along one axis; the message contains both shapes."""
     given_ = re.escape(f"values of shape {values}, indices of shape {indices}")
-    with pytest.raises(ArgumentError, match=rf"need one index per slice[\s\S]*{given_}"):
+    with pytest.raises(ArgumentError, match=rf"must have one index per slice[\s\S]*{given_}"):
         IndexedSlices(np.zeros(values), np.zeros(indices, int))
 
 

@@ -182,7 +182,7 @@ class CrossDeviceOps:
         """
         if isinstance(tensor, DistributedValues):
             raise ArgumentError.of(
-                "broadcast takes one array.", shown(tensor), "one of its components, such as value[0]"
+                "broadcast requires a single array.", shown(tensor), "one of its components, such as value[0]"
             )
         framework = check_array(tensor)
         devices = device_names(destinations)

@@ -98,7 +98,7 @@ class _Accumulators(dict[tuple[ReduceOp, str], str]):
             remedy = 'cast to an integer, or use "max" (any) or "min" (all)'
             raise UnsupportedError.of(f"the {op.value} of bools is not defined.", given, remedy)
         remedy = "reduce the real part, or the magnitude"
-        raise UnsupportedError.of("complex numbers have no order.", given, remedy)
+        raise UnsupportedError.of(f"the {op.value} of complex numbers is not defined.", given, remedy)
 
 
 def _accumulator(op: ReduceOp, dtype: str) -> str:

@@ -76,16 +76,16 @@ def all_reduce(
     ):
         remedy = "[tree, tree]: one tree per replica, as in all_reduce([tree, tree], op)"
         remedy = "list(value)" if isinstance(trees, DistributedValues) else remedy
-        raise ArgumentError.of("all_reduce takes a list with one tree per replica.", shown(trees), remedy)
+        raise ArgumentError.of("trees must be a list of one tree per replica.", shown(trees), remedy)
     op = read_op(op)
     ops = check_ops(cross_device_ops)
     given = list(trees)
     if not given:
-        raise ArgumentError.of("all_reduce needs at least one replica's tree.", shown(trees), "[tree, tree]")
+        raise ArgumentError.of("trees must contain at least one replica's tree.", shown(trees), "[tree, tree]")
     names = None if devices is None else read_devices(devices)
     if names is not None and len(names) != len(given):
         raise ArgumentError.of(
-            "all_reduce needs one device per replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None"
+            "devices must have one name per replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None"
         )
     leaves, structure = flatten_trees(given)
     columns = reduce_leaves(leaves, structure, op, names, ops, options, out)
@@ -131,7 +131,7 @@ def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]
     given = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
     replicas = len(pairs[0][0]) if pairs else len(given)
     if hasattr(out, "shape") or len(given) != replicas:
-        raise ArgumentError.of("out takes a list with one tree per replica.", shown(out), f"a list of {replicas} trees")
+        raise ArgumentError.of("out must be a list of one tree per replica.", shown(out), f"a list of {replicas} trees")
     leaves, found = flatten_trees(given)
     if found != structure:
         each = f"replicas: {_outline([found, structure], 1)}; out: {_outline([structure, found], 1)}"

@@ -281,7 +281,7 @@ def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str
 def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: list[Any]) -> TensorSpec:
     """Check sparse components against each other and against dense ones, and return their common spec."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        problem = "sparse values can only be added."
+        problem = "sparse values can only be reduced by sum or mean."
         given = f"{shown(op)} of {describe(value.values[0])}"
         raise UnsupportedError.of(problem, given, '"sum" or "mean", or make them dense first')
     sparse = [x for x in arrays if isinstance(x, Sparse)]

@@ -52,7 +52,7 @@ class IndexedSlices:
         self.dense_shape = None if dense_shape is None else _shape(dense_shape)
         rows, count = tuple(self.values.shape), tuple(self.indices.shape)
         if len(rows) < 1 or len(count) != 1 or (None not in (rows[0], count[0]) and rows[0] != count[0]):
-            problem = "IndexedSlices need one index per slice."
+            problem = "IndexedSlices must have one index per slice."
             given = f"values of shape {rows}, indices of shape {count}"
             raise ArgumentError.of(problem, given, "values of shape (k, ...) and indices of shape (k,)")
         if "int" not in str(self.indices.dtype):
@@ -89,7 +89,7 @@ class DistributedValues:
         kind = type(self).__name__
         if isinstance(values, (str, bytes, dict)) or hasattr(values, "shape") or not isinstance(values, Iterable):
             raise ArgumentError.of(
-                f"{kind} takes a list with one array per replica.", shown(values), f"{kind}([a, b, ...])"
+                f"{kind} requires a list of one array per replica.", shown(values), f"{kind}([a, b, ...])"
             )
         self._values = tuple(values)
         for number, value in enumerate(self._values):
@@ -283,4 +283,4 @@ def _array(value: Any, dtype: str | None = None) -> Any:
     try:
         return numpy.asarray(value, dtype)
     except ValueError as error:
-        raise ArgumentError.of("IndexedSlices need arrays.", shown(value), "numpy.asarray(...)") from error
+        raise ArgumentError.of("IndexedSlices must contain arrays.", shown(value), "numpy.asarray(...)") from error

@@ -63,7 +63,7 @@ def read_device_list(option: str, text: str) -> tuple[str, ...]:
             raise ArgumentError(f'{option} must be a number or names such as "cpu:0,cpu:1": "{text}": {why}') from error
         if all(parse(name).index < MAX_DEVICES for name in names):
             return names
-    raise ArgumentError(f"{option} takes at most {MAX_DEVICES} devices, not {text}.")
+    raise ArgumentError(f"{option} must be at most {MAX_DEVICES} devices, not {text}.")
 
 
 def read_algorithms(option: str, text: str) -> list[str]:
@@ -105,7 +105,7 @@ def read_machine(
         return Topology.machine(text, hosts, speeds=speeds, nics=nics, in_network=in_network)
     if (hosts, speeds, nics, in_network) != (1, "raw", None, False):
         options = "--hosts, --speeds, --nics and --in-network"
-        raise ArgumentError(f"{options} apply to the library's machines only, not to {text}.")
+        raise ArgumentError(f"{options} can only be used with a machine of the library, not with {text}.")
     try:
         return Topology.discover() if text == "this" else Topology.load(text)
     except OSError as error:
@@ -155,9 +155,9 @@ def read_subset(option: str, text: str, topology: Topology) -> tuple[str, ...]:
     names = [read_node(option, part, topology) for part in text.split(",")]
     for name in names:
         if name not in topology.devices:
-            raise ArgumentError(f"{option} takes devices only, and {name} is a switch.")
+            raise ArgumentError(f"{option} must only list devices, but {name} is a switch.")
         if names.count(name) > 1:
-            raise ArgumentError(f"{option} takes each device once, and {name} appears twice.")
+            raise ArgumentError(f"{option} must list each device only once, but {name} appears twice.")
     return tuple(names)
 
 

@@ -58,7 +58,7 @@ def plan(
     at_least(1, "--packs", packs)
     check_picture(picture)
     if format is not None and export is None:
-        raise ArgumentError("--format needs a file: give it with --export.")
+        raise ArgumentError("--format requires a file: give it with --export.")
     kind = (
         one_of(EXPORTERS, "--format", format)
         if format is not None
@@ -67,7 +67,7 @@ def plan(
         else format_of(export.name)
     )
     if kind is None:
-        raise ArgumentError(f"--export takes a file that ends in {', '.join(SUFFIXES)}, or a --format, not {export}.")
+        raise ArgumentError(f"--export must end in {', '.join(SUFFIXES)}, or be used with --format, not {export}.")
     complete = read_machine(machine, hosts, speeds, nics, in_network)
     chosen = select(complete, devices, without_link)
     main = None if root is None else read_node("--root", root, complete)

@@ -57,7 +57,7 @@ def select(complete: Topology, devices: str | None, without_link: list[str] | No
 def check_picture(path: Path | None) -> None:
     """Raise unless a picture can be written in the format of this suffix."""
     if path is not None and path.suffix.lower() not in (".svg", ".png"):
-        raise ArgumentError(f"--picture takes a .svg or .png file, not {path}.")
+        raise ArgumentError(f"--picture must be a .svg or .png file, not {path}.")
 
 
 def topology(
@@ -81,12 +81,12 @@ def topology(
     """
     if machine is None:
         if devices or without_link or picture or export or nics or in_network or (hosts, speeds) != (1, "raw"):
-            raise ArgumentError("all options except --json need a machine or a file, such as dgx-1v.")
+            raise ArgumentError("all options except --json require a machine or a file, such as dgx-1v.")
         _list(as_json=json)
         return
     check_picture(picture)
     if export is not None and export.suffix.lower() != ".json":
-        raise ArgumentError(f"--export takes a .json file, not {export}.")
+        raise ArgumentError(f"--export must be a .json file, not {export}.")
     complete = read_machine(machine, hosts, speeds, nics, in_network)
     chosen = select(complete, devices, without_link)
     with ExitStack() as files:

@@ -50,7 +50,7 @@ def draw_topology(topology: Topology, path: str | os.PathLike[str], *, title: st
       OSError: the file cannot be written.
     """
     if not isinstance(topology, Topology):
-        raise ArgumentError.of("draw_topology takes a Topology.", shown(topology), "Topology.ring(4)")
+        raise ArgumentError.of("draw_topology requires a Topology.", shown(topology), "Topology.ring(4)")
     plurals = {"device": "devices", "switch": "switches", "link": "links"}
     counts = zip(map(len, (topology.devices, topology.switches, topology.links)), plurals, strict=True)
     head = ", ".join(f"{n} {noun if n == 1 else plurals[noun]}" for n, noun in counts if n)
@@ -104,7 +104,7 @@ def draw_schedule(
     """
     if not isinstance(schedule, Schedule) or not isinstance(topology, Topology):
         given = f"{shown(schedule)}, {shown(topology)}"
-        raise ArgumentError.of("draw_schedule takes a Schedule and a Topology.", given, "plan.schedule, topology")
+        raise ArgumentError.of("draw_schedule requires a Schedule and a Topology.", given, "plan.schedule, topology")
     trees = _trees(schedule, topology)
     layout = graph_layout(topology)
     rate = fluid_rate(schedule, topology)

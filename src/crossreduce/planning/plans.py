@@ -218,12 +218,12 @@ def _read_devices(
     named = sources if copies else destinations
     if main is None and named is not None:
         if len(own) > 1:
-            raise ArgumentError.of(f"a {collective} has one root only.", shown(own), "all_reduce, or one device")
+            raise ArgumentError.of(f"a {collective} must have one root.", shown(own), "all_reduce, or one device")
         main = own[0]
     if main is None:
         main = bound_of_members(topology, collective, others).roots[0][0]
     if named is not None and (main,) != own:
-        raise ArgumentError.of(f"a {collective} has one root only.", f"root={main}, {shown(named)}", "root alone")
+        raise ArgumentError.of(f"a {collective} must have one root.", f"root={main}, {shown(named)}", "root alone")
     return ((main,), others, None) if copies else (others, (main,), None)
 
 

@@ -303,7 +303,7 @@ class Communicator(Member):
             problem = "the root is not a rank of the group."
             raise ArgumentError.of(problem, str(root), f"0 to {self.size - 1}")
         if has_all is not None and has_all != (self.rank == root):
-            problem = f"rank {root} is the root, and only the root passes all parts or the result."
+            problem = f"only the root, rank {root}, must pass all parts or the result."
             raise ArgumentError.of(problem, f"rank {self.rank} {'passed' if has_all else 'did not pass'} them")
 
     def _check(self, first: ArrayView | None = None, *others: ArrayView, count: int | None = None) -> None:

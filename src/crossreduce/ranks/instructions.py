@@ -56,7 +56,7 @@ def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
     """
     wide = ACCUMULATORS[op, dtype]
     if op is ReduceOp.MEAN and dtype in INTEGERS:
-        problem = "the mean of integers is not an integer."
+        problem = "ranks cannot compute the mean of integers: the result must have the dtype of the inputs."
         raise UnsupportedError.of(problem, f"op mean, dtype {dtype}", "the sum and a division, or floats")
     return Numbers(op, dtype, wide, dtype, ranks if op is ReduceOp.MEAN else 1)
 

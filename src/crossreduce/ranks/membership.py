@@ -101,7 +101,7 @@ class Member(StageRunner):
         named = list(zip(self.global_ranks, self.peers, strict=True))
         if len({peer.version for peer in self.peers}) > 1:
             given = "; ".join(f"rank {rank}: {peer.version}" for rank, peer in named)
-            raise MismatchError.of("all ranks need the same version of crossreduce.", given)
+            raise MismatchError.of("the ranks have different versions of crossreduce.", given)
         if any(peer.problem for peer in self.peers):
             given = "; ".join(f"rank {rank}: {peer.problem}" for rank, peer in named if peer.problem)
             problem = "some ranks cannot map the memory that their host shares."
@@ -111,7 +111,7 @@ class Member(StageRunner):
         if same:
             ranks = ", ".join(str(self.global_ranks[rank]) for rank in sorted([*same, self.rank]))
             given = f"ranks {ranks} in process {os.getpid()}"
-            raise ContextError.of("a process can be only one rank of a group.", given, "one process per rank")
+            raise ContextError.of("several ranks of the group are in one process.", given, "one process per rank")
 
     def _warn_after_s(self) -> float:
         return min(self.warn_s, self.timeout_s / 2)

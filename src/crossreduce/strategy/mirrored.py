@@ -344,7 +344,7 @@ def _run_replica(context: ReplicaContext, modes: list[ThreadModes], fn: Any, arg
 def _to_device(leaf: Any, device: str) -> Any:
     """Return an array or a module on a device."""
     if isinstance(leaf, DistributedVariable):
-        raise ArgumentError.of("variables are already replicated.", repr(leaf), "pass it to run() unchanged")
+        raise ArgumentError.of("a variable cannot be replicated again.", repr(leaf), "pass it to run() unchanged")
     try:
         framework = framework_of(leaf)
     except ArgumentError:

@@ -62,7 +62,7 @@ def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
     if any(isinstance(x, DistributedValues) for x in components):
         if all(x is first for x in components):
             return first
-        problem = "a replica can return a distributed value only if all replicas return the same one."
+        problem = "some replicas returned a distributed value that the others did not return."
         raise ArgumentError.of(problem, shown(first), "return the replica's own component")
     return per_replica_on(devices, components)
 

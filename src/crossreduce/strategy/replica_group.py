@@ -121,7 +121,7 @@ class ReplicaGroup:
     def rendezvous(self, replica: int, call: CollectiveCall) -> Any:
         """Wait, in a replica's thread, until all replicas have called; return this replica's result."""
         if os.getpid() != self._process:  # no thread of this process would ever wake it
-            problem = "a forked process has no other replicas to wait for."
+            problem = "a collective call was made in a forked process, which does not contain the other replicas."
             given = f"{call.description()} in a child process of replica {replica} on {self._devices[replica]}"
             raise ContextError.of(problem, given, "make the call in the replica itself")
         timeout_s = self._timeout_s if call.timeout_s is None else call.timeout_s
@@ -135,7 +135,7 @@ class ReplicaGroup:
                 remedy = "make the call, and backward() through an all_reduce, before the replica's function returns"
                 raise ContextError.of(problem, given, remedy)
             if self._calls[replica] is not None:
-                problem = "a replica can make one collective call at a time."
+                problem = "this replica is already waiting in a collective call of another thread."
                 given = f"{call.description()}, while replica {replica} waits in another thread"
                 raise ContextError.of(problem, given, "call from one thread per replica")
             first = next((other for other in self._calls if other is not None), call)

@@ -65,7 +65,7 @@ def _splittable(leaf: Any, axis: int, devices: tuple[str, ...]) -> tuple[Any, An
     if isinstance(x, Sparse):
         raise UnsupportedError.of("sparse arrays cannot be split.", describe(leaf), "dense arrays")
     if not -len(x.shape) <= axis < len(x.shape):
-        problem = f"an array without axis {axis} cannot be split along it."
+        problem = f"the array has no axis {axis}, so it cannot be split."
         raise ArgumentError.of(problem, describe(leaf), "pass values that all replicas share to run() unsplit")
     framework.require(devices)
     return framework, x

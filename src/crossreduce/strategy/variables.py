@@ -253,7 +253,7 @@ class Variable(_Assignable, DistributedVariable):
             self._assign_all(how, value, mirrored)
             return self
         if self._strategy is None:
-            problem = "a variable that was created outside the strategy's scope has one component for all replicas."
+            problem = "a replica cannot assign to a variable that was created outside the strategy's scope."
             raise ContextError.of(problem, f"{how} of {self} in {here.replica}", "with strategy.scope(): Variable(...)")
         k, n = here.replica.replica_id_in_sync_group, len(self._components)
         value = value.value() if isinstance(value, Variable) else localize(value, k, n)
@@ -288,7 +288,7 @@ class Variable(_Assignable, DistributedVariable):
             self._put_all(how, [value] * n)
             return
         if how != "assign":
-            problem = "a sync-on-read sum has no single component to add to."
+            problem = f"{how} outside of replicas is not defined for a sync-on-read variable with aggregation sum."
             given = f"{how} of {self} in the cross-replica context"
             raise ContextError.of(problem, given, "assign, or assign_add in the replicas")
         self._put_all("assign", [value, *(_filled(self._framework, x, 0) for x in self._components[1:])])
@@ -302,7 +302,7 @@ class Variable(_Assignable, DistributedVariable):
     def _combine(self, values: Sequence[Any]) -> list[Any]:
         """Return the replicas' values combined by the aggregation, once for each replica."""
         if self._aggregation is VariableAggregation.NONE:
-            problem = "a sync-on-read variable without aggregation has a value in each replica only."
+            problem = "a sync-on-read variable without aggregation cannot be read outside of replicas."
             remedy = 'strategy.local_results(variable), or aggregation="sum"'
             raise ArgumentError.of(problem, f"{self} in the cross-replica context", remedy)
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -329,7 +329,7 @@ class Variable(_Assignable, DistributedVariable):
         framework = framework_of(value)
         x = framework.array(value) if framework is self._framework else None
         if x is None or isinstance(x, Sparse) or framework.spec(x) != self._spec:
-            problem = "a variable keeps its framework, shape and dtype."
+            problem = "the value must have the framework, shape and dtype of the variable."
             raise MismatchError.of(problem, f"{describe(value)} for {self}", f"{self._spec}")
         return framework.to_device(x, self._devices[k])
 

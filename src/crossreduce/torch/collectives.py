@@ -269,7 +269,7 @@ class Collectives:
             return
         call = call_text(collective, None, None, _name(tensor), tensor.shape)
         self._communicator.agree(f"{call} with {list(sizes)}")
-        problem = f"the tensors of this {collective} do not fit together."
+        problem = f"the tensors of this {collective} differ in dtype or device, or their sizes do not match."
         raise ArgumentError.of(problem, f"{call}; sizes {list(sizes)}; {self._size} ranks", remedy)
 
     @staticmethod

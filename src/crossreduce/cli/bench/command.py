@@ -90,7 +90,7 @@ def bench(
         framework = "torch"
     else:
         if peers:
-            raise ArgumentError("--peers needs ranks: add --launch N, or start this command with torchrun.")
+            raise ArgumentError("--peers requires ranks: add --launch N, or start this command with torchrun.")
         machine = None if topology is None else read_machine(topology)
         names = read_device_list("--devices", devices or str(8 if machine is None else len(machine.devices)))
         planned_on = None if machine is None else _renamed(machine, names)
@@ -140,7 +140,7 @@ def _rank_count(
 ) -> int:
     """Return the number of ranks, and raise if an option is given that applies to the devices of one process only."""
     if launch is not None and ranks.is_rank():
-        raise ArgumentError("--launch starts ranks, but this process is a rank already: omit it under torchrun.")
+        raise ArgumentError("--launch cannot be used in a process that is already a rank: omit it under torchrun.")
     given = {
         "--devices": devices is not None,
         "--algorithm": algorithm != "auto",
@@ -150,10 +150,10 @@ def _rank_count(
     }
     wrong = ", ".join(option for option, is_given in given.items() if is_given)
     if wrong:
-        raise ArgumentError(f"{wrong}: not for ranks, each of which is a process with one tensor in host memory.")
+        raise ArgumentError(f"{wrong} cannot be used with ranks: each is a process with one tensor in host memory.")
     count = int(os.environ["WORLD_SIZE"]) if launch is None else at_least(1, "--launch", launch)
     if count > MAX_DEVICES:
-        raise ArgumentError(f"--launch takes at most {MAX_DEVICES} ranks, not {count}.")
+        raise ArgumentError(f"--launch must be at most {MAX_DEVICES} ranks, not {count}.")
     return count
 
 
@@ -162,7 +162,7 @@ def _renamed(topology: Topology, names: tuple[str, ...]) -> Topology:
     if set(names) <= set(topology.devices):
         return topology
     if len(names) > len(topology.devices):
-        raise ArgumentError(f"--devices: the topology has {len(topology.devices)} devices, not {len(names)}.")
+        raise ArgumentError(f"--devices: the topology has only {len(topology.devices)} devices, not {len(names)}.")
     return topology.subset(topology.devices[: len(names)]).renamed(names)
 
 

@@ -171,7 +171,7 @@ def is_rank() -> bool:
 def measure(request: BenchRequest, count: int | None) -> int:
     """Start ``count`` ranks, or run as one of them if ``count`` is ``None``; return the exit code."""
     if request.op == "mean" and "int" in request.dtype:
-        raise UnsupportedError.of("ranks reduce in place, and integers cannot store a mean.", remedy="-d float")
+        raise UnsupportedError.of("ranks reduce in place, so the mean of integers is not supported.", remedy="-d float")
     if find_spec("torch") is None:
         raise BackendError.of("ranks need PyTorch, which is not installed.", remedy="pip install torch")
     if "mpi" in request.backends:

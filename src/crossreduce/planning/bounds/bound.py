@@ -67,7 +67,7 @@ def _read_roots(members: tuple[str, ...], collective: str, root: Roots) -> tuple
             raise ArgumentError.of(problem, f"{name}: {shown(weight)}", "{root: nbytes}")
         roots[device] = roots.get(device, Fraction(0)) + weight
     if not any(roots.values()):
-        raise ArgumentError.of("some root must have more than 0 bytes.", shown(root), '{"cuda:0": 1}')
+        raise ArgumentError.of("at least one root must have more than 0 bytes.", shown(root), '{"cuda:0": 1}')
     return tuple(sorted(roots.items(), key=lambda item: members.index(item[0])))
 
 
