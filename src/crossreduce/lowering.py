@@ -189,7 +189,7 @@ def lower(schedule: Schedule) -> Program:
       ScheduleError: ``verify`` rejects the schedule.
     """
     verify(schedule)
-    read: list[list[tuple[int, int, tuple[int, ...]]]] = [[] for _ in schedule.chunks]  # round, device, operands
+    read: list[list[tuple[int, int, tuple[int, ...]]]] = [[] for _ in schedule.chunks]  # (round, device, operands)
     current = [{source: k for k, source in enumerate(chunk.sources)} for chunk in schedule.chunks]
     for r, steps in enumerate(live_rounds(schedule)):
         made = []
@@ -221,12 +221,12 @@ def _finished(
     contributions = [1 << k for k in range(inputs)]
     # A copy may share memory with its operand: ``origin`` is the input or combination behind each value.
     origin = list(range(inputs))
-    last_read: dict[int, int] = {}  # by value
+    last_read: dict[int, int] = {}  # for each value, the last one computed from it
     last_read_origin: dict[int, int] = {}
     for value, (_, _, operands) in enumerate(read, start=inputs):
         bits = 0
         for operand in operands:
-            bits |= contributions[operand]  # no doubles: live instructions of a verified schedule have none
+            bits |= contributions[operand]  # a sum: in a verified schedule no contribution occurs twice
             last_read[operand] = value
             last_read_origin[origin[operand]] = value
         contributions.append(bits)

@@ -128,7 +128,7 @@ class MpiGroup:
         given, result = _with_result(given, given.shape[1:], out)
         if self._communicator.supports("reduce_scatter", op, given.dtype.name):
             self._communicator.reduce_scatter(op, _rows(given), _memory(result))
-        else:  # not planned over several hosts
+        else:  # between hosts a reduce-scatter is an all-reduce
             np.copyto(result, self.all_reduce(given, op)[self.rank])
         return result
 

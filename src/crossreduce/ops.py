@@ -63,7 +63,7 @@ class Numbers(NamedTuple):
 
 ELEMENTWISE: Final = {
     ReduceOp.SUM: "add",
-    ReduceOp.MEAN: "add",  # divided at the end
+    ReduceOp.MEAN: "add",  # the sum is divided at the end
     ReduceOp.MIN: "minimum",
     ReduceOp.MAX: "maximum",
     ReduceOp.PRODUCT: "multiply",

@@ -55,7 +55,7 @@ def reduce_batch(
     for number, (value, destinations) in enumerate(jobs):
         if not value.sparse:
             route = value.framework, value.devices, destinations, value.mixed
-            if route != last:  # neighbours mostly have the same
+            if route != last:  # consecutive pairs mostly have the same route
                 last, members = route, routes.setdefault(route, [])
             members.append(number)
     runs: list[tuple[Layout, list[int]]] = []
@@ -66,7 +66,7 @@ def reduce_batch(
     with_out = bool(jobs) and all(value.out is not None and value.out.devices == where for value, where in jobs)
     if len(runs) > 1:
         if with_out:
-            check_overlap(jobs)  # each engine would only see a part of the batch
+            check_overlap(jobs)  # each engine receives only a part of the batch
         if any(each.nbytes >= kernels.THREADED_BYTES for each, _ in runs):
             kernels.threads()  # raises if the environment is wrong, before the first run
     results: list[Any] = [

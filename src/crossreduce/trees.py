@@ -22,7 +22,7 @@ from .values import DistributedValues, PerReplica, read_devices
 
 _NAMESPACE = "crossreduce"
 _DEFAULT = AllReduceCrossDeviceOps("auto")
-_REGISTERED: set[type] = set()  # dataclasses
+_REGISTERED: set[type] = set()  # dataclasses that are registered with OpTree
 _LOCK = threading.Lock()
 
 

@@ -138,7 +138,7 @@ def read_node(option: str, text: str, topology: Topology) -> str:
     elif name in topology.nodes:
         return name
     else:
-        with suppress(ArgumentError):  # not another spelling of a device either
+        with suppress(ArgumentError):  # the name may not be another spelling of a device either
             if canonical(name) in topology.nodes:
                 return canonical(name)
     known = grouped(topology.nodes)
@@ -167,7 +167,7 @@ def read_link(option: str, text: str, topology: Topology) -> tuple[str, str]:
     >>> read_link("--without-link", "0-3", Topology.ring(4)), read_link("--without-link", "1,cpu:2", Topology.ring(4))
     (('cpu:0', 'cpu:3'), ('cpu:1', 'cpu:2'))
     """
-    ends = text.split("," if "," in text else "-")  # names may contain a -
+    ends = text.split("," if "," in text else "-")  # names may contain a hyphen
     if len(ends) != 2 or ("," not in text and not re.fullmatch("[0-9 ]+-[0-9 ]+", text)):
         problem = f"{option} must be two numbers such as 0-3, or two names such as cuda:0,cuda:3"
         raise ArgumentError(f'{problem}, not "{text}".')

@@ -40,7 +40,7 @@ class RankState:
     host: int
     hostname: str | None
     pid: int | None
-    sequence: int  # the number of its last call; 0: none
+    sequence: int  # the number of the rank's last call; 0: it made none
     text: str  # the op, dtype and shape of this call
     state: str  # "running" or "finished" (the call), "left" (the group), "idle" (no call), "unknown" (no information)
     seconds: float | None  # from the start of the call, or its end if it finished, until the host's first rank aborted
@@ -55,7 +55,7 @@ class Incident:
     group: str
     time: str  # when the first rank aborted
     cause: str  # the error that this rank raised
-    findings: tuple[str, ...]  # sentences
+    findings: tuple[str, ...]  # the diagnosis, one sentence each
     behind: tuple[int, ...]  # the ranks that the others waited for, or that are suspected
     missing: tuple[int, ...]  # the ranks without any information
     without_dump: tuple[int, ...]  # the ranks that wrote no dump, but are in the dumps of others

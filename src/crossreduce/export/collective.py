@@ -37,7 +37,7 @@ class Collective:
 
     kind: str  # allreduce, reduce, broadcast, reducescatter or allgather
     root: int | None  # the destination of a reduce or the source of a broadcast
-    units: int  # equal parts of the full buffer (the larger one of input and output)
+    units: int  # the number of equal parts of the full buffer, the larger one of input and output
     blocks: tuple[Block, ...]  # the chunks with a share above 0, in the schedule's order, or parts of them
     program: Program
 

@@ -65,7 +65,7 @@ class GraphLayout:
         outside = (k for k, off in enumerate(offsets) if abs(off.real) > wide or abs(off.imag) > high)
         left = next(outside, len(points) - 1)
         start, rest = offsets[left - 1], offsets[left] - offsets[left - 1]
-        most = 0.4 if len(points) == 2 else 1.0  # between nodes that are too near, a part of the line remains
+        most = 0.4 if len(points) == 2 else 1.0  # between near nodes, keep a part of the line
         x = (math.copysign(wide, rest.real) - start.real) / (rest.real or 1e-9)
         y = (math.copysign(high, rest.imag) - start.imag) / (rest.imag or 1e-9)
         return [points[left - 1] + rest * min(abs(x), abs(y), most), *points[left:]]
@@ -120,7 +120,7 @@ def _grid(devices: Sequence[str], near: dict[str, set[str]]) -> tuple[int, ...] 
     for shape in sorted(shapes, key=lambda shape: (len(shape), sum(shape))):
         cells = dict(zip(devices, product(*map(range, shape)), strict=True))
         pairs = [(cells[a], cells[b]) for a in devices for b in near[a] if cells[a] < cells[b]]
-        expected = sum(n // side * (side - 1) for side in shape)  # links between neighbours
+        expected = sum(n // side * (side - 1) for side in shape)  # the number of links between neighbours
         if all(_step(*pair, shape) for pair in pairs) and sum(_step(*pair, shape) == 1 for pair in pairs) == expected:
             return shape
     return None

@@ -120,7 +120,7 @@ class _Event:
     """One action of a threadblock of a rank."""
 
     kind: str  # "put", "signal", "wait", "re", "copy" or, before all others, "begin"
-    time: int  # an event depends only on events of earlier times, and on those of its time that were made before
+    time: int  # an event depends only on events of earlier times, and on those of its time that were created before it
     pair: Pair = (-1, -1)  # the pair of this put, or of the put that this signal or wait belongs to
     data: bool = True  # for a signal or wait: whether it reports the data of a put, or permits the put
     since: int = -1  # for a wait: the time of the event whose end is signalled
@@ -159,7 +159,7 @@ class _BlockEvents:
         """Add a round's instructions of one block: puts of operands, then copies, then combinations."""
         copies = [entry for entry in instructions if len(entry[1].operands) == 1]
         combinations = [entry for entry in instructions if len(entry[1].operands) > 1]
-        landed: dict[tuple[int, int], Location] = {}  # operands on their destination, by operand and device
+        landed: dict[tuple[int, int], Location] = {}  # where an operand arrived, by operand and device
         self.time += 1
         since = self.time
         for _, (device, operands, *_) in combinations:
@@ -273,8 +273,8 @@ class _ThreadblockPlan:
         self.channels: list[int] = []
         self.buffers: list[int] = []
         self.open: list[_Event] = []  # events of one kind that become one operation
-        self.unread = False  # after a wait, until the threads are synchronised
-        self.dirty = ""  # the last operation on data, until the threads are synchronised
+        self.unread = False  # a wait has ended since the threads were synchronised
+        self.dirty = ""  # the last operation on data since the threads were synchronised
         for event in events:
             if self.open and not self._joins(event):
                 self._flush()

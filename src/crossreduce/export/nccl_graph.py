@@ -25,7 +25,7 @@ from ..schedule.simulate import Pair, route_links
 from ..topology import Topology
 from .collective import collective
 
-MOST_CHANNELS: Final = 32  # MAXCHANNELS, 64 from NCCL 2.24 on
+MOST_CHANNELS: Final = 32  # NCCL's MAXCHANNELS; from NCCL 2.24 on it is 64
 # NCCL's names of the slowest connection in a ring: NVLink, NVLink through another GPU, one PCIe bridge, several
 # bridges, the host bridge, between sockets.
 PATHS: Final = ("NVL", "NVB", "PIX", "PXB", "PHB", "SYS")

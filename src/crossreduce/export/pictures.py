@@ -58,12 +58,12 @@ def draw_topology(topology: Topology, path: str | os.PathLike[str], *, title: st
     wide, high = layout.size
     width = max(wide, 5.2)
     shade = _shades(topology)
-    lines: dict[tuple[str, Any, float, bool], list[list[complex]]] = {}  # by speed, colour, width and evenness
+    lines: dict[tuple[str, Any, float, bool], list[list[complex]]] = {}  # by speed, colour, width, equal directions
     for link in topology.links:
         back = topology.link(link.dst, link.src)
         even = back is not None and back.bandwidth == link.bandwidth
         if even and layout.order[link.src] > layout.order[link.dst]:
-            continue  # one line shows both directions
+            continue  # one line shows both directions of a link
         side = 0.0 if back is None or even else 0.05
         line = layout.line(link.src, link.dst) if even else layout.arrow(link.src, link.dst, side)
         lines.setdefault((*shade(link.bandwidth), even), []).append(line)
@@ -179,7 +179,7 @@ def _tree(ax: Any, topology: Topology, layout: GraphLayout, scale: float, tree: 
     for final, colour in ((False, _REDUCE), (True, _COPY)):
         arrows = []
         for src, dst, kind in tree.links:
-            if kind is final:  # opposite directions keep right; a result is outside a partial result in its direction
+            if kind is final:  # arrows keep right; results are drawn outside of partial results
                 side = 0.14 if final and (src, dst, False) in tree.links else 0.05
                 arrows.append(layout.arrow(src, dst, side))
         _lines(ax, arrows, colour, 1.6 * scale**0.5, 0.16)

@@ -62,7 +62,7 @@ def to_chrome_trace(schedule: Schedule, topology: Topology, nbytes: int) -> str:
         latency = max(rounds[r][1] for r in together)
         details = {"rounds": f"{together[0]} to {together[-1]}", "latency_us": _us(latency)}
         events.append(_event(rows[None], f"tick {t}", "tick", ends[t], ends[t + 1], details))
-        for r in reversed(together):  # the first pieces first
+        for r in reversed(together):  # later rounds carry earlier pieces, which are first
             for pair, chunk, src, dst in rounds[r][0] if t - r < pieces else ():
                 start = max(free[pair], ends[t] + latency)
                 free[pair] = start + sizes[chunk] / speeds[pair]

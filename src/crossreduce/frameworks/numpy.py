@@ -53,7 +53,7 @@ def _uniform_in_python(values: tuple[Any, ...]) -> tuple[tuple[int, ...], np.dty
     return (shape, dtype) if alike else None
 
 
-try:  # the same function, several times faster
+try:  # the compiled function does the same several times faster
     from ._numpy_arrays import uniform as _uniform
 except ImportError:
     _uniform = _uniform_in_python

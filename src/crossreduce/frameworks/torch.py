@@ -277,7 +277,7 @@ class Torch:
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         if old is None:
             return self.clone(x)
-        self.write(self.writable_array(old, device), x)  # an optimizer may refer to it
+        self.write(self.writable_array(old, device), x)  # keep the old tensor, since an optimizer may refer to it
         return old
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:

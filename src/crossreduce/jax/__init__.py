@@ -148,7 +148,7 @@ def _dense(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Array:
     try:
         jax.typeof(leaf)
         array = jnp.asarray(leaf)
-    except (TypeError, ValueError, OverflowError) as error:  # an OverflowError: 2**70
+    except (TypeError, ValueError, OverflowError) as error:  # 2**70 raises an OverflowError
         remedy = "arrays, and numbers that fit their dtype; None for an empty leaf"
         raise UnsupportedError.of("JAX cannot convert this to an array.", shown(leaf), remedy) from error
     if not all(isinstance(size, int) for size in array.shape):
@@ -177,7 +177,7 @@ def _sparse(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
 def _gathered(x: Array, axes: MeshAxes) -> Array:
     if not axes.checked:
         return lax.all_gather(x, axes.names, tiled=True)
-    # shard_map's check treats the result of a gather as varying. So sum buffers that contain only the own slices.
+    # shard_map's check treats the result of a gather as varying. So sum buffers that contain one device's slices each.
     x = axes.vary(x)
     zeros = axes.vary(jnp.zeros((axes.devices, *x.shape), x.dtype))
     placed = lax.dynamic_update_index_in_dim(zeros, x, lax.axis_index(axes.names), 0)
@@ -190,7 +190,7 @@ def _gathered(x: Array, axes: MeshAxes) -> Array:
 def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
     """Reduce arrays of one dtype. A program reduces all arrays at once, XLA's collective only the small ones."""
     program = _program(spec, numbers.op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
-    # To flatten an array, XLA would have to gather an axis of the mesh that it partitions.
+    # If XLA partitions an axis of the mesh itself, it would have to gather an array to flatten it.
     kinds = jax.sharding.get_abstract_mesh().axis_types or ()
     small = SMALL_BYTES if all(kind is jax.sharding.AxisType.Manual for kind in kinds) else 0
     joined = [k for k, x in enumerate(xs) if program is not None or x.nbytes < small]

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from ..errors import ArgumentError, BackendError, shown
 
 _LOG: Final = logging.getLogger("crossreduce")
-_Rows = Sequence[Sequence[Any]]  # for each tensor its arrays
+_Rows = Sequence[Sequence[Any]]  # for each tensor, the arrays of its replicas
 
 # Results of at least this many bytes, of all replicas together, are written with streaming stores: they do not fit into
 # the cache anyway.

@@ -17,7 +17,7 @@ from .overlap import find_overlap
 
 # The elements of a tile: intermediate values fit the second-level cache, and the cost of a call is small per element.
 _TILE: Final = 1 << 15
-_Rows = Sequence[Sequence[Any]]  # for each tensor its arrays
+_Rows = Sequence[Sequence[Any]]  # for each tensor, the arrays of its replicas
 
 
 def _reals(x: Any) -> Any:
@@ -29,7 +29,7 @@ def _first_nan(ufunc: np.ufunc, a: Any, b: Any) -> Any:
     """Return ``ufunc(a, b)``, with the payload of the first of two NaNs; NumPy may return the second's."""
     out = ufunc(a, b)
     if out.dtype.kind == "f" and (out != out).any():
-        out = np.where(a != a, a + a.dtype.type(0), out)  # the addition makes the NaN quiet
+        out = np.where(a != a, a + a.dtype.type(0), out)  # adding 0 makes a signaling NaN quiet
     return out
 
 

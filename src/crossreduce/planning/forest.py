@@ -23,7 +23,7 @@ from .topologies import NeutralTopology, neutral, reachable, require_routes
 from .trees.fitting import fit_trees
 from .trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
 
-_MOST_KINDS: Final = 3  # helpers of at most so many different bandwidths are tried; each needs a plan
+_MOST_KINDS: Final = 3  # helpers of at most this many different bandwidths are tried, each with a plan
 
 Pair = tuple[str, str]
 
@@ -64,7 +64,7 @@ def forest(request: Request) -> Forest:
     topology, collective, members = request.topology, request.collective, request.members
     assert topology is not None
     require_routes(topology, request.sources, request.destinations, collective)
-    if len(request.sources) > 1 and len(request.destinations) > 1:  # trees lead into and out of all of them
+    if len(request.sources) > 1 and len(request.destinations) > 1:  # each tree connects all members
         require_routes(topology, members, members, f"{collective} by trees")
     best, best_rate = None, Fraction(-1)
     for helpers in _helpers(topology, members) if collective == "all_reduce" else [()]:

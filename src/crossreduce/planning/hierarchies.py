@@ -144,7 +144,7 @@ def _tree(topology: Topology, edges: list[dict[int, _Edge]], start: int, kind: s
         best, a, b = heapq.heappop(queue)
         if b in depth:
             continue
-        if counts and (now := key(a, b)) > best:  # the tree has used these links since
+        if counts and (now := key(a, b)) > best:  # the tree has used these links since they were queued
             heapq.heappush(queue, (now, a, b))
             continue
         edge = edges[a][b]

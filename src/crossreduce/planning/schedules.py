@@ -45,7 +45,7 @@ class Algorithm(NamedTuple):
 
 
 def _one(schedule: Callable[[Request], Schedule]) -> Callable[[Request], list[Schedule]]:
-    return lambda request: [schedule(request)]  # on every topology
+    return lambda request: [schedule(request)]  # the same schedule on every topology
 
 
 def _hierarchical_copy(request: Request) -> list[Schedule]:

@@ -177,7 +177,7 @@ def _available() -> int:
             root, limit, usage, cache = version
             top = Path(_CGROUPS, root)
             own = top / group.lstrip("/")
-            for place in (own, *own.parents):  # a parent may have the limit; a container's own group may be the top
+            for place in (own, *own.parents):  # a parent may have the limit; in a container, top may be this group
                 with suppress(OSError, ValueError, KeyError):  # without a limit the file is missing or contains "max"
                     stats = dict(line.split() for line in Path(place, "memory.stat").read_text().splitlines())
                     most, used = (int(Path(place, name).read_text()) for name in (limit, usage))

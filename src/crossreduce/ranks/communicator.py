@@ -71,7 +71,7 @@ class Communicator(Member):
         global_ranks: Sequence[int] | None = None,
     ) -> None:
         self._lock = threading.Lock()
-        self._caller: int | None = None  # the thread whose call runs
+        self._caller: int | None = None  # the thread that is in a call
         self._pid = os.getpid()
         self._executables: dict[Any, RankExecutable] = {}
         self._stages = 0  # the number of stages of all cached executables
@@ -184,7 +184,7 @@ class Communicator(Member):
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        if self._caller == threading.get_ident():  # a signal handler during a call, which fails now
+        if self._caller == threading.get_ident():  # a signal handler called this during a call, which then fails
             self._abort(self._lost([self.rank], "left"))
             return
         with self._lock:
@@ -199,7 +199,7 @@ class Communicator(Member):
         if self.memory.fd >= 0:
             self.memory.record_leaving()
             self.memory.close()
-        if self._watched is not None:  # last: Ctrl-C may end the wait for its thread, and this is not called again
+        if self._watched is not None:  # last, since Ctrl-C may end the wait for its thread, and close() does not retry
             self._watched.close()
 
     # Running a call

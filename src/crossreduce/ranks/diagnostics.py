@@ -14,7 +14,7 @@ from ..errors import message, rank_list
 
 DOCTOR: Final = "crossreduce doctor"  # followed by DIR, which is replaced by the directory if there is one
 UNUSABLE: Final = "The group cannot be used again. Restart the job."
-_MAX_CALLS: Final = 8  # different calls in one text
+_MAX_CALLS: Final = 8  # the most different calls that one text lists
 _ARRAY: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
 _CALL_TEXT: Final = re.compile(
     rf"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d+))?(?P<arrays>(?:,? {_ARRAY.pattern})*)"

@@ -27,13 +27,13 @@ from .multi_host import host_names
 
 _TAG: Final = 1  # differs from that of reductions, which may run at the same time
 _PINGS: Final = 9
-_FIRST_BYTES: Final = 1 << 20  # the first stream; a token bucket may let some of it pass at once
+_FIRST_BYTES: Final = 1 << 20  # of the first stream; a token bucket may pass some of it at once
 _MESSAGES: Final = 8
 _STREAMS: Final = 5  # the median counts: other work slows one down, a token bucket speeds one up
-_ALL_AT_ONCE: Final = 3  # streams of all hosts; the median counts
-_MAX_BYTES: Final = 1 << 25  # sent in one direction at most
+_ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts
+_MAX_BYTES: Final = 1 << 25  # the most bytes that are sent in one direction
 _SHARED: Final = 0.75  # a host that receives less than this share of the sum of its links has one cable
-_COPIED_BYTES: Final = 1 << 22  # for the bandwidth of memory
+_COPIED_BYTES: Final = 1 << 22  # copied to measure the bandwidth of memory
 _LOCAL_LATENCY_S: Final = 1e-6
 
 

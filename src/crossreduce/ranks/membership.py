@@ -70,7 +70,7 @@ class Member(StageRunner):
         self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s
         self.rendezvous, self.transport = rendezvous, transport
         self.global_ranks = tuple(global_ranks or range(self.size))
-        self.warn_s = WARN_AFTER_S  # or after half the timeout
+        self.warn_s = WARN_AFTER_S  # or half the timeout, if that is shorter
         self._broken: ReductionError | None = None
         found = bootstrap(rendezvous, lambda ranks: RankMemory.nbytes(ranks, SLOT_BYTES))
         self.hosts, self.host = found.hosts, found.host
@@ -210,7 +210,7 @@ class Member(StageRunner):
         deadline = time.monotonic() + self.timeout_s
         while (error := self.memory.abort_cause()) is None:
             rank = self.memory.aborting_rank()
-            if rank is None:  # it has just finished
+            if rank is None:  # the aborting rank has just finished writing
                 continue
             if not self.memory.alive(rank) or time.monotonic() > deadline:
                 return self.memory.abort_cause() or self._lost([rank], "died")

@@ -149,7 +149,7 @@ class MultiHostEngine:
         same = same_here
         if self.leader is not None:
             digest = blake2b(executable.digest + str(self.memory.number).encode(), digest_size=16).digest()
-            digest = digest if same_here else bytes(len(digest))  # which differs from every call's
+            digest = digest if same_here else bytes(len(digest))  # zeros differ from every call's digest
             with self._waiting_for_hosts():
                 alike = all_equal(digest, self.peers, self.host, self.transport, TAG, timeout_s)
                 same = alike and same_here

@@ -137,7 +137,7 @@ class RankAnalysis:
                 stored = copying(dtype) if dtype == numbers.dtype else numbers._replace(result=dtype, divisor=1)
                 if of.last[own] >= 0:
                     made[0].append(_Template(c, (~own,), own, False, stored))
-                if result == own:  # a local copy; in phase 1, as other ranks' copies
+                if result == own:  # a local copy, made in phase 1 like other ranks' copies
                     made[1].append(_Template(c, (~own,), -1, True, stored))
             for value, instruction in enumerate(chunk.instructions, inputs):
                 if instruction.device != rank:
@@ -292,7 +292,7 @@ class RankCompiler:
             if value >= 0:
                 written.append(self._reference(piece, chunk, value))
             if list(read) == written:
-                continue  # the root of a broadcast
+                continue  # the root of a broadcast already has the result
             streaming = self._streaming and len(operands) == 1 and value < 0
             instructions.append(RankInstruction(stop - start, read, tuple(written), numbers, streaming))
         return joined(instructions)

@@ -120,7 +120,7 @@ class RankMemory:
     def record_leaving(self) -> None:
         """Record that this rank leaves the group on purpose."""
         if not self._native.cause():
-            with suppress(ValueError):  # in the middle of an op, whose end is already recorded
+            with suppress(ValueError):  # raised during an op, whose failure is already recorded
                 self._native.begin(kernels.native().RankProgram([[], []]), (), LEFT, 0, 0.0)
 
     def abort(self, error: ReductionError) -> None:

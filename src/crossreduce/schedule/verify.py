@@ -22,7 +22,7 @@ class _Contributions(NamedTuple):
 
 
 _Cells = dict[tuple[int, int], _Contributions]  # by chunk and device
-# Round and step; what it made; what it read.
+# A step's (round, number), the step, the value that it wrote, the values that it read.
 _Evaluated = tuple[tuple[int, int], Step, _Contributions, tuple[_Contributions, ...]]
 
 
@@ -101,7 +101,7 @@ def _explain(schedule: Schedule, c: int, dst: int, everyone: int) -> str:
         origin = f"made by round {r}, step {s} ({schedule.describe(history[r, s][0])})"
     if value.twice:
         source = (value.twice & -value.twice).bit_length() - 1
-        while True:  # back to the step that doubled it: none of the values it read had it twice
+        while True:  # search for the step that added it twice: none of its operands has it twice
             assert value.made_by is not None
             r, s = value.made_by
             step, _, read = history[r, s]

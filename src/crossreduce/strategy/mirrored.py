@@ -276,7 +276,7 @@ class MirroredStrategy(Strategy):
         check_value(None, value, axis=axis)  # the components may only differ in their sizes along the axis
         sizes = [int(x.shape[axis]) for x in arrays]
         places = value.devices
-        if op in (ReduceOp.MIN, ReduceOp.MAX):  # empty components have neither
+        if op in (ReduceOp.MIN, ReduceOp.MAX):  # empty components do not have a minimum or maximum
             filled = [k for k, size in enumerate(sizes) if size]
             arrays, places = [arrays[k] for k in filled], tuple(places[k] for k in filled)
         if not sum(sizes) and op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.MEAN):

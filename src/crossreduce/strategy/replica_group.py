@@ -215,7 +215,7 @@ class ReplicaGroup:
             return MismatchError.of("the replicas make different calls.", self._states(), remedy)
         late = [call for call in calls if now >= call.deadline]
         if late and len(calls) < len(self._calls):
-            self._timeout_s = min(call.timeout_s or self._timeout_s for call in late)  # also applies after the error
+            self._timeout_s = min(call.timeout_s or self._timeout_s for call in late)  # also for waits after this error
             remedy = f"CommunicationOptions(timeout_seconds=...) if the others need more than {self._timeout_s:g} s"
             return StalledError.of("replicas waited for others until the timeout.", self._states(), remedy)
         return None

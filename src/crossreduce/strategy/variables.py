@@ -24,7 +24,7 @@ from .regroup import DistributedVariable, localize, per_replica_on
 from .replica_group import CollectiveCall
 
 _NUMBERS = (bool, int, float, complex)
-_DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)  # the dtypes of each of _NUMBERS, which fit into the later ones, too
+_DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)  # dtypes by class of _NUMBERS; those of later classes fit, too
 
 _WRITING = threading.RLock()  # several threads may run replicas that assign to one variable
 
@@ -335,7 +335,7 @@ class Variable(_Assignable, DistributedVariable):
 
     def _put_all(self, how: str, values: Sequence[Any]) -> None:
         with _WRITING:
-            changed = [self._changed(how, k, value) for k, value in enumerate(values)]  # may raise
+            changed = [self._changed(how, k, value) for k, value in enumerate(values)]  # raises before any is changed
             for k, new in enumerate(changed):
                 self._put(k, new)
 

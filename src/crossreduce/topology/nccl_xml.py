@@ -176,7 +176,7 @@ def _nvlinks(gpus: list[_Gpu], speeds: str) -> dict[tuple[str, str], Link]:
             if peer == gpu.name:
                 problem = f"the links of {gpu.name} lead to itself"
                 entry.refuse(f"{problem}, so the file does not define the links between GPUs.")
-            if peer:  # else a GPU that is not in the file, since it was not in the job that wrote it
+            if peer:  # otherwise a GPU that is not in the file, since the job that wrote it did not use it
                 of = kind(_kinds(gpu, entry)[peer == "nvswitch"])
                 for link in of.between(gpu.name, peer, entry.integer("count"), speeds)[: 1 + both]:
                     same = links.get(link[:2])

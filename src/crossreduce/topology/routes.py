@@ -21,7 +21,7 @@ def routes_from(
 ) -> dict[str, tuple[str, ...]]:
     """Return the routes from ``src``, as ``Topology.route`` defines them; the first ``devices`` nodes are devices."""
     routes: dict[str, tuple[str, ...]] = {}
-    # Devices on the route, links, minus the least bandwidth, the positions of the nodes: the least entry is the best.
+    # Entries: devices on the route, links, minus the least bandwidth, positions of the nodes. The least is the best.
     queue: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, -max(speeds.values(), default=0), (order[src],))]
     while queue:
         passed, hops, narrow, numbers = heapq.heappop(queue)

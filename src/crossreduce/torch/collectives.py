@@ -64,7 +64,7 @@ class Collectives:
         result = tensor if result is None else result
         op = self._op("reduce", kind, tensor, root)
         if op is None:
-            copied = tensor.detach().clone()  # gloo writes on all ranks
+            copied = tensor.detach().clone()  # gloo also writes into the tensors of other ranks
             self._run_in_gloo(self._gloo.reduce, copied, _options(c10d.ReduceOptions, reduceOp=kind, rootRank=root))
             if root == self._rank:
                 result.detach().copy_(copied.reshape(result.shape))
@@ -250,7 +250,7 @@ class Collectives:
         """Return whether the inner backend executes a move; if so, all ranks have agreed on that."""
         name = NAMES.get(tensor.dtype)
         inner = not self._communicator.supports(collective, None, name or "uint8")
-        if inner or name is None:  # a move of bytes does not tell the dtype
+        if inner or name is None:  # moving bytes does not compare the ranks' dtypes
             self._agree(collective, None, tensor, root)
         return inner
 

@@ -37,7 +37,7 @@ _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 def create(options: Any, backend_options: Any = None) -> Group:  # noqa: ARG001 - the registry's signature
     """Make a group, for ``dist.Backend.register_backend``; all its ranks call it together."""
-    global_ranks = list(options.global_ranks_in_group)  # empty: the world
+    global_ranks = list(options.global_ranks_in_group)  # an empty list: all ranks
     return Group(options.store, options.group_rank, options.group_size, options.timeout, options.group_id, global_ranks)
 
 

@@ -90,7 +90,7 @@ class MpiTransport:
         self.aborted = False
         self._comm, self._address, self._error = comm, MPI.memory.fromaddress, MPI.Exception
         self._threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self.messages: set[MpiMessage] = set()  # not finished
+        self.messages: set[MpiMessage] = set()  # the messages that have not finished
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -35,7 +35,7 @@ def inputs(op: str, dtype: str, n: int) -> list[NDArray[Any]]:
     if dtype not in _EXACT:
         bounds = np.iinfo(kind)
         values = [rng.integers(bounds.min, bounds.max, PERIOD, dtype=kind.type, endpoint=True) for _ in range(n)]
-        return [x | kind.type(1) for x in values] if op == "product" else values  # odd: no product is 0
+        return [x | kind.type(1) for x in values] if op == "product" else values  # odd, so that no product is 0
     if op == "product":
         signs = [rng.integers(0, 2, PERIOD) * 2 - 1 for _ in range(n)]
         return [

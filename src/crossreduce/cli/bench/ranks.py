@@ -37,7 +37,7 @@ PEERS: Final = ("gloo", "mpi")
 OURS: Final = "crossreduce"
 # torchrun and ``launch`` set these for each rank; a process that has all of them is a rank.
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# By nccl-tests' -a.
+# The reported times and how they are computed, by the value of nccl-tests' option -a.
 _TIMES: Final = ("of rank 0", "average of the ranks", "minimum of the ranks", "maximum of the ranks")
 _COMBINED: Final = (lambda x: x[0], lambda x: sum(x) / len(x), min, max)
 _MPI_TYPES: Final = ("float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -94,10 +94,10 @@ class TorchBackend:
 
     def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
         dist, group, size = self._dist, self._group, self.size
-        # torch 2.13 renamed these two.
+        # torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        divides = op == "mean" and dist.get_backend(group) == "gloo"  # gloo has no AVG
+        divides = op == "mean" and dist.get_backend(group) == "gloo"  # gloo does not support AVG
         names = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX", "mean": "SUM" if divides else "AVG"}
         reduce_op = getattr(dist.ReduceOp, names[op])
         into = source if in_place else result
@@ -157,7 +157,7 @@ class MpiBackend:
                 world.Allreduce(given, into, mpi_op)
             else:
                 world.Reduce(given, into if here else None, mpi_op, root)
-            if op == "mean" and here:  # MPI has no average
+            if op == "mean" and here:  # MPI does not define an average, so divide the sum
                 np.divide(into, size, out=into)
 
         return run
@@ -217,7 +217,7 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
                 times.append(time.perf_counter() - before)
         nwrong = None
         if request.validation:
-            if in_place:  # each call reduced what the previous one had left
+            if in_place:  # each call reduced the results of the previous call
                 source = backend.array(given)
                 backend.call(collective, request.op, source, result, root, True)()
             written = source if in_place or collective == "broadcast" else result

@@ -34,7 +34,7 @@ class JaxMemory(SharedResults):
                     return None
                 shardings.add(x.sharding)  # much faster than x.device
                 weak = weak and x.weak_type
-            if weak:  # mostly scalars; their sum has a weak type as well
+            if weak:  # these are mostly scalars; their sum must be weakly typed, too
                 return None
         if any(cpu_number(sharding) < 0 for sharding in shardings):
             return None
@@ -58,7 +58,7 @@ class JaxMemory(SharedResults):
 def _on_all(xs: list[Any], devices: tuple[str, ...]) -> list[tuple[Array, ...]]:
     """Return each NumPy array as one array per device, all on its memory."""
     replicated = _replicated(devices)
-    if replicated is None:  # logical devices of one physical device
+    if replicated is None:  # several are logical devices of one physical device
         shardings = [place(device)[1] for device in devices]
         made = jax.device_put([x for x in xs for _ in devices], shardings * len(xs))
         return [tuple(made[k : k + len(devices)]) for k in range(0, len(made), len(devices))]

@@ -18,7 +18,7 @@ def _empty_in_python(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -
     return [np.empty(shape, dtype) for _ in range(count)]
 
 
-try:  # the same function, several times faster
+try:  # the compiled function does the same several times faster
     from ...frameworks._numpy_arrays import empty as _empty
 except ImportError:
     _empty = _empty_in_python

@@ -42,7 +42,7 @@ def _is_cpu(device: str) -> bool:
 
 def _is_recording() -> bool:
     """Return whether a gradient tape or a forward accumulator may be recording."""
-    from tensorflow.python.eager import record  # there is no public function
+    from tensorflow.python.eager import record  # TensorFlow has no public function for this
 
     return bool(record.could_possibly_record())
 

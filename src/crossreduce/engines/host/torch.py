@@ -13,7 +13,7 @@ from ... import kernels
 from ...frameworks import Array
 from ...frameworks.torch import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
 
-_MOST_AXES: Final = 64  # the kernels read strided sources of at most so many dimensions
+_MOST_AXES: Final = 64  # the kernels read strided sources of at most this many dimensions
 
 
 class TorchMemory:

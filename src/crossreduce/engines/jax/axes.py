@@ -57,7 +57,7 @@ def read_axes(axis_name: Any) -> MeshAxes:
             problem = "axis_name must be the name of one axis, or of several different axes."
             raise ArgumentError.of(problem, shown(axis_name), "an axis")
         sizes = tuple(int(lax.axis_size(name)) for name in names)
-        # The type of a device's position is a varying one only if shard_map checks.
+        # A device's position has a varying type only if shard_map checks types.
         checked = any(varying(lax.axis_index(name)) for name in names)
     except (NameError, TypeError) as error:
         remedy = "a name of the mesh's axes, inside jax.shard_map (or jax.pmap and jax.vmap with axis_name=)"

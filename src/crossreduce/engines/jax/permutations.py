@@ -110,7 +110,7 @@ class _Compiler:
         self._stack = {chunk: stack for stack, chunks in enumerate(stacks) for chunk in chunks}
         self._repeated = list(map(_repeated, program.chunks))
         self._blocks = [1] * len(stacks)
-        self._places = {  # by chunk, value and device
+        self._places = {  # the (block, row) that stores a value, by chunk, value and device
             (chunk, value, device): (0, row)
             for chunks in stacks
             for row, chunk in enumerate(chunks)
@@ -165,7 +165,7 @@ class _Compiler:
                 continue
             swapped = len(operands) == 2 and self._devices[chunk][operands[1]] != device
             if swapped and value not in self._repeated[chunk]:
-                # a + b is b + a, except for the payload of NaN. With the own operand last, the tables of all devices
+                # a + b is b + a, except for the payload of NaN. With the local operand last, all devices' tables
                 # are alike, so that they need not select between blocks: halving_doubling accesses 7 % less memory.
                 instruction = instruction._replace(operands=operands[::-1])
             srcs = tuple(self._devices[chunk][operand] for operand in instruction.operands)
@@ -237,7 +237,7 @@ def matchings(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """
     counts = [Counter(pair[side] for pair in pairs) for side in (0, 1)]
     degree = max(chain(*(count.values() for count in counts)), default=0)
-    partner: tuple[dict[Pair, int], dict[Pair, int]] = ({}, {})  # by side (0: senders) the partner of (device, color)
+    partner: tuple[dict[Pair, int], dict[Pair, int]] = ({}, {})  # senders', receivers' partners by (device, color)
 
     def free(side: int, device: int) -> int:
         return next(color for color in range(degree) if (device, color) not in partner[side])

@@ -218,8 +218,8 @@ class Execution:
         self.program, self.slots, self.per_slot = program, slots, per_slot
         self.current = {threadblock: run.start for threadblock, run in program.blocks.items()}
         self.done = [False] * len(program.steps)
-        self.passed = [0] * len(program.steps)  # parts of its message that each step has sent, received or both
-        self.used: Counter[ThreadblockId] = Counter()  # slots of each threadblock's outgoing connection
+        self.passed = [0] * len(program.steps)  # the parts of its message that each step has sent or received
+        self.used: Counter[ThreadblockId] = Counter()  # slots in use of each threadblock's outgoing connection
         self.ready = OrderedDict.fromkeys(program.blocks)  # a queue of threadblocks whose next step may be able to run
 
     def order(self) -> list[int]:

@@ -52,7 +52,7 @@ class MscclReport:
     inplace: bool  # right for calls whose input and output are the same memory
     outofplace: bool  # right for other calls
     slots: int  # the number of slots per connection with which deadlocks were excluded
-    notes: tuple[str, ...]  # limits of the runtimes that it breaks, and other facts that a user should know
+    notes: tuple[str, ...]  # limits of the runtimes that the file exceeds, and other facts for the user
 
     def __str__(self) -> str:
         where = " and ".join(word for word, on in (("in place", self.inplace), ("out of place", self.outofplace)) if on)
@@ -262,7 +262,7 @@ class _Clocks:
 
     def __init__(self, steps: list[RuntimeStep]) -> None:
         self.steps = steps
-        # For steps with uses left: the steps that are done once it has begun to send, and once it has ended.
+        # For each step with uses left: the steps that are done when it begins to send, and when it ends.
         self.past: dict[int, tuple[int, int]] = {}
         self.uses = Counter(other for step in steps for other in (step.previous, *step.waits, step.sender))
 

@@ -100,7 +100,7 @@ class Bound:
         return sum((weight for _, weight in self.roots), Fraction(0)) * width / inside
 
     def _proved_by_weights(self) -> Fraction:
-        for root in self.devices:  # the trees of every root cross cuts of weight 1
+        for root in self.devices:  # the trees of each root cross cuts with a total weight of 1
             if sum((cut.weight for cut in self.cuts if root in cut.nodes), Fraction(0)) < 1:
                 raise PlanError.of("the cuts that contain a root must have a total weight of at least 1.", root)
         shift = {switch: two for switch, *two in self.potentials}

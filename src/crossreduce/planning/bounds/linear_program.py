@@ -67,7 +67,7 @@ def optimum(topology: Topology) -> Optimum:
     """
     program = _LinearProgram(topology)
     found = program.exact(*program.solved())
-    if found.reached * (_COARSE + 1) < found.rate * _COARSE:  # bandwidths of many digits
+    if found.reached * (_COARSE + 1) < found.rate * _COARSE:  # bandwidths of many digits make rounding lose too much
         program = _LinearProgram(_rounded_down(topology))
         coarse = program.exact(*program.solved())
         if coarse.reached > found.reached:

@@ -60,7 +60,7 @@ def fit_trees(
 
     total = sum(weights.values(), Fraction(0))
     shares = {topology.devices[root]: weight for root, weight in weights.items()}
-    rate = 1 / tightest_cut(_with_bandwidths(topology, used), shares, outward=True)[1]  # per root weight
+    rate = 1 / tightest_cut(_with_bandwidths(topology, used), shares, outward=True)[1]  # per unit of weight
     unit = common_unit([*(rate * weight for weight in weights.values()), *arcs.values()])
     exact = {root: int(rate * weight / unit) for root, weight in weights.items()}
     trees = packed(unit, exact, MOST_TREES * len(exact))

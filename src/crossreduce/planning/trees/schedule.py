@@ -60,7 +60,7 @@ def trees_to_schedule(
         shares = sorted(shares, key=lambda share: share.root)
     rounds: defaultdict[int, list[Step]] = defaultdict(list)
     chunks: list[Chunk] = []
-    routes: dict[tuple[int, int, int], dict[int, Through]] = {}  # by chunk, src, dst; then by round
+    routes: dict[tuple[int, int, int], dict[int, Through]] = {}  # by (chunk, src, dst), then by round
     for c, share in enumerate(shares):
         gives = [share.root] if collective == "all_gather" else sources
         takes = [share.root] if collective == "reduce_scatter" else destinations

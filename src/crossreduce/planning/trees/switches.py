@@ -87,7 +87,7 @@ def without_switches(
             rest = [arc for arc in tried if switch in arc]
             for arc in rest:
                 del tried[arc]
-            # The rest is lost. At another switch the capacities in and out would then differ.
+            # Deleting the rest is allowed only if capacities in and out stay equal at the other switches.
             uneven = any(node != switch and node >= len(groups) for arc in rest for node in arc)
             if not uneven and all_reached(tried.totals(), roots, devices, n):
                 capacities = tried
