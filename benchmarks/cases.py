@@ -18,7 +18,7 @@ class Sizes(NamedTuple):
 
     large: int = 1 << 26
     small: int = 1 << 10
-    sources: int = 1 << 29  # read and written, for each number of sources
+    sources: int = 1 << 29  # the bytes read and written in total, for any number of sources
     repeats: int = 9
     many_repeats: int = 25  # for short calls, and for small differences
     quick: bool = False

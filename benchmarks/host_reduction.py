@@ -172,7 +172,7 @@ def gradients(sizes: Sizes, alone: bool) -> Case:
     if sizes.quick:
         shapes = [(min(math.prod(shape), 64),) for shape in shapes]
     flat = Batch.random([(sum(whole_lines(math.prod(shape)) for shape in shapes),)])
-    batch = flat.split(shapes)  # the same memory, since some memory is slower
+    batch = flat.split(shapes)  # all contenders use the same memory, since its place affects the speed
     fresh, into, bare = "ours all_reduce", "ours all_reduce, out=", "ours reduce of one flat tensor, out="
     contenders = {into: ours_tree(batch, structure, with_out=True), fresh: ours_tree(batch, structure)}
     name = f"ResNet-50's gradients, 161 tensors, {batch.replica_nbytes / 2**20:.3g} MiB, over {N} devices"

@@ -38,7 +38,7 @@ class Gloo:
         for process in self._processes:
             process.start()
         atexit.register(self.end)
-        self._wait()  # for the rendezvous
+        self._wait()  # until the rendezvous is complete
         check = partial(self._check, batch)
         self.contender = Contender(batch, self.run, lambda tensors: [[x.numpy() for x in tensors]], None, check)
 

@@ -60,8 +60,8 @@ class Row(NamedTuple):
     median_s: float
     least_s: float
     most_s: float
-    ratio: float  # to the median of crossreduce
-    peer: bool = True  # another library
+    ratio: float  # the contender's time divided by crossreduce's, as a median
+    peer: bool = True  # whether this is another library
 
 
 ONE_PROCESS = (

@@ -220,7 +220,7 @@ class Setup(NamedTuple):
     layouts: tuple[str, ...] = ("array",)
     tuples: bool = False
     offsets: tuple[int, ...] = (0,)
-    in_place: tuple[tuple[int, int], ...] = ()  # (result, source)
+    in_place: tuple[tuple[int, int], ...] = ()  # each (result, source) with the same memory
     threads: int = 1
     streaming: bool = False
     check_overlap: bool = False

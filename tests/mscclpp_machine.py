@@ -58,7 +58,7 @@ def check_form(content):
                 if op["name"] == "put":
                     assert op["channel_type"] == "memory"
                     assert len(op["src_buff"]) == len(op["dst_buff"]) <= 8
-                    assert len({span["type"] for span in op["src_buff"]}) == 1  # the executor uses the first one's
+                    assert len({span["type"] for span in op["src_buff"]}) == 1  # the executor uses the first type
                     assert all(span["buffer_id"] < len(buffers) for span in op["dst_buff"])
                 if op["name"] in ("re", "copy"):
                     assert len(op["dst_buff"]) == 1

@@ -60,7 +60,7 @@ class _Program:
 
     def __init__(self) -> None:
         self.columns = 0
-        self.rows: dict[bool, list[dict[int, float]]] = {True: [], False: []}  # equalities, and at most
+        self.rows: dict[bool, list[dict[int, float]]] = {True: [], False: []}  # True: equalities, False: upper limits
         self.limits: dict[bool, list[float]] = {True: [], False: []}
 
     def new(self, count: int) -> list[int]:
@@ -323,5 +323,5 @@ def wirings(
         elif kind != DIRECTED or (a not in names and b not in names):
             add((a, b))
         elif b in names and c not in names and a not in names:
-            add((a, b), (b, c))  # through the switch
+            add((a, b), (b, c))  # a link through switch b
     return Wiring(devices, tuple((src, dst, bandwidth) for (src, dst), bandwidth in width.items()), switches)

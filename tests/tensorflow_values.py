@@ -86,7 +86,7 @@ def destinations_of(n):
     slices = tf.IndexedSlices(on(1, [[1.0]]), on(1, [0]))
     return {
         "the same devices": (per_replica([1.0] * n, wrap=Mirrored), alone, here),
-        "in another order": (Mirrored([on(k, 1.0) for k in reversed(range(n))]), alone, here[::-1]),  # D12
+        "in another order": (Mirrored([on(k, 1.0) for k in reversed(range(n))]), alone, here[::-1]),  # deviation D12
         "other devices": (per_replica([1.0] * 2, n, Mirrored), False, [name(n), name(n + 1)]),
         "another device": (per_replica([1.0], 3, Mirrored), True, [name(3)]),
         "a mirrored variable": (shared, alone, here),

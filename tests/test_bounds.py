@@ -300,7 +300,7 @@ def test_members_may_have_others_between_them():
     assert found.roots == (("cpu:0", ONE), ("cpu:2", ONE))
     star = Topology(["cpu:0", "cpu:1", "cpu:2", "cpu:3"],
                     [link for k in "123" for link in (("cpu:0", f"cpu:{k}", 6), (f"cpu:{k}", "cpu:0", 6))])  # fmt: skip
-    assert bound(star, "all_reduce", devices=["cpu:1", "cpu:2", "cpu:3"]).algbw == 6  # cpu:0 combines, like NVLS
+    assert bound(star, "all_reduce", devices=["cpu:1", "cpu:2", "cpu:3"]).algbw == 6  # cpu:0 combines data, like NVLS
     assert bound(Topology.star(3, 6), "all_reduce").algbw == Fraction(9, 2)
 
 

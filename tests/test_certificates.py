@@ -62,7 +62,7 @@ def forgeries(draw, one_way=True):
 
 def check_is_sound(forged):
     claimed = proved(forged)
-    if claimed is not None:  # refused: claim the rate that it proves
+    if claimed is not None:  # it proves another rate than the one it claims: claim that rate
         assume(claimed >= 0)
         forged = replace(forged, algbw=claimed)
         assert proved(forged) is None

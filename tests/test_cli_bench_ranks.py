@@ -215,7 +215,7 @@ def test_peers_are_compared_by_their_medians():
     assert nccl_tests.ratio_lines(found)[-1].split() == ["#", "8", "-1", "3.00x"]
 
 
-# Real ranks: one group of three runs every case over both backends, and prints its rows.
+# Real ranks: one group of three ranks runs every case over both backends, and prints the rows of its table.
 CASES = [
     ("all_reduce", "sum", "float32", (-1,)),
     ("all_reduce", "mean", "bfloat16", (-1,)),

@@ -60,7 +60,7 @@ def break_reduction(monkeypatch, before=lambda trees: trees, after=lambda trees:
     """Change the arguments or the results of the reduction in the training loop."""
 
     def all_reduce(trees, *rest, **options):
-        if not isinstance(trees[0]["b2"], np.ndarray):  # the null arrays that count bytes
+        if not isinstance(trees[0]["b2"], np.ndarray):  # null arrays, which only count bytes
             return cr.all_reduce(trees, *rest, **options)
         return after(cr.all_reduce(before(trees), *rest, **options))
 

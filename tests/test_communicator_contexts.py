@@ -220,7 +220,7 @@ def misused(rendezvous):
     assert comm.supports("all_to_all", None, "bool")
     assert not comm.supports("broadcast", None, "float8")
     x[:] = comm.rank
-    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))  # the wrong calls do not count
+    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))  # the invalid calls have no effect on later ones
     assert (x == n * (n - 1) / 2).all()
     comm.close()
     comm.close()

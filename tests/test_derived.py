@@ -146,7 +146,7 @@ def test_the_steps_that_are_kept_of_an_all_reduce(algorithm, n, first):
     assert moves(gathered).total() == len(gathered.chunks) * (n - 1)
     if algorithm in TREES or n & (n - 1) == 0:
         assert moves(gathered) == back
-        if algorithm not in ("recursive_doubling", "one_shot"):  # several devices compute each result
+        if algorithm not in ("recursive_doubling", "one_shot"):  # in these two, several devices compute each result
             assert back.total() * 2 == moves(whole).total()
         assert len(gathered.rounds) == len(scattered.rounds)
 

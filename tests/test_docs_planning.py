@@ -99,8 +99,8 @@ def wiring():
     """Yield the page's statements about the links."""
     brick = min(link.bandwidth for link in BOX.links)
     yield f"NVLink bricks of {brick} GB/s each way"
-    assert sum(link.bandwidth for link in BOX.links) / 2 / brick == 24  # "one brick of twenty-four"
-    assert len(pairs(PART)) == 6  # "six pairs"
+    assert sum(link.bandwidth for link in BOX.links) / 2 / brick == 24  # the page: "one brick of twenty-four"
+    assert len(pairs(PART)) == 6  # the page: "six pairs"
     sorts = {width: [f"{a}-{b}" for (a, b), now in pairs(PART).items() if now == width] for width in (25, 50)}
     slow, fast = (", ".join(names[:-1]) + f" and {names[-1]}" for names in sorts.values())
     yield f"{slow} of 25 GB/s, {fast.replace(', ', ' and ')} of 50 GB/s"
@@ -111,7 +111,7 @@ def wiring():
 
 def tensorflow():
     """Yield the page's statements about TensorFlow's trees."""
-    for board in (BOX.devices[:4], BOX.devices[4:]):  # "each fully connected"
+    for board in (BOX.devices[:4], BOX.devices[4:]):  # the page: "each fully connected"
         assert all(BOX.link(a, b) for a, b in permutations(board, 2))
     numbers = [device[-1] for device in PART.devices]
     yield f"are {', '.join(numbers[: N // 2])} and {', '.join(numbers[N // 2 :])}"
@@ -179,7 +179,7 @@ def trees():
     yield f"bytes of 256 MiB alone take {alone:.2f} us at {plan.rate} GB/s"
     yield f"In {rounds} rounds and {pieces} pieces there are {ticks} ticks of {float(latency)} us"
     yield f"of latency, {float(ticks * latency):.2f} us"
-    assert plan.seconds * 1e6 > alone + float(ticks * latency)  # "the rest"
+    assert plan.seconds * 1e6 > alone + float(ticks * latency)  # the page calls the difference "the rest"
     small = cr.plan(PART, nbytes=1 << 10)
     assert (small.algorithm, small.schedule.round_count) == ("one_shot", 1)
     yield f"For 2**{10} bytes only the latency matters"

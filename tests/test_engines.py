@@ -201,7 +201,7 @@ REFUSED = [
     (custom(WHOLE, [(0, 0, (0, 1))]), "the contribution of device cpu:0 is lost"),
     (custom(WHOLE, [(0, 0, (0, 1))], [(0, 1, (0, 1))]), "a second time"),
     (custom(WHOLE, [(0, 0, (0, 1)), (0, 1, (0,))]), "stale"),
-    # of all chunks only the last, which has no elements here, is wrong
+    # only the last chunk, whose share is 0, is wrong
     (custom((Chunk(Fraction(1), (0,), (0,)), Chunk(Fraction(0), (0,), (1,)))), "no step brings chunk 1"),
     # a reduce-scatter
     (

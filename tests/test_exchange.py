@@ -246,7 +246,7 @@ def test_partial_results_keep_the_accumulator_and_are_rounded_once(op, accumulat
         evaluated(schedule, [x[s] for x in inputs], numbers, n) for s, n in ((slice(20), 20), (slice(20, 33), 13))
     )
     for host in range(3):
-        if op == "product":  # NumPy's complex product may round differently
+        if op == "product":  # NumPy may round complex products differently
             np.testing.assert_allclose(got[host], np.concatenate([first[host], second[host]]), rtol=1e-6)
         else:
             assert got[host].tobytes() == first[host].tobytes() + second[host].tobytes()

@@ -192,7 +192,7 @@ def test_the_trees(name):
     assert len(shown) + more == len(wanted)
     assert more == max(0, len(wanted) - 16)
     for share, text in shown:
-        if text.endswith(" ..."):  # too long for a line: one of the trees with this beginning and share
+        if text.endswith(" ..."):  # cut off: it must match one of the trees with this beginning and share
             begins = [tree for tree in wanted if nested(tree[0], dict(tree[1])).startswith(text.removesuffix(" ..."))]
             tree = next(tree for tree in begins if wanted[tree] == share)
         else:
@@ -261,7 +261,7 @@ def proved(text, limit):
     if limit.collective in ("broadcast", "reduce"):
         ((root, _),) = limit.roots
         inward = (limit.collective == "broadcast") == (way == "into")
-        assert (root in inside) != inward  # the data has to cross
+        assert (root in inside) != inward  # data of the root must cross the cut
         return width
     gives = n - len(inside) if (limit.collective == "all_gather") == (way == "into") else len(inside)
     return n * width / gives

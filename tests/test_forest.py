@@ -219,7 +219,7 @@ def test_one_way_collectives_branch_where_they_can(hub, collective, rate):
 
 
 @pytest.mark.xfail(strict=False, reason="the linear program is not solved if bandwidths are far apart")
-@example(both_ways("0-1 3/8, 0-2 1/8, 0-s 1/8, 0-t 1/8, 2-s 5000"))  # an all-reduce of 3/16 instead of 5/16
+@example(both_ways("0-1 3/8, 0-2 1/8, 0-s 1/8, 0-t 1/8, 2-s 5000"))  # the plan has the rate 3/16 instead of 5/16
 @settings(max_examples=40, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), DECIMAL))
 def test_decimal_bandwidths(wiring):

@@ -66,7 +66,7 @@ def test_switches_in_the_network_reduce(name, rate):
     topology = Topology.machine(name, in_network=True)
     found = forest_of_all(topology, "all_reduce")
     assert check_right(found, topology) == rate
-    assert (found.trees, found.depth) == (1, 2)  # from a device to the switch to all others
+    assert (found.trees, found.depth) == (1, 2)  # one level: from a device through the switch to all others
     assert found.schedule.devices == (*topology.devices, "nvswitch")
 
 

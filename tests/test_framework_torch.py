@@ -42,7 +42,7 @@ def oracle(op: str, xs: list[torch.Tensor], default: torch.dtype = torch.float32
         return mean.to(default if whole else dtype).reshape(xs[0].shape)
     if whole and dtype is not torch.bool:
         bits = torch.iinfo(dtype).bits
-        found = [(x + (1 << bits)) % (1 << bits) for x in found]  # wraps around
+        found = [(x + (1 << bits)) % (1 << bits) for x in found]  # two's complement wraps around
         found = [x - (1 << bits) if x > torch.iinfo(dtype).max else x for x in found]
     return torch.tensor(found, dtype=torch.complex128 if dtype.is_complex else None).to(dtype).reshape(xs[0].shape)
 

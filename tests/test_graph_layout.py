@@ -142,4 +142,4 @@ def test_no_two_nodes_share_a_position(tmp_path_factory, topology):
     found = places(topology, tmp_path_factory.mktemp("pictures") / "a.svg")
     for k, (x, y) in enumerate(found):
         for u, v in found[:k]:
-            assert abs(x - u) > 20 or abs(y - v) > 20  # points; a name is 5 high, a box 23
+            assert abs(x - u) > 20 or abs(y - v) > 20  # in points; a name is 5 points high, a box 23

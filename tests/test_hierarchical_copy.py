@@ -8,7 +8,7 @@ from strategies import names
 
 from crossreduce.planning import hierarchical_copy
 
-# Dumped from a graph of TensorFlow 2.21: (main0, main1) of item i on 8 devices; 8 is 0 again.
+# Dumped from a graph of TensorFlow 2.21: (main0, main1) of item i on 8 devices. Item 8 has the mains of item 0.
 MAINS_OF_8 = [(0, 4), (1, 5), (2, 6), (3, 7), (4, 0), (5, 1), (6, 2), (7, 3), (0, 4)]
 
 
@@ -128,4 +128,4 @@ def test_hierarchical_copy_with_groups(n, first, data):
         for src in step.srcs
         if labels[src] != labels[step.dst]
     }
-    assert len(crossing) == len(groups) - 1  # a star of mains
+    assert len(crossing) == len(groups) - 1  # the groups' main devices form a star

@@ -218,7 +218,7 @@ def test_two_hosts_exchange_each_pack_once():
         for host in (0, 1):
             # Each rail carries 2 packs from each of the two hosts, up or down: a quarter of 16.
             assert done.bytes[f"host{host}/cuda:{k}", f"rail{k}"] == GIB // 8
-    assert made.rate == Fraction(1800, 7)  # as fast as inside one machine: the network does not limit it
+    assert made.rate == Fraction(1800, 7)  # the rate inside one machine, so the network is not the limit
     assert cr.plan(H100S, nbytes=GIB, algorithm="one_device", packs=16).rate == 50
 
 
@@ -231,7 +231,7 @@ def test_tensorflows_trees_are_candidates_on_a_dgx_1v():
     made = cr.plan(DGX, nbytes=GIB, algorithm="hierarchical_copy", packs=8)
     assert made.rate == max(fluid_rate(schedule, DGX) for schedule in found) == Fraction(400, 7)
     one = cr.plan(DGX, nbytes=GIB, algorithm="hierarchical_copy")
-    assert one.rate == 50  # a chain of double links; TensorFlow's one tree has 25
+    assert one.rate == 50  # a chain of double links; TensorFlow's tree reaches 25
     assert fluid_rate(hierarchical_copy(DGX.devices), DGX) == 25
 
 
@@ -243,7 +243,7 @@ def test_islands_of_the_members():
     some = tuple(f"cpu:{k}" for k in (0, 2, 3, 5))
     found = hierarchies(topology, some, some)
     assert hierarchical_copy(some, groups=[some[:2], some[2:]]) in found
-    alone = some[:2]  # one island only
+    alone = some[:2]  # the members of one island
     assert {len(schedule.rounds) for schedule in hierarchies(topology, alone, alone)} == {2}
 
 

@@ -152,16 +152,16 @@ def test_import_circles_are_found():
 
 # Files that import a framework other than their own, and why.
 EXCEPTIONS = {
-    "values": {"numpy"},  # IndexedSlices accepts lists; imported only then
+    "values": {"numpy"},  # IndexedSlices accepts lists; NumPy is imported only for a list
     "kernels.reference": {"numpy"},
-    "frameworks.jax": {"numpy"},  # JAX and TensorFlow are built on it: dtypes, constants
+    "frameworks.jax": {"numpy"},  # JAX and TensorFlow take dtypes and constants from NumPy
     "frameworks.tensorflow": {"numpy"},
-    "planning.bounds.flows": {"numpy"},  # the arguments of SciPy; imported only then
+    "planning.bounds.flows": {"numpy"},  # SciPy's arguments are NumPy arrays; both are imported only then
     "planning.bounds.linear_program": {"numpy"},
-    "transports.gloo": {"torch"},  # torch's gloo; imported only by its users
-    "engines.host.jax": {"numpy"},  # memory becomes arrays by way of NumPy
+    "transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
+    "engines.host.jax": {"numpy"},  # NumPy turns memory into arrays of JAX
     "engines.host.tensorflow": {"numpy"},
-    "mpi": {"numpy"},  # its users' arrays; imported only with it
+    "mpi": {"numpy"},  # mpi reduces its users' NumPy arrays
 }
 
 

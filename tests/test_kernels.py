@@ -77,7 +77,7 @@ def test_a_result_may_be_a_source_of_its_tensor(isa, case, setup):
     """In place, the bits are those of results with memory of their own, in the compiled kernels and in NumPy."""
     in_place = tuple((r, s) for r, s in setup.in_place if s < case.sources and r < case.results)
     if storage(case.dtypes[0]).itemsize != storage(case.dtypes[2]).itemsize:
-        in_place = ()  # such a result cannot be a source
+        in_place = ()  # the result needs memory of another size than the source
     check(case, setup._replace(in_place=in_place), case.native(isa))
     check(case, setup._replace(in_place=in_place), case.reference())
 
@@ -183,7 +183,7 @@ def test_there_are_kernels_for_the_numbers_of_every_framework(framework):
                 reduction(*row, 2, 4).native(isa)
 
 
-# Against plain arithmetic, which shares no code with either
+# Comparison with plain arithmetic, which shares no code with the kernels or their reference
 
 
 @pytest.mark.parametrize(("dtype", "isa"), each(strategies.DTYPES, SETS))
@@ -329,7 +329,7 @@ def crowded(draw):
     outs = [[draw(offset) for _ in range(results)] for _ in sizes]
     for row, out in zip(rows, outs, strict=True):
         if draw(st.booleans()) and isinstance(row[0], int):
-            out[-1] = row[0]  # in place, if both have the same size
+            out[-1] = row[0]  # the result overwrites the source if both have the same size
     return case, rows, outs
 
 

@@ -197,7 +197,7 @@ def test_an_allocation_that_fails_raises():
 
 def test_freed_memory_is_reused():
     """The next request of the same size receives the freed memory; a request of another size does not."""
-    kernels.memory(1 << 20)  # raises the peak, so that this much may be pooled
+    kernels.memory(1 << 20)  # raises the peak of memory in use, up to which memory is pooled
     kernels.empty_cache()
     first = kernels.memory(123_457)
     freed = address(first)

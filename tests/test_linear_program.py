@@ -67,8 +67,8 @@ def test_the_rate_is_that_of_the_flow_program(wiring):
 
 
 @pytest.mark.xfail(strict=False, reason="cuts narrower than 1/50,000 of the widest link are lost in rounding")
-@example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 2-4 1/8"))  # 7/60 instead of 1/10
-@example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 1-4 1/8"))  # only 1/16 of 1/10 is reached
+@example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 2-4 1/8"))  # the result is 7/60 instead of 1/10
+@example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 1-4 1/8"))  # the exact solution reaches only 1/16 of the rate 1/10
 @settings(max_examples=60)
 @given(wirings(ANY, DECIMAL, reducing=(False, True)))
 def test_decimal_bandwidths(wiring):

@@ -105,5 +105,5 @@ print(status("VmHWM") - before)
 def test_the_process_grows_by_the_results_and_a_mebibyte_per_thread(packs):
     """The system reports the same: the size of the results, and at most 1 MiB for each thread."""
     ran = subprocess.run([sys.executable, "-c", PEAK, str(packs)], capture_output=True, text=True, check=True)
-    results = 2 * REPLICAS * (16 << 10)  # KiB
+    results = 2 * REPLICAS * (16 << 10)  # in KiB
     assert results <= int(ran.stdout) <= results + 1024 * kernels.threads()

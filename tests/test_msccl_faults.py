@@ -290,7 +290,7 @@ def test_adjacent_additions_are_fused():
     give = (0, (0, -1, 0, "s i0 s0 2"))
     for right, sums in (
         (True, ("re s0 i0 2 <1.0", "re s2 i0 2")),
-        (False, ("re s0 i0 2 <1.0", "re s2 i0 1", "re s3 i1 1")),  # right if each step ran separately
+        (False, ("re s0 i0 2 <1.0", "re s2 i0 1", "re s3 i1 1")),  # correct if the runtimes did not fuse the steps
     ):
         adds = (-1, -1, 0, "nop i-1 o-1 0 <0.0", *sums)
         text = file("reduce", 2, (4, (-1, 1, 0, "r i0 s0 2 !"), (-1, 2, 0, "r i0 s2 2 !"), adds), give, give)

@@ -69,9 +69,9 @@ def test_more_links_than_a_gpu_has_are_a_switch(name, n, links, gb_per_s):
     ("n", "links", "most", "direct"),
     [
         (4, 4, 18, True),  # HGX A100 with four GPUs
-        (4, 6, 18, True),  # HGX H100 with four
-        (4, 6, 6, False),  # four of a DGX-2
-        (2, 12, 18, True),  # a bridge, or two of eight A100: the same
+        (4, 6, 18, True),  # HGX H100 with four GPUs
+        (4, 6, 6, False),  # four GPUs of a DGX-2
+        (2, 12, 18, True),  # an NVLink bridge, or two GPUs of an HGX A100: the tables are equal
         (3, 12, 18, False),
         (2, 18, 18, True),
         (3, 9, 18, True),

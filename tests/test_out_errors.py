@@ -240,7 +240,7 @@ def check_refused(arrays, make, path):
     rows = make(arrays)
     if path == "several dtypes":
         integers = arrays.value([np.int32([1, 2]), np.int32([3, 4])])
-        rows = [(integers, integers), *rows]  # it would be written first
+        rows = [(integers, integers), *rows]  # this result would be written first
     elif path == "loop":
         rows = [(partly_sparse(arrays, value), out) for value, out in rows]
     pairs = [(value, PerReplica([0] * len(out), out.devices)) for value, out in rows]

@@ -86,7 +86,7 @@ def test_bytes_per_pack_is_honoured(batch, nbytes, num_packs, algorithm, n):
 @pytest.mark.parametrize(
     ("batch", "packing", "wanted"),
     [
-        # In TensorFlow 2.0 (measured on CPU) runs have up to max_group + 2 tensors (D15).
+        # In TensorFlow 2.0 (measured on CPU) runs have up to max_group + 2 tensors: deviation D15 in docs/contract.md.
         ((8, 9, 12, 125), Packing(0, 0, 40, 10), [17, 12, 125]),
         ((125, 6, 5), Packing(0, 0, 40, 10), [125, 11]),
         ((125, 6, 5, 7, 100), Packing(0, 0, 40, 10), [125, 18, 100]),

@@ -152,7 +152,7 @@ def test_the_use_of_links_is_shaded_by_time(tmp_path):
     pale, dark = sorted(use.heads, key=lambda colour: -sum(bytes.fromhex(colour[1:])))
     assert use.heads == {pale: 1, dark: 1}
     _, use = drawn(broadcast, Topology.full_mesh(3), tmp_path / "a.svg")
-    assert use.heads == {dark: 2}  # the darkest is the busiest
+    assert use.heads == {dark: 2}  # the darkest colour shows the busiest links
 
 
 @pytest.mark.parametrize("algorithm", [*PLANNERS])
@@ -161,7 +161,7 @@ def test_every_planner_can_be_drawn(tmp_path, algorithm):
     hosts = two_hosts()
     for topology in (Topology.star(5), hosts):
         trees, _ = drawn(PLANNERS[algorithm](topology.devices), topology, tmp_path / "a.svg")
-        if topology is not hosts:  # whose panels are too small for names
+        if topology is not hosts:  # in pictures of hosts the panels are too small for names
             assert all(tree.white for tree in trees)
 
 

@@ -165,7 +165,7 @@ def test_the_bound_is_that_of_the_request(collective):
 
 def test_the_bound_of_different_sources_and_destinations():
     """The bound is the least rate at which a destination can receive or a source can send."""
-    lopsided = TOPOLOGIES["lopsided"]  # cpu:3 receives 7 and sends 3
+    lopsided = TOPOLOGIES["lopsided"]  # cpu:3 can receive 7 GB/s and send 3 GB/s
     for sources, destinations, due in (
         (["cpu:0", "cpu:1"], ["cpu:0", "cpu:3"], 7),
         (["cpu:0", "cpu:3"], ["cpu:0", "cpu:1"], 3),

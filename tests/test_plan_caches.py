@@ -66,7 +66,7 @@ def test_everything_planned_is_verified(fresh, monkeypatch):
 def test_threads_have_equal_plans(fresh):
     """Threads that plan the same requests at the same time receive the same plans as one thread alone."""
     requests = [(c, a, n) for c in COLLECTIVES for a in (*NAMED, "auto") for n in (8, MIB)]
-    box = Topology.from_json(DGX.renamed(names(8)).to_json())  # a new one, without cached routes
+    box = Topology.from_json(DGX.renamed(names(8)).to_json())  # a new topology, without cached routes
     start = threading.Barrier(8)
 
     def work(number):

@@ -152,7 +152,7 @@ def test_packs_spread_the_load(n):
         if algorithm in ("halving_doubling", "recursive_doubling") and n & (n - 1):
             continue  # devices beyond the power of two send and receive less
         if algorithm == "hierarchical_copy" and n % 2:
-            continue  # the halves differ
+            continue  # the two groups differ in size
         moved = counts(PLANNERS[algorithm](names(n), packs=n), n * n * 4).bytes
         for end in (0, 1):
             sums = Counter()

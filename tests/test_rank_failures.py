@@ -1,4 +1,4 @@
-"""Ranks of one host that die or stop, by rule R3, R4 and R11: the ranks that errors name, delays, and dumps."""
+"""Ranks of one host that die or stop: the ranks that errors name, delays, and dumps."""
 
 import mmap
 import os
@@ -25,7 +25,7 @@ def dumps(tmp_path, monkeypatch):
     return tmp_path / "dumps"
 
 
-# R3: ranks that die
+# Ranks that die
 
 
 def mixed(comm, draw, stop=None):
@@ -62,7 +62,7 @@ def until_lost(rendezvous, started, seed, kind):
 
 
 @pytest.mark.parametrize("part", range(5))
-def test_r3_a_killed_rank_is_named(part):
+def test_a_killed_rank_is_named(part):
     """Whenever a rank is killed, all others raise the same PeerLostError within 1.5 s, which names it; their next call
     raises it again."""
     for seed in range(part * 10, part * 10 + 10):
@@ -107,7 +107,7 @@ def dies_between(rendezvous, when):
     return "done"
 
 
-def test_r3_before_the_first_call_and_after_the_last():
+def test_before_the_first_call_and_after_the_last():
     """A rank that dies before its first call is named, even if its child lives; one that dies after the last call
     affects no other rank."""
     found = ranks(3, dies_between, "before", check=False)
@@ -126,7 +126,7 @@ def two_die(rendezvous, started):
     return error.value.ranks
 
 
-def test_r3_several_die_at_once():
+def test_several_die_at_once():
     """If several ranks die at once, all others name the same nonempty set of them."""
     with starter(4) as started:
 
@@ -142,7 +142,7 @@ def test_r3_several_die_at_once():
     assert found[1]
 
 
-# R4, R11: ranks that stop
+# Ranks that stop
 
 
 def pause(started, victim, seconds):
@@ -189,7 +189,7 @@ def stopped(rendezvous, started, timeout_s):
     return "done", (), None, None, kept.texts
 
 
-def test_r4_a_rank_that_stops_for_a_while():
+def test_a_rank_that_stops_for_a_while():
     """While a rank is stopped, the others warn once, naming it and the call; when it continues, results are correct."""
     with starter(3) as started:
         found = ranks(3, stopped, started, 20.0, begun=pause(started, 1, 1))
@@ -201,7 +201,7 @@ def test_r4_a_rank_that_stops_for_a_while():
         assert "float32[10]" in text or "broadcast" in text
 
 
-def test_r4_r11_a_rank_that_stops_beyond_the_timeout(dumps, capsys, monkeypatch):
+def test_a_rank_that_stops_beyond_the_timeout(dumps, capsys, monkeypatch):
     """After the timeout all others raise a CollectiveTimeout that names it, and write dumps of all ranks' last calls,
     which the doctor reads; the rank itself raises the same when it continues."""
     with starter(4) as started:
@@ -264,7 +264,7 @@ def slow(rendezvous):
     return right, took
 
 
-def test_r4_a_call_that_progresses_does_not_time_out():
+def test_a_call_that_progresses_does_not_time_out():
     """The timeout applies to the wait at one barrier, not to the whole call."""
     found = ranks(2, slow)
     assert all(right for right, _ in found)
@@ -286,7 +286,7 @@ def slow_to_write(rendezvous):
     return error.value.ranks
 
 
-def test_r3_a_rank_that_is_slow_to_write_the_abort_reason():
+def test_a_rank_that_is_slow_to_write_the_abort_reason():
     """All ranks wait for the reason as long as the rank that writes it is alive, and raise it."""
     assert ranks(3, slow_to_write) == [(1,)] * 3
 
@@ -304,7 +304,7 @@ def killed_while_it_writes(rendezvous):
         return str(error)
 
 
-def test_r3_a_rank_killed_while_it_writes_the_abort_reason():
+def test_a_rank_killed_while_it_writes_the_abort_reason():
     """An incomplete reason is ignored: the others name the lost rank, and not themselves."""
     first, second, died = ranks(3, killed_while_it_writes, check=False)
     assert isinstance(died, Died)

@@ -1,4 +1,4 @@
-"""Ctrl-C and other signals during calls of the ranks of one host, by rule R6."""
+"""Ctrl-C and other signals during calls of the ranks of one host."""
 
 import contextlib
 import gc
@@ -54,7 +54,7 @@ def interrupted(rendezvous, started, state):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("state", ["waiting", "between", "long"])
-def test_r6_an_interrupted_rank_releases_everything(state, number):
+def test_an_interrupted_rank_releases_everything(state, number):
     """Ctrl-C or SIGTERM in any state ends that rank's call, and those of the others, long before the timeout of 60 s;
     all of them release their threads, descriptors, mappings and files."""
     with starter(3) as started:
@@ -95,7 +95,7 @@ def interrupted_at_the_rendezvous(rendezvous):
     return error, before == Resources(), (before, Resources())
 
 
-def test_r6_an_interrupt_during_the_bootstrap():
+def test_an_interrupt_during_the_bootstrap():
     """A rank that is interrupted during the bootstrap releases everything, and so do the ranks that waited for it."""
     found = ranks(3, interrupted_at_the_rendezvous)
     assert [error for error, *_ in found] == ["TimeoutError", "KeyboardInterrupt", "TimeoutError"]
@@ -147,7 +147,7 @@ def alarmed(rendezvous):
     return outcomes
 
 
-def test_r6_interrupts_at_any_moment():
+def test_interrupts_at_any_moment():
     """At any moment of a call, an interrupt leads neither to a deadlock nor to a wrong result: the group either breaks
     with an error that names the interrupted rank, or can still be used."""
     first, *others = ranks(3, alarmed)
@@ -191,7 +191,7 @@ def twice(rendezvous):
     return caught
 
 
-def test_r6_an_interrupt_during_an_abort():
+def test_an_interrupt_during_an_abort():
     """A rank that was interrupted before it could abort the group does so at once in its next call."""
     found = ranks(3, twice)
     assert {text.split(" during")[0] for text, _ in found} == {"rank 0 was interrupted"}

@@ -1,4 +1,4 @@
-"""Calls of the ranks of one host that differ, by rule R1, R2 and R5: the error names the ranks; nothing is written."""
+"""Calls of the ranks of one host that differ: the error names the ranks; nothing is written."""
 
 import time
 
@@ -104,7 +104,7 @@ def disagreeing(rendezvous):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_r1_r2_calls_that_differ(n):
+def test_calls_that_differ(n):
     """If one rank makes another call after 500 correct ones, all ranks raise the same text, which names the rank, the
     aspect and both calls; no result is written, and the group can still be used."""
     found = ranks(n, disagreeing)
@@ -136,7 +136,7 @@ def all_different(rendezvous):
     return str(error.value), str(second.value)
 
 
-def test_r1_all_ranks_differ():
+def test_all_ranks_differ():
     """If no two calls are equal, that of rank 0 counts as correct, and all are shown."""
     found = ranks(4, all_different)
     assert len(set(found)) == 1
@@ -162,7 +162,7 @@ def skipping(rendezvous):
     return texts
 
 
-def test_r5_a_skipped_call_is_named():
+def test_a_skipped_call_is_named():
     """The first call after a skipped one raises on all ranks with its number; at the end the error of the others names
     the rank that left."""
     found = ranks(3, skipping)
@@ -186,7 +186,7 @@ def waits_too_long(rendezvous):
     return str(error.value), error.value.ranks
 
 
-def test_r5_an_extra_call_is_named():
+def test_an_extra_call_is_named():
     """A call that one rank does not make times out; the error names the call, and the last call of that rank."""
     found = ranks(3, waits_too_long)
     assert found[0] == found[2]

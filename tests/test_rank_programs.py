@@ -143,7 +143,7 @@ class Accesses:
     """The bytes of slots that each rank reads and writes between two barriers."""
 
     def __init__(self):
-        self.spans = []  # region, start, stop, rank, written
+        self.spans = []  # of each access: (region, start, stop, rank, written)
 
     def add(self, region, start, stop, rank, written):
         if stop > start:

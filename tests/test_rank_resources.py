@@ -1,4 +1,4 @@
-"""Resources of the ranks of one host after many calls and groups, by rule R10."""
+"""Resources of the ranks of one host after many calls and groups."""
 
 import gc
 import random
@@ -39,7 +39,7 @@ def soak(rendezvous):
     return before, after, same
 
 
-def test_r10_ten_thousand_reductions_leak_nothing():
+def test_ten_thousand_reductions_leak_nothing():
     """10,000 reductions of 3,000 shapes change the memory of a rank by less than 1 %, and no other resource."""
     for before, after, same in ranks(2, soak, timeout_s=120):
         assert same
@@ -59,7 +59,7 @@ def many_shapes(rendezvous):
     return highest
 
 
-def test_r10_the_cache_of_executables_is_bounded():
+def test_the_cache_of_executables_is_bounded():
     """The cache is limited by the number of stages, not by the number of calls."""
     for highest in ranks(2, many_shapes):
         assert 50 < highest <= 100
@@ -84,7 +84,7 @@ def many_groups(rendezvous):
     return resources == Resources(), before, resident_bytes()
 
 
-def test_r10_two_hundred_groups_leave_nothing():
+def test_two_hundred_groups_leave_nothing():
     """200 groups that are made and closed release all descriptors, mappings, threads and memory."""
     for same, before, after in ranks(2, many_groups, timeout_s=120):
         assert same

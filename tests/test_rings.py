@@ -89,15 +89,15 @@ def test_rings_of_the_machines(name):
 
 
 COUNTS = [
-    (Topology.ring(5), 2),  # in both directions
+    (Topology.ring(5), 2),  # one in each direction
     (Topology.ring(2), 1),
-    (Topology.full_mesh(5), 4),  # all 20 links
+    (Topology.full_mesh(5), 4),  # the rings use all 20 links
     (Topology.full_mesh(3), 2),
-    (Topology.torus(3, 3), 4),  # all 36 links
+    (Topology.torus(3, 3), 4),  # the rings use all 36 links
     (Topology.star(6, 450), 1),  # one ring uses all links
-    (Topology.machine("dgx-1v"), 6),  # all 48 NVLinks, two rings over the double ones
-    (Topology.machine("dgx-1p"), 4),  # all 32
-    (Topology.machine("mi100"), 1),  # the links between the two hives carry only one
+    (Topology.machine("dgx-1v"), 6),  # the rings use all 48 NVLinks; two rings share each double NVLink
+    (Topology.machine("dgx-1p"), 4),  # the rings use all 32 NVLinks
+    (Topology.machine("mi100"), 1),  # the links between the two hives have room for only one ring
 ]
 
 

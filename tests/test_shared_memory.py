@@ -116,19 +116,19 @@ def test_an_instruction_with_several_tensors_raises():
 @pytest.mark.parametrize(
     "arguments",
     [
-        (2, 2, SLOT, 0.0, 1),  # rank
+        (2, 2, SLOT, 0.0, 1),  # invalid ranks
         (-1, 2, SLOT, 0.0, 1),
-        (0, 0, SLOT, 0.0, 1),  # ranks
+        (0, 0, SLOT, 0.0, 1),  # invalid numbers of ranks
         (0, -3, SLOT, 0.0, 1),
         (0, 10**6, SLOT, 0.0, 1),
-        (0, 2, SLOT + 1, 0.0, 1),  # slot
+        (0, 2, SLOT + 1, 0.0, 1),  # invalid sizes of slots
         (0, 2, SLOT + 4096, 0.0, 1),
         (0, 2, -SLOT, 0.0, 1),
         (0, 2, 1 << 62, 0.0, 1),
-        (0, 2, SLOT, -1.0, 1),  # seconds
+        (0, 2, SLOT, -1.0, 1),  # invalid times
         (0, 2, SLOT, 5.0, 1),
         (0, 2, SLOT, math.nan, 1),
-        (0, 2, SLOT, 0.0, 0),  # threads
+        (0, 2, SLOT, 0.0, 0),  # invalid numbers of threads
         (0, 2, SLOT, 0.0),
         ("0", 2, SLOT, 0.0, 1),
         (0, 2**40, SLOT, 0.0, 1),
@@ -243,7 +243,7 @@ def test_a_rank_that_ends_right_after_its_arrival_has_arrived(fd, pair):
     continue, and miss it at the next barrier."""
     one, other = pair
     assert one.begin(nothing(3), (), "a", 3, 0.0) == WAITING
-    assert other.begin(nothing(3), (), "a", 2, 1.0) == DONE  # it has arrived, and continues
+    assert other.begin(nothing(3), (), "a", 2, 1.0) == DONE  # this rank has arrived, and continues
     with mmap.mmap(fd, 0) as memory:
         met = 64  # the offset of the announcement (see shared_memory.hpp)
         assert memory[met] == 1

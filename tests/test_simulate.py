@@ -184,12 +184,12 @@ def slowly(schedule, topology, nbytes, itemsize=1):
                     a, b = schedule.devices[src], schedule.devices[dst]
                     named = [route for route in schedule.routes if route[:3] == (chunk, src, dst)]
                     named = [route for route in named if route.round in (None, r)]
-                    named.sort(key=lambda route: route.round is None)  # a route of this round has precedence
+                    named.sort(key=lambda route: route.round is None)  # routes for one round have precedence
                     nodes = (a, *named[0].through, b) if named else topology.route(a, b)
                     latency = max(latency, sum(delay[pair] for pair in pairwise(nodes)))
                     for pair in pairwise(nodes):
                         load[pair] += schedule.chunks[chunk].share * nbytes / schedule.pieces / width[pair]
-                        carried[pair] += whole[chunk] * (t == r)  # once, for all pieces
+                        carried[pair] += whole[chunk] * (t == r)  # count the bytes of all pieces once
         ticks.append(latency + max(load.values(), default=0))
         busy.update(load)
     return ticks, carried, busy

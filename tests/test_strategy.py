@@ -197,7 +197,7 @@ def test_each_replica_receives_its_components_of_the_arguments():
 
     got, same = strategy.run(step, args=(given, given), kwargs={"log": log})
     assert [x.tolist() for x in got] == [[0, 0], [1, 1], [2, 2]]
-    assert same.values == (False, False, False)  # it had distributed values inside
+    assert same.values == (False, False, False)  # the argument was copied, since it contained distributed values
     assert len(log) == 3
     with pytest.raises(cr.ArgumentError, match=r"(?s)argument 0: .*2 components on cpu:0, cpu:1, for 3 replicas"):
         strategy.run(step, args=(cr.PerReplica([1, 2]), 0), kwargs={"log": log})
@@ -262,7 +262,7 @@ def test_cross_device_ops_are_checked(given, error, words):
 
 
 def test_falsy_ops_are_used():
-    """An op that is false in a boolean context is used like any other (D17)."""
+    """An op that is false in a boolean context is used like any other: deviation D17 of docs/contract.md."""
 
     class Falsy(cr.ReductionToOneDevice):
         def __bool__(self):

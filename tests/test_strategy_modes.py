@@ -135,7 +135,7 @@ def test_replicas_inherit_torch_modes(torch_):
         assert check()[0::4] == (False, False)
     with torch.inference_mode():
         assert check()[:2] == (False, True)
-    with torch.inference_mode():  # a replica may leave it
+    with torch.inference_mode():  # a replica may leave inference mode
 
         def differentiates(x):
             with torch.inference_mode(False):

@@ -173,7 +173,7 @@ def test_large_tensors_are_not_joined_in_host_memory(n):
     given = [[(np.arange(size) % 97) * (k + 1.0) * (j + 1) for k in range(n)] for j, size in enumerate(sizes)]
     values = [per_replica(xs, wrap=Mirrored) for xs in given]
     made = tf.function(lambda: [x.values for x in SMALL.batch_reduce(SUM, [(x, values[0]) for x in values])])
-    if n == 1:  # one destination receives bare tensors
+    if n == 1:  # for one destination the results are plain tensors
         made = tf.function(lambda: [(x,) for x in SMALL.batch_reduce(SUM, [(x, values[0]) for x in values])])
     for components, xs in zip(made(), given, strict=True):
         assert [x.numpy().tolist() for x in components] == [sum(xs).tolist()] * n
@@ -226,7 +226,7 @@ def test_variables_are_read():
         )
     strategy.run(
         lambda: on_read.assign_add(1.0)
-    )  # 2 on each replica, or 1 where the initial value belongs to the first
+    )  # 2 on each replica; 1 on the others if only the first replica has the initial value
     total = sum(float(x) for x in on_read.values)
     for mode in MODES:
         made = outcomes(mode, lambda: SMALL.batch_reduce(SUM, [(mirrored, mirrored), (on_read, on_read)]))
@@ -267,7 +267,7 @@ def test_arguments_of_functions_have_no_device():
         one = SMALL.reduce(SUM, PerReplica(xs), "CPU:3")
         back = SMALL.reduce(
             SUM, where, PerReplica(xs)
-        )  # unknown destinations are on the devices of the value, replica by replica
+        )  # if destinations are unknown, each replica's result is on the device of its component
         assert [place(x) for x in back.values] == [name(4 + k) for k in range(len(xs))]
         return [result.values, [one], [x + 15.0 for x in back.values]]
 

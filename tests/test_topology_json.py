@@ -84,7 +84,7 @@ def lacking(name):
         lacking("format"),
         lacking("devices"),
         lacking("links"),
-        lacking("switches"),  # the links name one
+        lacking("switches"),  # the links name a switch
         broken(format="crossreduce.topology/2"),
         broken(format="crossreduce.schedule/1"),
         broken(format=None),

@@ -73,7 +73,7 @@ def test_events_have_the_times_of_the_simulation(run, nbytes):
         abs=2e-6 * (len(transfers) + 1),
     )
     for row in rows.values():
-        for before, after in pairwise(row):  # listed in the order of time
+        for before, after in pairwise(row):  # transfers are listed in the order of time
             assert after["ts"] >= before["end"] - 1e-6
     assert max((transfer["end"] for transfer in transfers), default=0.0) == pytest.approx(1e6 * done.seconds, **close)
     assert (other["seconds"], other["bytes"], other["pieces"]) == (done.seconds, nbytes, schedule.pieces)

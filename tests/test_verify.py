@@ -335,10 +335,10 @@ def test_messages_name_step_chunk_device_and_contribution(schedule, text):
     [
         custom(2, [(0, 0, (0, 1)), (0, 0, (0, 1))], [(0, 1, (0,))]),  # the same step twice
         custom(2, [(0, 0, (1, 0))], [(0, 1, (0,)), (0, 1, (0,))]),  # the same copy twice
-        custom(2, [(0, 0, (0, 1)), (0, 0, (1, 0))], [(0, 1, (0,))]),  # equal sums
+        custom(2, [(0, 0, (0, 1)), (0, 0, (1, 0))], [(0, 1, (0,))]),  # two equal sums on one device
         # one step adds to a device, the other replaces its value
         custom(3, [(0, 2, (0, 1))], [(0, 0, (0, 1)), (0, 0, (2,))], sources=(0, 1), destinations=(0,)),
-        # on a device that is not a destination
+        # two steps write to a device that is not a destination
         custom(3, [(0, 0, (0, 1)), (0, 2, (0,)), (0, 2, (1,))], sources=(0, 1), destinations=(0,)),
     ],
 )
@@ -352,12 +352,12 @@ def test_two_steps_of_a_round_that_write_one_cell_are_refused(schedule):
 @pytest.mark.parametrize(
     "schedule",
     [
-        custom(2, [(0, 0, (0, 1)), (0, 1, (0, 1))]),  # both read the originals
-        custom(2, [(0, 0, (0, 1)), (0, 1, (1, 0))]),  # in different orders
+        custom(2, [(0, 0, (0, 1)), (0, 1, (0, 1))]),  # both steps read the original values
+        custom(2, [(0, 0, (0, 1)), (0, 1, (1, 0))]),  # the two sums add in different orders
         custom(
             3, [(0, 0, (0, 1)), (0, 1, (0,)), (0, 2, (1, 0, 2))], destinations=(2,)
-        ),  # reads values that the round replaces
-        custom(2, [(0, 0, (1,)), (0, 1, (0,))], [(0, 0, (0, 1))], destinations=(0,)),  # a swap
+        ),  # the last step reads values that its round replaces
+        custom(2, [(0, 0, (1,)), (0, 1, (0,))], [(0, 0, (0, 1))], destinations=(0,)),  # two devices swap their values
     ],
 )
 def test_steps_of_a_round_read_what_the_previous_round_left(schedule):
@@ -369,8 +369,8 @@ def test_steps_of_a_round_read_what_the_previous_round_left(schedule):
 @pytest.mark.parametrize(
     "schedule",
     [
-        custom(2, [(0, 0, (0, 1))], [(0, 1, (0,))], [(0, 1, (0,))]),  # a copy twice
-        custom(2, [(0, 0, (0, 1)), (0, 1, (1,))], [(0, 1, (0,))]),  # a copy to itself
+        custom(2, [(0, 0, (0, 1))], [(0, 1, (0,))], [(0, 1, (0,))]),  # the same copy in two rounds
+        custom(2, [(0, 0, (0, 1)), (0, 1, (1,))], [(0, 1, (0,))]),  # a device copies to itself
         # a wrong value on a device that is not a destination
         custom(3, [(0, 2, (0, 0))], [(0, 1, (0,))], sources=(0,), destinations=(0, 1)),
         custom(1),  # no steps

@@ -234,7 +234,7 @@ def all_to_all_forms(c):
     joined = torch.empty(sum(rows[src][c.rank] for src in range(n)), 2)
     dist.all_to_all_single(joined, torch.cat(xs[c.rank]), [rows[src][c.rank] for src in range(n)], rows[c.rank])
     assert torch.equal(joined, torch.cat([x[c.rank] for x in xs]))
-    splits = [[1] * n] * 2 if c.rank == 0 else []  # equal parts, which only one rank states
+    splits = [[1] * n] * 2 if c.rank == 0 else []  # equal parts, which only rank 0 passes explicitly
     moved = torch.empty(n)
     dist.all_to_all_single(moved, torch.arange(float(n)) + 10 * c.rank, *splits)
     assert torch.equal(moved, torch.arange(float(n)) * 10 + c.rank)

@@ -55,7 +55,7 @@ def unfinished_in_gloo(folder):
     begin(folder)
     groups = [dist.new_group() for _ in range(2)]
     if RANK:
-        collectives._finish = lambda *_: None  # they agree, but do not take part
+        collectives._finish = lambda *_: None  # the other ranks agree to the op, but do not take part in it
     works = [dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, x, async_op=True) for x in groups]
     if RANK:
         works[0].wait()

@@ -262,7 +262,7 @@ def mismatch_in_ddp(c):
 
         @staticmethod
         def backward(ctx, grad):
-            if c.rank == 1:  # one more than the others
+            if c.rank == 1:  # one more call than the other ranks make
                 dist.all_reduce(torch.ones(3), async_op=True)
             return grad
 
