@@ -18,7 +18,7 @@ enum Op { SUM, MIN, MAX, PRODUCT, OPS };
 struct Location {
     const char *base;
     size_t stride;       // 0: the operand is a buffer of MAX_LINES lines that every iteration reuses
-    bool is_accumulator; // of the accumulator's dtype, also if the sources are of a half dtype
+    bool is_accumulator; // it has the accumulator's dtype, even if the sources have a half dtype
 };
 struct PassFold { // combines the operands; stores the value in the accumulator's dtype, unless `out` is null
     const Location *operands;
@@ -41,7 +41,7 @@ struct Pass {
     size_t fold_count;
     const Output *outputs;
     size_t output_count;
-    double divisor; // of the results; 1: no division
+    double divisor; // the results are divided by it; 1: no division
 };
 
 constexpr size_t LINE = 64;     // bytes of a cache line; a pass writes whole lines

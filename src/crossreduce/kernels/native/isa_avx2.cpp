@@ -1,4 +1,4 @@
-// For x86-64 with AVX2 and F16C; null if the compiler does not support them.
+// The instruction set for x86-64 with AVX2 and F16C; null if the compiler does not support them.
 #include "isa.hpp"
 
 #if defined(__AVX2__) && defined(__F16C__)

@@ -1,4 +1,4 @@
-// For x86-64 with AVX-512 F, BW, DQ and VL; null if the compiler does not support them.
+// The instruction set for x86-64 with AVX-512 F, BW, DQ and VL; null if the compiler does not support them.
 #include "isa.hpp"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)

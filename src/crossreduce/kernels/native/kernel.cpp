@@ -40,9 +40,9 @@ struct Scratch {
 struct Format {
     PassFunction function;
     size_t line;                           // units in a line of the results
-    size_t units;                          // per element: 2 if complex
+    size_t units;                          // units per element: 2 if complex
     size_t in, acc, out;                   // bytes of a unit of the sources, accumulator and results
-    bool convert_sources, convert_results; // tile by tile, before and after the pass
+    bool convert_sources, convert_results; // whether tiles are converted before and after the pass
 };
 
 struct Run { // one run of a kernel
@@ -51,7 +51,7 @@ struct Run { // one run of a kernel
     const std::vector<char *> &results;
     bool streaming, by_line;
     Format format;
-    int64_t tile, share;           // elements
+    int64_t tile, share;           // their sizes in elements
     std::vector<long> first_share; // the first share of each segment, and the total
 
     const FusedProgram &program_of(const Segment &s) const { return kernel.programs[static_cast<size_t>(s.program)]; }

@@ -29,17 +29,17 @@ struct Kernel {
     Op op;
     DType dtype, accumulator, result;
     double divisor; // 1: no division
-    int sources, results; // of each tensor
-    std::vector<int64_t> sizes; // of the tensors, in elements
+    int sources, results; // the numbers of sources and of results of each tensor
+    std::vector<int64_t> sizes; // the sizes of the tensors, in elements
     std::vector<FusedProgram> programs;
     std::vector<Segment> segments;
     const InstructionSet *isa;
     // Set by `validate`:
-    int slots;            // the maximum of all programs
-    int64_t elements;     // in all segments
+    int slots;            // the most slots that one of the programs uses
+    int64_t elements;     // the number of elements in all segments
     bool by_line;         // the programs are small enough to run line by line
-    size_t tile_nbytes;   // of the accumulator's dtype in a tile
-    size_t scratch_nbytes; // of working memory per thread
+    size_t tile_nbytes;   // the bytes of a tile in the accumulator's dtype
+    size_t scratch_nbytes; // the bytes of working memory per thread
 };
 
 constexpr int MAX_AXES = 64; // the limit of NumPy and DLPack

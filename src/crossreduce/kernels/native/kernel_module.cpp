@@ -100,7 +100,7 @@ void kernel_dealloc(PyObject *object) {
     free_object(object);
 }
 
-struct Operands { // of one run
+struct Operands { // the operands of one run
     std::vector<Py_buffer> buffers;
     std::deque<Strided> strided; // sources store pointers to the elements
     std::vector<Source> sources;

@@ -18,7 +18,7 @@ MemoryUsage usage{0, 0, 0};
 void shrink_pool(size_t limit) {
     auto &blocks = pool();
     while (usage.pooled > limit && !blocks.empty()) {
-        auto block = std::prev(blocks.end()); // the largest: the fewest calls
+        auto block = std::prev(blocks.end()); // freeing the largest blocks takes the fewest calls
         usage.pooled -= block->first;
         std::free(block->second);
         blocks.erase(block);

@@ -28,17 +28,17 @@ struct RankProgram {
     std::vector<std::vector<Instruction>> stages;
     int slots;           // how many slots the instructions use, from the first
     int buffers;         // how many of the caller's buffers they use
-    int64_t slot_nbytes; // of each slot, in one half
+    int64_t slot_nbytes; // the bytes of each slot that they use, in one half
 };
 
-constexpr int RECORDED_OPS = 32;    // of each rank
-constexpr int SIGNATURE_WORDS = 29; // of 8 bytes
+constexpr int RECORDED_OPS = 32;    // the number of ops of each rank that the flight recorder stores
+constexpr int SIGNATURE_WORDS = 29; // words of 8 bytes
 constexpr int SIGNATURE_NBYTES = 8 * SIGNATURE_WORDS;
 constexpr int CAUSE_NBYTES = 2040;
 
 struct OpRecord { // an op in the flight recorder of a rank
-    std::atomic<uint64_t> number;              // from 1; 0: empty, or being written
-    std::atomic<int64_t> started_ns, ended_ns; // of the monotonic clock; ended 0: not yet
+    std::atomic<uint64_t> number;              // the op's number, from 1; 0: the record is empty or being written
+    std::atomic<int64_t> started_ns, ended_ns; // by the monotonic clock; ended_ns is 0 until the op ends
     std::atomic<uint32_t> length;
     // Another rank may read the signature while it is overwritten; `read` then returns false.
     std::atomic<uint64_t> signature[SIGNATURE_WORDS];
@@ -50,14 +50,14 @@ struct OpRecord { // an op in the flight recorder of a rank
 
 struct alignas(64) RankState {
     std::atomic<uint64_t> arrivals; // the number of barriers that the rank has reached
-    std::atomic<uint64_t> number;   // of the rank's latest op
+    std::atomic<uint64_t> number;   // the number of the rank's latest op
     OpRecord records[RECORDED_OPS];
 };
 
 struct GroupState { // at the start of the memory; the states of the ranks and the slots follow
-    alignas(64) std::atomic<uint64_t> arrivals; // of all ranks at all barriers
-    alignas(64) std::atomic<uint32_t> barriers; // that all ranks have reached; a futex
-    std::atomic<uint32_t> sleepers;             // ranks that wait on the futex
+    alignas(64) std::atomic<uint64_t> arrivals; // the sum of the arrivals of all ranks at all barriers
+    alignas(64) std::atomic<uint32_t> barriers; // the number of barriers that all ranks have reached; a futex
+    std::atomic<uint32_t> sleepers;             // the number of ranks that wait on the futex
     alignas(64) std::atomic<uint32_t> aborted;  // 0: no; 1: yes; 2 + rank: this rank is writing the cause
     uint32_t cause_length;
     char cause[CAUSE_NBYTES];
@@ -87,7 +87,7 @@ class SharedMemory {
 
     int rank, ranks;
     int64_t slot;
-    uint64_t number = 0; // of the latest op
+    uint64_t number = 0; // the number of this rank's latest op
     int64_t spin_ns = 0; // how long a rank spins before it sleeps
     RankState &state(int of) const { return states[of]; }
     char *memory(int of) const { return slots + of * slot; }
@@ -104,12 +104,12 @@ class SharedMemory {
     RankState *states = nullptr;
     char *slots = nullptr;
     size_t mapped_nbytes = 0; // 0: the memory is the caller's
-    int process = 0;          // that mapped the memory
+    int process = 0;          // the process that mapped the memory
     int threads = 1;
-    uint64_t arrivals = 0; // of this rank
+    uint64_t arrivals = 0; // the number of barriers that this rank has reached
     const RankProgram *program = nullptr;
     std::vector<char *> buffers;
-    size_t next = 0;      // stage
+    size_t next = 0;      // the next stage
     bool waiting = false; // this rank has reached a barrier that others have not
     OpRecord *record = nullptr;
 };

@@ -14,7 +14,7 @@ namespace {
 
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t task_added = PTHREAD_COND_INITIALIZER, helpers_done = PTHREAD_COND_INITIALIZER;
-ParallelTask *tasks = nullptr; // those with shares left, newest last
+ParallelTask *tasks = nullptr; // the tasks with shares left, the newest one last
 int started = 0;
 pthread_once_t once = PTHREAD_ONCE_INIT;
 pthread_key_t key;
@@ -118,7 +118,7 @@ bool run_parallel(ParallelTask &task) {
     pthread_once(&once, initialize);
     char *scratch = own_scratch(task.scratch_nbytes);
     if (scratch == nullptr) return false;
-    task.helpers = static_cast<int>(std::min<long>(task.helpers, task.shares - 1)); // more would find no share
+    task.helpers = static_cast<int>(std::min<long>(task.helpers, task.shares - 1)); // more helpers would have no share
     if (task.helpers > 0) {
         pthread_mutex_lock(&lock);
         if (started < task.helpers) start_helpers(task.helpers);

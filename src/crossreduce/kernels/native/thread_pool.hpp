@@ -9,7 +9,7 @@ struct ParallelTask {
     void *argument;
     long shares;
     int helpers;           // the maximum number of threads that help the caller
-    size_t scratch_nbytes; // of working memory per thread, which a thread keeps until it ends
+    size_t scratch_nbytes; // the bytes of working memory per thread; a thread keeps them until it ends
     std::atomic<long> next_share{0};
     int active = 0; // helpers that are running shares
     ParallelTask *next = nullptr;
