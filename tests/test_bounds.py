@@ -30,7 +30,7 @@ def outward(collective):
     return collective in ("broadcast", "all_gather")
 
 
-# All cuts.
+# An oracle that compares all cuts.
 
 
 @st.composite
@@ -126,7 +126,7 @@ def test_without_a_root_one_that_reaches_all_is_found(collective, root):
     assert (found.algbw, found.roots) == (2, ((root, ONE),))
 
 
-# Laws.
+# Properties of all bounds.
 
 
 @settings(max_examples=50)
@@ -205,7 +205,7 @@ def test_an_all_reduce_lies_between(wiring):
         assert rate <= bound(topology, "reduce", root).algbw
 
 
-# Values.
+# Values of known machines.
 
 TABLE = [
     # machine, hosts, options; all-gather, reduce-scatter; all-reduce; broadcast, reduce; all-reduce in the network

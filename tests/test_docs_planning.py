@@ -183,7 +183,7 @@ def trees():
     small = cr.plan(PART, nbytes=1 << 10)
     assert (small.algorithm, small.schedule.round_count) == ("one_shot", 1)
     yield f"For 2**{10} bytes only the latency matters"
-    assert max(len(PART.route(a, b)) for a, b in permutations(PART.devices, 2)) == 3  # "two hops at most"
+    assert max(len(PART.route(a, b)) for a, b in permutations(PART.devices, 2)) == 3  # the page: "two hops at most"
 
 
 def lost():

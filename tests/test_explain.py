@@ -73,7 +73,7 @@ def depth(schedule):
     """Return the most hops from a device to a device that completes a chunk, or from there to a destination."""
     deepest = 0
     for c, chunk in enumerate(schedule.chunks):
-        cells = {s: ({s}, 0) for s in chunk.sources}  # contributions, hops
+        cells = {s: ({s}, 0) for s in chunk.sources}  # (contributions, hops)
         for steps in schedule.rounds:
             made = {}
             for _, dst, srcs in [step for step in steps if step.chunk == c]:

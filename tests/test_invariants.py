@@ -227,9 +227,9 @@ HARMLESS = {
 }
 # Further modules that single files need, each for one reason.
 NEEDED = {
-    "planning.bounds.flows": {"numpy", "scipy"},  # maximum flows
-    "planning.bounds.linear_program": {"numpy", "scipy"},  # linear programs
-    "topology.machines": {"difflib"},  # the nearest names
+    "planning.bounds.flows": {"numpy", "scipy"},  # computes maximum flows
+    "planning.bounds.linear_program": {"numpy", "scipy"},  # solves linear programs
+    "topology.machines": {"difflib"},  # finds the names that are nearest to a wrong one
     "topology.kinds": {"importlib"},  # reads the package's own data files
     "topology.formats": {"pathlib"},  # reads the given file
     "topology.discover": {"os", "pathlib", "pynvml"},  # inspects this machine

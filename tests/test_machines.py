@@ -105,7 +105,7 @@ def test_all_gather_bounds(name, hosts, speeds, nics, out, gather, _):
     topology = machine(name, hosts, speeds=speeds, nics=nics)
     n, inside = len(topology.devices), all_but(topology, out)
     assert n * leaving(topology, inside) / len(inside.intersection(topology.devices)) == gather
-    sinks = topology.devices if hosts <= 4 else topology.devices[: n // hosts]  # the hosts are equal
+    sinks = topology.devices if hosts <= 4 else topology.devices[: n // hosts]  # hosts are equal
     for sink in sinks if hosts < 128 else sinks[:2]:
         assert flow(topology, topology.devices, sink, gather / n) == gather
 

@@ -40,7 +40,7 @@ def parametrized(cases, factors):
     return pytest.mark.parametrize(("framework", "ops", *factors), rows, indirect=["framework"])
 
 
-ops_table = pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())  # for one framework
+ops_table = pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())  # for tests with one framework
 
 
 REDUCTIONS = ("sum", "mean", "min", "max", "product")

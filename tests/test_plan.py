@@ -126,7 +126,7 @@ def whole(topology, collective, root):
     return ((root,) if collective == "broadcast" else everyone, (root,) if collective == "reduce" else everyone)
 
 
-# The law.
+# Properties of every plan.
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -387,7 +387,7 @@ def test_sizes_have_their_own_plans():
     assert before.schedule.pieces > 1
 
 
-# The value.
+# The returned plan.
 
 
 def test_a_plan_prints_its_head_and_its_time():

@@ -73,7 +73,7 @@ def chain(n, pieces=1):
     return Schedule("broadcast", "chain", names(n), (Chunk(ONE, (0,), tuple(range(n))),), rounds, pieces)
 
 
-# Closed forms.
+# Times that formulas give.
 
 
 @pytest.mark.parametrize("n", range(2, 10))
@@ -266,7 +266,7 @@ def test_bytes_are_those_that_the_null_backend_counts(data, algorithm, ask, kind
     assert +Counter(done.bytes) == +wanted
 
 
-# Bounds and order.
+# Bounds of the time, and the order of transfers.
 
 
 @settings(max_examples=100)

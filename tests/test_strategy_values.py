@@ -109,7 +109,7 @@ def test_shares_tile_the_batch(library, n, size):
     assert [len(y) for y in tree["y"][0]] == sizes
     assert tree["x"].devices == strategy.devices
     assert all(library.device_of(x) in ("cpu", f"cpu:{k}") for k, x in enumerate(tree["x"]))
-    columns = strategy.split(library.array(batch.T), axis=np.int64(-1))  # any integer type
+    columns = strategy.split(library.array(batch.T), axis=np.int64(-1))  # an axis of any integer type
     assert [library.to_numpy(x).tolist() for x in columns] == [part.T.tolist() for part in parts]
 
 

@@ -94,7 +94,7 @@ def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
     def step(x):
         for var in made.values():
             var.assign_add(x)
-            if context().replica_id_in_sync_group == 0:  # without waiting
+            if context().replica_id_in_sync_group == 0:  # one replica assigns without waiting for others
                 var.assign_sub(1.0)
         return made["none"].value()
 

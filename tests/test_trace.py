@@ -218,7 +218,7 @@ def test_only_the_first_pieces_are_shown(monkeypatch):
 def test_the_size_of_a_trace_is_limited(monkeypatch):
     """A schedule of very many pieces gives at most EVENTS transfers, and a file of the documented size."""
     topology = Topology.ring(2, 25, MICRO)
-    documented = trace.EVENTS / 45e6  # transfers per byte
+    documented = trace.EVENTS / 45e6  # the documented transfers per byte of a file
     monkeypatch.setattr(trace, "EVENTS", 10_000)
     text = to_chrome_trace(replace(ring(topology.devices), pieces=60_000), topology, 10**9)
     assert text.count('"cat":"transfer"') == 10_000

@@ -36,9 +36,9 @@ from ..schedule import Schedule
 from .collective import Collective, Location, collective
 from .placement import MemoryPlacement
 
-MOST_OPERATIONS: Final = 64  # MAX_OPERATION of a threadblock
-MOST_CHANNELS: Final = 16  # MAX_CHANNEL of a threadblock; also the limit of its remote buffers
-MOST_AT_ONCE: Final = 8  # MAX_CHANNEL_PER_OPERATION
+MOST_OPERATIONS: Final = 64  # MSCCL++'s MAX_OPERATION of a threadblock
+MOST_CHANNELS: Final = 16  # MSCCL++'s MAX_CHANNEL of a threadblock; also the limit of its remote buffers
+MOST_AT_ONCE: Final = 8  # MSCCL++'s MAX_CHANNEL_PER_OPERATION
 MOST_ADDED: Final = 10  # MAX_LOCAL_BUFFER_PER_OPERATION + MAX_CHANNEL_PER_OPERATION: inputs of a ``re``
 MOST_THREADBLOCKS: Final = 80  # they wait for each other, so all must be resident: V100 has 80 multiprocessors
 ALIGNMENT: Final = 16  # bytes; the executor requires each chunk's size to be a multiple of it

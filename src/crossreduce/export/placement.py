@@ -30,7 +30,7 @@ class MemoryPlacement:
     def __init__(self, made: Collective, blocks: Iterable[int], *, inplace: bool) -> None:
         self.made: Final = made
         self.inplace: Final = inplace
-        self.locations: Final[dict[tuple[int, int], Location]] = {}  # by block and value
+        self.locations: Final[dict[tuple[int, int], Location]] = {}  # where each (block, value) is stored
         self.scratch: Final = [0] * made.ranks  # units of scratch memory, by rank
         self._reads_left: Final[Counter[tuple[int, int]]] = Counter()  # by block and value; a result is read at the end
         self._stored: Final[dict[tuple[int, int, Location], int]] = {}  # the last value by rank, block and memory

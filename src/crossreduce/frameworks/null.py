@@ -87,7 +87,7 @@ class NullFramework:
         return None
 
     def require(self, devices: tuple[str, ...]) -> None:
-        pass  # every device exists
+        pass  # every device is accepted
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
         result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
@@ -125,7 +125,7 @@ class NullFramework:
         return xs[0].like(tuple(shape))
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        return list(xs)  # every shape is known here
+        return list(xs)  # there is no tracing, so every shape is known
 
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         return sparse.values.like(shape, dtype)

@@ -27,9 +27,9 @@ from .schedules import NAMES, fastest
 class Plan:
     """A schedule of a request, its predicted time, and its bound."""
 
-    request: Request  # with a topology
+    request: Request  # its topology is not None
     schedule: Schedule  # verified; cut into the number of pieces that suits ``nbytes``
-    seconds: float  # simulated
+    seconds: float  # the simulated duration
 
     @property
     def topology(self) -> Topology:

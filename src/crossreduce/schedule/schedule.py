@@ -288,7 +288,7 @@ def _malformed(problem: str, given: object, n: int) -> ScheduleError:
 
 
 def _share(value: object) -> Fraction:
-    if not re.fullmatch(r"[0-9]{1,100}(/[0-9]{1,100})?", typed(str, value)):  # "1e99999999" would take hours
+    if not re.fullmatch(r"[0-9]{1,100}(/[0-9]{1,100})?", typed(str, value)):  # converting "1e99999999" takes hours
         raise ValueError(f"{value!r} is not a share")
     return Fraction(typed(str, value))
 

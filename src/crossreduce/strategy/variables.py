@@ -316,7 +316,7 @@ class Variable(_Assignable, DistributedVariable):
         """Return a component's new value, checked."""
         old = self._components[k]
         if how != "assign":
-            plain: Any = self._framework.array(old)  # without gradients
+            plain: Any = self._framework.array(old)  # the value without its gradient
             number = value if isinstance(value, _NUMBERS) else self._on_device(value, k)
             new = plain + number if how == "assign_add" else plain - number
             return self._on_device(new, k)

@@ -74,6 +74,6 @@ def _exact(what: str, value: object) -> Fraction:
         return exact(what, value)
     if not re.fullmatch(
         r"[0-9]{1,40}(/[0-9]{1,40}|\.[0-9]{1,40})?", typed(str, value)
-    ):  # "1e99999999" would take hours
+    ):  # converting "1e99999999" takes hours
         raise ValueError(f"{value!r} is not a number of 0 or more")
     return Fraction(typed(str, value))

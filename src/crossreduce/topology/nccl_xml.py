@@ -169,7 +169,7 @@ def _nvlinks(gpus: list[_Gpu], speeds: str) -> dict[tuple[str, str], Link]:
             peer, both = by_bus.get((gpu.cpu.host, entry.bus), ""), False
             if entry.get("tclass").startswith("0x068000"):
                 peer, both = "nvswitch", True
-            elif entry.get("tclass").startswith("0x068001"):  # POWER9 has NVLink itself
+            elif entry.get("tclass").startswith("0x068001"):  # a POWER9 CPU, which has NVLink itself
                 peer, both = gpu.cpu.name, True
             elif not entry.get("target"):
                 entry.refuse("an entry must have the target of its links.", 'target="0000:07:00.0"')

@@ -154,7 +154,7 @@ def exclude_from_compile(*classes: type) -> None:
     C++ calls them while a compiled model runs, as DDP's reducer does, and torch.compile would trace them.
     """
     frames: Any = torch._C._dynamo.eval_frame
-    if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.8
+    if not hasattr(frames, "set_code_exec_strategy"):  # torch is older than 2.8
         return
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     for each in classes:

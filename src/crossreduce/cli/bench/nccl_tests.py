@@ -26,7 +26,7 @@ from .request import BenchRequest, Row, Timing
 def header(request: BenchRequest) -> list[str]:
     """Return the lines before the tables."""
     step = f"{request.step_factor}(factor)" if request.step_factor > 1 else f"{request.step_bytes}(bytes)"
-    driven = 1 if request.processes else len(request.devices)  # devices per process
+    driven = 1 if request.processes else len(request.devices)  # the number of devices per process
     lines = [
         f"# crossreduce version {__version__} framework={request.framework}-{request.framework_version} "
         f"transport={request.transport}",

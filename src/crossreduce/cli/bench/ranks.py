@@ -303,7 +303,7 @@ def _rows_of_mpi(request: BenchRequest) -> Iterator[Row]:
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that mpiexec is terminated first
         stack.callback(signal.signal, signal.SIGTERM, before)
         running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**settings, **inherited})
-        stack.callback(terminate, [running], 10.0)  # mpiexec terminates its ranks
+        stack.callback(terminate, [running], 10.0)  # mpiexec then terminates its ranks
         assert running.stdout is not None
         for line in running.stdout:
             if not line.startswith("{"):

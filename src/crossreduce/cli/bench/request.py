@@ -85,7 +85,7 @@ class BenchRequest:
     op: str  # sum, product, min, max or mean; sum if the collective has no op
     redop: str  # nccl-tests' name of the op; none if the collective has no op
     dtype: str  # NumPy's name of the dtype
-    nccl_type: str  # as nccl-tests spells it
+    nccl_type: str  # the dtype as nccl-tests spells it
     roots: tuple[int, ...]  # the ranks to measure as root; (-1,) for collectives without a root
     algorithms: tuple[str, ...]
     num_packs: int

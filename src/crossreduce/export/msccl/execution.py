@@ -30,7 +30,7 @@ SLOTS: Final = {"Simple": 2, "LL": 8, "LL128": 8}
 # RCCL's default buffers (init.cc, devcomm.h): 1 MiB / 2 (Simple, on Arm), RCCL's 256 threads x 8 lines x 8 bytes (LL)
 # and 256 x 28 x 8 x 7/8 (LL128).
 SLOT_BYTES: Final = {"Simple": 1 << 19, "LL": 1 << 14, "LL128": 50_176}
-MOST_FUSED: Final = 16  # MSCCL_MAX_REDUCE_FUSION
+MOST_FUSED: Final = 16  # the runtimes' MSCCL_MAX_REDUCE_FUSION
 # The largest file that is verified, which takes minutes and 1 GB. The runtimes' own limits are far below.
 MOST_STEPS: Final = 1 << 16
 MOST_WORK: Final = 20_000_000

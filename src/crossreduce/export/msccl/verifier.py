@@ -50,7 +50,7 @@ class MscclReport:
     threadblocks: int  # the largest number of threadblocks of a GPU
     steps: int  # the number of steps of all threadblocks of all GPUs
     inplace: bool  # right for calls whose input and output are the same memory
-    outofplace: bool  # right for other calls
+    outofplace: bool  # right for calls whose input and output are different memory
     slots: int  # the number of slots per connection with which deadlocks were excluded
     notes: tuple[str, ...]  # limits of the runtimes that the file exceeds, and other facts for the user
 
@@ -129,7 +129,7 @@ class _MemoryCell:
     readers: list[int] = field(default_factory=list)
 
 
-Key = tuple[int, str, int]  # GPU, buffer, chunk
+Key = tuple[int, str, int]  # (GPU, buffer, chunk)
 
 
 def _combined(a: _Contents, b: _Contents) -> _Contents:

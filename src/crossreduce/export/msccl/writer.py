@@ -137,7 +137,7 @@ class _XmlOp:
     type: str
     src: Location
     dst: Location
-    size: int  # units
+    size: int  # the number of units
     waits: list[_XmlOp]  # operations of other threadblocks of the GPU that must be done before it starts
     past: dict[Threads, int]  # how many operations of each threadblock of the GPU are done when this one is done
     order: int  # its position among all operations
