@@ -429,7 +429,7 @@ def test_a_rank_cannot_launch_ranks(rejected, monkeypatch):
     """--launch is rejected in a process that is a rank."""
     for name, value in zip(ranks.VARIABLES, ("0", "2", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    assert "but this process is a rank already" in rejected("--launch 2")
+    assert "--launch cannot be used in a process that is already a rank" in rejected("--launch 2")
 
 
 @pytest.mark.parametrize("missing", ["mpiexec", "mpi4py"])
