@@ -60,7 +60,7 @@ class Row(NamedTuple):
     median_s: float
     least_s: float
     most_s: float
-    ratio: float  # the contender's time divided by crossreduce's, as a median
+    ratio: float  # median_s divided by that of crossreduce
     peer: bool = True  # whether this is another library
 
 

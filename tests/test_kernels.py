@@ -77,7 +77,7 @@ def test_a_result_may_be_a_source_of_its_tensor(isa, case, setup):
     """In place, the bits are those of results with memory of their own, in the compiled kernels and in NumPy."""
     in_place = tuple((r, s) for r, s in setup.in_place if s < case.sources and r < case.results)
     if storage(case.dtypes[0]).itemsize != storage(case.dtypes[2]).itemsize:
-        in_place = ()  # the result needs memory of another size than the source
+        in_place = ()  # the elements of results and sources differ in size
     check(case, setup._replace(in_place=in_place), case.native(isa))
     check(case, setup._replace(in_place=in_place), case.reference())
 

@@ -370,7 +370,7 @@ def wasteful(draw):
         if draw(st.integers(0, 4)) == 0:
             steps.append(Step(0, dst, (src,)))
     devices = names(n * copies + scratch)
-    for dst in range(n * copies, len(devices)):  # no device needs these copies
+    for dst in range(n * copies, len(devices)):  # no destination needs these steps
         for _ in range(draw(st.integers(0, 3))):
             at = draw(st.integers(0, len(steps)))
             holding = [*range(n), *(step.dst for step in steps[:at])]

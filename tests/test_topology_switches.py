@@ -311,7 +311,7 @@ def test_mesh(rows, columns):
 def test_torus(shape):
     """A torus links each device to the next one and to the previous one along each dimension; along a dimension of two
     devices these are the same, and there is one link per direction."""
-    speeds = tuple(10 + k for k in range(len(shape)))  # speeds by dimension
+    speeds = tuple(10 + k for k in range(len(shape)))  # the first speed is that of the last dimension
     topology = Topology.torus(*shape, gb_per_s=speeds)
     cells = list(product(*map(range, shape)))
     wanted = {}
