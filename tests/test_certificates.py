@@ -119,12 +119,12 @@ LOPSIDED_STAR = Topology(
             "must lack a device",
         ),
         (lambda real: {"cuts": tuple(cut._replace(weight=cut.weight * 2) for cut in real.cuts)}, "does not prove"),
-        (lambda real: {"potentials": (("cpu:0", ONE, ONE),)}, "only switches that do not reduce"),
-        (lambda real: {"potentials": (("nowhere", ONE, ONE),)}, "only switches that do not reduce"),
+        (lambda real: {"potentials": (("cpu:0", ONE, ONE),)}, "must belong to switches that do not reduce"),
+        (lambda real: {"potentials": (("nowhere", ONE, ONE),)}, "must belong to switches that do not reduce"),
         (lambda real: {"potentials": (("s", Fraction(-5), Fraction(5)),)}, "does not prove"),
         (lambda real: {"algbw": None}, "does not prove a bound"),
         (lambda real: {"topology": real.topology.with_switches(reducing=True), "potentials": (("s", ONE, ONE),)},
-         "only switches that do not reduce"),
+         "must belong to switches that do not reduce"),
     ],
 )  # fmt: skip
 def test_a_broken_certificate_is_refused(change, words):

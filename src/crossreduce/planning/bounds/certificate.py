@@ -68,7 +68,7 @@ class Bound:
             raise PlanError.of("a bound needs a collective and devices of the topology.", shown(self))
         exact = all(isinstance(number, (int, Fraction)) for number in numbers)
         if not exact or len(set(self.devices)) < len(self.devices):
-            raise PlanError.of("a proof needs exact numbers, and each device once.", shown(self))
+            raise PlanError.of("a certificate must have exact numbers, and each device once.", shown(self))
         if self.collective not in ("broadcast", "reduce") and dict(self.roots) != dict.fromkeys(self.devices, 1):
             problem = f"every device must be a root of {self.collective}, and of the same weight."
             raise PlanError.of(problem, shown(self.roots))
@@ -105,7 +105,7 @@ class Bound:
                 raise PlanError.of("the cuts that contain a root must have a total weight of at least 1.", root)
         shift = {switch: two for switch, *two in self.potentials}
         if not shift.keys() <= {switch.name for switch in self.topology.switches if not switch.reduces}:
-            raise PlanError.of("only switches that do not reduce have potentials.", shown(self.potentials))
+            raise PlanError.of("potentials must belong to switches that do not reduce.", shown(self.potentials))
         total = Fraction(0)
         for src, dst, bandwidth, _ in self.topology.links:
             prices = [Fraction(0), Fraction(0)]  # in broadcasts and in reductions
