@@ -266,7 +266,7 @@ UNSUPPORTED = {
     "mkldnn": (lambda: torch.ones(2).to_mkldnn(), "to_dense"),
     "lazy": (lambda: torch.nn.UninitializedParameter(), "run the module once"),
     "float8": (lambda: torch.ones(2).to(torch.float8_e4m3fn), "float8_e4m3fn cannot be reduced"),
-    "wrapping": (lambda: torch.ones(2).as_subclass(Wrapping), "wraps others"),
+    "wrapping": (lambda: torch.ones(2).as_subclass(Wrapping), "wraps other tensors"),
     "compressed": (lambda: torch.eye(2).to_sparse_csr(), "to_sparse_coo"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "unbind"),
     "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "unbind"),
