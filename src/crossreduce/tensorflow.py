@@ -364,7 +364,7 @@ def _broadcast_source(tensor: Any) -> Any:
         return _array(tensor)
     if isinstance(tensor, _Mirrored):
         return _array(tensor.values[0])
-    raise ArgumentError.of("broadcast requires a single tensor.", shown(tensor), "one component: value.values[0]")
+    raise ArgumentError.of("broadcast requires one tensor.", shown(tensor), "one of its components, value.values[0]")
 
 
 def _place(x: Any) -> str:
