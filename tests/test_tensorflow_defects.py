@@ -207,7 +207,7 @@ def test_bad_values():
         (ValueError, "is not a pair", lambda: SMALL.batch_reduce(SUM, [(value, value, value)])),
         (ValueError, "pairs of value", lambda: SMALL.batch_reduce(SUM, 3)),
         (ValueError, "options must be", lambda: SMALL.reduce(SUM, value, value, options="ring")),
-        (ValueError, "requires a single tensor", lambda: SMALL.broadcast(value, "CPU:0")),
+        (ValueError, "one of its components", lambda: SMALL.broadcast(value, "CPU:0")),
         (ValueError, "no such algorithm", lambda: crt.AllReduceCrossDeviceOps("bogus")),
         (ValueError, "num_packs", lambda: crt.HierarchicalCopyAllReduce(-1)),
         (ValueError, "num_packs", lambda: crt.HierarchicalCopyAllReduce(1.5)),
