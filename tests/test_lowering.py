@@ -171,6 +171,15 @@ def test_final_instructions_complete_the_sum():
             assert all(passed[result] == (len(chunk.sources) > 1) for result in chunk.results), name
 
 
+def test_kinds_follow_from_the_values():
+    """A value with every contribution is final, one with a single contribution an input, any other a partial result."""
+    for name, _, program in programs():
+        for chunk in program.chunks:
+            inputs = contributions(chunk)
+            due = ["final" if x == sum(inputs) else "input" if x in inputs else "partial" for x in values(chunk)]
+            assert list(chunk.kinds) == due, name
+
+
 def test_last_uses_are_the_last_readers():
     """A value is listed exactly once, by the last instruction that reads it, unless a destination keeps it."""
     for name, _, program in programs():

@@ -62,6 +62,17 @@ class ChunkProgram(NamedTuple):
         """The device of each value."""
         return (*self.sources, *(instruction.device for instruction in self.instructions))
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each value, and so its dtype: "input", "partial" (an accumulator) or "final" (fully reduced).
+
+        A copy has the kind of what it copies; the only input of a chunk is fully reduced.
+        """
+        found = ["final" if len(self.sources) == 1 else "input"] * len(self.sources)
+        for _, operands, _, final, *_ in self.instructions:
+            found.append(found[operands[0]] if len(operands) == 1 else "final" if final else "partial")
+        return tuple(found)
+
 
 class Numbered(NamedTuple):
     """An instruction with its chunk and the number of the value that it makes."""
@@ -121,14 +132,16 @@ class Program:
         """The transfers of each round, chunk by chunk: every operand that is on another device."""
         through = {(*route[:3], route.round): route.through for route in self.routes}
         places = [chunk.devices for chunk in self.chunks]
-        final = [[len(chunk.sources) == 1] * len(chunk.sources) for chunk in self.chunks]
-        for known, chunk in zip(final, self.chunks, strict=True):
-            for instruction in chunk.instructions:
-                copied = len(instruction.operands) == 1 and known[instruction.operands[0]]
-                known.append(instruction.final or copied)
+        kinds = [chunk.kinds for chunk in self.chunks]
         return tuple(
             tuple(
-                Transfer(c, src, instruction.device, through.get((*ends, r), through.get((*ends, None))), final[c][v])
+                Transfer(
+                    c,
+                    src,
+                    instruction.device,
+                    through.get((*ends, r), through.get((*ends, None))),
+                    kinds[c][v] == "final",
+                )
                 for c, _, instruction in instructions
                 for v in instruction.operands
                 if (src := places[c][v]) != instruction.device
@@ -358,9 +371,9 @@ def for_device(program: Program, device: int) -> DeviceProgram:
     ((1, 1),) ((2, 1),) (Combination(made=3, operands=(0, 2), final=True),)
     ((3, 1),) ((4, 1),) ()
     """
-    values = [LocalValue(c, False) for c in range(len(program.chunks))]
+    kinds = [chunk.kinds for chunk in program.chunks]
+    values = [LocalValue(c, found[0] == "final") for c, found in enumerate(kinds)]
     local: dict[tuple[int, int], int] = {}  # the local number of each value on this device
-    final: set[tuple[int, int]] = set()  # the final values of all devices
     places = [chunk.devices for chunk in program.chunks]
     for c, chunk in enumerate(program.chunks):
         local.update(((c, k), c) for k, source in enumerate(chunk.sources) if source == device)
@@ -368,8 +381,6 @@ def for_device(program: Program, device: int) -> DeviceProgram:
     for instructions in program.by_round:
         sends, receives, combinations = [], [], []
         for c, value, instruction in instructions:
-            if instruction.final or (len(instruction.operands) == 1 and (c, instruction.operands[0]) in final):
-                final.add((c, value))
             operands = []
             for operand in instruction.operands:
                 src = places[c][operand]
@@ -378,7 +389,7 @@ def for_device(program: Program, device: int) -> DeviceProgram:
                 elif src != device == instruction.device:
                     receives.append((len(values), src))
                     operands.append(len(values))
-                    values.append(LocalValue(c, (c, operand) in final))
+                    values.append(LocalValue(c, kinds[c][operand] == "final"))
                 elif src == device:
                     operands.append(local[c, operand])
             if instruction.device == device:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..frameworks import Array
 from ..frameworks.null import NullArray, NullFramework
-from ..lowering import element_ranges
+from ..lowering import ChunkProgram, element_ranges
 from ..ops import Numbers
 from ..packing import itemsize
 from .base import Layout
@@ -61,22 +61,17 @@ class NullExecutable:
             for shape in layout.shapes
         ]
 
-    def _count(self, code: Any, names: tuple[str, ...], size: int) -> None:
+    def _count(self, code: ChunkProgram, names: tuple[str, ...], size: int) -> None:
         numbers, counts = self._numbers, self._layout.framework.counts  # type: ignore[attr-defined]
-        one = len(code.sources) == 1
-        dtypes = [numbers.result if one else numbers.dtype] * len(code.sources)
-        places = code.devices
+        dtype_of = {"input": numbers.dtype, "partial": numbers.accumulator, "final": numbers.result}
+        places, kinds = code.devices, code.kinds
         for instruction in code.instructions:
             for operand in instruction.operands:
                 src, dst = places[operand], instruction.device
                 if src != dst:
                     counts.copies += 1
-                    counts.bytes[names[src], names[dst]] += size * itemsize(dtypes[operand])
-            if len(instruction.operands) == 1:
-                dtypes.append(dtypes[instruction.operands[0]])
-            else:
-                counts.additions += (len(instruction.operands) - 1) * size
-                dtypes.append(numbers.result if instruction.final else numbers.accumulator)
+                    counts.bytes[names[src], names[dst]] += size * itemsize(dtype_of[kinds[operand]])
+            counts.additions += (len(instruction.operands) - 1) * size
 
 
 ENGINE: Final = NullEngine()

@@ -200,12 +200,8 @@ analyze: Final = lru_cache(maxsize=256)(RankAnalysis)
 def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) -> _ChunkValues:
     inputs, devices = len(chunk.sources), chunk.devices
     made = [0] * inputs + [phase[instruction.round] for instruction in chunk.instructions]
-    kinds = ["input"] * inputs
-    mixed = False
-    for instruction in chunk.instructions:
-        read = {kinds[operand] for operand in instruction.operands}
-        mixed = mixed or len(read) > 1
-        kinds.append(read.pop() if len(instruction.operands) == 1 else "final" if instruction.final else "partial")
+    kinds = chunk.kinds
+    mixed = any(len({kinds[operand] for operand in one.operands}) > 1 for one in chunk.instructions)
     # Kernels read operands of one dtype: where inputs meet partial results, inputs are widened when they are copied in.
     stored = numbers.accumulator if mixed else numbers.dtype
     if inputs == 1:
