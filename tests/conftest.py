@@ -33,6 +33,13 @@ def _loaded(name):
         pytest.fail(f"{name} must be installed for the tests: {error}", pytrace=False)
 
 
+@pytest.fixture
+def dump_directory(tmp_path, monkeypatch):
+    """Return the directory into which ranks write their dumps."""
+    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
+    return tmp_path / "dumps"
+
+
 @pytest.fixture(scope="module", autouse=True)
 def dumps_with_other_files(tmp_path_factory):
     """Write the dumps of broken groups to pytest's temporary directory, so that they are deleted with it."""

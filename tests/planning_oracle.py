@@ -41,6 +41,16 @@ def width(topology: Any, inside: frozenset[str], outward: bool = True) -> Fracti
     return sum(crossing, Fraction(0))
 
 
+def reachable(topology: Any, source: str) -> set[str]:
+    """Return the devices and switches to which there is a route from a device, itself included."""
+    reached, waiting = {source}, [source]
+    while waiting:
+        new = {link.dst for link in topology.out_links(waiting.pop())} - reached
+        reached |= new
+        waiting.extend(new)
+    return reached
+
+
 def cut_bound(
     topology: Any, weights: Mapping[str, Fraction], outward: bool, members: Iterable[str] | None = None
 ) -> Fraction:

@@ -51,6 +51,14 @@ def op_and_dtype(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = dtypes) -> tu
     return draw(st.sampled_from(ops_for(dtype))), dtype
 
 
+@st.composite
+def damaged(draw: st.DrawFn, sample: str) -> str:
+    """Draw a text that is truncated, lacks a character, or has up to three characters too many."""
+    at = draw(st.integers(0, len(sample)))
+    rest = [st.just(""), st.just(sample[at + 1 :]), st.text(max_size=3).map(lambda text: text + sample[at:])]
+    return sample[:at] + draw(st.one_of(rest))
+
+
 def names(n: int) -> tuple[str, ...]:
     """Return ``cpu:0`` to ``cpu:n-1``."""
     return tuple(f"cpu:{k}" for k in range(n))

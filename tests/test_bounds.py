@@ -85,12 +85,7 @@ def check_names_a_cut(topology, needed, roots, collective, text):
     """Check that a message has a device, the devices that it cannot reach, and those that it can."""
     src, beyond, inside = re.search(r"from (\S+) to (.*), but no link leads out of {(.*)}", text).groups()
     inside, beyond = set(inside.split(", ")), set(beyond.split(", "))
-    reached, waiting = {src}, [src]
-    while waiting:
-        for link in topology.out_links(waiting.pop()):
-            if link.dst not in reached:
-                reached.add(link.dst)
-                waiting.append(link.dst)
+    reached = planning_oracle.reachable(topology, src)
     assert inside in (reached, reached & set(topology.devices))
     destinations = set(roots) if collective == "reduce" else set(needed)
     assert beyond == destinations - inside

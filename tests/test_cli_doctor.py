@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from histories import SUM, history, new_dump
 from ranks import ranks
 
 import crossreduce as cr
@@ -18,7 +19,6 @@ from crossreduce.ranks.flight_recorder import History, Op
 from crossreduce.ranks.shared_memory import LEFT
 
 GOLDEN = Path(__file__).parent / "dumps"
-SUM = "all_reduce sum float32[10]"
 
 
 @pytest.fixture
@@ -26,24 +26,6 @@ def doctor(crossreduce, monkeypatch):
     """Return a function that runs ``crossreduce doctor`` and returns its exit code, stdout and stderr."""
     monkeypatch.setenv("COLUMNS", "150")
     return lambda *args: crossreduce("doctor", *args)
-
-
-@pytest.fixture
-def directory(tmp_path, monkeypatch):
-    """The directory that the ranks write their dumps into."""
-    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
-    return tmp_path / "dumps"
-
-
-def history(rank, last, ended=None, pid=None):
-    """Return the history of a rank: 31 finished calls, then call ``last``, which ended at ``ended``."""
-    ops = [Op(k, SUM, k + 0.25, k + 0.5) for k in range(max(1, last - 31), last)]
-    return History(rank, (*ops, Op(last, SUM, last + 0.25, ended)) if last else (), pid)
-
-
-def dump(rank, *histories, hosts=((0, 1, 2, 3),), group="world", token="7"):
-    """Return the dump of a rank."""
-    return flight_recorder.new_dump(group, token, rank, hosts, "why", histories)
 
 
 def test_the_report_on_a_broken_group(doctor):
@@ -78,12 +60,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_file_is_named_and_the_others_are_read(directory, doctor, fault):
+def test_a_broken_file_is_named_and_the_others_are_read(dump_directory, doctor, fault):
     """One broken dump among four is named in an error, and the other three are read."""
     for rank in range(4):
-        path = flight_recorder.write(dump(rank, *(history(other, 9 if other == 1 else 10) for other in range(4))))
+        path = flight_recorder.write(new_dump(rank, *(history(other, 9 if other == 1 else 10) for other in range(4))))
     path.write_text(path.read_text()[:-200] if BROKEN[fault] is None else BROKEN[fault])
-    code, out, err = doctor(directory)
+    code, out, err = doctor(dump_directory)
     assert code == 0
     assert "rank3.json cannot be read: it" in err
     assert re.search(r"rank 1 \(pid \d+ on .*\) is behind: it was in op 9", out)
@@ -101,28 +83,28 @@ def test_without_a_readable_dump_the_exit_code_is_1(doctor, tmp_path, created):
     assert doctor(tmp_path / "d", "--json")[0] == 1
 
 
-def test_a_rank_that_stopped_in_the_call_is_suspected(directory, doctor):
+def test_a_rank_that_stopped_in_the_call_is_suspected(dump_directory, doctor):
     """If all ranks made the same call, the rank that wrote no dump is suspected."""
     for rank in (0, 1, 3):
-        flight_recorder.write(dump(rank, *(history(other, 7, pid=other + 50) for other in range(4))))
-    _, out, _ = doctor(directory)
+        flight_recorder.write(new_dump(rank, *(history(other, 7, pid=other + 50) for other in range(4))))
+    _, out, _ = doctor(dump_directory)
     assert re.search(r"rank 2 \(pid 52 on .*\) is suspected: it called op 7, .*, and stopped in this call\.", out)
     assert "It wrote no dump: it was stopped, busy or dead." in out
 
 
-def test_a_rank_without_a_call_is_behind(directory, doctor):
+def test_a_rank_without_a_call_is_behind(dump_directory, doctor):
     """A rank that made no call is behind all others."""
-    flight_recorder.write(dump(0, history(0, 1), history(1, 0), hosts=((0, 1),)))
-    assert f"is behind: it called neither op 1, {SUM}, nor any op before it." in doctor(directory)[1]
+    flight_recorder.write(new_dump(0, history(0, 1), history(1, 0), hosts=((0, 1),)))
+    assert f"is behind: it called neither op 1, {SUM}, nor any op before it." in doctor(dump_directory)[1]
 
 
-def test_a_call_after_the_failure_does_not_count(directory, doctor):
+def test_a_call_after_the_failure_does_not_count(dump_directory, doctor):
     """A rank that makes the missing call after the others aborted is still behind."""
     for rank, now, last in ((0, 40.0, 7), (1, 40.1, 7), (2, 55.0, 7)):
         known = [history(other, 7 if other < 2 else last if now > 50 else 6, ended=None) for other in range(3)]
         late = History(2, (*history(2, 6, ended=6.5).ops, *([Op(7, SUM, 54.9, None)] if now > 50 else [])))
-        flight_recorder.write(dump(rank, *known[:2], late, hosts=((0, 1, 2),))._replace(now_s=now))
-    _, out, _ = doctor(directory)
+        flight_recorder.write(new_dump(rank, *known[:2], late, hosts=((0, 1, 2),))._replace(now_s=now))
+    _, out, _ = doctor(dump_directory)
     assert re.search(
         r"rank 2 \(.*\) is behind: it finished op 6, .*, 33\.5 s before the group broke; it did not call op 7, .*\.",
         out,
@@ -130,28 +112,28 @@ def test_a_call_after_the_failure_does_not_count(directory, doctor):
     assert "No rank is behind" not in out
 
 
-def test_a_rank_that_left_is_reported(directory, doctor):
+def test_a_rank_that_left_is_reported(dump_directory, doctor):
     """Leaving the group is not a call: the rank left after its last call."""
     left = History(1, (*history(1, 4, ended=4.5).ops, Op(5, LEFT, 5.0, None)))
     cause = "rank 1 left during op 5, x."
-    flight_recorder.write(dump(0, history(0, 5), left, hosts=((0, 1),))._replace(cause=cause, now_s=6.0))
-    _, out, _ = doctor(directory)
+    flight_recorder.write(new_dump(0, history(0, 5), left, hosts=((0, 1),))._replace(cause=cause, now_s=6.0))
+    _, out, _ = doctor(dump_directory)
     assert re.search(r"rank 1 \(.*\) left the group after op 4, all_reduce .*\. It wrote no dump\.", out)
     assert "suspected" not in out
 
 
-def test_ranks_in_the_same_call_are_not_blamed(directory, doctor):
+def test_ranks_in_the_same_call_are_not_blamed(dump_directory, doctor):
     """If all ranks wrote dumps and are in the same call, no rank is behind."""
     for rank in range(4):
-        flight_recorder.write(dump(rank, *(history(other, 7) for other in range(4))))
-    assert "No rank is behind: all ranks reached the same call." in doctor(directory)[1]
+        flight_recorder.write(new_dump(rank, *(history(other, 7) for other in range(4))))
+    assert "No rank is behind: all ranks reached the same call." in doctor(dump_directory)[1]
 
 
-def test_each_group_is_reported(directory, doctor):
+def test_each_group_is_reported(dump_directory, doctor):
     """Dumps of two groups, and of two groups of the same name, in one directory are reported separately."""
     for group, token in (("world", "1"), ("world", "2"), ("pair", "1")):
-        flight_recorder.write(dump(0, history(0, 3), history(1, 2), hosts=((0, 1),), group=group, token=token))
-    out = doctor(directory)[1]
+        flight_recorder.write(new_dump(0, history(0, 3), history(1, 2), hosts=((0, 1),), group=group, token=token))
+    out = doctor(dump_directory)[1]
     assert [line.split(",")[0] for line in out.splitlines() if line.startswith("Group")] == [
         'Group "pair"',
         'Group "world"',
@@ -159,11 +141,11 @@ def test_each_group_is_reported(directory, doctor):
     ]
 
 
-def test_a_dump_cannot_control_the_terminal(directory, doctor):
+def test_a_dump_cannot_control_the_terminal(dump_directory, doctor):
     """Control characters and markup in a dump are printed as text."""
     op = Op(1, "\x1b[2Jall_reduce [bold]x[/bold]", 0.0, None)
-    flight_recorder.write(dump(0, History(0, (op,)), hosts=((0,),)))
-    out = doctor(directory)[1]
+    flight_recorder.write(new_dump(0, History(0, (op,)), hosts=((0,),)))
+    out = doctor(dump_directory)[1]
     assert "\x1b" not in out
     assert "[bold]x[/bold]" in out
 
@@ -179,18 +161,18 @@ def one_stops(rendezvous, timeout_s):
         communicator.broadcast(array, 1)
 
 
-def test_a_stopped_rank_is_found_in_the_dumps_of_the_others(directory, doctor):
+def test_a_stopped_rank_is_found_in_the_dumps_of_the_others(dump_directory, doctor):
     """Ranks 0 and 1 time out and write dumps; the doctor names rank 2, its process and the call it did not make."""
     pids = []
-    results = ranks(3, one_stops, 1.5, check=False, timeout_s=12, begun=kill_after_dumps(pids, directory, 2))
+    results = ranks(3, one_stops, 1.5, check=False, timeout_s=12, begun=kill_after_dumps(pids, dump_directory, 2))
     for rank in (0, 1):
         error = results[rank]
         assert isinstance(error, cr.CollectiveTimeout), error
         assert error.ranks == (2,)
-        assert f"crossreduce doctor {directory}" in str(error)
-    first = next(dump for dump in flight_recorder.read(directory).dumps if dump.rank == 0)
+        assert f"crossreduce doctor {dump_directory}" in str(error)
+    first = next(dump for dump in flight_recorder.read(dump_directory).dumps if dump.rank == 0)
     assert [len(history.ops) for history in first.histories] == [32] * 3
-    code, out, err = doctor(directory)
+    code, out, err = doctor(dump_directory)
     assert (code, err) == (0, "")
     assert re.search(
         rf"rank 2 \(pid {pids[2]} on .*\) is behind: it finished op 37, broadcast root 1 float32\[10\], .*; "
@@ -201,13 +183,13 @@ def test_a_stopped_rank_is_found_in_the_dumps_of_the_others(directory, doctor):
     assert "one_stops (tests/test_cli_doctor.py:" in out
 
 
-def kill_after_dumps(pids, directory, count):
+def kill_after_dumps(pids, dump_directory, count):
     """Return a function that stores the ranks' pids, and kills rank 2 once ``count`` other ranks wrote dumps."""
 
     def begun(given):
         pids.extend(given)
         deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and len(list(directory.glob("rank*.json"))) < count:
+        while time.monotonic() < deadline and len(list(dump_directory.glob("rank*.json"))) < count:
             time.sleep(0.01)
         os.kill(given[2], signal.SIGKILL)
 

@@ -11,42 +11,24 @@ import threading
 import time
 
 import pytest
+from histories import history, new_dump
 
 from crossreduce.ranks import flight_recorder
-from crossreduce.ranks.flight_recorder import History, Op
-
-SUM = "all_reduce sum float32[10]"
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """Return the directory into which ranks write."""
-    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
-    return tmp_path / "dumps"
-
-
-def history(rank, last, ended=None, pid=None):
-    ops = [Op(k, SUM, k + 0.25, k + 0.5) for k in range(max(1, last - 31), last)]
-    return History(rank, (*ops, Op(last, SUM, last + 0.25, ended)) if last else (), pid)
-
-
-def new_dump(rank, *histories, hosts=((0, 1, 2, 3),), group="world", token="7"):
-    return flight_recorder.new_dump(group, token, rank, hosts, "why", histories)
-
-
-def test_a_written_dump_is_read_back(here):
+def test_a_written_dump_is_read_back(dump_directory):
     """A dump of 32 ops of each of 4 ranks is read back unchanged; only its user can read it; no other file is left."""
     dump = new_dump(2, *(history(rank, 100 + rank, pid=10 + rank) for rank in range(4)))
     path = flight_recorder.write(dump)
-    assert path == here / "rank2.json"
+    assert path == dump_directory / "rank2.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(here.stat().st_mode) == 0o700
-    assert [each.name for each in here.iterdir()] == ["rank2.json"]
-    assert flight_recorder.read(here) == ((dump,), ())
+    assert stat.S_IMODE(dump_directory.stat().st_mode) == 0o700
+    assert [each.name for each in dump_directory.iterdir()] == ["rank2.json"]
+    assert flight_recorder.read(dump_directory) == ((dump,), ())
     assert [len(each.ops) for each in dump.histories] == [32] * 4
 
 
-def test_stacks_of_all_threads_are_written_but_no_values(here, monkeypatch):
+def test_stacks_of_all_threads_are_written_but_no_values(dump_directory, monkeypatch):
     """A dump contains each thread's stack, by function and line, but no environment and no values of variables."""
     monkeypatch.setenv("A_SECRET", "hunter2hunter2")
     stop = threading.Event()
@@ -75,15 +57,15 @@ def test_stacks_of_all_threads_are_written_but_no_values(here, monkeypatch):
     assert dump.versions.keys() >= {"python", "crossreduce", "platform"}
 
 
-def test_an_older_dump_is_kept(here, caplog):
+def test_an_older_dump_is_kept(dump_directory, caplog):
     """A second dump of a rank gets a number, the first is unchanged, and a warning is logged."""
     first, second = new_dump(0, history(0, 5), token="1"), new_dump(0, history(0, 9), token="2")
     before = flight_recorder.write(first).read_bytes()
     with caplog.at_level("WARNING", logger="crossreduce"):
-        assert flight_recorder.write(second) == here / "rank0.2.json"
+        assert flight_recorder.write(second) == dump_directory / "rank0.2.json"
     assert "rank0.json already exists" in caplog.text
-    assert (here / "rank0.json").read_bytes() == before
-    assert flight_recorder.read(here).dumps == (first, second)
+    assert (dump_directory / "rank0.json").read_bytes() == before
+    assert flight_recorder.read(dump_directory).dumps == (first, second)
 
 
 def test_ranks_share_a_directory_of_their_own(tmp_path, monkeypatch):
@@ -125,7 +107,7 @@ def test_a_dump_that_cannot_be_written_raises_nothing(tmp_path, monkeypatch, cap
     assert "rank 0 could not write its flight recorder dump" in caplog.text
 
 
-def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(here):
+def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(dump_directory):
     """A file under a dump's name is complete, whenever the writer is killed."""
     code = (
         "import os, sys\n"
@@ -141,15 +123,15 @@ def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(here):
         writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             assert writer.stdout.readline() == b"ready\n"
-            while not here.exists() or not list(here.glob("rank*.json")):
+            while not dump_directory.exists() or not list(dump_directory.glob("rank*.json")):
                 time.sleep(0.001)
             time.sleep(pause)
         finally:
             os.kill(writer.pid, signal.SIGKILL)
             writer.communicate(timeout=60)
-    files = list(here.glob("rank*.json"))
+    files = list(dump_directory.glob("rank*.json"))
     assert files
-    assert len(flight_recorder.read(here).dumps) == len(files)
+    assert len(flight_recorder.read(dump_directory).dumps) == len(files)
 
 
 BROKEN = {
@@ -164,13 +146,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=list(BROKEN))
-def test_a_broken_file_is_a_problem(here, content):
+def test_a_broken_file_is_a_problem(dump_directory, content):
     """A file that is not a dump is reported as one problem; the other dumps are read."""
     dumps = [new_dump(rank, history(rank, 3)) for rank in range(2)]
     for dump in dumps:
         flight_recorder.write(dump)
-    (here / "rank1.json").write_text(content)
-    found = flight_recorder.read(here)
+    (dump_directory / "rank1.json").write_text(content)
+    found = flight_recorder.read(dump_directory)
     assert found.dumps == (dumps[0],)
     (problem,) = found.problems
     assert problem.startswith("rank1.json cannot be read: it")
@@ -181,11 +163,11 @@ def test_a_broken_file_is_a_problem(here, content):
     ("hosts", [7]), ("histories", [3]), ("histories", [{"rank": 0, "ops": [{"sequence": 1}]}]), ("threads", {}),
     ("now_s", None), pytest.param("now_s", 10**400, id="now_s-huge"), ("now_s", math.nan), ("now_s", -math.inf),
 ])  # fmt: skip
-def test_a_malformed_field_is_a_problem(here, field, value):
+def test_a_malformed_field_is_a_problem(dump_directory, field, value):
     """Any malformed field of a file is reported as one problem; no exception is raised."""
     path = flight_recorder.write(new_dump(0, history(0, 1)))
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    found = flight_recorder.read(here)
+    found = flight_recorder.read(dump_directory)
     assert found.dumps == ()
     (problem,) = found.problems
     assert problem.startswith("rank0.json cannot be read: its ")

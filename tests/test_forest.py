@@ -27,6 +27,7 @@ from planning_oracle import (
     WILD,
     Wiring,
     both_ways,
+    reachable,
     wirings,
 )
 from running import run
@@ -121,16 +122,7 @@ def requested(draw, kinds=(SYMMETRIC, DIRECTED, LOOSE)):
 
 def joined(topology, sources, destinations):
     """Return whether there is a route from every source to every destination."""
-    for source in sources:
-        reached, waiting = {source}, [source]
-        while waiting:
-            for link in topology.out_links(waiting.pop()):
-                if link.dst not in reached:
-                    reached.add(link.dst)
-                    waiting.append(link.dst)
-        if not reached >= set(destinations):
-            return False
-    return True
+    return all(reachable(topology, source) >= set(destinations) for source in sources)
 
 
 # The rate of a forest.
