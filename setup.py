@@ -1,4 +1,4 @@
-"""Build the compiled kernels. If that fails, the package is installed without them and computes in NumPy."""
+"""Build the compiled modules. If that fails, the package is installed without them and computes in NumPy."""
 
 import platform
 import sys

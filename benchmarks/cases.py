@@ -1,4 +1,4 @@
-"""A case of a benchmark: contenders timed in turn, their results checked, and their times compared with targets."""
+"""A case of a benchmark: it times contenders in turn, checks their results and compares their times with targets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common import samples, summary
 from contenders import Contender, address
 
 MIN_S = 0.02  # a faster contender is called repeatedly, until one measurement takes this long
-REST_S = 0.005  # OpenMP's threads spin for some milliseconds after their work
+REST_S = 0.005  # the pause before a measurement: OpenMP's threads use CPU for some milliseconds after their work
 
 
 class Sizes(NamedTuple):
@@ -20,7 +20,7 @@ class Sizes(NamedTuple):
     small: int = 1 << 10
     sources: int = 1 << 29  # the bytes read and written in total, for any number of sources
     repeats: int = 9
-    many_repeats: int = 25  # for short calls, and for small differences
+    many_repeats: int = 25  # of cases with short calls, and of those that measure small differences
     quick: bool = False
 
 
@@ -28,7 +28,7 @@ QUICK = Sizes(large=1 << 16, sources=1 << 20, repeats=2, many_repeats=2, quick=T
 
 
 class Case:
-    """Contenders timed in turn, their checked results, and the targets of their ratios."""
+    """Times contenders in turn, checks their results, and compares ratios of their times with targets."""
 
     def __init__(self, name: str, contenders: dict[str, Contender], repeats: int, sizes: Sizes):
         self.name, self.judged, self.targets = name, not sizes.quick, []
@@ -46,13 +46,13 @@ class Case:
             print(f"  {key:42} {times} {row['GBps']:6.1f}  {row['results']}")
 
     def ratio(self, this: str, other: str) -> float | None:
-        """Return the median of the turns' ratios, time of ``this`` / time of ``other``; ``None``: one is missing."""
+        """Return the median over the turns of time of ``this`` / time of ``other``; ``None``: one was not measured."""
         if this not in self.times or other not in self.times:
             return None
         return statistics.median(a / b for a, b in zip(self.times[this], self.times[other], strict=True))
 
     def relative_rate(self, this: str, other: str) -> float:
-        """Return the bytes per second of ``this``, as a multiple of the other's."""
+        """Return the bytes per second of ``this``, divided by those of ``other``."""
         return self.ratio(other, this) * self.rows[this]["bytes"] / self.rows[other]["bytes"]
 
     def require_speed(self, ours: str, other: str, least: float) -> None:
@@ -60,11 +60,11 @@ class Case:
         self.require(f"{ours}: times as fast as {other}", self.ratio(other, ours), least=least)
 
     def require_rate(self, this: str, other: str, least: float) -> None:
-        """Set the target that the bytes per second of ``this`` are at least ``least`` times the other's."""
+        """Set the target that the bytes per second of ``this`` are at least ``least`` times those of ``other``."""
         self.require(f"{this}: rate / that of {other}", self.relative_rate(this, other), least=least)
 
     def require(self, what: str, measured: float | None, least: float | None = None, most: float | None = None) -> None:
-        """Print and keep a target, given by ``least`` or ``most``, and the measured value."""
+        """Compare a measured value with a target, which is ``least`` or ``most``; print and keep both."""
         limit, sign = (least, ">=") if least is not None else (most, "<=")
         met, text = None, "not installed"
         if measured is not None:
@@ -80,7 +80,7 @@ class Case:
 
 
 def checked(one: Contender) -> list[int]:
-    """Poison the results, run again and check them; return how many results of each tensor have their own memory."""
+    """Fill the results with NaN, run again and check them; return for each tensor how many have their own memory."""
     for components in one.read(one.run()):
         for x in components:
             if x.flags.writeable:

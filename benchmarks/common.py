@@ -22,7 +22,7 @@ def in_turn(runs: dict[str, Callable[[], object]], repeats: int, inner: int = 1)
 def samples(
     runs: dict[str, Callable[[], object]], repeats: int, inner: int = 1, least_s: float = 0.0, rest_s: float = 0.0
 ) -> dict[str, list[float]]:
-    """Return the seconds of one call in each repeat, of contenders that run in turn after one warm-up each.
+    """Return for each contender the seconds of one call in each repeat. They run in turn, after one warm-up each.
 
     Args:
       runs: the contenders by name.
@@ -85,7 +85,7 @@ def size_text(nbytes: int) -> str:
 
 
 def keep(name: str, result: dict[str, Any], path: Path | None = None) -> None:
-    """Write a result to ``path``; the default is the ``--json`` argument, or a file beside the earlier results."""
+    """Write a result to ``path``; the default is the ``--json`` argument, or ``name``.json in results/."""
     if path is None:
         parser = argparse.ArgumentParser()
         parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json")

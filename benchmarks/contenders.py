@@ -40,13 +40,13 @@ class Batch:
 
     @classmethod
     def random(cls, shapes: Iterable[tuple[int, ...]], replicas: int = N, dtype: Any = np.float32) -> Batch:
-        """Return random tensors. All memory is written once, since unwritten memory is a single page of zeros."""
+        """Return random tensors. The results' memory is written, too: all unwritten pages map to one page of zeros."""
         rng, shapes = np.random.default_rng(0), list(shapes)
         tensors = [[rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(replicas)] for shape in shapes]
         return cls(tensors, [[np.full(shape, np.nan, dtype) for _ in range(replicas)] for shape in shapes])
 
     def split(self, shapes: Iterable[tuple[int, ...]]) -> Batch:
-        """Split the only tensor into others; each starts at a cache line if the whole tensor does."""
+        """Return a batch of parts of the only tensor; each starts at a cache line if the whole tensor does."""
         starts, shapes = [0], list(shapes)
         for shape in shapes:
             starts.append(starts[-1] + whole_lines(math.prod(shape)))
@@ -96,8 +96,9 @@ class Contender(NamedTuple):
       batch: the input.
       run: the function that is timed.
       read: converts what ``run`` returns to NumPy arrays, without a copy.
-      exact: whether the results equal those of a plain loop bit for bit; ``None``: they are not compared.
-      check: raises if the results are wrong; needed where they are not compared.
+      exact: whether the results must equal those of a plain loop bit for bit or only within the tolerance; ``None``:
+        they are not compared with the loop.
+      check: raises if the results are wrong; needed if ``exact`` is ``None``.
     """
 
     batch: Batch
@@ -108,7 +109,7 @@ class Contender(NamedTuple):
 
 
 def whole_lines(size: int) -> int:
-    """Return a number of float32, rounded up to whole cache lines of 64 bytes."""
+    """Return ``size``, a number of float32, rounded up to whole cache lines of 64 bytes."""
     return -(-size // 16) * 16
 
 
@@ -129,7 +130,7 @@ def plain_sum(xs: list[np.ndarray]) -> np.ndarray:
 def ours(
     batch: Batch, algorithm: str, with_out: bool = False, to: str | None = None, exact: bool | None = False
 ) -> Contender:
-    """Return ``reduce`` or ``batch_reduce``, to new results or to ``out=``; ``to``: one device instead of all."""
+    """Return ``reduce`` of one tensor or ``batch_reduce`` of several; ``to``: the only device that gets the results."""
     op = cr.AllReduceCrossDeviceOps(algorithm)
     values = [cr.PerReplica(xs) for xs in batch.tensors]
     outs = [cr.PerReplica(xs[:1] if to else xs) for xs in batch.outs]
@@ -169,13 +170,13 @@ def pool() -> ThreadPoolExecutor:
 
 
 def on_threads(work: Callable[[int, int], None], size: int) -> None:
-    """Call ``work(start, stop)`` for equal shares, one per thread."""
+    """Call ``work(start, stop)`` for equal shares of ``range(size)``, one per thread."""
     cuts = [k * size // THREADS for k in range(THREADS + 1)]
     list(pool().map(work, cuts[:-1], cuts[1:]))
 
 
 def copy(batch: Batch) -> Contender:
-    """Return a copy of each array, as a measure of the memory's rate; each thread copies an equal share."""
+    """Return a contender that copies each array, to measure the memory's rate; each thread copies an equal share."""
 
     def share(thread: int, _: int) -> None:
         for x, out in pairs:
@@ -194,7 +195,7 @@ def copy(batch: Batch) -> Contender:
 
 
 def loop(batch: Batch) -> Contender:
-    """Return a plain loop, and one copy per replica."""
+    """Return a contender that sums in a plain loop and copies the sum for each other replica."""
 
     def run() -> Arrays:
         totals = [plain_sum(xs) for xs in batch.tensors]
@@ -204,7 +205,7 @@ def loop(batch: Batch) -> Contender:
 
 
 def chunked(batch: Batch) -> Contender:
-    """Return NumPy's fastest method: several threads reduce pieces that fit the L2 cache into existing results."""
+    """Return NumPy's fastest contender: several threads reduce pieces that fit the L2 cache into existing results."""
     piece = 1 << 15
 
     def share(begin: int, end: int) -> None:
@@ -254,7 +255,7 @@ def jax_mesh() -> Any:
 
 
 def tensorflow_peers(batch: Batch, *names: str) -> dict[str, Contender]:
-    """Return the named ops of TensorFlow, as ``tensorflow_ops`` does."""
+    """Return contenders that run the named ops of TensorFlow; see ``tensorflow_ops``."""
     if not installed("tensorflow"):
         return {}
     tf = tensorflow()
@@ -263,7 +264,7 @@ def tensorflow_peers(batch: Batch, *names: str) -> dict[str, Contender]:
 
 
 def tensorflow_ops(batch: Batch, ops: dict[str, Any]) -> dict[str, Contender]:
-    """Return ``batch_reduce`` of several ``tf.distribute.CrossDeviceOps``.
+    """Return for each of several ``tf.distribute.CrossDeviceOps`` a contender that calls its ``batch_reduce``.
 
     An op runs in a ``tf.function`` if its name ends with ``IN_GRAPH``, else eagerly.
     """
@@ -317,7 +318,7 @@ def jax_function(batch: Batch, function: Callable[[Any], Any]) -> Contender:
 
 
 def torch_peer(batch: Batch) -> dict[str, Contender]:
-    """Return the usual code in torch: stack and sum, to one result."""
+    """Return the usual code in torch, which stacks the tensors and sums them to one result."""
     if not installed("torch"):
         return {}
     import torch

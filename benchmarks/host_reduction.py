@@ -3,8 +3,8 @@
 8 replicas in one process, steady state, random data (memory that contains only zeros is faster on some CPUs). The
 contenders of a case run in turn; a ratio is the median of the ratios within the turns, and is printed beside its
 target. Rates count the bytes of the sources, read once, and of the results that have their own memory, written once.
-Results are poisoned, reduced again and compared with a plain NumPy loop: bit for bit if the order is the loop's, else
-within the bound of Higham (The accuracy of floating point summation, 1993).
+Results are filled with NaN, reduced again and compared with a plain NumPy loop: bit for bit if they add in the same
+order, else within the bound of Higham (The accuracy of floating point summation, 1993).
 
 gloo and Open MPI run in 8 processes on this machine. A library that is not installed is left out.
 Run: python benchmarks/host_reduction.py [--quick] [--sizes] [--json PATH]
@@ -56,7 +56,7 @@ GLOO, MPI = "gloo, 8 processes", "Open MPI, 8 processes"
 
 
 def large(sizes: Sizes) -> Case:
-    """One large tensor over 8 devices: several algorithms, the rate of the memory, every peer."""
+    """Return the case of one large tensor over 8 devices: several algorithms, a plain copy and every other library."""
     batch = Batch.random([(sizes.large // 4,)])
     to_all, fresh, one = "ours direct, out=", "ours direct", "ours direct to one, out="
     tree, forest = "ours hierarchical_copy, out=", "ours forest, out="
@@ -97,7 +97,7 @@ def large(sizes: Sizes) -> Case:
 
 
 def halves(sizes: Sizes) -> Case:
-    """float16 and bfloat16, with the same bytes as float32: the same speed, and one rounding."""
+    """Return the case of float16 and bfloat16: bytes per second as for float32, and each sum is rounded only once."""
     contenders, name = {}, "ours direct, out=, {}".format
     for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
         dtype = np.dtype(dtype)
@@ -114,9 +114,9 @@ def halves(sizes: Sizes) -> Case:
 def error_ulp(batch: Batch) -> float:
     """Return the greatest error of results of a half type, in units in the last place of the exact sum.
 
-    Only sums of at least an eighth of sum |x| are considered: the additions in float32 add at most gamma(7) sum |x| to
-    the half unit of the rounding, which is 0.004 ulp of such a sum in float16, and more ulp of a smaller sum. The bound
-    itself is checked for all sums.
+    A result has two errors: rounding to the half type, of half an ulp, and the additions in float32, of at most
+    gamma(7) sum |x|. Their total is checked for all sums. The returned error is that of sums of at least an eighth of
+    sum |x|, for which the additions are at most 0.007 ulp in float16; in ulp of a smaller sum they are more.
     """
     (xs,), (outs,) = batch.tensors, batch.outs
     assert all(np.array_equal(out.view(np.uint16), outs[0].view(np.uint16)) for out in outs[1:])
@@ -162,9 +162,9 @@ def resnet50() -> dict[str, Any]:
 
 
 def gradients(sizes: Sizes, alone: bool) -> Case:
-    """ResNet-50's gradients as trees, compared with the frameworks; or, ``alone``, with one tensor of the same size.
+    """Return the case of ResNet-50's gradients as trees, beside the frameworks or, ``alone``, one tensor of that size.
 
-    These are two cases, because the target of the second is a small difference, which takes more turns.
+    These are two cases, because the target of the second is a small difference, which takes more turns to measure.
     """
     shapes, structure = optree.tree_flatten(resnet50(), is_leaf=lambda node: isinstance(node, tuple))
     assert len(shapes) == 161
@@ -193,7 +193,7 @@ def gradients(sizes: Sizes, alone: bool) -> Case:
 
 
 def many_small(sizes: Sizes) -> Case:
-    """Many small tensors: the cost of the calls."""
+    """Return the case of many small tensors, which measures the cost of the calls."""
     batch = Batch.random([(sizes.small // 4,)] * 160)
     contenders = {
         "ours batch_reduce": ours(batch, "auto"),
@@ -212,7 +212,7 @@ def many_small(sizes: Sizes) -> Case:
 
 
 def one_small(sizes: Sizes) -> Case:
-    """One small tensor: the cost of a call."""
+    """Return the case of one small tensor, which measures the cost of a call."""
     batch = Batch.random([(sizes.small // 4,)])
     contenders = {
         "ours reduce": ours(batch, "auto"),
@@ -231,10 +231,10 @@ def one_small(sizes: Sizes) -> Case:
 
 
 def sources(sizes: Sizes, to_one: bool) -> Case:
-    """From 2 to 64 sources, with the same total of bytes: is the rate constant?
+    """Return the case of 2 to 64 sources with the same total of bytes: is the rate constant?
 
-    All sources are in the same memory, since some memory is slower. Like large arrays of NumPy, they have the same
-    offset within their pages, with a page between them.
+    All numbers of sources use parts of the same arrays, since some memory is slower. Like large arrays of NumPy, the
+    sources start at the same offset within a page; a page separates them.
     """
     counts, page = (2, 3, 5, 8, 16, 64), 1024
     total, room = sizes.sources // 4, 65 * page
@@ -264,7 +264,7 @@ def sources(sizes: Sizes, to_one: bool) -> Case:
 
 
 def sweep(sizes: Sizes) -> dict[str, Any]:
-    """From 1 KiB to 64 MiB per replica: this library, the peers in one process, and the rate of the memory."""
+    """Return the times of this library, of its peers in one process and of a copy, from 1 KiB to 64 MiB per replica."""
     kept = {}
     exponents = range(10, sizes.large.bit_length(), 2)
     for nbytes in (1 << exponent for exponent in exponents):
@@ -310,7 +310,7 @@ def main() -> None:
     for name, function in functions.items():
         if options.only in name:
             cases.append(function(sizes))
-            gc.collect()  # functions of the frameworks are in reference cycles, with their arrays
+            gc.collect()  # frees the frameworks' functions and arrays, which are in reference cycles
     kept = {case.name: case.kept() for case in cases}
     result = {"devices": N, "dtype": "float32", "quick": options.quick, "kernels": kernel, "cases": kept}
     if options.sizes:

@@ -106,7 +106,7 @@ def sheet(name: str, theme: Theme, size: tuple[float, float], title: str, folder
     """Yield a page, and write it as an SVG when the block ends."""
     with mpl.rc_context():
         mpl.rcdefaults()
-        # SVG files contain text, not its outlines; DejaVu Sans is the widest font here, and matplotlib has it.
+        # SVG files contain text, not outlines: a viewer takes a font of this list. The widest, DejaVu Sans, fits.
         fonts = ["DejaVu Sans", "Segoe UI", "Helvetica", "Arial"]
         mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "crossreduce", "font.sans-serif": fonts})
         figure = Figure(figsize=size, facecolor=theme.paper)
@@ -217,7 +217,7 @@ def proof(page: Sheet, plan: Any, left: float, top: float) -> None:
 
 
 def outputs(page: Sheet, plan: Any, machine: Any, centre: complex, scale: float) -> None:
-    """Draw the results, which have one stripe of every replica, and name the formats of exports."""
+    """Draw each device's result, with one stripe per replica that it sums, and list the formats of exported plans."""
     theme, places = page.theme, graph_layout(plan.topology).positions
     for device in plan.topology.devices:
         page.card(centre + scale * places[device], machine.devices.index(device), theme.replicas)
@@ -230,7 +230,7 @@ def outputs(page: Sheet, plan: Any, machine: Any, centre: complex, scale: float)
 
 
 def chart_rows(results: Path) -> dict[str, tuple[list[str], list[Row]]]:
-    """Return for each title of the chart the times of crossreduce, and the rows of its peers, the fastest first."""
+    """Return for each title of the chart the times of crossreduce as text, and the rows of the other libraries."""
     kept, found = read(results), {}
     for file, jobs in TABLES.values():
         for job in (job for job in jobs if job.chart):
@@ -246,7 +246,7 @@ def speed(theme: Theme, results: Path, folder: Path) -> None:
     groups = chart_rows(results)
     machine = read(results)["host_reduction"]["machine"]
     height = 1.35 + sum(0.37 + 0.23 * len(rows) for _, rows in groups.values())
-    one, ten = 3.75, 1.95  # inches: where the ratio 1 is, and how far a factor of 10 reaches
+    one, ten = 3.75, 1.95  # inches: the position of the ratio 1, and the length of a factor of 10
     title = "Time of other libraries, as a multiple of crossreduce's time"
     with sheet("speed", theme, (9.4, height), title, folder) as page:
         page.text(0.2, height - 0.27, title, 13, weight="bold")

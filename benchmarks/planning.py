@@ -1,7 +1,7 @@
 """How close are plans to their bounds, on complete, partial and damaged machines, and how long does planning take?
 
 All results except the times are exact and the same on every machine. Expected values were computed by other code: the
-optima of all-gathers by ForestColl's (Zhao et al., arXiv:2402.06787), the others by linear programs and manually. Times
+optima of all-gathers by ForestColl (Zhao et al., arXiv:2402.06787), the others by linear programs and by hand. Times
 are medians of cold runs in one process, with empty caches and SciPy loaded. The limits are for wall time; CPU time is
 also reported, since machines that run benchmarks are often shared.
 Run: python benchmarks/planning.py [--quick] [--json PATH]
@@ -48,9 +48,9 @@ SIZES = {
     "1 GiB": 1 << 30,
 }
 CUT_BOUNDS = ("all_gather", "reduce_scatter", "broadcast", "reduce")
-MOST_MIXED = 8  # the number of devices up to which all rings are listed: 5,040 of them
+MOST_MIXED = 8  # all directed rings are listed for at most so many devices: 8 have 5,040
 
-# Expected values. A result equals a decimal if it rounds to it.
+# Expected values in GB/s. A result equals an expected decimal if it rounds to it.
 # Machine: (topology, all-gather, all-reduce, broadcast from any root, all-reduce if switches reduce).
 EXPECTED_BOUNDS = {
     "DGX-1P": (partial(box, "dgx-1p"), "91.43", "45.71", "80", "45.71"),
@@ -67,7 +67,7 @@ EXPECTED_BOUNDS = {
     "A100 x 2": (partial(box, "dgx-a100", 2), "346.67", "173.33", "200", "200"),
     "H100 x 2": (partial(box, "hgx-h100", 2), "533.33", "266.67", "400", "400"),
 }
-# Machine: (topology, all-gather, k, all-gather with one tree per root); None: not known.
+# Machine: (topology, all-gather, k of ``unit_trees``, all-gather with one tree per root); None: not known.
 EXPECTED_OPTIMA = {
     "DGX-1P": (partial(box, "dgx-1p"), "640/7", "4", None),
     "DGX-1V": (partial(box, "dgx-1v"), "1200/7", "6", None),
@@ -87,13 +87,13 @@ EXPECTED_OPTIMA = {
     "4x4x4 torus": (partial(box, "tpu-v4"), "6400/21", "2", None),
     "GB200 NVL72": (partial(box, "gb200-nvl72"), "64800/71", "1", None),
 }
-# Machine: TensorFlow's trees, all stages at once; four stages in turn; one tensor; the all-reduce's bound.
+# Machine: TensorFlow's trees with all stages at once, with four stages in turn, for one tensor; the all-reduce's bound.
 EXPECTED_TENSORFLOW = {"dgx-1v": ("50.0", "100/3", "6.25", "85.71"), "dgx-1p": ("40.0", "80/3", "5.0", "45.71")}
 EXPECTED_MESHES = {4: ("32/15", "8/5"), 5: ("25/12", "5/3"), 6: ("72/35", "12/7")}
 
 
 def nvlink_pairs(bridge: int, pcie: int) -> cr.Topology:
-    """Return four devices under one PCIe root, with a bridge between the first two and between the last two."""
+    """Return four devices under one PCIe root; NVLink joins the first two, and the last two."""
     names = [f"cuda:{k}" for k in range(4)]
     both = [(names[0], names[1], bridge), (names[2], names[3], bridge), *((name, "root", pcie) for name in names)]
     return cr.Topology(names, [link for a, b, speed in both for link in ((a, b, speed), (b, a, speed))], ["root"])
@@ -118,10 +118,10 @@ def staged_rate(schedule: cr.Schedule, topology: cr.Topology) -> Fraction:
 
 
 def rings(topology: cr.Topology) -> tuple[Fraction | None, str]:
-    """Return the GB/s of an all-reduce on rings that use only the devices' own links and routes through switches.
+    """Return the GB/s of an all-reduce on rings over links and switches, and which rings these are.
 
-    For up to ``MOST_MIXED`` devices it is the best combination of all directed rings (``None``: no ring exists); else
-    that of the planner's rings.
+    For up to ``MOST_MIXED`` devices it is the best combination of all directed rings whose hops do not pass through
+    other devices (``None``: no such ring exists); for more devices it is that of the planner's rings.
     """
     devices, n = topology.devices, len(topology.devices)
     if n > MOST_MIXED:
@@ -172,7 +172,7 @@ def unit_trees(topology: cr.Topology) -> Fraction:
 
 
 def single_trees(topology: cr.Topology) -> Fraction:
-    """Return the GB/s of an all-gather with one tree per root: capacities are rounded down to complete trees."""
+    """Return the GB/s of an all-gather with one tree per root: each link carries a whole number of trees."""
     n, source = len(topology.devices), len(topology.nodes)
     number = {node: k for k, node in enumerate(topology.nodes)}
     arcs = [(number[link.src], number[link.dst]) for link in topology.links] + [(source, k) for k in range(n)]
@@ -319,7 +319,7 @@ def with_others(name: str, topology: cr.Topology, runs: int) -> dict[str, object
 
 
 def on_many_devices(name: str, topology: cr.Topology) -> dict[str, object]:
-    """Return the plan of "auto" on too many devices for a forest, and the bounds by cuts."""
+    """Return the rate of "auto" on a machine with too many devices for a forest, and the bounds of ``CUT_BOUNDS``."""
     times = cold(topology, lambda again: cr.plan(again, "all_reduce", LARGE), 1)
     plan = cr.plan(topology, "all_reduce", LARGE)
     found = {collective: text(cr.bound(topology, collective).algbw) for collective in CUT_BOUNDS}
@@ -337,7 +337,7 @@ def on_many_devices(name: str, topology: cr.Topology) -> dict[str, object]:
 
 
 def many(cases: Iterable[tuple[str, cr.Topology]]) -> dict[str, object]:
-    """Plan an all-reduce in each case, equal wirings once, and combine the results."""
+    """Plan an all-reduce on each topology, only once on those with equal links, and combine the results."""
     made: dict[cr.Topology, dict[str, object] | None] = {}
     first: dict[cr.Topology, str] = {}
     counts: Counter[cr.Topology] = Counter()
@@ -387,14 +387,14 @@ def many(cases: Iterable[tuple[str, cr.Topology]]) -> dict[str, object]:
 
 
 def subsets(topology: cr.Topology, sizes: Iterable[int]) -> Iterable[tuple[str, cr.Topology]]:
-    """Yield the parts of a machine with these numbers of devices."""
+    """Yield all parts of a machine that have one of these numbers of devices, with their names."""
     for size in sizes:
         for chosen in combinations(topology.devices, size):
             yield " ".join(chosen), topology.subset(chosen)
 
 
 def failures(topology: cr.Topology) -> Iterable[tuple[str, cr.Topology]]:
-    """Yield a machine without each of its links."""
+    """Yield, for each link of a machine, its name and the machine without it."""
     for pair in dict.fromkeys(tuple(sorted((link.src, link.dst))) for link in topology.links):
         yield " - ".join(pair), topology.without_link(*pair)
 
@@ -429,7 +429,7 @@ def chosen(name: str, topology: cr.Topology) -> list[dict[str, object]]:
 
 
 def times(runs: int, quick: bool) -> list[dict[str, object]]:
-    """Measure the time of planning, with the limits."""
+    """Return the measured times of planning, each with its limit."""
     lines = []
 
     def measure(what: str, limit: float, cases: dict[str, cr.Topology], run: Callable[[cr.Topology], object]) -> None:
@@ -487,7 +487,8 @@ def grow(topology: cr.Topology, collective: str) -> object:
 
 
 def joined(topology: cr.Topology) -> bool:
-    """Return whether data can get from each device to every other; all machines have links in both directions."""
+    """Return whether data can get from each device to every other."""
+    # Links go both ways, so routes from the first device suffice.
     return all(topology.route(topology.devices[0], device) for device in topology.devices[1:])
 
 
@@ -572,7 +573,7 @@ def show_rest(result: dict[str, list[dict[str, object]]]) -> None:
 
 
 def laid_out(value: object, margin: str = "\n") -> str:
-    """Return JSON in which each line of a table is one line."""
+    """Return a value as JSON text in which each row of a table is on one line."""
 
     def levels(part: object) -> int:
         inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else None
@@ -612,7 +613,7 @@ def main() -> None:
     show_many("SUBSETS", result["subsets"])
     sixteens = [name for name in names if len(box(name).devices) <= 16]
     result["failures"] = {name: many(failures(box(name))) for name in (boxes if quick else sixteens)}
-    if not quick:  # all 192 links of the torus are equivalent; in a NVL72 each link is the only one of a device
+    if not quick:  # one link of the torus is enough, since all 192 are equivalent
         torus = box("tpu-v4")
         result["failures"]["tpu-v4"] = many([next(iter(failures(torus)))])
         result["failures"]["gb200-nvl72"] = many(failures(box("gb200-nvl72")))

@@ -46,13 +46,13 @@ REPLICAS = [f"cpu:{k}" for k in range(N)]
 
 
 def in_tensorflow(name: str, batch: Batch, sizes: Sizes) -> Case:
-    """The plug-in for TensorFlow."""
+    """Return the case that compares the plug-in for TensorFlow with TensorFlow's own class."""
     tensorflow()
     import crossreduce.tensorflow as crt
 
     op = crt.HierarchicalCopyAllReduce(1)
     both = {**tensorflow_ops(batch, {OURS: op, OURS_GRAPH: op}), **tensorflow_peers(batch, HCA, HCA_GRAPH)}
-    # Each graph runs after an op of TensorFlow, so that TensorFlow's threads are awake for both.
+    # Each graph runs after a contender that uses TensorFlow's threads, so they are awake for both graphs.
     contenders = {name: both[name] for name in (OURS, HCA, OURS_GRAPH, HCA_GRAPH)}
     case = Case(f"TensorFlow: {name}", contenders, sizes.many_repeats, sizes)
     case.require_speed(OURS_GRAPH, HCA_GRAPH, 1)
@@ -62,7 +62,7 @@ def in_tensorflow(name: str, batch: Batch, sizes: Sizes) -> Case:
 
 
 def in_jax(name: str, batch: Batch, sizes: Sizes, least: float) -> Case:
-    """The plug-in for JAX."""
+    """Return the case that compares the plug-in for JAX with ``psum``."""
     jax_mesh()
     from crossreduce.jax import all_reduce
 
@@ -73,7 +73,7 @@ def in_jax(name: str, batch: Batch, sizes: Sizes, least: float) -> Case:
 
 
 def along_schedules(name: str, batch: Batch, sizes: Sizes) -> Case:
-    """The cost of schedules on equal links. No target is set."""
+    """Return the case that compares schedules with XLA's own all-reduce on equal links; it has no target."""
     jax_mesh()
     from crossreduce.jax import all_reduce
 
@@ -85,7 +85,7 @@ def along_schedules(name: str, batch: Batch, sizes: Sizes) -> Case:
 
 
 def eagerly_in_jax(name: str, batch: Batch, sizes: Sizes) -> Case:
-    """``cr.all_reduce`` of one list of arrays per device."""
+    """Return the case that compares ``cr.all_reduce`` of one list of arrays per device with ``psum``."""
     jax_mesh()
     import jax
 
@@ -104,7 +104,7 @@ def eagerly_in_jax(name: str, batch: Batch, sizes: Sizes) -> Case:
 
 
 def in_replicas(sizes: Sizes) -> Case:
-    """The cost of synchronizing threads: ``all_reduce`` in ``MirroredStrategy``, and the same sums without threads."""
+    """Return the case of ``all_reduce`` in ``MirroredStrategy`` and of the same sums without its threads."""
     batch = Batch.random([(sizes.small // 4,)])
     strategy, calls = cr.MirroredStrategy(REPLICAS), 20
     (xs,) = batch.tensors

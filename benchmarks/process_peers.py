@@ -62,7 +62,7 @@ class Gloo:
             pipe.recv()
 
     def _check(self, batch: Batch, _: Arrays) -> None:
-        """Compare the sum of new data, since the timed calls have summed the tensors repeatedly."""
+        """Check one all-reduce of the original data, since the timed calls have summed the tensors repeatedly."""
         for x, tensor in zip(self._sources, self._tensors, strict=True):
             tensor.numpy()[:] = x
         batch.check([[x.numpy() for x in self.run()]], exact=False)

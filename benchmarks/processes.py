@@ -3,10 +3,11 @@
 One host: all-reduces of 2, 4 and 8 ranks, and steps of DistributedDataParallel on 8. Crossreduce and gloo are two
 process groups of the same processes and alternate; ratios are medians of the ratios of adjacent calls. Open MPI has
 other processes, started afterwards with the same loop; its ratio is that of the medians. Several hosts: network
-namespaces joined by links of 1 Gbit/s (tests/namespaces.py, requires root). Times are compared with the bytes that must
-cross a link, or with the planner's bound, at the raw rate, which includes headers (4.6 % at this MTU).
+namespaces joined by links of 1 Gbit/s (tests/namespaces.py, requires root). Their times are compared with the time that
+the bytes that must cross a link take, or with the planner's bound, at the raw rate, which includes headers (4.6 % at
+this MTU).
 
-Data is random and renewed before each call; the time of the slowest rank counts. Every element of a result is checked.
+Data is random and renewed before each measurement; the slowest rank's time counts. Every element is checked.
 Run: python benchmarks/processes.py [--quick] [--only NAME] [--repeats N] [--json PATH]
 """
 
@@ -40,7 +41,7 @@ import namespaces
 OURS, GLOO, MPI, ALONE = "crossreduce", "gloo", "Open MPI", "no reduction"
 LARGE, SMALL, BETWEEN = 1 << 26, 1 << 10, 1 << 25
 LIMIT_S = 240  # the time limit of one set of processes
-BLOCK = 1_048_573  # random elements, which repeat; a prime, so that no piece ends at the end of a block
+BLOCK = 1_048_573  # inputs repeat so many random elements; a prime, so that the pieces of an all-reduce differ
 GBIT_BPS = 125e6
 SLOW = "200mbit"
 DDP_LAYERS = (1024, 4096, 4096, 1024)  # 25 M parameters
@@ -66,7 +67,7 @@ def one_host(ranks: int) -> list[Case]:
     gloo, mpi = (3, 2) if ranks == 8 else (2, 1.5)
     found = [
         all_reduce("64 MiB", LARGE, 9, 1, {GLOO: gloo, MPI: mpi}),
-        # Sums of sums of 8 stay below float32's largest for 42 calls.
+        # Each in-place call multiplies the values by up to 8; for 42 calls they stay below float32's largest.
         all_reduce("1 KiB", SMALL, 15, 40, {GLOO: 5}, **({"most_s": 60e-6} if ranks == 2 else {})),
     ]
     if ranks == 8:
@@ -78,7 +79,7 @@ def one_host(ranks: int) -> list[Case]:
 
 
 def between_hosts() -> list[dict[str, Any]]:
-    """Return the ranks of hosts, their slow links, and the time that theirs is compared with."""
+    """Return the cases of several hosts: the ranks on each, the slow links, and the time to compare with."""
     case = all_reduce("32 MiB", BETWEEN, 5, 1, {})
     three = cr.Topology.from_matrix([[0, 0.125, 0.125], [0.125, 0, 0.025], [0.125, 0.025, 0]])
     bound_s = BETWEEN / float(cr.bound(three, "all_reduce").algbw * 10**9)
@@ -104,11 +105,11 @@ def between_hosts() -> list[dict[str, Any]]:
     ]
 
 
-# In a rank
+# The code that each rank runs.
 
 
 class Turns:
-    """Times the calls of all contenders alternately. ``gather`` returns a number of every rank."""
+    """Times the calls of all contenders alternately. ``gather(x)`` returns the ``x`` of every rank."""
 
     def __init__(self, gather: Callable[[float], list[float]]):
         self.gather = gather
@@ -116,7 +117,7 @@ class Turns:
     def timed(
         self, case: Case, renew: Callable[[], object], runs: dict[str, tuple[Any, Any]]
     ) -> dict[str, list[float]]:
-        """Return the slowest rank's seconds of each call. ``runs``: for each contender a barrier and the call."""
+        """Return for each contender the slowest rank's seconds per call in each turn. ``runs``: barrier and call."""
         times: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(1 + case["repeats"]):
             for name, (barrier, run) in runs.items():
@@ -194,7 +195,7 @@ def torch_rank(cases: list[Case], path: Path) -> None:
 
 
 def ddp(groups: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Callable[[], None]]]:
-    """Return an empty function, and training steps of one model: with each group, and without a reduction."""
+    """Return a ``renew`` that does nothing, and a training step of one model per group and without a reduction."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -247,7 +248,7 @@ def mpi_rank(cases: list[Case], path: Path) -> None:
         path.write_text(json.dumps(found))
 
 
-# In the process that starts the ranks
+# The code of the process that starts the ranks.
 
 
 def command(kind: str, cases: list[Case], path: Path) -> list[str]:
@@ -293,7 +294,7 @@ def on_hosts(ranks: list[int], slower: dict[tuple[int, int], str], case: Case, p
 
 
 def judged(title: str, case: Case, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Print a case, and return its record."""
+    """Print a case's times and targets, and return them for the JSON file."""
     ours = statistics.median(times[OURS])
     print(f"{title}: {ours * 1e3:.3f} ms")
     kept: dict[str, Any] = {"seconds": {name: summary(each) for name, each in times.items()}, "required": []}

@@ -31,15 +31,15 @@ RANKS = {"Open MPI": "Open MPI", "gloo": "gloo"}
 
 
 class Job(NamedTuple):
-    """A job, and the rows of its times in a file.
+    """A job, which is a reduction that several libraries do, and the rows of its times in a file of results.
 
     Args:
-      text: the job.
-      case: the case of the file.
-      ours: the row of crossreduce to which the others are compared.
-      peers: the labels of the rows of other libraries.
+      text: the job in words.
+      case: the name of its case in the file.
+      ours: the name of the row of crossreduce with which the others are compared.
+      peers: the names of the rows of other libraries, and their labels in the table.
       chart: the title of the job in the chart of the README; "": it is not in the chart.
-      context: the labels of other rows.
+      context: the names of further rows, and their labels.
     """
 
     text: str
@@ -53,7 +53,7 @@ class Job(NamedTuple):
 class Row(NamedTuple):
     """The times of one library for a job, in seconds.
 
-    A star in a label marks results that share one memory, while those of crossreduce do not.
+    A star in a label marks results that share memory; each result of crossreduce has its own.
     """
 
     label: str
@@ -216,7 +216,7 @@ def faster(kept: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def faster_line(text: str, ours: Row, others: list[Row]) -> Iterator[str]:
-    """Yield a line of that table, if another library is faster."""
+    """Yield a line of the table of ``faster``, if another library is faster."""
     peers = [row for row in others if row.peer and row.ratio < 1]
     if peers:
         times = ", ".join(f"{row.label} {time_text(row.median_s)}" for row in peers)

@@ -46,7 +46,7 @@ def train(replicas):
             keras.optimizers.SGD(0.2, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
-            jit_compile=False,  # XLA takes longer to compile the step than it takes to train
+            jit_compile=False,  # compiling the step with XLA takes longer than the training
         )
     history = model.fit(images, labels, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
     return np.array(history["loss"]), history["accuracy"][-1]

@@ -86,7 +86,10 @@ def train(replicas, steps, dtype):
 
 
 def main(replicas, steps):
-    """Train four times, print the curves, and return whether they are equal up to rounding."""
+    """Train with one replica and several, in float64 and float32, and print the float32 losses.
+
+    Return whether the losses are equal up to rounding and decrease, and all copies of the model are equal.
+    """
     torch.set_num_threads(1)  # each replica has its own thread
     runs = {}
     for dtype in (torch.float64, torch.float32):
@@ -104,7 +107,7 @@ def main(replicas, steps):
     print(f"\n step   1 replica   {replicas} replicas")
     for at in sorted({*range(0, steps, max(1, steps // 10)), steps - 1}):
         print(f"{at:5}   {runs[torch.float32, 1][at]:.7f}   {runs[torch.float32, replicas][at]:.7f}")
-    # A loss of 4 is itself rounded, to 2**-22 in float32, in either run.
+    # Either run also rounds its loss, about 4, to float32: an error of up to 2**-22.
     allowed = MARGIN * (apart[torch.float64] * FINER) + 2**-21
     print(f"\nlargest difference {apart[torch.float32]:.1e}, of which rounding explains up to {allowed:.1e}")
     agree = apart[torch.float32] <= allowed < 0.01

@@ -1,7 +1,7 @@
 """Fixtures: one that runs a test on every framework, and the settings of hypothesis.
 
-The default is all four frameworks, and one that is missing fails its tests: a test that did not run
-has shown nothing. ``CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax`` leaves one out on purpose.
+By default tests run on all four frameworks. If one is not installed, its tests fail: they are not skipped, since a
+skipped test proves nothing. ``CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax`` leaves TensorFlow out on purpose.
 """
 
 import os
@@ -12,7 +12,7 @@ from frameworks import DEVICES, NAMES, load
 from guarded import WRITABLE, Arrays
 from hypothesis import HealthCheck, settings
 
-# Read by JAX and TensorFlow when they are imported, by whichever test comes first.
+# JAX and TensorFlow read these variables when they are imported, so set them before any test module is imported.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(DEVICES))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
@@ -50,13 +50,13 @@ def dumps_with_other_files(tmp_path_factory):
 
 @pytest.fixture(scope="session", params=NAMES)
 def framework(request):
-    """Each framework in turn."""
+    """Return each framework in turn."""
     return _loaded(request.param)
 
 
 @pytest.fixture(scope="session", params=[name for name in NAMES if name != "numpy"])
 def accelerated(request):
-    """Each framework that has devices or tracing of its own."""
+    """Return each framework except NumPy, the only one without devices or tracing of its own."""
     return _loaded(request.param)
 
 
@@ -82,7 +82,7 @@ def tensorflow_():
 
 @pytest.fixture(scope="session", params=["numpy", "torch", "jax"])
 def library(request):
-    """Each framework that has replicas here."""
+    """Return each framework whose arrays ``MirroredStrategy`` can reduce."""
     return request.getfixturevalue(f"{request.param}_")
 
 
@@ -115,19 +115,19 @@ def printed(crossreduce):
 
 @pytest.fixture(params=WRITABLE)
 def writable(request):
-    """Each framework whose arrays can be written."""
+    """Return each framework whose arrays can be written."""
     return request.getfixturevalue(f"{request.param}_")
 
 
 @pytest.fixture
 def arrays(writable):
-    """Guarded arrays of each framework whose arrays can be written."""
+    """Return an ``Arrays``, which creates guarded arrays, for each framework whose arrays can be written."""
     return Arrays(writable)
 
 
 @pytest.fixture
 def no_thread_stays():
-    """After every test there are as many threads as before."""
+    """Assert that the test leaves no thread of this library behind."""
     before = set(threading.enumerate())
     yield
     assert not [t for t in threading.enumerate() if t not in before and t.name.startswith("crossreduce")]

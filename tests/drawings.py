@@ -1,4 +1,4 @@
-"""Readers of the SVG pictures that the tests draw, and topologies to draw."""
+"""Functions that parse the SVG pictures drawn by tests, and topologies to draw."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -21,7 +21,7 @@ def both_ways(*links):
 
 
 def two_hosts():
-    """Return two hosts of two GPUs, a switch and a network card each, and a switch between them."""
+    """Return a topology of two hosts, with two GPUs, a switch and a network card each, and a switch between them."""
     links = []
     for host in ("a", "b"):
         for k in range(2):
@@ -46,7 +46,7 @@ def words(path):
 
 
 def panels(path):
-    """Return the contents of each panel of an SVG: words, white words, and arrow heads and lines by colour."""
+    """Return a ``Panel`` for each panel of an SVG."""
     found = []
     for axes in ElementTree.parse(path).iter(f"{SVG}g"):
         if not re.fullmatch(r"axes_\d+", axes.get("id", "")):
@@ -64,7 +64,7 @@ def panels(path):
 
 
 class Panel(NamedTuple):
-    """A panel of a picture."""
+    """A panel: its words, the words drawn in white, and how many arrow heads and lines of each colour it has."""
 
     words: list
     white: list

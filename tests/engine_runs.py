@@ -1,4 +1,4 @@
-"""Which engine ran: a record of the runs of a call, and destinations by name."""
+"""Record which engine runs during a call, and make destinations from device names."""
 
 import contextlib
 from unittest import mock
@@ -15,7 +15,7 @@ def on_devices(names):
 
 @contextlib.contextmanager
 def engine_runs():
-    """Record runs: ``"host"`` for each run of a kernel, ``"loop"`` for each buffer that the loop reduces."""
+    """Yield a list that gets ``"host"`` for each run of a kernel and ``"loop"`` for each buffer of the loop engine."""
     runs = []
 
     def recorded(name, function):

@@ -13,17 +13,17 @@ import crossreduce as cr
 
 
 def cpus(*numbers):
-    """Return the names of the devices with these numbers in host memory."""
+    """Return the device names ``cpu:k`` for these numbers k."""
     return tuple(f"cpu:{k}" for k in numbers)
 
 
 def on(*numbers):
-    """Return destinations on the devices with these numbers in host memory."""
+    """Return destinations on the devices ``cpu:k`` for these numbers k."""
     return cr.PerReplica([0] * len(numbers), cpus(*numbers))
 
 
 def small(dtype, shape, n, seed=0):
-    """Return n random arrays of small integers, whose sums and products few dtypes have to round."""
+    """Return n random arrays of small integers, whose sums and products are exact in most dtypes."""
     rng = np.random.default_rng(seed)
     made = oracle.dtype_of(dtype)
     if dtype == "bool":
@@ -37,7 +37,7 @@ def small(dtype, shape, n, seed=0):
 
 def digits(n, shape):
     """Return n int64 arrays whose sum shows how often each device contributed to each element."""
-    base = min(n + 1, 8 if n > 15 else 16)  # 17 digits of base 8 are 51 bits
+    base = min(n + 1, 8 if n > 15 else 16)  # 17 digits of base 8 are 51 bits: they fit into int64
     size = int(np.prod(shape))
     position = np.arange(1, size + 1, dtype=np.int64).reshape(shape)
     return [position * base**device for device in range(n)]

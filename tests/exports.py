@@ -1,4 +1,4 @@
-"""Schedules for the tests of the exporters, and the expressions that their results must be."""
+"""Schedules for the tests of the exporters, and the expressions that the exported programs must compute."""
 
 import random
 from dataclasses import replace
@@ -14,14 +14,14 @@ from crossreduce.planning import one_shot, recursive_doubling
 
 @st.composite
 def reductions(draw, kind="all_reduce"):
-    """Draw a schedule of uneven shares that combines partial sums on any devices, in any order, and copies the sum."""
+    """Draw an all-reduce or reduce of uneven shares: random devices add partial sums, then the full sum is copied."""
     n = draw(st.integers(2, 5))
     parts = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3).filter(sum))
     rng = random.Random(draw(st.integers(0, 2**32)))
     chunks, rounds = [], []
     everyone = tuple(range(n))
     for c, part in enumerate(parts):
-        holders, free = list(everyone), []  # devices with a part of the sum; devices whose part another device has
+        holders, free = list(everyone), []  # devices with a partial sum still to add; those whose sum was passed on
         while len(holders) > 1:
             group = rng.sample(holders, rng.randint(2, len(holders)))
             dst = rng.choice(group + free)
@@ -42,9 +42,9 @@ KINDS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 
 @st.composite
 def synchronous(draw, kinds=KINDS):
-    """Draw a schedule whose rounds have many steps per chunk, which read each other's devices.
+    """Draw a schedule whose rounds have many steps per chunk; some read a device that another step of the round writes.
 
-    So devices swap values, rotate them in circles, exchange and add them, and pass a value on in the round that
+    Thus devices swap values, rotate them in circles, exchange and add them, and pass a value on in the round that
     replaces it. Some steps are needless. Shares are uneven where NCCL's collective allows it.
     """
     kind = draw(st.sampled_from(kinds))
@@ -94,7 +94,7 @@ def rounds_of_a_chunk(rng, c, n, chunk):
 
 
 def cover(rng, cells, sources):
-    """Return devices, in random order, whose values together have each contribution once, or ``None``."""
+    """Return devices, in random order, whose values together have each contribution once, or ``None`` if none do."""
     found = [
         devices
         for size in range(1, len(cells) + 1)
@@ -105,7 +105,7 @@ def cover(rng, cells, sources):
 
 
 def rotation(devices, packs=1):
-    """Return a reduce to the first device, after all devices copied their values to the next one twice, in a ring."""
+    """Return a reduce: twice, all devices copy their values to the next one in a ring; then the first one adds all."""
     everyone = tuple(range(len(devices)))
     copies = [Step(c, (k + 1) % len(devices), (k,)) for c in range(packs) for k in everyone]
     sums = [Step(c, 0, everyone) for c in range(packs)]
@@ -114,13 +114,13 @@ def rotation(devices, packs=1):
 
 
 def uneven(schedule):
-    """Return a schedule of two chunks with shares of 2/5 and 3/5, so that its blocks have several units."""
+    """Return a schedule of two chunks with shares of 2/5 and 3/5, so that an exporter needs several units for each."""
     first, second = schedule.chunks
     chunks = (first._replace(share=Fraction(2, 5)), second._replace(share=Fraction(3, 5)))
     return replace(schedule, chunks=chunks)
 
 
-# Schedules in whose rounds devices read each other's values.
+# Schedules with rounds in which two or more devices read each other's values.
 EXCHANGES = [
     schedule
     for make in (one_shot, recursive_doubling, rotation)
@@ -134,7 +134,7 @@ def exchange_id(schedule):
 
 
 def rotated(which):
-    """A reduce-scatter or all-gather of three devices whose chunks are not in the order of their owners."""
+    """Return a reduce-scatter or all-gather of three devices whose chunks are not in the order of their owners."""
     everyone = (0, 1, 2)
     owners = (1, 2, 0, 1)
     shares = (Fraction(1, 6), Fraction(1, 3), Fraction(1, 3), Fraction(1, 6))
@@ -153,7 +153,7 @@ def expression(a, b):
 
 
 def expressions(schedule):
-    """Return how the schedule combines each value that is left at the end, by chunk and device."""
+    """Return the expression of each value that the schedule leaves, by (chunk, device)."""
     cells = {(c, s): f"{s}" for c, chunk in enumerate(schedule.chunks) for s in chunk.sources}
     for steps in schedule.rounds:
         made = {}
@@ -166,7 +166,7 @@ def expressions(schedule):
 
 
 def results(made):
-    """Return where a collective's results must be: by rank and unit of the output, the chunk of the schedule."""
+    """Return the chunk whose result a ``Collective`` must put into each place, by (rank, unit of its output)."""
     found = {}
     for block in made.blocks:
         for rank in made.program.chunks[block.chunk].destinations:

@@ -1,7 +1,7 @@
-"""The four frameworks behind one interface for tests: arrays on the k-th device, and back to NumPy.
+"""One interface to the four frameworks for tests: it puts arrays onto the k-th device and returns them as NumPy arrays.
 
-This module shares no code with crossreduce, so the library is checked against the frameworks themselves. If a framework
-cannot be imported, ``load`` raises ImportError, and its tests fail.
+Of crossreduce it uses only the class IndexedSlices, so the library is checked against the frameworks themselves. If a
+framework cannot be imported, ``load`` raises ImportError, and its tests fail.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Framework:
     """The operations that tests require from a framework."""
 
     name: str
-    examples: int  # for a law under hypothesis: eager TensorFlow and compilation in JAX are slow
+    examples: int  # that hypothesis draws for a test: few where TensorFlow or JAX's compilation is slow
     mutable: bool  # whether arrays can be written
     kinds: tuple[str, ...]  # kinds of sparse arrays; "IndexedSlices" is the class of crossreduce
 
@@ -105,7 +105,7 @@ class NumPy(Framework):
         return x
 
     def device_of(self, x):
-        return "cpu"  # host memory is all cpu:k at once
+        return "cpu"  # one memory, which all devices cpu:k share
 
     def mean_dtype(self, dtype):
         return np.true_divide(np.ones(1, np_dtype(dtype)), 2, dtype=None).dtype.name

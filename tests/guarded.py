@@ -69,7 +69,7 @@ def added(xs):
 
 
 class Adding(cr.CrossDeviceOps):
-    """Adds the components itself; its results are new arrays."""
+    """A custom op that adds the components in Python and returns new arrays."""
 
     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
         return Mirrored([added(list(per_replica_value)) for _ in destinations], destinations)

@@ -21,7 +21,7 @@ from crossreduce.kernels import FusedProgram, Segment, reference
 from crossreduce.ops import ACCUMULATORS, INTEGERS
 
 NATIVE = kernels.native()
-# Without the extension one instruction set remains, so that its tests fail instead of being left out.
+# Without the C++ extension one set remains, so that the tests of kernels fail instead of being skipped.
 SETS = tuple(NATIVE.supported()) if NATIVE else ("baseline",)
 
 GUARD = 64  # bytes before and after a result that must not change
@@ -96,7 +96,7 @@ def programs(draw, sources, results):
 
 @st.composite
 def cases(draw):
-    """Draw a batch: several tensors in segments, with gaps, and one of several programs for each segment."""
+    """Draw a ``Case``: several tensors, cut into segments with gaps; each segment has one of several programs."""
     name, *dtypes = draw(st.sampled_from(NUMBERS))
     sources = draw(st.one_of(st.integers(1, 5), st.integers(1, 40)))
     results = draw(st.integers(1, 4))
@@ -179,7 +179,7 @@ CONTIGUOUS = LAYOUTS[:3]
 
 
 def laid_out(rng, data, layout, offset):
-    """Return an array in a layout, of the dtype and size of ``data``; its elements may be others of ``data``."""
+    """Return an array of the dtype and size of ``data`` in a layout, perhaps with elements reordered or repeated."""
     if layout in CONTIGUOUS:
         array = view(block(data.nbytes, offset)[1], data.dtype.name)
         array[...] = data
@@ -254,7 +254,7 @@ class Batch(NamedTuple):
 
 
 def batch(case, setup):
-    """Return the arrays of a case; the same arguments give equal batches."""
+    """Return the ``Batch`` of a case and a setup; the same arguments give equal batches."""
     rng = np.random.default_rng(setup.seed)
     dtype, _, result = case.dtypes
     kind = storage(result)
@@ -349,7 +349,7 @@ def check(case, setup, kernel):
 
 
 def run_python(code, **environment):
-    """Run a program in a new process; of the variables of this library, it has only the given ones."""
+    """Run a program in a new process, whose only ``CROSSREDUCE_*`` environment variables are the given ones."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("CROSSREDUCE_")}
     return subprocess.run(
         [sys.executable, "-c", code],

@@ -36,7 +36,7 @@ def member(rendezvous, timeout_s=20.0, name="world"):
 
 
 def random_array(draw, size, dtype):
-    """Return random numbers whose sums and products of a few are finite."""
+    """Return random numbers; the sum and the product of a few of them are finite."""
     made = oracle.dtype_of(dtype)
     if made.kind == "b":
         return draw.integers(0, 2, size).astype(bool)
@@ -59,7 +59,7 @@ def untouched(array):
 
 
 class Warnings(logging.Handler):
-    """The warnings that the library logs from now on, in this process."""
+    """A log handler that collects the texts of the library's warnings in this process after its creation."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -78,7 +78,7 @@ class Resources:
         maps = Path("/proc/self/maps").read_text().splitlines()
         self.mappings = sum("memfd:" in line or "/dev/shm" in line for line in maps)
         self.threads = sorted(thread.name for thread in threading.enumerate())
-        # Other programs may create and delete files there, too.
+        # Only this library's files, since other programs may create and delete files there.
         self.shm = sorted(Path("/dev/shm").glob("*crossreduce*"))
 
     def __eq__(self, other):
@@ -136,7 +136,7 @@ def starter(n):
 
 
 def summed(comm, size=1000):
-    """Make one correct call."""
+    """Make one all-reduce and assert that its result is correct."""
     x = np.full(size, comm.rank + 1, np.int64)
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
     assert (x == comm.size * (comm.size + 1) // 2).all()

@@ -93,7 +93,7 @@ with mpi.join(timeout_s=30) as group:
             out = np.empty(shape, dtype)
             assert group.scatter(rows if me == 0 else None, out) is out
             same(out, part(me, shape, dtype))
-    # Means of integers are true means, and halves are rounded once, for any layout and byte order.
+    # Means of integers are true means, half types are rounded once, and any layout and byte order is accepted.
     same(group.all_reduce(np.full(3, me), "mean"), np.full(3, (n - 1) / 2))
     same(group.all_reduce(np.full(3, 40000, "float16"), "mean"), np.full(3, 40000, "float16"))
     grid = np.arange(12.0).reshape(3, 4)
@@ -152,7 +152,7 @@ with mpi.join(timeout_s=30) as group:
     same(again.all_reduce(np.ones(5)), np.full(5, float(len(range(me % 2, n, 2)))))
     again.close()
 assert {thread.name for thread in threading.enumerate()} <= before
-# A message that arrives after an abort is not written, since its memory may already have another use.
+# A message that arrives after an abort is not written to the receive's memory, which may already have another use.
 if n > 1:
     transport, memory, word = mpi.MpiTransport(world.Dup()), np.zeros(1000, "uint8"), np.ones(1000, "uint8")
     if me == 1:

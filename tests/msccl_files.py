@@ -6,9 +6,10 @@ from crossreduce import Chunk, Schedule, Step
 
 
 def file(coll, chunks, *gpus, **attributes):
-    """Return a file. A GPU is (scratch chunks, threadblocks), a threadblock (send, recv, channel, steps).
+    """Return a file. A GPU is (scratch chunks, *threadblocks), a threadblock (send, recv, channel, *steps).
 
-    A step is a line such as "rrc i0 o0 2 <1.3 !": type, source, destination, count, dependency, "it signals".
+    A step is a line such as "rrc i0 o0 2 <1.3 !": type, source, destination, count; "<1.3": it waits for step 3 of
+    threadblock 1; "!": other steps wait for it.
     """
     sizes = {"allgather": (chunks // len(gpus), chunks), "reducescatter": (chunks, chunks // len(gpus))}
     inputs, outputs = sizes.get(coll, (chunks, chunks))
@@ -49,8 +50,8 @@ def fused_ring(n, **attributes):
 def one_step(n, **attributes):
     """Return a file in the style of msccl-tools' allreduce_allpairs and RCCL's allreduce-1step.
 
-    Every GPU sends its buffer to the scratch memory of every other GPU. Then each threadblock adds a part, after a
-    chain of nops.
+    Every GPU sends its buffer to the scratch memory of every other GPU. Then each threadblock adds one
+    part, after a chain of nops that wait for the other threadblocks.
     """
     gpus = []
     for g in range(n):

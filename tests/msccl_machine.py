@@ -72,7 +72,7 @@ class Machine:
       text: the file.
       inplace: input and output are the same memory.
       root: of a reduce or broadcast.
-      slots: the number of chunks in a connection before they are received.
+      slots: how many chunks a connection holds that were sent and not yet received.
       value: returns the number in a chunk of a rank's input, by rank and chunk.
       combine: combines the numbers of two chunks.
     """
@@ -130,7 +130,7 @@ class Machine:
         return gpu, "io", chunk
 
     def cells(self, place, span, offset=None):
-        """Return the addresses of the chunks of a threadblock's transmission, from an offset of a buffer on."""
+        """Return the addresses of a transmission's chunks at ``span``, (buffer, offset), or at another ``offset``."""
         gpu, (buffer, start) = place[0], span
         start = start if offset is None else offset
         count = self.programs[place][self.at[place]].count
@@ -223,7 +223,7 @@ class Machine:
         self.loaded.pop(place, None)
 
     def run(self, rng, held=()):
-        """Run events in an order that ``rng`` chooses until none is possible, except for the transmissions in ``held``.
+        """Run events, in an order that ``rng`` chooses, until none is possible; transmissions in ``held`` never run.
 
         Half of the orders are random; in the other half the threadblocks have fixed priorities.
         """
@@ -255,7 +255,7 @@ class Machine:
                     raise RunError(f"rank {rank}, chunk {chunk}")
 
     def expected(self, rank, chunk):
-        """Return the right result in a chunk of a rank's output; ``None``: any."""
+        """Return the right result in a chunk of a rank's output; ``None`` if any value is right there."""
         everyone = range(self.n)
         if self.coll == "allreduce" or (self.coll == "reduce" and rank == self.root):
             return sum(self.value(r, chunk) for r in everyone)

@@ -1,7 +1,8 @@
 """An interpreter of MSCCL++ execution plans, which runs them on numbers, one operation at a time, in any order.
 
-It shares no code with the library, and reads a plan as MSCCL++'s execution_plan.cc and executor.cc do: the k-th
-channels of two ranks to each other are one channel, and a threadblock numbers its own channels and remote buffers.
+It shares no code with the library, and reads a plan as MSCCL++'s execution_plan.cc and executor.cc do: rank a's k-th
+channel to rank b and b's k-th channel to a are the two ends of one channel, and operations refer to channels and remote
+buffers by their positions in the lists of their threadblock.
 """
 
 import json
@@ -16,7 +17,7 @@ class RunError(Exception):
 
 
 def check_form(content):
-    """A plan has the fields that the executor reads, within the executor's limits."""
+    """Assert that a plan has the fields that the executor reads, within the executor's limits."""
     assert set(content) == {
         "name",
         "collective",
@@ -67,7 +68,7 @@ def check_form(content):
 
 
 def check_threads(ops):
-    """A nop synchronises the threads of a threadblock: after a wait, before a signal, and between dependent data."""
+    """Require a nop, which synchronises the threads, after waits, before signals and between operations on data."""
     waited = dirty = ""
     for op in ops:
         kind = op["name"]
@@ -96,7 +97,7 @@ class Machine:
         self.n, self.root, self.calls, self.combine = len(self.gpus), root, calls, combine
         self.value = value or (lambda call, rank, chunk: hash((call, rank, chunk)))
         self.memory = [{} for _ in self.gpus]
-        self.counts = defaultdict(int)  # signals at each end of each channel without a wait so far
+        self.counts = defaultdict(int)  # signals that each end of each channel received and no wait consumed yet
         self.part = self.gpus[0]["input_chunks"] if self.coll == "allgather" else self.gpus[0]["output_chunks"]
         self.pairs = {}
         for rank, gpu in enumerate(self.gpus):
@@ -133,7 +134,7 @@ class Machine:
         self.memory[rank].update(zip(self.cells(rank, span, buffer), values, strict=True))
 
     def begin(self, rank):
-        """Check the last call's output and write the next one's input."""
+        """Check the output of a rank's last call and write the input of its next one."""
         if self.call[rank] >= 0:
             self.check(rank)
         self.call[rank] += 1

@@ -1,8 +1,8 @@
 """Several simulated hosts on one machine: network namespaces, joined by links of a given bandwidth.
 
-Every two hosts have their own link: a veth pair with a token bucket (``tc tbf``) at both ends. Namespaces have no
-names. Each exists as long as a process that reads from a pipe of this one. So when this process ends, even if it is
-killed, namespaces, links and addresses are removed. This requires root, ``ip``, ``tc``, ``unshare`` and ``nsenter``.
+Every two hosts have their own link: a veth pair with a token bucket (``tc tbf``) at both ends. Each
+namespace is anonymous and exists as long as its ``cat`` process, which reads from a pipe of this process. So when this
+process ends, even if it is killed, namespaces, links and addresses are removed. This requires root and all of NEEDED.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Bed:
         self.interface = "link0"
         try:
             for _ in range(count):
-                # The namespace itself reports "up", so that no link is added before it exists.
+                # A process inside the namespace prints "up", so that no link is added before the namespace exists.
                 holder = subprocess.Popen(
                     ["unshare", "--net", "sh", "-c", "echo up; exec cat"],
                     stdin=subprocess.PIPE,
@@ -87,7 +87,7 @@ class Bed:
         return _call([*self._inside(host), *argv])
 
     def run(self, host, argv, env=None, **options):
-        """Start a process on a host and return its ``Popen``; it ends with the hosts, or with the starting thread.
+        """Start a process on a host and return its ``Popen``; closing the hosts, or the end of this thread, kills it.
 
         ``env``: further variables of the environment. ``options``: of ``Popen``.
         """
@@ -106,7 +106,7 @@ class Bed:
         return {other: counts[f"link{k}"] for k, other in enumerate(others)}
 
     def close(self):
-        """End all processes, and thereby the namespaces."""
+        """End all processes, and thereby remove the namespaces."""
         with self.lock:
             processes, self.processes = self.processes, []
         for process in processes:

@@ -1,4 +1,4 @@
-"""The ops that tests of invalid arguments take in turn, since the op has no effect on the validation."""
+"""Ops for tests of invalid arguments: each case uses one op in turn, since all ops validate in the same way."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ ops_and_framework = pytest.mark.parametrize(("ops", "framework"), each(OPS, NAME
 
 
 def with_ops(name, values):
-    """Parametrize a test over values; the ops take turns."""
+    """Parametrize a test over values, each with one of the ops in turn."""
     return pytest.mark.parametrize((name, "ops"), each(values, OPS), ids=label)
 
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-# Bandwidths: integers, fractions that need a common unit, decimals as in measurements, binary fractions that are close
-# to a sum of others, and numbers too different for one float.
+# Bandwidths, in this order: integers, fractions with a common denominator, decimals as in measurements, the binary
+# fractions nearest to decimals, and numbers so different in size that a float cannot hold their sum exactly.
 WHOLE = (1, 2, 3, 25)
 ODD = (1, 2, Fraction(1, 3), Fraction(5, 2), Fraction(64, 3), 450)
 DECIMAL = tuple(map(Fraction, ("0.125", "0.1", "0.3", "12.5", "46.7", "5000")))
@@ -54,7 +54,10 @@ def reachable(topology: Any, source: str) -> set[str]:
 def cut_bound(
     topology: Any, weights: Mapping[str, Fraction], outward: bool, members: Iterable[str] | None = None
 ) -> Fraction:
-    """Return the least sum(w) B(S) / w(S) over all sets S that lack a member; 0 if a member cannot be reached."""
+    """Return the least w(all) B(S) / w(S) over all sets S of nodes that lack a member; 0 if no link crosses such a set.
+
+    w(S) are the weights of the roots in S, B(S) is the bandwidth of the links out of S, or into it.
+    """
     needed = set(topology.devices if members is None else members)
     whole = sum(weights.values(), Fraction(0))
     found = []
@@ -82,7 +85,7 @@ class _Program:
         self.limits[equal].append(limit)
 
     def most(self, columns: Sequence[int]) -> float:
-        """Return the greatest sum of some columns."""
+        """Return the greatest sum of some columns, the variables of the program."""
         cost = np.zeros(self.columns)
         cost[list(columns)] = -1.0
         given: dict[str, Any] = {}
@@ -107,7 +110,7 @@ def _flows(
     outward: bool,
     whole: dict[int, float],
 ) -> None:
-    """Require a flow of ``whole`` to each sink, from a source that supplies each root with its bytes."""
+    """Require a flow of ``whole`` to each sink, within ``used``, of which each root supplies at most its bytes."""
     ends = [(link.src, link.dst) if outward else (link.dst, link.src) for link in topology.links]
     for sink in sinks:
         along, fed = program.new(len(ends)), dict(zip(roots, program.new(len(roots)), strict=True))
@@ -188,7 +191,7 @@ def least_cut(n: int, capacities: Mapping[tuple[int, int], int], src: int, dst: 
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if the code takes more processor time; for loops that would run for very long."""
+    """Raise TimeoutError if the body takes more processor time, so that a faulty loop does not run for very long."""
 
     def late(*_: Any) -> None:
         raise _LateError
@@ -197,7 +200,7 @@ def at_most(seconds: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
-    except _LateError:  # pytest cannot show its traceback, which may end between two lines
+    except _LateError:  # not chained: pytest cannot show its traceback, as signals interrupt anywhere
         error = TimeoutError(f"not done in {seconds} s")
     else:
         return
@@ -293,7 +296,7 @@ def wirings(
     most_switches: int = 2,
     reducing: Sequence[bool] = (False,),
 ) -> Wiring:
-    """Draw 2 devices or more, and perhaps switches.
+    """Draw a wiring of 2 devices or more, perhaps with switches.
 
     Args:
       kinds: "symmetric": connected, links equal in both directions. "directed": connected, links differ in the two

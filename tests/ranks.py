@@ -1,7 +1,7 @@
 """Ranks for tests: forked processes with a store in the test's process as rendezvous, and a transport of plain sockets.
 
-This uses no framework, and of the library only the classes of pickled exceptions. Every run has a time limit, after
-which its remaining processes are killed by their process numbers.
+It imports no framework, and of crossreduce only what unpickling a result or an exception needs. Every run has a time
+limit, after which its remaining processes are killed by their process numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Store:
         self.thread = None
 
     def start(self):
-        """Serve; only after the ranks were forked, as threads and forks do not mix."""
+        """Start to answer requests. Call this only after the ranks were forked: a fork beside threads may deadlock."""
         self.thread = threading.Thread(target=self._serve, name="store", daemon=True)
         self.thread.start()
 
@@ -117,7 +117,7 @@ class SocketRendezvous:
         late = [rank for rank, value in enumerate(found) if value is None]
         if late:
             raise TimeoutError(f"ranks {late} did not reach all_gather {self.calls} of {self.name}")
-        if self.calls > 2:  # all ranks have read the values of the call before the previous one
+        if self.calls > 2:  # all ranks have read the values of the last call but one: drop them
             self.query("drop", [(self.name, self.calls - 2, self.rank)])
         return found
 
@@ -346,7 +346,7 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
 
 
 class _Helper(threading.Thread):
-    """Calls a function with the list of process numbers."""
+    """A thread that calls a function with the list of process numbers; ``finish`` waits for it and raises its error."""
 
     def __init__(self, function, pids):
         super().__init__(daemon=True)

@@ -1,7 +1,7 @@
 """An engine of the tests' own: it runs programs on NumPy arrays in plain steps and records what it ran.
 
-It shows what adding an engine takes: this file, its name in the registry, a row in the table of ``running.py``, the
-docs.
+It is also an example of a new engine, which takes such a file, its name in the registry, an entry in ``ENGINES`` of
+``running.py``, and docs.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 class RecordingEngine:
-    """See ``crossreduce.engines.base.Engine``. Devices have memories of their own; transfers copy."""
+    """See ``crossreduce.engines.base.Engine``. It copies its operands and results, so that they share no memory."""
 
     name = "recording"
     checks_overlap = False

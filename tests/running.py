@@ -1,4 +1,4 @@
-"""Run a schedule on flat arrays: with the loop, as tests of the lower floors need it, or with any engine."""
+"""Run a schedule on arrays without the rest of the library: with the loop engine's own function, or with any engine."""
 
 import sys
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from crossreduce.packing import Buffer, Span
 sys.modules["crossreduce.engines.recording"] = recording  # as if it were a file of that package
 
 ENGINES = ("host", "loop", "recording")
-"""The table: every engine that computes on NumPy arrays. The laws run on each."""
+"""Every engine that computes on NumPy arrays; test_engines.py and a test of test_laws.py run on each."""
 
 
 def bounds(schedule, size):
@@ -26,7 +26,7 @@ def bounds(schedule, size):
 
 
 def run_on(framework, schedule, op, flats, size, dtype):
-    """Run the loop over one flat array per source; return each destination's ``(parts, fresh)``.
+    """Run the loop engine on one flat array per source; return each destination's ``(parts, fresh)``.
 
     ``size`` ``None``: arrays of any shape, which are not cut.
     """
@@ -35,7 +35,7 @@ def run_on(framework, schedule, op, flats, size, dtype):
 
 
 def run(schedule, op, xs, size):
-    """Run the loop over NumPy arrays."""
+    """Run the loop engine on NumPy arrays."""
     return run_on(get("numpy"), schedule, op, xs, size, oracle.name_of(xs[0]))
 
 
@@ -58,7 +58,7 @@ def run_engine(engine, schedule, op, xs, framework=None, out=None):
 
 @contextmanager
 def only(name):
-    """Let the pipeline select this engine, or the loop for arrays that it cannot run."""
+    """Make the pipeline select this engine, or the loop engine for arrays that this one does not support."""
     before = list(base.ENGINES)
     base.ENGINES[:] = dict.fromkeys([name, "loop"])
     try:

@@ -77,7 +77,7 @@ def slices(k, values, indices, shape=(5, 2)):
 
 
 def destinations_of(n):
-    """Return all kinds of destinations: the argument, whether the result is one bare tensor, and its devices."""
+    """Return, for each kind of destinations: the argument, whether the result is one bare tensor, and its devices."""
     strategy = tf.distribute.MirroredStrategy([f"CPU:{k}" for k in range(n)])
     with strategy.scope():
         shared = tf.Variable(1.0)
@@ -86,7 +86,8 @@ def destinations_of(n):
     slices = tf.IndexedSlices(on(1, [[1.0]]), on(1, [0]))
     return {
         "the same devices": (per_replica([1.0] * n, wrap=Mirrored), alone, here),
-        "in another order": (Mirrored([on(k, 1.0) for k in reversed(range(n))]), alone, here[::-1]),  # deviation D12
+        # TensorFlow ignores this order: defect D12 of docs/contract.md
+        "in another order": (Mirrored([on(k, 1.0) for k in reversed(range(n))]), alone, here[::-1]),
         "other devices": (per_replica([1.0] * 2, n, Mirrored), False, [name(n), name(n + 1)]),
         "another device": (per_replica([1.0], 3, Mirrored), True, [name(3)]),
         "a mirrored variable": (shared, alone, here),

@@ -37,7 +37,7 @@ def test_destinations_of_a_wrong_type(ops, wrong):
 
 
 def framework_objects():
-    """Return functions that create objects of the frameworks that are not arrays, and the errors' words."""
+    """Return functions that create frameworks' objects other than arrays, each with the error's words."""
     tensor = "this is not a tensor that can be reduced"
     cases = {
         "numpy": [
@@ -157,7 +157,7 @@ def test_unknown_algorithms(wrong):
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, 2.0, "2", None, True, False, np.nan])
 def test_invalid_counts(wrong):
-    """Packs, bytes and groups are integers, 0 or more; a bool is not an integer here."""
+    """num_packs, bytes_per_pack and agg_small_grads_max_* must be integers, 0 or more; a bool raises an error, too."""
     for name, make in {
         "num_packs": lambda: cr.HierarchicalCopyAllReduce(wrong),
         "num_packs ": lambda: cr.NcclAllReduce(wrong),

@@ -45,7 +45,7 @@ def test_ranks_of_one_machine_share_its_memory():
 
 
 def test_a_group_of_one_rank():
-    """One rank is one host."""
+    """A group of one rank has one host."""
     assert ranks(1, numbered)[0][:3] == (((0,),), [1000], 4096)
 
 
@@ -111,7 +111,7 @@ def broken(rendezvous, failing, problem):
     ("failing", "problem"), [({0}, "_memory"), ({0}, "_send_to_all"), ({2}, "_received"), ({1, 2}, "_received")]
 )
 def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
-    """If one rank of a host does not get the memory, each rank of the host becomes a host of its own."""
+    """If one rank of a host does not get the memory, each of its ranks is treated as a separate host."""
     found = ranks(3, broken, failing, problem)
     assert found == [(((0,), (1,), (2,)), [1000 + rank], 4096) for rank in range(3)]
 
@@ -126,7 +126,7 @@ def test_other_hosts_are_not_split():
 
 def without_memory(rendezvous):
     before = sorted(Path("/proc/self/fd").iterdir())
-    with pytest.raises(ReductionError, match="there is not enough memory") as error:
+    with pytest.raises(ReductionError, match="memory could not be allocated") as error:
         bootstrap.bootstrap(rendezvous, lambda count: 1 << 50)
     return str(error.value), sorted(Path("/proc/self/fd").iterdir()) == before
 
@@ -154,7 +154,7 @@ def test_requests_beyond_the_available_memory_raise(monkeypatch):
     ("4:cpu,memory:/slice/job", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 ])  # fmt: skip
 def test_the_smallest_limit_of_all_control_groups_counts(tmp_path, monkeypatch, line, limit, usage, cache):
-    """The limits of this process's control group and of its parents count: of a slice, a pod, a container."""
+    """The available memory is the least that the limits of this process's control group and of its parents leave."""
     monkeypatch.setattr(bootstrap, "_CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(bootstrap, "_CGROUPS", tmp_path)
     Path(tmp_path, "cgroup").write_text(f"3:cpuset:/\n{line}\n")
@@ -201,7 +201,7 @@ def test_memory_is_neither_sent_to_nor_received_from_another_user(monkeypatch):
 
 
 def test_a_rank_whose_host_cannot_be_identified_is_its_own_host(monkeypatch):
-    """If the system does not report its identifiers, each rank is its own host and still gets memory."""
+    """If the system does not report its identifiers, each rank is treated as a separate host and gets memory."""
 
     def alone(rendezvous):
         monkeypatch.setattr(bootstrap, "_BOOT", Path("/proc/missing"))

@@ -1,4 +1,4 @@
-"""Bounds: equal to the least over all cuts, and no certificate of a wrong bound is accepted."""
+"""Bounds on the rates of collectives equal the least rate that any cut allows, and the known rates of machines."""
 
 import itertools
 import re
@@ -60,8 +60,8 @@ def weights(topology, roots, members):
 @settings(max_examples=300)
 @given(requests())
 def test_one_way_bounds_are_what_every_cut_gives(ask):
-    """For any roots and members, on any wiring with any bandwidths, the bound is the least over all sets of nodes; if
-    that is 0, the error names the cut."""
+    """For any roots and members, on any wiring with any bandwidths, the bound is the least rate that a cut allows;
+    if that is 0, the error names the cut."""
     topology, collective, roots, members = ask
     given_, needed = weights(topology, roots, members), members or topology.devices
     wanted = planning_oracle.cut_bound(topology, given_, outward(collective), needed)
@@ -82,7 +82,7 @@ def test_one_way_bounds_are_what_every_cut_gives(ask):
 
 
 def check_names_a_cut(topology, needed, roots, collective, text):
-    """Check that a message has a device, the devices that it cannot reach, and those that it can."""
+    """Check that a message names a device, the nodes that it can reach, and the destinations that it cannot."""
     src, beyond, inside = re.search(r"from (\S+) to (.*), but no link leads out of {(.*)}", text).groups()
     inside, beyond = set(inside.split(", ")), set(beyond.split(", "))
     reached = planning_oracle.reachable(topology, src)
@@ -102,7 +102,7 @@ def test_the_cut_that_is_named_has_its_switches():
 @settings(max_examples=60)
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.sampled_from(["broadcast", "reduce"]))
 def test_without_a_root_the_best_is_taken(wiring, collective):
-    """root=None is the root with the greatest bound."""
+    """With root=None the bound is the greatest over all roots, and it names that root."""
     topology = Topology(*wiring)
     best = max(bound(topology, collective, root).algbw for root in topology.devices)
     found = bound(topology, collective)
@@ -127,8 +127,8 @@ def test_without_a_root_one_that_reaches_all_is_found(collective, root):
 @settings(max_examples=50)
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)))
 def test_turned_links_turn_collectives(wiring):
-    """On the reversed links a broadcast has the bound of a reduce, an all-gather that of a reduce-scatter, and an
-    all-reduce its own."""
+    """If all links are reversed, a reduce has the bound that a broadcast had, a reduce-scatter that of an all-gather,
+    and the bound of an all-reduce does not change."""
     topology = Topology(*wiring)
     back = topology.reversed()
     for there, here in (("broadcast", "reduce"), ("all_gather", "reduce_scatter"), ("all_reduce", "all_reduce")):
@@ -165,7 +165,7 @@ def test_bounds_do_not_depend_on_names(wiring, rng):
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)), st.data())
 def test_less_wiring_is_never_faster(wiring, data):
     """A wider link, and a switch that can reduce, never lower a bound; fewer members never lower that of a
-    broadcast."""
+    broadcast or a reduce."""
     topology = Topology(*wiring)
     which = data.draw(st.integers(0, len(topology.links) - 1))
     wider = list(topology.links)
@@ -203,7 +203,8 @@ def test_an_all_reduce_lies_between(wiring):
 # Values of known machines.
 
 TABLE = [
-    # machine, hosts, options; all-gather, reduce-scatter; all-reduce; broadcast, reduce; all-reduce in the network
+    # machine, hosts, options, and the bounds of: all-gather and reduce-scatter; all-reduce; broadcast and reduce;
+    # all-reduce if switches can reduce
     ("dgx-1p", 1, {}, Fraction(640, 7), Fraction(320, 7), 80, Fraction(320, 7)),
     ("dgx-1v", 1, {}, Fraction(1200, 7), Fraction(600, 7), 150, Fraction(600, 7)),
     ("pcie-8", 1, {"speeds": "effective"}, Fraction(96, 7), Fraction(48, 7), 10, 10),
@@ -245,7 +246,7 @@ def test_bounds_of_machines(row):
     ("hosts", "gather"), [(16, Fraction(1280, 3)), (32, Fraction(12800, 31)), (128, Fraction(51200, 127))]
 )
 def test_bounds_of_many_hosts(hosts, gather):
-    """On 128, 256 and 1,024 GPUs in HGX H100 machines, the cut of the all-gather is a machine with its eight cards."""
+    """On 128, 256 and 1,024 GPUs in HGX H100 machines, the tight cut of an all-gather has whole machines of 8 GPUs."""
     topology = Topology.machine("hgx-h100", hosts)
     found = bound(topology, "all_gather")
     assert found.algbw == gather
@@ -288,7 +289,7 @@ def test_one_device_has_no_bound():
 
 
 def test_members_may_have_others_between_them():
-    """Devices that do not take part forward and combine, and are not roots."""
+    """Devices that are not members may forward and combine data, but are not roots."""
     topology = line(3, 2, back=True)
     found = bound(topology, "all_gather", devices=["cpu:0", "cpu:2"])
     assert (found.algbw, found.devices) == (4, ("cpu:0", "cpu:2"))
@@ -300,7 +301,7 @@ def test_members_may_have_others_between_them():
 
 
 def test_weighted_roots():
-    """In several simultaneous reductions, all bytes that start inside a set must leave it."""
+    """Several roots with their bytes have one bound; with equal bytes on all devices it is a reduce-scatter's."""
     topology = Topology.ring(4, 10)
     assert bound(topology, "reduce", {"cpu:0": 1}).algbw == bound(topology, "reduce", "cpu:0").algbw == 20
     even = bound(topology, "reduce", dict.fromkeys(topology.devices, 3))
@@ -311,7 +312,7 @@ def test_weighted_roots():
 
 def test_every_subset_of_a_dgx_1():
     """On each of the 247 subsets of two GPUs or more, an all-reduce is at least as fast as a reduce-scatter and an
-    all-gather, and on some it is faster. If no link joins two parts, the error names them."""
+    all-gather, and on some it is faster. If no link joins two parts of a subset, the error names the parts."""
     faster = apart = 0
     for count in range(2, 9):
         for devices in itertools.combinations(DGX_1V.devices, count):
@@ -343,9 +344,9 @@ def test_every_subset_of_a_dgx_1():
         ((DGX_1V, "all_gather", {"cuda:0": 1}), "all_gather has no root"),
         ((DGX_1V, "broadcast", "cuda:8"), r"root must be a device that takes part.*\n.*cuda:8"),
         ((DGX_1V, "broadcast", "cuda:0", ["cuda:1", "cuda:2"]), "root must be a device that takes part"),
-        ((DGX_1V, "reduce", {"cuda:0": -1}), "0 bytes or more"),
-        ((DGX_1V, "reduce", {"cuda:0": 0.5}), "0 bytes or more"),
-        ((DGX_1V, "reduce", {"cuda:0": True}), "0 bytes or more"),
+        ((DGX_1V, "reduce", {"cuda:0": -1}), "must be an int or a Fraction, 0 or more"),
+        ((DGX_1V, "reduce", {"cuda:0": 0.5}), "must be an int or a Fraction, 0 or more"),
+        ((DGX_1V, "reduce", {"cuda:0": True}), "must be an int or a Fraction, 0 or more"),
         ((DGX_1V, "reduce", {"cuda:0": 0}), "at least one root must have more than 0 bytes"),
         ((DGX_1V, "reduce", {}), "at least one root must have more than 0 bytes"),
         ((DGX_1V, "all_reduce", None, ["cuda:9"]), "no such device"),

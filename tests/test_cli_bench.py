@@ -53,7 +53,7 @@ def test_bench_prints_the_header_of_nccl_tests(crossreduce):
 
 
 def test_bench_rows_parse_and_their_numbers_agree(crossreduce):
-    """Each row has nccl-tests' columns; algbw is size by time and busbw 2 (n-1)/n of it."""
+    """Each row has nccl-tests' columns; algbw is size / time, and busbw is 2 (n-1)/n algbw."""
     code, out, _ = crossreduce("bench", "-b", "64K", "-e", "0.25m", "-f", "2", "-n", "3", "-g", "4", "-d", "float64")
     rows = [match.groupdict() for match in ROW.finditer(out)]
     assert code == 0
@@ -85,7 +85,7 @@ def test_bench_has_no_in_place_form(crossreduce, tmp_path, options, jax_, tensor
 
 
 def test_bench_steps_like_nccl_tests(crossreduce):
-    """Without -f sizes grow by -i; a size is rounded down to a multiple of the element size."""
+    """Without -f sizes grow by -i bytes; each is then rounded down to a multiple of the element size."""
     _, out, _ = crossreduce("bench", "-b", "10", "-e", "40", "-i", "10", "-n", "1", "-g", "2", "-w", "0", "-c", "0")
     assert [(m["size"], m["count"], m["wrong"]) for m in ROW.finditer(out)] == [
         ("8", "2", "N/A"), ("20", "5", "N/A"), ("28", "7", "N/A"), ("40", "10", "N/A"),
@@ -201,7 +201,7 @@ def test_bench_measures_every_root(crossreduce, collective):
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("n", [1, 2, 7, 24])
 def test_inputs_are_exact_in_every_order_and_detect_each_loss(op, dtype, n):
-    """Reduced in their dtype in any order, inputs give ``result``; with a lost or doubled one they do not."""
+    """In any order the inputs reduce to exactly ``result``; if one is lost or doubled, they do not."""
     arrays = exact.inputs(op, dtype, n)
     whole = exact.result(op, arrays)
     combine = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum, "mean": np.add}[op]
@@ -255,7 +255,7 @@ def test_bench_plans_on_a_topology(printed, tmp_path, monkeypatch, collective):
 
 
 def test_bench_takes_the_first_devices_of_a_topology(printed, crossreduce, tmp_path):
-    """Fewer devices than the topology has are its first ones; more devices, or devices without a path, are rejected."""
+    """``-g 3`` takes the topology's first 3 devices; more than it has, or devices without a path, are rejected."""
     small = ["bench", "-b", 8, "-e", 8, "-n", 1, "--topology"]
     assert "device  2 [cpu:2]" in printed(*small, "dgx-1v", "-g", 3)
     code, out, error = crossreduce(*small, "dgx-1v", "-g", 9)
@@ -268,7 +268,7 @@ def test_bench_takes_the_first_devices_of_a_topology(printed, crossreduce, tmp_p
 
 
 def test_bench_forwards_through_devices_that_are_not_measured(printed, tmp_path):
-    """If the names are the topology's own, its other devices remain, and data may be forwarded through them."""
+    """If -g names devices of the topology, data may be forwarded through its other devices."""
     path = tmp_path / "line.json"
     line = cr.Topology.mesh(1, 3)
     path.write_text(cr.Topology(("cpu:0", "cpu:2", "cpu:1"), line.links).to_json())

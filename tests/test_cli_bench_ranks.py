@@ -92,7 +92,7 @@ def pids_of(tmp_path):
 
 
 def test_ranks_get_their_numbers_and_rank_0_prints(tmp_path):
-    """Each rank gets its number, the world size and the port; rank 0's output is the launcher's."""
+    """Each rank gets its number, the world size and the port; the launcher prints the output of rank 0 only."""
     code, out, err, pids = launched(tmp_path, "print('rank', rank, flush=True)")
     assert (code, out, err) == (0, "rank 0\n", "")
     assert len(set(pids)) == 3
@@ -286,7 +286,7 @@ def test_no_gloo_thread_remains_when_a_rank_exits(tmp_path, fails):
 
 @pytest.fixture(scope="module")
 def measured():
-    """The rows of all cases, from one group of ranks."""
+    """Return the rows of all cases, measured by one group of ranks."""
     written = json.dumps([request_for(*case[:3], roots=case[3]).to_json() for case in CASES])
     ran = subprocess.run(launching(3, RANK, written), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -324,7 +324,7 @@ def bench(*args, environment=None, program=("-m", "crossreduce")):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """The output and the JSON of one run of ``bench --launch 2 --peers gloo``."""
+    """Return the output and the JSON of one run of ``bench --launch 2 --peers gloo``."""
     path = tmp_path_factory.mktemp("bench") / "b.json"
     ran = bench("--launch", "2", "--peers", "gloo", "-J", str(path))
     assert ran.returncode == 0, ran.stderr
@@ -421,7 +421,7 @@ def rejected(crossreduce, monkeypatch):
     ],
 )
 def test_wrong_arguments_are_rejected_before_ranks_start(rejected, line, words):
-    """A wrong argument is one error, of this process."""
+    """A wrong argument raises an error in this process, before any rank is started."""
     assert words in rejected(line)
 
 

@@ -29,7 +29,7 @@ def doctor(crossreduce, monkeypatch):
 
 
 def test_the_report_on_a_broken_group(doctor):
-    """The report on two hosts with one rank behind and one rank without information is the approved one."""
+    """The report on two hosts with one rank behind and one rank without information equals doctor.txt."""
     code, out, err = doctor(GOLDEN)
     assert (code, err) == (0, "")
     assert out == (GOLDEN / "doctor.txt").read_text()
@@ -113,7 +113,7 @@ def test_a_call_after_the_failure_does_not_count(dump_directory, doctor):
 
 
 def test_a_rank_that_left_is_reported(dump_directory, doctor):
-    """Leaving the group is not a call: the rank left after its last call."""
+    """Leaving a group does not count as a call: the report says after which call the rank left."""
     left = History(1, (*history(1, 4, ended=4.5).ops, Op(5, LEFT, 5.0, None)))
     cause = "rank 1 left during op 5, x."
     flight_recorder.write(new_dump(0, history(0, 5), left, hosts=((0, 1),))._replace(cause=cause, now_s=6.0))

@@ -126,7 +126,7 @@ def test_a_truncated_file_is_rejected(crossreduce, tmp_path, name, text, _):
 
 
 def test_the_function_takes_schedules_only():
-    """The function's error for a file's name points to the command, which reads files."""
+    """``cr.verify`` of a file's name raises an error that recommends ``crossreduce verify FILE``."""
     with pytest.raises(
         cr.ScheduleError, match=r"this is not a Schedule(.|\n)*'plan\.xml'(.|\n)*crossreduce verify FILE"
     ):

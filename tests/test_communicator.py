@@ -20,7 +20,7 @@ from crossreduce.ranks.communicator import ArrayView
 from crossreduce.ranks.one_host import SMALL_BYTES
 from crossreduce.ranks.programs import PIECE_BYTES
 
-ODD = 3001  # elements: for dtypes of at least four bytes more than each rank reduces itself
+ODD = 3001  # elements; of four bytes or more, they exceed SMALL_BYTES, so each rank reduces only a share
 
 
 def digest(array):
@@ -90,7 +90,7 @@ class Checks:
 
 
 def table(rendezvous, dtypes):
-    """Run every collective for dtypes, ops and sizes of each schedule; return the results that all ranks share."""
+    """Run every collective for dtypes, ops, and sizes of small and large arrays; return digests of the results."""
     comm = member(rendezvous)
     checks = Checks(comm)
     for seed, dtype in enumerate(dtypes):
@@ -137,9 +137,7 @@ def specials(rendezvous):
             [most] * n,
             [-most] * n,
         ]
-        rows = np.ascontiguousarray(
-            np.array(columns * 20).T.astype(made)
-        )  # 200 elements, so that whole vectors are computed, too
+        rows = np.ascontiguousarray(np.array(columns * 20).T.astype(made))  # 200 elements, so that SIMD code runs, too
         for op in ops_for(dtype):
             if "complex" in dtype and op == "product":
                 continue  # the C standard does not define the parts of a product with infinities
@@ -222,7 +220,7 @@ def test_bits_do_not_depend_on_arrival_order():
 
 
 def edges(rendezvous):
-    """Reduce sizes at the limits of small arrays, of shares and of pieces, with data that shows every error."""
+    """Reduce arrays of sizes around the limits of small arrays, shares and pieces, with data that shows every error."""
     comm = member(rendezvous)
     n, me = comm.size, comm.rank
     wanted = sum((n + 1) ** r for r in range(n))
@@ -257,7 +255,7 @@ def test_edges_of_pieces_and_unaligned_memory(n):
 
 
 def unsliced(rendezvous):
-    """Make many calls with more ranks than cores; waits end by a wake-up, or not within the test."""
+    """Make many calls without the timer that ends waits: a rank that is not woken sleeps for longer than the test."""
     shared_memory.SLICE_S = 1e5
     comm = member(rendezvous)
     draw = random.Random(comm.rank)

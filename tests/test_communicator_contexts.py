@@ -235,7 +235,7 @@ def test_wrong_arguments_raise_on_the_calling_rank():
 
 
 def handled(rendezvous, inside):
-    """Use the group in a signal handler during a call of rank 0."""
+    """Call the method named ``inside`` in a signal handler that interrupts a call of rank 0."""
     comm = member(rendezvous, 10)
     seen = []
     if comm.rank:
@@ -269,7 +269,7 @@ def handled(rendezvous, inside):
 
 
 def test_a_signal_handler_during_a_call():
-    """A call in the handler raises and the interrupted call continues; close and abort end it on all ranks."""
+    """A collective in the handler raises, and the interrupted call continues; close and abort end it on all ranks."""
     (seen, outcome, _, fd), other = ranks(2, handled, "barrier")
     assert "this thread is already in a call" in seen[0]
     assert (outcome, other, fd) == ("done", "done", -1)
@@ -301,7 +301,7 @@ def handled_while_it_closes(rendezvous):
 
 
 def test_a_signal_handler_while_a_group_closes():
-    """A call in the handler raises and does not wait for the interrupted thread."""
+    """A call in a signal handler that interrupts close raises, and does not wait for the interrupted thread."""
     (((text,), fd),) = ranks(1, handled_while_it_closes, timeout_s=10)
     assert 'group "world" is closed' in text
     assert fd == -1

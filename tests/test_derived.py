@@ -1,4 +1,4 @@
-"""Reduce-scatters and all-gathers from all-reduces: each device has its own part, and there are no needless
+"""Reduce-scatters and all-gathers derived from all-reduces: the i-th device has part i, and there are no needless
 transfers."""
 
 from collections import Counter
@@ -28,8 +28,8 @@ def owners(schedule, end):
 
 
 def check_parts(schedule, collective, members):
-    """Check that the i-th of n parts of the buffer belongs to the i-th device, which receives it from, or sends it to,
-    all."""
+    """Check that a reduce-scatter leaves the sum of the i-th of n parts of the buffer on the i-th device, or that an
+    all-gather copies the part from there to all devices."""
     n = len(members)
     mine, others = (2, 1) if collective == "reduce_scatter" else (1, 2)
     assert schedule.collective == collective
@@ -70,7 +70,8 @@ def test_part_i_is_on_device_i(algorithm, n):
 @settings(max_examples=80)
 @given(st.data(), st.integers(2, 7), st.sampled_from([*NAMED, "auto"]), st.booleans())
 def test_some_devices_of_any_topology(data, n, algorithm, both_ways):
-    """The same is true for some of the devices, in any order, on any topology."""
+    """On any topology, for some of its devices in any order, part i of a reduce-scatter ends on the i-th of them, and
+    part i of an all-gather starts there."""
     topology = data.draw(wired(names(n), both_ways=both_ways))
     members = data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True))
     for collective in ("reduce_scatter", "all_gather"):
@@ -86,7 +87,7 @@ TREES = [name for name in NAMED if name not in PAIRED]
 
 @pytest.mark.parametrize("algorithm", NAMED)
 def test_no_needless_transfers(algorithm):
-    """Each chunk moves once for each device but its owner."""
+    """Among n devices each chunk is transferred n - 1 times, the least possible."""
     others = (Topology.mesh(2, 3, 25, 1e-6), Topology.star(5, 450, 1e-6)) if algorithm in TREES else ()
     for topology in (DGX, *others):
         for collective in ("reduce_scatter", "all_gather"):
@@ -130,8 +131,8 @@ def test_an_all_gather_reverses_a_reduce_scatter(algorithm):
 @settings(max_examples=100)
 @given(algorithms, st.integers(1, 9), st.integers(0, 9))
 def test_the_steps_that_are_kept_of_an_all_reduce(algorithm, n, first):
-    """Of an all-reduce with one pack per device, the steps that bring each chunk to its owner are kept; the all-gather
-    reverses each transfer, except to a device that has the chunk already."""
+    """The reduce-scatter keeps those steps of an all-reduce that bring each chunk to its owner; the all-gather reverses
+    each transfer, except to a device that has the chunk already."""
     whole = PLANNERS[algorithm](names(n), packs=n, first=first)
     scattered = reduce_scatter(whole)
     check_parts(scattered, "reduce_scatter", names(n))
@@ -163,8 +164,8 @@ def test_half_of_an_all_reduce(algorithm, n):
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_halving_then_doubling(n):
-    """For powers of two the reduce-scatter is the halving, in log2 n rounds with half the additions of the previous
-    one."""
+    """For powers of two the reduce-scatter is the halving, in log2 n rounds, each with half the additions of the
+    previous one."""
     scattered = reduce_scatter(PLANNERS["halving_doubling"](names(n), packs=n))
     assert len(scattered.rounds) == n.bit_length() - 1
     assert {sum(len(step.srcs) - 1 for step in steps) for steps in scattered.rounds} == {
@@ -185,14 +186,15 @@ def test_recursive_doubling_scatters_and_gathers(n):
 
 
 def test_one_shot_scatters_as_direct():
-    """Each device reads its part of every original: the first half of direct."""
+    """The reduce-scatter of one_shot is that of direct: each device reads its part of every device's array."""
     for n in range(1, 8):
         shots = reduce_scatter(PLANNERS["one_shot"](names(n), packs=n))
         assert shots.rounds == reduce_scatter(PLANNERS["direct"](names(n))).rounds
 
 
 def test_routes_are_reversed_too():
-    """The all-gather uses the routes of the reduce-scatter backwards; routes of removed steps are removed."""
+    """The all-gather uses the reduce-scatter's routes backwards; a reduce-scatter has routes only for its own
+    transfers."""
     # Two routes between any two devices: transfers without a route of their own use the first bus.
     links = [Link(a, b, 10) for bus in ("b0", "b1") for d in names(3) for a, b in ((d, bus), (bus, d))]
     topology = Topology(names(3), links, ["b0", "b1"])
@@ -211,8 +213,8 @@ def test_routes_are_reversed_too():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_chunks_stay_where_they_are_first_complete(algorithm):
-    """If an all-reduce completes the same number of chunks on each device, these are the owners, and the reduce-scatter
-    has no copies."""
+    """If an all-reduce completes the same number of chunks on each device, each device owns those that it completes,
+    and the reduce-scatter has no copies."""
     n = 8
     scattered = reduce_scatter(PLANNERS[algorithm](names(n), packs=n))
     assert all(len(step.srcs) > 1 for steps in scattered.rounds for step in steps)

@@ -1,4 +1,4 @@
-"""The texts about ranks whose calls differ or that are missing: the same on all ranks, with ranks and values."""
+"""The texts about ranks whose calls differ, or that are late or lost, name the ranks and what each of them called."""
 
 import copy
 import pickle
@@ -60,7 +60,7 @@ def test_a_missing_call_is_named_with_its_number():
 
 
 def test_the_call_of_most_ranks_counts_as_correct():
-    """The smaller party differs; of two equal parties, the one without the lowest rank."""
+    """The text says that the fewer ranks differ from the others; if they are as many, those without the lowest rank."""
     assert mismatch_text(calls_of("barrier", SUM, SUM), "a").startswith("rank 0 differs from ranks 1, 2")
     assert mismatch_text(calls_of("barrier", SUM), "a").startswith("rank 1 differs from rank 0")
     assert mismatch_text(calls_of("barrier", SUM, SUM, "barrier"), "a").startswith("ranks 1, 2 differ from ranks 0, 3")
@@ -74,14 +74,14 @@ def test_the_text_is_the_same_on_every_rank():
 
 
 def test_each_of_several_differing_ranks_is_named():
-    """Three different calls are three parties, each with its value, and all aspects are named."""
+    """If ranks make three different calls, the text has each of these with its ranks, and all aspects that differ."""
     text = mismatch_text(calls_of(SUM, DIFFERENCES["shape"], SUM, DIFFERENCES["dtype"]), "a")
     assert text.startswith("ranks 1, 3 differ from ranks 0, 2 in shape and dtype")
     assert f"rank 1: {DIFFERENCES['shape']}; rank 3: {DIFFERENCES['dtype']}; ranks 0, 2: {SUM}" in text
 
 
 def test_texts_stay_short_on_many_ranks():
-    """512 different calls, and ranks with gaps, are counted instead of listed."""
+    """Of 512 different calls, or 500 ranks that are not consecutive, only a few are listed, and all are counted."""
     texts = [call_text("all_reduce", "sum", dtype="float32", shape=(k,)) for k in range(512)]
     text = mismatch_text(calls_of(*texts), "a")
     assert len(text) < 1000
@@ -97,7 +97,7 @@ def test_texts_stay_short_on_many_ranks():
 
 @pytest.mark.parametrize("text", ["", "a user's text: [1, 2]", "send 3 (tag 4)", "x" * 500, "a root b"])
 def test_any_texts_can_be_compared(text):
-    """A text with another syntax differs in the call."""
+    """A call whose text cannot be parsed is reported to differ "in the call", without an aspect."""
     assert "in the call" in mismatch_text(calls_of(SUM, SUM, text), "a")
 
 
@@ -131,7 +131,7 @@ def test_lost_ranks_are_named_with_their_processes():
     ("kind", "builtin"), [(cr.PeerLostError, ConnectionError), (cr.CollectiveTimeout, TimeoutError)]
 )
 def test_errors_keep_their_ranks(kind, builtin):
-    """An error about ranks is also a built-in one, and keeps text and ranks when it is pickled, copied or prefixed."""
+    """An error about ranks has a built-in base class, and keeps its ranks when it is pickled, copied or prefixed."""
     error = kind("rank 3 died", [3, 4])
     assert isinstance(error, builtin)
     assert isinstance(error, cr.ReductionError)
@@ -146,6 +146,6 @@ def test_errors_keep_their_ranks(kind, builtin):
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 4)])
 @pytest.mark.parametrize(("op", "root"), [(None, None), ("sum", None), ("max", 3), (None, 0)])
 def test_a_text_of_a_call_can_be_parsed(shape, op, root):
-    """For any parts of a call, another dtype is found as the only difference."""
+    """Whatever the op, root and shape of two calls, a text names the dtype if it is their only difference."""
     one, other = (call_text("reduce", op, root, dtype, shape) for dtype in ("bfloat16", "float16"))
     assert "rank 1 differs from rank 0 in dtype at" in mismatch_text(calls_of(one, other), "a")

@@ -57,8 +57,8 @@ def test_eight_nodes(sys_tree):
 
 
 def test_nodes_without_cpus_or_memory_are_none(sys_tree):
-    """A node with memory only, as of CXL and GPUs, is not a device, nor is one without memory; numbers may have
-    gaps."""
+    """A NUMA node without CPUs, such as the memory of CXL or a GPU, is not a device, nor is one without memory; numbers
+    of nodes may have gaps."""
     rows = ["10 20 30 20", "20 10 20 20", "30 20 10 20", "20 20 20 10"]
     sys_tree(rows, cpus=["0-7", "", "8-15", "16-23"], memory=[9, 9, 9, 0], numbers=[0, 2, 8, 9])
     topology = discover()
@@ -75,7 +75,7 @@ def test_unreachable_nodes_have_no_link(sys_tree):
 
 
 def test_one_node_is_one_device(sys_tree):
-    """A laptop has one NUMA node and no links."""
+    """One NUMA node, as of a laptop, is one device without links."""
     sys_tree(["10"])
     assert discover() == NOTHING
 
@@ -85,14 +85,14 @@ def test_one_node_is_one_device(sys_tree):
     [["10 20"], ["10 20", "20"], ["10 20", "20 x"], ["10 20", ""], ["10 0", "20 10"], ["10 -5", "20 10"], ["", ""]],
 )
 def test_malformed_distances_are_no_machine(sys_tree, rows):
-    """With an invalid table of distances there is one device."""
+    """If the table of distances is invalid, the topology has one device."""
     sys_tree(rows)
     assert discover() == NOTHING
 
 
 @pytest.mark.parametrize("gone", ["distance", "cpulist", "meminfo"])
 def test_missing_files_are_no_machine(sys_tree, gone):
-    """If a file is missing or is not text, there is one device."""
+    """If a file of a NUMA node is missing or is not text, the topology has one device."""
     root = sys_tree(["10 20", "20 10"])
     assert len(discover().devices) == 2
     (root / "node1" / gone).write_bytes(b"\xff\xfe")
@@ -102,7 +102,7 @@ def test_missing_files_are_no_machine(sys_tree, gone):
 
 
 def test_odd_trees_are_no_machine(sys_tree, tmp_path):
-    """Unexpected files in the folder are not an error."""
+    """An unexpected entry in the folder of NUMA nodes is not an error; the topology has one device."""
     sys_tree(["10 20", "20 10"])
     (tmp_path / "node1x").mkdir()
     assert discover() == NOTHING
@@ -110,7 +110,7 @@ def test_odd_trees_are_no_machine(sys_tree, tmp_path):
 
 @pytest.mark.parametrize("path", ["missing", "file"])
 def test_systems_without_sys(monkeypatch, tmp_path, path):
-    """macOS, Windows and bare containers have one device."""
+    """Without the folder of NUMA nodes, as on macOS, on Windows and in bare containers, the topology has one device."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(module, "NODES", tmp_path / path)
@@ -118,7 +118,7 @@ def test_systems_without_sys(monkeypatch, tmp_path, path):
 
 
 def test_this_machine():
-    """On the machine that runs this test there is at least one device."""
+    """The topology of the machine that runs this test has at least one device."""
     assert discover().devices
 
 
@@ -221,7 +221,7 @@ def bricks(name, one):
 @pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.parametrize(("name", "one", "sm"), [("dgx-1v", 25, (7, 0)), ("dgx-1p", 20, (6, 0))])
 def test_a_dgx_1_is_found(nvml, name, one, sm, as_bytes):
-    """GPUs that NVLinks join give the machine of the library, and the driver is shut down."""
+    """From the NVLinks of a DGX-1, discover makes the topology of this machine in the library, and shuts NVML down."""
     driver = nvml(bricks(name, one), sm=sm, as_bytes=as_bytes)
     assert discover() == machine(name)
     assert driver.up == 0
@@ -232,7 +232,7 @@ def test_a_dgx_1_is_found(nvml, name, one, sm, as_bytes):
     ("name", "n", "links", "sm"), [("dgx-2", 16, 6, (7, 0)), ("dgx-a100", 8, 12, (8, 0)), ("hgx-h100", 8, 18, (9, 0))]
 )
 def test_nvswitches_are_found(nvml, name, n, links, sm, seen):
-    """All NVSwitches are one switch, whether the driver reports their type or not."""
+    """All NVSwitches of a machine become one switch, whether the driver reports their type or not."""
     nvml([[seen] * links] * n, sm=sm)
     assert discover() == machine(name)
 
@@ -244,7 +244,7 @@ def test_three_gpus_of_a_dgx_2(nvml):
 
 
 def test_a_workstation_is_found(nvml):
-    """Pairs with a bridge have PCIe, too, with the speed that the driver reports."""
+    """GPUs that an NVLink bridge joins in pairs have PCIe links, too, with the speed that the driver reports."""
     nvml([[k ^ 1] * 4 for k in range(4)], lambda i, j: "PHB", sm=(8, 6))
     assert discover() == machine("nvlink-pairs-4")
 
@@ -262,8 +262,8 @@ def test_a_workstation_is_found(nvml):
     ],
 )
 def test_a_pcie_machine_is_found(nvml, pcie, gb_per_s):
-    """PCIe switches and CPUs follow from the distances of GPUs; an invalid generation or width becomes the nearest
-    valid one."""
+    """PCIe switches and CPUs are derived from which part of PCIe joins two GPUs; an invalid generation or width becomes
+    the nearest valid one."""
     nvml([[]] * 8, lambda i, j: "PIX" if i // 2 == j // 2 else "NODE" if i // 4 == j // 4 else "SYS", pcie=pcie)
     topology = discover()
     assert topology.route("cuda:0", "cuda:1") == ("cuda:0", "pcie0", "cuda:1")
@@ -306,7 +306,7 @@ def test_links_that_lead_elsewhere(nvml):
     ],
 )
 def test_cuda_visible_devices(nvml, monkeypatch, value, found):
-    """Devices are those that CUDA can use, with its numbers; if there are none, those of host memory."""
+    """Devices are the GPUs that CUDA_VISIBLE_DEVICES selects, numbered as CUDA does; if it selects none, cpu:0."""
     nvml([[1, 3], [0, 2, 2], [1, 1, 3, 3, 3], [0, 2, 2, 2]])
     links = {(0, 1): 1, (0, 3): 1, (1, 2): 2, (2, 3): 3}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
@@ -339,7 +339,7 @@ def test_nvlink_by_compute_capability(sm, kind):
 
 
 FUNCTIONS = [name for name in vars(Nvml) if name.startswith("nvml")]
-# Without the first ones nothing is known; the second ones have no effect here.
+# Without a function of NEEDED no GPU is found; without one of SPARE the topology of this test is the same.
 NEEDED = {"nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetPciInfo"}
 SPARE = {"nvmlShutdown", "nvmlDeviceGetUUID", "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetMaxPcieLinkWidth"}
 
@@ -365,13 +365,13 @@ def test_a_driver_that_refuses(nvml, monkeypatch, name, how):
 
 @pytest.mark.parametrize("broken", [None, ModuleType("pynvml"), SimpleNamespace()])
 def test_a_broken_package(monkeypatch, tmp_path, broken):
-    """With a broken package of that name, or without it, no GPU is found."""
+    """If the package pynvml is missing or broken, no GPU is found."""
     monkeypatch.setattr(module, "NODES", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", broken)
     assert discover() == NOTHING
 
 
 def test_no_gpu(nvml):
-    """A driver may report no GPU."""
+    """If the driver reports no GPU, the topology is that of a machine without GPUs."""
     nvml([])
     assert discover() == NOTHING

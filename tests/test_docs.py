@@ -53,7 +53,7 @@ def test_code_prints_what_the_document_shows(document, count, tmp_path):
 
 
 def test_torchrun_prints_what_the_readme_shows(tmp_path):
-    """Under the torchrun command that the README shows, the block before it prints the text after it."""
+    """Run by the README's torchrun command, the Python block before this command prints the text after it."""
     ((code, shown),) = [(code, shown) for code, shown in BLOCK.findall(README) if LAUNCH.match(shown)]
     command = LAUNCH.match(shown)
     (tmp_path / command[2]).write_text(code)
@@ -90,7 +90,7 @@ def test_the_readme_is_short():
 
 
 def test_the_pictures_of_the_readme_are_up_to_date(tmp_path):
-    """The README shows the pictures of benchmarks/pictures.py, whose texts are those of today's plan and results."""
+    """The README shows the pictures of benchmarks/pictures.py; their texts are those of newly drawn ones."""
     command = [sys.executable, ROOT / "benchmarks" / "pictures.py", "--folder", tmp_path]
     subprocess.run(command, check=True, timeout=100, stdout=subprocess.DEVNULL)
     drawn = sorted(file.name for file in tmp_path.iterdir())
@@ -102,7 +102,7 @@ def test_the_pictures_of_the_readme_are_up_to_date(tmp_path):
 
 
 def test_the_tables_on_speed_are_up_to_date(tmp_path):
-    """The tables of docs/speed.md are those that benchmarks/speed.py writes from the kept results."""
+    """The tables of docs/speed.md are those that benchmarks/speed.py writes from the stored results."""
     page, copy = ROOT / "docs" / "speed.md", tmp_path / "speed.md"
     head, mark, _ = page.read_text().partition("<!-- benchmarks/speed.py writes the rest of this page. -->\n")
     copy.write_text(head + mark)
@@ -113,7 +113,7 @@ def test_the_tables_on_speed_are_up_to_date(tmp_path):
 
 
 def test_command_lines_on_the_frameworks_pages_write_traces(tmp_path):
-    """Each ``crossreduce plan`` command for a trace on a framework's page writes a trace."""
+    """Each ``crossreduce plan --export`` command on the pages of PyTorch, JAX and TensorFlow writes a trace."""
     pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("pytorch", "jax", "tensorflow"))
     commands = re.findall(r"`crossreduce (plan .*?--export (\S+?))`", pages)
     assert len(commands) == 3
@@ -123,7 +123,7 @@ def test_command_lines_on_the_frameworks_pages_write_traces(tmp_path):
 
 
 def test_the_page_on_jax_has_the_thresholds_and_versions_of_the_code(jax_):
-    """The size below which leaves are joined and the oldest JAX are those of the code and of pyproject.toml."""
+    """docs/jax.md has the code's size below which leaves share a buffer, and the oldest JAX of pyproject.toml."""
     from crossreduce.jax import SMALL_BYTES
 
     page = (ROOT / "docs" / "jax.md").read_text()
@@ -142,7 +142,7 @@ def test_ci_runs_readmes_commands():
 
 
 def test_links_have_targets():
-    """Every relative link and picture in the documents names an existing file; every picture of docs/ is in one."""
+    """Every relative link and picture in the documents names a file; every file of docs/pictures/ is used."""
     documents = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
     unused = set(PICTURES.iterdir())
     for document in documents:

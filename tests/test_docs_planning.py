@@ -1,4 +1,4 @@
-"""docs/planning.md is correct: its code prints its output and draws its pictures, and its numbers are computed here.
+"""docs/planning.md is correct: its code prints its output and draws its pictures, and its numbers are computed again.
 
 The stored results of benchmarks/planning.py, which the page quotes, are those of the current code.
 """
@@ -32,7 +32,7 @@ KEPT = json.loads((ROOT / "benchmarks" / "results" / "planning.json").read_text(
 BOX = cr.Topology.machine("dgx-1v")
 PART = BOX.subset([f"cuda:{k}" for k in (0, 1, 2, 4, 6)])
 N = len(PART.devices)
-TIMES = {  # the rows of the page's table of times, and the lines of the stored results for each
+TIMES = {  # row of the page's table of times: the stored results of which it shows the slowest
     "cut bound, up to 16 devices": r"(all_gather|reduce_scatter|broadcast|reduce) bound, up to 16 devices",
     "cut bound, 256 devices": r".* bound, 256 devices",
     "cut bound, 1,024 devices": r".* bound, 1,024 devices",
@@ -48,7 +48,7 @@ TIMES = {  # the rows of the page's table of times, and the lines of the stored 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Run the code of the page, and return the output of each block, the names and the pictures."""
+    """Run the code of the page; return what each block prints, the code's variables, and the folder of its pictures."""
     folder = tmp_path_factory.mktemp("docs")
     names, printed = {}, []
     for code, _ in CODE.findall(PAGE):
@@ -60,19 +60,19 @@ def run(tmp_path_factory):
 
 
 def texts(picture):
-    """Return the texts of a picture."""
+    """Return the contents of the text elements of an SVG picture."""
     return re.findall(r"<text[^>]*>(.*?)</text>", picture.read_text(), re.DOTALL)
 
 
 def test_page_code_prints_the_output_of_the_page(run):
-    """Each Python block prints the text block after it, or nothing without one."""
+    """Each Python block prints the text block that follows it, or nothing if none follows."""
     shown = [output for _, output in CODE.findall(PAGE)]
     assert len(shown) == PAGE.count("```python") > 8
     assert run.printed == shown
 
 
 def test_page_pictures_are_those_of_its_code(run):
-    """The page uses the pictures that its code draws, and the kept ones have the same texts as those drawn now."""
+    """The page shows the pictures that its code draws; the stored pictures have the texts of newly drawn ones."""
     named = re.findall(r"\]\(pictures/([\w-]+\.svg)\)", PAGE)
     assert sorted(named) == sorted(file.name for file in run.folder.glob("*.svg"))
     for name in named:
@@ -85,13 +85,13 @@ def ratio(value):
 
 
 def decimal(value):
-    """Return a number with finitely many decimals as text."""
+    """Return a number of at most 10 significant digits as decimal text."""
     assert Fraction(f"{float(value):.10g}") == value
     return f"{float(value):.10g}"
 
 
 def pairs(topology):
-    """Return the width of each pair of devices that a link joins, by their numbers."""
+    """Return {(last digit of a, last digit of b): bandwidth} for each pair of linked devices a < b."""
     return {(link.src[-1], link.dst[-1]): link.bandwidth for link in topology.links if link.src < link.dst}
 
 
@@ -140,7 +140,7 @@ def limits():
     assert best / both == twice
     yield f"{ratio(part)} of the buffer into each device twice, into 6 too"
     yield f"{best} / ({ratio(both)}) = {decimal(twice)} GB/s"
-    there, _ = (order for order in permutations(PART.devices[1:]) if ring(order))  # one ring, in both directions
+    there, _ = (order for order in permutations(PART.devices[1:]) if ring(order))  # one ring, found in both directions
     stops = "-".join(device[-1] for device in (PART.devices[0], *there))
     yield f"one ring, {stops}. Its slowest links have {ring(there)} GB/s in each direction"
     assert cr.plan(PART, "all_reduce", 1 << 20, "ring").rate == 2 * ring(there) / both == twice
@@ -149,7 +149,7 @@ def limits():
 
 
 def ring(order):
-    """Return the narrowest link of a ring that starts with the part's first device; None: a link is missing."""
+    """Return the least bandwidth on the ring of PART's first device and ``order``; None if a link is missing."""
     stops = (PART.devices[0], *order, PART.devices[0])
     found = [PART.link(a, b) for a, b in pairwise(stops)]
     return min(link.bandwidth for link in found) if all(found) else None
@@ -166,7 +166,7 @@ def trees():
     simulation = cr.simulate(plan.schedule, PART, 5 << 20)
     assert {simulation.bytes[link[:2]] / link.bandwidth for link in PART.links} == {
         (5 << 20) / plan.rate
-    }  # all links are busy
+    }  # all links are busy for the same time
     yield "a link of 25 GB/s is in one tree, a link of 50 GB/s in both"
     yield "6 gets half of the sum"
     whole, sends = sum(link.bandwidth for link in PART.links), 2 * (N - 1)
@@ -243,7 +243,7 @@ def others():
 
 
 def parts_table():
-    """Return the page's table of parts and failed links, from the stored results."""
+    """Return the page's table of parts (subsets of a machine's devices) and failed links, from the stored results."""
     lines = [
         "| machine | parts | at the bound | joint | TensorFlow | rings (none) | one device "
         "| links | connected | at the bound | joint | TensorFlow |",
@@ -296,7 +296,7 @@ def seconds(value):
 
 
 def statements():
-    """Return every statement of the page that has numbers."""
+    """Return every statement of the page that has numbers, with numbers that the library computes."""
     return [
         *wiring(),
         *tensorflow(),
@@ -331,7 +331,7 @@ def exact(value):
 
 
 def test_stored_results_are_current(tmp_path):
-    """A quick run of benchmarks/planning.py gives all expected values, and the results of the stored full run."""
+    """A quick run of benchmarks/planning.py agrees with its reference values and with the stored full run."""
     path = tmp_path / "planning.json"
     script = ROOT / "benchmarks" / "planning.py"
     done = subprocess.run(
@@ -352,7 +352,7 @@ def test_stored_results_are_current(tmp_path):
 
 
 def test_stored_results_are_complete():
-    """The stored results have all machines, all 247 parts of each machine of eight, and no plan above its bound."""
+    """The stored results have all machines, all 247 subsets of each machine of eight, and no plan above its bound."""
     machines = {name: cr.Topology.machine(name) for name, _ in cr.topology.machines.machine_names()}
     eights = {name for name, topology in machines.items() if len(topology.devices) == 8}
     assert {line["name"] for line in KEPT["machines"]} == machines.keys()
@@ -368,5 +368,5 @@ def test_stored_results_are_complete():
     for line in KEPT["auto"]:
         least = min(ratio for ratio in line["relative"].values() if ratio is not None)
         assert least >= 1
-        assert least == 1 or line["algorithm"] == "hierarchical_copy"  # "auto" also tries one tree per device
+        assert least == 1 or line["algorithm"] == "hierarchical_copy"  # "auto" also tries it with one tree per device
         assert line["over_bound"] >= 1

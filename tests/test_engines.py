@@ -66,9 +66,9 @@ def test_results_are_the_oracles(engine):
 
 @given(named, requests(most_packs=3), op_and_dtype(), sizes, st.data())
 def test_all_engines_give_the_same_bits(algorithm, ask, pair, size, data):
-    """One schedule gives the same bits on every engine: the order of combination is the program's.
+    """One schedule gives the same bits on every engine, since the lowered program fixes the order of combination.
 
-    NumPy's complex product may round another number of times than the kernels' four real products.
+    Complex products are left out: NumPy may round them another number of times than the kernels' four real products.
     """
     op, dtype = pair
     assume(op != "product" or not dtype.startswith("complex"))
@@ -103,7 +103,7 @@ def chance(rng):
 def test_any_right_schedule_gives_the_right_sum(engine, dtype):
     """Not only planned schedules: any steps that verify accepts give exact sums and do not write the inputs.
 
-    Memory that is used again for intermediate values is never memory that is still needed.
+    No engine reuses the memory of an intermediate value that a later step reads.
     """
     done = 0
     for seed in range(4_000 if engine == "loop" else 1_000):
@@ -125,7 +125,7 @@ def test_any_right_schedule_gives_the_right_sum(engine, dtype):
 @each_engine
 @pytest.mark.parametrize("algorithm", NAMED)
 def test_contributions_all_arrive_once(engine, algorithm):
-    """(n + 1) ** device sums exactly on every device: no contribution is lost, doubled or replaced by another's."""
+    """The sum of (n + 1) ** device is exact on every device: no contribution is lost, doubled or replaced."""
     for n in range(1, 16):
         xs = oracle.contributions(n, "int64", (11,))
         for result in run_engine(engine, all_reduce(algorithm, n, packs=2), "sum", xs):
@@ -134,7 +134,7 @@ def test_contributions_all_arrive_once(engine, algorithm):
 
 @each_engine
 def test_half_types_are_rounded_once(engine):
-    """The mean of equal halves is that half, however large: sums are accumulated in float32 and rounded at the end."""
+    """The mean of equal float16 or bfloat16 numbers is that number, however large: they are summed in float32."""
 
     @settings(max_examples=40)
     @given(named, device_counts, st.sampled_from(["float16", "bfloat16"]))
@@ -178,7 +178,7 @@ def test_the_same_input_gives_the_same_bits(engine):
 
 @each_engine
 def test_results_are_written_into_out(engine):
-    """With ``out`` the results are those arrays, also if they are the inputs."""
+    """An engine writes its results into the arrays of ``out`` and returns these, also if they are the inputs."""
     schedule = all_reduce("ring", 3)
     xs = oracle.contributions(3, "float32", (7,))
     out = [np.empty(7, "float32") for _ in range(3)]
@@ -219,20 +219,20 @@ REFUSED = [
 @pytest.mark.parametrize("engine", [*ENGINES, "null"])
 @pytest.mark.parametrize(("schedule", "text"), REFUSED)
 def test_wrong_schedules_are_refused_before_anything_runs(engine, schedule, text):
-    """A schedule that verify rejects, or whose chunks differ, raises before one byte moves or one element is added."""
+    """A schedule that verify rejects, or with chunks of different sources or destinations, raises before any step."""
     null = NullFramework()
     framework = null if engine == "null" else get("numpy")
     xs = [null.zeros((4,), "float32", name) for name in names(2)]
     if engine != "null":
         xs = [np.ones(4, "float32") for _ in range(2)]
-    for _ in range(2):  # the refusal is repeated
+    for _ in range(2):  # the second call is refused, too
         with pytest.raises(ScheduleError, match=text):
             run_engine(engine, schedule, "sum", xs, framework)
     assert null.counts == Counts()
 
 
 def test_empty_chunks_are_verified_too():
-    """A wrong step in a chunk that is empty at this size is refused all the same."""
+    """A schedule is refused if it lacks a step of a chunk, even if that chunk is empty at this buffer size."""
     chunk = Chunk(HALF, (0, 1), (0,))
     schedule = custom((chunk, chunk), [(1, 0, (0, 1))])
     assert schedule.spans(1) == ((0, 0), (0, 1))
@@ -262,7 +262,7 @@ def test_the_host_engine_is_selected_for_plain_host_arrays():
     "change", [{"mixed": True}, {"size": None}, {"devices": ("cpu:0", "cuda:1")}, {"devices": ("cpu:0", "host1/cpu:0")}]
 )
 def test_the_loop_runs_what_the_host_engine_cannot(change):
-    """Mixed sparse and dense values, unknown sizes and devices beyond this host's memory go to the loop."""
+    """The loop runs mixed sparse and dense values, unknown sizes, and devices other than this host's memory."""
     xs = [np.ones(4, "float32") for _ in range(2)]
     engine, operands = select(*layout_of(get("numpy"), xs, **change))
     assert engine is engine_named("loop")
@@ -270,14 +270,14 @@ def test_the_loop_runs_what_the_host_engine_cannot(change):
 
 
 def test_the_null_engine_counts_null_arrays():
-    """Arrays without elements run on the null engine only."""
+    """Arrays of the null framework, which have shapes but no elements, run on the null engine."""
     null = NullFramework()
     engine, _ = select(*layout_of(null, [null.zeros((4,), "float32", name) for name in names(2)]))
     assert engine is engine_named("null")
 
 
 def test_traced_arrays_run_on_the_loop(jax_):
-    """Arrays that the kernels cannot read are refused by ``bind``, and the next engine runs them."""
+    """The host engine's ``bind`` refuses arrays that the kernels cannot read, and the loop runs them."""
     import jax
 
     seen = []
@@ -291,7 +291,7 @@ def test_traced_arrays_run_on_the_loop(jax_):
 
 
 def test_a_new_engine_runs_whole_calls():
-    """An engine whose name is in the registry runs the calls that it supports, ``out`` included, and sees each once."""
+    """A registered engine runs the calls that it supports, with or without ``out``, once for each dtype."""
     grads = [{"w": np.full((2, 3), float(k)), "b": np.arange(3) * k} for k in range(4)]
     with only("recording") as engine:
         engine.runs.clear()
@@ -304,11 +304,11 @@ def test_a_new_engine_runs_whole_calls():
         assert engine.runs[-1] == (("ring",), ((3,),), True)
         assert value[0].tolist() == [2.0] * 3
     cr.all_reduce(grads)
-    assert len(engine.runs) == 3  # it is not selected any more
+    assert len(engine.runs) == 3  # outside ``only`` the engine is not selected
 
 
 def test_overlapping_out_is_refused_for_every_engine():
-    """Arrays of ``out`` that share memory are refused before anything is written, whether or not the engine checks."""
+    """Arrays of ``out`` that share memory are refused before any write, whether or not the engine checks for it."""
     for name in ENGINES:
         with only(name):
             value = cr.PerReplica([np.ones(3), np.ones(3)])
@@ -340,7 +340,7 @@ def test_the_host_engine_reports_overlap_itself():
     sizes,
 )
 def test_fresh_parts_belong_to_one_destination(algorithm, ask, op, dtype, size):
-    """Parts that are marked fresh share memory with no input and no other fresh destination's parts."""
+    """A result part that the loop marks as fresh shares memory with no input and no other destination's fresh parts."""
     xs = [np.ones(size, dtype) for _ in ask.sources]
     results = run(plan(algorithm, ask), op, xs, size)
     fresh = [(number, part) for number, (parts, is_fresh) in enumerate(results) if is_fresh for part in parts]
@@ -352,7 +352,7 @@ def test_fresh_parts_belong_to_one_destination(algorithm, ask, op, dtype, size):
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy"])
 @pytest.mark.parametrize("shape", [(), (2, 3), (0,)])
 def test_arrays_of_unknown_size_are_not_cut(algorithm, shape):
-    """With size None arrays of any shape pass through the schedule's one chunk."""
+    """If the size is None, the loop reduces whole arrays of any shape by a schedule of one chunk."""
     xs = [np.full(shape, 6.0**k) for k in range(5)]
     for parts, _ in run(PLANNERS[algorithm](names(5)), "sum", xs, None):
         (part,) = parts
@@ -360,7 +360,7 @@ def test_arrays_of_unknown_size_are_not_cut(algorithm, shape):
 
 
 def test_arrays_of_unknown_size_need_one_chunk():
-    """A program of several chunks cannot cut an array of unknown size."""
+    """A schedule of several chunks raises for arrays of unknown size, since the loop cannot cut them."""
     with pytest.raises(ScheduleError, match=r"unknown size need a schedule of one chunk[\s\S]*all_reduce by ring, 3"):
         run(PLANNERS["ring"](names(3)), "sum", [np.ones(3)] * 3, None)
 

@@ -1,4 +1,4 @@
-"""The examples, each run in a process: their replicas have the losses of one replica."""
+"""Each example, run in a new process, has the same losses with several replicas as with one."""
 
 import os
 import re

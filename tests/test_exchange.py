@@ -207,7 +207,7 @@ def test_every_schedule_gives_the_bits_of_its_steps(schedule):
 
 @pytest.mark.parametrize("schedule", [p for p in ALL if "3" in p.id or "slow" in p.id])
 def test_no_contribution_is_lost_doubled_or_misplaced(schedule):
-    """With powers of n + 1 and each element's position as data, the result of each host is the exact sum."""
+    """The data encode their host, by a power of n + 1, and their position; each host's result is the exact sum."""
     count, sources = len(schedule.devices), schedule.chunks[0].sources
     sizes = (7, 7, 6)
     inputs = [
@@ -272,7 +272,7 @@ def test_delays_of_messages_do_not_change_bits():
 
 
 def test_hosts_send_only_the_bytes_of_the_schedule():
-    """Each of two hosts sends as many bytes as the array has, the least possible; final halves are sent as halves."""
+    """Each of two hosts sends the least possible, the bytes of one array; final values have the result's dtype."""
     names = ("cpu:0", "cpu:1")
     for accumulator, result, nbytes in (("float32", "float32", 4), ("float32", "bfloat16", 3)):
         shared = ThreadTransport()
@@ -351,7 +351,10 @@ def test_hosts_whose_digests_differ_detect_it():
 
 
 def test_pieces_cover_the_array_within_their_limits():
-    """Pieces cover the array and fit; of many, the first and the last are small; an empty array has one empty piece."""
+    """Pieces cover the array and keep to the size limit; of more than 3, the first and the last are small.
+
+    Only an empty array has an empty piece.
+    """
     draw = random.Random(3)
     for _ in range(300):
         size, nbytes = draw.randint(0, 50_000), draw.choice((1, 2, 4, 8, 16))

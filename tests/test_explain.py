@@ -41,17 +41,17 @@ each_plan = pytest.mark.parametrize("name", PLANS)
 
 
 def lines(made, label):
-    """Return the text after a label."""
+    """Return the text after the label of an explanation's line."""
     (found,) = [line[12:] for line in made.explain().splitlines() if line.startswith(f"  {label}".ljust(12))]
     return found
 
 
 def trees(schedule):
-    """Return (share, root, child -> parent) for each chunk and each device that combines it to the end; for a chunk
-    that is only copied, the tree from its source."""
+    """Return (share, root, {child: parent}) for each chunk and each root, a device that completes the chunk's sum; the
+    root of a chunk that is only copied is its source."""
     found = []
     for c, chunk in enumerate(schedule.chunks):
-        cells = {s: ({s}, frozenset()) for s in chunk.sources}  # contributions, and the transfers that brought them
+        cells = {s: ({s}, frozenset()) for s in chunk.sources}  # device: its contributions, and the transfers of these
         roots = []
         for steps in schedule.rounds:
             made = {}
@@ -70,10 +70,10 @@ def trees(schedule):
 
 
 def depth(schedule):
-    """Return the most hops from a device to a device that completes a chunk, or from there to a destination."""
+    """Return the most hops from a source to a device that completes a chunk's sum, or from there to a destination."""
     deepest = 0
     for c, chunk in enumerate(schedule.chunks):
-        cells = {s: ({s}, 0) for s in chunk.sources}  # (contributions, hops)
+        cells = {s: ({s}, 0) for s in chunk.sources}  # device: (contributions, hops)
         for steps in schedule.rounds:
             made = {}
             for _, dst, srcs in [step for step in steps if step.chunk == c]:
@@ -86,7 +86,7 @@ def depth(schedule):
 
 
 def read(text):
-    """Read a tree in brackets: the root, and child -> parent."""
+    """Return (root, {child: parent}) of a tree that is written in brackets."""
     stack, parents, before, root = [], {}, None, None
     for word in re.findall(r"[^\s()]+|[()]", text):
         if word == "(":
@@ -106,7 +106,7 @@ def read(text):
 
 
 def drawn(made):
-    """Return the lines of trees, as (share, text), and the number of omitted ones."""
+    """Return an explanation's lines of trees, as (share, text), and the number of trees that it omits."""
     text = made.explain().splitlines()
     start = next(k for k, line in enumerate(text) if line.startswith("  shares of the buffer"))
     stop = text.index("  other algorithms, for the same request")
@@ -147,7 +147,7 @@ def test_the_plan_in_numbers(name):
 
 @each_plan
 def test_the_prediction(name):
-    """The time is that of the simulation; the rates are bytes per time, and that of the busiest link."""
+    """The time is the simulation's; the rates are bytes per time and, for large buffers, that of the busiest link."""
     made = PLANS[name]()
     done = simulate(made.schedule, made.topology, made.nbytes)
     rate = made.nbytes / done.seconds / 1e9
@@ -161,7 +161,7 @@ def test_the_prediction(name):
 
 @each_plan
 def test_the_bound(name):
-    """The bound is exact in brackets; the percentage is rounded down, and a loss is stated."""
+    """The line has the exact bound in brackets, the percentage of it that is reached, rounded down, and any loss."""
     made = PLANS[name]()
     limit = made.bound
     limit.check()
@@ -180,7 +180,7 @@ def test_the_bound(name):
 
 @each_plan
 def test_the_trees(name):
-    """Each line is a tree with the share of its chunks; omitted trees are counted."""
+    """Each of up to 16 lines has a tree and the share of its chunks; the number of omitted trees is stated."""
     made = PLANS[name]()
     schedule = made.schedule
     wanted = {}
@@ -243,13 +243,13 @@ def test_tensorflows_plan_on_a_dgx_1v():
     assert "85.71 GB/s (600/7), 100 % of it reached" in made.explain()
 
 
-# The limit.
+# The text about the bound's cuts.
 
 PHRASE = re.compile(r"the (?:(\d+) )?(links?|NICs?) (into|out of) (\{.*?\}|\S+) \((\S+) GB/s\)")
 
 
 def proved(text, limit):
-    """Return the bound that follows from the text about one cut, for a collective of one buffer."""
+    """Return the bound that the text about one cut proves, for any collective but all-reduce."""
     count, noun, way, where, width = PHRASE.fullmatch(text).groups()
     members = set(limit.devices)
     inside = set(where.strip("{}").split(", ")) & members or {d for d in members if d.startswith(f"{where}/")}
@@ -282,7 +282,7 @@ def test_the_tight_cut_proves_the_bound(topology, collective):
 
 
 def test_hosts_are_named_by_their_cards():
-    """The text about a cut around a host has the host and its network cards."""
+    """The text about a cut around a host names the host and counts its network cards."""
     assert limited_by(cr.bound(H100S, "broadcast", "host0/cuda:3")) == "the 8 NICs into host1 (400 GB/s)"
     assert limited_by(cr.bound(H100S, "reduce", "host0/cuda:3")) == "the 8 NICs out of host1 (400 GB/s)"
     sixteen = Topology.machine("hgx-h100", hosts=16)
@@ -303,7 +303,7 @@ def test_hosts_are_named_by_their_cards():
     ],
 )
 def test_equal_devices_are_named_together(topology, words, width):
-    """If all devices are equal the text has the links of each; n / 2 (n - 1) of their bandwidth is the bound."""
+    """If all devices are equal, the text has each one's links; their bandwidth times n / (2 (n - 1)) is the bound."""
     limit, n = cr.bound(topology, "all_reduce"), len(topology.devices)
     assert limited_by(limit) == f"every device's own links: {words}"
     assert limit.algbw == Fraction(n * width, 2 * (n - 1))
@@ -312,8 +312,8 @@ def test_equal_devices_are_named_together(topology, words, width):
 @settings(max_examples=60)
 @given(st.integers(2, 6).flatmap(lambda n: wired(names(n))), st.booleans())
 def test_every_cut_in_the_text_is_in_the_certificate(topology, reducing):
-    """Each phrase is a cut of the certificate: the number and GB/s of the links into or out of exactly these
-    devices."""
+    """Each phrase describes a cut of the bound's certificate: the number and GB/s of the links into or out of exactly
+    the devices that it names."""
     limit = cr.bound(topology.with_switches(reducing=reducing), "all_reduce")
     crossing = set()
     for nodes, _, outward in limit.cuts:
@@ -378,7 +378,7 @@ def test_any_plan_can_be_explained(ask, algorithm, nbytes):
 
 
 def test_sets_that_overlap_can_be_explained():
-    """The text counts all devices that take part, sources and destinations."""
+    """The text counts each device that is a source, a destination or both once."""
     made = cr.plan(Topology.ring(5, 25, 1e-6), "all_reduce", MIB, "ring", ["cpu:0", "cpu:2"], ["cpu:2", "cpu:1"])
     assert made.explain().splitlines()[0] == "all_reduce of 1 MiB by ring on 3 devices"
 
@@ -412,7 +412,7 @@ def test_sizes_in_words(nbytes, text):
      (3600, "3600.00 s")],
 )  # fmt: skip
 def test_durations_in_words(seconds, text):
-    """Seconds are written in the largest unit that is not larger."""
+    """A time is written in s, ms or us: in the largest of these that it reaches, else in us."""
     assert duration(seconds) == text
 
 

@@ -1,4 +1,4 @@
-"""The registry of exporters: each format is tested by one table, and is what ``crossreduce plan --export`` writes."""
+"""The registry of exporters, with which ``crossreduce plan --export`` writes: the table CHECKS tests each format."""
 
 import json
 from dataclasses import replace
@@ -73,7 +73,7 @@ def test_a_wrong_schedule_is_not_exported(name):
 
 
 def test_suffixes_determine_the_format():
-    """A suffix belongs to one exporter, in any case, and the longest suffix of a file counts."""
+    """Each suffix, in lower or upper case, belongs to one exporter; the longest suffix that fits a file counts."""
     suffixes = {exporter.suffix: name for name, exporter in EXPORTERS.items() if exporter.suffix}
     assert len(suffixes) == sum(bool(exporter.suffix) for exporter in EXPORTERS.values())
     for suffix, name in suffixes.items():

@@ -82,7 +82,7 @@ def test_ranks_share_a_directory_of_their_own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("trap", ["a link", "open to all"])
 def test_a_directory_of_another_user_is_not_used(tmp_path, monkeypatch, trap):
-    """If a link, or a directory that others can read, has the name of the directory, another one is created."""
+    """If the name of the dump directory is taken by a link or a directory open to others, another one is created."""
     monkeypatch.delenv("CROSSREDUCE_DUMP_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     victim = tmp_path / "victim"
@@ -99,7 +99,7 @@ def test_a_directory_of_another_user_is_not_used(tmp_path, monkeypatch, trap):
 
 
 def test_a_dump_that_cannot_be_written_raises_nothing(tmp_path, monkeypatch, caplog):
-    """If a dump cannot be written, a warning is logged, and the group's own error is raised."""
+    """If a dump cannot be written, a warning is logged and no exception is raised."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "file" / "below"))
     with caplog.at_level("WARNING", logger="crossreduce"):

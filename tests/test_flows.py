@@ -1,4 +1,4 @@
-"""Flows and cuts: the greatest flow is the least cut over all sets of nodes, for SciPy and for the loop."""
+"""Flows and cuts: the greatest flow is the least cut over all sets of nodes, with SciPy and with the Python loop."""
 
 import random
 from unittest.mock import patch
@@ -25,7 +25,7 @@ def networks(draw, least=2, most=7, widest=5):
 
 
 def both(n, arcs, src, dst):
-    """Return (flow, cut) of the loop, and check that SciPy's are equal."""
+    """Return (flow, cut) of the Python loop, and check that SciPy's are equal."""
     found = []
     for small in (1 << 30, 0):
         with patch.object(flows, "SMALL", small):
@@ -44,7 +44,7 @@ def test_the_greatest_flow_is_the_least_cut(case):
 
 
 def test_a_path_can_be_redirected():
-    """The shortest path, 0-3-2-1, blocks two paths: 3 must use 5 instead of 2, so that 4 can use 2."""
+    """The flow is 2, though the shortest path, 0-3-2-1, blocks all others: 3 must use 5, so that 4 can use 2."""
     arcs = dict.fromkeys([(3, 2), (3, 5), (0, 3), (0, 4), (2, 1), (4, 2), (5, 1)], 1)
     assert both(6, arcs, 0, 1) == (2, frozenset({0}))
 
@@ -69,9 +69,9 @@ def test_capacities_of_any_size(case, factor):
 
 @pytest.mark.parametrize("excess", [-1, 0, 1, 2])
 def test_the_limit_of_32_bits(excess):
-    """Just below, at and just above the greatest sum of capacities for SciPy, the flow is right."""
+    """Just below, at and just above the greatest sum of capacities that SciPy supports, the flow is right."""
     wide = INT32 - 40 + excess
-    arcs = {(0, 1): wide, (1, 2): 20, (0, 2): 7, (2, 3): 13}  # all capacities: INT32 + excess
+    arcs = {(0, 1): wide, (1, 2): 20, (0, 2): 7, (2, 3): 13}  # their sum is INT32 + excess
     arcs |= {(k, k + 1): 0 for k in range(3, 14)}
     assert sum(arcs.values()) == INT32 + excess
     assert both(15, arcs, 0, 2) == (27, frozenset({0, 1}))

@@ -44,7 +44,7 @@ CLOSE = 1 - TOLERANCE
 DGX_1V = Topology.machine("dgx-1v")
 
 
-# 0.1 in each direction, except for 12.6 into a switch, as binary fractions
+# Links of 0.1 GB/s in each direction, but 12.6 GB/s from cpu:0 into s. The fractions equal the floats, not decimals.
 NEARLY = Wiring(
     ("cpu:0", "cpu:1"),
     (("cpu:0", "cpu:1", Fraction(0.1)), ("cpu:1", "cpu:0", Fraction(0.1)), ("cpu:0", "s", Fraction(12.6)),
@@ -53,7 +53,7 @@ NEARLY = Wiring(
 )  # fmt: skip
 
 
-# Tests that fail after a long time are not shrunk: each try would take as long.
+# The phases without shrinking, for tests that fail after a long time: each try to shrink would take as long.
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
@@ -63,7 +63,7 @@ def forest(topology, collective, sources, destinations):
 
 
 def forest_of_all(topology, collective, root=None):
-    """Return the forest of all devices; the default root is the first device."""
+    """Return the forest of a collective on all devices; the default root is the first device."""
     root = root or topology.devices[0]
     sources = (root,) if collective == "broadcast" else topology.devices
     destinations = (root,) if collective == "reduce" else topology.devices
@@ -71,13 +71,13 @@ def forest_of_all(topology, collective, root=None):
 
 
 def limit(topology, collective, root=None):
-    """Return the bound of the same request."""
+    """Return the bound of a collective on all devices; the default root is the first device."""
     single = collective in ("reduce", "broadcast")
     return bound(topology, collective, root or topology.devices[0] if single else None).algbw
 
 
 def check_right(found, topology):
-    """Check that a forest verifies, gives the right sums, uses links, and has correct counts; return its rate."""
+    """Check that a forest verifies, sums right, counts its trees, and has routes without loops; return its rate."""
     schedule = found.schedule
     verify(schedule)
     assert oracle.right(schedule)
@@ -149,8 +149,8 @@ def test_forests_reach_the_bound():
 @settings(max_examples=60)
 @given(wirings((LOPSIDED,), WHOLE + ODD))
 def test_switches_that_take_in_more_than_they_give_out(wiring):
-    """With unbalanced switches one-way collectives reach the best rate of trees, which may be less than the bound by
-    cuts; an all-reduce reaches its bound."""
+    """With unbalanced switches an all-reduce reaches its bound, and the other collectives reach the best rate of any
+    trees, which may be less than their bound, which considers cuts only."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         found, wanted = forest_of_all(topology, collective), limit(topology, collective)
@@ -168,8 +168,8 @@ def test_switches_that_take_in_more_than_they_give_out(wiring):
 @settings(max_examples=60)
 @given(wirings((SYMMETRIC, DIRECTED), WHOLE + ODD, reducing=(True, False)))
 def test_switches_that_reduce(wiring):
-    """An all-reduce with reducing switches is not slower than one without them, and at most as fast as its bound, which
-    trees of complete nodes may not reach; one-way collectives reach theirs."""
+    """If switches reduce, an all-reduce reaches at least its bound for switches that do not, within the tolerance, and
+    may stay below its own bound; the other collectives reach theirs."""
     topology = Topology(*wiring)
     plain = topology.with_switches(reducing=False)
     for collective in COLLECTIVES:
@@ -184,7 +184,7 @@ def test_switches_that_reduce(wiring):
 @settings(max_examples=60)
 @given(wirings((LOPSIDED,), WHOLE + ODD, reducing=(True,)))
 def test_lopsided_switches_that_multicast(wiring):
-    """A switch that can combine and multicast may be wider on one side, and the forest uses that."""
+    """Unbalanced switches that combine and multicast do not slow collectives other than all-reduce."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES[1:]:
         rate = check_right(forest_of_all(topology, collective), topology)
@@ -215,7 +215,7 @@ def test_one_way_collectives_branch_where_they_can(hub, collective, rate):
 @settings(max_examples=40, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), DECIMAL))
 def test_decimal_bandwidths(wiring):
-    """Bandwidths with several digits and large ratios, as in measurements, are planned like integers."""
+    """With decimal bandwidths of large ratios, as in measurements, plans keep to the bound; all-reduces reach it."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         with planning_oracle.at_most(5):
@@ -230,7 +230,7 @@ def test_decimal_bandwidths(wiring):
 @settings(max_examples=30, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), BINARY))
 def test_bandwidths_that_nearly_add_up(wiring):
-    """The same is true for binary fractions that differ from sums of others by 1e-17."""
+    """With bandwidths that differ from sums of others by 1e-17, plans keep to the bound; all-reduces come close."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         with planning_oracle.at_most(5):
@@ -243,8 +243,8 @@ def test_bandwidths_that_nearly_add_up(wiring):
 @settings(max_examples=40, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED), WILD, most_switches=0))
 def test_bandwidths_no_float_holds_together(wiring):
-    """Without switches one-way collectives need no floating point: bandwidths with a ratio of 1e19 are planned
-    exactly."""
+    """Without switches, collectives other than all-reduce are planned without floating point, so they reach the bound
+    also if the ratio of bandwidths is 1e19."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES[1:]:
         with planning_oracle.at_most(5):
@@ -286,7 +286,7 @@ def test_parts_lie_in_the_devices_order(wiring, size):
 @settings(max_examples=60)
 @given(requested((SYMMETRIC, DIRECTED)), st.integers(0, 30))
 def test_executed_forests_give_the_oracles_sums(ask, size):
-    """Run on NumPy arrays of integers, every destination has the exact sum over all sources."""
+    """If a forest runs on NumPy arrays of integers, every destination has the exact sum over all sources."""
     topology, collective, sources, destinations = ask
     assume(collective in ("all_reduce", "broadcast", "reduce") and not any(s.reduces for s in topology.switches))
     schedule = forest(topology, collective, sources, destinations).schedule
@@ -366,7 +366,7 @@ def test_plans_do_not_depend_on_units(wiring, factor):
 
 @given(wirings((SYMMETRIC, DIRECTED), WHOLE, reducing=(False, True)), st.sampled_from(COLLECTIVES))
 def test_plans_do_not_depend_on_names(wiring, collective):
-    """Devices with other names have the same plan, with their names."""
+    """If devices are renamed, only the names in the plan change."""
     topology = Topology(*wiring)
     names = [f"host{k}/cuda:{k}" for k in range(len(topology.devices))]
     one, two = forest_of_all(topology, collective).schedule, forest_of_all(topology.renamed(names), collective).schedule
@@ -378,7 +378,7 @@ def test_plans_do_not_depend_on_names(wiring, collective):
 
 
 def test_what_cannot_be_reached_is_named():
-    """The error of a request without a route has both sides of the cut, and a remedy."""
+    """The error of a request without a route names both sides of the cut, and a remedy."""
     parts = Topology.from_matrix([[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]])
     for collective in COLLECTIVES:
         with pytest.raises(PlanError) as caught:

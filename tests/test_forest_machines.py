@@ -11,8 +11,8 @@ from crossreduce.schedule import fluid_rate
 
 
 def test_damaged_dgx_1s_reach_their_bound():
-    """On all connected parts of a DGX-1V, and without each of its 16 links, the all-reduce reaches its bound, which is
-    at least half of the all-gather's."""
+    """On all connected subsets of a DGX-1V's devices, and on the DGX-1V without any one of its 16 links, an all-reduce
+    reaches its bound, which is at least half of the all-gather's."""
     damaged = [DGX_1V.without_link(a, b) for a, b in itertools.combinations(DGX_1V.devices, 2) if DGX_1V.link(a, b)]
     subsets = [DGX_1V.subset(d) for n in range(2, 9) for d in itertools.combinations(DGX_1V.devices, n)]
     assert (len(damaged), len(subsets)) == (16, 247)
@@ -44,7 +44,7 @@ def test_forests_of_machines(name, options):
 
 
 def test_few_trees_where_the_bound_takes_many():
-    """Two DGX A100 need 13 trees per root to reach the bound; one per root is within 1.1 % of it."""
+    """Two DGX A100 need 13 trees per root to reach the bound; a plan with one per root is within 1.1 % of it."""
     topology = Topology.machine("dgx-a100", 2)
     found = forest_of_all(topology, "all_gather")
     assert not check_close(found, topology, limit(topology, "all_gather"))
@@ -53,7 +53,7 @@ def test_few_trees_where_the_bound_takes_many():
 
 
 def test_meshes_reach_more_than_half_an_all_gather():
-    """On meshes the corners have few links; an all-reduce with other roots reaches the rate of the linear program."""
+    """On meshes an all-reduce reaches the optimum, over half the all-gather's rate: roots need not be corners."""
     for rows, rate in ((3, Fraction(3, 2)), (4, Fraction(8, 5)), (5, Fraction(5, 3))):
         topology = Topology.mesh(rows, rows)
         assert check_close(forest_of_all(topology, "all_reduce"), topology, rate)
@@ -62,11 +62,11 @@ def test_meshes_reach_more_than_half_an_all_gather():
 
 @pytest.mark.parametrize(("name", "rate"), [("hgx-h100", 450), ("gb200-nvl72", 900)])
 def test_switches_in_the_network_reduce(name, rate):
-    """With a switch that combines and multicasts each device sends and receives its buffer once."""
+    """If the switch combines and multicasts, each device sends and receives its buffer once."""
     topology = Topology.machine(name, in_network=True)
     found = forest_of_all(topology, "all_reduce")
     assert check_right(found, topology) == rate
-    assert (found.trees, found.depth) == (1, 2)  # one level: from a device through the switch to all others
+    assert (found.trees, found.depth) == (1, 2)  # two hops: from a device to the switch, and from there to all others
     assert found.schedule.devices == (*topology.devices, "nvswitch")
 
 

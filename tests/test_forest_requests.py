@@ -50,23 +50,23 @@ def check_request(topology, collective, sources, destinations):
 @settings(max_examples=200)
 @given(requested((SYMMETRIC, DIRECTED)))
 def test_any_sources_and_destinations(ask):
-    """Sources and destinations may be disjoint, overlap or be one device, while the other devices forward."""
+    """Forests give the right sums for sources and destinations that are disjoint, overlap or are one device."""
     check_request(*ask)
 
 
 @settings(max_examples=200)
 @given(requested((LOOSE,)))
 def test_devices_that_are_not_joined(ask):
-    """If a destination cannot be reached, the error has both devices; unreachable devices that do not take part
-    do not matter."""
+    """If a source cannot reach a destination, the error names both; unreachable devices that take no part do not
+    matter."""
     check_request(*ask)
 
 
 @settings(max_examples=60)
 @given(requested((SYMMETRIC,)))
 def test_relays_do_not_slow_one_way_collectives(ask):
-    """Devices that do not take part forward: with links equal in both directions, one-way collectives reach the
-    bound."""
+    """Devices that are neither sources nor destinations forward data, so collectives other than all-reduce reach the
+    bound if links are equal in both directions."""
     topology, collective, sources, destinations = ask
     assume(collective != "all_reduce" and len({*sources, *destinations}) > 1)
     single = {"broadcast": sources[0], "reduce": destinations[0]}.get(collective)
@@ -79,8 +79,8 @@ def test_relays_do_not_slow_one_way_collectives(ask):
     ("links", "destinations"), [("02 03 12 13", ("cpu:2", "cpu:3")), ("01 10 12 23 32", ("cpu:1", "cpu:2", "cpu:3"))]
 )
 def test_no_way_back_from_destinations_to_sources(links, destinations):
-    """Trees have any member as root, so several sources that no destination can reach raise a PlanError; this does not
-    apply to a single destination."""
+    """Any source or destination may be the root of a tree, so an all-reduce to several destinations raises a PlanError
+    if these cannot reach its several sources; an all-reduce to one destination does not."""
     topology = Topology([f"cpu:{k}" for k in range(4)], [(f"cpu:{a}", f"cpu:{b}", 1) for a, b in links.split()])
     with pytest.raises(
         PlanError, match=r"all_reduce by trees needs a route from cpu:\d to .*, but no link leads out of {"
@@ -111,7 +111,7 @@ def test_one_device_beside_another_that_is_cut_off():
 
 @pytest.mark.parametrize("width", [1, Fraction(1, 3), 10**9])
 def test_two_devices(width):
-    """Two devices exchange halves; a broadcast uses the complete link."""
+    """Two devices all-reduce, reduce and broadcast at the link's rate, reduce-scatter and all-gather at twice that."""
     topology = Topology.ring(2, width)
     rates = {
         collective: fluid_rate(forest_of_all(topology, collective).schedule, topology) for collective in COLLECTIVES

@@ -23,7 +23,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_load(name, tmp_path):
-    """The content of a file determines its format, not its name; paths may be of any kind."""
+    """The content of a file determines its format, not its name; a path may be a str or a Path."""
     data, topology = FILES[name]
     path = tmp_path / name
     path.write_bytes(data)
@@ -61,7 +61,7 @@ def test_machines_survive_a_file(name, tmp_path):
     ],
 )
 def test_invalid_files(data, words, tmp_path):
-    """An invalid file raises an ArgumentError that names it."""
+    """An invalid file raises an ArgumentError that names the file and its fault."""
     path = tmp_path / "given.file"
     path.write_bytes(data)
     with pytest.raises(ArgumentError) as caught:

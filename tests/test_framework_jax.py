@@ -144,7 +144,7 @@ def test_results_do_not_depend_on_other_arrays(size, jax, jax_):
 
 
 def test_unpack_copies_parts_that_are_not_fresh(framework, jax_):
-    """A part that is exactly one tensor is returned if it is fresh, and copied if it is not."""
+    """unpack returns a part that is exactly one tensor if it is fresh (has no other reference), else a copy."""
     part = jax_.array(np.arange(6.0))
     cuts = (((6,), ((0, 0, 6),)),)
     assert framework.unpack([part], cuts, True)[0] is part
@@ -155,7 +155,7 @@ def test_unpack_copies_parts_that_are_not_fresh(framework, jax_):
 
 
 def test_ranges_beyond_int32(framework, jax_, monkeypatch):
-    """A range beyond the largest int32 is cut like any other."""
+    """``slice`` returns the right elements also beyond the largest int32, which the test lowers to 4."""
     flat = jax_.array(np.arange(12))
     near = framework.slice(flat, 5, 9).tolist()
     monkeypatch.setattr("crossreduce.frameworks.jax._LARGEST_INT32", 4)
@@ -199,7 +199,7 @@ def test_mean_of_infinities_and_nan(jax_):
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize(("dtype", "step"), [(np.float16, 2.0**-11), (ml_dtypes.bfloat16, 2.0**-8)])
 def test_halves_are_rounded_once(dtype, step, traced, jax, jax_):
-    """float16 and bfloat16 are added in float32: 1 + 4 half-steps is 1 + 2 steps; rounded each time, it would be 1."""
+    """float16 and bfloat16 are added in float32: 1 + 4 (ulp / 2) is 1 + 2 ulp; rounded each time, it would be 1."""
     xs = [np.full(33, x).astype(dtype) for x in (1.0, step, step, step, step)]
     assert in_order("sum", xs)[0] == 1.0
     for algorithm in ("one_device", "hierarchical_copy", "ring"):
@@ -285,7 +285,7 @@ def test_jit(algorithm, op, jax, jax_):
 
 
 def test_copies_of_tracers(jax, framework):
-    """Under jit a copy to any device is the tracer itself."""
+    """Under jit, ``to_device`` returns the tracer itself for any device."""
 
     def check(x):
         assert library.framework_of(x) is framework
@@ -305,7 +305,7 @@ def test_jit_with_a_constant_on_another_device(jax, jax_):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_gradients(traced, jax, jax_):
-    """The gradient of a mean of n: each replica's is the sum of the weights over n, on the replica's device."""
+    """If a loss weights the n copies of a mean, each replica's gradient is sum(weights) / n, on its own device."""
 
     def loss(xs):
         results = cr.all_reduce(xs, "mean", devices=["cpu:0", "cpu:1", "cpu:2"])
@@ -320,7 +320,7 @@ def test_gradients(traced, jax, jax_):
 
 
 def test_vmap(jax):
-    """A reduction may be mapped over an axis that it does not name."""
+    """all_reduce of a list of arrays works under jax.vmap: it reduces over the list, not over the mapped axis."""
     a, b = random(2, (4, 3))
     got = jax.vmap(lambda a, b: cr.all_reduce([a, b])[0])(a, b)
     np.testing.assert_array_equal(np.asarray(got), a + b)
@@ -370,7 +370,7 @@ def test_the_device_of_a_bcoo(jax_):
 
 
 def test_bcoo_with_padding_and_dense(jax_):
-    """A BCOO's indices beyond the shape are padding, as in JAX; with dense arrays the result is dense."""
+    """A BCOO's indices beyond its shape are ignored as JAX's padding; a BCOO and a dense array have a dense result."""
     padded = bcoo(jax_, 1, nse=5)
     assert padded.indices.max() == 3
     value = cr.PerReplica([padded, jax_.array(np.ones((3, 3), "float32"), 2)], ["cpu:1", "cpu:2"])
@@ -382,12 +382,12 @@ def test_bcoo_with_padding_and_dense(jax_):
 def test_slices_beyond_the_shape(index, jax_):
     """An index of IndexedSlices beyond the dense shape raises an ArgumentError; JAX itself would ignore or wrap it."""
     slices = cr.IndexedSlices(jax_.array(np.ones((2, 2))), jax_.array(np.array([1, index])), (4, 2))
-    with pytest.raises(cr.ArgumentError, match="index beyond its dense shape"):
+    with pytest.raises(cr.ArgumentError, match="index outside its dense shape"):
         cr.CrossDeviceOps().gather(slices, "cpu:0", 0)
 
 
 def test_slices_with_equal_indices_are_added(jax_):
-    """Slices with equal indices are added; indices may be NumPy arrays."""
+    """A gather makes slices dense and adds those with equal indices; indices may be NumPy arrays."""
     slices = cr.IndexedSlices(jax_.array(np.ones((3, 2)), 1), np.array([2, 0, 2]), (3, 2))
     (dense,) = cr.CrossDeviceOps().gather(cr.PerReplica([slices]), "cpu:1", 0)
     assert dense.tolist() == [[1, 1], [0, 0], [2, 2]]

@@ -166,7 +166,7 @@ def test_half_types_round_once(dtype: tf.DType) -> None:
 
 
 def test_mean_of_equal_integers_is_exact() -> None:
-    """The mean of n equal integers is that integer: it is divided, and int8 does not wrap around."""
+    """The mean of n equal integers is that integer: the sum is divided by n, and int8 does not wrap around."""
     framework = get("tensorflow")
     for n in range(1, 100):
         numbers = framework.numbers(cr.ReduceOp.MEAN, "int64", n)
@@ -178,7 +178,7 @@ def test_mean_of_equal_integers_is_exact() -> None:
 
 
 def test_infinity_in_one_part_of_a_complex_mean() -> None:
-    """An infinite real part does not change the imaginary part."""
+    """In the mean of complex numbers, an infinite real part does not change the imaginary part."""
     value = cr.PerReplica([on(0, [complex(np.inf, 1)]), on(1, [2 + 2j])])
     result = HIERARCHICAL.reduce("mean", value, value)[1].numpy()
     assert (result.real.tolist(), result.imag.tolist()) == ([np.inf], [1.5])
@@ -251,7 +251,7 @@ def test_indices_beyond_the_shape(index: int) -> None:
     value = cr.PerReplica(
         [tf.IndexedSlices(tf.ones([1, 2]), tf.constant([index]), tf.constant([4, 2])), tf.ones([4, 2])]
     )
-    with pytest.raises(cr.ArgumentError, match=rf"(?s)beyond its dense shape.*from {index} to {index}"):
+    with pytest.raises(cr.ArgumentError, match=rf"(?s)outside its dense shape.*from {index} to {index}"):
         HIERARCHICAL.reduce("sum", value, value)
 
 
@@ -301,7 +301,7 @@ def test_inside_a_function(algorithm: str, compiled: bool) -> None:
                 xs = [random(k % 3, shape, dtype, rng) for shape in ((size, 2), (size,)) for k in range(3)]
                 for k, result in enumerate(traced(*xs)):
                     want = oracle(op, xs[3 * k : 3 * k + 3])
-                    # XLA multiplies by 1/3: one unit in the last place of numbers below 4.
+                    # XLA multiplies by 1/3 and does not divide by 3: an error of one ulp of numbers below 4.
                     slack = 2.0 ** (-9 if dtype is tf.float16 else -22) if compiled and op == "mean" else 0.0
                     for x in result:
                         assert x.dtype == want.dtype
@@ -348,7 +348,7 @@ def test_unknown_rank() -> None:
 
 
 def test_named_devices_inside_a_function() -> None:
-    """Inside tf.function, values with devices are reduced there; without devices, the placer chooses them."""
+    """Inside tf.function, values with devices are reduced on these; for others, TensorFlow's placer chooses."""
     names = ["cpu:1", "cpu:2", "cpu:0"]
 
     @tf.function(autograph=False)

@@ -138,7 +138,7 @@ def test_layouts(kind: str, n: int, packs: int, together: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["negative view", "conjugate view"])
 def test_lazy_views_are_resolved(kind: str) -> None:
-    """The framework's plain tensors store their elements; conjugate and negative views are resolved."""
+    """``array`` returns a tensor that stores its elements: it resolves conjugate and negative views."""
     x = layouts()[kind]
     assert x.is_conj() or x.is_neg()
     plain = get("torch").array(x)
@@ -148,7 +148,7 @@ def test_lazy_views_are_resolved(kind: str) -> None:
 
 
 def test_results_are_not_part_of_a_graph() -> None:
-    """Parameters and tensors inside a graph are reduced by value; results require no gradient."""
+    """Parameters and tensors of an autograd graph are reduced by value; results require no gradient."""
     parameters = [torch.nn.Parameter(torch.tensor([1.0, 2.0]) * (k + 1)) for k in range(3)]
     inside = [parameter * 2 for parameter in parameters]
     trees = [{"w": w, "inside": [x]} for w, x in zip(parameters, inside, strict=True)]
@@ -225,7 +225,7 @@ def test_mean_of_integers_has_the_current_default_dtype() -> None:
 
 
 def test_mean_of_equal_integers_is_exact() -> None:
-    """k is divided by n, not multiplied by 1 / n: the mean of n equal integers is that integer."""
+    """The mean of n equal integers is that integer: the sum is divided by n, not multiplied by 1 / n."""
     framework = get("torch")
     for n in range(1, 200):
         numbers = framework.numbers(cr.ReduceOp.MEAN, "int64", n)._replace(result="float64")
@@ -235,7 +235,7 @@ def test_mean_of_equal_integers_is_exact() -> None:
 
 
 def test_infinity_in_one_part_of_a_complex_mean() -> None:
-    """An infinite real part does not change the imaginary part."""
+    """In the mean of complex numbers, an infinite real part does not change the imaginary part."""
     value = cr.PerReplica([torch.tensor([complex(float("inf"), 1)]), torch.tensor([2 + 2j])])
     result = cr.HierarchicalCopyAllReduce().reduce("mean", value, value)
     assert torch.view_as_real(result[1]).tolist() == [[float("inf"), 1.5]]
@@ -243,7 +243,7 @@ def test_infinity_in_one_part_of_a_complex_mean() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
 def test_unsigned_integers_that_torch_cannot_add(dtype: torch.dtype) -> None:
-    """If torch has no kernel, the error is raised before any transfer; a broadcast needs no kernel."""
+    """Reducing dtypes that torch cannot add raises an UnsupportedError; broadcasting them works."""
     xs = [torch.tensor([1, 2]).to(dtype) for _ in range(2)]
     value = cr.PerReplica(xs)
     for op in OPS:
@@ -255,7 +255,7 @@ def test_unsigned_integers_that_torch_cannot_add(dtype: torch.dtype) -> None:
 
 
 class Wrapping(torch.Tensor):
-    """A tensor that wraps others, as torch defines it; DTensor is another."""
+    """A tensor that wraps others by torch's convention, ``__tensor_flatten__``, as DTensor does."""
 
     def __tensor_flatten__(self) -> None: ...
 
@@ -364,11 +364,11 @@ def test_indices_beyond_the_shape(index: int) -> None:
     """An index outside the dense shape, also a negative one, raises an error."""
     slices = cr.IndexedSlices(torch.ones(1, 2), torch.tensor([index]), (4, 2))
     value = cr.PerReplica([slices, torch.ones(4, 2)])
-    with pytest.raises(cr.ArgumentError, match=rf"(?s)beyond its dense shape.*from {index} to {index}"):
+    with pytest.raises(cr.ArgumentError, match=rf"(?s)outside its dense shape.*from {index} to {index}"):
         cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
     a = torch.sparse_coo_tensor(torch.tensor([[0], [index]]), torch.ones(1), (4, 4), check_invariants=False)
     value = cr.PerReplica([a, torch.ones(4, 4)])
-    with pytest.raises(cr.ArgumentError, match=r"beyond its dense shape"):
+    with pytest.raises(cr.ArgumentError, match=r"outside its dense shape"):
         cr.HierarchicalCopyAllReduce().reduce("sum", value, value)
 
 
@@ -390,7 +390,7 @@ def test_sparse_slices_that_are_views() -> None:
 
 
 def test_broadcast_and_gather() -> None:
-    """A broadcast copies the elements of a view; a gather joins in the order of the replicas, sparse ones as dense."""
+    """A broadcast copies a view's elements; a gather makes sparse tensors dense and joins in the replicas' order."""
     x = torch.arange(6.0).reshape(2, 3).t()
     result = cr.CrossDeviceOps().broadcast(x, cr.PerReplica([0, 0, 0]))
     assert all(torch.equal(y, x) for y in result)

@@ -15,7 +15,7 @@ from crossreduce.export.pictures import draw_topology
 
 
 def test_a_topology_shows_its_nodes_and_speeds(tmp_path):
-    """The picture has the name of every device and switch, and the legend the number of links of each bandwidth."""
+    """The picture has the name of every device and switch; its legend has the number of links of each bandwidth."""
     draw_topology(PART, tmp_path / "part.svg")
     assert words(tmp_path / "part.svg") == [*GPUS, "5 devices, 12 links", "50 GB/s each way: 3", "25 GB/s each way: 3"]
     draw_topology(two_hosts(), tmp_path / "hosts.svg", title="Two hosts")

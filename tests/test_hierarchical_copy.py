@@ -39,8 +39,8 @@ def tf_tree(n, main0, main1):
 
 
 def test_hierarchical_copy_on_8_devices_has_tensorflows_trees():
-    """For packs 0 to 8 the mains, the sums of the groups, the sum of the mains and the copies are those of
-    TensorFlow."""
+    """For packs 0 to 8 the mains (the devices that sum a group), the groups' sums, the sum of the mains and the copies
+    are those of TensorFlow."""
     schedule = hierarchical_copy(names(8), packs=9)
     assert trees(schedule) == [tf_tree(8, *mains) for mains in MAINS_OF_8]
     # One of them in full: item 6 sums 4..7 on 6 and 0..3 on 2, and 2 sends to 0, 1 and 3.
@@ -52,7 +52,7 @@ def test_hierarchical_copy_on_8_devices_has_tensorflows_trees():
 
 @pytest.mark.parametrize("n", [2, 4, 6, 8, 10])
 def test_hierarchical_copy_on_even_counts_has_tensorflows_trees(n):
-    """On n devices the root of item i is device i mod n, and its partner is half way round."""
+    """On n devices the root of pack i is device i mod n, and the main of the other half is n / 2 devices further."""
     schedule = hierarchical_copy(names(n), packs=n + 1)
     assert trees(schedule) == [tf_tree(n, i % n, (i + n // 2) % n) for i in range(n + 1)]
     for first in range(n):
@@ -60,7 +60,7 @@ def test_hierarchical_copy_on_even_counts_has_tensorflows_trees(n):
 
 
 def test_hierarchical_copy_on_2_4_and_6_devices():
-    """TensorFlow's trees: no group sum on 2 devices; {0,1} on 0 and {2,3} on 2; {0,1,2} on 0 and {3,4,5} on 3."""
+    """As in TensorFlow, 2 devices sum no groups; 4 sum {0,1} on 0, {2,3} on 2; 6 sum {0,1,2} on 0, {3,4,5} on 3."""
     assert trees(hierarchical_copy(names(2), packs=2)) == [([{0: {0, 1}}], {1: 0}), ([{1: {0, 1}}], {0: 1})]
     assert trees(hierarchical_copy(names(4)))[0] == ([{0: {0, 1}, 2: {2, 3}}, {0: {0, 2}}], {1: 0, 2: 0, 3: 2})
     assert trees(hierarchical_copy(names(6)))[0] == (
@@ -71,8 +71,8 @@ def test_hierarchical_copy_on_2_4_and_6_devices():
 
 @pytest.mark.parametrize("n", range(3, 18))
 def test_hierarchical_copy_has_tensorflows_four_stages(n):
-    """The stages are TensorFlow's: the sums of the halves, the sum of the mains, the copy between the mains, and all
-    copies inside the halves, that of the root included."""
+    """The four rounds are TensorFlow's stages: the sums of the halves, the sum of the mains, the copy from the root to
+    the other main, and the copies inside both halves."""
     schedule = hierarchical_copy(names(n), packs=n)
     near, far = set(range(n // 2)), set(range(n // 2, n))
     assert len(schedule.rounds) == 4
@@ -91,7 +91,7 @@ def test_hierarchical_copy_has_tensorflows_four_stages(n):
 
 @pytest.mark.parametrize("n", [3, 5, 7, 9, 11, 13, 15, 17])
 def test_hierarchical_copy_on_odd_counts_loses_no_contribution(n):
-    """On odd counts the 2**d of every device d is in all sums, for every root (TensorFlow loses the last one: D1)."""
+    """On odd counts every sum has the 2**d of every device d (TensorFlow's lack the last: D1 in docs/contract.md)."""
     schedule = hierarchical_copy(names(n), packs=n)
     for chunk, (sums, copies) in enumerate(trees(schedule)):
         sums_of = {device: 2**device for device in range(n)}

@@ -1,4 +1,4 @@
-"""``hierarchical_copy`` on a topology: trees of the wiring, in both directions, and never slower than one device."""
+"""``hierarchical_copy`` on a topology: its trees follow the links, and no plan is slower than one_device's."""
 
 import itertools
 from dataclasses import replace
@@ -38,7 +38,7 @@ def edges(schedule, c):
 
 
 def root_of(schedule, c):
-    """Return the device that receives from others and sends to no other one."""
+    """Return the root of a chunk's tree: the device that receives partial sums and sends none."""
     up, _ = edges(schedule, c)
     (root,) = {parent for _, parent in up} - {child for child, _ in up}
     return root
@@ -91,8 +91,8 @@ def test_a_pack_is_one_tree_in_both_directions(data, n, packs, first):
 @settings(max_examples=60)
 @given(st.data(), st.integers(2, 6), st.integers(1, 3), st.sampled_from([1, 3 * MIB]))
 def test_a_root_is_that_of_every_pack(data, n, packs, nbytes):
-    """A given root is the root of every tree; the plan is the fastest candidate, and one candidate has a single
-    level."""
+    """A given root is the root of every tree; the plan is the fastest candidate, and one candidate is one_device's
+    schedule."""
     topology = data.draw(wired(names(n)))
     root = data.draw(st.sampled_from([None, *topology.devices]))
     found = hierarchies(topology, packs=packs, root=root)
@@ -173,7 +173,7 @@ def test_candidates_include_widest_and_shortest_trees(data, n):
 
 
 def crossings(topology, schedule, label):
-    """Return for each pack the number of edges of its tree between groups."""
+    """Return for each pack how many edges of its tree join devices of different labels."""
     found = []
     for pack in range(len(schedule.chunks)):
         up, _ = edges(schedule, pack)
@@ -190,8 +190,8 @@ ISLANDS = {
 
 @pytest.mark.parametrize("name", ISLANDS)
 def test_slow_links_are_used_once_per_island(name):
-    """If fast links join islands and a bus joins all devices, the tree of a large plan has one edge per island but one
-    between islands, for any root; one_device has one for each device outside the root's island."""
+    """If fast links join the devices of each island and a slow bus joins all devices, each tree for 1 GiB has one edge
+    fewer between islands than there are islands, for any root; one_device has more such edges."""
     groups = ISLANDS[name]
     label = {f"cpu:{k}": number for number, group in enumerate(groups) for k in group}
     n = len(label)
@@ -216,14 +216,14 @@ def test_two_hosts_exchange_each_pack_once():
     done = simulate(made.schedule, H100S, GIB)
     for k in range(8):
         for host in (0, 1):
-            # Each rail carries 2 packs from each of the two hosts, up or down: a quarter of 16.
+            # Each GPU sends 2 of the 16 packs over its rail.
             assert done.bytes[f"host{host}/cuda:{k}", f"rail{k}"] == GIB // 8
     assert made.rate == Fraction(1800, 7)  # the rate inside one machine, so the network is not the limit
     assert cr.plan(H100S, nbytes=GIB, algorithm="one_device", packs=16).rate == 50
 
 
 def test_tensorflows_trees_are_candidates_on_a_dgx_1v():
-    """On the machine of TensorFlow's trees these are candidates, and another candidate is better."""
+    """On a DGX-1V, for which TensorFlow's trees were made, they are candidates, and another candidate is faster."""
     found = hierarchies(DGX, packs=8)
     plain = hierarchical_copy(DGX.devices, packs=8)
     assert plain in found
@@ -236,14 +236,14 @@ def test_tensorflows_trees_are_candidates_on_a_dgx_1v():
 
 
 def test_islands_of_the_members():
-    """Groups are the members of a request in each island; an island without members is left out."""
+    """A request's devices are grouped by island (devices joined by fast links); islands without any are left out."""
     label = [k // 3 for k in range(9)]
     cells = [[0 if i == j else 50 if label[i] == label[j] else 1 for j in range(9)] for i in range(9)]
     topology = Topology.from_matrix(cells)
     some = tuple(f"cpu:{k}" for k in (0, 2, 3, 5))
     found = hierarchies(topology, some, some)
     assert hierarchical_copy(some, groups=[some[:2], some[2:]]) in found
-    alone = some[:2]  # the members of one island
+    alone = some[:2]  # the request's devices in one island
     assert {len(schedule.rounds) for schedule in hierarchies(topology, alone, alone)} == {2}
 
 
@@ -252,8 +252,8 @@ def test_islands_of_the_members():
 
 @pytest.mark.parametrize("name", [name for name, _ in machine_names()])
 def test_never_slower_than_one_device_on_any_machine(name):
-    """On every machine, for every size, with one tree or one per device, no plan is slower than one_device, nor than
-    TensorFlow's trees."""
+    """On every machine, for every size, with one tree or one per device, hierarchical_copy is not slower than
+    one_device, nor than TensorFlow's trees."""
     topology = Topology.machine(name)
     n = len(topology.devices)
     for nbytes in SIZES:
@@ -266,8 +266,8 @@ def test_never_slower_than_one_device_on_any_machine(name):
 
 @pytest.mark.parametrize("count", range(2, 9))
 def test_never_slower_than_one_device_on_any_part_of_a_dgx_1v(count):
-    """On every set of a DGX-1V's GPUs, with and without the other GPUs, no plan is slower than one_device; if the links
-    of a set do not join it, that raises a PlanError."""
+    """Between any set of a DGX-1V's GPUs, with or without the others, hierarchical_copy is not slower than one_device;
+    on a set that its own links do not connect, it raises a PlanError."""
     plain, apart = {"algorithm": "one_device"}, 0
     for some in itertools.combinations(DGX.devices, count):
         part = DGX.subset(some)

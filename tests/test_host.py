@@ -30,7 +30,7 @@ from crossreduce.values import TensorSpec
 
 @contextlib.contextmanager
 def on_kernels(name):
-    """Layouts are compiled anew, for the kernels with one name."""
+    """Compile layouts anew for the named kernels, and discard them at the end."""
     pipeline._compiled.cache_clear()
     with mock.patch.object(kernels, "instruction_set", return_value=name):
         yield
@@ -41,8 +41,8 @@ def equal(a, b, op):
     """Return whether two results have the same bits, with two exceptions.
 
     0 and -0 are equal, so either is the minimum of both: the kernels keep the first, and NumPy keeps it for halves and
-    returns the second of wider floats, as the processor's own minimum does. And NumPy's complex multiplication rounds
-    a product and a sum once; the kernels round each product, as frameworks without such an instruction do.
+    returns the second of wider floats, as the processor's own minimum does. And NumPy's complex multiplication may fuse
+    a product and a sum, which are then rounded once; the kernels round each product.
     """
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
@@ -104,7 +104,7 @@ def test_kernels_give_the_bits_of_the_loop(batch, packing, algorithm):
     data=st.data(), packing=strategies.packings(most_packs=4), algorithm=st.one_of(strategies.named, st.just("auto"))
 )
 def test_kernels_give_the_bits_of_the_loop_on_topologies(data, packing, algorithm):
-    """The same holds for schedules that follow the links of a topology."""
+    """On schedules that follow the links of a topology, the kernels give the bits of the loop, too."""
     op, batch = data.draw(batches(most=4, rows=3))
     names = tuple(dict.fromkeys(d for _, ask in batch for d in (*ask.sources, *ask.destinations)))
     ops = cr.AllReduceCrossDeviceOps(algorithm, packing.num_packs, topology=data.draw(strategies.wired(names)))
@@ -114,7 +114,7 @@ def test_kernels_give_the_bits_of_the_loop_on_topologies(data, packing, algorith
 @pytest.mark.parametrize("algorithm", strategies.NAMED)
 @pytest.mark.parametrize(("op", "dtype"), [("sum", "float32"), ("mean", "float16"), ("product", "complex64")])
 def test_17_devices(algorithm, op, dtype):
-    """The law holds for more devices than the kernels keep in registers at a time."""
+    """The kernels give the bits of the loop for more devices than they keep in registers at a time."""
     n = 5 if algorithm == "forest" else 17
     rng = np.random.default_rng(17)
     rows = []
@@ -195,7 +195,7 @@ def test_segments_cover_each_element_once(drawn):
 
 
 def test_a_batch_is_one_run():
-    """However many tensors and buffers there are, the kernels run once for each dtype, sources and destinations."""
+    """However many tensors and buffers there are, the kernels run once for each (dtype, sources, destinations)."""
     values = [PerReplica([np.full(k % 7, 1.0) for _ in range(4)]) for k in range(160)]
     ops = cr.AllReduceCrossDeviceOps("hierarchical_copy", num_packs=0)
     with engine_runs() as runs:
@@ -212,7 +212,7 @@ def test_a_batch_is_one_run():
 
 
 class CountingKernel:
-    """A kernel that notes how it is run."""
+    """A kernel that computes nothing and records the settings of its runs."""
 
     def __init__(self):
         self.runs = []
@@ -235,7 +235,7 @@ def executable(size, n, op="sum", dtype="float32", framework="numpy"):
     ("size", "limit", "threads"), [(1 << 19, None, 6), (1 << 19, 4, 4), (1 << 19, 64, 6), (9, None, 1), (9, 4, 1)]
 )
 def test_the_number_of_threads(monkeypatch, size, limit, threads):
-    """It is the smaller of the framework's own limit and the environment's; small arrays get one thread."""
+    """The number is the smaller of the framework's own limit and the environment's; small arrays get one thread."""
     monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "6")
     made = executable(size, 2)
     made._kernel = counting = CountingKernel()
@@ -245,7 +245,7 @@ def test_the_number_of_threads(monkeypatch, size, limit, threads):
 
 
 def test_large_arrays_use_threads_and_streaming_stores(torch_):
-    """1 MiB read and written uses threads, 4 MiB written uses streaming stores; torch reports its limit of threads."""
+    """Kernels use threads if they move 1 MiB, and streaming stores if they write 4 MiB; torch limits the threads."""
 
     def settings_of(*args):
         made = executable(*args)

@@ -64,7 +64,7 @@ def blocks():
 
 
 def live(framework):
-    """Return the bytes of results in use. JAX frees the memory that it wraps at its next call."""
+    """Return the bytes of results in use, after a call of the framework, at which JAX frees memory that it wrapped."""
     framework.array(np.zeros(1))
     return kernels.usage()["live"]
 
@@ -209,7 +209,7 @@ def torch_layouts(torch, x):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "complex64"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_torch_tensors_of_any_layout(torch_, dtype, op):
-    """Strides, memory formats, lazy conjugates and negatives, and parameters are reduced as the numbers they mean."""
+    """Strides, memory formats, lazy conjugates and negatives, and parameters are reduced by value."""
     torch = torch_.torch
     x = torch_.array((np.arange(30).reshape(3, 10) - 11).astype(np_dtype(dtype)))
     for name, tensor in torch_layouts(torch, x):
@@ -281,7 +281,7 @@ def test_a_donated_input(jax_):
 
 
 def test_arrays_that_are_still_computed(jax_):
-    """The kernels wait until an array is computed."""
+    """The kernels read an array only after JAX has computed it."""
     jnp = jax_.jax.numpy
     late = jax_.jax.jit(lambda x: jnp.linalg.matrix_power(x, 9))
     x = jax_.array(np.eye(300, dtype="float32") * 2)
@@ -302,7 +302,7 @@ def looped(function, *args):
 
 
 def test_a_gradient_tape(tensorflow_):
-    """Under a tape, gradients flow through a reduction; where recording is stopped, the kernels run."""
+    """Under a gradient tape the loop runs, and gradients flow through it; while recording is stopped, kernels run."""
     tf = tensorflow_.tf
     x, y = tensorflow_.array(np.arange(3.0), 0), tensorflow_.array(np.ones(3), 1)
     with tf.GradientTape() as tape:
@@ -334,7 +334,7 @@ def test_tf_functions_and_what_they_call(tensorflow_):
 
 
 def test_scopes_and_variables_of_tf(tensorflow_):
-    """Results are on their devices, whatever scope the caller is in; variables are read."""
+    """Results are on their destinations, in any device scope, and do not change if a variable is assigned later."""
     tf = tensorflow_.tf
     with tf.device("/CPU:4"):
         variable = tf.Variable([1.0, 2.0])
@@ -363,7 +363,7 @@ def test_jax_transformations(jax_):
 
 
 def test_torch_transformations_and_modes(torch_):
-    """Tensors of vmap and dispatch modes run on the loop; a mode of torch functions makes no difference."""
+    """The loop runs under vmap, dispatch modes and for fake tensors; under torch function modes, the kernels run."""
     torch = torch_.torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.overrides import TorchFunctionMode
@@ -423,7 +423,8 @@ def test_tensors_without_memory(kind, wanted):
 
 
 def test_values_that_were_partly_sparse(framework):
-    """Slices are added into dense arrays first, perhaps in a wider dtype, and the loop reduces those."""
+    """Sparse components of a value that also has dense ones are made dense in the accumulator's dtype, and the engine
+    "loop" reduces them."""
     for kind in framework.kinds:
         slices = framework.sparse(kind, np.full((2, 3), 2, "float16"), np.array([0, 2]), (4, 3))
         value = PerReplica([slices, framework.array(np.ones((4, 3), "float16"), 1)], strategies.names(2))
@@ -434,7 +435,7 @@ def test_values_that_were_partly_sparse(framework):
 
 
 def test_results_are_mirrored(framework):
-    """Results are plain arrays in a Mirrored, one memory per destination unless arrays are immutable."""
+    """Results are plain arrays in a Mirrored; they share memory only if the framework's arrays are immutable."""
     value = put(framework, [np.ones(3, "float32"), np.ones(3, "float32")])
     result = OPS.reduce("sum", value, on_devices(strategies.names(4)))
     assert type(result) is Mirrored

@@ -93,7 +93,7 @@ def test_memory_mapped_arrays(numpy_, ops, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "ops"), each(DTYPES, OPS))
 def test_numpy_scalars(numpy_, ops, dtype):
-    """NumPy scalars and 0-d arrays are arrays of shape ()."""
+    """NumPy scalars and 0-d arrays are reduced as arrays of shape ()."""
     ops = OPS[ops]
     xs = small(dtype, (), 3)
     for given in (xs, [x[()] for x in xs]):
@@ -104,7 +104,7 @@ def test_numpy_scalars(numpy_, ops, dtype):
 
 
 def test_python_numbers(numpy_):
-    """Python numbers have NumPy's default dtypes."""
+    """Python numbers are reduced as arrays of NumPy's default dtypes."""
     for ops in OPS.values():
         for numbers, dtype in (((1, 2), "int64"), ((1.5, 2.0), "float64"), ((1j, 2.0j), "complex128")):
             value = cr.PerReplica(numbers, cpus(0, 1))
@@ -176,7 +176,7 @@ def test_jax_arrays_that_are_not_committed(jax_):
 
 
 def test_results_outlive_deleted_inputs(jax_):
-    """A JAX result stays valid when its input is deleted, as a donation does."""
+    """A JAX result stays valid when its input is deleted, as happens to a donated input."""
     for ops in OPS.values():
         for n in (1, 2):
             given = jax_.arrays([np.arange(3.0)] * n)

@@ -17,7 +17,7 @@ import crossreduce
 ROOT = Path(crossreduce.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 FRAMEWORKS = ("numpy", "torch", "jax", "tensorflow")
-# What each framework brings along; ml_dtypes gives NumPy its bfloat16.
+# The top-level packages of each framework; ml_dtypes gives NumPy its bfloat16.
 PACKAGES = {
     "numpy": {"numpy", "ml_dtypes"},
     "torch": {"torch"},
@@ -25,7 +25,7 @@ PACKAGES = {
     "tensorflow": {"tensorflow", "keras"},
 }
 
-# Lowest first: a file imports from its own floor's files or from lower ones, never from higher ones.
+# Lowest first: a file imports from its own top-level file or folder and from lower floors, never from others.
 FLOORS = (
     ("errors", "autograph"),
     ("ops", "devices"),
@@ -92,7 +92,10 @@ def test_every_file_has_a_floor():
 
 
 def test_imports_only_point_down():
-    """A file imports only files of its own folder or of lower floors; only the top imports the package itself."""
+    """A file imports only from its own top-level file or folder and from lower floors.
+
+    Only cli, __main__, torch, jax and tensorflow import ``crossreduce`` itself.
+    """
     wrong = []
     for path in FILES:
         own = name(path).split(".")[0]
@@ -150,13 +153,13 @@ def test_import_circles_are_found():
     assert import_circles(graph) == {frozenset("ab"), frozenset("cde")}
 
 
-# Files that import a framework other than their own, and why.
+# Files that import a framework other than their own.
 EXCEPTIONS = {
     "values": {"numpy"},  # IndexedSlices accepts lists; NumPy is imported only for a list
     "kernels.reference": {"numpy"},
     "frameworks.jax": {"numpy"},  # JAX and TensorFlow take dtypes and constants from NumPy
     "frameworks.tensorflow": {"numpy"},
-    "planning.bounds.flows": {"numpy"},  # SciPy's arguments are NumPy arrays; both are imported only then
+    "planning.bounds.flows": {"numpy"},  # SciPy's arguments are NumPy arrays; both are imported only to call SciPy
     "planning.bounds.linear_program": {"numpy"},
     "transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
     "engines.host.jax": {"numpy"},  # NumPy turns memory into arrays of JAX
@@ -166,10 +169,10 @@ EXCEPTIONS = {
 
 
 def test_frameworks_are_imported_only_in_their_own_files():
-    """A framework is imported only in the files that are named after it, and in its own top-level module.
+    """A framework is imported only in the files and folders that are named after it, in cli/ and in EXCEPTIONS.
 
-    These are frameworks/<framework>.py, engines/<framework>/, engines/host/<framework>.py; and cli/, whose commands are
-    programs of their own.
+    Its files and folders are <framework>.py, frameworks/<framework>.py, engines/<framework>/ and
+    engines/host/<framework>.py; the commands in cli/ are programs of their own.
     """
     places = ("{}.", "frameworks.{}.", "engines.{}.", "engines.host.{}.")
     every = set().union(*PACKAGES.values())
@@ -185,7 +188,7 @@ def test_frameworks_are_imported_only_in_their_own_files():
 
 
 def test_the_exceptions_are_used():
-    """The list of exceptions contains only what is needed."""
+    """Each file in EXCEPTIONS imports the frameworks that are listed for it."""
     for module, due in EXCEPTIONS.items():
         path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
         roots = {imported.split(".")[0] for imported in imports(path)}
@@ -193,14 +196,14 @@ def test_the_exceptions_are_used():
 
 
 def test_the_needs_of_single_files_are_used():
-    """The list of modules that single pure files need contains only what is needed."""
+    """Each file in NEEDED imports the modules that are listed for it."""
     for module, due in NEEDED.items():
         path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
         assert due <= {imported.split(".")[0] for imported in imports(path)}, module
 
 
 def test_values_imports_numpy_inside_a_function_only():
-    """The exception is lazy: arrays of other frameworks do not load NumPy."""
+    """values.py does not import NumPy at its top level, so arrays of other frameworks do not load it."""
     top = [n for n in ast.parse((ROOT / "values.py").read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))]
     modules = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
     assert not modules & {"numpy", "ml_dtypes"}
@@ -239,7 +242,8 @@ IMPURE = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint", 
 
 
 def test_planning_schedule_and_topology_are_pure():
-    """They import no array framework and do no I/O: only a short list of the standard library, and no open()."""
+    """Files of planning/, schedule/ and topology/ import only HARMLESS modules, ``crossreduce`` and the modules that
+    NEEDED lists for the file (some of which do I/O), and use no built-in of IMPURE, such as open."""
     wrong = []
     for path in FILES:
         if name(path).split(".")[0] in PURE:
@@ -299,7 +303,7 @@ def test_importing_crossreduce_is_quick_and_loads_no_framework():
 
 
 def test_planning_needs_no_framework():
-    """Topologies, plans, proofs and the null framework's counts work while no framework can be imported."""
+    """Topologies, schedules, simulations and the null framework's counts work if no framework can be imported."""
     code = f"""
 import sys
 for blocked in {sorted(set().union(*PACKAGES.values()))!r}:
@@ -367,7 +371,7 @@ def test_docstring_examples_run():
 
 @pytest.mark.parametrize("framework", [framework for framework in FRAMEWORKS[1:] if framework in frameworks.NAMES])
 def test_docstring_examples_of_frameworks_run(framework):
-    """The same holds for a framework's own files, once the framework has its devices."""
+    """The docstring examples of a framework's own files print their output, once the tests have set up its devices."""
     frameworks.load(framework)
     mine = [module for module in MODULES if module.split(".")[-1] == framework]
     assert f"crossreduce.frameworks.{framework}" in mine
@@ -403,7 +407,7 @@ def test_class_names_are_unique():
 
 
 def test_the_public_face_is_documented():
-    """Every public name, and every public method and property of its class or its base class, has a docstring."""
+    """Every public name, and every public method and property that its class defines, has or inherits a docstring."""
     for public in crossreduce.__all__:
         thing = getattr(crossreduce, public)
         assert inspect.getdoc(thing), public
@@ -415,7 +419,7 @@ def test_the_public_face_is_documented():
 
 
 def test_every_expected_error_is_matched():
-    """Each ``pytest.raises`` of the tests matches a message, or keeps the error for the checks that follow."""
+    """Each ``pytest.raises`` matches a message, keeps the error for later checks, or expects a MemoryError."""
     unmatched = []
     for file in sorted(Path(__file__).parent.glob("*.py")):
         tree = ast.parse(file.read_text())

@@ -50,7 +50,7 @@ def spread(function, n, check=True, out=None, names=("d",), over=None):
 
 
 def same_everywhere(x):
-    """Return an array that has the same bits on all devices."""
+    """Check that an array has the same bits on all devices, and return one device's copy."""
     shards = [np.asarray(shard.data) for shard in x.addressable_shards]
     assert len({shard.tobytes() for shard in shards}) == 1
     return shards[0]
@@ -76,7 +76,8 @@ def test_every_device_gets_every_contribution_once(n, algorithm):
     rng = np.random.default_rng(n)
     contributions = np.stack(oracle.contributions(n, "int32", (11,)))
     floats = rng.standard_normal((n, 3, 7)).astype("float32")
-    check = (n + len(algorithm)) % 2 == 0  # each algorithm in both modes, each program compiled once
+    # Each algorithm runs with and without check_vma, for different n, so that each test compiles only one program.
+    check = (n + len(algorithm)) % 2 == 0
     run = jax.jit(spread(lambda x: all_reduce(x, "d", algorithm=algorithm), n, check))
     got = run({"digits": contributions, "floats": [floats]})
     assert (same_everywhere(got["digits"]) == contributions.sum(0)).all()
@@ -100,7 +101,7 @@ def test_every_op_over_every_dtype(op, algorithm):
         result = "float32" if integer else dtype
         y = same_everywhere(got[dtype])
         if integer:
-            # Without x64 they accumulate in float32: three roundings of the sum, one of the quotient.
+            # Without x64, means of integers accumulate in float32: three roundings of the sum, one of the quotient.
             wide = x.astype("float64")
             assert y.dtype == "float32"
             assert (np.abs(y - wide.mean(0)) <= 4 * 2.0**-24 * np.abs(wide).sum(0)).all()
@@ -151,7 +152,7 @@ def test_every_device_has_the_same_nan(algorithm):
 
 
 def test_trees_keep_their_structure():
-    """The result is the same tree: with Nones, numbers, empty and 0-dimensional arrays, NumPy arrays, mixed dtypes."""
+    """The result has the structure of the given tree, which has Nones, numbers, empty, 0-d and NumPy arrays."""
 
     def own(x):
         tree = {"none": None, "number": 2, "float": 0.5, "numpy": np.float32([1, 2]), "x": [x, (x.sum(),)]}
@@ -211,7 +212,7 @@ def test_slices_are_concatenated(check):
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "halving_doubling"])
 @pytest.mark.parametrize("how", ["shard_map without jit", "pmap", "vmap", "vmap inside"])
 def test_every_transformation_with_named_axes(how, algorithm):
-    """It runs under shard_map without jit, under pmap, under vmap of the named axis, and under vmap of another axis."""
+    """all_reduce runs under shard_map without jit, pmap, vmap of the named axis, and vmap of another axis."""
     x = np.random.default_rng(1).integers(-9, 9, (3, 4)).astype("float32")
 
     def own(x):
@@ -228,7 +229,7 @@ def test_every_transformation_with_named_axes(how, algorithm):
 
 
 def test_several_axes_of_vmap():
-    """XLA's all-reduce runs over them; a schedule is rejected, since JAX would run it incorrectly."""
+    """Over several axes of vmap, XLA's all-reduce runs; a schedule is rejected, since JAX would run it incorrectly."""
     x = np.arange(6.0, dtype="float32").reshape(2, 3)
 
     def both(**how):
@@ -246,7 +247,7 @@ def test_several_axes_of_vmap():
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("algorithm", ["auto", "hierarchical_copy", "ring"])
 def test_meshes_of_several_axes(algorithm, check):
-    """Any axes of a mesh can be reduced, several as one; the types of values still vary over the other axes."""
+    """all_reduce runs over any axes of a mesh, over several as one; results still vary over the other axes."""
     names = ("hosts", "devices", "other")
     x = np.random.default_rng(2).integers(-9, 9, (2, 2, 2, 5)).astype("float32")
 
@@ -280,7 +281,7 @@ def test_axes_in_any_order(algorithm, check):
 
 
 def test_an_axis_of_vmap_with_the_name_of_a_mesh_axis():
-    """If a mesh is set, an axis of vmap may have the name of one of its axes, and is reduced."""
+    """An axis of vmap is reduced also if an axis of the current mesh has the same name."""
     with jax.set_mesh(mesh((3,))):
         over = jax.vmap(lambda x: all_reduce(x, "d", algorithm="one_device"), axis_name="d")
         assert over(np.arange(3.0, dtype="float32")).tolist() == [3, 3, 3]
@@ -294,7 +295,7 @@ def test_a_replicated_value_is_added_once_per_device():
 
 
 def test_axes_that_xla_partitions():
-    """On a mesh with other axes that XLA partitions, leaves are reduced one by one, also by schedules."""
+    """all_reduce is right over one axis of a mesh while XLA partitions another, with and without a schedule."""
     grid = mesh((2, 2), ("d", "auto"))
     x = jax.device_put(np.arange(8.0, dtype="float32").reshape(2, 4), jax.NamedSharding(grid, P("d", "auto")))
     for algorithm in ("auto", "ring"):
@@ -332,7 +333,7 @@ def transformed(kind, reduce):
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("kind", ["grad", "jvp", "vjp", "hessian", "scan of remat", "vmap"])
 def test_gradients_are_those_of_psum(kind, check):
-    """Inside shard_map, every transformation has the same result as with lax.psum or lax.pmean, checked or not."""
+    """Inside shard_map, every transformation gives what it gives with lax.psum or lax.pmean, for any check_vma."""
     x = np.random.default_rng(3).standard_normal((3, 2, 3)).astype("float32")
     alone = kind == "jvp"  # for jvp, the value is the same on all devices
 
@@ -446,7 +447,7 @@ def test_the_topology_selects_the_collective():
     assert {abs(int(src) - int(dst)) for src, dst in found} == {1}
     assert collectives(lambda x: all_reduce(x, "d", "product"), 4, x) == {
         "collective_permute": 4
-    }  # XLA has no such all-reduce
+    }  # JAX has no collective for products
     named = collectives(lambda x: all_reduce(x, "d", topology=cr.Topology.star(4), algorithm="direct"), 4, x)
     assert named == {"collective_permute": 6}
 
@@ -460,8 +461,8 @@ def test_a_machine_of_eight():
         assert (same_everywhere(run(x)) == x.sum(0)).all()
 
 
-def test_packs_have_different_roots():
-    """num_packs trees share the buffer, and a different device combines each share."""
+def test_packs_give_the_right_sums():
+    """With num_packs trees, which have different roots, the sums are right."""
     x = np.stack(oracle.contributions(4, "int32", (10,)))
     for algorithm in ("one_device", "hierarchical_copy"):
         run = jax.jit(spread(lambda x, a=algorithm: all_reduce(x, "d", algorithm=a, num_packs=3), 4))
@@ -507,7 +508,7 @@ def rejected(error, match, leaf=1.0, **how):
 
 @pytest.mark.parametrize("axis", ["other", ("d", "other"), None, ["d", {}], 1.5])
 def test_an_axis_that_does_not_exist(axis):
-    """It raises an AxisError, which is a NameError, like JAX's error, and a ValueError, like this library's errors."""
+    """An unknown axis raises an AxisError: a NameError, as in JAX, and a ValueError, as elsewhere in this library."""
     for kind in (NameError, ValueError, cr.ReductionError):
         rejected(kind, r"(?s)this axis does not exist here.*jax\.shard_map", axis_name=axis)
 
@@ -540,7 +541,7 @@ def test_symbolic_sizes_are_rejected():
 
 
 def test_invalid_leaves_are_reported_with_their_path():
-    """The error has the path of the leaf: not an array, a PRNG key, an unknown dtype, an op that is not defined."""
+    """An error about a leaf (no array, a PRNG key, a dtype without this op) has the path of the leaf."""
     odd = (2**70, np.ma.masked_array([1.0]), jax.ShapeDtypeStruct((2,), "float32"))
     for leaf in ("text", object(), np.array(["a"]), np.array([1], "datetime64[s]"), {1, 2}, *odd):
         rejected(TypeError, r"leaf x\['w'\]\[1\]: JAX cannot convert this to an array", leaf)

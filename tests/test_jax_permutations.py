@@ -18,8 +18,8 @@ from crossreduce.planning import PLANNERS
 def run(compiled, combine, start):
     """Run a compiled program on every device; return for each stack and device the rows of its result.
 
-    Device d starts with ``start(chunk, d)`` in the row of a chunk. Rows that no device sends are None, as are
-    combinations with them.
+    A stack has the chunks of one size, one per row. Device d starts with ``start(chunk, d)`` in the row of a chunk.
+    Rows that no device sends are None, as are combinations with them.
     """
     n = compiled.devices
     stacks = [[[[start(chunk, device) for chunk in chunks] for device in range(n)]] for chunks in compiled.stacks]
@@ -55,7 +55,8 @@ def run(compiled, combine, start):
 
 
 def check(schedule):
-    """A program combines every contribution once, and its permutations are the partners of the busiest devices."""
+    """Check that a compiled schedule adds every contribution once, and that a round has as many permutations as its
+    busiest device has partners."""
     program, n = lower(schedule), len(schedule.devices)
     compiled = compile_permutations(program)
 
@@ -82,7 +83,7 @@ def test_every_planners_schedule(n, algorithm, packs, first):
 
 @given(st.data())
 def test_plans_for_any_topology(data):
-    """So is the program of every plan for a drawn topology, whose shares and routes are uneven."""
+    """On any topology, with uneven shares and routes, a plan's program is right and takes the fewest permutations."""
     topology = data.draw(strategies.wired(strategies.names(data.draw(st.integers(2, 6))), both_ways=False))
     algorithm = data.draw(st.sampled_from(["forest", "hierarchical_copy", "auto"]))
     check(cr.plan(topology, "all_reduce", data.draw(st.sampled_from([8, 1 << 26])), algorithm).schedule)
@@ -124,7 +125,7 @@ def test_permutation_counts(algorithm, n, count):
 
 @given(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1))
 def test_pairs_split_into_as_few_matchings_as_possible(pairs):
-    """There are as many matchings as the busiest device has partners; each device is at most once on each side."""
+    """There are as many matchings as the busiest device has partners; in each, a device sends and receives once."""
     found = matchings(sorted(pairs))
     assert sorted(pair for matching in found for pair in matching) == sorted(pairs)
     assert len(found) == max(max(Counter(pair[side] for pair in pairs).values()) for side in (0, 1))
@@ -143,7 +144,7 @@ def test_other_collectives_are_rejected():
 
 
 def test_uneven_rounds():
-    """Devices that send different numbers of rows in one round, of chunks of two sizes, receive the right ones."""
+    """A program is right if devices send different numbers of rows, of chunks of two sizes, in one round."""
     everyone, half, quarter = (0, 1, 2), Fraction(1, 2), Fraction(1, 4)
     chunks = [cr.Chunk(share, everyone, everyone) for share in (quarter, half, quarter)]
     first = [cr.Step(0, 0, everyone), cr.Step(2, 0, (2, 0, 1)), cr.Step(1, 2, (0, 1, 2))]

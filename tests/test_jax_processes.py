@@ -66,7 +66,7 @@ def test_two_processes_reduce_over_two_levels(tmp_path):
                 workers.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
         late = time.monotonic() + 60
         codes = [None, None]
-        while None in codes and not any(codes) and time.monotonic() < late:  # if one dies, the other is notified late
+        while None in codes and not any(codes) and time.monotonic() < late:  # if one fails, the other ends much later
             time.sleep(0.05)
             codes = [worker.poll() for worker in workers]
     finally:

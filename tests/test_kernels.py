@@ -50,7 +50,7 @@ def test_the_extension_was_built():
 @settings(max_examples=60)
 @given(case=cases(), setup=setups())
 def test_compiled_kernels_give_the_bits_of_the_reference(isa, case, setup):
-    """Any program on arrays of any layout gives the same bits, and writes no byte outside the results."""
+    """Any program on arrays of any layout gives the bits of the reference, and writes no byte outside the results."""
     check(case, setup, case.native(isa))
 
 
@@ -74,7 +74,7 @@ SEPARATE = Case("sum", FLOAT32, 1, 2, 2, (100,), (TWO_VALUES,), (Segment(0, 0, 1
 @example(case=SWAPPED, setup=Setup(in_place=((0, 0), (1, 1))))
 @example(case=SEPARATE, setup=Setup(in_place=((1, 1),)))
 def test_a_result_may_be_a_source_of_its_tensor(isa, case, setup):
-    """In place, the bits are those of results with memory of their own, in the compiled kernels and in NumPy."""
+    """Results that overwrite sources have the bits of separate results, in the compiled kernels and in NumPy."""
     in_place = tuple((r, s) for r, s in setup.in_place if s < case.sources and r < case.results)
     if storage(case.dtypes[0]).itemsize != storage(case.dtypes[2]).itemsize:
         in_place = ()  # the elements of results and sources differ in size
@@ -87,7 +87,7 @@ WANTED = [(~1, ~0), (~0, ~1), (0, ~1), (~1, 0), (0, ~0), (1, 0)]
 
 @pytest.mark.parametrize(("wanted", "isa", "divisor"), pairs(WANTED, SETS, [1, 3]))
 def test_results_may_be_different_values_in_any_order(isa, divisor, wanted):
-    """Each result is the value that its program names, regardless of the fold that comes last."""
+    """Each result is the value that its program names: a source, or the value of any fold, not only the last."""
     case = SEPARATE._replace(divisor=divisor, programs=(TWO_VALUES._replace(results=wanted),))
     a, b = np.arange(100, dtype="float32"), np.arange(100, 200, dtype="float32")
     outs = [np.zeros(100, "float32") for _ in wanted]
@@ -108,7 +108,7 @@ TABLE = [
 
 
 def test_the_table_contains_every_pair():
-    """The cases of the next test contain every op with every dtype, and each of both with every instruction set."""
+    """The next test's cases have every op with every dtype, and every op and every dtype on every instruction set."""
     assert {row for row, _ in TABLE} >= set(SAME)
     sets = set(SETS)
     for column, rows in itertools.product(range(4), (SAME, INTEGER_MEANS)):
@@ -121,7 +121,7 @@ def test_the_table_contains_every_pair():
 
 @pytest.mark.parametrize(("numbers", "isa"), TABLE, ids=joined)
 def test_every_op_on_every_dtype(isa, numbers):
-    """Every op that is defined for a dtype gives the bits of the reference, also in partial lines at both ends."""
+    """Every op that is defined for a dtype gives the bits of the reference, also in partial cache lines at the ends."""
     for n, size, kind in ((1, 3, "special"), (2, 333, "special"), (3, 1000, "bytes"), (18, 333, "special")):
         case = reduction(*numbers, n, size, results=2)
         check(case, Setup(seed=n, kind=kind, offsets=(1, 8)), case.native(isa))
@@ -159,7 +159,7 @@ def test_every_alignment(isa, numbers, streaming):
     ids="-".join,
 )
 def test_large_arrays_are_streamed_by_several_threads(isa, numbers):
-    """The shares of threads, streamed lines and partial lines leave no gap between them."""
+    """The threads' shares, streamed cache lines and partial cache lines leave no gap between them."""
     case = reduction(*numbers, 3, 300_007, results=3)._replace(segments=(Segment(0, 5, 300_000, 0),))
     for offsets in ((0,), (2, 64, 16), (1, 3)):
         check(case, Setup(kind="bytes", offsets=offsets, threads=3, streaming=True), case.native(isa))
@@ -190,7 +190,7 @@ def test_there_are_kernels_for_the_numbers_of_every_framework(framework):
 @settings(max_examples=10)
 @given(data=st.data())
 def test_reductions_are_right(isa, dtype, data):
-    """A Python loop over exact numbers gives the same: integers to the bit, floats within the rounding error."""
+    """Kernels agree with a loop over exact Python numbers: integers to the bit, floats within the rounding error."""
     n, size = data.draw(st.integers(1, 24)), data.draw(st.integers(0, 90))
     xs = data.draw(strategies.arrays(dtype, (size,), n))
     for op in strategies.ops_for(dtype):
@@ -241,11 +241,11 @@ HALVES = {"float16": (11, -24, 65504.0), "bfloat16": (8, -133, float.fromhex("0x
 @settings(max_examples=20)
 @given(data=st.data())
 def test_the_mean_of_integers_is_a_correctly_rounded_half(isa, dtype, half, data):
-    """A float64 is rounded to a half once. Rounding it to float32 first would be wrong next to a tie."""
+    """A mean in float64 is rounded to the half type directly. By way of float32 it would be wrong next to a tie."""
     n = data.draw(st.one_of(st.integers(1, 40), st.just(1000)))
     bounds = np.iinfo(dtype)
     low, high = int(bounds.min), int(bounds.max)
-    # Halfway between two halves. A mean that is off by less than 1 rounds to this tie in float32, but not to a half.
+    # Integers halfway between two halves. Float32 may round a nearby mean to such a tie, and so to the wrong half.
     ties = [(1 << 15) + 16, (1 << 15) + 48, (1 << 20) + (1 << 12), (1 << 20) + 3 * (1 << 12), (1 << 24) + (1 << 16)]
     near = st.builds(lambda x, y: x + y, st.sampled_from([0, 1 << 10, *ties, *ties]), st.integers(-3, 3))
     number = st.one_of(near, near, st.integers(low, high)).map(lambda x: min(max(x, low), high))
@@ -336,8 +336,8 @@ def crowded(draw):
 @settings(max_examples=150)
 @given(drawn=crowded())
 def test_overlapping_results_are_found(drawn):
-    """A run returns a result that shares memory with another result, or with a source unless it is that source; then
-    nothing is written. All memory from the first byte of a strided source to its last counts as the source."""
+    """A run returns (tensor, result) of a result that shares memory with another result, or with a source that it does
+    not exactly replace, and writes nothing. A strided source counts as all memory from its first byte to its last."""
     case, rows, outs = drawn
     dtype, _, result = case.dtypes
     sizes = oracle.dtype_of(dtype).itemsize, oracle.dtype_of(result).itemsize

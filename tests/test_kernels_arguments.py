@@ -83,7 +83,7 @@ ERRORS = ValueError, TypeError, OverflowError, BufferError
 # Arguments are checked by the same code for every instruction set.
 @pytest.mark.parametrize(("name", "isa"), each(MALFORMED, SETS))
 def test_malformed_kernels_are_refused(isa, name):
-    """A kernel that could read or write out of bounds is not made."""
+    """Malformed arguments raise when a kernel is made, so no kernel can read or write out of bounds."""
     NATIVE.Kernel(isa, *GOOD.values())
     fault, arguments = MALFORMED[name]
     with pytest.raises(ERRORS, match=fault):

@@ -13,7 +13,7 @@ from crossreduce.kernels import reference
 
 @pytest.fixture
 def cpus(monkeypatch):
-    """Six CPUs, and no variable that sets the number of threads."""
+    """Make the process have six CPUs, and no variable that sets the number of threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     for name in ("CROSSREDUCE_NUM_THREADS", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
@@ -110,7 +110,8 @@ def test_an_unknown_instruction_set_is_an_error(monkeypatch, name):
     """The message contains the given name and the accepted names."""
     monkeypatch.setenv("CROSSREDUCE_KERNELS", name)
     text = (
-        rf"CROSSREDUCE_KERNELS names kernels that this machine cannot run[\s\S]*{name}[\s\S]*{', '.join(SETS)}, numpy"
+        r"CROSSREDUCE_KERNELS names kernels that this machine or this build cannot run"
+        rf"[\s\S]*{name}[\s\S]*{', '.join(SETS)}, numpy"
     )
     kernels.instruction_set.cache_clear()
     try:
@@ -124,7 +125,7 @@ ABSENT = "import sys\nsys.modules['crossreduce.kernels._native'] = None\n"
 
 
 def test_without_the_extension_numpy_is_used_and_logged_once():
-    """An installation without a compiler works, more slowly, and the log contains the reason."""
+    """Without the compiled extension the kernels in NumPy run, and the reason is logged once, at INFO."""
     done = run_python(ABSENT + REDUCE)
     name, module, out, offset, size, usage, logged = json.loads(done.stdout)
     assert (name, module) == ("numpy", "crossreduce.kernels.reference")
@@ -140,7 +141,7 @@ def test_without_the_extension_no_compiled_instruction_set_is_accepted():
     """Without the extension, the error lists NumPy as the only accepted name."""
     code = "from crossreduce import kernels; kernels.instruction_set()"
     done = run_python(ABSENT + code, CROSSREDUCE_KERNELS=SETS[0])
-    assert "BackendError: CROSSREDUCE_KERNELS names kernels that this machine cannot run." in done.stderr
+    assert "BackendError: CROSSREDUCE_KERNELS names kernels that this machine or this build cannot run." in done.stderr
     assert "try:   one of numpy\n" in done.stderr
 
 
@@ -182,7 +183,7 @@ def test_memory_is_aligned_and_writable(allocate):
     ],
 )
 def test_memory_of_an_invalid_size_is_refused(size, fault):
-    """A size is an integer and not negative."""
+    """A size that is negative, too large or not an integer raises."""
     with pytest.raises((ValueError, TypeError, OverflowError), match=fault):
         kernels.memory(size)
 

@@ -149,7 +149,7 @@ print(*counts, native().helpers())
 
 
 def test_the_pool_starts_no_more_threads_than_there_are_shares():
-    """A small batch has few shares or one, so it starts few threads or none, also on a machine with many CPUs."""
+    """A small batch is divided into few shares of work or one, so it starts few threads or none."""
     code = """
 size = 20_000
 few = kernel("baseline", "int32", 2, size, (1, ((0, 0, 1),), (~0,)))
@@ -226,7 +226,7 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 
 @linux
 def test_signals_do_not_reach_the_pool():
-    """Helpers block every signal, so that the program's threads handle Ctrl-C; the masks of those do not change."""
+    """Helpers block every signal, so that the program's threads handle Ctrl-C; those keep their signal masks."""
     code = """
 def masks():
     found = {}
@@ -299,7 +299,7 @@ print("over")
 
 @linux
 def test_threads_that_end_leave_no_memory():
-    """The working memory of a thread is freed when it ends: 400 threads in turn need no more than a few."""
+    """The working memory of a thread is freed when it ends: 400 threads in turn leave less than 8 MB."""
     code = """
 size, n = 20_000, 40
 xs = [np.ones(size, "float32")[::-1] for _ in range(n)]

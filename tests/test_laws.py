@@ -68,7 +68,7 @@ def test_any_batch(framework):
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "host"])
 def test_any_batch_on_every_engine(numpy_, engine):
-    """The same law holds on every engine of the table; the host engine is the one that NumPy arrays get anyway."""
+    """Any batch gives the oracle's results also on the engines other than host, NumPy's default engine."""
     with only(engine):
         check_any_batch(numpy_, numpy_.examples // 2)
 
@@ -178,7 +178,7 @@ def test_broadcast_then_reduce(framework):
         names = tuple(f"cpu:{k}" for k in range(n))
         ops = cr.AllReduceCrossDeviceOps(algorithm)
         copies = ops.broadcast(framework.array(x), cr.PerReplica([0] * n, names))
-        for op in ("mean", "min", "max"):  # few bits, so that every partial sum is exact
+        for op in ("mean", "min", "max"):  # x has few bits, so that every partial sum is exact
             for y in ops.reduce(op, copies, copies):
                 assert framework.to_numpy(y).tobytes() == x.tobytes()
         for y in ops.reduce("sum", copies, copies):
@@ -188,7 +188,7 @@ def test_broadcast_then_reduce(framework):
 
 
 def test_gather_undoes_a_split(framework):
-    """Gather of an array that was split along an axis is that array, for any cuts."""
+    """A gather of the parts of an array that was split along an axis, at any cuts, is that array."""
 
     @settings(max_examples=framework.examples // 2)
     @given(st.data())

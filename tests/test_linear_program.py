@@ -1,4 +1,5 @@
-"""The linear program of the all-reduce: its value is that of the complete flow program, and its solution is exact."""
+"""The linear program of the best all-reduce: its rate is that of ``planning_oracle.all_reduce_bound``, a program
+without cuts, and its solution is checked in exact fractions."""
 
 import itertools
 from fractions import Fraction
@@ -16,7 +17,7 @@ ANY = (SYMMETRIC, DIRECTED, LOPSIDED)
 DGX_1V = Topology.machine("dgx-1v")
 
 
-# 0.1 in both directions, 0.3 and 12.5 as binary fractions
+# Bandwidths that are the exact values of the floats 0.1, 0.3 and 12.5: 0.1 + 0.1 + 0.1 is 0.3 + 3e-17.
 NEARLY = Wiring(
     ("cpu:0", "cpu:1", "cpu:2"),
     (("cpu:0", "cpu:1", Fraction(0.1)), ("cpu:1", "cpu:0", Fraction(0.1)), ("cpu:2", "cpu:0", Fraction(0.3)),
@@ -34,8 +35,8 @@ def leaving(used, inside):
 
 
 def check_solution(topology, found):
-    """Check that a solution is feasible: no link is overloaded, every cut has room for the trees of its roots, and the
-    rates into and out of a switch that cannot reduce are equal."""
+    """Check that a solution is feasible: no link is overloaded, the links out of each set of nodes that lacks a device
+    carry the rates of the roots in the set, and the rates into and out of a switch that cannot reduce are equal."""
     assert found.reached == sum(found.roots.values())
     assert min([*found.roots.values(), *found.down.values(), *found.up.values()]) >= 0
     for link in topology.links:
@@ -62,7 +63,7 @@ def check_exact(topology):
 @settings(max_examples=150)
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)))
 def test_the_rate_is_that_of_the_flow_program(wiring):
-    """On any connected wiring the rate is that of the flow program without cuts, is reached exactly, and is proved."""
+    """On any connected topology the rate is the oracle's, the solution reaches it exactly, and its proof is valid."""
     check_exact(Topology(*wiring))
 
 
@@ -72,15 +73,15 @@ def test_the_rate_is_that_of_the_flow_program(wiring):
 @settings(max_examples=60)
 @given(wirings(ANY, DECIMAL, reducing=(False, True)))
 def test_decimal_bandwidths(wiring):
-    """The same is true for bandwidths of several digits with a ratio of 50,000."""
+    """The rate is right, reached and proved also for decimal bandwidths that differ by a factor of up to 50,000."""
     check_exact(Topology(*wiring))
 
 
 @settings(max_examples=60)
 @given(wirings(ANY, BINARY, reducing=(False, True)))
 def test_binary_bandwidths(wiring):
-    """Bandwidths that are sums of binary fractions, such as 0.1 and 0.3, have the rate of the flow program, and the
-    returned use of the links is feasible, although it may not reach that rate."""
+    """For bandwidths that are the exact values of floats, such as 0.1 and 0.3, the rate is that of the oracle. The
+    returned use of the links is feasible, but may not reach that rate."""
     topology = Topology(*wiring)
     found = optimum(topology)
     assert float(found.rate) == near(planning_oracle.all_reduce_bound(topology))
@@ -89,7 +90,8 @@ def test_binary_bandwidths(wiring):
         check_solution(topology, found)
 
 
-# The rounded solution of these links violates a row by 1e-17 and is discarded, so only 62.5 % of the rate is reached.
+# The rounded solution for these links violates a constraint by 1e-17 and is discarded, so only 62.5 % of the rate is
+# reached.
 DISCARDED = Wiring(
     tuple(f"cpu:{k}" for k in range(5)),
     tuple(
@@ -117,7 +119,8 @@ DISCARDED = Wiring(
     ids=["0.1 and 0.3", "ten links"],
 )
 def test_bandwidths_that_nearly_add_up(wiring):
-    """If 0.1 + 0.1 + 0.1 differs from 0.3 by 1e-17, the reached rate differs from the bound by less than 1/500."""
+    """If sums of bandwidths differ by about 1e-17, as 0.1 + 0.1 + 0.1 and 0.3, the reached rate is at least 499/500 of
+    the bound."""
     topology = Topology(*wiring)
     found = optimum(topology)
     assert found.rate * (1 - Fraction(1, 500)) <= found.reached <= found.rate
@@ -141,7 +144,7 @@ def test_bandwidths_far_apart(gap, back):
     wide = [("cpu:0", "cpu:1", gap), ("cpu:1", "cpu:0", gap * back)]
     narrow = [pair for a, b in (("cpu:1", "cpu:2"), ("cpu:2", "cpu:0")) for pair in ((a, b, 1), (b, a, back))]
     topology = Topology(["cpu:0", "cpu:1", "cpu:2"], wide + narrow)
-    assert optimum(topology).rate == optimum(topology).reached == 1 + back  # the rates into and out of cpu:2
+    assert optimum(topology).rate == optimum(topology).reached == 1 + back  # the bandwidth into cpu:2, and out of it
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,8 @@ def test_known_rates(topology, rate):
 
 
 def test_it_beats_reduce_scatter_then_all_gather_on_irregular_wirings():
-    """If one device has fewer links than others, other roots are better than equal shares."""
+    """On topologies whose devices differ in their links the rate is greater than that of a reduce-scatter and an
+    all-gather, in which all devices are roots of equal shares."""
     for topology in (Topology.mesh(4, 4), Topology.mesh(2, 3), DGX_1V.subset(DGX_1V.devices[:5])):
         assert optimum(topology).rate > bound(topology, "all_gather").algbw / 2
 
@@ -185,7 +189,8 @@ def test_damaged_machines_reach_their_bound():
 @settings(max_examples=80)
 @given(wirings((LOPSIDED,), WHOLE + ODD), st.data())
 def test_balanced_bandwidths(wiring, data):
-    """Every switch sends as much as it receives, no link is widened, and the trees lose as little as possible."""
+    """``balanced_bandwidths``: every switch sends as much as it receives, no bandwidth grows, and broadcast trees keep
+    the greatest possible rate."""
     topology = Topology(*wiring)
     numbers = range(len(topology.devices))
     weights = data.draw(st.dictionaries(st.sampled_from(numbers), st.integers(1, 3).map(Fraction), min_size=1))

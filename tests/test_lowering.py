@@ -1,8 +1,8 @@
-"""The lowering: a program computes what its schedule computes, and every view of it computes the same.
+"""The lowering: a program computes what its schedule computes, and so do its fused form and its parts for each device.
 
-The schedules are those of all planners, and 2,000 seeded ones that are right by chance: custom steps in any order, with
-copies of copies, needless steps, swaps within a round and values that several steps read. What a schedule computes is
-worked out by ``oracle.run``, an interpreter of its own.
+The schedules are those of all planners, and those of 2,000 random ones that happen to be right, as ``oracle.right``
+finds by running them: custom steps in any order, with copies of copies, needless steps, swaps within a round and values
+that several steps read.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ def contributions(chunk):
 
 
 def values(chunk):
-    """Return the numbers that a chunk's instructions compute."""
+    """Return the value of each source and instruction of a chunk, as a number (see ``contributions``)."""
     found = contributions(chunk)
     for instruction in chunk.instructions:
         found.append(sum(found[operand] for operand in instruction.operands))
@@ -160,7 +160,8 @@ def test_a_swap_within_a_round_reads_the_old_values():
 
 
 def test_final_instructions_complete_the_sum():
-    """An instruction is final if and only if it combines values into the full sum; results pass exactly one."""
+    """An instruction is final if and only if it combines values into the full sum; each result is computed through
+    exactly one final instruction, or through none if there is only one source."""
     for name, _, program in programs():
         for chunk in program.chunks:
             due, made = sum(contributions(chunk)), values(chunk)
@@ -181,7 +182,7 @@ def test_kinds_follow_from_the_values():
 
 
 def test_last_uses_are_the_last_readers():
-    """A value is listed exactly once, by the last instruction that reads it, unless a destination keeps it."""
+    """``last_uses`` lists each operand once, at the last instruction that reads it, unless a destination keeps it."""
     for name, _, program in programs():
         for chunk in program.chunks:
             due = {}
@@ -193,10 +194,10 @@ def test_last_uses_are_the_last_readers():
 
 
 def test_donated_memory_is_not_read_again():
-    """Where all devices share memory, copies are free and donated operands are overwritten: results stay right.
+    """Results are right if all devices share memory and each combination is written over its donated operand.
 
-    In this machine a copy is the same cell as its operand. A result takes over the cell of its donated operand, which
-    then contains something else. Inputs and results may not be overwritten.
+    The test runs instructions on memory cells: a copy has the cell of its operand, and a combination the cell of its
+    donated operand, whose value is lost. Inputs and results must not be overwritten.
     """
     donated = 0
     for name, _, program in programs():
@@ -244,7 +245,7 @@ def test_final_values_are_not_donated():
                 origin.append(origin[i.operands[0]] if len(i.operands) == 1 else value)
 
 
-# ---- views --------------------------------------------------------------------------------------------------------
+# ---- fused programs -----------------------------------------------------------------------------------------------
 
 
 def expressions(chunk):
@@ -256,7 +257,7 @@ def expressions(chunk):
 
 
 def fused_expressions(program):
-    """Return the expression of each result of a fused program, run on its slots."""
+    """Run a fused program on its slots and return the expression of each result."""
     slots = [None] * program.slots
 
     def read(operand):
@@ -264,13 +265,13 @@ def fused_expressions(program):
         return operand if operand >= 0 else slots[~operand]
 
     for slot, first, *more in program.folds:
-        assert all(operand != ~slot for operand in more)  # the slot is written first
+        assert all(operand != ~slot for operand in more)  # the slot is overwritten by the first operand
         slots[slot] = functools.reduce(lambda a, b: (a, b), map(read, more), read(first))
     return [read(operand) for operand in program.results]
 
 
 def test_fused_programs_combine_in_the_same_order():
-    """The fused view computes the same expressions, operand by operand, for all or the first destinations."""
+    """A fused program computes its chunk's expressions, operand by operand, for all or only the first destinations."""
     for name, _, program in programs():
         for chunk in program.chunks:
             due = expressions(chunk)
@@ -317,7 +318,7 @@ def check_minimal(chunk):
     assert sum(len(operands) - 1 for _, *operands in made.folds) == distinct_combinations(chunk), (
         "a needless combination"
     )
-    # Which fold's value each operand is.
+    # ``folds``: for each operand of each fold, the number of the fold that computed it, or ``None`` for an input.
     holder, folds = {}, []
     for number, (slot, *operands) in enumerate(made.folds):
         folds.append([holder[~x] if x < 0 else None for x in operands])
@@ -326,7 +327,7 @@ def check_minimal(chunk):
     reads = Counter([*last, *(x for row in folds for x in row if x is not None)])
     assert all(reads[number] for number in range(len(folds))), "a value that nothing reads"
     assert all(row[0] is None or reads[row[0]] > 1 for row in folds), "a chain in two folds"
-    # No more slots than values that are needed at the same time.
+    # There are no more slots than values that are needed at the same time.
     until = {x: number for number, row in enumerate(folds) for x in row if x is not None}
     until |= dict.fromkeys(last, len(folds))
     most = 0
@@ -349,7 +350,7 @@ def test_fused_programs_of_planners_are_minimal(ask, algorithm):
 @settings(max_examples=40)
 @given(ask=requests(st.integers(1, 4), most_packs=3), data=st.data(), algorithm=named)
 def test_fused_programs_on_topologies_are_minimal(ask, data, algorithm):
-    """The same holds for trees of every shape."""
+    """Fused programs of plans on topologies, with trees of every shape, are minimal, too."""
     topology = data.draw(wired(ask.devices))
     try:
         schedule = planned_for(topology, algorithm, ask.sources, ask.destinations, 1 << 20, ask.packs)
@@ -404,7 +405,7 @@ def wasteful(draw):
 def sharing(draw):
     """Draw a right schedule of one chunk whose destinations share some intermediate values."""
     n, scratch, ends = draw(st.integers(2, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    held = {s: frozenset([s]) for s in range(n)}  # None: a source is contained twice
+    held = {s: frozenset([s]) for s in range(n)}  # the sources in each device's value; None: one is in it twice
     steps = []
 
     def step(dst, srcs):
@@ -493,7 +494,8 @@ def test_devices_that_exchange_messages_get_every_sum():
 
 
 def test_transfers_are_the_reads_of_other_devices():
-    """Every operand on another device is one transfer, in each view, and final ones carry full sums."""
+    """Every operand on another device is one transfer, in the program and in the parts for each device; a transfer is
+    final if and only if it carries a full sum."""
     for name, _, program in programs():
         due = Counter()
         for c, chunk in enumerate(program.chunks):
@@ -528,7 +530,7 @@ def test_transfers_move_the_simulated_bytes():
 
 
 def test_routes_and_pieces_survive():
-    """A program keeps the schedule's pieces, and each transfer its route: the round's own one, or the general one."""
+    """A program keeps the number of pieces, and each transfer its route: that for its round, or that for all rounds."""
     schedule = one_device(names(3)).cut_into(7)
     general, own = Route(0, 1, 0, ("switch",)), Route(0, 0, 1, ("other",), 1)
     routed = Schedule(*schedule._parts[:5], 7, (general, own, Route(0, 0, 1, ("unused",), 0)))
@@ -553,7 +555,7 @@ def test_element_ranges_tile_the_buffer():
 
 
 def test_wrong_schedules_are_not_lowered():
-    """Nothing is lowered that ``verify`` rejects, also the second time."""
+    """``lower`` raises the error of ``verify`` for a wrong schedule, also at the second call."""
     wrong = custom(2, [(0, (0, 1))])
     for _ in range(2):
         with pytest.raises(ScheduleError, match="contribution of device cpu:0 is lost"):
@@ -566,7 +568,7 @@ def test_schedules_are_lowered_once():
 
 
 def test_chunks_that_differ_cannot_run_on_whole_arrays():
-    """A reduce-scatter's program is refused where every replica passes a whole array."""
+    """``require_uniform`` raises for a reduce-scatter's program, whose chunks have different destinations."""
     with pytest.raises(ScheduleError, match=r"same sources and destinations[\s\S]*reduce_scatter by direct, 3 chunks"):
         lower(reduce_scatter(direct(names(3)))).require_uniform()
 

@@ -22,7 +22,7 @@ FILES = {file: content for file, content in read_data().items() if file != "link
 KINDS = read_data()["links.json"]["kinds"]
 
 
-# Bounds by definition: the data of the devices in a set S that all other devices need must leave S.
+# Bounds from their definition: the data of the devices in a set S of nodes must leave S if a device outside needs it.
 
 
 def leaving(topology, inside):
@@ -31,14 +31,15 @@ def leaving(topology, inside):
 
 
 def scale(topology, *numbers):
-    """Return the least factor that makes all bandwidths and numbers integers."""
+    """Return the least factor that makes all bandwidths, and the given numbers, integers."""
     return math.lcm(
         *(Fraction(number).denominator for number in (*numbers, *(link.bandwidth for link in topology.links)))
     )
 
 
 def all_gather_by_every_set(topology):
-    """Return N / max |S & C| / B+(S) over all sets S of nodes that lack a device, by trying each."""
+    """Return the least N B(S) / d(S) over all sets S of nodes with d(S) > 0 devices, but not all N, by trying each set.
+    B(S) is the bandwidth out of S."""
     position = {node: bit for bit, node in enumerate(topology.nodes)}
     unit, n = scale(topology), len(topology.devices)
     sets = np.arange(1 << len(position), dtype=np.int64)
@@ -70,7 +71,8 @@ def all_but(topology, left_out):
     return {node for node in topology.nodes if not node.startswith(tuple(left_out.split()))}
 
 
-# Machine, hosts, speeds, network, the devices outside of a tightest set, all-gather and broadcast in GB/s.
+# Machine, hosts, speeds, network, the nodes outside of a tightest set (the starts of their names), and the bounds of
+# all-gather and broadcast in GB/s.
 BOUNDS = [
     ("dgx-1p", 1, "raw", None, "cuda:0", Fraction(640, 7), 80),
     ("dgx-1v", 1, "raw", None, "cuda:0", Fraction(1200, 7), 150),
@@ -100,8 +102,8 @@ IDS = [f"{row[0]}-{row[1]}" for row in BOUNDS]
 
 @pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "out", "gather", "_"), BOUNDS, ids=IDS)
 def test_all_gather_bounds(name, hosts, speeds, nics, out, gather, _):
-    """A set of nodes has the expected ratio; and every device can be supplied at that rate, so no set has a worse
-    one."""
+    """The given set S of nodes has the expected N B(S) / d(S), and a flow of that rate reaches every device, so no set
+    has a smaller one."""
     topology = machine(name, hosts, speeds=speeds, nics=nics)
     n, inside = len(topology.devices), all_but(topology, out)
     assert n * leaving(topology, inside) / len(inside.intersection(topology.devices)) == gather
@@ -115,20 +117,20 @@ SMALL = [row for row in BOUNDS if len(machine(*row[:2]).nodes) <= 20]
 
 @pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "_", "gather", "__"), SMALL, ids=[row[0] for row in SMALL])
 def test_all_gather_bounds_by_every_set(name, hosts, speeds, nics, _, gather, __):
-    """On small machines, trying every set of nodes gives the same."""
+    """On small machines, trying every set of nodes gives the same bound."""
     assert all_gather_by_every_set(machine(name, hosts, speeds=speeds, nics=nics)) == gather
 
 
 @pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "_", "__", "broadcast"), BOUNDS, ids=IDS)
 def test_broadcast_bounds(name, hosts, speeds, nics, _, __, broadcast):
-    """The least flow between two devices is the bound of a broadcast, and of a reduction in the network."""
+    """The expected bound of a broadcast is the least maximum flow from the first device to another device."""
     topology = machine(name, hosts, speeds=speeds, nics=nics)
     root, devices = topology.devices[0], topology.devices
     others = devices[1:] if len(devices) <= 72 else (devices[1], devices[-1])
     assert min(flow(topology, [root], other, Fraction(10**4)) for other in others) == broadcast
 
 
-# The files.
+# The JSON files of the machines.
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -221,7 +223,7 @@ NETWORKS = [(name, network) for name in NAMES for network in FILES[f"{name}.json
 
 @pytest.mark.parametrize(("name", "nics"), NETWORKS)
 def test_hosts_are_joined(name, nics):
-    """Every network joins all hosts; each host has the links of a single one, and the hosts are equal."""
+    """Every network joins all hosts; each host has the links of a machine of one host, and the hosts are equal."""
     one, three = machine(name), machine(name, 3, nics=nics)
     assert three.devices == tuple(f"host{h}/{device}" for h in range(3) for device in one.devices)
     assert joined(three.devices, three.links)
@@ -238,14 +240,14 @@ def test_hosts_are_joined(name, nics):
 
 # Differences between machines.
 
-# msccl-tools' bricks of a DGX-1V, and the positions of its GPUs in nvidia-smi's order.
+# msccl-tools' numbers of NVLinks between the GPUs of a DGX-1V, and the number of each GPU in nvidia-smi's order.
 BRICKS = ["02112000", "20120100", "11020020", "12200001", "20000211", "01002012", "00201102", "00011220"]
 ORDER = [0, 3, 1, 2, 4, 7, 5, 6]
 
 
 def test_the_mesh_of_a_dgx_1_is_that_of_msccl_tools():
-    """DGX-1V has msccl-tools' links, of 25 GB/s per brick, in nvidia-smi's order; DGX-1P has one of 20 for each of
-    them."""
+    """A DGX-1V has msccl-tools' NVLinks, each of 25 GB/s, in nvidia-smi's order; a DGX-1P has one of 20 GB/s between
+    the same pairs of GPUs."""
     v, p = machine("dgx-1v"), machine("dgx-1p")
     for i, j in itertools.product(range(8), repeat=2):
         bricks = int(BRICKS[i][j])
@@ -290,7 +292,7 @@ def test_speeds(name, speeds, pair, gb_per_s):
     ],
 )
 def test_a_shared_card_is_a_switch(name, nics, card, switch, shared_by):
-    """A card that several devices share is a switch of their host, with one link of its speed to the network."""
+    """A network card that several devices share is a switch of their host, with a link of its speed to the network."""
     topology = machine(name, 2, nics=nics)
     assert topology.link("host1/nic0", switch).bandwidth == card
     users = [link.dst for link in topology.out_links("host1/nic0") if link.dst in topology.devices]
@@ -312,15 +314,15 @@ def test_a_shared_card_is_a_switch(name, nics, card, switch, shared_by):
     ],
 )
 def test_a_card_of_ones_own_is_a_link(name, nics, k, switch, gb_per_s):
-    """A card that belongs to one device is a link to its network, or its rail, and to no other."""
+    """A network card of a single device is a link of the device to its network, or to its rail, and to no other."""
     topology = machine(name, 2, nics=nics)
     links = [link for link in topology.out_links(f"host1/cuda:{k}") if "/" not in link.dst]
     assert [(link.dst, link.bandwidth) for link in links] == [(switch, gb_per_s)]
 
 
 def test_in_network():
-    """With in_network, NVSwitches since H100 and InfiniBand combine; older NVSwitches, Ethernet, cards and CPUs do
-    not."""
+    """With in_network, NVSwitches since H100 and InfiniBand switches reduce; older NVSwitches, Ethernet, network cards
+    and CPUs do not."""
 
     def able(name, hosts=1, **options):
         return {switch.name for switch in machine(name, hosts, in_network=True, **options).switches if switch.reduces}
@@ -335,8 +337,8 @@ def test_in_network():
 
 
 def test_latencies_of_paths():
-    """The latency of a path through a switch is that of both links: 0.7 us over NVLink or NVSwitch, 1.7 us over
-    InfiniBand."""
+    """The latency of a path is the sum of those of its links, such as 0.7 us over NVLink or the NVSwitches of a DGX-2,
+    and 1.7 us over InfiniBand."""
 
     def latency(topology, src, dst):
         route = topology.route(src, dst)

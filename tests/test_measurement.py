@@ -64,7 +64,8 @@ def test_every_two_hosts_are_paired_once():
 
 
 def test_a_host_that_receives_less_from_all_has_one_cable():
-    """If all links together carry less than the sum of single ones, they share a cable, also after a burst."""
+    """If a host receives much less from all hosts at once than the sum of its links, they share a cable, which is at
+    least as fast as the fastest of them."""
     apart = ((0, 1, 1), (1, 0, 1), (1, 1, 0))
     late = ((0, 1e-4, 1e-4),) * 3
     speeds = Speeds(apart, late, (0, 0, 0), (10, 10, 10))
@@ -143,7 +144,7 @@ def for_different_times(rendezvous):
 
 
 def test_ranks_must_measure_for_the_same_time():
-    """Different times would give messages of different sizes, so all ranks raise."""
+    """If one rank measures for another time, which would give messages of different sizes, all ranks raise."""
     texts = ranks(3, for_different_times, environment=on(*"abc"))
     assert len(set(texts)) == 1
     assert "rank 2 differs from ranks 0, 1" in texts[0]

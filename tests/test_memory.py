@@ -103,7 +103,7 @@ print(status("VmHWM") - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status exists only on Linux")
 @pytest.mark.parametrize("packs", [0, 1, 5])
 def test_the_process_grows_by_the_results_and_a_mebibyte_per_thread(packs):
-    """The system reports the same: the size of the results, and at most 1 MiB for each thread."""
+    """The peak memory of the process, as Linux reports it, grows by the results and at most 1 MiB for each thread."""
     ran = subprocess.run([sys.executable, "-c", PEAK, str(packs)], capture_output=True, text=True, check=True)
     results = 2 * REPLICAS * (16 << 10)  # in KiB
     assert results <= int(ran.stdout) <= results + 1024 * kernels.threads()

@@ -14,7 +14,8 @@ import crossreduce as cr
 from crossreduce import mpi
 
 HERE = Path(__file__).parent
-# PyPI's Open MPI installs mpiexec beside the interpreter. The variables allow root and few cores, as in containers.
+# PyPI's Open MPI installs mpiexec beside the interpreter. The variables in ALLOWED permit the user root and more ranks
+# than cores, as in containers.
 MPIEXEC = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 ALLOWED = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -87,7 +88,7 @@ except cr.CollectiveTimeout as error:
 
 @pytest.mark.parametrize(("hosts", "named"), [("one", [1]), ("two", [1]), ("inner", [])])
 def test_a_rank_that_makes_no_call_is_named(tmp_path, hosts, named):
-    """All others name a rank that makes no call after the timeout; for MPI's own collectives the rank is unknown."""
+    """After the timeout all other ranks' errors name a rank that made no call, or none in MPI's own collectives."""
     program = tmp_path / "program.py"
     program.write_text(DYING)
     status, output = launched(4, str(program), hosts, timeout_s=60)

@@ -1,4 +1,5 @@
-"""Exports to MSCCL XML: a schedule that fits is right on the machine; any other is refused with the reason."""
+"""Exports to MSCCL XML: the file of a schedule is right on a simulated machine; a schedule that does not fit the format
+is refused with the reason."""
 
 import random
 import re
@@ -21,7 +22,7 @@ from crossreduce.planning import PLANNERS, direct, one_device, one_shot, plan, r
 
 
 def check_order(schedule, text):
-    """Each result is combined in the order that the schedule lists."""
+    """Check that each result is combined in the order that the schedule lists."""
     cells, made = expressions(schedule), collective(schedule)
     machine = Machine(text, True, root=made.root, value=lambda rank, chunk: f"{rank}", combine=expression)
     machine.run(random.Random(0))
@@ -32,7 +33,7 @@ def check_order(schedule, text):
 @pytest.mark.parametrize("planner", ALGORITHMS)
 @pytest.mark.parametrize("n", range(2, 10))
 def test_every_planner_exports(planner, n):
-    """Every planner's all-reduce of 2 to 9 devices and 1 to 3 packs is exported and proved for one slot."""
+    """Each planner's all-reduce of 2 to 9 devices and 1 to 3 packs is exported; one slot per connection is enough."""
     for packs in (1, 2, 3):
         schedule = PLANNERS[planner](names(n), packs=packs)
         text = to_msccl_xml(schedule, inplace=packs != 2, outofplace=packs != 3)
@@ -46,7 +47,7 @@ def test_every_planner_exports(planner, n):
 @given(algorithms, requests(st.integers(2, 6), most_packs=3), st.integers(0, 99))
 @settings(max_examples=60)
 def test_the_five_collectives_are_exported(algorithm, ask, seed):
-    """A planner's schedule with all devices as sources or destinations is exported; any other one is refused."""
+    """A planner's schedule from all devices to all or one, or from one to all, is exported; any other is refused."""
     schedule = PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
     n = len(ask.devices)
     fits = (len(ask.sources) == n and len(ask.destinations) in (1, n)) or (
@@ -67,7 +68,8 @@ def test_the_five_collectives_are_exported(algorithm, ask, seed):
 @given(st.sampled_from(["all_reduce", "reduce"]).flatmap(reductions), st.integers(1, 4), st.booleans(), st.booleans())
 @settings(max_examples=60)
 def test_any_shares_and_orders(schedule, channels, inplace, outofplace):
-    """Uneven shares, own operands at any position and devices that only forward: right, in the listed order."""
+    """Files of schedules with uneven shares, own operands at any position and devices that only forward are right, and
+    combine in the listed order."""
     text = to_msccl_xml(schedule, channels=channels, inplace=inplace, outofplace=outofplace or not inplace)
     assert fault(text, channels, 2, slots=1) is None
     if inplace:
@@ -90,14 +92,14 @@ def test_a_round_reads_the_values_of_the_round_before(schedule, channels, inplac
 
 @pytest.mark.parametrize("schedule", EXCHANGES, ids=exchange_id)
 def test_exchanges(schedule):
-    """Devices that read each other's values in one round: one-shot, recursive doubling, and rotations."""
+    """Files are right if devices read each other's values in one round: one-shot, recursive doubling, and rotations."""
     text = to_msccl_xml(schedule)
     assert fault(text, 1, 5, slots=1) is None
     check_order(schedule, text)
 
 
 def test_exchanges_of_single_chunks_need_no_scratch_memory():
-    """A message that fits into a slot is sent before the sum takes its memory, so no scratch memory is needed."""
+    """A message that fits into a slot is sent before the sum overwrites its memory, so no scratch memory is needed."""
     for schedule in (recursive_doubling(names(2)), recursive_doubling(names(8)), one_shot(names(2))):
         text = to_msccl_xml(schedule, outofplace=False)
         assert {gpu.sizes["s"] for gpu in read_msccl_xml(text).gpus} == {0}
@@ -181,7 +183,7 @@ LINE = re.compile(r' *<(/?)(algo|gpu|tb|step)((?: [A-Za-z_]+="[A-Za-z0-9_.:+/@-]
 @given(algorithms, st.integers(2, 5), st.integers(1, 3))
 @settings(max_examples=20)
 def test_the_runtimes_can_read_the_text(algorithm, n, packs):
-    """The text has no prolog, tabs, escapes or comments, one element per line, and all nine attributes of an algo."""
+    """The text has one element per line, all ten attributes of ``<algo>``, and no prolog, tabs, escapes or comments."""
     text = to_msccl_xml(PLANNERS[algorithm](names(n), packs=packs), min_bytes=1024, max_bytes=1 << 20, proto="LL")
     lines = [LINE.fullmatch(line) for line in text.splitlines()]
     assert all(lines)
@@ -231,7 +233,7 @@ def test_the_number_of_channels_can_be_given():
 
 
 def test_large_blocks_are_split():
-    """A chunk of more than 71 units is moved by several steps of at most 71 units."""
+    """A chunk of more than 71 units, the equal parts of the buffer, is moved by several steps of at most 71 units."""
     parts = (Fraction(199, 201), Fraction(2, 201))
     schedule = Schedule(
         "all_reduce",
@@ -267,7 +269,9 @@ def shares(*parts):
         (ring(names(4)), {"channels": 33}, "msccl-executor-nccl has 32 channels, the file needs 33"),
         (ring(names(4)), {"channels": 129, "runtime": "rccl"}, "RCCL has 128 channels, the file needs 129"),
         (ring(names(8), packs=5), {"channels": 1}, "has 64 steps per threadblock, gpu 0 needs 70"),
-        (shares("1"), {"channels": 0}, "channels"),
+        (shares("1"), {"channels": 0}, "channels must be at least 1"),
+        (shares("1"), {"channels": True}, "channels must be an integer"),
+        (shares("1"), {"min_bytes": "1M"}, "min_bytes must be an integer"),
         (one_device(names(3), destinations=["cpu:0", "cpu:1"]), {}, "as destinations, or both, for every chunk"),
         (
             one_device(names(4), ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1"]),
@@ -278,7 +282,7 @@ def shares(*parts):
     ],
 )
 def test_schedules_that_do_not_fit_are_refused(schedule, options, text):
-    """The error has the broken limit and the given schedule."""
+    """The error states which limit or rule the schedule, or the number of channels, breaks."""
     with pytest.raises((PlanError, ArgumentError), match=text):
         to_msccl_xml(schedule, **options)
 

@@ -30,7 +30,7 @@ def test_every_planner_exports(planner, n):
 @given(algorithms, requests(st.integers(2, 6), most_packs=3), st.booleans(), st.integers(0, 99))
 @settings(max_examples=40)
 def test_the_five_collectives_are_exported(algorithm, ask, inplace, seed):
-    """A planner's schedule with all devices as sources or destinations is exported; any other one is refused."""
+    """A planner's schedule from all devices to all or one, or from one to all, is exported; any other is refused."""
     schedule = PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
     n = len(ask.devices)
     gives, takes = len(ask.sources), len(ask.destinations)
@@ -45,14 +45,15 @@ def test_the_five_collectives_are_exported(algorithm, ask, inplace, seed):
 @given(st.sampled_from(["all_reduce", "reduce"]).flatmap(reductions), st.booleans(), st.integers(1, 3))
 @settings(max_examples=40)
 def test_any_shares_and_orders(schedule, inplace, threadblocks):
-    """Uneven shares, own operands at any position, devices that only forward, several chunks per threadblock: right."""
+    """Plans of schedules with uneven shares, own operands at any position and devices that only forward are right, for
+    1 to 3 threadblocks, and combine in the listed order."""
     text = to_mscclpp_json(schedule, inplace=inplace, threadblocks=threadblocks)
     assert fault(text, threadblocks, 3) is None
     check_order(schedule, text)
 
 
 def check_order(schedule, text):
-    """Each result is combined in the order that the schedule lists."""
+    """Check that each result is combined in the order that the schedule lists."""
     cells, made = expressions(schedule), collective(schedule)
     machine = Machine(text, 1, root=made.root, value=lambda call, rank, chunk: f"{rank}", combine=expression)
     machine.check = lambda rank: None
@@ -73,7 +74,7 @@ def test_a_round_reads_the_values_of_the_round_before(schedule, inplace, threadb
 @pytest.mark.parametrize("schedule", EXCHANGES, ids=exchange_id)
 @pytest.mark.parametrize("inplace", [True, False])
 def test_exchanges(schedule, inplace):
-    """Devices that read each other's values in one round: one-shot, recursive doubling, and rotations."""
+    """Plans are right if devices read each other's values in one round: one-shot, recursive doubling, and rotations."""
     text = to_mscclpp_json(schedule, inplace=inplace)
     assert fault(text, 1, 5) is None
     check_order(schedule, text)
@@ -120,7 +121,8 @@ def test_chunks_are_placed_in_the_parts_of_their_owners(which, inplace):
 
 
 def test_in_place_only_whole_buffers_are_remote():
-    """The executor uses a GPU's own offset for another GPU's buffer, so a part of a larger buffer is never remote."""
+    """In place, no GPU accesses another GPU's buffer if that is a part of a larger one: the executor would use the
+    offset of the local GPU's part."""
     for which, buffer in (("reduce_scatter", "o"), ("all_gather", "i")):
         content = json.loads(to_mscclpp_json(rotated(which)))
         assert buffer not in [remote["type"] for gpu in content["gpus"] for remote in gpu["remote_buffers"]]
@@ -162,7 +164,7 @@ def test_equal_copies_both_ways():
 )
 @pytest.mark.parametrize("inplace", [True, False])
 def test_every_operation_is_needed(schedule, inplace):
-    """A plan without any one of its operations, or without one of an operation's channels, is wrong."""
+    """A plan from which one operation, or one of an operation's channels, is removed is wrong."""
     content = json.loads(to_mscclpp_json(schedule, inplace=inplace))
     tried = 0
     for g, gpu in enumerate(content["gpus"]):
@@ -206,12 +208,14 @@ def test_the_number_of_threadblocks_can_be_given():
         (one_device(names(3), destinations=["cpu:0", "cpu:1"]), {}, "as destinations, or both, for every chunk"),
         (ring(names(2)), {"threadblocks": 0}, "threadblocks per GPU is out of range"),
         (ring(names(2)), {"threadblocks": 81}, "1 to 80"),
+        (ring(names(2)), {"threadblocks": "2"}, "threadblocks must be an integer"),
+        (ring(names(2)), {"threads": 64.0}, "threads must be an integer"),
         (ring(names(2)), {"threads": 100}, "32, 64"),
         (ring(names(2)), {"min_bytes": 2, "max_bytes": 1}, "0 <= min_bytes <= max_bytes"),
         (ring(names(2)), {"max_bytes": 1 << 64}, "0 <= min_bytes <= max_bytes"),
     ],
 )
 def test_schedules_that_do_not_fit_are_refused(schedule, options, text):
-    """The error has the broken limit and the given schedule."""
+    """The error states which limit or rule the schedule or the option breaks."""
     with pytest.raises((PlanError, ArgumentError), match=text):
         to_mscclpp_json(schedule, **options)

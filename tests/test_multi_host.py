@@ -28,7 +28,8 @@ def joined(rendezvous, timeout_s=20.0):
 
 
 def parts(n, size, dtype, seed=0):
-    """Return the arrays of all ranks: random floats, or integers with powers of n + 1, which show every error."""
+    """Return the arrays of all ranks: random floats, or integers with powers of n + 1, whose sums show
+    lost and doubled ones."""
     draw = np.random.default_rng(seed + size)
     if dtype.startswith("int"):
         return [((n + 1) ** k * (draw.integers(1, 2, size)) + 0).astype(dtype) + np.arange(size) % 3 for k in range(n)]
@@ -80,7 +81,7 @@ def table(rendezvous):
     assert "crossreduce watchdog" in {thread.name for thread in threading.enumerate()}
     assert comm.supports("all_reduce", ReduceOp.SUM, "bfloat16")
     assert not comm.supports("all_gather", None, "float32")
-    with pytest.raises(UnsupportedError, match="another engine"):
+    with pytest.raises(UnsupportedError, match="another library for this call"):
         comm.all_gather(memory(np.zeros(1)), [memory(np.zeros(1)) for _ in range(n)])
     comm.close()
     transport.close()
@@ -125,7 +126,8 @@ def test_every_collective_over_hosts(names, hosts):
 
 
 def close(result, inputs, op, dtype):
-    """Compare with the reduction in higher precision: exactly for integers, within n roundings for floats."""
+    """Compare with NumPy's reduction, for floats in higher precision: integers, minima and maxima exactly, others
+    within n roundings."""
     wide = np.array(
         [
             x.astype(dtype if dtype.startswith("int") else "complex128" if "complex" in dtype else "float64")
@@ -169,7 +171,8 @@ def disagreeing(rendezvous):
 
 
 def test_ranks_whose_calls_differ_raise_the_same_error_before_anything_is_written():
-    """On whichever hosts calls differ, all ranks raise one text that names these ranks; the group can still be used."""
+    """If calls differ, within a host or between hosts, all ranks raise the same error, which names the ranks that
+    differ; the group can still be used."""
     found = ranks(5, disagreeing, environment=on(*"aaabb"))
     texts = found[0][0]
     assert all(each == texts for each, _ in found)
@@ -216,7 +219,7 @@ def until_lost(rendezvous, victim, how, at, timeout_s):
     ("names", "victim"), [("aabb", 3), ("aabb", 2), ("abb", 0), ("aaabb", 2), ("aabbb", 4), ("aaabbbb", 6)]
 )
 def test_a_rank_that_dies_is_named_on_all_hosts(names, victim):
-    """If a leader dies, another rank, or a whole host, all other ranks soon name it in their errors."""
+    """If a leader, another rank, or the only rank of a host dies, all other ranks soon name it in their errors."""
     found = ranks(len(names), until_lost, victim, signal.SIGKILL, 5, 20.0, environment=on(*names), check=False)
     for rank, result in enumerate(found):
         if rank != victim:
@@ -317,7 +320,7 @@ def interrupted_close(rendezvous):
 
 
 def test_a_close_that_is_interrupted_has_left_the_group():
-    """After Ctrl-C in a close the memory and the lock that shows that this rank is alive are released."""
+    """If Ctrl-C interrupts ``close``, the memory, and the lock that shows that this rank is alive, are released."""
     assert ranks(2, interrupted_close, environment=on(*"ab")) == [([], 0)] * 2
 
 

@@ -38,7 +38,7 @@ def compiled(hosts, collective, size, numbers, root):
 
 
 def exchanged(plans, leaders, sizes_of, piece, numbers, memories, sources):
-    """Put the results of a piece of one stripe into the memory of all leaders, as the exchange between hosts does."""
+    """Write the results of a piece into the memory of its leaders, one per host, as the exchange between hosts does."""
     wide, narrow = oracle.dtype_of(numbers.accumulator), oracle.dtype_of(numbers.result)
     size = sizes_of(piece)
     partials = []
@@ -118,7 +118,7 @@ def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=Fal
 
 
 def exchange_chunks(exchange):
-    """Return the number of chunks of a piece: one local value each is the host's partial result."""
+    """Return the number of chunks of a piece; the host's partial result has one value of each chunk."""
     return len(exchange.part.results)
 
 
@@ -149,7 +149,8 @@ def test_calls_over_hosts_give_the_results_of_the_oracle_without_races(hosts, co
 
 
 def test_pieces_fit_into_slots_of_real_size(monkeypatch):
-    """With the real limits, large arrays of any number of leaders and ranks fit, which compiling asserts."""
+    """With the real limits the pieces of large arrays fit into slots, which the compiler asserts, for several numbers
+    of leaders and ranks."""
     monkeypatch.undo()
     monkeypatch.setattr(multi_host, "native_program", lambda stages: [list(stage) for stage in stages])
     for counts in ((1, 1), (1, 8), (4, 4), (3, 5), (2, 7, 3)):

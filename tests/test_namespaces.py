@@ -1,4 +1,4 @@
-"""The simulated hosts: the bandwidth of their links, and that nothing is left when they end."""
+"""The simulated hosts: the bandwidth of their links, and that no process or namespace is left when they end."""
 
 import os
 import signal
@@ -42,12 +42,12 @@ def seconds(bed, src, dst, nbytes):
 
 @needs
 def test_links_have_their_bandwidth():
-    """A link of 1 Gbit/s carries at most that, headers included, and not much less; a slower link, too."""
+    """A link of 1 Gbit/s, or a slower one, carries at most its bandwidth, headers included, and not much less."""
     with namespaces.hosts(3, slower={(0, 2): "200mbit"}) as bed:
         for src, dst, rate, nbytes in ((0, 1, 125e6, 16 << 20), (2, 0, 25e6, 4 << 20)):
             before = bed.sent(src)
             took = seconds(bed, src, dst, nbytes)
-            # 256 KiB pass the bucket at once, and the first read is not counted; headers are 4.6 % at this MTU.
+            # The token bucket passes 256 KiB at once, the first read is not counted, and headers are 4.6 % at this MTU.
             assert 0.9 * nbytes / rate < took < 1.5 * nbytes / rate
             after = bed.sent(src)
             other = 3 - src - dst

@@ -1,4 +1,4 @@
-"""Exports to NCCL graph files: rings, their numbers and their speeds; other schedules are refused with the reason."""
+"""Exports to NCCL graph files: rings, their channels and speeds; other schedules are refused with the reason."""
 
 import xml.etree.ElementTree as ET
 from fractions import Fraction
@@ -101,7 +101,7 @@ def test_the_ring_planner_is_one_ring(n, packs):
 
 
 def test_devices_by_their_numbers():
-    """The file has the numbers of the GPUs, not of the ranks; all versions of NCCL read numbers from ten on equally."""
+    """The file has the numbers of the GPUs, not of the ranks; all versions of NCCL read these equally."""
     schedule = ring(["cuda:3", "cuda:11", "cuda:10", "cuda:0"])
     text = to_nccl_graph_xml(schedule, gb_per_s=20, path="SYS")
     graph, channels = read(text)
@@ -136,7 +136,7 @@ def test_the_schedules_routes_are_followed():
 
 
 def test_plans_of_rings_export():
-    """A plan by rings on a topology of several rings is exported, and uses every link's bandwidth once."""
+    """A plan by rings on a topology of several rings is exported; its channels use the busiest link fully."""
     wiring = Topology.torus(2, 3, gb_per_s=25).renamed(gpus(6))
     schedule = plan(wiring, "all_reduce", algorithm="ring").schedule
     graph, channels = read(to_nccl_graph_xml(schedule, wiring))
@@ -167,7 +167,8 @@ def test_plans_of_rings_export():
     ],
 )
 def test_other_schedules_are_refused(schedule, text):
-    """The error has the chunk and the devices that do not form a ring, or the limit."""
+    """The error states the chunk and the devices that do not form a ring, or the rule that the schedule breaks; the
+    schedule without a text is exported."""
     if text is None:
         assert read(to_nccl_graph_xml(schedule, gb_per_s=1))[1] == [(0, 1)]
         return

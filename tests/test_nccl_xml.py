@@ -37,7 +37,7 @@ def gpu(k, links="", chip='sm="70"', **slot):
 
 
 def entries(peers, tag="nvlink", tclass="0x030200"):
-    """Return the entries of a GPU, given the number of links to each peer."""
+    """Return the elements of a GPU's links, given the number of links to each peer."""
     return "".join(f'<{tag} target="{bus(peer)}" count="{n}" tclass="{tclass}"/>' for peer, n in peers.items())
 
 
@@ -48,7 +48,7 @@ def system(*cpus, version=1, about=INTEL):
 
 
 def counts(topology, one):
-    """Return the number of links of a bandwidth between every two devices."""
+    """Return for each device the number of links to each neighbour, if a single link has the bandwidth ``one``."""
     peers = {k: {} for k in range(len(topology.devices))}
     for src, dst, bandwidth, _ in topology.links:
         peers[int(src.split(":")[1])][int(dst.split(":")[1])] = int(bandwidth / one)
@@ -107,15 +107,15 @@ def test_a_pcie_machine():
 
 
 def test_nvlink_bridges_on_pcie():
-    """GPUs that NVLink joins in pairs only have PCIe links, too."""
+    """If NVLink joins GPUs in pairs only, they have PCIe links, too."""
     bridge = ({1: 4}, {0: 4}, {3: 4}, {2: 4})
     cards = (gpu(k, entries(bridge[k]), 'sm="86"', speed="16.0 GT/s PCIe") for k in range(4))
     assert read_nccl_xml(system("".join(cards))) == machine("nvlink-pairs-4")
 
 
 def test_bridges_of_one_branch_are_part_of_the_link():
-    """A PCI bridge with one branch is not a switch: its link has the least width of the path; network cards are not
-    branches."""
+    """A PCI bridge above a single GPU is not a switch: the GPU's link has the least width of the path. Network cards
+    below the bridge do not count."""
     nic = pci(80, '<nic><net name="mlx5_0" dev="0" speed="200000"/></nic>', more='class="0x020700"')
     narrow = pci(90, pci(91, gpu(0, width=16), width=4) + nic)
     text = system(narrow + gpu(1) + "<nic><net/></nic>").replace('sm="70"', 'sm="61"')
@@ -352,7 +352,7 @@ SAMPLES = [
 
 @given(st.sampled_from(SAMPLES).flatmap(damaged))
 def test_damaged_xml(text):
-    """A truncated or changed file is a topology or an ArgumentError, never another error."""
+    """Reading a truncated or changed file gives a topology or an ArgumentError, never another error."""
     try:
         topology = read_nccl_xml(text)
     except ArgumentError as error:

@@ -138,6 +138,6 @@ def test_sparse_values_are_counted_too():
 
 @pytest.mark.parametrize("wrong", [3.0, [1], None, "x"])
 def test_only_null_arrays(wrong):
-    """Values other than its own arrays are refused, and the message names null.zeros."""
+    """A NullFramework refuses values other than null arrays, and the message names null.zeros."""
     with pytest.raises(UnsupportedError, match=r"accepts only its own arrays[\s\S]*null\.zeros"):
         NullFramework().array(wrong)

@@ -32,7 +32,7 @@ ARRAYS = [
 
 
 def test_uniform():
-    """``uniform`` returns the shape and dtype of exactly those tuples whose arrays all have the same."""
+    """``uniform`` returns what its Python version does: the common shape and dtype of NumPy arrays, or ``None``."""
     found = 0
     for first in ARRAYS:
         for other in ARRAYS:
@@ -44,7 +44,7 @@ def test_uniform():
 
 
 def test_uniform_requires_a_tuple():
-    """Any other argument is an error inside the package, and raises."""
+    """``uniform`` raises a SystemError for an argument that is not a tuple, since only this package calls it."""
     with pytest.raises(SystemError, match="bad argument to internal function"):
         framework._uniform([np.zeros(3)])
 

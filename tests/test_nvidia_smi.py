@@ -1,4 +1,4 @@
-"""Topologies in the table of nvidia-smi topo -m."""
+"""Topologies that are read from the table of nvidia-smi topo -m."""
 
 from fractions import Fraction
 
@@ -12,7 +12,7 @@ from crossreduce import ArgumentError, Topology
 from crossreduce.topology import nvidia_smi
 from crossreduce.topology.routes import joined
 
-# As published for PyTorch's benchmark of DistributedDataParallel, a DGX-1 with four cards.
+# The table of a DGX-1, as published for PyTorch's benchmark of DistributedDataParallel.
 DGX_1 = """
         GPU0    GPU1    GPU2    GPU3    GPU4    GPU5    GPU6    GPU7    mlx5_2  mlx5_0  CPU Affinity
 GPU0     X      NV1     NV1     NV2     NV2     SYS     SYS     SYS     SYS     PIX     0-19,40-59
@@ -107,14 +107,14 @@ def test_two_islands_of_nvlink():
 
 
 def test_bridges_in_a_workstation():
-    """Pairs with an NVLink bridge have PCIe to the CPU, too; its speed is a parameter."""
+    """Two GPUs with an NVLink bridge between them have PCIe links to the CPU, too; ``pcie`` sets their speed."""
     rows = ["X NV4 PHB PHB", "NV4 X PHB PHB", "PHB PHB X NV4", "PHB PHB NV4 X"]
     topology = read_nvidia_smi(table(rows), nvlink_gb_per_s=14.0625, pcie="pcie4")
     assert topology == machine("nvlink-pairs-4")
 
 
 def test_the_tree_of_pcie():
-    """PIX is a switch, PXB a switch above switches, PHB and NODE a CPU, SYS another CPU."""
+    """Two GPUs are joined by a PCIe switch (PIX), a switch above switches (PXB), a CPU (PHB, NODE) or two (SYS)."""
     rows = [
         "X   PIX  PXB  PXB  PHB  SYS",
         "PIX X    PXB  PXB  PHB  SYS",
@@ -134,7 +134,7 @@ def test_the_tree_of_pcie():
 
 
 def test_eight_gpus_under_two_cpus():
-    """The table of the library's PCIe machine gives that machine, with other names of switches."""
+    """The table of the library's PCIe machine gives the links of that machine, with other names of switches."""
     rows = [
         " ".join("X" if i == j else ("PIX", "PHB", "SYS")[(i // 2 != j // 2) + (i // 4 != j // 4)] for j in range(8))
         for i in range(8)
@@ -225,7 +225,7 @@ def test_invalid_tables(text, options, words):
 
 @given(st.sampled_from([DGX_1, GOOD]).flatmap(damaged))
 def test_damaged_tables(text):
-    """A truncated or changed table is a topology or an ArgumentError, never another error."""
+    """Reading a truncated or changed table gives a topology or an ArgumentError, never another error."""
     try:
         topology = read_nvidia_smi(text)
     except ArgumentError as error:

@@ -299,7 +299,7 @@ def test_one_value_twice_in_a_batch(framework):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_packing_changes_no_result(numpy_, algorithm):
-    """For every number of packs, bytes per pack and small groups the results of exact data are the same."""
+    """Results of exact data are the same for all numbers of packs, bytes per pack and groups of small tensors."""
     rows = mixed_batch(numpy_)
     values = [value(numpy_, xs) for xs, _ in rows]
     pairs = [(v, on(*to)) for v, (_, to) in zip(values, rows, strict=True)]
@@ -384,7 +384,7 @@ def test_nan_and_inf_propagate(framework, ops, dtype):
 
 @table(n=[1, 2, 3, 5])
 def test_negative_zero(framework, ops, n):
-    """The sum of negative zeros is negative zero; of one replica too."""
+    """The sum, mean, minimum and maximum of negative zeros are negative zero, also of a single replica."""
     given = value(framework, [np.full(3, -0.0, "float32")] * n)
     for op in ("sum", "mean", "min", "max"):
         for y in ops.reduce(op, given, given):
@@ -429,7 +429,7 @@ def test_halves_are_rounded_once(framework, ops, dtype):
 
 
 def test_jax_without_x64(jax_):
-    """Without 64-bit numbers in JAX, results have the dtypes of JAX's own division."""
+    """If 64-bit numbers are disabled in JAX, the mean of integers is float32, as of JAX's own division."""
     with jax_.jax.enable_x64(False):
         for dtype, op in (
             ("int32", "mean"),

@@ -167,7 +167,7 @@ def test_read_options():
 
 
 def test_count_reports_its_argument():
-    """The message starts with the argument's name and ends with the remedy."""
+    """The error of ``count`` starts with the name of the argument and ends with the remedy."""
     with pytest.raises(
         ArgumentError, match=r"^num_packs must be a whole number, 0 or more\.\n  given: -3 \(int\)\n  try:   less$"
     ):

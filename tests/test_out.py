@@ -25,7 +25,7 @@ OPS = cr.AllReduceCrossDeviceOps()
 
 
 class Row(NamedTuple):
-    """A value, the devices of its result, and for each destination the component to overwrite, or ``None``."""
+    """A value, the devices of its result, and for each destination the component to overwrite (``None``: new array)."""
 
     xs: list[np.ndarray[Any, Any]]
     ask: strategies.DeviceRequest
@@ -130,7 +130,7 @@ def test_numbers_are_reduced_into_0d_arrays(numpy_):
 
 
 def test_inputs_may_be_shared(arrays):
-    """One value may be in several pairs, and one array in several replicas, if out is other arrays or that array."""
+    """A value may be in several pairs, an array in several replicas, if out has other arrays, or that array once."""
     x = arrays.put([1.0, 2.0])
     value, outs = PerReplica([x, x]), [arrays.blanks(2, (2,)), arrays.blanks(2, (2,))]
     OPS.batch_reduce("sum", [(value, value)] * 2, out=outs)

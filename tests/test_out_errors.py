@@ -93,7 +93,7 @@ def test_trees_of_another_structure(arrays):
         ([{"a": a, "c": a}, {"a": b, "c": b}], r"tree\['c'\]"),
         ([[a, a], [b, b]], r"tree\[0\]"),
     ):
-        words = r"the trees of out differ in structure from the replicas'\.\n.*" + missing
+        words = r"the trees of out differ in structure from those of the replicas\.\n.*" + missing
         refused(arrays, MismatchError, words, cr.all_reduce, trees, out=out)
 
 
@@ -236,7 +236,7 @@ REFUSED = {
 
 
 def check_refused(arrays, make, path):
-    """Assert that a batch, and a single value, raises its error before anything is written."""
+    """Assert that the pairs of ``make``, as a batch and (a single one) alone, raise an error before the first write."""
     rows = make(arrays)
     if path == "several dtypes":
         integers = arrays.value([np.int32([1, 2]), np.int32([3, 4])])

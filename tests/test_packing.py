@@ -56,7 +56,8 @@ def test_each_tensor_is_in_one_buffer(batch, packing):
 
 @given(specs | few, packings())
 def test_packs_join_all_tensors_of_a_dtype(batch, packing):
-    """With packs or bytes there is one buffer per dtype, in order of appearance, with the given number of packs."""
+    """With num_packs or bytes_per_pack there is one buffer per dtype, in order of appearance; num_packs alone gives it
+    that many packs, or one per element if these are fewer."""
     buffers = layout(batch, packing)
     if packing.num_packs or packing.bytes_per_pack:
         assert [buffer.dtype for buffer in buffers] == list(dict.fromkeys(spec.dtype for spec in batch))
@@ -86,7 +87,7 @@ def test_bytes_per_pack_is_honoured(batch, nbytes, num_packs, algorithm, n):
 @pytest.mark.parametrize(
     ("batch", "packing", "wanted"),
     [
-        # In TensorFlow 2.0 (measured on CPU) runs have up to max_group + 2 tensors: deviation D15 in docs/contract.md.
+        # TensorFlow 2.0 joins up to small_group + 2 tensors (measured on CPU): deviation D15 in docs/contract.md.
         ((8, 9, 12, 125), Packing(0, 0, 40, 10), [17, 12, 125]),
         ((125, 6, 5), Packing(0, 0, 40, 10), [125, 11]),
         ((125, 6, 5, 7, 100), Packing(0, 0, 40, 10), [125, 18, 100]),
@@ -106,7 +107,7 @@ def test_bytes_per_pack_is_honoured(batch, nbytes, num_packs, algorithm, n):
     ],
 )
 def test_small_tensors_are_joined(batch, packing, wanted):
-    """Without packs, small neighbours share a buffer, at most max_group of them."""
+    """Without packs, neighbours of at most small_bytes bytes share a buffer, at most small_group of them."""
     assert sizes(layout(f32(*batch), packing)) == wanted
 
 

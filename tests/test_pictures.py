@@ -87,7 +87,7 @@ def test_a_schedule_shows_each_tree(tmp_path):
     ("schedule", "topology", "roots", "heads"),
     [
         (ring(names(5)), Topology.ring(5), [4, 0, 1, 2, 3], (4, 4)),
-        (one_device(names(5)), Topology.star(5), [0], (5, 5)),  # 4 links to the switch and 1 on, 1 back and 4 out
+        (one_device(names(5)), Topology.star(5), [0], (5, 5)),  # blue: 4 links to the switch, 1 to the root
         (one_device(names(5), destinations=["cpu:3"]), Topology.full_mesh(5), [3], (4, 0)),
         (one_device(names(5), ["cpu:2"], names(4)[3:]), Topology.full_mesh(5), [2], (0, 1)),
         (
@@ -100,7 +100,8 @@ def test_a_schedule_shows_each_tree(tmp_path):
     ids=["ring", "star", "reduce", "broadcast", "root"],
 )
 def test_roots_and_directions(tmp_path, schedule, topology, roots, heads):
-    """A root produces the result. Earlier transfers are blue, one arrow per link, later ones orange."""
+    """A tree's root is the device that produces the result. The links of earlier transfers have a blue arrow each,
+    those of later ones an orange arrow."""
     trees, _ = drawn(schedule, topology, tmp_path / "a.svg")
     assert [tree.white for tree in trees] == [[f"cpu:{root}"] for root in roots]
     assert [(tree.heads[BLUE], tree.heads[ORANGE]) for tree in trees] == [heads] * len(roots)

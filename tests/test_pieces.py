@@ -16,7 +16,7 @@ from crossreduce.schedule.simulate import LEAST_PIECE
 
 
 def fastest(schedule, topology, nbytes, most=64):
-    """Return the least seconds of 1 to 64 pieces, of at least the least size."""
+    """Return the least simulated time of 1 to 64 pieces, of which none has less than ``LEAST_PIECE`` bytes."""
     allowed = max(1, nbytes // len(schedule.chunks) // LEAST_PIECE)
     return min(
         simulate(replace(schedule, pieces=p), topology, nbytes).seconds for p in range(1, min(most, allowed) + 1)
@@ -51,7 +51,7 @@ LATENT = Topology(DGX_1V.devices, [link._replace(latency_s=MICRO) for link in DG
     ],
 )
 def test_plans_are_cut_into_the_best_number_of_pieces(algorithm, packs, topology, nbytes):
-    """No number of pieces from 1 to 64 is faster than the chosen one."""
+    """For the planners' schedules, no number of pieces from 1 to 64 is faster than the chosen one."""
     schedule = PLANNERS[algorithm](topology.devices, packs=packs)
     best, seconds = pipelined(schedule, topology, nbytes)
     assert seconds == simulate(best, topology, nbytes).seconds
@@ -60,7 +60,7 @@ def test_plans_are_cut_into_the_best_number_of_pieces(algorithm, packs, topology
 
 @given(algorithms, st.integers(1, 6), st.integers(0, 10**6), st.integers(1, 4))
 def test_no_piece_is_too_small(algorithm, n, nbytes, packs):
-    """No piece of an average chunk is below LEAST_PIECE bytes; the previous number of pieces does not matter."""
+    """No piece of an average chunk is below LEAST_PIECE bytes; the given schedule's own number does not matter."""
     schedule = PLANNERS[algorithm](names(n), packs=packs)
     best, seconds = pipelined(replace(schedule, pieces=77), Topology.full_mesh(n), nbytes)
     assert (best, seconds) == pipelined(schedule, Topology.full_mesh(n), nbytes)

@@ -75,8 +75,8 @@ def distances(topology, start):
 
 
 def ends(made, collective):
-    """Return the sources and destinations of a plan's schedule, by name; each chunk of a scatter or gather has one of
-    them."""
+    """Return the names of the sources and destinations of all chunks; each chunk of a reduce-scatter has only one
+    destination, each of an all-gather only one source."""
     schedule = made.schedule
     sources, destinations = (
         {tuple(schedule.devices[k] for k in chunk[end]) for chunk in schedule.chunks} for end in (1, 2)
@@ -215,7 +215,7 @@ def test_some_devices_of_any_topology(ask, nbytes):
 @settings(max_examples=60)
 @given(drawn_requests(both_ways=False), st.sampled_from([1, 10 * MIB]))
 def test_links_that_differ_in_the_two_directions(ask, nbytes):
-    """The same is true for links in one direction, or with different bandwidths in the two directions."""
+    """Any request is planned on links in one direction, or with different bandwidths in the two directions."""
     topology, collective, given, gives, takes = ask
     for algorithm in (*NAMED, "auto"):
         made = cr.plan(topology, collective, nbytes, algorithm, **given)
@@ -273,7 +273,7 @@ def roots(schedule):
 
 
 def test_the_root_of_a_reduce_or_broadcast_is_the_best():
-    """Without a root the one with the greatest bound is chosen; it can also be given as the only source or
+    """If no root is given, a device with the greatest bound is the root. A root can also be given as the only source or
     destination."""
     for topology in (TOPOLOGIES["grid"], TOPOLOGIES["lopsided"], TOPOLOGIES["pcie-8"], DGX):
         for collective, end in (("reduce", 1), ("broadcast", 0)):
@@ -356,7 +356,7 @@ def test_auto_is_the_fastest_on_every_machine(name):
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_auto_reaches_the_bound_of_every_collective(collective):
-    """On a DGX-1V and two hosts of eight H100 large plans of every collective approach the known bounds."""
+    """On a DGX-1V and two hosts of eight H100 plans for 1 GiB reach 90 % of each collective's known bound."""
     known = {"all_reduce": Fraction(600, 7), "reduce": 150, "broadcast": 150}
     boxes = {"all_reduce": Fraction(800, 3), "reduce": 400, "broadcast": 400}
     for topology, due in (
@@ -373,7 +373,7 @@ H100S = Topology.machine("hgx-h100", hosts=2)
 
 
 def test_sizes_have_their_own_plans():
-    """Larger buffers have more pieces and take more time; the rate approaches the fluid rate from below."""
+    """Larger buffers have more pieces and take more time; the predicted rate approaches ``Plan.rate`` from below."""
     before = None
     for power in range(10, 32, 2):
         made = cr.plan(TOPOLOGIES["line"], nbytes=1 << power, algorithm="hierarchical_copy")

@@ -127,7 +127,7 @@ def test_unreachable_devices_cannot_be_planned(collective):
 
 
 def test_the_cut_of_links_in_one_direction_is_named():
-    """A link in the wrong direction does not count."""
+    """If devices are linked in one direction only, the error names the missing route; other requests are planned."""
     down = Topology(names(2), [Link("cpu:0", "cpu:1", 1)])
     cut = r"all_reduce needs a route from cpu:1 to cpu:0, but no link leads out of \{cpu:1\}"
     with pytest.raises(PlanError, match=cut):

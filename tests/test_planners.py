@@ -147,7 +147,8 @@ def test_shares_rotate(n):
 
 @pytest.mark.parametrize("n", range(2, 10))
 def test_packs_spread_the_load(n):
-    """With one pack per device, each device receives and sends the same number of bytes, for every planner."""
+    """With one pack per device, each device receives and sends the same number of bytes, for every planner whose
+    algorithm treats all n devices alike."""
     for algorithm in ALGORITHMS:
         if algorithm in ("halving_doubling", "recursive_doubling") and n & (n - 1):
             continue  # devices beyond the power of two send and receive less
@@ -357,7 +358,8 @@ def test_direct_with_owners(ask, data):
 
 
 def test_a_reduce_to_one_root_is_shared_by_all_owners():
-    """With all devices as owners, a reduce moves one share over each link and no device receives n whole buffers."""
+    """With all devices as owners, a reduce moves one share from each device to each other one, and two to the root,
+    instead of a whole buffer from each device to the root."""
     schedule = direct(names(4), None, names(4)[:1], owners=names(4))
     done = counts(schedule, 16)
     others = dict.fromkeys(itertools.permutations(names(4), 2), 16)
@@ -374,7 +376,7 @@ def test_bad_owners_are_refused():
 
 
 def test_one_device_with_a_root():
-    """The root may be neither a source nor a destination."""
+    """The root of one_device may be neither a source nor a destination."""
     schedule = one_device(names(4), names(4)[:2], names(4)[2:3], root="cpu:3", packs=2)
     assert schedule.rounds == (
         (Step(0, 3, (0, 1)), Step(1, 3, (0, 1))),
@@ -423,7 +425,8 @@ def test_bad_roots_and_groups_are_refused():
 
 
 def test_a_given_root_reduces():
-    """A request's root is the root of each algorithm that has one; a device that takes no part cannot be it."""
+    """A request's root is the root of each algorithm that has one; without a topology hierarchical_copy requires a root
+    that is a source or a destination."""
     members = names(4)
     for name in ("one_device", "hierarchical_copy"):
         schedule = schedule_for(Request("all_reduce", members, members, name, root=members[3], packs=2))

@@ -73,7 +73,7 @@ def one_way(draw):
 
 @st.composite
 def requests_on(draw, topologies, chosen=named):
-    """Draw a topology, and the other arguments of ``planned_for``."""
+    """Draw a topology, and the other arguments of ``planned_for`` except the root."""
     topology = draw(topologies)
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple) | st.just(topology.devices)
     nbytes = st.sampled_from([0, 1, 1000, 1 << 22])
@@ -109,7 +109,7 @@ def check_planned(topology, ask):
 @settings(max_examples=60)
 @given(ask=requests(st.integers(1, 9)))
 def test_a_forest_needs_no_topology(ask):
-    """Without a topology "forest" plans on a full mesh: any request gives a right schedule, and roots do not rotate."""
+    """Without a topology "forest" plans on a full mesh: any request gives a right schedule; packs have no effect."""
     schedule = planned("forest", ask.sources, ask.destinations, ask.packs, ask.first)
     verify(schedule)
     assert oracle.right(schedule)
@@ -136,8 +136,8 @@ def test_every_algorithm_plans_wherever_data_can_get(ask):
 
 
 def refused(topology, ask):
-    """Return the text of a PlanError, or ``None``; it names two devices without a route from the first to the
-    second."""
+    """Plan a request. Return the text of its PlanError, which must name two devices without a route from the first to
+    the second; ``None``: no error."""
     try:
         check_planned(topology, ask)
     except PlanError as error:
@@ -149,7 +149,7 @@ def refused(topology, ask):
     return None
 
 
-# Devices that do not take part cannot be reached, or the members reach each other in one direction only.
+# APART: cpu:2, which does not take part, cannot be reached. DOWN: only the first two devices reach the others.
 APART = Topology(names(3), [Link("cpu:0", "cpu:1", 1), Link("cpu:1", "cpu:0", 1)])
 DOWN = Topology(names(4), [Link(a, b, 1) for a in names(4)[:2] for b in names(4)[2:]])
 
@@ -185,7 +185,7 @@ def test_the_devices_that_cannot_be_reached_are_named():
 
 @pytest.mark.parametrize("n", range(1, 10))
 def test_plain_planners_on_a_full_mesh_and_a_ring_on_a_ring(n):
-    """On a full mesh the planners that use no topology plan as without one; on a ring, rings use both directions."""
+    """On a full mesh, planners that ignore topologies plan as without one; on a ring, "ring" uses both directions."""
     everyone = names(n)
     for algorithm in ("one_device", "halving_doubling", "recursive_doubling", "direct", "one_shot"):
         plan = planned_for(Topology.full_mesh(n), algorithm, everyone, everyone, 100, 2, 1)
@@ -202,8 +202,8 @@ def test_plain_planners_on_a_full_mesh_and_a_ring_on_a_ring(n):
 
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 2), (1, 4), (2, 3, 4), (2, 2, 2, 2)])
 def test_islands_are_groups(sizes):
-    """If fast links make islands, one candidate of hierarchical_copy sums inside each island, and one main of each
-    island exchanges data with the root. The fastest candidate for the number of bytes is chosen."""
+    """If fast links make islands, one candidate of hierarchical_copy sums inside each island, and one device of
+    each island exchanges data with the root. The fastest candidate for the number of bytes is chosen."""
     label = [k for k, size in enumerate(sizes) for _ in range(size)]
     n = len(label)
     matrix = [[0 if i == j else 50 if label[i] == label[j] else 5 for j in range(n)] for i in range(n)]
@@ -261,7 +261,7 @@ def test_data_may_pass_other_devices():
         way = used_links(schedule, Topology.ring(4))
         assert way <= links(Topology.ring(4))
         assert way >= {("cpu:0", "cpu:1"), ("cpu:1", "cpu:2")} or way >= {("cpu:0", "cpu:3"), ("cpu:3", "cpu:2")}
-        if algorithm != "forest":  # it may reduce on other devices
+        if algorithm != "forest":  # a forest may reduce on other devices
             assert schedule.devices == ("cpu:0", "cpu:2")
 
 
@@ -302,7 +302,7 @@ def test_auto_finds_the_root_that_is_near_to_all():
 
 
 def test_auto_plans_packs():
-    """ "auto" plans packs with rotating roots, too, with links in one direction only."""
+    """Every algorithm and "auto" plan two packs, also with links in one direction only."""
     cells = [[0, 1, 0], [1, 0, 1], [1, 0, 0]]  # 0 <-> 1, 1 -> 2, 2 -> 0
     topology = Topology.from_matrix(cells)
     for algorithm in (*NAMED, "auto"):
@@ -316,8 +316,8 @@ def test_auto_plans_packs():
 
 
 def test_auto_without_a_topology():
-    """Without a topology, small buffers, single destinations and devices that share one memory use one_device, large
-    buffers direct."""
+    """Without a topology, "auto" is "one_device" for small buffers, for a single destination, and for devices that
+    share one memory; in all other cases it is "direct"."""
     everyone = names(4)
     gpus = tuple(f"cuda:{k}" for k in range(4))
     assert choose(gpus, gpus, 1000) == "one_device"

@@ -1,4 +1,4 @@
-"""Ranks of one host that die or stop: the ranks that errors name, delays, and dumps."""
+"""Ranks of one host that die or stop: the ranks that errors name, warnings, timeouts, and dumps."""
 
 import mmap
 import os
@@ -203,7 +203,7 @@ def test_a_rank_that_stops_for_a_while():
 
 def test_a_rank_that_stops_beyond_the_timeout(dumps, capsys, monkeypatch):
     """After the timeout all others raise a CollectiveTimeout that names it, and write dumps of all ranks' last calls,
-    which the doctor reads; the rank itself raises the same when it continues."""
+    which ``crossreduce doctor`` reads; the rank itself raises the same when it continues."""
     with starter(4) as started:
         found = ranks(4, stopped, started, 1.5, begun=pause(started, 2, 3.5))
     texts = {one[0] for one in found}
@@ -287,7 +287,7 @@ def slow_to_write(rendezvous):
 
 
 def test_a_rank_that_is_slow_to_write_the_abort_reason():
-    """All ranks wait for the reason as long as the rank that writes it is alive, and raise it."""
+    """When a rank aborts the group, all ranks wait for its reason as long as it is alive, and raise the reason."""
     assert ranks(3, slow_to_write) == [(1,)] * 3
 
 
@@ -305,7 +305,7 @@ def killed_while_it_writes(rendezvous):
 
 
 def test_a_rank_killed_while_it_writes_the_abort_reason():
-    """An incomplete reason is ignored: the others name the lost rank, and not themselves."""
+    """An incomplete reason for an abort is ignored: the errors name the rank that died while it wrote the reason."""
     first, second, died = ranks(3, killed_while_it_writes, check=False)
     assert isinstance(died, Died)
     assert first == second

@@ -55,8 +55,8 @@ def interrupted(rendezvous, started, state):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("state", ["waiting", "between", "long"])
 def test_an_interrupted_rank_releases_everything(state, number):
-    """Ctrl-C or SIGTERM in any state ends that rank's call, and those of the others, long before the timeout of 60 s;
-    all of them release their threads, descriptors, mappings and files."""
+    """Ctrl-C or SIGTERM in or between calls makes that rank leave, and ends the calls of the others, long before the
+    timeout; all of them release their threads, descriptors, mappings and files."""
     with starter(3) as started:
 
         def interrupt(pids):

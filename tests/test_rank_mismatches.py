@@ -61,7 +61,7 @@ def agree(text):
 P = PIECE_BYTES // 4
 
 
-# The call of most ranks, the call of one rank, the aspect that the error names, and texts of both calls.
+# The call of most ranks, the call of one rank, what differs in the words of the error, and texts of both calls.
 MISMATCHES = [
     (all_reduce(), all_reduce(shape=(12,)), "shape", "float32[10]", "float32[12]"),
     (all_reduce(shape=(2, 3)), all_reduce(shape=(3, 2)), "shape", "float32[2, 3]", "float32[3, 2]"),
@@ -105,8 +105,8 @@ def disagreeing(rendezvous):
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_calls_that_differ(n):
-    """If one rank makes another call after 500 correct ones, all ranks raise the same text, which names the rank, the
-    aspect and both calls; no result is written, and the group can still be used."""
+    """If one rank makes another call after 500 correct ones, all ranks raise the same text, which names the rank, what
+    differs and both calls; no result is written, and the group can still be used."""
     found = ranks(n, disagreeing)
     assert all(texts == found[0] for texts in found)
     for k, (text, (_, _, what, one, other)) in enumerate(zip(found[0], MISMATCHES, strict=True)):
@@ -129,7 +129,8 @@ def all_different(rendezvous):
     with pytest.raises(MismatchError) as error:
         comm.all_reduce(ReduceOp.MAX, memory(x), memory(x))
     assert untouched(x)
-    with pytest.raises(MismatchError) as second:  # the second call uses the other half of the slots
+    # Odd and even calls use different halves of each rank's slot in shared memory: test the other half, too.
+    with pytest.raises(MismatchError) as second:
         comm.broadcast(memory(x), comm.rank)
     summed(comm)
     comm.close()
@@ -163,8 +164,8 @@ def skipping(rendezvous):
 
 
 def test_a_skipped_call_is_named():
-    """The first call after a skipped one raises on all ranks with its number; at the end the error of the others names
-    the rank that left."""
+    """After a rank skipped a call, each further call raises on all ranks with its number; when the rank has left, the
+    errors of the others name it."""
     found = ranks(3, skipping)
     assert found[0] == found[2]
     assert found[0][:2] == found[1]

@@ -69,7 +69,7 @@ def scheduled(algorithm, ranks, root):
 
 
 def chosen(op, ranks):
-    """Return the program of an op."""
+    """Return the program of an op, and the numbers of its input and output buffers."""
     if op.algorithm is not None:
         return scheduled(op.algorithm, ranks, op.root)
     return host_collective(op.collective, ranks, op.root, op.size * itemsize(op.dtype))
@@ -281,7 +281,7 @@ def test_successive_ops_give_the_results_of_the_oracle_without_races(data):
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_every_count_of_ranks_and_every_root(collective):
-    """For 1 to 9 ranks and every root, around the ends of lines, shares and pieces, results are the oracle's."""
+    """For 1 to 9 ranks and any root, at sizes near multiples of cache lines, shares and pieces, results are right."""
     draw = np.random.default_rng(5)
     for ranks in range(1, 10):
         for root in range(ranks) if collective in ROOTED else [None]:
@@ -355,7 +355,8 @@ def test_only_mixed_combinations_widen_inputs():
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_to_all", "broadcast"])
 def test_pieces_of_real_size(collective):
-    """With the real limits: at the end of a piece, and one element to either side."""
+    """With the real limits, arrays of one piece, and of an element less or more, fit into slots; with smaller pieces
+    they also give the oracle's results."""
     draw = np.random.default_rng(6)
     root = 1 if collective in ROOTED else None
     for ranks in (2, 3):
@@ -417,7 +418,7 @@ def test_slots_are_large_enough(data):
 
 @given(st.integers(0, 5000), st.integers(1, 300), st.sampled_from([1, 2, 4, 8, 16]))
 def test_shares_begin_at_lines(size, count, nbytes):
-    """Shares cover all elements in order, begin at whole lines, and differ by two lines at most."""
+    """Shares cover all elements in order, begin at multiples of a cache line, and differ by two lines at most."""
     ends = line_shares(size, count, nbytes)
     assert ends[0] == 0
     assert ends[-1] == size
@@ -453,12 +454,13 @@ def copied(op, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_the_least_stages_and_bytes(ranks):
-    """A large all-reduce of p pieces takes p + 2 stages, anything of one round p + 1; nothing is copied twice."""
+    """An all-reduce or reduce of p pieces takes p + 2 stages, one of a single round p + 1; nothing is copied twice."""
     n, size = ranks, 1 << 20
     pieces = size * 4 // programs.PIECE_BYTES
     nbytes = size * 4
     for collective, stages, moved in (
-        # Each rank copies in what others own, reads all of its share, writes it twice and copies the others' shares.
+        # Each rank copies the others' shares of its input, combines its own share of all inputs, writes that twice, and
+        # copies the results of the others.
         ("all_reduce", pieces + 2, n * (2 * (n - 1) / n + (n + 2) / n + 2 * (n - 1) / n)),
         ("reduce", pieces + 2, 2 * (n - 1) + n + 1 + 2 * (n - 1) / n),
         ("broadcast", pieces + 1, 2 + 2 * (n - 1)),
@@ -477,14 +479,14 @@ def test_the_least_stages_and_bytes(ranks):
 
 
 def test_neighbouring_chunks_are_copied_at_once():
-    """What a rank copies in is one run on either side of its own share, however many ranks there are."""
+    """A rank's input is copied into its slot by one instruction on each side of its own share, for 2 to 16 ranks."""
     for ranks in (2, 4, 16):
         for rank, stages in enumerate(compiled(Op("all_reduce", 1 << 15, "float32"), ranks)):
             assert len(stages[0]) == (1 if rank in (0, ranks - 1) else 2)
 
 
 def test_streaming_stores_bypass_the_cache_only_for_large_results_of_the_caller():
-    """Only large copies into the caller's memory use them: other ranks read slots at once."""
+    """Streaming stores are for large copies into the caller's memory, not for slots, which other ranks read soon."""
     for collective in ("all_reduce", "all_gather"):
         for size, streaming in ((1 << 10, False), (1 << 20, True)):
             stages = compiled(Op(collective, size, "float32"), 2)[0]

@@ -18,7 +18,7 @@ from crossreduce.ranks.programs import PIECE_BYTES
 
 
 def soak(rendezvous):
-    communicator._CACHED_STAGES = 2000  # so that executables are removed from the cache, too
+    communicator._CACHED_STAGES = 2000  # small, so that the cache also removes executables
     comm = member(rendezvous)
     x = np.ones(5000, np.float32)
     draw = random.Random(3)
@@ -48,7 +48,7 @@ def test_ten_thousand_reductions_leak_nothing():
 
 def many_shapes(rendezvous):
     comm = member(rendezvous)
-    x = np.ones(PIECE_BYTES, np.float32)  # programs of 6 stages, and small ones
+    x = np.ones(PIECE_BYTES, np.float32)  # its long parts run programs of 6 stages, short ones fewer
     highest = 0
     communicator._CACHED_STAGES = 100
     for k in range(200):

@@ -1,5 +1,5 @@
-"""Rings on a topology: each passes all devices over existing links, all fit on the links together, and the schedule
-uses them."""
+"""Rings on a topology: each visits every device over existing links, the links have bandwidth for all rings together,
+and the schedule sends its data along them."""
 
 import itertools
 from collections import Counter
@@ -33,19 +33,19 @@ def hops(order):
 
 
 def is_ring(topology, order):
-    """Return whether each hop of an order has a route that passes no other of its devices."""
+    """Return whether the route of each hop exists and passes no other device of the order."""
     routes = [topology.route(a, b) for a, b in hops(order)]
     return len(order) > 1 and all(route and not set(route[1:-1]) & set(order) for route in routes)
 
 
 def used(topology, found):
-    """Return the number of hops of the orders over each link."""
+    """Return, for each link, how many hops of the orders have a route over it."""
     return Counter(pair for order in found for a, b in hops(order) for pair in itertools.pairwise(topology.route(a, b)))
 
 
 def check(topology, found, members):
-    """Check that each order has each device once and a route for each hop, and that all orders together, each with the
-    bandwidth of the narrowest link, fit on the links; or that there is one order, which is not a ring."""
+    """Check that each order lists each member once and is a ring, and that each link has the bandwidth of the narrowest
+    link for each hop over it; or that the only order is that of the members, which is not a ring."""
     assert found
     assert all(sorted(order) == sorted(members) for order in found)
     if not is_ring(topology, found[0]):
@@ -64,7 +64,7 @@ def check(topology, found, members):
 @settings(max_examples=150)
 @given(st.data(), st.integers(1, 6), st.booleans())
 def test_rings_are_found_if_there_are_any(data, n, both_ways):
-    """Orders are rings over existing links that fit together; if no ring was found, no ring fits on the links."""
+    """ring_orders returns rings that fit on the links together, or, if no ring fits, the devices in their order."""
     topology = data.draw(wired(names(n), both_ways=both_ways))
     members = tuple(data.draw(st.lists(st.sampled_from(topology.devices), min_size=1, unique=True)))
     found = ring_orders(topology, members)
@@ -83,9 +83,11 @@ def test_rings_are_found_if_there_are_any(data, n, both_ways):
 
 @pytest.mark.parametrize("name", [name for name, _ in machine_names()])
 def test_rings_of_the_machines(name):
-    """On every machine rings are found that fit together."""
+    """Every machine has a ring, and the rings that are found fit on the links together."""
     topology = Topology.machine(name)
-    check(topology, ring_orders(topology, topology.devices), topology.devices)
+    found = ring_orders(topology, topology.devices)
+    assert is_ring(topology, found[0])
+    check(topology, found, topology.devices)
 
 
 COUNTS = [
@@ -95,7 +97,7 @@ COUNTS = [
     (Topology.full_mesh(3), 2),
     (Topology.torus(3, 3), 4),  # the rings use all 36 links
     (Topology.star(6, 450), 1),  # one ring uses all links
-    (Topology.machine("dgx-1v"), 6),  # the rings use all 48 NVLinks; two rings share each double NVLink
+    (Topology.machine("dgx-1v"), 6),  # the rings use each direction of all 24 NVLinks
     (Topology.machine("dgx-1p"), 4),  # the rings use all 32 NVLinks
     (Topology.machine("mi100"), 1),  # the links between the two hives have room for only one ring
 ]
@@ -131,7 +133,8 @@ def test_wide_links_are_taken_first():
 
 @pytest.mark.parametrize("topology", [Topology.mesh(1, 4), Topology.mesh(3, 3), Topology.star(["cpu:7"])], ids=repr)
 def test_topologies_without_a_ring(topology):
-    """A line and an odd grid have no ring: the order is that of the devices, and some hops pass other devices."""
+    """A line, a grid of 3 x 3 and a single device have no ring: ring_orders returns the devices in their order, and the
+    route of a hop may pass other devices."""
     assert ring_orders(topology, topology.devices) == (topology.devices,)
     schedule = rings(topology, topology.devices)
     verify(schedule)
@@ -145,8 +148,8 @@ def test_topologies_without_a_ring(topology):
 @settings(max_examples=80)
 @given(st.data(), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9))
 def test_the_schedule_of_rings(data, n, packs, first):
-    """Each ring has an equal share of the buffer, in chunks that move only from its devices to the next ones; any
-    devices may be sources and destinations; the result is right."""
+    """Each ring has an equal share of the buffer, in chunks that each device sends only to the next one on the ring;
+    any devices may be sources and destinations; the result is right."""
     topology = data.draw(wired(names(n)))
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple) | st.just(topology.devices)
     sources, destinations = data.draw(some), data.draw(some)
@@ -169,15 +172,15 @@ def test_the_schedule_of_rings(data, n, packs, first):
 
 @pytest.mark.parametrize("name", ["dgx-1v", "dgx-1p", "dgx-2", "dgx-a100", "hgx-b200", "gb200-nvl72", "pcie-8"])
 def test_rings_reach_the_bound(name):
-    """On these machines the rings use all links, so large buffers reach the bound."""
+    """On these machines the rings use all links, so the rate for large buffers equals the bound of all_reduce."""
     topology = Topology.machine(name)
     schedule = rings(topology, topology.devices)
     assert fluid_rate(schedule, topology) == cr.bound(topology, "all_reduce").algbw
 
 
 def test_rings_of_some_devices():
-    """Rings of some devices pass switches and devices that do not take part, but no other member between two
-    members."""
+    """Between two members, a ring of some devices may pass switches and devices that are not members, but no other
+    member."""
     part = tuple(f"cuda:{k}" for k in (0, 3, 5, 6))
     made = cr.plan(DGX, nbytes=1 << 20, algorithm="ring", sources=part, destinations=part)
     assert made.schedule.devices == part

@@ -74,7 +74,7 @@ def test_routes_are_the_last_part_of_the_text(schedule):
 
 
 def test_json_is_this_text():
-    """The format is fixed, with routes and without: a text from before there were routes can still be read."""
+    """The format is fixed: texts without a list of routes, as the first version wrote them, can still be read."""
     old = (
         '{"format":"crossreduce.schedule/1","collective":"all_reduce","algorithm":"custom",'
         '"devices":["cpu:0","cpu:1"],"chunks":[["1",[0,1],[0,1]]],"rounds":[[[0,0,[0,1]]],[[0,1,[0]]]],"pieces":1}'
@@ -147,7 +147,7 @@ def test_malformed_routes_are_refused(routes):
 @pytest.mark.parametrize(
     ("routes", "text"),
     [
-        ((Route(1, 0, 1, ("x",)),), r"a route is malformed[\s\S]*chunk=1[\s\S]*devices by their numbers, 0 to 1"),
+        ((Route(1, 0, 1, ("x",)),), r"a route is malformed[\s\S]*chunk=1[\s\S]*device numbers from 0 to 1"),
         ((Route(-1, 0, 1, ("x",)),), "a route is malformed"),
         ((Route(0, 0, 2, ("x",)),), "a route is malformed"),
         ((Route(0, -1, 0, ("x",)),), "a route is malformed"),
@@ -155,21 +155,21 @@ def test_malformed_routes_are_refused(routes):
         ((Route(0, 0, 1, ()),), "a route is malformed"),
         ((Route(0, 0, 1, ("x",), 2),), r"a route is malformed[\s\S]*round=2"),
         ((Route(0, 0, 1, ("x",), -1),), "a route is malformed"),
-        ((BACK, FORTH, BACK), "a chunk can have only one route between two devices"),
-        ((BACK, BACK._replace(through=("other",))), "a chunk can have only one route between two devices"),
+        ((BACK, FORTH, BACK), "a chunk can have only one route between two devices in a round"),
+        ((BACK, BACK._replace(through=("other",))), "a chunk can have only one route between two devices in a round"),
         ((Route(0, 0, 1, "bus"),), "a route is malformed"),
         ((Route(0, 0, 1, (3,)),), "a route is malformed"),
     ],
 )
 def test_malformed_routes_cannot_be_made(routes, text):
-    """A route from a device to itself, through no node, of no chunk or device, or a second one for the same transfer is
-    a ScheduleError."""
+    """A Route from a device to itself, through no node, with a chunk, device or round that the schedule lacks, or a
+    second one for the same transfer raises a ScheduleError."""
     with pytest.raises(ScheduleError, match=text):
         replace(BARE, routes=routes)
 
 
 def test_routes_of_several_chunks():
-    """Each chunk has its own route between the same devices, one per direction."""
+    """Each chunk may have its own route between the same two devices, one per direction."""
     schedule = ring(names(3), packs=2)
     routes = tuple(Route(chunk, *ends, (f"bus{chunk}",)) for chunk in range(6) for ends in ((0, 1), (1, 0)))
     assert replace(schedule, routes=routes).routes == routes
@@ -190,7 +190,7 @@ def test_a_round_may_have_its_own_route():
 
 
 def test_routes_count_for_equality():
-    """Schedules that differ in their routes are not equal, and most of their hashes differ."""
+    """Schedules that differ in their routes, or in the order of the routes, are not equal."""
     assert ROUTED != BARE
     assert replace(BARE, routes=(FORTH, BACK)) != ROUTED
     assert replace(ROUTED, routes=()) == BARE

@@ -140,7 +140,7 @@ def test_malformed_json_raises_schedule_error(text):
 
 
 def test_faults_in_json_are_stated():
-    """The error states the format or the parts that the text lacks; a path is not text."""
+    """The error states the expected format, or the parts that the text lacks; an argument that is no str is refused."""
     for text, words in (
         ("{}", r'its format is not "crossreduce.schedule/1"\.'),
         ("[1]", r'its format is not "crossreduce.schedule/1"\.'),
@@ -160,7 +160,7 @@ def test_faults_in_json_are_stated():
     "text", ["[" * 100_000, broken(chunks=[[float("inf"), [0], [0]]]), broken(chunks=[[float("nan"), [0], [0]]])]
 )
 def test_hostile_json_raises_schedule_error(text):
-    """Endless nesting and shares that are not numbers raise the same error, not Python's own."""
+    """Very deep nesting and shares that are infinite or NaN raise a ScheduleError, not an error of Python's own."""
     with pytest.raises(ScheduleError, match="not a schedule in JSON"):
         Schedule.from_json(text)
 
@@ -191,7 +191,8 @@ def test_names_in_json_are_strings(text):
     ],
 )
 def test_malformed_schedules_are_refused(changes, text):
-    """An invalid position, or shares that do not add up to 1, raise an error that names the chunk or step."""
+    """A chunk or step with invalid numbers raises an error that names it; shares that do not add up to 1, and pieces
+    below 1, raise errors, too."""
     with pytest.raises(ScheduleError, match=text):
         pair(**changes)
 
@@ -339,7 +340,7 @@ else:
 
 
 def test_unpickled_values_are_equal_cache_keys():
-    """A schedule and a topology that another process pickled are equal to ours and have the same hash."""
+    """A schedule and a topology unpickled from another process equal those made here, and have the same hashes."""
     text = ""
     for seed, what in (("1", "write"), ("2", "read")):
         command = [sys.executable, "-c", PICKLE, what]

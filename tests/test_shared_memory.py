@@ -1,4 +1,5 @@
-"""The compiled rank programs and shared memory: argument checks, reports, and texts that ranks exchange."""
+"""The compiled rank programs and shared memory: argument checks, barriers, aborts, the record of each rank's last ops,
+and the texts with which ranks compare their calls."""
 
 import ctypes
 import fcntl
@@ -46,7 +47,7 @@ def kernel(sources=1, results=1, size=8, dtype="int64"):
 
 
 def copy(source, result, size=8):
-    """Return an instruction."""
+    """Return an instruction that copies ``size`` int64 elements from ``source`` to ``result``."""
     return kernel(size=size), (source,), (result,), False
 
 
@@ -102,12 +103,12 @@ def raises(kinds, call, *args):
     ],
 )
 def test_malformed_programs_raise(stages):
-    """Every argument that is not a rank program raises."""
+    """RankProgram raises an error for stages that are not at least two lists of valid instructions."""
     raises((ValueError, TypeError, OverflowError, AttributeError), native.RankProgram, stages)
 
 
 def test_an_instruction_with_several_tensors_raises():
-    """The kernel of an instruction has one tensor."""
+    """An instruction whose kernel has several tensors raises a ValueError."""
     two = kernels.compile_kernel("sum", ("int8", "int8", "int8"), 1, 1, 1, (3, 4), (FusedProgram(0, (), (0,)),), ())
     with pytest.raises(ValueError, match="one tensor"):
         native.RankProgram([[(two, ((0, 0),), ((0, 0),), False)], []])
@@ -116,31 +117,32 @@ def test_an_instruction_with_several_tensors_raises():
 @pytest.mark.parametrize(
     "arguments",
     [
-        (2, 2, SLOT, 0.0, 1),  # invalid ranks
+        (2, 2, SLOT, 0.0, 1),  # invalid ranks: 0 <= rank < ranks
         (-1, 2, SLOT, 0.0, 1),
         (0, 0, SLOT, 0.0, 1),  # invalid numbers of ranks
         (0, -3, SLOT, 0.0, 1),
         (0, 10**6, SLOT, 0.0, 1),
-        (0, 2, SLOT + 1, 0.0, 1),  # invalid sizes of slots
+        (0, 2, SLOT + 1, 0.0, 1),  # invalid sizes of slots: a multiple of 8192 bytes
         (0, 2, SLOT + 4096, 0.0, 1),
         (0, 2, -SLOT, 0.0, 1),
         (0, 2, 1 << 62, 0.0, 1),
-        (0, 2, SLOT, -1.0, 1),  # invalid times
+        (0, 2, SLOT, -1.0, 1),  # invalid spin times: 0 <= spin_s < 1
         (0, 2, SLOT, 5.0, 1),
         (0, 2, SLOT, math.nan, 1),
-        (0, 2, SLOT, 0.0, 0),  # invalid numbers of threads
+        (0, 2, SLOT, 0.0, 0),  # an invalid number of threads, and a missing one
         (0, 2, SLOT, 0.0),
         ("0", 2, SLOT, 0.0, 1),
         (0, 2**40, SLOT, 0.0, 1),
     ],
 )
 def test_malformed_memory_arguments_raise(fd, arguments):
-    """Numbers are checked before memory is mapped."""
+    """Invalid arguments raise an error before memory is mapped."""
     raises((ValueError, TypeError, OverflowError), native.SharedMemory, fd, *arguments)
 
 
 def test_descriptors_that_cannot_be_mapped_raise(fd, tmp_path):
-    """A descriptor that is closed, too small or not memory raises OSError; an access would end the process."""
+    """A descriptor that is closed, too small or not memory raises OSError; with a mapping, an access would kill the
+    process. Invalid sizes raise ValueError."""
     raises(OSError, native.SharedMemory, fd, 0, 3, SLOT, 0.0, 1)
     raises(OSError, native.SharedMemory, 1 << 20, 0, 2, SLOT, 0.0, 1)
     raises(OSError, native.SharedMemory, -1, 0, 2, SLOT, 0.0, 1)
@@ -239,13 +241,13 @@ def test_a_second_thread_raises(pair):
 
 
 def test_a_rank_that_ends_right_after_its_arrival_has_arrived(fd, pair):
-    """The last rank at a barrier may be killed or stopped before it announces that all have arrived: the others
-    continue, and miss it at the next barrier."""
+    """If the last rank at a barrier is killed or stopped before it announces that all have arrived, the others continue
+    nevertheless, and wait for it at the next barrier."""
     one, other = pair
     assert one.begin(nothing(3), (), "a", 3, 0.0) == WAITING
-    assert other.begin(nothing(3), (), "a", 2, 1.0) == DONE  # this rank has arrived, and continues
+    assert other.begin(nothing(3), (), "a", 2, 1.0) == DONE  # the last rank arrives, and continues
     with mmap.mmap(fd, 0) as memory:
-        met = 64  # the offset of the announcement (see shared_memory.hpp)
+        met = 64  # the offset of ``barriers`` in shared_memory.hpp, with which the last rank announces the arrival
         assert memory[met] == 1
         memory[met] = 0
         assert one.advance(2, 0.01) == DONE
@@ -311,7 +313,7 @@ def test_the_last_ops_are_recorded(pair):
 
 
 def test_an_aborted_group_stays_aborted(pair):
-    """All ranks read the complete first reason; no rank arrives at a barrier or writes afterwards."""
+    """After aborts all ranks read the complete reason of the first; no rank arrives at a barrier or writes data."""
     one, other = pair
     one.begin(nothing(), (), "a", 2, 0.0)
     one.abort(b"first")
@@ -332,7 +334,7 @@ def test_an_aborted_group_stays_aborted(pair):
 
 
 def test_a_rank_that_never_waits_returns_after_its_slice(fd):
-    """An op returns after its slice even if no other rank is missing, so that signals are handled."""
+    """An op returns after its slice of time even if it waits for no other rank, so that signals are handled."""
     alone = native.SharedMemory(fd, 0, 1, SLOT, 0.0, 1)
     count, rounds = 100, 0
     outcome = alone.begin(nothing(count), (), "a", count, 0.0)
@@ -343,7 +345,7 @@ def test_a_rank_that_never_waits_returns_after_its_slice(fd):
 
 
 def test_errors_are_encoded_and_decoded():
-    """A decoded error equals the encoded one; a text that is too long is cut."""
+    """A decoded error equals the encoded one; a text or a list of ranks that is too long is cut."""
     for error in (CollectiveTimeout("late: ü", [3, 1]), PeerLostError('rank 3 "died"\n  given: x', [3])):
         found = decoded(encoded(error))
         assert (type(found), str(found), found.ranks) == (type(error), str(error), error.ranks)
@@ -355,7 +357,7 @@ def test_errors_are_encoded_and_decoded():
 
 
 def test_long_texts_that_differ_at_the_end_still_differ():
-    """A call's text is cut to the available room; a hash stands for the rest."""
+    """A call's text that is too long is cut, and ends in a hash of the whole text."""
     assert encoded_text("a" * MAX_TEXT_BYTES) == b"a" * MAX_TEXT_BYTES
     one, other = encoded_text("ü" * 500 + "a"), encoded_text("ü" * 500 + "b")
     assert one != other

@@ -62,13 +62,13 @@ def wired(draw, devices, most_switches=2):
 
 
 def line(n, gb_per_s, latency_s):
-    """Return n devices in a line, linked in one direction."""
+    """Return a topology of n devices in a line, each with a link to the next one."""
     devices = names(n)
     return Topology(devices, [Link(a, b, gb_per_s, latency_s) for a, b in pairwise(devices)])
 
 
 def chain(n, pieces=1):
-    """Return a broadcast from the first device to all, one after the other."""
+    """Return the schedule of a broadcast in which each device sends the buffer to the next one."""
     rounds = tuple((Step(0, k + 1, (k,)),) for k in range(n - 1))
     return Schedule("broadcast", "chain", names(n), (Chunk(ONE, (0,), tuple(range(n))),), rounds, pieces)
 
@@ -79,7 +79,8 @@ def chain(n, pieces=1):
 @pytest.mark.parametrize("n", range(2, 10))
 @pytest.mark.parametrize(("latency", "speed", "share"), [(0, 25, 1000), (MICRO, 450, 1), (Fraction(1, 3), 1, 10**6)])
 def test_a_ring_takes_its_closed_form(n, latency, speed, share):
-    """An all-reduce of M bytes on a ring takes 2 (n-1) (a + M / n / b), and each link carries 2 (n-1) / n of M."""
+    """An all-reduce of M bytes on a ring of n devices takes 2 (n-1) (a + M / n / b), where a is the latency and b the
+    bandwidth of a link; each link that it uses carries 2 (n-1) M / n bytes."""
     topology = Topology.ring(n, speed, latency)
     done = simulate(ring(topology.devices), topology, n * share)
     assert done.seconds == near(2 * (n - 1) * (latency + Fraction(share, speed * GB)))
@@ -91,7 +92,8 @@ def test_a_ring_takes_its_closed_form(n, latency, speed, share):
 @pytest.mark.parametrize("pieces", [1, 2, 3, 7, 64, 1000])
 @pytest.mark.parametrize("hops", [1, 2, 5, 30])
 def test_a_pipelined_chain_takes_its_closed_form(hops, pieces):
-    """A broadcast of M bytes down a chain of d hops in p pieces takes (d + p - 1) (a + M / p / b)."""
+    """A broadcast of M bytes in p pieces along a chain of d links with latency a and bandwidth b takes
+    (d + p - 1) (a + M / p / b)."""
     topology = line(hops + 1, 25, MICRO)
     done = simulate(chain(hops + 1, pieces), topology, 10**7)
     tick = MICRO + Fraction(10**7, pieces) / (25 * GB)
@@ -103,7 +105,8 @@ def test_a_pipelined_chain_takes_its_closed_form(hops, pieces):
 @pytest.mark.parametrize("pieces", [1, 3, 50])
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_a_pipelined_binary_tree_takes_its_closed_form(depth, pieces):
-    """A broadcast down a binary tree of depth d in p pieces takes (d + p - 1) (a + M / p / b), as a chain of d hops."""
+    """A broadcast down a binary tree of depth d takes the time of one along a chain of d links:
+    (d + p - 1) (a + M / p / b) for M bytes in p pieces over links with latency a and bandwidth b."""
     n = 2 ** (depth + 1) - 1
     devices = names(n)
     links = [Link(devices[(k - 1) // 2], devices[k], 12, MICRO) for k in range(1, n)]
@@ -119,7 +122,7 @@ def test_a_pipelined_binary_tree_takes_its_closed_form(depth, pieces):
 
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_a_star_takes_its_closed_form(n):
-    """A transfer through a switch has two latencies, and all transfers to one device share its link."""
+    """A transfer through a switch has the latencies of two links, and all transfers to one device share its link."""
     topology = Topology.star(n, 50, MICRO)
     everything, root = n * 10**5, topology.devices[0]
     reduce = one_device(topology.devices, destinations=[root])
@@ -137,7 +140,8 @@ def test_a_star_takes_its_closed_form(n):
 
 @pytest.mark.parametrize("log", [1, 2, 3, 4])
 def test_full_meshes_take_their_closed_forms(log):
-    """On a full mesh direct takes 2 (a + M / n / b), and halving and doubling 2 log2(n) a + 2 (n-1) / n M / b."""
+    """On a full mesh of n devices with latency a and bandwidth b, an all-reduce of M bytes takes 2 (a + M / n / b) by
+    direct, and 2 log2(n) a + 2 (n-1) / n M / b by halving and doubling."""
     n, share = 2**log, 10**6
     topology = Topology.full_mesh(n, 25, MICRO)
     time = Fraction(share, 25 * GB)
@@ -152,8 +156,8 @@ def test_full_meshes_take_their_closed_forms(log):
     ids=["dgx-1v", "dgx-1p"],
 )
 def test_tensorflows_plan_on_the_dgx_1(topology, overlapped, staged, one):
-    """TensorFlow's trees on their own machine, with roots that rotate over 8 packs, have these GB/s if all stages
-    overlap, if the four stages follow each other, and with one pack."""
+    """TensorFlow's hierarchical copy, made for the DGX-1, reaches ``overlapped`` GB/s there with 8 packs whose rounds
+    overlap, ``staged`` GB/s with 8 packs whose rounds follow each other, and ``one`` GB/s with one pack."""
     plan = hierarchical_copy(names(8), packs=8)
     nbytes = 8 * 10**9
     assert fluid_rate(plan, topology) == overlapped
@@ -166,8 +170,8 @@ def test_tensorflows_plan_on_the_dgx_1(topology, overlapped, staged, one):
 
 
 def slowly(schedule, topology, nbytes, itemsize=1):
-    """Compute every tick with exact numbers: piece j does round r in tick j + r. Times are those of exact shares; bytes
-    are those of whole elements."""
+    """Return the seconds of each tick, and the bytes and busy seconds of each link, in exact fractions: in tick t piece
+    t - r does round r. Seconds are those of the chunks' exact shares; bytes are those of whole elements."""
     width = {(link.src, link.dst): link.bandwidth * GB for link in topology.links}
     delay = {(link.src, link.dst): link.latency_s for link in topology.links}
     whole = [(stop - start) * itemsize for start, stop in schedule.spans(nbytes // itemsize)]
@@ -266,7 +270,7 @@ def test_bytes_are_those_that_the_null_backend_counts(data, algorithm, ask, kind
     assert +Counter(done.bytes) == +wanted
 
 
-# Bounds of the time, and the order of transfers.
+# Bounds of the time, and links that get better or worse.
 
 
 @settings(max_examples=100)
@@ -317,7 +321,8 @@ def test_a_better_link_is_never_slower(data, algorithm, ask, pieces, nbytes):
 @settings(max_examples=60)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3))
 def test_the_fluid_rate_is_the_limit_of_many_pieces(data, algorithm, ask):
-    """Without latency p pieces of R rounds are slower than the fluid rate by at most (R - 1) / p; the rate is exact."""
+    """Without latency a schedule of R rounds in p pieces takes at most 1 + (R - 1) / p times as long as at its fluid
+    rate, which is exact."""
     latent = data.draw(wired(ask.devices))
     topology = Topology(latent.devices, [link._replace(latency_s=0) for link in latent.links], latent.switches)
     schedule = replace(plan(algorithm, ask), pieces=1000)
@@ -382,7 +387,8 @@ def test_no_bytes_take_no_time(algorithm):
 
 
 def test_elements_are_not_cut_but_time_is():
-    """1 element in 4 chunks is in one chunk; times are those of exact quarters, for any item size."""
+    """A buffer of 1 element and 4 chunks moves as one whole element in one chunk; times are those of exact quarters,
+    for any item size."""
     whole = simulate(direct(names(4)), Topology.full_mesh(4), 8, itemsize=8)
     assert sorted(whole.bytes.values()) == [0] * 6 + [8] * 6
     single = simulate(direct(names(4)), Topology.full_mesh(4), 8)
@@ -423,7 +429,8 @@ def test_a_schedule_and_a_topology(wrong):
 
 
 def test_a_missing_route_is_named():
-    """A transfer without a route raises a PlanError with the devices, the route, and the existing links."""
+    """A transfer that has no path over links raises a PlanError with its devices, the switches of its Route, and the
+    existing links."""
     alone = Topology(names(3), [Link("cpu:0", "cpu:2", 1), Link("cpu:1", "cpu:0", 1)])
     with pytest.raises(PlanError, match=r"no route from cpu:0 to cpu:1\.[\s\S]*links out of cpu:0: cpu:2"):
         simulate(PAIR, alone, 8)

@@ -24,13 +24,13 @@ kinds_table = pytest.mark.parametrize(("framework", "kind"), KINDS, indirect=["f
 
 
 def crossed(names, *factors):
-    """Parametrize a test over covering cases of the kinds of sparse arrays and further factors."""
+    """Parametrize a test over cases with all pairs of a kind of sparse array and values of further factors."""
     cases = [(*kind, *others) for kind, *others in pairs(KINDS, *factors)]
     return pytest.mark.parametrize(("framework", "kind", *names), cases, indirect=["framework"])
 
 
 def rows(*lengths, dtype="float32", seed=0):
-    """Return values and indices for each replica; indices repeat within a replica and between replicas."""
+    """Return random values and indices for each replica; indices may repeat within a replica and between replicas."""
     rng = np.random.default_rng(seed)
     return [
         (rng.integers(-9, 10, (length, SHAPE[1])).astype(np_dtype(dtype)), rng.integers(0, SHAPE[0], length))
@@ -118,7 +118,7 @@ def test_mixed_index_dtypes(framework):
 
 
 def test_no_dense_shape(framework):
-    """dense_shape may be missing on all replicas or on some; the result has the known one."""
+    """dense_shape may be missing on all replicas or on some; the result has the one that a replica gives, if any."""
     parts = rows(2, 1, 3)
     for shapes, wanted in (((None,) * 3, None), ((None, SHAPE, None), SHAPE)):
         given = [
@@ -176,7 +176,7 @@ def test_sparse_and_dense_values_in_one_batch(framework, kind, ops):
 
 @kinds_table
 def test_one_sparse_array(framework, kind):
-    """A sparse array is a value of one replica, a destination, and can be broadcast."""
+    """A sparse array may be the value of one replica, a destination, and the value of a broadcast."""
     parts = rows(3)
     (x,) = put(framework, kind, parts)
     for ops in OPS.values():
@@ -292,7 +292,7 @@ def test_any_slices(framework):
 
 
 def slices(rows, dtype, shape=(2, 1)):
-    """Return NumPy slices of row 0."""
+    """Return IndexedSlices of NumPy arrays; all slices are of row 0."""
     return cr.IndexedSlices(np.array(rows, dtype).reshape(-1, 1), np.zeros(len(rows), int), shape)
 
 

@@ -242,7 +242,7 @@ def test_results_are_regrouped_the_same_way_for_any_number_of_replicas(n):
         with pytest.raises(cr.MismatchError, match=r"differ in structure.*\n.*replica 1"):
             strategy.run(lambda: None if context().replica_id_in_sync_group else 1.0)
         with pytest.raises(
-            cr.ArgumentError, match="some replicas returned a distributed value that the others did not return"
+            cr.ArgumentError, match="all replicas must pass or return the same distributed value in this place"
         ):
             strategy.run(lambda: cr.PerReplica([1.0, 2.0]))
 
@@ -256,13 +256,13 @@ def test_results_are_regrouped_the_same_way_for_any_number_of_replicas(n):
     ],
 )
 def test_cross_device_ops_are_checked(given, error, words):
-    """Only instances of CrossDeviceOps are accepted (TensorFlow's D17)."""
+    """Only instances of CrossDeviceOps are accepted, unlike in TensorFlow (D17 in docs/contract.md)."""
     with pytest.raises(error, match=words):
         cr.MirroredStrategy(2, given)
 
 
 def test_falsy_ops_are_used():
-    """An op that is false in a boolean context is used like any other: deviation D17 of docs/contract.md."""
+    """An op that is false in a boolean context is used like others, unlike in TensorFlow (D17 in docs/contract.md)."""
 
     class Falsy(cr.ReductionToOneDevice):
         def __bool__(self):

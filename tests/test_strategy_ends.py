@@ -130,15 +130,15 @@ def test_a_replica_makes_one_call_at_a_time():
 
 
 def test_a_thread_that_outlives_its_replica_never_waits_forever():
-    """A thread of a replica that calls after all have returned, or while they return, raises an error at once."""
+    """A collective call in a thread that a replica started does not wait forever if the replica returns before it."""
     for _ in range(30):
-        threads, errors = [], []
+        threads, ends = [], []
 
-        def work(here, errors=errors):
+        def work(here, ends=ends):
             try:
-                here.all_reduce("sum", 1.0)
+                ends.append(here.all_reduce("sum", 1.0))
             except (cr.ContextError, cr.MismatchError) as error:
-                errors.append(error)
+                ends.append(error)
 
         def step(work=work, threads=threads):
             threads.append(threading.Thread(target=contextvars.copy_context().run, args=(work, context()), daemon=True))
@@ -150,11 +150,12 @@ def test_a_thread_that_outlives_its_replica_never_waits_forever():
             assert "replica 0 on cpu:0 has returned" in str(error)  # noqa: PT017 - the thread may also have been faster
         threads[0].join(20)
         assert not threads[0].is_alive()
+        assert len(ends) == 1  # the result, or the error of a call after the replica returned
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_call_in_a_forked_process_is_an_error():
-    """In a child process of a replica a call of the context raises an error, since no thread there would run it."""
+    """In a child process of a replica a call of the context raises an error: no thread there could run it."""
 
     def step():
         if number() == 0:
@@ -189,7 +190,7 @@ def test_reduced_arrays_are_freed():
         seen = weakref.ref(x)
         context().all_reduce("sum", x)
         del x
-        deadline = time.monotonic() + 5  # the caller's thread may not sleep again yet
+        deadline = time.monotonic() + 5  # the caller's thread, which ran the reduction, may still reference x
         while seen() is not None and time.monotonic() < deadline:
             time.sleep(0.01)
         alive.append(seen() is not None)
@@ -199,7 +200,7 @@ def test_reduced_arrays_are_freed():
 
 
 def test_objects_of_a_failed_step_are_freed():
-    """Objects that a failed step created are freed at once: no cycle of frames refers to them."""
+    """Objects that a failed step created are freed at once: no reference cycle through its frames keeps them."""
 
     class Large:
         pass

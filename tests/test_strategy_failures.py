@@ -59,7 +59,8 @@ def test_an_exception_keeps_its_traceback_and_names_the_replica(n):
 
 @pytest.mark.parametrize("wait", [reduce_(), MERGE], ids=["all_reduce", "merge_call"])
 def test_waiting_replicas_end_at_once(wait):
-    """When one replica fails, the others' all_reduce and merge_call end at once, even inside handlers."""
+    """When one replica fails, the others' all_reduce and merge_call end these replicas at once, although the replicas
+    handle ``Exception``."""
     ended = []
 
     def step():
@@ -304,7 +305,7 @@ def test_merge_call_accepts_functions_made_per_replica():
 
 
 def test_random_failures_never_hang():
-    """For random failures, run returns or raises the planned exception, in time, and all threads end."""
+    """For random failures, run ends in time with its result, the planned error or a MismatchError; all threads end."""
     rng = random.Random(7)
     outcomes = set()
     for _ in range(150):
@@ -346,7 +347,7 @@ def test_random_failures_never_hang():
             failed = None
             assert len(result) == n
             harmless = {"swallow"} | (set(plan.values()) if n == 1 else set())
-            # if all replicas deviate, their calls may still match
+            # run may also return if all replicas deviate from the other calls, which may then match
             assert set(plan.values()) <= harmless or len({k for k, _ in plan}) == n
         if type(failed) is OwnError:
             assert plan[failed.args] == "raise"

@@ -1,4 +1,4 @@
-"""Frameworks in replicas: gradients through all_reduce, modes of threads, modules, tracing."""
+"""Frameworks in replicas: gradients through all_reduce, modes that a framework sets per thread, modules, tracing."""
 
 import copy
 import subprocess
@@ -48,7 +48,7 @@ def test_the_gradient_of_an_all_reduce_equals_that_of_one_thread(torch_, n, op):
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_the_gradient_of_an_all_gather_is_its_own_part_of_the_sum(torch_, n):
-    """backward through all_gather gives each replica the sum of the replicas' gradients of its rows."""
+    """backward through all_gather gives each replica, for its own rows, the sum of all replicas' gradients."""
     xs = [torch.arange(2.0 * (k + 1), dtype=torch.float64).reshape(k + 1, 2).requires_grad_() for k in range(n)]
 
     def step(x):
@@ -74,12 +74,13 @@ def test_second_gradients(torch_):
     xs = leaves(3)
     first, second = cr.MirroredStrategy(3).run(step, args=(cr.PerReplica(xs),))
     for x, a, b in zip(xs, first, second, strict=True):
-        assert a.tolist() == (3 * 3 * x**2).tolist()  # summed over the losses of three replicas, each of which is y
+        assert a.tolist() == (3 * 3 * x**2).tolist()  # of the sum of three losses, one per replica, which all equal y
         assert b.tolist() == (3 * 3 * 2 * x).tolist()
 
 
 def test_gradients_are_never_lost_silently(torch_):
-    """Without a gradient there is an error: other ops, sparse values, mismatches, a backward pass after the run."""
+    """all_reduce raises an error where it has no gradient: by max, of sparse values, if only some replicas need one, in
+    torch.func; so does backward after the run, or in one replica only."""
     strategy = cr.MirroredStrategy(2)
     xs = cr.PerReplica(leaves(2))
     with pytest.raises(cr.UnsupportedError, match="an all-reduce by max has no gradient"):
@@ -170,7 +171,7 @@ def test_replicas_inherit_jax_settings(jax_):
 
 
 def test_traced_jax_values_are_refused(jax_):
-    """Inside jit and grad all_reduce raises an error; outside it reduces gradients."""
+    """Inside jax.jit and jax.grad all_reduce raises an error; outside, it reduces gradients that they computed."""
     import jax
 
     strategy = cr.MirroredStrategy(2)
@@ -211,7 +212,7 @@ def test_replicated_modules_train_as_one(torch_, n):
         optimizer.step()
         return loss.detach()
 
-    batches = [(x[k : k + 8], y[k : k + 8]) for k in range(0, 22, 8)] * 5  # the last of three has six samples
+    batches = [(x[k : k + 8], y[k : k + 8]) for k in range(0, 22, 8)] * 5  # 5 times batches of 8, 8 and 6 samples
     losses = [
         float(
             strategy.reduce("sum", strategy.run(step, args=(models, optimizers, strategy.split(batch), len(batch[0]))))
@@ -273,7 +274,7 @@ def test_replicas_on_one_gpu(torch_):
         assert grads["w"].device == torch.device("cuda:0")
         return grads["w"], grads["n"]
 
-    with pytest.raises(cr.UnsupportedError, match="an accelerator of its own"):
+    with pytest.raises(cr.UnsupportedError, match="replicas that share an accelerator cannot compute gradients"):
         strategy.run(lambda model: context().all_reduce("sum", model.weight), args=(model,))
     weights, count = strategy.run(step, args=(model, batch))
     assert [w.tolist() for w in weights] == [[[18, 22, 26]]] * 3

@@ -65,7 +65,9 @@ def test_mirrored_variables_are_assigned_to_all_in_the_cross_replica_context(lib
     assert library.to_numpy(start).tolist() == [0, 0]
     plain = variable(strategy, start)
     if n > 1:
-        with pytest.raises(cr.ArgumentError, match="cannot assign to a mirrored variable without aggregation"):
+        with pytest.raises(
+            cr.ArgumentError, match="replicas cannot be assigned to a mirrored variable without aggregation"
+        ):
             plain.assign(cr.PerReplica(library.arrays(xs)))
 
 
@@ -83,7 +85,7 @@ def test_a_mirrored_variable_without_aggregation_cannot_be_assigned_in_a_replica
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
-    """A replica reads and writes its component of a sync-on-read variable; elsewhere they are combined."""
+    """A replica reads and writes its component of a sync-on-read variable; a read elsewhere combines all components."""
     strategy = cr.MirroredStrategy(n)
     xs = [x.astype(float) for x in digits(n, (2,))]
     made = {
@@ -114,7 +116,8 @@ def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_sync_on_read_variables_are_assigned_in_the_cross_replica_context(library, n):
-    """Reading returns the assigned value, also for a sum; adding to a sum raises an error, as in TensorFlow."""
+    """In the cross-replica context a sync-on-read variable reads as the value assigned to it, also if it aggregates by
+    sum; assign_add to such a sum raises an error, as in TensorFlow."""
     strategy = cr.MirroredStrategy(n)
     seven = library.array(np.full(2, 7))
     total = variable(strategy, library.array(np.ones(2, np.int64)), synchronization="on_read", aggregation="sum")
@@ -223,7 +226,7 @@ def test_numbers_shapes_and_dtypes(library):
 
 
 def test_a_variable_reads_as_a_numpy_array(library):
-    """np.asarray of a variable is its value in this context."""
+    """np.asarray of a variable is its value in the current context: the replica's own, or all components combined."""
     strategy = cr.MirroredStrategy(2)
     var = variable(strategy, library.array(np.arange(3.0)))
     assert np.asarray(var).tolist() == [0, 1, 2]
@@ -278,7 +281,7 @@ def test_variables_belong_to_a_strategy():
 
 
 def test_different_assignments_are_listed():
-    """All replicas must make the same assignment to the same variable."""
+    """If replicas make different assignments, or assign to different variables, a MismatchError lists them."""
     strategy = cr.MirroredStrategy(2)
     a, b = (variable(strategy, 1.0, name=name, aggregation="sum") for name in "ab")
     with pytest.raises(

@@ -1,7 +1,8 @@
-"""The defects D1 to D17 of TensorFlow's ops, which ``crossreduce.tensorflow``'s do not have, and errors of wrong calls.
+"""The ops of ``crossreduce.tensorflow`` do not have the defects D1 to D17 of TensorFlow's (docs/contract.md), and wrong
+calls raise errors.
 
 Each defect has a test that names it, except for D2, D12 (test_tensorflow_ops.py: test_reduction_and_broadcast), D7 and
-D16, which are in code of TensorFlow that does not involve an op.
+D16, which are in code of TensorFlow that calls no op.
 """
 
 import numpy as np
@@ -27,7 +28,7 @@ import crossreduce as cr
 
 
 def test_d1_the_last_of_an_odd_number():
-    """D1: sum and mean of 2^d are right, where TensorFlow's op omits the last device."""
+    """D1: the sum and the mean over an odd number of devices include the last one, which TensorFlow's op omits."""
     for n in (3, 5, 7, 9):
         value = per_replica([2.0**k for k in range(n)])
         for op, want in ((SUM, 2.0**n - 1), (MEAN, (2.0**n - 1) / n)):
@@ -132,7 +133,7 @@ def test_d14_means_neither_overflow_nor_wrap(mode):
 
 @pytest.mark.parametrize(("group", "joined"), [(10, 3), (1, 25), (25, 1), (0, 25)])
 def test_d15_a_group_has_at_most_the_given_number(group, joined):
-    """D15: of 25 small tensors at most ``agg_small_grads_max_group`` are joined, as the sums in the graph show."""
+    """D15: small tensors are joined in groups of at most ``agg_small_grads_max_group``: one AddN per group."""
     op = crt.AllReduceCrossDeviceOps("one_device", 0, 100, group)
     values = [per_replica([float(k), 2.0]) for k in range(25)]
     pairs = [(value, value) for value in values]
@@ -143,7 +144,7 @@ def test_d15_a_group_has_at_most_the_given_number(group, joined):
 
 
 def test_d17_strategies_accept_an_op():
-    """D17: ops are ``tf.distribute.CrossDeviceOps`` and true, so a strategy does not replace them by its default."""
+    """D17: ops are instances of ``tf.distribute.CrossDeviceOps`` and true as a bool, so a strategy uses them."""
     for op in OPS.values():
         assert isinstance(op, tf.distribute.CrossDeviceOps)
         assert bool(op)

@@ -119,7 +119,8 @@ def test_indexed_slices(op, reduce_op, batch, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_slices_and_dense_tensors(mode):
-    """Sparse on some replicas and dense on others gives a dense result; no slices and no dense_shape are accepted."""
+    """A value that is sparse on some replicas and dense on others has a dense result; a component may have no slices,
+    or no dense_shape."""
     mixed = PerReplica([slices(0, [[1.0, 2.0]], [1]), on(1, np.ones((5, 2), "float32")), slices(2, [[4.0, 4.0]], [1])])
     empty = PerReplica([slices(0, np.zeros((0, 2), "float32"), np.zeros(0, "int32")), slices(1, [[3.0, 4.0]], [2])])
     shapeless = PerReplica([slices(k, [[float(k)]], [k], None) for k in range(2)])
@@ -157,7 +158,7 @@ def test_every_algorithm_on_every_number_of_devices(algorithm, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ops_plan_on_their_topology(mode):
-    """The op plans on its topology, with devices matched by position."""
+    """The op plans on its topology, whose i-th device stands for the device of the i-th replica."""
     part = cr.Topology.machine("dgx-1v").subset(["cuda:0", "cuda:1", "cuda:2", "cuda:4", "cuda:6"])
     value = per_replica([2.0**k * np.ones(5, "float32") for k in range(5)])
     for op in (crt.AllReduceCrossDeviceOps("forest", topology=part), crt.HierarchicalCopyAllReduce(2, part)):
@@ -168,7 +169,8 @@ def test_ops_plan_on_their_topology(mode):
 
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_large_tensors_are_not_joined_in_host_memory(n):
-    """In a function only small tensors are joined; each tensor has its own result at any position of the batch."""
+    """In a tf.function only small tensors are joined into one; each tensor has its own result, wherever it is in the
+    batch."""
     sizes = [3, 70_000, 0, 5, 20_000, 7]
     given = [[(np.arange(size) % 97) * (k + 1.0) * (j + 1) for k in range(n)] for j, size in enumerate(sizes)]
     values = [per_replica(xs, wrap=Mirrored) for xs in given]
@@ -193,7 +195,7 @@ def test_parameters_are_those_of_crossreduce():
 
 
 def test_ops_can_be_copied():
-    """An op can be copied, as the coordinator copies strategies, and the copy reduces in the same way."""
+    """An op can be copied, as TensorFlow's cluster coordinator copies strategies; the copy reduces in the same way."""
     ops = [*OPS.values(), crt.HierarchicalCopyAllReduce(2, cr.Topology.ring(3, 25))]
     value = per_replica([1.0, 2.0, 4.0])
     for op in ops:
@@ -251,7 +253,7 @@ def test_keras_variables_count_as_their_tensorflow_variables(mode):
 
 
 def test_arguments_of_functions_have_no_device():
-    """Inside a function an argument has no device: the result is right, and no operation is pinned to a device."""
+    """An argument of a tf.function has no device: the result is right, and no operation is pinned to a device."""
 
     @tf.function
     def plain(*xs):
@@ -267,7 +269,7 @@ def test_arguments_of_functions_have_no_device():
         one = SMALL.reduce(SUM, PerReplica(xs), "CPU:3")
         back = SMALL.reduce(
             SUM, where, PerReplica(xs)
-        )  # if destinations are unknown, each replica's result is on the device of its component
+        )  # the destinations, xs, have no devices: each replica's result is on the device of its component
         assert [place(x) for x in back.values] == [name(4 + k) for k in range(len(xs))]
         return [result.values, [one], [x + 15.0 for x in back.values]]
 
@@ -284,7 +286,7 @@ def test_arguments_of_functions_have_no_device():
 
 
 def test_unknown_sizes_while_tracing():
-    """Sizes may be unknown in a function; a check at run time ensures that they agree."""
+    """Sizes may be unknown in a tf.function; an error is raised when it runs if they differ between replicas."""
     signature = [tf.TensorSpec([None, 2])] * 3
 
     @tf.function(input_signature=signature)
@@ -309,7 +311,7 @@ def test_unknown_sizes_while_tracing():
 
 
 def test_options():
-    """``bytes_per_pack`` cuts the batch; TensorFlow's implementation and timeout do not affect the plan."""
+    """``bytes_per_pack`` divides a reduction into packs; TensorFlow's implementation and timeout have no effect."""
     value = per_replica([np.full(100, 2.0**k, "float32") for k in range(3)])
     op = crt.AllReduceCrossDeviceOps("one_device")
     options = tf.distribute.experimental.CommunicationOptions
@@ -400,7 +402,7 @@ def test_a_subclass_may_override_an_implementation():
 
 
 def test_eager_batches_run_in_the_host_engine(monkeypatch):
-    """Eager tensors are reduced by the host engine, into one shared array; recorded ones by the loop engine."""
+    """The host engine reduces eager tensors into one array that all results share, but no tensors on a GradientTape."""
     runs = []
     run = HostExecutable.run
     monkeypatch.setattr(HostExecutable, "run", lambda *args: runs.append(1) or run(*args))

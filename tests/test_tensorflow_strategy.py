@@ -1,8 +1,8 @@
 """The ops of ``crossreduce.tensorflow`` inside ``tf.distribute.MirroredStrategy``.
 
 The assertions of TensorFlow's own tests of strategies and their ops (strategy_test_lib.py, mirrored_strategy_test.py,
-strategy_gather_test.py, strategy_reduce_test.py: all-reduce values and gradients, gather axes and errors) are made of
-crossreduce's ops. Keras and custom loops on n replicas train like one.
+strategy_gather_test.py, strategy_reduce_test.py: all-reduce values and gradients, gather axes and errors) are repeated
+here for crossreduce's ops. Keras and custom loops on n replicas learn the weights of one replica.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def local(strategy, value):
 
 
 def distributed(strategy, rows):
-    """Return a distributed value with one row per replica."""
+    """Return a distributed value whose component on replica k is ``rows[k]``."""
     return strategy.experimental_distribute_values_from_function(
         lambda context: tf.constant(rows[context.replica_id_in_sync_group])
     )
@@ -87,7 +87,7 @@ def test_all_reduce(op, n, mode):
 @pytest.mark.parametrize("kind", ["sum", "mean"])
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_all_reduce_has_gradients(n, kind, mode):
-    """The gradient of an all-reduced sum is the sum of the gradients, and that of a mean is their mean."""
+    """The gradient of an all-reduced sum is the sum of all replicas' gradients; that of a mean is their mean."""
     strategy = strategy_of(n)
     factors = [1.0, 3.0, 8.0, 2.0, 4.0][:n]
     given = distributed(strategy, factors)
@@ -128,7 +128,7 @@ def test_all_reduce_of_mixed_kinds(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_reductions_by_the_strategy_itself_still_work(mode):
-    """Strategies reduce int32, Python numbers and values on the host themselves; this works with all ops (D6, D7)."""
+    """A strategy with crossreduce's op still reduces int32, Python numbers and host values itself (D6, D7)."""
     strategy = strategy_of(3)
 
     def step():
@@ -257,7 +257,7 @@ def test_a_strategy_can_be_copied():
 
 
 def test_eager_all_reduce_runs_in_the_host_engine(monkeypatch):
-    """``ctx.all_reduce`` of eager tensors is run by the host engine, also under a tape in the replica's thread.
+    """The host engine runs ``ctx.all_reduce`` of eager tensors, also if a GradientTape records in the replica's thread.
 
     The strategy defines the gradient of the reduction, and merge_call runs in a thread without a tape.
     """
@@ -317,7 +317,7 @@ CLOSE = 120 * 2.0**-24 * 4**4
 
 
 def test_keras_fit_on_n_replicas_is_fit_on_one():
-    """Keras' ``fit`` on 3, 5 and 8 replicas returns the losses and the weights of one replica."""
+    """Keras' ``fit`` on 3, 5 and 8 replicas gives the losses and the weights of one replica, up to rounding."""
     losses, weights = trained(tf.distribute.get_strategy())
     assert losses[-1] < losses[0] * 0.99
     for n, op in ((3, "hierarchical"), (5, "ring on a ring"), (8, "direct")):

@@ -40,7 +40,7 @@ def test_from_matrix_has_a_link_for_each_entry(rows):
 
 
 def test_from_matrix_takes_any_numbers():
-    """Ints and fractions are kept exactly, floats in decimal; names become canonical."""
+    """Fractions are kept exactly, a float as the decimal number that it prints; names become canonical."""
     topology = Topology.from_matrix([[0, Fraction(1, 3)], [0.1, 0]], ["GPU:0", "/gpu:1"])
     assert topology.link("cuda:0", "cuda:1") == Link("cuda:0", "cuda:1", Fraction(1, 3), Fraction(0))
     assert topology.link("cuda:1", "cuda:0").bandwidth == Fraction(1, 10)
@@ -111,7 +111,7 @@ def test_renamed_keeps_the_wiring(rows):
 
 
 def closure(n, joined):
-    """Return the groups that undirected pairs join, by repeated flooding."""
+    """Return the connected components of n devices and these undirected pairs, as tuples of names."""
     groups, left = [], list(range(n))
     while left:
         group = {left[0]}
@@ -202,14 +202,14 @@ def test_invalid_names_are_device_errors():
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_renamed_needs_one_name_per_device(count):
-    """Too few or too many names raise an ArgumentError that states their number."""
+    """Too few or too many names raise an ArgumentError that states the number of devices."""
     with pytest.raises(ArgumentError, match="3"):
         Topology.ring(3).renamed(names(4)[:count])
 
 
 @pytest.mark.parametrize("latency", [-1, math.nan, math.inf, "x", None])
 def test_latency_is_a_number_of_seconds(latency):
-    """A latency that is not a number of seconds, 0 or more, raises an ArgumentError, like a bandwidth."""
+    """A latency that is not a finite number of seconds, 0 or more, raises an ArgumentError."""
     with pytest.raises(ArgumentError, match="latency"):
         Topology((A, B), (Link(A, B, 1, latency),))
 

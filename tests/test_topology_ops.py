@@ -29,8 +29,8 @@ each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 def check_sum(ops, n, size=37):
-    """Assert that ``n`` NumPy arrays are reduced to all devices and to one, and broadcast; their sum shows every
-    contribution to every element."""
+    """Assert that the ops reduce ``n`` NumPy arrays to all devices and to one, and broadcast one of them; the sum
+    shows every array's contribution to every element."""
     xs = expect.digits(n, (size,))
     value = PerReplica([x.copy() for x in xs])
     due = sum(xs)
@@ -51,7 +51,7 @@ def test_any_number_of_gpus_of_a_dgx_1v(algorithm, n, packs):
 
 @each_algorithm
 def test_partial_machines(algorithm):
-    """Connected subsets of a DGX-1V, and a DGX-1V without some links, are valid topologies."""
+    """Ops give the right sum on connected subsets of a DGX-1V, and on a DGX-1V without some links."""
     for some in ((0, 1, 2), (5, 6, 7, 4, 0), (0, 2, 3, 5, 6, 7), (7, 3)):
         part = ON_HOST.subset([f"cpu:{k}" for k in some])
         check_sum(AllReduceCrossDeviceOps(algorithm, topology=part.renamed(names(len(some)))), len(some))
@@ -72,7 +72,7 @@ def test_machines_are_matched_by_position(machine, algorithm):
     ("algorithm", "n", "machine"), pairs(ALGORITHMS, [1, 2, 3, 5, 7], ["dgx-1v", "dgx-a100", "mi100", "pcie-8"])
 )
 def test_machines_with_more_devices_than_replicas(machine, algorithm, n):
-    """If a topology has more devices than the value, the replicas are on its first ones; the others only forward."""
+    """If a topology has more devices than the value has replicas, the replicas are on its first ones."""
     check_sum(AllReduceCrossDeviceOps(algorithm, topology=Topology.machine(machine)), n)
 
 
@@ -247,7 +247,7 @@ def test_disconnected_replicas_move_nothing(algorithm):
 
 
 def test_devices_that_the_topology_does_not_have():
-    """If the topology has only some of the devices of a value, or fewer devices, the call raises a PlanError."""
+    """If the topology has only some of a value's devices, or fewer devices than the value, a PlanError is raised."""
     null = NullFramework()
     some = [null.zeros((5,), "float32", device) for device in ("cuda:0", "cpu:1")]
     with pytest.raises(cr.PlanError, match=r"the topology lacks a device[\s\S]*request for cuda:0, cpu:1"):

@@ -158,7 +158,7 @@ def test_without_link_lists_the_existing_links():
 
 @given(topologies(), st.booleans())
 def test_with_switches_changes_only_whether_they_reduce(topology, reducing):
-    """All switches reduce, or none does; names, links and devices stay."""
+    """with_switches makes all switches reduce, or none; names, links and devices stay."""
     other = topology.with_switches(reducing=reducing)
     assert [switch.name for switch in other.switches] == [switch.name for switch in topology.switches]
     assert {switch.reduces for switch in other.switches} <= {reducing}
@@ -207,7 +207,7 @@ def test_switches_are_frozen():
 
 
 def all_routes(topology, src, dst):
-    """Yield every route without a loop from one node to another, by trying all."""
+    """Yield every route from one node to another that passes no node twice."""
 
     def extended(nodes):
         if nodes[-1] == dst:
@@ -221,7 +221,7 @@ def all_routes(topology, src, dst):
 
 
 def rank(topology, nodes):
-    """Rank a route as the docstring of route() does: devices passed, links, least bandwidth, order of the nodes."""
+    """Return a route's sort key, as in route()'s docstring: devices passed, links, bandwidth, order of the nodes."""
     speeds = [topology.link(a, b).bandwidth for a, b in pairwise(nodes)]
     passed = sum(node in topology.devices for node in nodes[1:-1])
     return passed, len(nodes), -min(speeds, default=math.inf), [topology.nodes.index(node) for node in nodes]
@@ -264,8 +264,8 @@ def test_equal_topologies_have_equal_routes(topology, random):
 
 
 def test_routes_of_known_machines():
-    """A direct link is preferred, then a switch, then a wider switch; a route passes a device only if there is no other
-    route."""
+    """A direct link is preferred to a switch, and a switch with more bandwidth to another one; a route passes a device
+    only if there is no other route."""
     star = Topology.star(8, 450)
     assert star.route(A, "cpu:5") == (A, "switch", "cpu:5")
     assert star.route("CPU:0", "switch") == (A, "switch")
@@ -294,7 +294,8 @@ def test_no_route_for_unknown_devices(src, dst):
 
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_mesh(rows, columns):
-    """A mesh links neighbours along rows and columns, in both directions: 2 (r (c-1) + c (r-1)) links, row by row."""
+    """A mesh of r rows numbers its devices row by row, and links neighbours along the rows and the c columns in both
+    directions: 2 (r (c-1) + c (r-1)) links."""
     topology = Topology.mesh(rows, columns, (50, 25), MICRO)
     assert topology.devices == names(rows * columns)
     wanted = {}
@@ -354,7 +355,7 @@ def test_shapes_give_every_link_the_latency():
     ):
         assert {link.latency_s for link in make(1e-6).links} == {MICRO}
         assert {link.latency_s for link in make().links} == {0}
-        with pytest.raises(ArgumentError, match="a latency must be a number of seconds"):
+        with pytest.raises(ArgumentError, match="a latency must be 0, or a number of seconds"):
             make(-1)
 
 
@@ -370,10 +371,10 @@ def test_shapes_give_every_link_the_latency():
         (lambda: Topology.torus((4, 4)), "at least 1 device along"),
         (lambda: Topology.mesh(2, 2, (1, 2, 3)), r"one speed, or one for each dimension[\s\S]*3 speeds, 2 dimensions"),
         (lambda: Topology.torus(2, 2, gb_per_s=(1,)), "1 speeds, 2 dimensions"),
-        (lambda: Topology.mesh(2, 2, "fast"), "a bandwidth must be a number of GB/s"),
+        (lambda: Topology.mesh(2, 2, "fast"), "a bandwidth must be 0, or a number of GB/s"),
         (lambda: Topology.mesh(2, 2, 0), "with a bandwidth above 0"),
         (lambda: Topology.star(0), "at least one device"),
-        (lambda: Topology.star(3, -1), "a bandwidth must be a number of GB/s"),
+        (lambda: Topology.star(3, -1), "a bandwidth must be 0, or a number of GB/s"),
         (lambda: Topology.star([A, A]), "each device may be listed only once"),
     ],
 )

@@ -7,13 +7,13 @@ from torch_running import checked
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Return the reports of three ranks of one host."""
+    """Run torch_checks.py on three ranks of one host; return their reports."""
     return checked("torch_checks.py", 3, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory):
-    """Return the reports of three ranks on two simulated hosts."""
+    """Run torch_checks.py on three ranks of two simulated hosts; return their reports."""
     folder = tmp_path_factory.mktemp("apart")
     return checked("torch_checks.py", 3, folder, 200, lambda rank: {"CROSSREDUCE_HOST": "AAB"[rank]})
 
@@ -33,7 +33,7 @@ def test_on_two_hosts(apart, name):
 
 
 def test_same_bits(found, apart):
-    """All ranks have the same bits, and the same texts of errors."""
+    """All ranks' results have the same bits, and their errors the same texts."""
     for ranks in (found, apart):
         assert len(ranks[0]["digests"]) > 100
         assert ranks[0]["digests"] == ranks[1]["digests"] == ranks[2]["digests"]

@@ -1,4 +1,4 @@
-"""The ends of a process group: with its process, by a signal, by another rank's death, under torchrun."""
+"""How a process group ends: with its process, by a signal, by another rank's death, under torchrun."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ PROGRAM = HERE / "torch_endings.py"
     ],
 )
 def test_scene(tmp_path, scene):
-    """Every rank runs a scene of torch_endings.py to its end, and its process ends."""
+    """Every rank runs a scene of torch_endings.py to its end, and its process then exits with status 0."""
     for rank, (status, text) in enumerate(finish(start([PROGRAM, scene, tmp_path], 3), 60)):
         assert status == 0, f"rank {rank} ended with {status}:\n{text}"
         assert (tmp_path / f"{scene}-{rank}").exists()
@@ -43,7 +43,7 @@ def test_killed(tmp_path, scene):
 
 
 def test_debug_detail(tmp_path):
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL changes nothing."""
+    """Ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL run and end as without it."""
     detail = start([PROGRAM, "without_destroy", tmp_path], 2, lambda rank: {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     outputs = finish(detail, 60)
     assert [status for status, _ in outputs] == [0, 0], outputs

@@ -7,7 +7,7 @@ from torch_training import CHECKS
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Return the reports of three ranks."""
+    """Run torch_training.py on three ranks; return their reports."""
     return checked("torch_training.py", 3, tmp_path_factory.mktemp("ranks"))
 
 

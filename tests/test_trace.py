@@ -50,8 +50,8 @@ def runs(draw):
 @settings(max_examples=100)
 @given(runs(), st.integers(0, 10**9))
 def test_events_have_the_times_of_the_simulation(run, nbytes):
-    """Ticks are the simulation's. The transfers of a link take its busy time, do not overlap, and are inside
-    their tick, after its latency. The last one ends with the simulation."""
+    """The ticks are those of the simulation. The transfers over a link take its busy time in total, do not overlap, and
+    are inside their tick, after its latency. The last transfer ends when the simulation does."""
     schedule, topology = run
     done = simulate(schedule, topology, nbytes)
     transfers, ticks, other = read(schedule, topology, nbytes)
@@ -161,8 +161,8 @@ def test_routes_are_followed():
 
 
 def test_it_is_the_trace_event_format():
-    """The text is one object with a list of events, which have the fields of their phase. Rows have different numbers,
-    and are named and sorted in the order of the topology's nodes."""
+    """The text is one object with a list of events, each with the fields that its ``ph`` requires. Each row has its own
+    number and a name; rows are sorted in the order of the topology's nodes."""
     topology = Topology.star(3, 25, MICRO)
     text = to_chrome_trace(replace(ring(topology.devices), pieces=2), topology, 3000)
     content = json.loads(text)

@@ -30,7 +30,7 @@ TRACING = ["jax", "tensorflow"]
 
 @pytest.fixture(scope="session", params=TRACING)
 def tracing(request):
-    """Each framework that traces functions."""
+    """Return a framework that traces functions: JAX or TensorFlow."""
     return request.getfixturevalue(f"{request.param}_")
 
 

@@ -1,4 +1,4 @@
-"""Every transport obeys the laws of ``transport_laws``. A new transport is a row of the table."""
+"""Every transport obeys the laws of ``transport_laws``. To test another transport, add it to ``TRANSPORTS``."""
 
 from datetime import timedelta
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Trees that share the links: replaced switches and packed trees respect all capacities and lose nothing."""
+"""Trees that share the links: packed trees, and the arcs that replace switches, respect all capacities, and all trees
+that fit before still fit."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -21,7 +22,8 @@ FACTORS = st.sampled_from([1, 1, 6, 60, 2**33 + 1, 10**15 + 37])
 
 
 def fits(capacities, roots, sinks, n):
-    """Return whether every set that lacks a sink has capacity for the units of its roots (Edmonds)."""
+    """Return whether every set of nodes that lacks a sink has capacity out of it for the units of the roots in it
+    (Edmonds)."""
     return all(
         sum(units for root, units in roots.items() if root in inside)
         <= sum(c for (a, b), c in capacities.items() if a in inside and b not in inside)
@@ -32,7 +34,8 @@ def fits(capacities, roots, sinks, n):
 
 @st.composite
 def drawn_capacities(draw, most_nodes=5):
-    """Draw (capacities, roots, n) of nodes without switches; the trees may or may not fit."""
+    """Draw (capacity of each arc, units of trees of each root, n) for n nodes without switches; all trees may or may
+    not fit."""
     n = draw(st.integers(2, most_nodes))
     pairs = st.permutations(range(n)).map(lambda order: tuple(order[:2]))
     arcs = draw(st.dictionaries(pairs, st.integers(1, 6), min_size=1, max_size=n * n))
@@ -42,7 +45,8 @@ def drawn_capacities(draw, most_nodes=5):
 
 @st.composite
 def full(draw, most_nodes=5):
-    """Draw capacities that fit the trees from which they were made, and a little more: (capacities, roots, n)."""
+    """Draw (capacities, roots, n) as in ``drawn_capacities``, whose trees fit: the capacities are those that random
+    trees need, and a little more."""
     n = draw(st.integers(2, most_nodes))
     arcs, roots = Counter(), Counter()
     for _ in range(draw(st.integers(1, 5))):
@@ -59,7 +63,8 @@ def full(draw, most_nodes=5):
 
 
 def check_trees(batches, arcs, roots, n):
-    """Check that every batch spans all nodes from its root, that no unit is missing, and that no arc is overloaded."""
+    """Check that the tree of every batch spans all nodes from its root, that each root has all its units, and that no
+    arc is overloaded."""
     used, units = Counter(), Counter()
     for root, weight, tree in batches:
         assert weight > 0
@@ -78,7 +83,7 @@ def check_trees(batches, arcs, roots, n):
 @settings(max_examples=200)
 @given(drawn_capacities())
 def test_all_reached_is_edmonds_condition(case):
-    """Trees fit if and only if every set of nodes that lacks a sink has enough capacity out of it."""
+    """all_reached returns whether every set of nodes that lacks a sink has enough capacity out of it (Edmonds)."""
     arcs, roots, n = case
     for sinks in ([n - 1], range(n)):
         assert all_reached(arcs, roots, sinks, n) == fits(arcs, roots, sinks, n)
@@ -87,7 +92,7 @@ def test_all_reached_is_edmonds_condition(case):
 @settings(max_examples=200)
 @given(full(), st.booleans())
 def test_the_trees_of_capacities_are_found_again(case, thorough):
-    """Capacities made of trees are packed with the same number of trees, grown all at once or one after another."""
+    """pack_trees finds all trees in capacities that were made of trees, grown all at once or one after another."""
     arcs, roots, n = case
     assert all_reached(arcs, roots, range(n), n)
     given_ = dict(arcs)
@@ -103,13 +108,13 @@ def test_trees_are_packed_if_the_condition_holds(case, thorough):
     arcs, roots, n = case
     wider = ({arc: factor * units for arc, units in arcs.items()} for factor in range(1, sum(roots.values()) + 1))
     arcs = next((scaled for scaled in wider if all_reached(scaled, roots, range(n), n)), None)
-    assume(arcs)  # else a root does not reach a node, for any width of the arcs
+    assume(arcs)  # None: no factor suffices, since a root does not reach a node
     with patch.object(packing, "_all_at_once", return_value=None) if thorough else nullcontext():
         check_trees(pack_trees(arcs, roots, n), arcs, roots, n)
 
 
 def test_batches_are_few():
-    """The number of batches does not grow with the capacities: batches are divided, not enumerated."""
+    """The number of batches does not grow with the capacities: a batch stands for many units of one tree."""
     ring = {(a, b): 10**12 for a in range(6) for b in ((a + 1) % 6, (a - 1) % 6)}
     roots = dict.fromkeys(range(6), 10**12 * 2 // 6)
     with patch.object(packing, "_all_at_once", return_value=None):
@@ -121,7 +126,8 @@ def test_batches_are_few():
 
 @st.composite
 def switched(draw):
-    """Draw (topology, capacities of its links by number, roots whose trees just fit), with balanced switches."""
+    """Draw (topology, capacity of each arc between node numbers, most units of the roots that fit), with as much
+    capacity into each switch as out of it."""
     topology = Topology(*draw(wirings((SYMMETRIC, DIRECTED), WHOLE)))
     assume(topology.switches)
     number = {node: k for k, node in enumerate(topology.nodes)}
@@ -139,8 +145,8 @@ def switched(draw):
 @settings(max_examples=150)
 @given(switched(), st.booleans(), st.data())
 def test_switches_are_split_off_without_loss(case, one_by_one, data):
-    """Balanced switches are replaced by arcs on which all trees still fit; the arcs list their switches and respect the
-    capacities of the links."""
+    """Switches with as much capacity in as out are replaced by arcs on which all trees still fit; each arc lists the
+    switches that it passes, and the arcs respect the capacities of the links."""
     topology, arcs, roots = case
     n, devices = len(topology.nodes), range(len(topology.devices))
     groups = [data.draw(st.integers(0, 1)) for _ in devices]
@@ -164,7 +170,7 @@ def test_switches_are_split_off_without_loss(case, one_by_one, data):
 
 @pytest.mark.parametrize("width", [7, 10**6 + 3, 2**60 + 33])
 def test_wide_switches_need_no_more_time(width):
-    """Capacities of any size are distributed in a few passes: a star whose members have different widths."""
+    """The switch of a star whose members have different widths is replaced within seconds, for widths of any size."""
     widths = [width, 3 * width + 1, 2 * width + 5, width + 2]
     capacities = Capacities()
     for k, capacity in enumerate(widths):
@@ -177,7 +183,7 @@ def test_wide_switches_need_no_more_time(width):
 
 
 def test_capacities_are_counted_by_route():
-    """Capacities of one route add up; removed capacity is returned route by route."""
+    """Capacities of the same route add up; take() returns the capacity that it removes from each route."""
     capacities = Capacities()
     capacities.add((0, 1), (), 2)
     capacities.add((0, 1), (7,), 3)

@@ -44,7 +44,7 @@ class Frozen:
 
 @dataclasses.dataclass
 class Derived:
-    """A field that __init__ does not set, and an argument of __init__ that is not a field."""
+    """A dataclass with a field that is no argument of __init__, and an argument of __init__ that is no field."""
 
     x: Any
     twice: Any = dataclasses.field(init=False)
@@ -82,7 +82,7 @@ def numbers(tree):
 
 
 def build(make, n=3):
-    """Return n trees and the sum of their leaves; tree k contains arrays of the k-th digits."""
+    """Return n trees, of which tree k is made from array k of ``digits``, and the sum of these arrays."""
     xs = digits(n, (2,))
     return [make(x) for x in xs], np.sum(xs, axis=0)
 
@@ -406,7 +406,7 @@ def test_dataclasses_are_registered_once_by_many_threads():
 
 
 def test_cached_properties_are_not_copied():
-    """A result computes its own cached properties; those of the inputs are lost."""
+    """A result computes its own cached properties; those of the inputs are not copied."""
     trees = [Normed(np.ones(3)), Normed(np.full(3, 5.0))]
     assert trees[0].norm == 3
     assert [tree.norm for tree in cr.all_reduce(trees)] == [18, 18]

@@ -31,7 +31,7 @@ def test_components_are_stored_by_reference(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_devices_default_to_those_of_the_components(kind):
-    """NumPy arrays are in host memory, which has one device per replica."""
+    """NumPy arrays are in host memory; each replica has its own device there: cpu:0, cpu:1, ..."""
     assert kind([A, B, A]).devices == ("cpu:0", "cpu:1", "cpu:2")
 
 
@@ -52,14 +52,14 @@ def test_any_iterable_of_arrays_is_accepted(kind):
 
 @pytest.mark.parametrize(("wrong", "kind"), each([A, np.float32(3), "cpu:0", b"x", {"cpu:0": A}, 3, None, 2.5], KINDS))
 def test_components_must_be_a_list_of_arrays(kind, wrong):
-    """A single array raises an error, since its rows are not replicas; so are text, dicts and numbers."""
+    """A single array raises an error, since its rows are not replicas; so do text, dicts and numbers."""
     with pytest.raises(ArgumentError, match=rf"{kind.__name__} requires a list of one array per replica[\s\S]*given: "):
         kind(wrong)
 
 
 @pytest.mark.parametrize(("empty", "kind"), each([[], (), iter([])], KINDS))
 def test_a_value_without_components_is_an_error(kind, empty):
-    """A value has at least one component."""
+    """A value without components raises an error."""
     with pytest.raises(ArgumentError, match=f"{kind.__name__} needs at least one component"):
         kind(empty)
 
@@ -204,7 +204,7 @@ def test_dense_shape_must_agree_with_the_slices(dense_shape):
 
 
 def test_dense_shape_of_vectors():
-    """For slices of one element the remedy is a one-tuple in Python's notation."""
+    """If slices have one element, the error suggests a dense_shape in Python's notation of a tuple of one: (rows,)."""
     with pytest.raises(ArgumentError, match=r"\(rows,\)$"):
         IndexedSlices(np.zeros(2), np.zeros(2, int), (5, 1))
     assert IndexedSlices(np.zeros(2), np.zeros(2, int), (5,)).dense_shape == (5,)

@@ -167,7 +167,7 @@ def test_mutants_are_accepted_if_and_only_if_their_sums_are_right(mutate, record
     print(f"{mutate.__name__}: {tried} tried, {passed} accepted")
     assert tried >= 300
     if mutate is repeat_in_round:
-        assert passed == 0  # two steps write one cell
+        assert passed == 0  # two steps of a round write the same chunk on the same device
     elif mutate is permute_srcs:
         assert passed == tried  # the sum is the same in any order
     else:
@@ -175,7 +175,7 @@ def test_mutants_are_accepted_if_and_only_if_their_sums_are_right(mutate, record
 
 
 def test_most_mutants_are_wrong_but_not_all():
-    """Among mutants of a ring of 4 many are right and many are wrong, so the law above is tested both ways."""
+    """Of the mutants of a ring of 4 many are right and many are wrong, so the test above covers both answers."""
     (schedule,) = [PLANNERS["ring"](names(4))]
     answers = []
     for seed in range(400):
@@ -285,7 +285,7 @@ def custom(n, *rounds, sources=None, destinations=None):
             custom(2, [(0, 1, (0,))], [(0, 0, (0, 1))], [(0, 1, (0,))]),
             r"round 1, step 0 \(chunk 0: cpu:0 <- cpu:0 \+ cpu:1\) adds the contribution of device cpu:0 a second time",
         ),
-        # lost by overwriting
+        # lost: a copy overwrites the destination's own contribution
         (
             custom(2, [(0, 1, (0,))], destinations=(1,)),
             r"cpu:1 stores chunk 0, made by round 0, step 0 \(chunk 0: cpu:1 <- cpu:0\), and "
@@ -315,7 +315,7 @@ def custom(n, *rounds, sources=None, destinations=None):
             custom(3, [(0, 2, (0,)), (0, 1, (1, 2))], sources=(0, 1), destinations=(1,)),
             r"round 0, step 1 \(chunk 0: cpu:1 <- cpu:1 \+ cpu:2\): device cpu:2 does not store chunk 0 yet",
         ),
-        # two steps of one round write one cell
+        # two steps of one round write the same chunk on the same device
         (
             custom(2, [(0, 0, (0, 1)), (0, 0, (1,))], destinations=(0,)),
             r"round 0, step 1 \(chunk 0: cpu:0 <- cpu:1\): step 0 of the same round writes chunk 0 on cpu:0 too, so a "

@@ -10,7 +10,7 @@ from crossreduce.ranks.watchdog import WatchedTransport
 
 
 class Slow:
-    """A transport whose messages complete or fail when the test lets them."""
+    """A transport whose messages complete, or fail with ``error``, once the test sets ``go``."""
 
     def __init__(self):
         self.calls, self.go, self.error = [], threading.Event(), None
@@ -96,7 +96,7 @@ def test_a_wait_is_recorded_until_it_ends(error):
 
 
 def test_the_thread_does_not_keep_the_checked_object_alive():
-    """The thread also ends when the object is garbage collected without a close."""
+    """The watchdog's thread also ends when the object that it checks is garbage collected without a close."""
     checker = Checker()
     checker.next_check()
     (thread,) = threads()
@@ -126,7 +126,7 @@ def test_checking_continues_after_an_error(monkeypatch):
 
 
 def test_closing_from_its_own_thread():
-    """A check may close the transport, as a finalizer does that happens to run in its thread."""
+    """A check may close the transport in the watchdog's thread, where a finalizer may run, too."""
     checker = Checker()
     (thread,) = threads()
 

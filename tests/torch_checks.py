@@ -225,7 +225,7 @@ def all_to_all_forms(c):
         joined = torch.empty(3 * n, 2, dtype=dtype)
         dist.all_to_all_single(joined, torch.cat(xs[c.rank]))
         assert torch.equal(joined, torch.cat([x[c.rank] for x in xs]))
-    # Only rank 0's own parts are equal.
+    # Rank 0 sends and receives parts of equal sizes; those of the other ranks differ in size.
     rows = [[2 if 0 in (src, dst) else 1 + (src + 2 * dst) % 4 for dst in range(n)] for src in range(n)]
     xs = [[given(n * src + dst, (rows[src][dst], 2), torch.float32, 101) for dst in range(n)] for src in range(n)]
     out = [torch.empty(rows[src][c.rank], 2) for src in range(n)]
@@ -282,7 +282,7 @@ def messages_between_two_ranks(c):
 
 @check
 def objects(c):
-    """Collectives of Python objects run on those of tensors."""
+    """torch's collectives of Python objects, which call those of tensors, give the right objects."""
     out = [None] * c.size
     dist.all_gather_object(out, {"rank": c.rank, "text": "x" * c.rank})
     assert out == [{"rank": rank, "text": "x" * rank} for rank in range(c.size)]

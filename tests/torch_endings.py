@@ -29,7 +29,7 @@ def total():
 
 
 def without_destroy(folder):
-    """End without destroying groups, after an op, with a waiting thread."""
+    """End after an op without destroying the groups, whose threads wait for further ops."""
     begin(folder)
     other = dist.new_group()
     total()
@@ -48,7 +48,7 @@ def unfinished(folder):
 
 
 def unfinished_in_gloo(folder):
-    """Groups end while gloo executes an op that other ranks do not execute; it fails, and its thread ends."""
+    """Groups end while gloo executes an op that other ranks do not execute: it fails, and the group's thread ends."""
     from crossreduce import PeerLostError
     from crossreduce.torch import collectives
 
@@ -72,7 +72,7 @@ def unfinished_in_gloo(folder):
 
 
 def ends_during_gloo(folder):
-    """End while ops of gloo wait for a late rank; when each completes, gloo holds no reference to its tensor."""
+    """End while ops of gloo wait for a late rank; when an op completes, gloo holds no reference to its tensor."""
     from crossreduce.torch import collectives
 
     def watched(run, tensors, options):
@@ -91,7 +91,7 @@ def ends_during_gloo(folder):
 
 
 def left_by_one_rank(folder):
-    """Rank 0 ends during an op; the others raise long before their timeout."""
+    """Rank 0 ends during an op; rank 1, which waits for it, raises long before its timeout."""
     begin(folder, 300)
     total()
     begun = time.monotonic()
@@ -106,7 +106,7 @@ def left_by_one_rank(folder):
 
 
 def interrupted(folder):
-    """Rank 0 is interrupted while it waits for the others, which raise then."""
+    """Rank 0 is interrupted while it waits for the others; their next call then raises ConnectionError."""
     begin(folder, 60)
     total()
     if RANK == 0:
@@ -129,7 +129,7 @@ def model_of(hooked=False):
 
 
 def interrupted_in_backward(folder):
-    """Rank 0 is interrupted while DDP waits for gradients."""
+    """Rank 0 is interrupted while DDP waits for gradients; its backward() raises KeyboardInterrupt."""
     begin(folder, 60)
     model = model_of()
     if RANK == 0:
@@ -160,7 +160,7 @@ def killed_in_backward(folder, backend="crossreduce"):
 
 
 def killed_in_hook(folder):
-    """Rank 1 is killed in DDP on gloo with the hook."""
+    """Rank 1 is killed while DDP on gloo uses the hook; the others' backward() raises PeerLostError."""
     killed_in_backward(folder, "gloo")
 
 
@@ -183,7 +183,7 @@ def late(folder):
 
 
 def late_for_one_call(folder):
-    """Rank 1 makes no call; the others wait for the timeout of the call, or the new timeout of the group."""
+    """Rank 1 makes no call; the others raise after the timeout of their call, or the one set for the group."""
     from crossreduce import CollectiveTimeout
 
     begin(folder, 60)

@@ -47,7 +47,7 @@ def asynchronous_calls(c):
 
 @check
 def ops_in_callbacks(c):
-    """Ops that a callback of a future calls run, also if the callback waits for them in the queue's thread."""
+    """A callback of a future may call ops, and may wait for them although it runs in the queue's thread."""
     waits = (lambda y: dist.all_reduce(y), lambda y: dist.all_reduce(y, async_op=True).wait())
     for wait in (*waits, lambda y: dist.all_reduce(y, async_op=True).get_future().wait()):
         x, y = given(c.rank, (200_000,), torch.float32, 125), given(c.rank, (9,), torch.float32, 126)
@@ -94,7 +94,7 @@ def inner_backend(c):
 
 @check
 def inner_backend_releases_tensors(c):
-    """When an op returns, gloo has released its tensors, however late its threads get the interpreter."""
+    """When an op returns, gloo has released its tensors, even if its threads rarely get the interpreter lock."""
 
     class Watched:
         def __init__(self, gloo):
@@ -184,7 +184,7 @@ def mismatch(c):
     raises(MismatchError, "rank 1", dist.all_reduce, sparse if c.rank == 1 else sparse.to_dense())
     moved_as_bytes = torch.float8_e5m2 if c.rank == 1 else torch.float8_e4m3fn
     raises(MismatchError, "rank 1", dist.broadcast, torch.ones(3).to(moved_as_bytes), 0)
-    shape = tuple(range(2, 2 + c.size))  # the shape of one rank's tensor, and the sizes of all tensors on other ranks
+    shape = tuple(range(2, 2 + c.size))  # rank 1: the sizes of all tensors; other ranks: the shape of their own
     sizes = shape if c.rank == 1 else [torch.Size(shape).numel()] * c.size
     x = torch.ones(sizes[c.rank] if c.rank == 1 else shape)
     raises(MismatchError, "rank 1", dist.all_gather, [torch.empty(size).reshape(-1) for size in sizes], x)

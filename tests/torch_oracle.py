@@ -109,7 +109,7 @@ def run(checks, folder):
             failed[name] = traceback.format_exc()
             print(f"rank {rank}, {name}: {failed[name]}", file=sys.stderr, flush=True)
     dist.destroy_process_group()
-    # Later groups need no further threads and descriptors.
+    # The test compares these counts: groups that are made later need no further threads and descriptors.
     counts = []
     for number in range(1, 4):
         begin(number)

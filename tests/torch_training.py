@@ -60,7 +60,7 @@ def expect_close(got, want):
 
 @check
 def ddp(c):
-    """DistributedDataParallel gives in each mode the gradients and the weights of one process."""
+    """DistributedDataParallel gives in each mode the gradients and the weights of training in one process."""
     for options in (
         {},
         {"static_graph": True},
@@ -74,7 +74,7 @@ def ddp(c):
         want = trained(alone, range(c.size))
         model = Model(unused)
         if c.rank:
-            for p in model.parameters():  # DDP broadcasts those of rank 0
+            for p in model.parameters():  # DDP replaces them by those of rank 0
                 p.data.normal_()
         replica = DistributedDataParallel(model, **options)
         got = trained(replica, [c.rank])
@@ -141,7 +141,7 @@ def hook(c):
 
 @check
 def hook_that_reduces_in_callbacks(c):
-    """torch's PowerSGD hook runs, whose callbacks of futures call collectives and wait for them."""
+    """torch's PowerSGD hook works, although callbacks of its futures call collectives and wait for them."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     model = torch.nn.Linear(40, 40)
@@ -252,7 +252,7 @@ def differentiable(c):
 
 @check
 def mismatch_in_ddp(c):
-    """backward() raises the library's error if calls of DDP differ, although C++ makes and awaits these calls."""
+    """backward() raises a MismatchError if ranks' calls of DDP differ, although C++ makes and awaits these calls."""
     from crossreduce import MismatchError
 
     class Odd(torch.autograd.Function):

@@ -60,7 +60,7 @@ def a_message_that_is_not_sent_times_out(transport, rendezvous):
 
 
 def an_abort_ends_waits(transport, rendezvous):
-    """An abort in another thread ends this rank's waits soon; later messages fail, too; it does not raise twice."""
+    """An abort in another thread soon ends this rank's waits; later messages fail; a second abort does not raise."""
     if rendezvous.rank == 0:
         buffer, errors = np.zeros(100, np.uint8), []
 

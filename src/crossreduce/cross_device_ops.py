@@ -45,8 +45,8 @@ class CrossDeviceOps:
     default one ``reduce_implementation`` after another), ``broadcast_implementation`` and ``gather_implementation`` (by
     default copies). They receive validated arguments: a ``ReduceOp``, ``PerReplica`` values, destinations as a tuple of
     canonical device names, and ``CommunicationOptions``. They return a ``Mirrored`` on those destinations (a list of
-    them, for a batch). The kind and the devices of the returned values are checked; the subclass is responsible for
-    their shape, and for not sharing memory.
+    them, for a batch). The kind and the devices of the returned values are checked; that they have
+    the right shape and share no memory is the responsibility of the subclass.
 
     >>> class First(CrossDeviceOps):
     ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
@@ -130,8 +130,8 @@ class CrossDeviceOps:
         Returns:
           One result per pair, in the order of the pairs. If there is an error, no result is written.
         Raises:
-          As ``reduce``; and ArgumentError for an element that is not a pair, naming its position, or an ``out`` of
-          another length.
+          As ``reduce``; and ArgumentError if an element is not a pair (the message has its position), or if ``out``
+          does not have one element per pair.
 
         >>> import numpy as np
         >>> value = PerReplica([np.array([1.0, 2.0]), np.array([3.0, 4.0])])
@@ -226,8 +226,8 @@ class CrossDeviceOps:
     def _writes_out(self, jobs: list[Job]) -> bool:
         """Return whether the implementation writes into ``out`` itself; otherwise its results are copied there.
 
-        A custom implementation does not receive ``out``: it may reduce a value twice. Errors in ``out`` are found
-        before anything is written: here, or in ``reduce_batch``.
+        A custom implementation does not receive ``out``, since it may read a value again after it has reduced it.
+        Errors in ``out`` are found before anything is written: here, or in ``reduce_batch``.
         """
         kind = type(self)
         batch = getattr(kind, "batch_reduce_implementation", None)
@@ -371,9 +371,9 @@ class AllReduceCrossDeviceOps(_BatchReducing):
       agg_small_grads_max_bytes: without packs, neighbouring tensors of one dtype with at most this many bytes each are
         joined. 0: none are.
       agg_small_grads_max_group: the largest number of tensors that are joined in this way.
-      topology: the links that dense values may use, on which ``crossreduce.plan`` plans for their size; ``None``: any.
-        Its devices are those of the values, or, if none of the names agree, are matched by position. Sparse values and
-        gathers are sent directly.
+      topology: the links that dense values may use; schedules are planned on it for the size of the values. ``None``:
+        any links. Its devices are those of the values, or, if none of the names agree, are matched by position. Sparse
+        values and gathers are sent directly.
     Raises:
       ArgumentError: an unknown algorithm, a number that is negative or not an integer, an invalid topology.
 
@@ -418,7 +418,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
         return broadcast_array(tensor, destinations, self._planner(read_options(None)), self._topology)
 
     def _planner(self, options: CommunicationOptions) -> str:
-        """Return the algorithm to plan with; if the op leaves it open, the options decide."""
+        """Return the algorithm to plan with: the op's, or that of the options if the op has "auto" or "nccl"."""
         chosen = options.implementation if self._algorithm in ("auto", "nccl") else self._algorithm
         if chosen == "nccl" or (chosen == "auto" and self._algorithm == "nccl"):
             log_once('"nccl" plans "auto": this release has no binding to NCCL')
@@ -429,12 +429,12 @@ class AllReduceCrossDeviceOps(_BatchReducing):
 class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """Reduces inside groups of devices, then between the groups, and copies back the same way.
 
-    It works for any number of devices, including odd ones. With a topology the hierarchy is read from its links, and
-    is never slower in simulation than one device; without one it is two halves
+    It works for any number of devices, including odd ones. With a topology, the groups follow from its links, and the
+    simulated time is never above that of ``one_device``; without a topology, the groups are two halves of the devices
     (``crossreduce.planning.hierarchical_copy``).
 
     Args:
-      num_packs: the number of trees, with different roots, that share the load; 0: one per tensor, unpacked.
+      num_packs: the number of trees, with different roots, that share the load; 0: one tree per tensor, no packing.
       topology: the links that data may use; ``None``: any.
     Raises:
       ArgumentError: ``num_packs`` is negative or not an integer.

@@ -1,4 +1,4 @@
-"""Device names: one canonical spelling inside, all usual spellings accepted.
+"""Device names: this library accepts all usual spellings and converts them to one canonical spelling.
 
 Input: ``cuda:3``, ``GPU:3``, ``/gpu:3``, ``/job:worker/task:1/device:GPU:3``, ``host1/cuda:3``, ``cuda:0#2`` (the third
 logical device on one physical GPU). Output: the canonical string. Whether a device exists is not checked here; the
@@ -20,7 +20,7 @@ SPELLINGS: Final = '"cpu:0", "cuda:3", "host1/cuda:3", "cuda:0#2", "GPU:3", "/jo
 
 _PLACE: Final = re.compile(r"(?:device:)?([a-z]+)(?::([0-9]{1,9}))?(?:#([0-9]{1,9}))?", re.IGNORECASE)
 _HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_JOB: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*")  # without "-", so that job-task is unambiguous
+_JOB: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*")  # no "-": it separates job and task in a host's name
 _NUMBER: Final = re.compile(r"[0-9]{1,9}")
 
 

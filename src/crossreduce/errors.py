@@ -27,7 +27,7 @@ class ReductionError(Exception):
     """The base class of all errors of this library."""
 
     pair: int | None = None
-    """The number of the pair of a batch that the error is about, if it is about one."""
+    """The number of the pair of a batch that caused the error; ``None``: no single pair caused it."""
 
     @classmethod
     def of(cls, problem: str, given: str = "", remedy: str = "") -> Self:
@@ -41,8 +41,8 @@ class ReductionError(Exception):
         self.pair = pair
 
 
-# Inside tf.function, AutoGraph raises an error again in its own class only if this holds; any other error becomes a
-# StagingError.
+# AutoGraph raises an error that leaves a tf.function again: in the same class only if that has this ``__init__``, else
+# as a StagingError.
 ReductionError.__init__ = Exception.__init__  # type: ignore[method-assign]
 
 
@@ -83,7 +83,7 @@ class StalledError(ReductionError, TimeoutError):
 
 
 class _RanksError(ReductionError):
-    """An error that some ranks caused. The ranks survive pickling and copying."""
+    """An error that some ranks caused. Pickled and copied errors keep ``ranks``."""
 
     ranks: tuple[int, ...]
 

@@ -5,8 +5,8 @@ instruction makes one value on one device. Instructions that no destination need
 produces the fully reduced chunk is marked as final, and the last use of every value is known. The program stores no
 sizes, dtypes or arrays, so one program serves every size.
 
-Two views suit two kinds of engine: ``fused`` (devices share memory: no copies, chains of combinations are one
-pass) and ``for_device`` (devices exchange messages: sends, receives and combinations of one device).
+Two functions convert it for two kinds of engine: ``fused`` if devices share memory (no copies; chains of
+combinations are merged), and ``for_device`` if devices exchange messages (one device's sends, receives, combinations).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Program:
         )
 
     def require_uniform(self) -> None:
-        """Raise unless all chunks have the same sources and destinations, as engines for whole arrays require.
+        """Raise unless all chunks have the same sources and destinations, so that inputs and results are whole arrays.
 
         Raises:
           ScheduleError: they differ.
@@ -234,7 +234,7 @@ def _finished(
     contributions = [1 << k for k in range(inputs)]
     # A copy may share memory with its operand: ``origin`` is the input or combination behind each value.
     origin = list(range(inputs))
-    last_read: dict[int, int] = {}  # for each value, the last one computed from it
+    last_read: dict[int, int] = {}  # for each value, the last value that is computed from it
     last_read_origin: dict[int, int] = {}
     for value, (_, _, operands) in enumerate(read, start=inputs):
         bits = 0
@@ -249,7 +249,7 @@ def _finished(
     for value, (r, device, operands) in enumerate(read, start=inputs):
         last_uses = tuple(v for v in dict.fromkeys(operands) if last_read[v] == value and v not in results)
         donated = -1
-        if len(operands) > 1:  # its operands are inputs or partial sums, never results, and all differ
+        if len(operands) > 1:  # a combination's operands are inputs or partial sums, never results, and all differ
             origins = enumerate(origin[operand] for operand in operands[:2])
             donated = next((k for k, start in origins if start >= inputs and last_read_origin[start] == value), -1)
         made.append(Instruction(device, operands, r, final[value - inputs], last_uses, donated))
@@ -258,10 +258,10 @@ def _finished(
 
 @lru_cache(maxsize=4096)
 def fused(chunk: ChunkProgram, results: int | None = None) -> FusedProgram:
-    """Return the computation of a chunk's instructions for the first ``results`` destinations (``None``: all).
+    """Return how to compute a chunk's results for the first ``results`` destinations (``None``: all) in shared memory.
 
-    Copies are removed. Equal combinations are computed once. A value that only the first operand of another combination
-    reads is folded into it. The order of combination does not change, so results stay the same to the bit.
+    Copies are removed. Equal combinations are computed once. A combination that is read only once, as the first operand
+    of another, becomes part of that one. The order of combination does not change, and so neither do the results' bits.
 
     >>> from crossreduce.planning import direct, hierarchical_copy
     >>> fused(lower(direct(["cpu:0", "cpu:1", "cpu:2"])).chunks[1])
@@ -318,7 +318,7 @@ def _with_slots(folds: dict[int, list[int]], results: list[int]) -> FusedProgram
 
 
 class LocalValue(NamedTuple):
-    """A value that one device stores. ``final``: fully reduced, in the result's dtype; else an accumulator."""
+    """A value that one device stores. ``final``: fully reduced, in the result's dtype; else an input or partial sum."""
 
     chunk: int
     final: bool

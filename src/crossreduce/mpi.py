@@ -1,8 +1,8 @@
 """NumPy arrays among the ranks of an MPI communicator: ``mpiexec -n 8 python script.py``.
 
 Input: an mpi4py communicator, and arrays. Output: reduced arrays. The ranks of a host reduce through shared memory. MPI
-is the rendezvous and the transport between hosts, and executes the collectives that are not planned over several
-hosts. mpi4py is imported when a group is joined, not before.
+connects the processes and carries messages between hosts. If there are several hosts, gather, all-gather, scatter and
+all-to-all are calls of MPI. mpi4py is imported when a group is joined, not before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> 
     Args:
       comm: mpi4py's communicator; ``None``: ``COMM_WORLD``. It is duplicated, so other messages on it do not interfere.
       timeout_s: how long a call waits for other ranks, in seconds.
-      name: the group's, in messages.
+      name: the group's name in messages.
     Raises:
       BackendError: mpi4py, an MPI or the compiled kernels are missing.
       ArgumentError: ``comm`` is not an intracommunicator.
@@ -128,7 +128,7 @@ class MpiGroup:
         given, result = _with_result(given, given.shape[1:], out)
         if self._communicator.supports("reduce_scatter", op, given.dtype.name):
             self._communicator.reduce_scatter(op, _rows(given), _memory(result))
-        else:  # between hosts a reduce-scatter is an all-reduce
+        else:  # with several hosts, all-reduce and keep this rank's row
             np.copyto(result, self.all_reduce(given, op)[self.rank])
         return result
 
@@ -156,7 +156,9 @@ class MpiGroup:
         if self.rank == root:
             given = self._require_rows(_readable(x))
             if given.shape[1:] != result.shape or given.dtype != result.dtype:
-                problem = "scatter requires an array with one row per rank, of the shape and dtype of out."
+                problem = (
+                    "scatter requires an array with one row per rank; each row must have the shape and dtype of out."
+                )
                 raise ArgumentError.of(problem, f"{given.dtype}{given.shape} to {result.dtype}{result.shape}")
             given, _ = _with_result(given, result.shape, result)
         if self._runs_in_mpi("scatter", result, root):
@@ -166,7 +168,7 @@ class MpiGroup:
         return result
 
     def all_to_all(self, x: Any, out: Array | None = None) -> Array:
-        """Return an array whose row k is this rank's row of ``x`` on rank k; both have shape ``(size, ...)``."""
+        """Return an array whose row k is row ``rank`` of rank k's ``x``; both have shape ``(size, ...)``."""
         given = self._require_rows(_readable(x))
         given, result = _with_result(given, given.shape, out)
         if np.may_share_memory(given, result):  # a row would be written before it is read

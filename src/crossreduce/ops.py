@@ -36,7 +36,7 @@ class ReduceOp(enum.Enum):
                 if member.value == value.lower():
                     return member
         remedy = "one of " + ", ".join(f'"{member.value}"' for member in cls) + ", or a ReduceOp"
-        if type(value).__module__.startswith("tensorflow."):  # its strategies accept any object as cross_device_ops
+        if type(value).__module__.startswith("tensorflow."):  # tf.distribute passes its op to any cross_device_ops
             remedy += "; as cross_device_ops of a tf.distribute.Strategy, crossreduce.tensorflow's op of the same name"
         raise ArgumentError.of("this is not a known reduction.", shown(value), remedy)
 
@@ -52,7 +52,7 @@ DTYPES: Final = FLOATS | COMPLEX | INTEGERS | {"bool"}
 
 
 class Numbers(NamedTuple):
-    """How a reduction is computed: the op, three dtypes by name, and the divisor of the result (1: none)."""
+    """The op, the names of the components', the accumulator's and the result's dtype, and the divisor (1: none)."""
 
     op: ReduceOp
     dtype: str
@@ -118,10 +118,10 @@ ACCUMULATORS: Final = _Accumulators(
 )
 """The dtype in which an op over components of a dtype is accumulated: ``ACCUMULATORS[op, dtype]``.
 
-Half types accumulate in float32 and are rounded once at the end. The mean of integers accumulates in float64, so that
-it cannot overflow (sums up to 2**53 are exact); a framework without float64 uses its widest float. Everything else
-accumulates in its own dtype: integer sums and products wrap around, as in every framework. A pair that is not defined
-raises ``UnsupportedError``.
+Sums, means and products of half types accumulate in float32 and are rounded once at the end. The mean of integers
+accumulates in float64, so that it cannot overflow (sums up to 2**53 are exact); a framework without float64 uses its
+widest float. Everything else accumulates in its own dtype: integer sums and products wrap around, as in every
+framework. A pair that is not defined raises ``UnsupportedError``.
 
 >>> ACCUMULATORS[ReduceOp.MEAN, "float16"], ACCUMULATORS[ReduceOp.SUM, "int8"]
 ('float32', 'int8')

@@ -14,7 +14,7 @@ from .errors import ArgumentError, shown
 from .planning import NAMES
 
 ALGORITHMS: Final = NAMES
-"""The algorithms of the registry, and the names that stand for one of them."""
+"""The names of all algorithms, and "auto" and "nccl", which select one of them."""
 
 
 def count(name: str, value: object, remedy: str) -> int:
@@ -44,7 +44,7 @@ class CommunicationOptions:
         0: the op's own ``num_packs`` decides.
       timeout_seconds: how long replicas of a ``MirroredStrategy`` (``None``: 600 s), or of several processes, may wait
         for each other. Other reductions do not wait.
-      implementation: an algorithm's name, for ops that do not specify one ("auto" and "nccl").
+      implementation: the algorithm for ops whose own is "auto" or "nccl"; other ops ignore it.
     Raises:
       ArgumentError: a number of bytes that is negative or not an integer, a timeout that is not a positive number, an
         unknown algorithm.

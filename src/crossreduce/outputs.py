@@ -22,7 +22,7 @@ def check_outs(out: Any, size: int) -> list[DistributedValues]:
     """Return the ``out`` of each pair of a batch.
 
     Raises:
-      ArgumentError: it is not one ``PerReplica`` or ``Mirrored`` per pair.
+      ArgumentError: ``out`` is not a list of one ``PerReplica`` or ``Mirrored`` per pair.
     """
     if isinstance(out, Iterable) and not isinstance(out, (DistributedValues, str, bytes, dict)):
         outs = list(out)
@@ -36,7 +36,7 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
     """Return the arrays that a value's result will be written into, one per destination.
 
     Raises:
-      ArgumentError: ``out`` is not a distributed value, or is on other devices.
+      ArgumentError: ``out`` is not a distributed value, or its devices are not the destinations.
       MismatchError: its components differ from the result in framework, shape or dtype.
       UnsupportedError: they cannot be written into, or the result is sparse.
     """
@@ -97,12 +97,12 @@ def check_overlap(jobs: Sequence[Job]) -> None:
 def overlap_error(number: int) -> ArgumentError:
     """Return the error for a component of ``out`` that shares memory where it must not."""
     problem = "results cannot be written into arrays that share memory."
-    given = f"component {number} of out shares memory with another component, or with an input that is another array"
+    given = f"component {number} of out overlaps another array of out, or an input that is not exactly the same memory"
     return ArgumentError.of(problem, given, "separate arrays, or exactly the value's own components")
 
 
 def in_pair(error: ReductionError, pair: int, pairs: int) -> ReductionError:
-    """Return an error with the number of the pair in a batch; a single value has no number."""
+    """Put the number of the pair in front of the error's text if there are several pairs, and return the error."""
     if pairs > 1:
         error.prefix(f"pair {pair}", pair)
     return error
@@ -126,7 +126,8 @@ def write_results(results: list[Mirrored], jobs: list[Job]) -> list[Mirrored]:
             spec = None if given is None or isinstance(given, Sparse) else value.framework.spec(given)
             if spec != value.framework.spec(taken):
                 wanted = f"an array like out's, {value.framework.name} {value.framework.spec(taken)}"
-                error = MismatchError.of("a result differs from its array of out.", describe(x), wanted)
+                problem = "a result differs from its array of out in framework, shape or dtype."
+                error = MismatchError.of(problem, describe(x), wanted)
                 raise in_pair(error, pair, len(jobs))
             copies.append((value.framework, taken, given))
     for framework, taken, given in copies:

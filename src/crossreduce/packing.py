@@ -31,7 +31,7 @@ BITS: Final = {name: int("".join(filter(str.isdigit, name))) for name in INTEGER
 
 
 class Packing(NamedTuple):
-    """The packing arguments of ``AllReduceCrossDeviceOps`` and of its options."""
+    """The packing arguments of ``AllReduceCrossDeviceOps``, and ``bytes_per_pack`` of ``CommunicationOptions``."""
 
     num_packs: int = 0
     bytes_per_pack: int = 0

@@ -1,7 +1,7 @@
 """From a validated batch to its results: packing, planning, lowering, and running the selected engine.
 
-Input: ``Job``s, validated values with the devices that need their results. Output: ``Mirrored`` values. The functions
-here are the steps of ARCHITECTURE.md's picture; the ops above only choose their arguments.
+Input: ``Job``s, validated values with the devices that need their results. Output: ``Mirrored`` values. These
+functions are the steps of the diagram in ARCHITECTURE.md; ``cross_device_ops.py`` only chooses their arguments.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def reduce_batch(
     for number, (value, destinations) in enumerate(jobs):
         if not value.sparse:
             route = value.framework, value.devices, destinations, value.mixed
-            if route != last:  # consecutive pairs mostly have the same route
+            if route != last:  # a shortcut: mostly, the previous pair has the same route
                 last, members = route, routes.setdefault(route, [])
             members.append(number)
     runs: list[tuple[Layout, list[int]]] = []
@@ -66,9 +66,9 @@ def reduce_batch(
     with_out = bool(jobs) and all(value.out is not None and value.out.devices == where for value, where in jobs)
     if len(runs) > 1:
         if with_out:
-            check_overlap(jobs)  # each engine receives only a part of the batch
+            check_overlap(jobs)  # check the batch as a whole: each engine receives only a part of it
         if any(each.nbytes >= kernels.THREADED_BYTES for each, _ in runs):
-            kernels.threads()  # raises if the environment is wrong, before the first run
+            kernels.threads()  # raises before the first run if CROSSREDUCE_NUM_THREADS is invalid
     results: list[Any] = [
         _reduce_sparse(value, destinations, root) if value.sparse else None for value, destinations in jobs
     ]
@@ -227,7 +227,7 @@ def broadcast_array(
         return Mirrored.on(tuple(_sparse_copy(framework, x, device) for device in destinations), destinations)
     source = PerReplica([tensor]).devices
     if locate(tensor) in (None, "cpu") and destinations[0].startswith("cpu:"):
-        source = destinations[:1]  # host memory is every cpu:k at once, so the array is there already
+        source = destinations[:1]  # all cpu:k are the same memory, so the array is there already
     value = Checked.on((tensor,), source)
     value.framework, value.arrays, value.spec = framework, [x], framework.spec(x)
     value.sparse, value.mixed, value.out = False, False, None

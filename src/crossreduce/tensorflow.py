@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
-# Strategies require a Mirrored, and no public function creates one.
+# TensorFlow's strategies require its class Mirrored, and no public function creates one.
 from tensorflow.python.distribute.values import Mirrored as _Mirrored
 
 from . import cross_device_ops as own
@@ -37,7 +37,7 @@ _ARRAYS: Final = (tf.Tensor, tf.Variable, tf.IndexedSlices)
 
 
 class _NoGatherError(UnsupportedError, NotImplementedError):
-    """Error for gathering one ``tf.IndexedSlices``: TensorFlow's kind of error, and crossreduce's."""
+    """The error for a gather of ``tf.IndexedSlices``: both crossreduce's class of error and TensorFlow's."""
 
 
 class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
@@ -86,7 +86,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
           value_destination_pairs: pairs of arguments of ``reduce``; any iterable, also an empty one.
           options: as for ``reduce``.
         Returns:
-          The result of ``reduce`` for each pair, in order. An error leaves no results.
+          The result of ``reduce`` for each pair, in order. If a pair is invalid, no pair is reduced.
         Raises:
           As ``reduce``; the message names the pair.
         """
@@ -109,10 +109,10 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
 
     @unconverted
     def _gather(self, per_replica_value: Any, destinations: Any, axis: int, options: Any = None) -> Any:
-        # Also private in TensorFlow; strategy.gather and all_gather call it by this name.
+        # Overrides a private method of TensorFlow, which strategy.gather and all_gather call.
         if isinstance(per_replica_value, tf.IndexedSlices):
             problem = "gather does not support IndexedSlices."
-            raise _NoGatherError.of(problem, shown(per_replica_value), "tf.convert_to_tensor")
+            raise _NoGatherError.of(problem, shown(per_replica_value), "tf.convert_to_tensor(value)")
         return self._gather_implementation(per_replica_value, destinations, axis, options)
 
     def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
@@ -180,7 +180,7 @@ class AllReduceCrossDeviceOps(_Adapter):
       num_packs: the number of packs into which the tensors of each dtype are joined and cut; 0: no packing.
       agg_small_grads_max_bytes: without packs, consecutive tensors of one dtype are joined if each has at most this
         many bytes. 0: none are joined.
-      agg_small_grads_max_group: the maximum number of tensors that are joined.
+      agg_small_grads_max_group: the maximum number of tensors that are joined into one.
       topology: the links that dense values may use; ``None``: any. Its devices are TensorFlow's ("cuda:0" is GPU:0)
         or, if none of the names match, are matched by position.
     Raises:
@@ -237,8 +237,8 @@ def _read_op(reduce_op: Any) -> ReduceOp:
 def _read_options(options: Any) -> CommunicationOptions:
     """Return TensorFlow's options as crossreduce's.
 
-    TensorFlow's ``implementation`` selects the collective of MultiWorkerMirroredStrategy, and strategies set it if the
-    user did not. So it does not select an algorithm here.
+    TensorFlow's ``implementation`` selects the collective of MultiWorkerMirroredStrategy, and strategies set it even if
+    the user did not. So it does not select an algorithm here.
     """
     if hasattr(options, "bytes_per_pack") and not isinstance(options, CommunicationOptions):
         return CommunicationOptions(options.bytes_per_pack, getattr(options, "timeout_seconds", None) or None)
@@ -248,14 +248,14 @@ def _read_options(options: Any) -> CommunicationOptions:
 class _Destinations(NamedTuple):
     """The devices of a result.
 
-    ``devices``: a distributed value on them, with crossreduce's names. ``places``: TensorFlow's names.
+    ``devices``: a distributed value on these devices, by crossreduce's names. ``places``: TensorFlow's names of them.
     """
 
     devices: PerReplica | Mirrored
     places: _Places
 
     def to_tensorflow(self, result: Mirrored) -> Any:
-        """Return a result as TensorFlow's value: a plain tensor for one device."""
+        """Return a result as TensorFlow's value: a tensor for one device, a ``Mirrored`` for several."""
         components = result.values
         if not tf.executing_eagerly():  # a component whose device was unknown may not be on its destination yet
             components = tuple(map(_on_place, components, self.places))
@@ -281,7 +281,7 @@ def _translate(value: Any, destinations: Any) -> tuple[PerReplica, _Destinations
         translated = PerReplica.on(components, _names(places))
         return translated, _Destinations(translated, places)
     if len(components) == 1 and isinstance(destinations, str) and destinations == _place(components[0]):
-        destinations = components[0]  # all_reduce passes the component's device, which is "" for a function's argument
+        destinations = components[0]  # TensorFlow passes the component's device; "" if it is unknown
     targets = _read_destinations(destinations, places)
     if isinstance(destinations, tf.distribute.DistributedValues):
         places = _fill_unknown(places, targets.places)
@@ -307,10 +307,10 @@ def _read_destinations(destinations: Any, places: _Places) -> _Destinations:
 
 
 def _component_places(places: _Places) -> _Places:
-    """Return the places at which the components of a distributed value count as located.
+    """Return the place of each component of a distributed value, given the places that the components report.
 
-    If places are unknown (arguments of a ``tf.function``) or equal, they are the devices of the current strategy,
-    replica by replica.
+    If one is unknown (an argument of a ``tf.function``) or occurs twice, and the current strategy has as many devices,
+    the places are these devices, one per replica.
     """
     if (len(set(places)) < len(places) or "" in places) and tf.distribute.has_strategy():
         devices = tf.distribute.get_strategy().extended.worker_devices
@@ -337,7 +337,7 @@ def _names(places: _Places) -> tuple[str, ...]:
 
 def _variable(given: Any) -> Any:
     """Return the ``tf.Variable`` (which may be mirrored) of a Keras variable; any other value unchanged."""
-    if isinstance(given, DistributedValues):  # TensorFlow would stack its components
+    if isinstance(given, DistributedValues):  # convert_to_tensor would stack its components
         problem = "this is a distributed value of crossreduce, not of tf.distribute."
         remedy = "crossreduce's own op of the same name, or a value that a tf.distribute.Strategy made"
         raise ArgumentError.of(problem, shown(given), remedy)
@@ -347,7 +347,7 @@ def _variable(given: Any) -> Any:
 
 def _array(value: Any) -> Any:
     """Return a tensor, variable or slices unchanged, and convert any other value to a tensor."""
-    if isinstance(value, (*_ARRAYS, tf.SparseTensor, tf.RaggedTensor)):  # the framework rejects the last two
+    if isinstance(value, (*_ARRAYS, tf.SparseTensor, tf.RaggedTensor)):  # frameworks/tensorflow.py rejects the last two
         return value
     try:
         return tf.convert_to_tensor(value)

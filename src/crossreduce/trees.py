@@ -1,4 +1,4 @@
-"""The everyday call: ``all_reduce`` of pytrees, one per replica.
+"""The function that most users call: ``all_reduce`` of pytrees, one per replica.
 
 Input: n trees of arrays. Output: n reduced trees. optree flattens the trees; dataclasses that it does not support are
 registered with it, in a namespace of this library.
@@ -57,7 +57,7 @@ def all_reduce(
       MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework; the leaf's path
         and all replicas are named.
       ArgumentError: there are no trees, a leaf is not an array, or another argument is invalid.
-      UnsupportedError: the op is not defined for a leaf's dtype; a class instead of an instance was given.
+      UnsupportedError: the op is not defined for a leaf's dtype; ``cross_device_ops`` is not a ``CrossDeviceOps``.
 
     >>> import numpy as np
     >>> grads = [{"w": np.full((2, 2), float(k)), "b": np.float32(k)} for k in range(3)]
@@ -120,7 +120,7 @@ def reduce_leaves(
     try:
         reduced = ops.batch_reduce(op, pairs, options, out=targets)
     except ReductionError as error:
-        if error.pair is not None:  # the batch numbers its pairs; the caller of a tree needs paths
+        if error.pair is not None:  # replace the pair's number by the leaf's path
             error.prefix(f"leaf {leaf_paths(structure)[error.pair]}")
         raise
     return [result.values for result in reduced]
@@ -136,7 +136,7 @@ def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]
     if found != structure:
         each = f"replicas: {_outline([found, structure], 1)}; out: {_outline([structure, found], 1)}"
         remedy = "trees of the same keys, lengths and types"
-        raise MismatchError.of("the trees of out differ in structure from the replicas'.", each, remedy)
+        raise MismatchError.of("the trees of out differ in structure from those of the replicas.", each, remedy)
     return [PerReplica.on(targets, value.devices) for targets, (value, _) in zip(leaves, pairs, strict=True)]
 
 
@@ -171,7 +171,7 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
     """Flatten a tree. A dataclass that optree treats as a leaf is registered, and the tree is flattened again.
 
     Raises:
-      ArgumentError: the tree contains itself.
+      ArgumentError: the tree contains itself, or is too deep.
     """
     import optree
 
@@ -196,7 +196,7 @@ def leaf_paths(structure: Any) -> list[str]:
 
 
 def _outline(structures: list[Any], replica: int) -> str:
-    """Return how a replica's tree differs from the first replica's: by its leaves, or else by its nodes."""
+    """Return how a replica's tree differs from replica 0's (replica 0's from replica 1's): by leaves, else by nodes."""
     paths, others = leaf_paths(structures[replica]), set(leaf_paths(structures[int(replica == 0)]))
     own = [path for path in paths if path not in others]
     if not own and set(paths) == others:
@@ -221,7 +221,7 @@ def _register(kind: type) -> None:
         return [getattr(node, name) for name in names], None, names
 
     def unflatten(_: Any, children: Iterable[Any]) -> Any:
-        made: Any = object.__new__(kind)  # other attributes of an input may be out of date
+        made: Any = object.__new__(kind)  # fields only: other attributes may depend on the fields' old values
         for name, child in zip(names, children, strict=True):
             object.__setattr__(made, name, child)
         return made

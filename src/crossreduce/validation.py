@@ -216,7 +216,7 @@ def check_value(op: ReduceOp | None, value: PerReplica, axis: int | None = None)
                 raise _mismatch(value, "differ in shape or dtype", specs)
             spec = common
         checked.spec = spec
-        if not agree or None in spec.shape:  # tracing cannot tell: check it at run time
+        if not agree or None in spec.shape:  # sizes are unknown while tracing: check them at run time
             checked.arrays = framework.require_alike(arrays, spec)
     checked.numbers = framework.numbers(op, checked.spec.dtype, len(values))
     if any(kinds) and not checked.sparse:
@@ -291,7 +291,7 @@ def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: 
         kinds = [x.kind if isinstance(x, Sparse) else "dense" for x in arrays]
         found = [f"{spec}, {kind}" for spec, kind in zip(specs, kinds, strict=True)]
         which = "sparse" if len(sparse) == len(arrays) else "sparse and dense"
-        raise _mismatch(value, f"are {which} arrays that do not agree", found)
+        raise _mismatch(value, f"are {which} arrays that differ in shape, dtype or sparse format", found)
     return framework.spec(sparse[0].values) if len(sparse) == len(arrays) else spec
 
 

@@ -145,8 +145,8 @@ class PerReplica(DistributedValues):
     Args:
       values: the components, in the order of the replicas: arrays or sparse arrays of one framework.
       devices: one device name per component. ``None``: each component stays on the device that its framework reports;
-        arrays in host memory are on ``cpu:0``, ``cpu:1``, ... (see ``default_devices``). A component on another device
-        than its name is copied there when it is reduced.
+        arrays in host memory are on ``cpu:0``, ``cpu:1``, ... (see ``default_devices``). A component that is not on the
+        named device is copied there when it is reduced.
     Raises:
       ArgumentError: there are no components, the number of devices differs, or a device is listed twice.
       DeviceError: a device's name cannot be parsed.
@@ -177,7 +177,7 @@ def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
     """Return canonical names.
 
     Raises:
-      ArgumentError: it is not a list of names, or a device is listed twice.
+      ArgumentError: ``devices`` is not a list of names, or a device is listed twice.
       DeviceError: a name cannot be parsed.
     """
     if isinstance(devices, str) or not isinstance(devices, Iterable):
@@ -230,8 +230,8 @@ def host_devices(n: int) -> tuple[str, ...]:
 def default_devices(places: list[str | None]) -> tuple[str, ...]:
     """Return a device name for each of several arrays, given the device that each of them reports.
 
-    Host memory (``"cpu"``) has one device per array. Arrays on one physical device get its logical devices, so that one
-    GPU can stand in for many. An array that reports no device is on ``cpu:0``.
+    Array number k is on ``cpu:k`` if it reports host memory (``"cpu"``). Arrays on the same accelerator get different
+    logical devices of it, so that one GPU can emulate several. An array that reports no device is on ``cpu:0``.
 
     >>> default_devices(["cpu", "cpu"]), default_devices(["cuda:0", "cuda:0", "cuda:1"])
     (('cpu:0', 'cpu:1'), ('cuda:0', 'cuda:0#1', 'cuda:1'))
@@ -239,7 +239,7 @@ def default_devices(places: list[str | None]) -> tuple[str, ...]:
     if all(place == "cpu" for place in places):
         return host_devices(len(places))
     names: dict[str, None] = {}
-    used: dict[Device, int] = {}  # the number of named logical devices of each physical device
+    used: dict[Device, int] = {}  # how many logical devices of each device have a name so far
     for k, place in enumerate(places):
         device = parse(f"cpu:{k}" if place == "cpu" else place or "cpu:0")
         logical = used.get(device, 0)
@@ -271,16 +271,17 @@ def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
     except TypeError:
         shape = (-1,)
     if min(shape, default=0) < 0:
-        raise ArgumentError.of("dense_shape must be the shape of an array.", shown(sizes), "(rows, ...)")
+        raise ArgumentError.of("dense_shape must contain whole numbers, 0 or more.", shown(sizes), "(rows, ...)")
     return shape
 
 
 def _array(value: Any, dtype: str | None = None) -> Any:
     if hasattr(value, "shape"):
         return value
-    import numpy  # only for lists: arrays of other frameworks must not need it
+    import numpy  # only lists need NumPy, so it is imported here
 
     try:
         return numpy.asarray(value, dtype)
     except ValueError as error:
-        raise ArgumentError.of("IndexedSlices must contain arrays.", shown(value), "numpy.asarray(...)") from error
+        problem = "IndexedSlices must contain arrays, or lists that NumPy can convert to arrays."
+        raise ArgumentError.of(problem, shown(value), "numpy.array(...)") from error

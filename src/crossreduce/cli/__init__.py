@@ -51,8 +51,8 @@ def _stop(text: str) -> NoReturn:
 
 # Signals that end a command raise an exception in the main thread. Some code drops exceptions: Python in callbacks of
 # weak references, of which every import has one, and in ``__del__``; Cython while it initialises a module. Without a
-# remedy, 1 in 70 runs that were terminated during their imports continued. A dropped exception is freed, which a weak
-# reference reports, and then a new one is raised.
+# remedy, 1 in 70 runs that were terminated during their imports continued. So a weak reference to the exception reports
+# when it is freed; if that is within the block, a new one is raised after this time.
 _AGAIN_S: Final = 0.01
 
 

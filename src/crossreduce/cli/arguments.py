@@ -46,7 +46,7 @@ def one_of(choices: Iterable[str], option: str, value: str) -> str:
 
 
 def read_device_list(option: str, text: str) -> tuple[str, ...]:
-    """Return devices by their names, or by a number: so many devices in host memory.
+    """Return the listed devices; a number n stands for n devices in host memory.
 
     >>> read_device_list("--devices", "2"), read_device_list("--devices", "cpu:1,GPU:0")
     (('cpu:0', 'cpu:1'), ('cpu:1', 'cuda:0'))
@@ -60,10 +60,10 @@ def read_device_list(option: str, text: str) -> tuple[str, ...]:
             names = read_devices([name.strip() for name in text.split(",")])
         except ArgumentError as error:
             why = str(error).partition("\n")[0]
-            raise ArgumentError(f'{option} must be a number or names such as "cpu:0,cpu:1": "{text}": {why}') from error
+            raise ArgumentError(f'{option} must be a number or names as in cpu:0,cpu:1, not "{text}": {why}') from error
         if all(parse(name).index < MAX_DEVICES for name in names):
             return names
-    raise ArgumentError(f"{option} must be at most {MAX_DEVICES} devices, not {text}.")
+    raise ArgumentError(f"{option} may have at most {MAX_DEVICES} devices, numbered below {MAX_DEVICES}, not {text}.")
 
 
 def read_algorithms(option: str, text: str) -> list[str]:
@@ -94,7 +94,8 @@ def read_machine(
 ) -> Topology:
     """Return the topology of a machine of the library, of a file, or of ``this`` machine.
 
-    Text with a / or with the suffix .json, .xml or .txt is a file's name.
+    Text with a / or with the suffix .json, .xml or .txt is a file's name; so is the name of an existing file, unless a
+    machine of the library has this name.
 
     >>> read_machine("DGX-1")
     Topology(8 devices, 32 links: cuda:0, cuda:1, cuda:2, cuda:3, cuda:4, cuda:5, cuda:6, cuda:7)
@@ -138,12 +139,12 @@ def read_node(option: str, text: str, topology: Topology) -> str:
     elif name in topology.nodes:
         return name
     else:
-        with suppress(ArgumentError):  # the name may not be another spelling of a device either
+        with suppress(ArgumentError):  # canonical() raises if this is not a device's name
             if canonical(name) in topology.nodes:
                 return canonical(name)
-    known = grouped(topology.nodes)
+    known, last = grouped(topology.nodes), len(topology.nodes) - 1
     known = known if len(known) <= 120 else known[:117] + "..."
-    raise ArgumentError(f'{option}: "{name}" is not one of 0 to {len(topology.nodes) - 1}, {known}.')
+    raise ArgumentError(f'{option}: "{name}" is not one of the numbers 0 to {last} or the names {known}.')
 
 
 def read_subset(option: str, text: str, topology: Topology) -> tuple[str, ...]:
@@ -157,7 +158,7 @@ def read_subset(option: str, text: str, topology: Topology) -> tuple[str, ...]:
         if name not in topology.devices:
             raise ArgumentError(f"{option} must only list devices, but {name} is a switch.")
         if names.count(name) > 1:
-            raise ArgumentError(f"{option} must list each device only once, but {name} appears twice.")
+            raise ArgumentError(f"{option} must list each device only once, but {name} appears more than once.")
     return tuple(names)
 
 

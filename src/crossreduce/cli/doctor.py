@@ -88,7 +88,7 @@ def doctor(
 
 
 def diagnose(dumps: Sequence[Dump]) -> Incident:
-    """Return the failure that the dumps of one group's ranks describe; at least one dump, of any rank."""
+    """Return the failure that the dumps of one group's ranks describe; one dump, of any rank, is enough."""
     newest = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.now_s)}
     first = min(newest.values(), key=lambda dump: (dump.time, dump.rank))
     by_rank = {rank: _state(rank, first, newest) for rank in sorted(rank for host in first.hosts for rank in host)}

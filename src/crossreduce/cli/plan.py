@@ -47,7 +47,7 @@ def plan(
     steps: Annotated[bool, Option("--steps", help="Also print the steps of the schedule.")] = False,
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Plan a collective: its schedule, its predicted time and its limit.
+    """Plan a collective: its schedule, its predicted time and its bound.
 
     Times are simulated from the bandwidths and latencies of the links. The
     exit code is 2 if some devices have no path between them.

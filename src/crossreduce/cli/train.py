@@ -184,7 +184,7 @@ def fit(
 
 
 def bytes_moved(first: Parameters, devices: tuple[str, ...], ops: AllReduceCrossDeviceOps) -> int:
-    """Return how many bytes one step's reduction moves between devices, as counted by the null engine."""
+    """Return how many bytes one step's reduction moves between devices, as counted by ``NullFramework``."""
     null = NullFramework()
     trees = [{k: null.zeros(x.shape, x.dtype.name, device) for k, x in first.items()} for device in devices]
     all_reduce(trees, "sum", devices=devices, cross_device_ops=ops)

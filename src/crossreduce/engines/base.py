@@ -1,7 +1,7 @@
 """The protocol of engines, and their registry.
 
-An engine compiles a ``Layout``, tensors with the programs that reduce them, once and then runs it on any number of
-arrays. Everything it needs from a call is in its arguments: engines import nothing from ``torch/``, ``jax/``,
+An engine compiles a ``Layout`` (tensors and the programs that reduce them) once, and then runs it on any number of
+arrays. Its arguments contain everything that it uses of a call: engines import nothing from ``torch/``, ``jax/``,
 ``tensorflow.py`` or ``strategy/``. ``pipeline.select`` chooses the engine of a call.
 """
 
@@ -42,7 +42,7 @@ class Layout:
     """Tensors of one dtype with the same sources and destinations, and the programs that reduce them.
 
     Args:
-      framework: of the arrays.
+      framework: the framework of the arrays.
       tensors: their positions in the caller's batch, in the order in which the buffers list them.
       buffers: where the tensors are in flat buffers, and the programs.
       sources: the device of each replica's component.
@@ -85,7 +85,7 @@ class Layout:
 
     @cached_property
     def on_host(self) -> bool:
-        """Whether all devices of all programs are this host's memory."""
+        """Whether all devices of all programs are CPU devices of this host, which share its memory."""
         return all(device.startswith("cpu:") for program in self.programs for device in program.devices)
 
 
@@ -110,17 +110,17 @@ class Executable(Protocol):
           For each tensor its results, in the order of the destinations; ``out`` itself if it was given.
         Raises:
           OverlapError: arrays of ``out`` share memory, if the engine ``checks_overlap``. Nothing was written.
-          BufferError, ValueError: likewise, an array of ``out`` cannot be written into.
+          BufferError, ValueError: an array of ``out`` cannot be written into (same condition). Nothing was written.
         """
 
 
 class Engine(Protocol):
-    """One way to run programs. Adding one takes its file, its name in ``ENGINES``, a row in the tests and the docs."""
+    """One way to run programs. A new one needs a file here, its name in ``ENGINES``, rows in tests and docs."""
 
     name: str
 
     def __hash__(self) -> int:
-        """Engines are cache keys."""
+        """Return the hash: engines are in the keys of caches."""
 
     checks_overlap: bool
     """Whether executables check ``out`` themselves; else the caller does so before ``run``."""
@@ -129,7 +129,7 @@ class Engine(Protocol):
         """Return whether this engine can run a layout, as far as its framework, devices and sizes tell."""
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return the form in which ``Executable.run`` reads these arrays: for each tensor its components.
+        """Return ``arrays``, for each tensor its components, in the form that ``Executable.run`` reads.
 
         ``None``: the engine cannot run these arrays after all, for example because they are traced.
         """

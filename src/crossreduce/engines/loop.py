@@ -1,7 +1,7 @@
 """The loop engine: runs programs instruction by instruction with a framework's own operations.
 
-Input: a layout. Output: results. It runs any arrays of any framework on any devices, also traced or recorded ones: it
-uses Python ints only, so it traces under ``jax.jit`` and ``tf.function``.
+Input: a layout. Output: results. It runs any arrays of any framework on any devices, also traced or recorded ones: all
+sizes and indices are Python ints, so ``jax.jit`` and ``tf.function`` can trace it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _subset(lowered: LoweredBuffer, members: Sequence[int]) -> LoweredBuffer:
 def _reduce_buffer(
     lowered: LoweredBuffer, framework: Framework, arrays: list[Sequence[Array]], numbers: Numbers
 ) -> list[tuple[Array, ...]]:
-    """Pack, reduce and unpack one buffer: from the components of each span to the results of each span."""
+    """Pack, reduce and unpack one buffer: return each span's results, given its components."""
     buffer, ranges = lowered
     program = ranges[0].program
     names = [program.devices[source] for source in program.chunks[0].sources]
@@ -131,7 +131,7 @@ def _reduce_buffer(
 class Output(NamedTuple):
     """One destination's result: its parts, one per element range, in order.
 
-    ``fresh``: it is one part, which the loop made, and no other destination has the same memory.
+    ``fresh``: it is one part, which the loop allocated, and no destination before this one has the same memory.
     """
 
     parts: list[Array]
@@ -145,15 +145,15 @@ def run_program(
 
     Chunks do not depend on each other, so one chunk runs to its end before the next begins: freed memory is used
     again, and may still be in the cache. A framework's ``to_device`` may return the same array where memory is shared,
-    and ``slice`` and ``pack`` may return views; so no array is written except for donated ones.
+    and ``slice`` and ``pack`` may return views; so the loop writes into donated operands only.
 
     Args:
       flats: one flat array per source, in the order of the program's sources, each on its device.
-      size: elements in each; ``None``: unknown, which a program of one chunk allows.
+      size: the number of elements of each; ``None``: unknown, which only a program of one chunk allows.
     Returns:
       For each destination, in order, its part of each of ``element_ranges``.
     Raises:
-      ScheduleError: the size is unknown and the program has several chunks, or its chunks differ in their ends.
+      ScheduleError: the size is unknown and there are several chunks; or chunks differ in sources or destinations.
     """
     program.require_uniform()
     _, sources, destinations, _, _ = program.chunks[0]

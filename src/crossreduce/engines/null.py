@@ -47,7 +47,7 @@ class NullExecutable:
         assert isinstance(layout.framework, NullFramework)
         for components in operands:
             for x, device in zip(components, layout.sources, strict=True):
-                layout.framework.to_device(x, device)  # a component that is elsewhere is moved first
+                layout.framework.to_device(x, device)  # counts a copy if the component is on another device
         for buffer, ranges in layout.buffers:
             assert buffer.size is not None, "every shape is known here"
             for program, start, stop in ranges:

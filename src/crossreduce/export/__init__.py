@@ -13,7 +13,7 @@ from ..planning import Plan
 
 
 class Exporter(NamedTuple):
-    """A text format. Its module is imported when it is used."""
+    """A text format; ``write`` imports the module of its function at the first use."""
 
     function: str  # ``module:name`` of the function that returns the text
     arguments: tuple[str, ...]  # the attributes of a plan that the function takes
@@ -35,7 +35,7 @@ EXPORTERS: Final = {
 
 
 def format_of(filename: str) -> str | None:
-    """Return the name of the exporter for a file's suffix, in any case; ``None``: no exporter has the suffix.
+    """Return the name of the exporter for a file's suffix, in upper or lower case; ``None``: there is none.
 
     >>> format_of("step.trace.json"), format_of("Plan.JSON"), format_of("plan.txt")
     ('trace', 'schedule', None)

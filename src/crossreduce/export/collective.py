@@ -1,7 +1,7 @@
 """A schedule as one of NCCL's collectives: its kind, and the ranges of the ranks' buffers that its chunks occupy.
 
 Ranks are positions in the schedule's devices. The shares determine into how many equal units the buffers are divided;
-a block is a run of units that one operation moves. ``placement.py`` determines where its values are stored.
+a block is a run of units that one operation moves. ``placement.py`` determines where the values of a block are stored.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..errors import PlanError
+from ..errors import ArgumentError, PlanError, shown
 from ..lowering import ChunkProgram, Program, lower
 from ..schedule import Schedule
 
 
 class Location(NamedTuple):
-    """Memory of a rank: a range of the input ("i"), output ("o") or scratch buffer ("s"), by its first unit."""
+    """The start of a range in a rank's memory: a unit of the input ("i"), output ("o") or scratch buffer ("s")."""
 
     buffer: str
     offset: int
 
 
 class Block(NamedTuple):
-    """Units of a chunk that move together: the first one in the collective's full buffer, and their number."""
+    """Units of a chunk that move together: the position of the first one in the full buffer, and their number."""
 
     chunk: int
     offset: int
@@ -65,7 +65,7 @@ class Collective:
         return Location("o", block.offset - rank * self.outputs if self.kind == "reducescatter" else block.offset)
 
     def in_place(self, rank: int, location: Location) -> Location:
-        """Return a location's name in calls in place, where the smaller of input and output is part of the larger.
+        """Return where a location is in calls in place, whose smaller buffer (input or output) is a part of the larger.
 
         >>> from crossreduce.planning import ring
         >>> made = collective(ring(["cpu:0", "cpu:1"]))
@@ -80,11 +80,18 @@ class Collective:
         return location
 
 
+def require_integers(**numbers: object) -> None:
+    """Raise an ArgumentError unless each number is an int or ``None``."""
+    for name, number in numbers.items():
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+            raise ArgumentError.of(f"{name} must be an integer.", shown(number), f"{name}=32")
+
+
 def collective(schedule: Schedule, largest: int | None = None) -> Collective:
     """Return a schedule as one of NCCL's collectives, with blocks of at most ``largest`` units.
 
-    The chunks of a reduce-scatter are placed in the parts of their destinations, the chunks of an all-gather in the
-    parts of their sources. PlanError: it is not one of the five collectives; ScheduleError: ``verify`` rejects it.
+    A chunk of a reduce-scatter is placed in its destination's part of the buffer, a chunk of an all-gather in its
+    source's part. PlanError: the schedule is none of the five collectives; ScheduleError: ``verify`` rejects it.
 
     >>> from crossreduce.planning import ring
     >>> made = collective(ring(["cpu:0", "cpu:1", "cpu:2"]))
@@ -132,7 +139,7 @@ def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | No
     if idle:
         problem = "in NCCL's collectives every rank must be a source or a destination, but some nodes are neither."
         given = ", ".join(schedule.devices[rank] for rank in sorted(idle))
-        raise PlanError.of(problem, given, "a plan for other devices only; for a switch: without --in-network")
+        raise PlanError.of(problem, given, "a plan that does not need these nodes; for a switch: without --in-network")
     problem = "NCCL's collectives must have all ranks as sources, as destinations, or both, for every chunk."
     given = f"{schedule.head}: {len(sources)} sets of sources, {len(destinations)} sets of destinations"
     raise PlanError.of(problem, given, "all devices as sources or as destinations")

@@ -55,7 +55,7 @@ class GraphLayout:
         return [(1 - t) ** 2 * a + 2 * t * (1 - t) * top + t * t * b for t in (k / 16 for k in range(17))]
 
     def arrow(self, src: str, dst: str, side: float = 0.0) -> list[complex]:
-        """Return the points of a link from border to border, so that no node hides an arrow's head."""
+        """Return the points of a link between the borders of its nodes' boxes, so that no box hides an arrow's head."""
         return self._outside(dst, self._outside(src, self.line(src, dst, side))[::-1])[::-1]
 
     def _outside(self, node: str, points: list[complex]) -> list[complex]:
@@ -65,7 +65,7 @@ class GraphLayout:
         outside = (k for k, off in enumerate(offsets) if abs(off.real) > wide or abs(off.imag) > high)
         left = next(outside, len(points) - 1)
         start, rest = offsets[left - 1], offsets[left] - offsets[left - 1]
-        most = 0.4 if len(points) == 2 else 1.0  # between near nodes, keep a part of the line
+        most = 0.4 if len(points) == 2 else 1.0  # at most this part is cut off, so that a line stays visible
         x = (math.copysign(wide, rest.real) - start.real) / (rest.real or 1e-9)
         y = (math.copysign(high, rest.imag) - start.imag) / (rest.imag or 1e-9)
         return [points[left - 1] + rest * min(abs(x), abs(y), most), *points[left:]]
@@ -145,7 +145,7 @@ def _on_grid(devices: Sequence[str], near: dict[str, set[str]], shape: tuple[int
 
 
 def _circle(devices: Sequence[str], switches: Sequence[str], near: dict[str, set[str]]) -> dict[str, complex]:
-    """Place devices on a circle, clockwise from the top, and switches inside it, the most distant ones innermost."""
+    """Place devices on a circle, clockwise from the top, and switches inside it, those far from devices innermost."""
     levels = _levels(devices, switches, near)
     radii: list[float] = []
     for level in reversed(levels):
@@ -188,7 +188,7 @@ def _hosts(hosts: dict[str, list[str]], switches: Sequence[str], near: dict[str,
 
 
 def _host(devices: Sequence[str], switches: Sequence[str], near: dict[str, set[str]]) -> dict[str, complex]:
-    """Place one host of several: first switches with links to other hosts, then devices (on a circle if linked)."""
+    """Place one host of several: switches with links to other hosts, above them devices (on a circle if linked)."""
     inside = {*devices, *switches}
     gates = [switch for switch in switches if not near[switch] <= inside]
     others = [switch for switch in switches if switch not in gates]
@@ -217,7 +217,7 @@ def _row(
 
 
 def _levels(outside: Collection[str], switches: Sequence[str], near: dict[str, set[str]]) -> list[list[str]]:
-    """Return the switches by their distance in links from the nodes outside."""
+    """Return the switches in groups, by their distance in links from the nodes in ``outside``."""
     levels, front, left = [], set(outside), list(switches)
     while left:
         level = [switch for switch in left if near[switch] & front] or left
@@ -235,7 +235,9 @@ def _spread(
     nodes: Sequence[str], radius: float, positions: dict[str, complex], near: dict[str, set[str]]
 ) -> dict[str, complex]:
     """Place nodes evenly on a circle, each near the direction of its neighbours."""
-    seam = _TOP + 0.1  # the first angle of the order: no node is there, so rounding does not change the order
+    # Nodes are sorted clockwise from this angle. Their directions are hardly ever equal to it: if one were, rounding
+    # could move its node from one end of the order to the other.
+    seam = _TOP + 0.1
     directions = {
         node: sum((positions[other] / abs(positions[other]) for other in sorted(near[node] & positions.keys())), 0j)
         for node in nodes

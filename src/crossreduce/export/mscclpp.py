@@ -4,8 +4,8 @@ Input: a ``Schedule``. Output: the text of the plan.
 
 The plan uses six operations over memory channels: ``put`` writes a block into another GPU's memory, ``signal`` and
 ``wait`` synchronise two GPUs, ``re`` adds local blocks in the listed order, ``copy`` copies one, and ``nop``
-synchronises the threads of a threadblock. (``get`` and ``rre`` would make plans shorter. But ``rre`` always begins
-with the GPU's own block, and the executor's handleGet uses each side's offset for the other side.)
+synchronises the threads of a threadblock. (``get`` and ``rre``, which read other GPUs, would make plans shorter. But
+``rre`` always begins with the GPU's own block, and the executor's handleGet swaps the offsets of the two GPUs.)
 
 Chunks are independent of each other, so each threadblock has its own chunks, the same ones on every GPU, and never
 waits for another threadblock of its GPU. Operands of a combination are put into separate scratch memory. A copy is
@@ -33,14 +33,14 @@ from typing import Any, Final
 from ..errors import ArgumentError, PlanError, shown
 from ..lowering import Instruction
 from ..schedule import Schedule
-from .collective import Collective, Location, collective
+from .collective import Collective, Location, collective, require_integers
 from .placement import MemoryPlacement
 
 MOST_OPERATIONS: Final = 64  # MSCCL++'s MAX_OPERATION of a threadblock
 MOST_CHANNELS: Final = 16  # MSCCL++'s MAX_CHANNEL of a threadblock; also the limit of its remote buffers
 MOST_AT_ONCE: Final = 8  # MSCCL++'s MAX_CHANNEL_PER_OPERATION
 MOST_ADDED: Final = 10  # MAX_LOCAL_BUFFER_PER_OPERATION + MAX_CHANNEL_PER_OPERATION: inputs of a ``re``
-MOST_THREADBLOCKS: Final = 80  # they wait for each other, so all must be resident: V100 has 80 multiprocessors
+MOST_THREADBLOCKS: Final = 80  # threadblocks wait for each other, so all must be resident: V100 has 80 multiprocessors
 ALIGNMENT: Final = 16  # bytes; the executor requires each chunk's size to be a multiple of it
 
 
@@ -80,6 +80,7 @@ def to_mscclpp_json(
     >>> [op["name"] for op in plan["gpus"][0]["threadblocks"][0]["ops"]]
     ['signal', 'wait', 'nop', 're', 'wait', 'nop', 'put', 'nop', 'signal']
     """
+    require_integers(threadblocks=threadblocks, threads=threads, min_bytes=min_bytes, max_bytes=max_bytes)
     if threadblocks is not None and not 1 <= threadblocks <= MOST_THREADBLOCKS:
         problem = "the number of threadblocks per GPU is out of range."
         raise ArgumentError.of(problem, shown(threadblocks), f"1 to {MOST_THREADBLOCKS}")
@@ -122,7 +123,7 @@ class _Event:
     kind: str  # "put", "signal", "wait", "re", "copy" or, before all others, "begin"
     time: int  # an event depends only on events of earlier times, and on those of its time that were created before it
     pair: Pair = (-1, -1)  # the pair of this put, or of the put that this signal or wait belongs to
-    data: bool = True  # for a signal or wait: whether it reports the data of a put, or permits the put
+    data: bool = True  # for a signal or wait: True: it reports the data of a put; False: it permits the put
     since: int = -1  # for a wait: the time of the event whose end is signalled
     srcs: tuple[Extent, ...] = ()  # the memory that it reads
     dst: Extent = ("", 0, 0)  # the memory that it writes
@@ -135,7 +136,7 @@ class _Event:
 
 
 class _BlockEvents:
-    """The events of one threadblock of each GPU: all instructions of some blocks."""
+    """The events of one threadblock of each GPU, which run all instructions of some blocks."""
 
     def __init__(self, made: Collective, blocks: list[int], *, inplace: bool) -> None:
         self.made = made
@@ -143,7 +144,7 @@ class _BlockEvents:
         self.time = 0
         self.events = [[_Event("begin", 0)] for _ in range(made.ranks)]
         self.touched: dict[tuple[int, int], int] = {}  # by rank and block: its last event that uses the block's memory
-        self.cleared: dict[Pair, int] = {}  # the last event of the receiver of which the sender was notified
+        self.cleared: dict[Pair, int] = {}  # by sender and receiver: the receiver's last event that it signalled
         for b in blocks:
             chunk = made.program.chunks[made.blocks[b].chunk]
             numbered = enumerate(chunk.instructions, start=len(chunk.sources))
@@ -185,7 +186,7 @@ class _BlockEvents:
             self._add(device, b, inputs, aside, self.placement.store(device, b, value))
 
     def _add(self, rank: int, b: int, inputs: list[Location], aside: Location, target: Location) -> None:
-        """Add up in the listed order, with as few operations as possible; partial sums replace ``aside``."""
+        """Add up in the listed order, with as few operations as possible; partial sums are stored in ``aside``."""
         while len(inputs) > MOST_ADDED:
             self._local(rank, b, "re", inputs[:MOST_ADDED], aside)
             inputs = [aside, *inputs[MOST_ADDED:]]
@@ -215,14 +216,14 @@ class _BlockEvents:
         self.events[rank].append(_Event(kind, self.time, **facts))
 
     def _extent(self, rank: int, b: int, location: Location) -> Extent:
-        """Return a location in the buffer whose address other ranks have: in place, the larger of input and output."""
+        """Return a location in the buffer that other ranks can access: in place, the larger of input and output."""
         return (*self.placement.memory(rank, location), self.made.blocks[b].size)
 
     def order(self, rank: int) -> list[_Event]:
         """Return a rank's events and signals in the order of the plan.
 
-        To be adjacent, waits move ahead of puts and signals of later times than the awaited event, and puts ahead of
-        signals.
+        So that events of one kind are adjacent and become one operation, waits move ahead of puts and signals whose
+        time is later than that of the awaited event, and puts move ahead of signals.
         """
         ordered: list[_Event] = []
         for event in self.events[rank]:
@@ -239,7 +240,8 @@ class _BlockEvents:
 def _channels(orders: list[list[_Event]]) -> dict[Pair, int]:
     """Return for each pair of ranks which of the channels between the two its puts use, 0 or 1.
 
-    Puts in both directions share a channel, which has one counter for each, if each wait then counts its own signal.
+    A channel counts the signals of each direction. Puts in both directions share channel 0 if, in each direction, the
+    waits are in the order of the signals that they wait for; otherwise each direction has its own channel.
     """
     pairs = {event.pair for events in orders for event in events if event.kind == "put"}
     separate = set()
@@ -274,7 +276,7 @@ class _ThreadblockPlan:
         self.buffers: list[int] = []
         self.open: list[_Event] = []  # events of one kind that become one operation
         self.unread = False  # a wait has ended since the threads were synchronised
-        self.dirty = ""  # the last operation on data since the threads were synchronised
+        self.dirty = ""  # the kind of the last operation on data since the threads were synchronised
         for event in events:
             if self.open and not self._joins(event):
                 self._flush()
@@ -348,7 +350,7 @@ def _gpus(schedule: Schedule, made: Collective, groups: list[_BlockEvents]) -> l
     gpus = [_GpuPlan(rank) for rank in range(made.ranks)]
     for group in groups:
         orders = [group.order(rank) for rank in range(made.ranks)]
-        numbers: list[dict[Pair, int]] = [{} for _ in gpus]  # for each GPU: its channels, by pair of puts
+        numbers: list[dict[Pair, int]] = [{} for _ in gpus]  # for each GPU: the channel of each pair's puts
         shared: dict[tuple[int, int, int], list[int]] = {}
         for (src, dst), which in _channels(orders).items():
             key = min(src, dst), max(src, dst), which

@@ -23,7 +23,7 @@ from ..lowering import Program, lower
 from ..schedule import Schedule
 from ..schedule.simulate import Pair, route_links
 from ..topology import Topology
-from .collective import collective
+from .collective import collective, require_integers
 
 MOST_CHANNELS: Final = 32  # NCCL's MAXCHANNELS; from NCCL 2.24 on it is 64
 # NCCL's names of the slowest connection in a ring: NVLink, NVLink through another GPU, one PCIe bridge, several
@@ -45,14 +45,15 @@ def to_nccl_graph_xml(
 
     Args:
       schedule: each chunk travels along one ring of all devices, which are GPUs of one host.
-      topology: determines the speed of a channel: a link's bandwidth divided by the number of channels on it.
+      topology: determines the speed of a channel: the least of all links' bandwidths divided by their channels.
       gb_per_s: the speed of a channel, if no topology is given. NCCL predicts times with it.
       path: the connection between the GPUs: "NVL", "NVB", "PIX", "PXB", "PHB" or "SYS".
-      copies: how often each ring appears; a channel is one threadblock, and fast links need several.
+      copies: multiplies the number of channels of each ring; a channel is one threadblock, and fast links need
+        several.
     Raises:
-      PlanError: the schedule does not consist of rings, or needs more than 32 channels; the message has the reason.
+      PlanError: the schedule does not consist of rings of the GPUs of one host, or needs more than 32 channels.
       ScheduleError: ``verify`` rejects the schedule.
-      ArgumentError: no speed or two speeds, an unknown path, or a number of copies below 1.
+      ArgumentError: no speed, two speeds or an invalid one, an unknown path, or not an integer of at least 1 copy.
 
     >>> from crossreduce.planning import ring
     >>> print(to_nccl_graph_xml(ring(["cuda:0", "cuda:2", "cuda:1"]), gb_per_s=20))
@@ -70,10 +71,12 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     """
     if path not in PATHS:
         raise ArgumentError.of("unknown path between GPUs.", shown(path), ", ".join(PATHS))
-    if not isinstance(copies, int) or copies < 1:
-        raise ArgumentError.of("copies must be an integer of at least 1.", shown(copies), "copies=1")
+    require_integers(copies=copies)
+    if copies < 1:
+        raise ArgumentError.of("copies must be at least 1.", shown(copies), "copies=1")
     if (topology is None) == (gb_per_s is None):
-        raise ArgumentError.of("give either topology or gb_per_s.", "neither or both", "one of them")
+        given = "neither" if topology is None else "both"
+        raise ArgumentError.of("give either topology or gb_per_s.", given, "gb_per_s=20")
     devices = [parse(name) for name in schedule.devices]
     for device in devices:
         if device.kind != "cuda" or device.logical or device.host != devices[0].host:

@@ -58,7 +58,7 @@ def draw_topology(topology: Topology, path: str | os.PathLike[str], *, title: st
     wide, high = layout.size
     width = max(wide, 5.2)
     shade = _shades(topology)
-    lines: dict[tuple[str, Any, float, bool], list[list[complex]]] = {}  # by speed, colour, width, equal directions
+    lines: dict[tuple[str, Any, float, bool], list[list[complex]]] = {}  # by label, colour, width, whether both ways
     for link in topology.links:
         back = topology.link(link.dst, link.src)
         even = back is not None and back.bandwidth == link.bandwidth
@@ -179,7 +179,8 @@ def _tree(ax: Any, topology: Topology, layout: GraphLayout, scale: float, tree: 
     for final, colour in ((False, _REDUCE), (True, _COPY)):
         arrows = []
         for src, dst, kind in tree.links:
-            if kind is final:  # arrows keep right; results are drawn outside of partial results
+            # Arrows are right of their link. If partial values pass over it, too, a result's arrow is further right.
+            if kind is final:
                 side = 0.14 if final and (src, dst, False) in tree.links else 0.05
                 arrows.append(layout.arrow(src, dst, side))
         _lines(ax, arrows, colour, 1.6 * scale**0.5, 0.16)
@@ -187,7 +188,7 @@ def _tree(ax: Any, topology: Topology, layout: GraphLayout, scale: float, tree: 
 
 
 def _use(ax: Any, schedule: Schedule, topology: Topology, layout: GraphLayout, scale: float) -> None:
-    """Draw the use of the links, with its scale."""
+    """Draw the links, shaded by their use, and the scale of the shades."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
@@ -252,7 +253,7 @@ def _nodes(ax: Any, topology: Topology, layout: GraphLayout, scale: float, roots
 
 
 def _lines(ax: Any, lines: list[list[complex]], colours: Any, width: float, head: float) -> None:
-    """Draw lines, in one colour or in one colour per line. Arrow heads have ``head`` inches; 0: no arrow heads."""
+    """Draw lines, in one colour or in one colour per line. Arrow heads are ``head`` inches long; 0: none."""
     from matplotlib.collections import LineCollection, PolyCollection
 
     heads = []

@@ -2,7 +2,7 @@
 
 The program is in static single assignment, and buffers are not. An instruction may not write to memory that another
 instruction of its round still has to read. An exporter therefore reports each read when it writes the operation that
-performs it, and a new value gets only memory whose value has no reads left. Inputs stay unchanged out of place.
+performs it, and a new value gets only memory whose value has no reads left. Out of place, the inputs stay unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MemoryPlacement:
         self.inplace: Final = inplace
         self.locations: Final[dict[tuple[int, int], Location]] = {}  # where each (block, value) is stored
         self.scratch: Final = [0] * made.ranks  # units of scratch memory, by rank
-        self._reads_left: Final[Counter[tuple[int, int]]] = Counter()  # by block and value; a result is read at the end
+        self._reads_left: Final[Counter[tuple[int, int]]] = Counter()  # by block and value; a result has one more read
         self._stored: Final[dict[tuple[int, int, Location], int]] = {}  # the last value by rank, block and memory
         self._spares: Final[dict[tuple[int, int], list[Location]]] = {}  # scratch memory by rank and block
         for b in blocks:
@@ -43,11 +43,11 @@ class MemoryPlacement:
             self._reads_left.update((b, value) for value in (*operands, *chunk.results))
 
     def read(self, b: int, value: int) -> None:
-        """Record that one of the reads of a value is written."""
+        """Record that the exporter has written an operation that reads a value."""
         self._reads_left[b, value] -= 1
 
     def store(self, rank: int, b: int, value: int) -> Location:
-        """Return the location of a new value, whose memory has no reads left."""
+        """Choose memory for a new value, where no other value has reads left, and return its location."""
         block = self.made.blocks[b]
         if rank in self.made.program.chunks[block.chunk].destinations:
             output = self.made.output(rank, block)
@@ -56,7 +56,7 @@ class MemoryPlacement:
         return self._put(rank, b, value, self.spare(rank, b))
 
     def spare(self, rank: int, b: int) -> Location:
-        """Return scratch memory of the size of a block that has no reads left."""
+        """Return scratch memory of the size of a block, whose last value has no reads left."""
         spares = self._spares.setdefault((rank, b), [])
         for spare in spares:
             if self._free(rank, b, spare):
@@ -65,7 +65,7 @@ class MemoryPlacement:
         return spares[-1]
 
     def fresh(self, rank: int, b: int) -> Location:
-        """Return scratch memory of the size of a block that nothing else uses."""
+        """Return new scratch memory of the size of a block."""
         self.scratch[rank] += self.made.blocks[b].size
         return Location("s", self.scratch[rank] - self.made.blocks[b].size)
 

@@ -21,7 +21,7 @@ from ..schedule import Schedule, simulate
 from ..schedule.simulate import Pair, route_links
 from ..topology import Topology
 
-# The largest number of transfers in a trace, which shows the first pieces, at least one; more would need over 40 MB.
+# The largest number of transfers in a trace: more would need over 40 MB. The first pieces are shown, at least one.
 EVENTS: Final = 200_000
 
 
@@ -34,7 +34,7 @@ def to_chrome_trace(schedule: Schedule, topology: Topology, nbytes: int) -> str:
 
     Args:
       schedule: its devices and routes are nodes of the topology.
-      topology: where it is simulated.
+      topology: the topology on which the schedule is simulated.
       nbytes: bytes of the whole buffer, 0 or more.
     Raises:
       ArgumentError: an invalid number of bytes, schedule or topology.
@@ -62,7 +62,7 @@ def to_chrome_trace(schedule: Schedule, topology: Topology, nbytes: int) -> str:
         latency = max(rounds[r][1] for r in together)
         details = {"rounds": f"{together[0]} to {together[-1]}", "latency_us": _us(latency)}
         events.append(_event(rows[None], f"tick {t}", "tick", ends[t], ends[t + 1], details))
-        for r in reversed(together):  # later rounds carry earlier pieces, which are first
+        for r in reversed(together):  # later rounds carry earlier pieces, which are sent first
             for pair, chunk, src, dst in rounds[r][0] if t - r < pieces else ():
                 start = max(free[pair], ends[t] + latency)
                 free[pair] = start + sizes[chunk] / speeds[pair]

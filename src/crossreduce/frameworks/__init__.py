@@ -1,8 +1,8 @@
 """Array operations of each framework: one file per framework, with the same functions in the same order.
 
 Input: an array, or a framework's name. Output: its ``Framework``. A framework is imported when its first array arrives,
-not before; no other package here imports one, except for the engines' access to memory and the framework's own
-top-level module.
+not before. Elsewhere, only code that cannot work without a framework imports it: its own top-level module or package,
+its modules in ``engines/`` and ``transports/``, and the command line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FRAMEWORKS: Final = ("numpy", "torch", "jax", "tensorflow")
 _ROOTS: Final = {name: name for name in FRAMEWORKS} | {"jaxlib": "jax"}
 _SCALARS: Final = (bool, int, float, complex)
 KNOWN: Final[dict[type, Framework]] = {}
-"""The framework of each type that ``framework_of`` has met; callers look it up for every leaf of every call."""
+"""The framework of each type of array passed to ``framework_of`` so far; callers look up every leaf of a call here."""
 
 
 @cache
@@ -41,7 +41,7 @@ def get(name: str) -> Framework:
 
     Raises:
       ArgumentError: the name is unknown.
-      BackendError: the framework is not installed; the message names the extra.
+      BackendError: the framework is not installed; the message has the command that installs it.
 
     >>> get("numpy").name
     'numpy'

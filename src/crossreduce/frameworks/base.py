@@ -2,8 +2,8 @@
 
 Arrays are of the framework's own type; ``Array`` is ``Any`` because four frameworks have no common type. No function
 may write into an array that it receives, except for ``combine``'s donated one and ``write``. Sizes are Python ints, so
-everything here also traces under ``jax.jit`` and ``tf.function``. Access to memory is the engines' business (see
-``engines/host/``).
+everything here also traces under ``jax.jit`` and ``tf.function``. Kernels access the arrays' memory elsewhere, in
+``engines/host/``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Framework(Protocol):
     name: str
 
     def __hash__(self) -> int:
-        """Frameworks are cache keys."""
+        """Return a hash: frameworks are parts of cache keys."""
 
     def array(self, value: Any) -> Array | Sparse:
         """Convert a user's value: detach parameters, read variables, split sparse arrays into their parts.
@@ -106,7 +106,7 @@ class Framework(Protocol):
         """
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
-        """Divide by the divisor, if there is one, and return the result's dtype. May return ``x``."""
+        """Return ``x`` divided by the divisor, if there is one, in the result's dtype; this may be ``x`` itself."""
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         """Split a flat buffer's parts into tensors (see ``packing.cuts``), each with its own memory.
@@ -121,7 +121,7 @@ class Framework(Protocol):
         """Return a new array that joins arrays on one device along an axis; integer dtypes may be widened."""
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
-        """Return traced arrays of partly unknown shape with a check, at run time, that they have one shape.
+        """Return traced arrays of partly unknown shape, with a check at run time that their shapes are equal.
 
         Raises:
           UnsupportedError: the framework has no such check.
@@ -152,21 +152,21 @@ class Framework(Protocol):
 
 
 ThreadModes = Callable[[str], AbstractContextManager[object]]
-"""Takes a device's name and returns a context in which a thread has the modes of the thread that recorded them."""
+"""Takes a device's name and returns a context in which a thread has the settings that ``thread_modes`` recorded."""
 
 
 @runtime_checkable
 class ReplicaFramework(Framework, Protocol):
-    """What ``MirroredStrategy`` requires in addition, from frameworks whose replicas run in threads of one process.
+    """A ``Framework`` with what ``MirroredStrategy`` also requires, since its replicas run in threads of one process.
 
     TensorFlow does not implement it: it has its own ``tf.distribute.MirroredStrategy``.
     """
 
     def accelerators(self) -> tuple[str, ...]:
-        """Return the names of the devices here other than the host."""
+        """Return the names of this process's devices, without those in host memory."""
 
     def thread_modes(self) -> ThreadModes:
-        """Record the framework's settings of the calling thread: gradient recording, precision, default device."""
+        """Record the calling thread's settings (gradients, precision, default device), and return a ``ThreadModes``."""
 
     def is_recorded(self, x: Any) -> bool:
         """Return whether the calling thread records operations on an array for a gradient.
@@ -178,10 +178,10 @@ class ReplicaFramework(Framework, Protocol):
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        """Return ``results`` as a function of recorded ``xs``; ``gradient`` maps the results' gradients to theirs."""
+        """Return ``results``, recorded as a function of ``xs``; ``gradient`` maps results' gradients to those of xs."""
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
-        """Return the array that a variable stores: its own copy, or ``old`` overwritten if others may refer to it."""
+        """Return what a variable stores once ``x`` is assigned: a copy of ``x``, or ``old``, overwritten with ``x``."""
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
         """Return an array reduced along one of its axes, in ``numbers.accumulator``."""

@@ -4,8 +4,8 @@ Each eager function is one dispatch of a compiled program for any number of arra
 device. While ``jit`` traces, XLA decides where operations run, so copies between devices are omitted.
 
 JAX arrays are immutable, but they can be deleted and donated, which invalidates all arrays on the same buffer. So each
-result of the loop engine has its own buffer. The host engine wraps memory as one buffer per array: the arrays of one
-result share that memory, XLA does not write into it, donated or not, and it is freed with the last array.
+result of ``engines/loop.py`` has its own buffer. ``engines/host/`` wraps memory as one buffer per array: the arrays of
+one result share that memory, XLA does not write into it, donated or not, and it is freed with the last array.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _divided(x: Array, divisor: int) -> Array:
 
     If all elements have the same divisor ``n``, XLA's CPU compiler replaces ``x / n`` by ``x * (1 / n)``, which differs
     in one bit for a third of all float32s (n = 3, jaxlib 0.10.2), even if ``n`` is an argument or is behind an
-    ``optimization_barrier``. So the divisor here depends on the element; NaN may have any divisor.
+    ``optimization_barrier``. So the divisor is selected per element: ``n``, or 1 for NaN, which stays NaN.
     """
     if x.dtype.name in COMPLEX:
         return jax.lax.complex(_divided(x.real, divisor), _divided(x.imag, divisor))
@@ -186,7 +186,7 @@ class Jax(Immutable):
 
     name = "jax"
     immutable = "JAX arrays cannot be written into."
-    remedy = "leave out= out: the memory of results that are no longer held is used again"
+    remedy = "omit out=: the memory of results without references is used again"
 
     def array(self, value: Any) -> Array | Sparse:
         if isinstance(value, jax.Array):  # true for tracers as well
@@ -282,14 +282,14 @@ class Jax(Immutable):
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
         if any(x.shape != xs[0].shape for x in xs):
-            problem = "the symbolic shapes of the replicas differ, so they may not be equal."
+            problem = "the replicas have different symbolic shapes, so their sizes may differ at run time."
             raise UnsupportedError.of(problem, ", ".join(str(x.shape) for x in xs), "the same symbols on all replicas")
         return list(xs)
 
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         indices = sparse.indices
         if sparse.kind == "BCOO":
-            # BCOO's own conversion: its indices beyond the shape are padding, as made by fromdense(nse=...).
+            # BCOO's own conversion ignores indices beyond the shape, which are padding, as made by fromdense(nse=...).
             return self.rebuild_sparse(sparse._replace(shape=shape, values=sparse.values.astype(dtype))).todense()
         if indices.size and not isinstance(indices, jax.core.Tracer):
             lowest, highest = int(indices.min()), int(indices.max())

@@ -1,4 +1,4 @@
-"""A framework without elements that counts: the cost of a call, known without running it.
+"""A framework whose arrays have no elements. It counts copies, additions and bytes: the cost of a call.
 
 Input: ``NullArray``s, which have a shape, a dtype and a device but no elements. Output: ``NullArray``s, and ``Counts``.
 Pass ``NullFramework().zeros(...)`` to any op of this library instead of arrays.
@@ -32,7 +32,7 @@ class Counts:
 
     @property
     def bytes_moved(self) -> int:
-        """The bytes of all pairs of devices."""
+        """The sum of ``bytes``."""
         return sum(self.bytes.values())
 
 

@@ -174,7 +174,7 @@ class NumPy:
             given = _kind(value)
             plain = type(value) is not np.ndarray and not isinstance(value, np.ma.MaskedArray)
             remedy = "numpy.asarray(x), the same memory" if plain else "numpy.empty(shape, dtype)"
-        raise UnsupportedError.of("results need writable NumPy arrays in C order.", given, remedy)
+        raise UnsupportedError.of("results need writable NumPy arrays in C order and native byte order.", given, remedy)
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
         start = int(x.__array_interface__["data"][0])
@@ -202,7 +202,7 @@ class NumPy:
 
     def variable_value(self, old: Array | None, x: Array, device: str) -> Array:
         made = self.clone(x)
-        made.flags.writeable = False  # earlier readers of the variable keep its earlier value
+        made.flags.writeable = False  # reads of a variable return this array itself: users must not write into it
         return made
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
@@ -232,7 +232,7 @@ def _divide(x: Array, divisor: int) -> None:
 
 def beyond(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
     """Return the error for sparse indices outside the dense shape."""
-    problem = "a sparse array has an index beyond its dense shape."
+    problem = "a sparse array has an index outside its dense shape."
     given = f"indices from {lowest} to {highest}, shape {shape}"
     return ArgumentError.of(problem, given, f"indices from 0 to {shape[0] - 1}")
 

@@ -1,6 +1,6 @@
 """TensorFlow: tensors on logical devices, eagerly and inside ``tf.function``.
 
-Each operation runs on the device of its operands, in any ``tf.device`` scope of the caller. All operations have
+Each operation runs on the device of its operands, whatever ``tf.device`` scope the caller is in. All operations have
 gradients, so a tape can record a reduction. Raw ops avoid most of the Python code in front of a kernel, which takes
 most of the time of an eager batch of small tensors.
 
@@ -119,13 +119,13 @@ class TensorFlow(Immutable):
 
     name = "tensorflow"
     immutable = "TensorFlow's tensors cannot be written into."
-    remedy = "leave out= out: the memory of results that are no longer held is used again; variable.assign(result)"
+    remedy = "omit out=: the memory of results without references is used again; or variable.assign(result)"
 
     def array(self, value: Any) -> Array | Sparse:
         if isinstance(value, IndexedSlices):
             return Sparse("IndexedSlices", self._dense(value.values), self._dense(value.indices), value.dense_shape)
         if isinstance(value, tf.IndexedSlices):
-            # A dense shape that is unknown while tracing is not in the result.
+            # A dense shape that is unknown while tracing becomes None, and the result has no dense shape.
             known = None if value.dense_shape is None else tf.get_static_value(value.dense_shape)
             shape = None if known is None else tuple(int(size) for size in known)
             return Sparse("tf.IndexedSlices", self._dense(value.values), self._dense(value.indices), shape)
@@ -276,7 +276,7 @@ def _divided(x: Array, divisor: int) -> Array:
 
 def _unsupported(value: Any) -> UnsupportedError:
     if isinstance(value, tf.Tensor) and value.shape.rank is None:
-        problem = "a tensor of unknown rank cannot be reduced; unknown sizes can."
+        problem = "a tensor of unknown rank cannot be reduced; one of known rank and unknown sizes can."
         remedy = "tf.ensure_shape(tensor, [None, None]), with one None per axis; or an input_signature with a rank"
         return UnsupportedError.of(problem, shown(value), remedy)
     if isinstance(value, tf.Tensor):

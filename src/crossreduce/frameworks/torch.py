@@ -75,7 +75,7 @@ class Torch:
         if isinstance(value, IndexedSlices):
             return Sparse("IndexedSlices", self._plain(value.values), self._plain(value.indices), value.dense_shape)
         if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
-            # Not coalesced: that would need a sort, and conversion to dense adds duplicates anyway.
+            # The tensor is not coalesced: coalescing sorts, and to_dense sums the values of equal indices anyway.
             value = value.detach()
             return Sparse("torch.sparse_coo", self._plain(value._values()), value._indices().t(), tuple(value.shape))
         return self._plain(value)
@@ -204,7 +204,7 @@ class Torch:
     def writable_array(self, value: Any, device: str) -> Array:
         x = self._plain(value)
         if x.device != _place(device) or is_transformed() or has_no_memory(x) or is_frozen(value):
-            problem = "results need plain tensors on their destination."
+            problem = "results need tensors that are on their destination, have memory and can be written into here."
             remedy = "torch.empty(shape, dtype=..., device=...), outside torch.func, dispatch and inference modes"
             raise UnsupportedError.of(problem, f"{type(value).__name__} on {value.device}, for {device}", remedy)
         if x.data_ptr() != value.data_ptr() or not x.is_contiguous():
@@ -231,7 +231,7 @@ class Torch:
         )
         casts = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in ("cpu", "cuda", "xpu")  # the kinds that torch 2.4 supports here
+            for kind in ("cpu", "cuda", "xpu")  # the kinds that torch 2.4's autocast functions accept
             if torch.is_autocast_enabled(kind)
         ]
 
@@ -286,7 +286,7 @@ class Torch:
 
 
 class _AcrossReplicas(torch.autograd.Function):  # type: ignore[misc]
-    """Results that depend on all replicas, as a function of the tensors of one replica."""
+    """An autograd function: the tensors of one replica give results, which depend on those of all replicas."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Any, results: list[Array], *_: Array) -> tuple[Array, ...]:

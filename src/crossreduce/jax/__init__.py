@@ -104,7 +104,7 @@ def all_reduce(
     groups: dict[tuple[str, frozenset[Hashable]], list[int]] = {}
     for number, leaf in enumerate(leaves):
         if not _is_sparse(leaf):
-            # A joined leaf would vary over all axes that any leaf of its group varies over.
+            # Leaves that vary over different axes are not joined: the joined array would vary over all of them.
             groups.setdefault((leaf.dtype.name, varying(leaf)), []).append(number)
     for (dtype, _), members in groups.items():
         numbers = FRAMEWORK.numbers(op, dtype, spec.axes.devices)
@@ -177,7 +177,7 @@ def _sparse(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
 def _gathered(x: Array, axes: MeshAxes) -> Array:
     if not axes.checked:
         return lax.all_gather(x, axes.names, tiled=True)
-    # shard_map's check treats the result of a gather as varying. So sum buffers that contain one device's slices each.
+    # shard_map's check treats the result of a gather as varying. So sum buffers with one device's slices, else zeros.
     x = axes.vary(x)
     zeros = axes.vary(jnp.zeros((axes.devices, *x.shape), x.dtype))
     placed = lax.dynamic_update_index_in_dim(zeros, x, lax.axis_index(axes.names), 0)
@@ -188,9 +188,9 @@ def _gathered(x: Array, axes: MeshAxes) -> Array:
 
 
 def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
-    """Reduce arrays of one dtype. A program reduces all arrays at once, XLA's collective only the small ones."""
+    """Reduce arrays of one dtype. For a program all of them are joined, for XLA's collective only the small ones."""
     program = _program(spec, numbers.op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
-    # If XLA partitions an axis of the mesh itself, it would have to gather an array to flatten it.
+    # Along mesh axes that are not Manual, XLA itself partitions arrays, and would gather one to flatten it.
     kinds = jax.sharding.get_abstract_mesh().axis_types or ()
     small = SMALL_BYTES if all(kind is jax.sharding.AxisType.Manual for kind in kinds) else 0
     joined = [k for k, x in enumerate(xs) if program is not None or x.nbytes < small]
@@ -225,7 +225,8 @@ def _program(spec: _ReduceSpec, op: ReduceOp, nbytes: int) -> Program | None:
         # If one of several axes is vmap's, lax.ppermute silently ignores that axis (JAX 0.10.2).
         problem = "no schedule can run over several axes of which one is vmap's, only XLA's own all-reduce."
         given = f"{axes}, op {op.value}, algorithm {spec.algorithm}"
-        raise UnsupportedError.of(problem, given, 'one axis after the other, or algorithm="auto" without topology')
+        remedy = 'one axis after the other, or algorithm="auto" without topology (not for products)'
+        raise UnsupportedError.of(problem, given, remedy)
     if topology is not None:
         names = topology.devices
         schedule = schedule_for(Request("all_reduce", names, names, algorithm, topology, nbytes, packs))
@@ -281,8 +282,8 @@ def _selection(x: Array, op: ReduceOp, program: Program | None, axes: MeshAxes) 
     function = lax.pmax if op is ReduceOp.MAX else lax.pmin
     if x.dtype.name not in FLOATS:
         return function(x, axes.names)
-    # XLA's CPU collectives lose NaN (jaxlib 0.10.2). So compare integers that are in the order of the floats, with NaN
-    # beyond all others. Half types are compared as float32: NCCL has no integers of 16 bits.
+    # XLA's CPU collectives lose NaN (jaxlib 0.10.2). So compare integers of the same order as the floats; NaN becomes
+    # the integer that is always selected. Half types are compared as float32: NCCL has no integers of 16 bits.
     wide = x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
     kind = jnp.dtype(f"int{wide.dtype.itemsize * 8}")
     ends = jnp.iinfo(kind)
@@ -300,7 +301,7 @@ _differentiable_selection = jax.custom_jvp(_selection, nondiff_argnums=(1, 2, 3)
 
 @_differentiable_selection.defjvp  # type: ignore[untyped-decorator]
 def _selection_jvp(op: ReduceOp, program: Any, axes: MeshAxes, primals: tuple[Array], tangents: tuple[Array]) -> Any:
-    """Differentiate. Devices that have the same extreme share its gradient, as in ``jnp.max``."""
+    """Return the result and its tangent. Devices with the same extreme share its gradient, as in ``jnp.max``."""
     (x,), (t,) = primals, tangents
     y = _differentiable_selection(x, op, program, axes)
     if op is ReduceOp.PRODUCT:

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from ..errors import ArgumentError, BackendError, shown
 
 _LOG: Final = logging.getLogger("crossreduce")
-_Rows = Sequence[Sequence[Any]]  # for each tensor, the arrays of its replicas
+_Rows = Sequence[Sequence[Any]]  # for each tensor, its sources or its results
 
 # Results of at least this many bytes, of all replicas together, are written with streaming stores: they do not fit into
 # the cache anyway.
@@ -40,8 +40,8 @@ class FusedProgram(NamedTuple):
 
     An operand is a source, ``0, 1, ...``, or a slot, ``~0, ~1, ...``, which stores an intermediate value. ``folds``
     run in order: ``(slot, *operands)`` combines the operands, left to right, in the accumulator's dtype, and stores
-    the value in the slot; that slot may be the first operand, but no other. ``results`` lists the operand that each
-    result is.
+    the value in the slot; that slot may be the first operand, but no other. ``results[i]`` is the operand that becomes
+    result i.
     """
 
     slots: int
@@ -59,7 +59,7 @@ class Segment(NamedTuple):
 
 
 class Kernel(Protocol):
-    """A compiled batch of tensors of one dtype, which can run any number of times."""
+    """A compiled reduction of a batch of tensors of one dtype, which can run any number of times."""
 
     def run(
         self, sources: _Rows, results: _Rows, threads: int, streaming: bool, check_overlap: bool
@@ -99,7 +99,7 @@ def instruction_set() -> str:
     here = [*(native().supported() if native() else []), "numpy"]
     wanted = os.environ.get("CROSSREDUCE_KERNELS") or here[0]
     if wanted not in here:
-        problem = "CROSSREDUCE_KERNELS names kernels that this machine cannot run."
+        problem = "CROSSREDUCE_KERNELS names kernels that this machine or this build cannot run."
         raise BackendError.of(problem, shown(wanted), "one of " + ", ".join(here))
     return wanted
 
@@ -173,7 +173,7 @@ def threads() -> int:
     """Return the number of threads of one reduction.
 
     This is ``CROSSREDUCE_NUM_THREADS``; else the number of CPUs that the process may use, but at most
-    ``OMP_NUM_THREADS`` (of a list the first; values that OpenMP would reject are ignored).
+    ``OMP_NUM_THREADS`` (of a list its first number; values that OpenMP would reject are ignored).
 
     Raises:
       ArgumentError: ``CROSSREDUCE_NUM_THREADS`` is not an integer from 1 to 4096.
@@ -190,5 +190,5 @@ def threads() -> int:
 
 
 def _count(text: str) -> int | None:
-    """Return a text as a number of threads, or ``None``."""
+    """Return the number of threads that a text states; ``None``: it is not an integer from 1 to 4096."""
     return int(text) if re.fullmatch(r"\s*[0-9]{1,8}\s*", text) and 0 < int(text) <= 4096 else None

@@ -13,14 +13,14 @@ def find_overlap(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int
 
     Args:
       extents: ``(start, stop, tensor, result)``: the addresses of an array's first byte and of the byte after its
-        last; ``result`` is -1 for a source. A source that is itself a result is left out.
+        last; ``result`` is -1 for a source. The caller leaves out a source that is itself a result.
     Returns:
       The ``(tensor, result)``, or ``None``. Empty arrays share nothing.
 
     >>> find_overlap([(0, 8, 0, 0), (8, 16, 0, 1), (0, 4, 1, -1)])
     (0, 0)
     """
-    reached = reached_by_result = (0, 0, -1)  # the furthest end of the arrays so far, and which result it is
+    reached = reached_by_result = (0, 0, -1)  # (stop, tensor, result) of the array, the result, that ends last so far
     for start, stop, tensor, result in sorted(extent for extent in extents if extent[1] > extent[0]):
         other = reached if result >= 0 else reached_by_result
         if other[0] > start:

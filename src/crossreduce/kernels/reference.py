@@ -1,7 +1,7 @@
 """The kernels in NumPy: the fallback where the extension was not built, and the oracle of the compiled kernels.
 
-Input and output are those of ``crossreduce.kernels``, and the results are equal bit for bit. One thread runs the whole
-program on one tile after another.
+Input and output are those of ``crossreduce.kernels``, and the results have the same bits as the compiled kernels'. One
+thread runs the whole program on one tile after another.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from .overlap import find_overlap
 
-# The elements of a tile: intermediate values fit the second-level cache, and the cost of a call is small per element.
+# The elements of a tile: few enough for the second-level cache, and so many that the cost of a NumPy call is small.
 _TILE: Final = 1 << 15
-_Rows = Sequence[Sequence[Any]]  # for each tensor, the arrays of its replicas
+_Rows = Sequence[Sequence[Any]]  # for each tensor, its sources or its results
 
 
 def _reals(x: Any) -> Any:
@@ -38,7 +38,7 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def _product(a: Any, b: Any) -> Any:
-    """Return the product; that of complex numbers from four real products, each rounded."""
+    """Return the product; a product of complex numbers consists of four real products, each rounded."""
     if a.dtype.kind != "c":
         return _first_nan(np.multiply, a, b)
     out = np.empty(a.shape, a.dtype)
@@ -156,17 +156,17 @@ class ReferenceKernel:
                 value = (_reals(value) / value.real.dtype.type(self._divisor)).view(value.dtype)
             finished[operand] = value if value.dtype == result else _rounded(value, result)
             if len(set(wanted)) > 1:
-                finished[operand] = finished[operand].copy()  # a view of a source that another result overwrites
+                finished[operand] = finished[operand].copy()  # else a view of a source, which a result may overwrite
         for out, operand in zip(outs, wanted, strict=True):
             out[start:stop] = finished[operand]
 
 
 def _overlap(ins: list[list[Any]], outs: list[list[Any]]) -> tuple[int, int] | None:
-    """Return a result that shares memory with another result, or with a source unless it is that source.
+    """Return a result that shares memory with another result, or with a source unless it is exactly that source.
 
     As in the compiled kernels, an array occupies all the memory from its first byte to its last.
     """
-    extents: list[tuple[int, int, int, int]] = []  # start, stop, tensor; result, or -1 for a source
+    extents: list[tuple[int, int, int, int]] = []  # start, stop, tensor, and the result or -1 (a source)
     for tensor, (sources, results) in enumerate(zip(ins, outs, strict=True)):
         own = [np.lib.array_utils.byte_bounds(x) for x in results]
         extents.extend((*bounds, tensor, number) for number, bounds in enumerate(own))

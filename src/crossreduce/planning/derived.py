@@ -13,7 +13,7 @@ def reduce_scatter(schedule: Schedule) -> Schedule:
     """Return the steps of an all-reduce that bring each chunk to one device, the same number of chunks to each.
 
     A chunk belongs to the device on which it is first complete, if that gives every device the same number of chunks;
-    otherwise chunks are assigned to the devices in turn. The parts are in the order of the devices.
+    otherwise chunks are assigned to the devices in turn. The chunks are sorted by the devices that they belong to.
 
     >>> from crossreduce.planning import direct
     >>> print(reduce_scatter(direct(["cpu:0", "cpu:1"])))
@@ -41,7 +41,7 @@ def reduce_scatter(schedule: Schedule) -> Schedule:
 
 
 def all_gather(scattered: Schedule) -> Schedule:
-    """Return a reduce-scatter backwards: a device receives from the devices to which it sent."""
+    """Return the all-gather that is a reduce-scatter backwards: a device receives from those to which it sent."""
     complete = [{chunk.destinations[0]} for chunk in scattered.chunks]
     rounds: list[list[Step]] = []
     for steps in reversed(scattered.rounds):

@@ -21,8 +21,8 @@ _MOST_LETTERS: Final = 160
 class Shape(NamedTuple):
     """The trees of a schedule."""
 
-    k: Fraction  # the average number of unit trees per root; a unit is the greatest common part of all chunks
-    roots: tuple[str, ...]  # the devices that combine a chunk to the end; for a copy, its source
+    k: Fraction  # the average number of unit trees per root; a unit is the largest part that divides all chunks
+    roots: tuple[str, ...]  # the devices that compute a chunk's final value; if nothing is reduced, its source
     depth: int  # the most hops from a device to the root of a chunk, or back
     # For each chunk and each of its roots: its share, the root, and the edges of its tree, child -> parent. Children
     # send to their parents; if nothing is reduced, parents send to their children.
@@ -86,7 +86,7 @@ def shape(schedule: Schedule) -> Shape:
 
 
 def _senders(value: _Value, names: tuple[str, ...]) -> dict[str, str]:
-    """Return for each device whose data reaches a value the device to which it sends."""
+    """Return, for each device whose data reaches a value, the device to which it sends."""
     parents: dict[str, str] = {}
     left = [value]
     for parent in left:
@@ -175,7 +175,7 @@ def _side(limit: Bound, here: tuple[str, ...], links: dict[str, tuple[int, Fract
     if len(here) > 1:
         name = f"{{{name}}}"
     if len(hosts) == 1 and "" not in hosts and len(there) == len(here) < len(limit.devices):
-        (name,), noun = hosts, "NIC"  # all devices of one host, so the links are its network
+        (name,), noun = hosts, "NIC"  # these are all devices of one host, so the links are its network cards
     if len(set(links.values())) == 1:
         links = {" and ".join(links): next(iter(links.values()))}
     return " and ".join(

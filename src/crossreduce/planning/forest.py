@@ -23,7 +23,7 @@ from .topologies import NeutralTopology, neutral, reachable, require_routes
 from .trees.fitting import fit_trees
 from .trees.schedule import Tree, TreeShare, depth, reversed_tree, trees_to_schedule
 
-_MOST_KINDS: Final = 3  # helpers of at most this many different bandwidths are tried, each with a plan
+_MOST_KINDS: Final = 3  # at most so many sets of ``_helpers`` are tried besides the empty one
 
 Pair = tuple[str, str]
 
@@ -32,7 +32,7 @@ class Forest(NamedTuple):
     """A schedule of packed trees."""
 
     schedule: Schedule  # one chunk per tree
-    k: Fraction  # the average number of unit trees per root; a unit is the greatest common part of all trees
+    k: Fraction  # the average number of unit trees per root; a unit is the largest part that divides all trees
     trees: int  # the number of different trees
     depth: int  # links from root to leaf, without switches, in the deepest tree
 
@@ -81,9 +81,10 @@ def forest(request: Request) -> Forest:
 
 
 def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return sets of nodes that reduce in addition to the members: none, the widest, these and the next, and so on.
+    """Return sets of nodes that reduce besides the members: none, those of the most bandwidth, also the next, ...
 
-    All trees pass them: this is faster with the wide switch of a machine, slower with a narrow one between machines.
+    Every tree passes all nodes of the set: this is faster with a switch of much bandwidth inside a machine, slower with
+    one of little bandwidth between machines.
     """
     widths: defaultdict[Fraction, list[str]] = defaultdict(list)
     able = [switch.name for switch in topology.switches if switch.reduces]
@@ -129,7 +130,7 @@ def _forest(seen: NeutralTopology, request: Request) -> Forest:
 def _all_reduce(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:
     """Return the trees of an all-reduce, into and out of the same roots, and k."""
     found = optimum(topology)
-    if found.reached <= 0:  # no exact solution: half of every link for each direction
+    if found.reached <= 0:  # no exact solution: half of every link for reductions, half for broadcasts
         half = {pair: bandwidth / 2 for pair, bandwidth in links.items()}
         found = found._replace(roots=dict.fromkeys(topology.devices, Fraction(1)), down=half, up=half)
     roots = {k: found.roots[device] for k, device in enumerate(topology.devices) if found.roots[device]}
@@ -151,7 +152,10 @@ def _backwards(links: dict[Pair, Fraction]) -> dict[Pair, Fraction]:
 
 
 def _pairs(root: int, into: list[Tree], out: list[Tree]) -> list[TreeShare]:
-    """Pair the trees into a root with the trees out of it, share by share."""
+    """Divide a root's data into shares, each with one tree into the root and one tree out of it.
+
+    Both lists of trees divide the data by their weights; a share ends where a part of either list ends.
+    """
     scale = Fraction(sum(tree.weight for tree in out), sum(tree.weight for tree in into))
     ends_in = [end * scale for end in accumulate(tree.weight for tree in into)]
     ends_out = [Fraction(end) for end in accumulate(tree.weight for tree in out)]

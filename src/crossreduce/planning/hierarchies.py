@@ -18,7 +18,7 @@ from .planners import Request, hierarchical_copy_schedule, one_device_schedule
 from .trees.schedule import Tree, TreeShare, trees_to_schedule
 
 MOST_DEVICES: Final = 128  # the most devices for which trees are grown edge by edge: all pairs are compared
-MOST_EDGES: Final = 1024  # the product of devices and packs up to which trees are grown
+MOST_NODES: Final = 1024  # the most nodes of all trees together: the product of devices and packs
 KINDS: Final = ("widest", "shortest", "load_aware")
 
 
@@ -31,7 +31,7 @@ class _Edge(NamedTuple):
 
 
 def hierarchies(topology: Topology, request: Request) -> list[Schedule]:
-    """Return the schedules of a request by ``hierarchical_copy``, of which the bytes of the buffer select the fastest.
+    """Return the schedules of a request by ``hierarchical_copy``; which is the fastest depends on the buffer's bytes.
 
     They are ``one_device``; two halves as groups, as in TensorFlow; the islands of the topology as groups, such as the
     boards of a DGX-1; and spanning trees of the links: see ``tree_schedules``. With a root of all packs, only the first
@@ -52,16 +52,16 @@ def hierarchies(topology: Topology, request: Request) -> list[Schedule]:
 
 
 def tree_schedules(topology: Topology, request: Request) -> list[Schedule]:
-    """Return schedules with one tree per pack, for each kind of tree; none above ``MOST_DEVICES`` or ``MOST_EDGES``.
+    """Return schedules with one tree per pack, for each kind of tree; none above ``MOST_DEVICES`` or ``MOST_NODES``.
 
-    - widest: the tree that is extended by the fastest link next, so it contains all of an island before a link between
-      islands;
+    - widest: the fastest link that leads out of the tree is added next, so the tree contains all of an island before a
+      link between islands;
     - shortest: the tree of the fewest hops to the root, and of these the fastest links;
-    - load_aware: like widest, but a link that the tree uses already counts as slower by that factor. If one switch
+    - load_aware: like widest, but a link that the tree already uses k times counts as k + 1 times slower. If one switch
       joins all devices, this is a chain.
     """
     members, packs = request.members, request.packs
-    if len(members) > MOST_DEVICES or len(members) * packs > MOST_EDGES:
+    if len(members) > MOST_DEVICES or len(members) * packs > MOST_NODES:
         return []
     destinations = frozenset(request.destinations)
     roots = [s for s in request.sources if s in destinations] or list(request.sources)

@@ -2,7 +2,7 @@
 
 Input: lists of devices in any spelling; or a ``Request`` with canonical names. Output: a schedule. Each algorithm has a
 public planner, such as ``ring``, and a counterpart for requests, which the registry lists. All public planners have the
-arguments and errors of ``one_device``. ``first`` has no effect on ``one_shot`` and the two ``*_doubling`` planners.
+arguments (except ``root``) and errors of ``one_device``. ``first`` has no effect on ``one_shot`` or ``*_doubling``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def one_device(
     ``ReductionToOneDevice`` does the same.
 
     Args:
-      devices: names, in the order in which components are combined.
+      devices: names, in the order in which contributions are combined.
       sources: the devices that contribute; ``None``: all.
       destinations: the devices that need the result; ``None``: all.
       packs: the number of equal packs of the buffer.
@@ -241,7 +241,7 @@ def halving_doubling(
 
     It sends as few bytes as a ring, in 2 log2(n) rounds. If the number of sources is not a power of two, each source
     beyond the largest power first adds its data to that of a partner, and receives the result from it at the end, in
-    2 more rounds. If the destinations do not include all paired sources, every destination copies its chunks from the
+    2 more rounds. If one of the other sources is not a destination, every destination copies its chunks from the
     devices that reduced them. Sources are paired in the order of ``devices``.
 
     >>> len(halving_doubling([f"cpu:{k}" for k in range(8)]).rounds)
@@ -297,7 +297,7 @@ def recursive_doubling(
     them every device sends its whole buffer. If the number of sources is not a power of two, each source beyond the
     largest power first adds its data to that of a partner, and receives the result from it at the end, in 2 more
     rounds. Both devices of a pair combine their values in the same order, so every destination receives the same bits.
-    Sources are paired in the order of ``devices``. Destinations that are not paired receive the result at the end,
+    Sources are paired in the order of ``devices``. Destinations that are not sources receive the result at the end,
     along a binomial tree. Exchanges that no destination needs are left out, so a reduce to one device is a binomial
     tree, too.
 

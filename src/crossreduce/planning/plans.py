@@ -151,14 +151,14 @@ def plan(
     Args:
       topology: any in which data can get from every source to every destination.
       collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
-      nbytes: of the whole buffer: of one replica's, for an all-reduce; of all parts together, for an all-gather. 0 is
-        valid and takes no time.
-      algorithm: its name, or "auto" (or "nccl"): the fastest one in simulation.
+      nbytes: the size of the whole buffer: of one replica's, for an all-reduce; of all parts together, for an
+        all-gather. 0 is valid and takes no time.
+      algorithm: the name of an algorithm, or "auto" (or "nccl"): the fastest one in simulation.
       sources: the devices that contribute; ``None``: all (the root, for a broadcast).
       destinations: the devices that need the result; ``None``: all (the root, for a reduce). Other devices may forward
         data.
-      root: of a reduce or broadcast; ``None``: the one with the greatest bound. For an all-reduce by one_device or
-        hierarchical_copy: the device that reduces.
+      root: the root of a reduce or broadcast; ``None``: the one with the greatest bound. For an all-reduce by
+        one_device or hierarchical_copy: the device that reduces.
       packs: for one_device and hierarchical_copy: the number of trees, with different roots, that share the buffer.
     Returns:
       A plan whose schedule is verified; the same request costs one lookup.

@@ -58,7 +58,7 @@ def ring_orders(topology: Topology, devices: tuple[str, ...]) -> tuple[tuple[str
     speeds = topology.speeds
     unit = min((speeds[pair] for route in routes.values() for pair in route), default=1)
     best: list[tuple[str, ...]] = []
-    # All rings start at the first device, or each starts at another one, to leave a host over different links.
+    # Two searches: all rings start at the first device, or each at another one, to leave a host over different links.
     for rotates in (False, True):
         left = speeds.copy()
         rings: list[tuple[str, ...]] = []

@@ -73,7 +73,7 @@ def _forest(request: Request) -> list[Schedule]:
 REGISTRY: Final[dict[str, Algorithm]] = {
     "one_device": Algorithm(_one(planners.one_device_schedule), planners.one_device, has_root=True, most_devices=None),
     "hierarchical_copy": Algorithm(_hierarchical_copy, planners.hierarchical_copy, has_root=True, most_devices=None),
-    "ring": Algorithm(_ring, planners.ring, scatter=(1, 1)),  # the last device of chunk k is then device k
+    "ring": Algorithm(_ring, planners.ring, scatter=(1, 1)),  # device k is then the first to complete chunk k
     "halving_doubling": Algorithm(_one(planners.halving_doubling_schedule), planners.halving_doubling),
     "recursive_doubling": Algorithm(_one(planners.recursive_doubling_schedule), planners.recursive_doubling),
     "direct": Algorithm(_one(planners.direct_schedule), planners.direct, scatter=(1, 0)),
@@ -163,7 +163,7 @@ def fastest(request: Request) -> tuple[Schedule, float]:
 
 
 def _tried(topology: Topology, request: Request) -> list[Request]:
-    """Return the requests to named algorithms that a request stands for."""
+    """Return the requests that are tried for a request, each with the name of one algorithm."""
     if request.algorithm not in CHOICES:
         return [request]
     n, root = len({*request.sources, *request.destinations}), request.root

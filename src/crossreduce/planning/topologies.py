@@ -1,6 +1,6 @@
 """Views of topologies: the nodes that data can reach, and the same links under neutral names.
 
-Equal links have equal neutral topologies, so their plans are made once.
+Devices with equal links have equal neutral topologies, so their plans are made once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NeutralTopology(NamedTuple):
 def neutral(topology: Topology, members: tuple[str, ...], helpers: tuple[str, ...] | None = None) -> NeutralTopology:
     """Return a topology whose devices are the members and helpers, which reduce, and whose other nodes are switches.
 
-    Without ``helpers``, every other node that can reduce (a reducing switch or a device) is a switch that reduces.
+    ``helpers=None``: every other node that can reduce (a reducing switch or a device) is a switch that reduces.
     """
     inside = (*members, *(helpers or ()))
     reducing: set[str] = set()

@@ -1,9 +1,9 @@
 """Bootstrap: the ranks of a group find out which of them share a host, and share memory there.
 
-Input: a rendezvous, and the bytes that a host's ranks need. Output: the hosts, a file descriptor of this host's memory,
-and the number of CPUs of its ranks. Ranks are on one host if the kernel's identifiers are equal and one of them could
-send its memory to all others. The memory has no name in the file system, so nothing is left behind however a process
-ends.
+Input: a rendezvous, and the number of bytes that a host's ranks need. Output: the hosts, a file descriptor of this
+host's memory, and the number of CPUs of its ranks. Ranks are on one host if their identifiers (``_identity``) are equal
+and one of them could send its memory to all others. The memory has no name in the file system, so nothing is left
+behind however a process ends.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; kernels before
 
 
 class BootstrapResult(NamedTuple):
-    """The ranks of each host, hosts in the order of their lowest ranks, and ``host``: the ranks of this rank's host.
+    """``hosts``: the ranks of each host, in the order of the hosts' lowest ranks. ``host``: the ranks of this host.
 
-    ``fd`` is memory that the ranks of ``host`` share, zeroed; the caller closes it. ``cpus`` is the number of CPUs on
-    which any of them may run; launchers may bind each rank to CPUs of its own.
+    ``fd``: the memory that the ranks of ``host`` share, zeroed; the caller closes it. ``cpus``: the number of CPUs on
+    which at least one of these ranks may run; launchers may bind each rank to CPUs of its own.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -47,7 +47,7 @@ class BootstrapResult(NamedTuple):
 
 
 class _HostInfo(NamedTuple):
-    """What a rank tells all others. Ranks with equal identities may share memory, which is sent to socket ``name``."""
+    """What a rank sends to all others. Ranks of equal ``identity`` may share memory, sent to the socket ``name``."""
 
     identity: list[str]
     name: str
@@ -61,13 +61,13 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
 
     Args:
       rendezvous: where the ranks meet; it is used three times.
-      nbytes: returns the bytes that the ranks of one host share, given their number.
+      nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks.
     Raises:
-      ReductionError: there is not enough memory even for one rank.
+      ReductionError: a rank cannot allocate memory even for itself alone.
       CollectiveTimeout: some ranks did not reach the rendezvous in time.
     """
     name, cpus = f"crossreduce-{secrets.token_hex(16)}", sorted(os.sched_getaffinity(0))
-    own = _HostInfo(_identity() or [name], name, cpus)  # a rank that cannot be identified is a host of its own
+    own = _HostInfo(_identity() or [name], name, cpus)  # without identifiers it shares no memory
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind("\0" + name)
         listener.listen(1)
@@ -93,9 +93,15 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
             if ranks not in map(list, hosts):
                 if rendezvous.rank == ranks[0]:
                     listed = ", ".join(map(str, ranks))
-                    text = f"ranks {listed} are on one host but could not share memory; each is now its own host."
+                    text = (
+                        f"ranks {listed} are on one host but could not share memory; "
+                        "each is now treated as if it were alone on a host."
+                    )
                     why = "; ".join(problems[rank] for rank in ranks if problems[rank])
-                    remedy = "more memory for the container, or CROSSREDUCE_HOST set to another text on each host"
+                    remedy = (
+                        "more memory for the container, or a different CROSSREDUCE_HOST in each container that cannot "
+                        "share memory with the others"
+                    )
                     _LOG.warning("%s", message(text, why, remedy))
                 if fd >= 0:
                     os.close(fd)
@@ -104,7 +110,7 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
                     fd = _memory(size)
                 except OSError as error:
                     given = f"{size} bytes: {error}"
-                    raise ReductionError.of("there is not enough memory.", given, "a larger memory limit") from error
+                    raise ReductionError.of("memory could not be allocated.", given, "a larger memory limit") from error
         except BaseException:
             if fd >= 0:
                 os.close(fd)
@@ -124,7 +130,7 @@ def _identity() -> list[str]:
 
 
 def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the hosts: the ranks of one identity, or single ranks if one of them had a problem.
+    """Return the ranks of each host: all those of one identity, or each alone if one of them had a problem.
 
     >>> _hosts([_HostInfo(["a"], "", [])] * 2 + [_HostInfo(["b"], "", [])] * 2, ["", "", "", "broken"])
     ((0, 1), (2,), (3,))
@@ -139,9 +145,9 @@ def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[i
 
 
 def _memory(nbytes: int) -> int:
-    """Return allocated memory of fixed size that only this user can open."""
+    """Return a file descriptor of allocated memory of fixed size that only this user can open."""
     available = _available()
-    if nbytes > available:  # the kernel would kill processes before it refused to allocate
+    if nbytes > available:  # Linux would kill processes before it refused to allocate
         raise OSError(errno.ENOMEM, f"{available} bytes are available")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
@@ -177,7 +183,7 @@ def _available() -> int:
             root, limit, usage, cache = version
             top = Path(_CGROUPS, root)
             own = top / group.lstrip("/")
-            for place in (own, *own.parents):  # a parent may have the limit; in a container, top may be this group
+            for place in (own, *own.parents):  # a parent may have the limit; in a container, ``top`` may be ``group``
                 with suppress(OSError, ValueError, KeyError):  # without a limit the file is missing or contains "max"
                     stats = dict(line.split() for line in Path(place, "memory.stat").read_text().splitlines())
                     most, used = (int(Path(place, name).read_text()) for name in (limit, usage))
@@ -198,7 +204,7 @@ def _send_to_all(fd: int, names: Sequence[str]) -> None:
 
 
 def _received(listener: Any, nbytes: int) -> int:
-    """Return the memory that another rank sent to this rank's listener."""
+    """Return the file descriptor of the memory that another rank sent to this rank's listener."""
     connection, _ = listener.accept()
     with connection:
         connection.setblocking(False)
@@ -210,7 +216,7 @@ def _received(listener: Any, nbytes: int) -> int:
         size = os.fstat(fds[0]).st_size
         if size < nbytes:  # the other rank has another version of the library
             os.close(fds[0])
-            raise OSError(errno.EBADMSG, f"it has {size} bytes, not {nbytes}")
+            raise OSError(errno.EBADMSG, f"the received memory has {size} bytes, not {nbytes}")
         return int(fds[0])
 
 

@@ -32,7 +32,7 @@ _CACHED_STAGES: Final = 1 << 15  # the most stages that are cached; on 8 ranks a
 class ArrayView(NamedTuple):
     """An array in C order: its address, its number of elements and the name of their dtype.
 
-    ``shape`` appears in messages; ranks whose shapes differ are reported.
+    ``shape`` is a part of the call's description: a call fails if it is not the same on all ranks.
     """
 
     address: int
@@ -50,7 +50,7 @@ class Communicator(Member):
     Args:
       rendezvous: where the ranks meet.
       transport: carries messages between hosts; ``None`` if all ranks are on one host.
-      name: the group's, in messages.
+      name: the group's name in messages.
       timeout_s: how long a call waits for other ranks, in seconds.
       global_ranks: the ranks' numbers in messages and errors, such as those in a larger group; ``None``: 0, 1, ...
     Raises:
@@ -58,7 +58,7 @@ class Communicator(Member):
       CollectiveTimeout: some ranks did not reach the rendezvous in time.
       ContextError: two ranks are in one process.
       MismatchError: the ranks have different versions of crossreduce.
-      ReductionError: a rank has no memory, or cannot map the memory that its host shares.
+      ReductionError: a rank cannot allocate memory, or cannot map the memory that its host shares.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class Communicator(Member):
         """Check that all ranks pass the same text, and move nothing.
 
         Raises:
-          MismatchError: they do not.
+          MismatchError: the texts differ.
         """
         self._run(text, lambda: self.engine.compile("", 0, copying("uint8"), None, encoded_text(text)), ())
 
     def plan_on(self, topology: Topology) -> None:
-        """Plan calls between hosts on these links from now on; all ranks pass the same (see ``measurement``)."""
+        """Plan later calls between hosts on the links of ``topology``, the same on all ranks (see ``measurement``)."""
         if self._remote is not None:
             with self._lock:
                 self._remote.topology = topology
@@ -163,7 +163,7 @@ class Communicator(Member):
             raise
 
     def supports(self, collective: str, op: ReduceOp | None = None, dtype: str = "uint8") -> bool:
-        """Return whether this communicator runs a call. Another engine has to run any other call, after ``agree``."""
+        """Return whether this communicator can run a call. The caller has to run any other call, after ``agree``."""
         if self._remote is not None and collective not in COLLECTIVES:
             return False
         with suppress(UnsupportedError):
@@ -207,13 +207,13 @@ class Communicator(Member):
     def _collective(
         self, name: str, op: ReduceOp | None, array: ArrayView, addresses: tuple[int, ...], root: int | None
     ) -> None:
-        """Run a collective, which copies arrays like ``array``, or reduces them by ``op``."""
+        """Run a collective on arrays of ``array``'s size and dtype: reduce them by ``op``; ``None``: copy them."""
 
         def compiled() -> RankExecutable:
             numbers = copying(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size)
             if self._remote is not None and name not in COLLECTIVES:
                 problem = f"{name} is not supported between hosts."
-                remedy = "another engine: check supports(), then call agree()"
+                remedy = "another library for this call, whenever supports() returns False; call agree() before"
                 raise UnsupportedError.of(problem, f"{len(self.hosts)} hosts", remedy)
             text = call_text(name, op and op.value, root, array.dtype, array.shape)
             return self.engine.compile(name, array.size, numbers, root, encoded_text(text))
@@ -276,7 +276,7 @@ class Communicator(Member):
             raise ContextError.of(problem, f"process {os.getpid()}", "make the group after the fork, or spawn")
         if self._caller == thread:
             problem = f'this thread is already in a call of group "{self.name}".'
-            raise ContextError.of(problem, "a call in a signal handler", "close() or abort() there")
+            raise ContextError.of(problem, "a call in a signal handler", "only close() or abort() in a handler")
         self._require_open()  # before the lock, too: a signal handler may run while this thread closes the group
 
     def _require_open(self) -> None:
@@ -288,7 +288,7 @@ class Communicator(Member):
         self._require_open()
         if self._broken is not None:
             raise renewed(self._broken)
-        if self.memory.running:  # a call was interrupted, perhaps a second time before it could abort the group
+        if self.memory.running:  # an interrupted call has not aborted the group: Ctrl-C came twice, for example
             self._abort(self._lost([self.rank], "was interrupted"))
             self._raise_broken()
 
@@ -307,7 +307,7 @@ class Communicator(Member):
             raise ArgumentError.of(problem, f"rank {self.rank} {'passed' if has_all else 'did not pass'} them")
 
     def _check(self, first: ArrayView | None = None, *others: ArrayView, count: int | None = None) -> None:
-        """Raise unless arrays have the same size and dtype, and there are ``count`` of them."""
+        """Raise unless all arrays have the same size and dtype, and ``others`` are ``count`` arrays."""
         if count is not None and len(others) != count:
             raise ArgumentError.of("there must be one array per rank.", f"{len(others)} for {count} ranks")
         assert first is not None, "a group has at least one rank"

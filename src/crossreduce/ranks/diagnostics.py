@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from ..errors import message, rank_list
 
-DOCTOR: Final = "crossreduce doctor"  # followed by DIR, which is replaced by the directory if there is one
+DOCTOR: Final = "crossreduce doctor"  # in texts followed by DIR, for which the dump's directory is substituted
 UNUSABLE: Final = "The group cannot be used again. Restart the job."
 _MAX_CALLS: Final = 8  # the most different calls that one text lists
 _ARRAY: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
@@ -56,8 +56,8 @@ def call_text(
 def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     """Return the text of the ``MismatchError`` that all ranks of a group raise.
 
-    The call of the most ranks counts as the correct one; of equally frequent calls, that of the lowest rank. ``calls``
-    has the call of each rank of the group, of which at least two differ, and is the same on all ranks.
+    The call that most ranks made counts as the correct one; of equally frequent calls, that of the lowest rank.
+    ``calls``: the call of each rank of the group; at least two differ. All ranks pass the same ``calls``.
 
     >>> few, many = CallSignature(17, "all_reduce sum float32[10]"), CallSignature(17, "all_reduce sum float32[12]")
     >>> print(mismatch_text({0: many, 1: many, 2: few, 3: many}, "world"))
@@ -69,7 +69,7 @@ def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     for rank in sorted(calls):
         ranks_of.setdefault(calls[rank], []).append(rank)
     assert len(ranks_of) > 1, "the ranks agree"
-    # Sorting keeps the order of equal elements, which is that of their lowest ranks.
+    # Sorting is stable: equally frequent calls stay in the order of their lowest ranks.
     ordered = sorted(ranks_of, key=lambda call: -len(ranks_of[call]))
     usual, others = ordered[0], ordered[1:]
     few = [rank for call in others for rank in ranks_of[call]]

@@ -48,8 +48,8 @@ class PeerTimeout(PeerError, TimeoutError):  # noqa: N818 - becomes a Collective
 class PieceMemory(NamedTuple):
     """Where the values of a piece are in the memory of the piece, which has ``nbytes`` bytes.
 
-    ``places``: for each local value its offset and size in bytes, and its elements. ``results_at``: where the results
-    of all chunks begin; they follow each other in the order of the chunks.
+    ``places``: for each local value its offset and size in bytes, and its number of elements. ``results_at``: the
+    offset at which the results of all chunks begin; they follow each other in the order of the chunks.
     """
 
     places: tuple[tuple[int, int, int], ...]
@@ -65,7 +65,7 @@ class ExchangeProgram(NamedTuple):
     pieces: tuple[PieceMemory, ...]  # the memory of each piece
     numbers: Numbers  # how values are computed; partial results have the accumulator's dtype
     lag: int  # stages from a round of a piece to its next
-    delay: int  # the number of stages after its own in which a piece is complete
+    delay: int  # a piece that enters in stage t is complete in stage t + delay
     window: int  # the number of pieces that have memory at the same time
     room: int  # bytes of each piece's memory
 
@@ -88,7 +88,7 @@ def _lag(pieces: int) -> int:
 
 
 def delay(program: Program, pieces: int) -> int:
-    """Return the number of stages after its own in which a piece is complete, 1 at least."""
+    """Return the number of stages from a piece's first to the one that completes it, at least 1."""
     return max(1, _lag(pieces) * program.round_count - 1)
 
 
@@ -114,7 +114,7 @@ def exchange_program(
 
 @lru_cache(maxsize=4096)
 def _piece_memory(part: DeviceProgram, program: Program, size: int, numbers: Numbers, has_results: bool) -> PieceMemory:
-    """Lay out the values of a piece: its partial result, its results unless that ``has_results``, then all others."""
+    """Lay out a piece's values: partial result, then results (``has_results``: they are the same), then all others."""
     spans = program.spans(size)
     partial, result = itemsize(numbers.accumulator), itemsize(numbers.result)
     kept = set() if has_results else {value for value in part.results if value >= 0}
@@ -238,9 +238,9 @@ def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
 def all_equal(
     digest: bytes, peers: tuple[int, ...], host: int, transport: Transport, tag: int, timeout_s: float
 ) -> bool:
-    """Exchange digests of one length with the ranks ``peers`` of all hosts and return whether all are equal.
+    """Exchange digests of equal length with the ranks ``peers`` of all hosts and return whether all are equal.
 
-    ``host`` is this one's number. Raises ``PeerError`` if a rank of another host was lost or is late.
+    ``host`` is this host's number. Raises ``PeerError`` if a rank of another host was lost or is late.
     """
     size = len(digest)
     own = ctypes.create_string_buffer(digest, size)
@@ -258,8 +258,9 @@ def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int)
 
     Args:
       size: elements, of ``nbytes`` bytes each.
-      smallest, largest: bytes of the first and the last pieces, and of a piece at most, unless one element is larger.
-      depth: the number of small pieces at either end: the number of stages that the first piece needs.
+      smallest: bytes of the first and the last pieces, unless one element is larger.
+      largest: the most bytes of any piece, with the same exception.
+      depth: the number of smallest pieces at either end, as many as the stages that the first piece needs.
 
     >>> piece_sizes(1000, 4, 400, 1200, 1), piece_sizes(90, 4, 400, 1200, 1), piece_sizes(0, 4, 400, 1200, 1)
     ((100, 200, 200, 200, 200, 100), (90,), (0,))

@@ -2,7 +2,7 @@
 
 Input: the last calls of all ranks of a host, which shared memory records. Output: ``DIR/rank<r>.json``, written
 completely or not at all, and readable by this user only. The files contain no environment variables, which may be
-secret, and stacks without values.
+secret, and stacks without the values of variables.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Thread(NamedTuple):
 class Dump(NamedTuple):
     """The content of one rank's file. ``cause``: the text of the error that broke the group.
 
-    ``token`` differs between groups of one name; ``time`` is calendar time, and ``now_s`` has the clock of ``Op``;
-    ``histories`` are those of all ranks of this host.
+    ``token`` differs between groups of one name. ``time`` is the calendar time of the dump; ``now_s`` is the same time
+    on the clock of ``Op``. ``histories`` are those of all ranks of this host.
     """
 
     group: str
@@ -207,7 +207,7 @@ def _threads() -> tuple[Thread, ...]:
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
     threads = []
-    while frames:  # emptied, since it contains this frame: a reference cycle would keep the group's memory
+    while frames:  # emptied: this frame is in it, and that reference cycle would keep the group's memory
         ident, frame = frames.pop(0)
         stack = (Frame(x.filename, x.lineno or 0, x.name, x.line or "") for x in traceback.extract_stack(frame))
         threads.append(Thread(names.get(ident, "unknown"), tuple(stack)))

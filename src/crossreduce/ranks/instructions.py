@@ -1,7 +1,7 @@
 """Instructions of ranks, how the pieces of an array are pipelined, and the compiled form that runs.
 
-Input: instructions for each phase of each piece. Output: stages, and the native ``RankProgram``. Which instructions a
-rank executes is up to ``programs``.
+Input: instructions for each phase of each piece. Output: stages, and the native ``RankProgram``. ``programs`` decides
+which instructions a rank executes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..packing import itemsize
 
 
 class BufferReference(NamedTuple):
-    """Where an operand is: ``offset`` bytes into rank ``region``'s slot, or, for ``~k``, into the caller's buffer k."""
+    """A place: ``offset`` bytes into rank ``region``'s slot, or, for region ``~k``, into the caller's buffer k."""
 
     region: int
     offset: int
@@ -37,12 +37,13 @@ class RankInstruction(NamedTuple):
     streaming: bool = False
 
 
-# A phase of all pieces: its delay and the instructions of a piece. Piece j executes the phase in stage j + delay.
+# A phase: its delay, and a function from the number of a piece to its instructions. Piece j executes them in stage
+# j + delay.
 Phase = tuple[int, Callable[[int], list[RankInstruction]]]
 
 
 class ArrayPlaces(NamedTuple):
-    """Where an array is: the number of the caller's buffer, and for each piece the offset of its first element."""
+    """Where an array is: the number of the caller's buffer, and for each piece the offset of its start in bytes."""
 
     buffer: int
     starts: tuple[int, ...]
@@ -62,7 +63,7 @@ def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
 
 
 def joined(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
-    """Join instructions whose operands and results continue each other."""
+    """Join each instruction whose operands and results begin where those of the one before it end to that one."""
     made: list[RankInstruction] = []
     for following in instructions:
         if made and _continues(made[-1], following):
@@ -73,7 +74,7 @@ def joined(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
 
 
 def _continues(one: RankInstruction, following: RankInstruction) -> bool:
-    """Return whether an instruction is equal to the one before it, at the places where that one ends."""
+    """Return whether ``following`` does the same as ``one`` with the elements that follow those of ``one``."""
 
     def after(places: tuple[BufferReference, ...], dtype: str) -> tuple[BufferReference, ...]:
         return tuple(BufferReference(region, offset + one.size * itemsize(dtype)) for region, offset in places)
@@ -83,7 +84,7 @@ def _continues(one: RankInstruction, following: RankInstruction) -> bool:
 
 
 def pipelined(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[RankInstruction]]:
-    """Return the stages in which all of some pieces are executed. ``depth``: the largest delay of a phase."""
+    """Return the stages that execute all phases of ``pieces`` pieces. ``depth``: the largest delay of a phase."""
     stages: list[list[RankInstruction]] = [[] for _ in range(max(pieces, 1) + depth)]
     for piece in range(pieces):
         for delay, instructions in phases:

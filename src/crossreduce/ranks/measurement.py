@@ -27,12 +27,12 @@ from .multi_host import host_names
 
 _TAG: Final = 1  # differs from that of reductions, which may run at the same time
 _PINGS: Final = 9
-_FIRST_BYTES: Final = 1 << 20  # of the first stream; a token bucket may pass some of it at once
+_FIRST_BYTES: Final = 1 << 20  # of the first stream; a link limited by a token bucket may pass some at once
 _MESSAGES: Final = 8
-_STREAMS: Final = 5  # the median counts: other work slows one down, a token bucket speeds one up
+_STREAMS: Final = 5  # the median counts: other work may slow one down, a token bucket speed one up
 _ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts
 _MAX_BYTES: Final = 1 << 25  # the most bytes that are sent in one direction
-_SHARED: Final = 0.75  # a host that receives less than this share of the sum of its links has one cable
+_SHARED: Final = 0.75  # a host that receives less than this share of its links' sum has one cable
 _COPIED_BYTES: Final = 1 << 22  # copied to measure the bandwidth of memory
 _LOCAL_LATENCY_S: Final = 1e-6
 
@@ -42,7 +42,7 @@ class Speeds(NamedTuple):
 
     gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, of two hosts at a time; 0 on the diagonal
     latency_s: tuple[tuple[float, ...], ...]  # row src, column dst, one way
-    cables: tuple[float, ...]  # for each host the bandwidth from all others at once; 0: the sum of its links
+    cables: tuple[float, ...]  # for each host the bandwidth from all others at once; 0: no shared cable
     memory: tuple[float, ...]  # for each host the bandwidth of a copy by one of its ranks while all of them copy
 
 
@@ -52,7 +52,7 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
     All ranks call it together, best while no other program uses the network.
 
     Args:
-      communicator: the group's.
+      communicator: the group's communicator.
       seconds: about how long it may take in all. Slow links take longer, since a minimum of bytes must be sent.
     Returns:
       A device for each rank, in order, named after its host ("host1/cpu:2"). The ranks of a host are joined by a switch
@@ -187,7 +187,7 @@ class _Probe:
             self._wait(pending, other)
 
     def _stream_in(self, other: int, nbytes: int) -> float:
-        """Return the GB/s of a stream of messages, without its first messages, which also contain its start."""
+        """Return the GB/s of a stream of messages after its first two, whose time contains the start of the stream."""
         size = nbytes // _MESSAGES
         arrivals = []
         for pending in [self._receive(other, size, k * size) for k in range(_MESSAGES)]:
@@ -206,7 +206,7 @@ class _Probe:
 
 
 def _gathered(communicator: Communicator, found: dict[str, object]) -> Speeds:
-    """Return the numbers of all ranks; the same on every rank, since all parse the same texts."""
+    """Return the measured speeds of all ranks; the same on every rank, since all parse the same texts."""
     of_ranks = [json.loads(text) for text in communicator.rendezvous.all_gather(json.dumps(found).encode())]
     hosts = communicator.hosts
     count = len(hosts)
@@ -220,11 +220,11 @@ def _gathered(communicator: Communicator, found: dict[str, object]) -> Speeds:
 
 
 def _cables(speeds: Speeds, received: Sequence[float]) -> tuple[float, ...]:
-    """Return the bandwidth of the cables of hosts that receive less from all at once than one by one; 0 for others."""
+    """Return for each host its cable's bandwidth, if its links are slower all at once than one by one; else 0."""
     cables = []
     for dst, together in enumerate(received):
         singly = [row[dst] for row in speeds.gb_per_s]
-        # A burst may make a host look slower than its fastest single link, which is impossible.
+        # A burst may make a link look faster than its cable, which is impossible: the faster number counts.
         cables.append(_rounded(max(together, *singly)) if together < _SHARED * sum(singly) else 0.0)
     return tuple(cables)
 

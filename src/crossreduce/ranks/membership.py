@@ -1,4 +1,4 @@
-"""``Member``: one rank's membership in a group: who the others are, whether they are alive, and why it was aborted.
+"""``Member``: one rank of a group: where the other ranks are, whether they are alive, and why the group was aborted.
 
 Input: a rendezvous, and a transport between hosts. Output: the hosts, their shared memory, and the errors that name the
 ranks at fault, the same on every rank. Collectives are not handled here.
@@ -43,7 +43,7 @@ REMOTE_CAUSE_S: Final = 0.3  # how long a rank waits for another host to publish
 
 
 class PeerInfo(NamedTuple):
-    """What a rank tells all others. ``token``: rank 0's is the group's. ``problem``: why the rank cannot take part."""
+    """What a rank sends to all others. ``token``: rank 0's is the group's. ``problem``: why it cannot take part."""
 
     pid: int
     hostname: str
@@ -106,7 +106,7 @@ class Member(StageRunner):
             given = "; ".join(f"rank {rank}: {peer.problem}" for rank, peer in named if peer.problem)
             problem = "some ranks cannot map the memory that their host shares."
             raise ReductionError.of(problem, given, "a larger limit of address space (ulimit -v)")
-        # A process cannot detect its own locks.
+        # A process cannot detect its own locks, so another rank of this process seems to have ended.
         same = [rank for rank in self.host if self.peers[rank].pid == os.getpid() and not self.memory.alive(rank)]
         if same:
             ranks = ", ".join(str(self.global_ranks[rank]) for rank in sorted([*same, self.rank]))
@@ -230,5 +230,5 @@ class Member(StageRunner):
 
 
 def renewed(error: ReductionError, text: str | None = None) -> ReductionError:
-    """Return a new error of the same kind about the same ranks: one that was raised keeps its traceback."""
+    """Return a new error of the same kind about the same ranks; one raised again would keep its old traceback."""
     return type(error)(str(error) if text is None else text, getattr(error, "ranks", ()))

@@ -43,7 +43,7 @@ _SAME, _DIFFERENT = 1, 2
 
 
 class MultiHostEngine:
-    """Compiles and runs the calls of one rank of several hosts; its methods are those of ``OneHostEngine``.
+    """Compiles and runs one rank's calls in a group on several hosts; its methods are those of ``OneHostEngine``.
 
     ``hosts``: the ranks of each host. ``memory``: that of this rank's host. ``transport``: between hosts.
     """
@@ -59,7 +59,7 @@ class MultiHostEngine:
         self._exchange: Exchange | None = None  # the exchange of the current op
 
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
-        """Return the executable of a call; of size 0 it only compares calls, whatever the collective."""
+        """Return the executable of a call; if ``size`` is 0, it only compares the ranks' calls, as no data moves."""
         if size == 0:
             return RankExecutable(native_program([[]] * 3), 3, text, _digest(text, ""))
         nbytes = itemsize(numbers.dtype)
@@ -92,9 +92,9 @@ class MultiHostEngine:
     ) -> tuple[list[Phase], tuple[list[RankInstruction], ...]]:
         """Return the reduction to the leaders and the distribution of results, as phases for ``pipelined``.
 
-        The second part of the result are the instructions of each piece that a leader executes after the exchange. A
+        The second part of the result is, for each piece, the instructions that a leader executes after the exchange. A
         slot begins with a line of words; the room of the reduction and that of the distribution follow. The exchange's
-        memory is a buffer of the leader, behind the caller's buffers. Results are distributed ``depth`` stages late.
+        memory counts as the leader's buffer after the caller's. Piece j is distributed in stage j + ``depth``.
         """
         everyone, leaders = tuple(range(len(self.ranks))), range(self.leaders)
         me, used = self.ranks.index(self.rank), (LINE,) * len(self.ranks)
@@ -227,7 +227,7 @@ def host_schedule(topology: Topology | None, hosts: int, collective: str, nbytes
       hosts: the number of hosts.
       collective: one of ``COLLECTIVES``.
       nbytes: of an array, rounded up to a power of 2.
-      root: the host, of a reduce or broadcast.
+      root: the root's host, of a reduce or broadcast.
     """
     names = host_names(hosts)
     if topology is None and (hosts == 2 or collective == "all_reduce"):  # optimal, and found without a search

@@ -1,12 +1,11 @@
 """The engine for groups whose ranks are all on one host: a verified schedule for each collective, in shared memory.
 
-Input: a collective, its size and numbers. Output: an executable, which can run any number of times. Sizes appear in
-schedules only as the choice between two all-reduces.
+Input: a collective, its size, and how values are computed. Output: an executable, which can run any number of times.
 
 A large all-reduce or reduce is the ``direct`` schedule with all ranks as owners: each reduces one share. A small one is
-the ``one_shot`` schedule, which needs one barrier less. All others take one round, in which every destination combines
-or copies the originals. Either way values are combined in the order of the ranks, so that the same inputs give the same
-bits on every rank.
+the ``one_shot`` schedule, which needs one barrier less. All other collectives take one round, whatever their size:
+every destination combines or copies the inputs of the sources. In all schedules values are combined in the order of the
+ranks, so that the same inputs give the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class OneHostEngine:
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; callers cache it.
 
-        ``collective`` is a method of ``Communicator``; "": the ranks only compare their calls, which ``text``
-        describes. ``size`` counts the elements of each array.
+        ``collective`` is the name of a method of ``Communicator``; "": the ranks only compare their calls, which
+        ``text`` describes. ``size`` counts the elements of each array.
         """
         stages: Sequence[Any] = [[], []]  # one barrier, which compares the calls
         if collective:
@@ -79,9 +78,9 @@ class OneHostEngine:
 class HostCollective(NamedTuple):
     """A collective among the ranks of one host.
 
-    Device k of ``program`` is the host's rank number k; its flat buffer consists of arrays of equal size. For each
-    array ``inputs`` has the number of the buffer that it is in on ranks that contribute to it, and ``outputs`` that on
-    ranks that need its result.
+    Device k of ``program`` is rank number k of the host. The program's flat buffer consists of arrays of equal size.
+    ``inputs[i]``: on ranks that contribute to array i, the number of the caller's buffer that contains it.
+    ``outputs[i]``: on ranks that need the result of array i, the number of the caller's buffer that receives it.
     """
 
     program: Program
@@ -133,7 +132,7 @@ def _host_collective(collective: str, ranks: int, root: int | None, small: bool)
 
 
 def one_round(collective: str, ranks: int, ends: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> Program:
-    """Return the program in which every destination combines, or copies, the originals of the sources.
+    """Return the program of one round in which every destination combines, or copies, the inputs of the sources.
 
     ``ends`` lists the sources and the destinations of each of the equal chunks.
 

@@ -1,12 +1,12 @@
 """The rank compiler: turns a lowered program into the instructions of one rank of a host.
 
-Input: a ``Program`` whose devices are the ranks of one host, where its arrays are in the caller's buffers, and how
-values are computed. Output: instructions in phases. Between two phases all ranks pass a barrier. The compiler is a pure
-function of its arguments and gives all ranks the same layout of shared memory.
+Input: a ``Program`` whose devices are the ranks of one host; which of the caller's buffers hold its inputs and results;
+and ``Numbers``, the op and the dtypes. Output: instructions in phases. Between two phases all ranks pass a barrier. The
+compiler is a pure function of its arguments and gives all ranks the same layout of shared memory.
 
-Phase 0 copies the inputs that other ranks read into this rank's slot in shared memory. Phase 1 + r executes round r of
-the schedule: a rank reads its own inputs from the caller's buffer and everything else from slots, and writes a value
-into the caller's result buffer, into its slot, or, if both is needed, into both at once.
+Phase 0 copies the inputs that are read from slots into this rank's slot in shared memory. Each later phase executes
+one round of the schedule: a rank reads its own inputs from the caller's buffer, unless they are stored in a wider
+dtype, and everything else from slots. It writes a value into the caller's result buffer, its slot, or both at once.
 
 Large arrays are cut into pieces and pipelined, so that slots are small enough for the cache: piece j executes phase p
 in stage j + p. A value that phase p writes and phase q reads last has q - p + 1 places, which the pieces use in turn.
@@ -31,7 +31,7 @@ from .instructions import ArrayPlaces, BufferReference, RankInstruction, joined,
 # must be scheduled for each piece.
 PIECE_BYTES: Final = 1 << 20
 # Each rank's slot. Ops of even and odd number use one half each, so that an op can begin while other ranks still read
-# the results of the previous one. A half has room for two pieces, which is what the schedules of ``collectives`` need,
+# the results of the previous one. A half has room for two pieces, which is what the programs of ``one_host`` need,
 # and for rounding. Schedules with more intermediate values get smaller pieces.
 SLOT_BYTES: Final = 2 * (2 * PIECE_BYTES + (1 << 18))
 LINE: Final = 64  # bytes of a cache line; chunks begin at multiples of it
@@ -57,8 +57,8 @@ def _boundary(numerator: int, denominator: int, size: int, nbytes: int) -> int:
 class _ChunkValues(NamedTuple):
     """Properties of a chunk's values, in their order.
 
-    ``direct`` is the number of leading values, all or none of the inputs, that their own ranks read from the caller's
-    buffers. A result may replace an input there: no later step reads it, since the schedule has replaced it.
+    ``direct``: how many of the first values, which are the inputs, their own ranks read from the caller's buffers: all
+    or none. A result may overwrite an input there: no later step reads it, since the schedule has replaced it.
     """
 
     devices: tuple[int, ...]  # the device that computes each value
@@ -83,7 +83,7 @@ class _Template(NamedTuple):
     """An instruction without addresses, which computes a part of ``chunk``.
 
     Operand ``~v``: value v, an input, is read from the caller's buffer. ``value``: the value that this rank's slot
-    stores; -1: none. ``kept``: whether it is written to the caller's result buffer.
+    stores; -1: none. ``kept``: whether the caller's result buffer gets the result.
     """
 
     chunk: int
@@ -172,9 +172,9 @@ class RankAnalysis:
         return max(1, min(size, fits // LINE * LINE or fits))
 
     def _demand(self) -> tuple[Fraction, list[tuple[int, Fraction]]]:
-        """Return the bytes that a rank contributes at most, and for each slot the bytes for rounding and for values.
+        """Return the most bytes that a rank contributes, and for each slot the bytes for rounding and for values.
 
-        Both are for each element of an array, except those for rounding.
+        All are bytes per element of an array, except those for rounding, which do not depend on the size.
         """
         contributed = [Fraction(0)] * len(self.program.devices)
         for chunk in self.program.chunks:
@@ -252,9 +252,9 @@ class RankCompiler:
     def _lay_out(self, groups: list[_SlotGroup], at: int) -> int:
         """Give the values of one slot their places, and return where the used room ends.
 
-        A value's place for pieces of a size: the offset for piece 0, the distance to the next copy, and the copies.
-        Values that are written and read in the same phases share the room of a copy; others could overwrite each
-        other where pieces differ in size.
+        A value's place, for each size of a piece: the offset of its first copy, the distance between copies, and the
+        number of copies. Values that are written and read in the same phases share the room of a copy; others could
+        overwrite each other where pieces differ in size.
         """
         for copies, values in groups:
             room, offsets = 0, {}

@@ -31,7 +31,7 @@ _LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY = range(5)
 """Outcomes: all required stages are executed; other ranks are missing; the ranks' calls differ; the group is broken;
-the kernels had no working memory."""
+the kernels could not allocate working memory."""
 
 
 class RankMemory:
@@ -65,7 +65,7 @@ class RankMemory:
           program: a native ``RankProgram``.
           addresses: the caller's buffers.
           text: describes the call; the ranks' texts must be equal.
-          until: a stage.
+          until: the number of the first stage that is not executed.
         """
         return int(self._native.begin(program, addresses, text, until, SLICE_S))
 
@@ -200,7 +200,7 @@ class WaitTimer:
         return due
 
     def query(self, function: Callable[[], bytes | None], every_s: float = 0.25) -> bytes | None:
-        """Return what ``function`` returns, but call it only once in ``every_s`` seconds."""
+        """Call ``function`` at most once in ``every_s`` seconds and return its result; ``None`` in between."""
         if time.monotonic() < self._queried + every_s:
             return None
         self._queried = time.monotonic()
@@ -215,14 +215,14 @@ class StageRunner:
     """Base class of a rank: executes the stages of ops in ``memory``, and checks other ranks while it waits for them.
 
     It is a base class, not an attribute: an object with callbacks to its owner would form a reference cycle. Then the
-    garbage collector would end a dropped group at any time, and a Ctrl-C at that moment would be lost.
+    garbage collector would close an unreferenced group at any time, and a Ctrl-C at that moment would be lost.
     """
 
     memory: RankMemory
     _timer: WaitTimer | None = None
 
     def _check_peers(self, timer: WaitTimer) -> None:
-        """Raise if the wait is in vain. It is called every ``SLICE_S`` seconds of a wait."""
+        """Raise if the missing ranks will not arrive. It is called every ``SLICE_S`` seconds of a wait."""
         raise NotImplementedError
 
     def _warn_after_s(self) -> float:
@@ -252,5 +252,5 @@ class StageRunner:
         if outcome == BROKEN:
             raise GroupAborted
         if outcome == NO_MEMORY:
-            raise MemoryError("the kernels had no working memory")
+            raise MemoryError("the kernels could not allocate working memory")
         return outcome == DONE

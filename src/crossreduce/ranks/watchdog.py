@@ -61,7 +61,7 @@ class WatchedTransport:
         """End the thread; the transport stays open."""
         self._closed.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(1)  # a signal handler may close while its own thread holds the lock of a log handler
+            self._thread.join(1)  # at most 1 s: the caller may be a signal handler whose thread holds a log's lock
 
 
 class _WatchedMessage:

@@ -99,7 +99,7 @@ class Schedule:
     routes: tuple[Route, ...] = ()
 
     def __post_init__(self) -> None:
-        # Lists could be changed after the schedule was made.
+        # Lists are copied to tuples, since they could be changed after the schedule was made.
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "chunks", tuple(Chunk(share, tuple(s), tuple(d)) for share, s, d in self.chunks))
         steps_of = (tuple(Step(chunk, dst, tuple(srcs)) for chunk, dst, srcs in steps) for steps in self.rounds)
@@ -107,14 +107,15 @@ class Schedule:
         n = len(self.devices)
         for route in self.routes:
             if len(route) not in (4, 5) or isinstance(route[3], str):  # tuple() would split it into letters
-                raise _malformed("a route is malformed", route, n)
+                raise _malformed("a route", route, _ROUTE, n)
         routes = tuple(Route(chunk, src, dst, tuple(through), *when) for chunk, src, dst, through, *when in self.routes)
         object.__setattr__(self, "routes", routes)
         if len(set(self.devices)) != n:
             raise ScheduleError.of("each device may appear only once in a schedule.", ", ".join(self.devices))
         for number, chunk in enumerate(self.chunks):
             if chunk.share < 0 or not _positions(chunk.sources, n) or not _positions(chunk.destinations, n):
-                raise _malformed(f"chunk {number} is malformed", chunk, n)
+                remedy = "a share of 0 or more; at least one source and one destination, none of them twice"
+                raise _malformed(f"chunk {number}", chunk, remedy, n)
         if sum(chunk.share for chunk in self.chunks) != 1:
             given = f"shares {', '.join(str(chunk.share) for chunk in self.chunks) or 'none'}"
             raise ScheduleError.of("the chunks must cover the buffer: their shares must add up to 1.", given)
@@ -122,16 +123,17 @@ class Schedule:
             for s, step in enumerate(steps):
                 in_range = 0 <= step.chunk < len(self.chunks) and 0 <= step.dst < n
                 if not in_range or not step.srcs or not all(0 <= src < n for src in step.srcs):
-                    here = f"round {r}, step {s} is malformed: chunks go from 0 to {len(self.chunks) - 1}"
-                    raise _malformed(here, step, n)
+                    remedy = f"chunk 0 to {len(self.chunks) - 1}; at least one src"
+                    raise _malformed(f"round {r}, step {s}", step, remedy, n)
         for route in self.routes:
             known = route.round is None or 0 <= route.round < len(self.rounds)
             ends = (route.src, route.dst)
             named = route.through and all(isinstance(node, str) for node in route.through)
             if not (0 <= route.chunk < len(self.chunks) and _positions(ends, n) and named and known):
-                raise _malformed("a route is malformed", route, n)
+                raise _malformed("a route", route, _ROUTE, n)
         if len({(*route[:3], route.round) for route in self.routes}) < len(self.routes):
-            raise ScheduleError.of("a chunk can have only one route between two devices.", shown(self.routes))
+            problem = "a chunk can have only one route between two devices in a round."
+            raise ScheduleError.of(problem, shown(self.routes))
         if self.pieces < 1:
             raise ScheduleError.of("pieces must be at least 1.", shown(self.pieces), "pieces=1")
 
@@ -144,7 +146,7 @@ class Schedule:
         return self._hash
 
     def __reduce__(self) -> tuple[type[Schedule], tuple[Any, ...]]:
-        # Without the cached hash, which differs between processes.
+        # Pickles do not contain the cached hash, which differs between processes.
         return Schedule, self._parts
 
     @property
@@ -278,18 +280,21 @@ def live_rounds(schedule: Schedule) -> list[list[Step]]:
     return rounds[::-1]
 
 
+_ROUTE: Final = "Route(chunk, src, dst, names of the nodes between them[, round]) with an existing chunk and round"
+
+
 def _positions(numbers: Iterable[int], n: int) -> bool:
     listed = tuple(numbers)
     return bool(listed) and len(set(listed)) == len(listed) and all(0 <= number < n for number in listed)
 
 
-def _malformed(problem: str, given: object, n: int) -> ScheduleError:
-    return ScheduleError.of(f"{problem}.", shown(given), f"devices by their numbers, 0 to {n - 1}")
+def _malformed(what: str, given: object, remedy: str, n: int) -> ScheduleError:
+    return ScheduleError.of(f"{what} is malformed.", shown(given), f"{remedy}; device numbers from 0 to {n - 1}")
 
 
 def _share(value: object) -> Fraction:
     if not re.fullmatch(r"[0-9]{1,100}(/[0-9]{1,100})?", typed(str, value)):  # converting "1e99999999" takes hours
-        raise ValueError(f"{value!r} is not a share")
+        raise ValueError(f'{value!r} is not the share of a chunk, such as "1/3"')
     return Fraction(typed(str, value))
 
 

@@ -56,7 +56,7 @@ def simulate(schedule: Schedule, topology: Topology, nbytes: int, itemsize: int 
     Args:
       schedule: its devices and routes must be nodes of the topology.
       topology: the links.
-      nbytes: of the whole buffer (of one replica's, for an all-reduce), 0 or more.
+      nbytes: the size of the whole buffer (of one replica's, for an all-reduce), 0 or more.
       itemsize: bytes of an element; chunks are cut between elements.
     Raises:
       ArgumentError: not a schedule or a topology, or an invalid number of bytes.
@@ -154,7 +154,7 @@ def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...]
 
 
 class _Load(NamedTuple):
-    """The use of a link: its bandwidth, and (round, amount) for each round that uses it."""
+    """The use of a link: its bandwidth, and (round, position in ``amounts``) for each round that uses it."""
 
     bandwidth: Fraction
     by_round: tuple[tuple[int, int], ...]
@@ -166,7 +166,7 @@ class _Traffic(NamedTuple):
     chunks: dict[Pair, dict[int, list[int]]]  # for each link, the chunks that it carries in each round
     load_of: dict[Pair, int]  # the number of each link's load; links with one load are always equally busy
     loads: tuple[_Load, ...]  # the different loads
-    amounts: tuple[tuple[int, ...], ...]  # for each amount, chunks that have the same total share
+    amounts: tuple[tuple[int, ...], ...]  # for each amount of data, chunks whose shares add up to it
     latency_s: tuple[float, ...]  # for each round the longest latency of its routes
 
 
@@ -220,7 +220,7 @@ def _collect(schedule: Schedule, topology: Topology, chunks_of: dict[Pair, dict[
 
 
 class _Timing:
-    """The times of a schedule's ticks, for one number of bytes and exact shares, so that no rate exceeds the bound."""
+    """The times of a schedule's ticks; shares are not rounded to elements, so that no rate exceeds the bound."""
 
     def __init__(self, schedule: Schedule, traffic: _Traffic, nbytes: int) -> None:
         shares = [float(chunk.share) * nbytes for chunk in schedule.chunks]
@@ -244,7 +244,7 @@ class _Timing:
         return math.fsum([*ticks, repeated * ticks[len(self.latency_s) - 1]])
 
     def windows(self, width: int) -> list[tuple[float, float]]:
-        """Return (latency, seconds of the busiest link) for each ``width`` neighbouring rounds, in and out again."""
+        """Return (latency, seconds of the busiest link) of windows of up to ``width`` rounds that slide over all."""
         if width not in self._windows:
             rounds = len(self.latency_s)
             busiest = [0.0] * (rounds + width - 1)
@@ -277,6 +277,6 @@ def _sliding_max(values: tuple[float, ...], width: int) -> list[float]:
 def _elements(nbytes: int, itemsize: int) -> int:
     integers = [isinstance(number, int) and not isinstance(number, bool) for number in (nbytes, itemsize)]
     if not all(integers) or not 0 <= nbytes <= MOST_BYTES or itemsize < 1 or nbytes % itemsize:
-        problem = f"nbytes must be an integer from 0 to {MOST_BYTES}, and a multiple of itemsize."
+        problem = f"nbytes must be an integer from 0 to {MOST_BYTES}, and a multiple of itemsize, an int above 0."
         raise ArgumentError.of(problem, f"nbytes={shown(nbytes)}, itemsize={shown(itemsize)}", "1 << 20")
     return nbytes // itemsize

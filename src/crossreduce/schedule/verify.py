@@ -87,7 +87,7 @@ def _evaluate(schedule: Schedule, cells: _Cells) -> Iterator[_Evaluated]:
 
 
 def _explain(schedule: Schedule, c: int, dst: int, everyone: int) -> str:
-    """Return which contribution went wrong at a destination, and which step is to blame."""
+    """Return the text of an error about the value at a destination: the contribution, and the step that caused it."""
     cells = _initial(schedule)
     history = {at: (step, made, read) for at, step, made, read in _evaluate(schedule, cells)}
     device = schedule.devices[dst]

@@ -37,7 +37,7 @@ class Strategy:
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
-        """The ops that reduce."""
+        """The object whose methods reduce, gather and broadcast."""
         return self._ops
 
     def local_results(self, value: Any) -> tuple[Any, ...]:

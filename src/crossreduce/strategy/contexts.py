@@ -165,7 +165,7 @@ class ReplicaContext:
 
         Args:
           reduce_op: a ``ReduceOp`` or its name, the same on all replicas.
-          value: a tree, as for ``crossreduce.all_reduce``; of distributed values in it, this replica's component.
+          value: a tree, as for ``crossreduce.all_reduce``; of a distributed value, this replica's component is used.
           options: hints for this call, the same on all replicas. ``timeout_seconds``: how long to wait for the others.
         Returns:
           The tree with its leaves reduced. Each leaf stays on its device, and numbers become arrays without axes.
@@ -173,8 +173,8 @@ class ReplicaContext:
           MismatchError: the replicas make different calls; the message lists them.
           StalledError: other replicas did not call within the timeout.
           ContextError: this is not the context of the calling replica.
-          ArgumentError, UnsupportedError: as ``crossreduce.all_reduce``; a value that JAX traces; min, max and product
-            of tensors that require gradients; TensorFlow's tensors.
+          ArgumentError, UnsupportedError: as ``crossreduce.all_reduce``; also for values that JAX traces, for min, max
+            and product of tensors that require gradients, and for TensorFlow's tensors.
         """
         self._require_current("all_reduce")
         op = read_op(reduce_op)
@@ -183,7 +183,7 @@ class ReplicaContext:
         return unflatten_tree(structure, self._all_reduce(op, leaves, structure, hints))
 
     def _flatten(self, value: Any) -> tuple[list[Any], Any]:
-        """Return a tree's leaves (of distributed values this replica's component) and its structure."""
+        """Return a tree's leaves and structure, with this replica's components instead of distributed values."""
         leaves, structure = flatten_tree(value)
         if any(isinstance(leaf, DistributedValues) for leaf in leaves):
             own = localize(value, self._replica, self.num_replicas_in_sync, keep_variables=False)
@@ -230,7 +230,7 @@ class ReplicaContext:
 
         Args:
           value: a tree of arrays, whose sizes along ``axis`` may differ between replicas. The gradient of a torch
-            tensor in it is the sum of the replicas' gradients of its part.
+            tensor in it is its part of the sum of the replicas' gradients of the result.
           axis: from ``-ndim`` to ``ndim - 1``.
           options: as for ``all_reduce``.
         Returns:
@@ -280,7 +280,7 @@ class ReplicaContext:
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function once for all replicas, which must call this as well, in the cross-replica context.
+        """Call a function once for all replicas, in the cross-replica context; all replicas must make this call.
 
         The function runs in the thread that called ``run``, while the replicas wait. If the replicas pass functions
         with different closures, the first replica's function is called.
@@ -290,9 +290,9 @@ class ReplicaContext:
           args: the replicas' trees are regrouped: an array arrives at ``merge_fn`` as a ``PerReplica``.
           kwargs: the same for keyword arguments.
         Returns:
-          The tree that ``merge_fn`` returned; of distributed values in it, this replica's component.
+          The tree that ``merge_fn`` returned, with this replica's components instead of distributed values.
         Raises:
-          The exception that ``merge_fn`` raised; and as ``all_reduce``.
+          The exception that ``merge_fn`` raised; otherwise as ``all_reduce``.
 
         >>> from crossreduce import MirroredStrategy, get_replica_context
         >>> def step():
@@ -304,7 +304,8 @@ class ReplicaContext:
         """
         self._require_current("merge_call")
         if not callable(merge_fn):
-            raise ArgumentError.of("merge_fn must be a function of the strategy.", shown(merge_fn), "merge_call(fn)")
+            problem = "merge_fn must be a function whose first argument is the strategy."
+            raise ArgumentError.of(problem, shown(merge_fn), "merge_call(lambda strategy, x: ..., args=(x,))")
         check_arguments(args, kwargs)
         strategy, n = self._strategy, self.num_replicas_in_sync
         name = getattr(merge_fn, "__name__", type(merge_fn).__name__)
@@ -319,7 +320,7 @@ class ReplicaContext:
         return self._rendezvous(call)
 
     def _rendezvous(self, call: CollectiveCall) -> Any:
-        """Wait until all replicas have called; the call is executed in the cross-replica context."""
+        """Make a call together with all replicas, in the cross-replica context; return this replica's result."""
         if self._group is not None:
             return self._group.rendezvous(self._replica, call)
         with enter(Current(self._strategy, None)):
@@ -348,11 +349,11 @@ def _code(function: Callable[..., Any]) -> object:
 
 
 def _require_own_accelerators(devices: tuple[str, ...]) -> None:
-    """Raise if replicas share an accelerator: torch's one thread for its backward passes would wait for itself."""
+    """Raise if replicas share an accelerator: its backward passes share a thread of torch, which would block itself."""
     places = [parse(name) for name in devices]
     shared = [str(place) for place in places if place.logical and place.kind != "cpu"]
     if shared:
-        problem = "gradients of an all-reduce require that each replica has an accelerator of its own."
+        problem = "replicas that share an accelerator cannot compute gradients of an all-reduce."
         remedy = "reduce the gradients after backward(), and detach other tensors before they are reduced"
         raise UnsupportedError.of(problem, f"replicas on {', '.join(devices)}", remedy)
 
@@ -362,7 +363,7 @@ def _with_hints(hints: CommunicationOptions) -> str:
 
 
 def _host_names(lists: list[list[Any]], devices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the replicas' devices if all arrays are in host memory and so do not name a device; else ``None``."""
+    """Return the replicas' devices if they and all arrays are in host memory; ``None``: the default names apply."""
     if devices == host_devices(len(devices)) or any(locate(x) != "cpu" for own in lists for x in own):
         return None
     return devices if all(name.startswith("cpu:") for name in devices) else None

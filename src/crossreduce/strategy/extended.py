@@ -74,7 +74,7 @@ class Extended:
           var: a variable, whose components are passed as ``Component``s, which can be read and assigned; or any
             distributed value, whose components are passed directly.
           fn: receives the component, then the arguments.
-          args: trees; of distributed values in them, the component of the same replica.
+          args: trees; for a distributed value in them, ``fn`` receives the component of the same replica.
           kwargs: the same for keyword arguments.
         Returns:
           The results of the calls, regrouped as by ``run``.

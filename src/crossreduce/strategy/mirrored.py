@@ -74,7 +74,9 @@ class MirroredStrategy(Strategy):
         else:
             names = host_devices(count("devices", devices, '4, or ["cpu:0", "cpu:1"]'))
         if not names:
-            raise ArgumentError.of("a strategy needs at least one device.", shown(devices), "4, or None")
+            raise ArgumentError.of(
+                "a strategy needs at least one device.", shown(devices), "devices=4, or devices=None"
+            )
         super().__init__(names, check_ops(cross_device_ops))
         self._extended = Extended(self)
 
@@ -107,7 +109,7 @@ class MirroredStrategy(Strategy):
 
         Args:
           fn: the function; inside it, ``get_replica_context()`` returns the replica's context.
-          args: trees; of distributed values in them, each replica receives its component. Variables and other values
+          args: trees; for a distributed value in them, each replica receives its component. Variables and other values
             are passed unchanged.
           kwargs: the same for keyword arguments.
           options: ``timeout_seconds``: how long replicas wait for others (``None``: 600), and how long this call waits,
@@ -144,9 +146,9 @@ class MirroredStrategy(Strategy):
         Args:
           reduce_op: a ``ReduceOp`` or its name.
           value: a tree. A leaf may also be a single array, which counts as the same on all replicas. It is its own
-            mean, minimum and maximum; its sum is defined only for one replica or for the number 0.
-          axis: is reduced as well. Replicas may differ in size along it, and some may be empty: a mean divides by the
-            number of all elements.
+            mean, minimum and maximum; its sum and product are defined only for one replica or for the number 0.
+          axis: an axis of the arrays that is reduced, too. Components may differ in size along it, and some may be
+            empty: a mean divides by the number of all elements.
         Returns:
           The tree of results, each on the first replica's device.
         Raises:
@@ -196,7 +198,7 @@ class MirroredStrategy(Strategy):
           batch: a tree of arrays with the same number of samples along ``axis``.
           axis: the axis of the samples.
         Returns:
-          The tree with a ``PerReplica`` of shares for each array. The shares, in order, are the array. Their sizes
+          The tree with a ``PerReplica`` of shares for each array. Joined in order, they are the array. Their sizes
           differ by at most one sample; the first shares are the larger ones, and if there are fewer samples than
           replicas, the last shares are empty. In host memory shares are views.
         Raises:
@@ -211,7 +213,7 @@ class MirroredStrategy(Strategy):
         return split_tree(batch, axis, self._devices)
 
     def distribute_dataset(self, dataset: Iterable[Any], axis: int = 0) -> DistributedDataset:
-        """Return an iterable of a dataset's batches, each split over the replicas when it is reached.
+        """Return an iterable of a dataset's batches, each split over the replicas when the iteration reaches it.
 
         Args:
           dataset: an iterable of batches, as for ``split`` (TensorFlow's ``experimental_distribute_dataset``).
@@ -272,7 +274,7 @@ class MirroredStrategy(Strategy):
             inside = not isinstance(x, Sparse) and isinstance(axis, Integral) and -len(x.shape) <= axis < len(x.shape)
             if not inside or isinstance(axis, bool):
                 given = f"axis {axis!r} of {describe(leaf)}"
-                raise ArgumentError.of("the value has no such axis.", given, "axis=None, or an axis of a dense value")
+                raise ArgumentError.of("axis must be None or an axis of a dense value.", given, "axis=None or axis=0")
         check_value(None, value, axis=axis)  # the components may only differ in their sizes along the axis
         sizes = [int(x.shape[axis]) for x in arrays]
         places = value.devices

@@ -22,10 +22,10 @@ class DistributedVariable(DistributedValues):
 
 
 def per_replica_on(devices: tuple[str, ...], components: Sequence[Any]) -> PerReplica:
-    """Return one component per replica, on the replicas' devices or on the devices that the framework reports.
+    """Return a ``PerReplica`` of components, on the replicas' devices or on those that the framework reports.
 
-    Objects that are not arrays (modules), and arrays in host memory if all devices are, count as on the replicas'
-    devices.
+    The replicas' devices are used if a component is not an array (such as a module), or if all components and devices
+    are in host memory.
     """
     places = [_location(x) for x in components]
     anywhere = None in places or (set(places) == {"cpu"} and all(parse(name).kind == "cpu" for name in devices))
@@ -42,7 +42,7 @@ def _location(x: Any) -> str | None:
 
 
 def regroup(trees: list[Any], devices: tuple[str, ...]) -> Any:
-    """Return one tree for n trees. Each leaf is a ``PerReplica``, for any n.
+    """Return one tree for the n trees of the replicas. Each leaf is a ``PerReplica``, also for one replica.
 
     None, strings and distributed values (variables included) are kept if all replicas have the same one. (TensorFlow
     unwraps every object that all replicas share, so the types of results differ between one replica and two.)
@@ -62,15 +62,16 @@ def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
     if any(isinstance(x, DistributedValues) for x in components):
         if all(x is first for x in components):
             return first
-        problem = "some replicas returned a distributed value that the others did not return."
-        raise ArgumentError.of(problem, shown(first), "return the replica's own component")
+        problem = "all replicas must pass or return the same distributed value in this place, or none of them."
+        given = "; ".join(f"replica {k}: {shown(x, 40)}" for k, x in enumerate(components))
+        raise ArgumentError.of(problem, given, "in each replica its own component of the distributed value")
     return per_replica_on(devices, components)
 
 
 def localize(tree: Any, replica: int, n: int, *, keep_variables: bool = True) -> Any:
-    """Return a tree with each distributed value replaced by a replica's component; other trees are not copied.
+    """Return a tree with each distributed value replaced by a replica's component; a tree without them is not copied.
 
-    ``keep_variables``: variables are kept; they return the current replica's component themselves.
+    ``keep_variables``: variables are not replaced: their methods use the current replica's component.
 
     Raises:
       ArgumentError: a distributed value with another number of components.

@@ -103,7 +103,7 @@ class ReplicaGroup:
         try:
             raise self._first_error(left)
         finally:
-            self._failures.clear()  # the tracebacks would refer to this frame, and so to themselves
+            self._failures.clear()  # their tracebacks refer to this frame: a reference cycle
 
     def _first_error(self, left: list[int]) -> BaseException:
         """Return the first error, with notes on the replica that raised it and on later errors."""

@@ -49,7 +49,7 @@ def split_tree(batch: Any, axis: int, devices: tuple[str, ...]) -> Any:
     if len(sizes) > 1:
         found = ", ".join(f"{path}: {describe(leaf)}" for path, leaf in zip(leaf_paths(structure), leaves, strict=True))
         problem = f"the arrays of a batch differ in size along axis {axis}."
-        raise MismatchError.of(problem, found, "as many samples in each")
+        raise MismatchError.of(problem, found, "arrays with the same number of samples")
     made = []
     for framework, x in arrays:
         along = (slice(None),) * (axis % len(x.shape))

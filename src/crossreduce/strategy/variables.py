@@ -24,7 +24,7 @@ from .regroup import DistributedVariable, localize, per_replica_on
 from .replica_group import CollectiveCall
 
 _NUMBERS = (bool, int, float, complex)
-_DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)  # dtypes by class of _NUMBERS; those of later classes fit, too
+_DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)  # for each class in _NUMBERS; its numbers also fit all later ones
 
 _WRITING = threading.RLock()  # several threads may run replicas that assign to one variable
 
@@ -89,8 +89,8 @@ class _Assignable:
         """Add to the value; see ``assign``. Numbers are added to every element.
 
         Raises:
-          As ``assign``; ContextError for a sync-on-read sum in the cross-replica context: no single component stores
-          the sum.
+          As ``assign``; ContextError for a sync-on-read variable with aggregation sum in the cross-replica context: no
+          single component stores the sum.
         """
         return self._assign("assign_add", value)
 
@@ -231,7 +231,7 @@ class Variable(_Assignable, DistributedVariable):
         value = self.value()
         array = value.__array__() if dtype is None else value.__array__(dtype)
         if copy is False and array is not value:
-            raise ValueError("a NumPy array of this dtype can only be a copy of the variable's value")
+            raise ValueError(f"{self} has no array of dtype {array.dtype} to return without a copy: use copy=None")
         return array.copy() if copy else array
 
     @property
@@ -295,7 +295,7 @@ class Variable(_Assignable, DistributedVariable):
 
     def _require_aggregation(self, assignment: str) -> None:
         if self._aggregation is VariableAggregation.NONE:
-            problem = "replicas cannot assign to a mirrored variable without aggregation."
+            problem = "the values of replicas cannot be assigned to a mirrored variable without aggregation."
             remedy = 'Variable(..., aggregation="mean"), "sum" or "only_first_replica"; or synchronization="on_read"'
             raise ArgumentError.of(problem, assignment, remedy)
 

@@ -91,7 +91,7 @@ def _slot(nvml: Any, handle: Any) -> Slot:
 
 
 def _visible(nvml: Any, handles: list[Any]) -> list[Any]:
-    """Return the GPUs that CUDA numbers, in its order; a list that names parts of GPUs is ignored."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order; a list with parts of GPUs (MIG) is ignored."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None or "MIG" in value:
         return handles
@@ -144,7 +144,7 @@ def _numa(root: Path) -> Wiring:
 
 
 def _has_cpus_and_memory(node: Path) -> bool:
-    """Return whether a NUMA node can run and store data; nodes of CXL or GPU memory have no CPUs."""
+    """Return whether a NUMA node can run code and store data; nodes of CXL or GPU memory have no CPUs."""
     words = (node / "meminfo").read_text("ascii").split()
     total = words[words.index("MemTotal:") + 1] if "MemTotal:" in words else "1"
     return bool((node / "cpulist").read_text("ascii").strip()) and total != "0"

@@ -27,8 +27,8 @@ def read_file(path: Any) -> bytes:
 def parse(data: bytes) -> Wiring:
     """Return the wiring in a file: JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
 
-    If it does not name the kind of a link, the speeds are those of V100, A100 and H100, and of PCIe 3; for others use
-    ``Topology(*read_nvidia_smi(text, ...))``. ArgumentError: another format, malformed or truncated data.
+    If a file does not name the kinds of links, the speeds are those of V100, A100 and H100, and of PCIe 3; for others
+    use ``Topology(*read_nvidia_smi(text, ...))``. ArgumentError: another format, malformed or truncated data.
     """
     if len(data) > LARGEST:
         raise ArgumentError.of(f"a file with a topology must have at most {LARGEST} bytes.", "more", _FORMATS)

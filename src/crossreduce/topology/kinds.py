@@ -15,7 +15,7 @@ SPEEDS: Final = ("raw", "effective")
 
 
 class Kind(NamedTuple):
-    """GB/s in one direction, as specified and as NCCL or RCCL assume (PCIe: x16), and the latency."""
+    """A kind of link: GB/s in one direction, as specified and as NCCL or RCCL assume (PCIe: x16), and the latency."""
 
     raw: Fraction
     effective: Fraction

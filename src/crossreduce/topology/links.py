@@ -58,7 +58,7 @@ def exact(what: str, value: object) -> Fraction:
     if number == 0 or _LEAST <= number <= _MOST:
         return number
     units = {"bandwidth": "GB/s", "latency": "seconds"}
-    problem = f"a {what} must be a number of {units[what]}, 0 or more, up to {_MOST}."
+    problem = f"a {what} must be 0, or a number of {units[what]} from {float(_LEAST):g} to {_MOST}."
     raise ArgumentError.of(problem, shown(value), "25" if what == "bandwidth" else "1e-6")
 
 

@@ -10,7 +10,7 @@ Input: a name and the number of hosts. Output: a ``Wiring``. A file has these en
 - ``networks``: the networks that join several hosts, by name, the default first. A switch with ``@`` is shared by all
   hosts; of other switches each host has one. ``*`` stands for the number of the device.
 - ``reduces``, of the machine or of a network: its switches can combine and multicast.
-- ``aliases``: other names, each with its network or null; ``sources``.
+- ``aliases``: other names, each with its network or null. ``sources``: where the entries are from.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Input: the text of the file. Output: a ``Wiring`` of its GPUs, ``cuda:0`` and so
 and with it any entity, is refused, and so is text that is too long or too deeply nested.
 
 GPUs are joined by their ``<nvlink>`` or ``<xgmi>`` entries: a number of links of the kind of their ``sm`` or ``gcn``.
-An NVLink to a device of NVSwitch's class leads to one switch, ``nvswitch``. Only if these links do not join all GPUs,
-the wiring includes PCIe switches and CPUs. A PCI bridge with one branch is part of its link. Network cards have no peer
-in a file of one host and are left out.
+All NVLinks to devices of the PCI class of an NVSwitch lead to one switch, ``nvswitch``. The wiring includes PCIe
+switches and CPUs only if these links do not join all GPUs. A PCI bridge with one branch is part of its link. Network
+cards have no peer in a file of one host and are left out.
 
 Source: NVIDIA/nccl src/graph/xml.cc, topo.cc and topo.h for the format, the meaning of absent values and the models of
 CPUs; ROCm/rccl src/graph/topo.cc for ``<xgmi>``; ROCm/rccl tools/topo_expl/models has files for comparison.
@@ -25,7 +25,8 @@ from .kinds import check_speeds, kind, nvlink
 from .links import Link, Wiring
 from .routes import joined
 
-# RCCL's 54 files of release 5.4.3 have at most 18,000 characters, 240 tags, 8 levels of elements, 8 CPUs.
+# These limits are far above real files: RCCL's 54 files of release 5.4.3 have at most 18,000 characters, 240 tags, 8
+# levels of elements, 8 CPUs.
 LONGEST: Final = 4 << 20
 MOST_TAGS: Final = 20_000
 DEEPEST: Final = 64
@@ -90,7 +91,7 @@ def read_nccl_xml(text: str, *, speeds: str = "raw") -> Wiring:
 
     Args:
       text: the content of the file.
-      speeds: of NVLink, xGMI and PCIe: "raw" as specified, "effective" as NCCL and RCCL assume.
+      speeds: the speeds of NVLink, xGMI and PCIe: "raw" as specified, "effective" as NCCL and RCCL assume.
     Raises:
       ArgumentError: the text is not such XML, or lacks the GPUs or their NVLinks, which NCCL reads from the driver.
 
@@ -258,7 +259,7 @@ def _between_cpus(cpu: _Element) -> str:
         if family == 6 and model >= 0x8F:
             return "cpu-sapphire-rapids"
         return "cpu-skylake" if family == 6 and model >= 0x55 else "cpu-broadwell"
-    if vendor == "authenticamd":  # older versions add the base family to itself: 23 + 8 * 15 = 143
+    if vendor == "authenticamd":  # older versions write 23, which is 15 + 8, as 15 + 8 * 16 = 143
         return {26: "cpu-zen5", 0xBF: "cpu-zen5", 25: "cpu-zen3", 0xAF: "cpu-zen3"}.get(family, "cpu-zen2")
     if vendor not in ("centaurhauls", "shanghai"):
         cpu.refuse("the kind of the link between CPUs depends on their arch, vendor, familyid and modelid.")

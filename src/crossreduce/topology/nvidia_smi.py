@@ -4,8 +4,8 @@ Input: the text, with or without its underlining. Output: a ``Wiring`` of the GP
 
 The table has an entry for every two GPUs: ``NV#``, joined by # NVLinks; else the part of PCIe that joins them: ``PIX``
 and ``PXB``, one PCIe switch or several; ``PHB`` and ``NODE``, one CPU; ``SYS``, several CPUs. It has no speeds, so they
-are parameters and constants here. If NVLinks do not join all GPUs, the wiring includes a tree of PCIe switches and
-CPUs, ``pcie0``, ``cpu0``; network cards only serve to find the GPUs that share a switch.
+are parameters and constants here. If NVLinks do not join all GPUs, the wiring includes trees of PCIe switches
+below linked CPUs, ``pcie0``, ``cpu0``; network cards only serve to find the GPUs that share a switch.
 
 Source: the legend below the table; https://docs.nvidia.com/deploy/nvidia-smi.
 """
@@ -48,14 +48,14 @@ def read_nvidia_smi(
     """Return the wiring in the text of ``nvidia-smi topo -m``.
 
     The table does not distinguish NVLinks between GPUs from NVLinks to an NVSwitch: any two of 8 A100 have ``NV12``.
-    They are distinguished by their number: a GPU with more links in its row than it can have reaches its peers through
-    a switch, ``nvswitch``, by the largest number of links in its row. For three or four V100 of a DGX-2, ``NV6``, set
-    ``nvlinks_per_gpu=6``.
+    They are distinguished by their number: a GPU with more links in its row than ``nvlinks_per_gpu`` reaches its peers
+    through a switch, ``nvswitch``, by the largest number of links in its row. For three or four V100 of a DGX-2,
+    ``NV6``, set ``nvlinks_per_gpu=6``.
 
     Args:
       text: the output of the command.
-      nvlink_gb_per_s: of one NVLink, in one direction: 20 on P100, 25 on V100, A100 and H100, 50 on B200, 14.0625 on
-        RTX 3090.
+      nvlink_gb_per_s: the speed of one NVLink, in one direction: 20 on P100, 25 on V100, A100 and H100, 50 on B200,
+        14.0625 on RTX 3090.
       nvlinks_per_gpu: the largest number of NVLinks of a GPU: 4 on P100 and RTX 3090, 6 on V100, 12 on A100, 18 on H100
         and B200.
       pcie: the kind of all PCIe links, which are x16: "pcie3" to "pcie6". Links between CPUs have 10 GB/s, which
@@ -87,7 +87,7 @@ def read_nvidia_smi(
     def near(i: int, j: int) -> str:
         a, b = rows.get(members[i]), rows.get(members[j])
         cell = a.cells[members[j]] if a else b.cells[members[i]] if b else ""
-        if cell.startswith("NV"):  # GPUs with the same cores are at one CPU
+        if cell.startswith("NV"):  # GPUs with the same CPU affinity are at one CPU
             return "NODE" if a and b and a.cores and a.cores == b.cores else ""
         return cell
 
@@ -187,7 +187,7 @@ def _table(text: str) -> tuple[list[str], dict[str, _Row]]:
     for a, row in rows.items():
         for b, cell in row.cells.items():
             if (cell == "X") != (a == b) or (b in rows and rows[b].cells[a] != cell):
-                _refuse(row.line, lines[row.line - 1], f"the entries of {a} and {b} differ.")
+                _refuse(row.line, lines[row.line - 1], f"the entries of {a} and {b} differ, or an X is misplaced.")
     return names, rows
 
 

@@ -21,7 +21,8 @@ def routes_from(
 ) -> dict[str, tuple[str, ...]]:
     """Return the routes from ``src``, as ``Topology.route`` defines them; the first ``devices`` nodes are devices."""
     routes: dict[str, tuple[str, ...]] = {}
-    # Entries: devices on the route, links, minus the least bandwidth, positions of the nodes. The least is the best.
+    # Entries: the number of devices that the route passes, the number of its links, its least bandwidth with the sign
+    # reversed, and the positions of its nodes. The least entry is the best route.
     queue: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, -max(speeds.values(), default=0), (order[src],))]
     while queue:
         passed, hops, narrow, numbers = heapq.heappop(queue)

@@ -25,9 +25,10 @@ def matrix(gb_per_s: Sequence[Sequence[Number]], devices: Iterable[str] | None, 
         given = f"{len(rows)} rows of {sorted({len(row) for row in rows})} entries"
         problem = "a matrix of bandwidths must be square."
         raise ArgumentError.of(problem, given, "one row and one column for each device")
-    if any(exact("bandwidth", row[i]) for i, row in enumerate(rows)):
-        problem = "a device must not have a link to itself."
-        raise ArgumentError.of(problem, "a number on the matrix's diagonal", "0 on the diagonal")
+    for i, row in enumerate(rows):
+        if exact("bandwidth", row[i]):
+            problem = "a device must not have a link to itself."
+            raise ArgumentError.of(problem, f"{row[i]} in row {i}, column {i}", "0 on the matrix's diagonal")
     names = _names(len(rows) if devices is None else devices)
     latency = exact("latency", latency_s)
     if len(names) != len(rows):

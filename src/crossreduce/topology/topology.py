@@ -34,7 +34,7 @@ class Topology:
     Args:
       devices: canonical names, in the order of the replicas.
       links: at most one for each ordered pair of nodes.
-      switches: nodes that store no data: ``Switch``es, or names of plain ones.
+      switches: nodes that store no data: ``Switch``es, or the names of switches that do not reduce.
     Raises:
       ArgumentError: no device, a device or switch twice, a switch with a device's name, a link from a node to itself,
         to an unknown node or without bandwidth, or two links for the same ordered pair.
@@ -57,7 +57,7 @@ class Topology:
         try:
             given = [Link(*link) for link in self.links]
         except TypeError as error:
-            problem = "links must be Links."
+            problem = "links must be Links, or tuples of the same fields."
             raise ArgumentError.of(problem, shown(self.links), 'Link("cpu:0", "cpu:1", bandwidth=25)') from error
         links = [
             Link(self._node(src), self._node(dst), exact("bandwidth", bandwidth), exact("latency", latency))
@@ -94,7 +94,7 @@ class Topology:
         return self._hash
 
     def __reduce__(self) -> tuple[type[Topology], tuple[object, ...]]:
-        # Without the cached hash, which differs between processes.
+        # Pickles do not contain the cached hash, which differs between processes.
         return Topology, (self.devices, self.links, self.switches)
 
     @classmethod
@@ -137,8 +137,8 @@ class Topology:
         Args:
           rows: number of rows.
           columns: number of columns.
-          gb_per_s: of all links; or a pair: of the links along the rows, and of those along the columns.
-          latency_s: of all links.
+          gb_per_s: the bandwidth of all links; or a pair: of the links along the rows, and of those along the columns.
+          latency_s: the latency of all links.
 
         >>> [len(Topology.mesh(2, 3).links), Topology.mesh(2, 2, (50, 25)).link("cpu:0", "cpu:2").bandwidth]
         [14, Fraction(25, 1)]
@@ -153,8 +153,8 @@ class Topology:
 
         Args:
           shape: devices along each dimension; the last varies fastest.
-          gb_per_s: of all links; or one number for each dimension, the last dimension's first.
-          latency_s: of all links.
+          gb_per_s: the bandwidth of all links; or one number for each dimension, the last dimension's first.
+          latency_s: the latency of all links.
 
         >>> [len(Topology.torus(4, 4, 4).links), len(Topology.torus(2, 3).links)]
         [384, 18]

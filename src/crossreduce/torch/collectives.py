@@ -32,7 +32,7 @@ _OPS: Final = {
     TorchOp.PRODUCT: ReduceOp.PRODUCT,
 }
 
-# Sums and products of bools, as torch defines them for NCCL.
+# The ops that compute sums and products of bools as torch does with NCCL.
 _OF_BOOLS: Final = {TorchOp.SUM: ReduceOp.MAX, TorchOp.PRODUCT: ReduceOp.MIN}
 
 _RELEASE_S: Final = 1.0  # the longest wait for gloo to release tensors, which takes microseconds
@@ -60,7 +60,7 @@ class Collectives:
         copy_back(tensor, source)
 
     def reduce(self, tensor: Any, kind: Any, root: int, result: Any = None) -> None:
-        """Write the reduction of ``tensor`` to ``result`` of the root; ``None``: to ``tensor``."""
+        """Write the reduction of all ranks' ``tensor`` to the root's ``result``; ``None``: to its ``tensor``."""
         result = tensor if result is None else result
         op = self._op("reduce", kind, tensor, root)
         if op is None:
@@ -231,7 +231,7 @@ class Collectives:
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
-        """Return the op; ``None``: the inner backend executes it, and all ranks have agreed on that.
+        """Return the op for the communicator; ``None``: all ranks have agreed that gloo runs the collective.
 
         All ranks or none raise ``UnsupportedError``: the op is not defined for this dtype.
         """
@@ -247,10 +247,10 @@ class Collectives:
         return None
 
     def _is_inner(self, collective: str, tensor: Any, root: int | None = None) -> bool:
-        """Return whether the inner backend executes a move; if so, all ranks have agreed on that."""
+        """Return whether gloo runs a collective that only moves data; if so, all ranks have agreed on that."""
         name = NAMES.get(tensor.dtype)
         inner = not self._communicator.supports(collective, None, name or "uint8")
-        if inner or name is None:  # moving bytes does not compare the ranks' dtypes
+        if inner or name is None:  # the communicator would not compare dtypes that it moves as bytes
             self._agree(collective, None, tensor, root)
         return inner
 
@@ -264,7 +264,7 @@ class Collectives:
         self._require(sizes == expected and _alike([tensor, *listed]), collective, tensor, sizes, remedy)
 
     def _require(self, fits: bool, collective: str, tensor: Any, sizes: Sequence[int], remedy: str) -> None:
-        """Raise on all ranks if this rank's tensors do not fit: ``MismatchError`` if other ranks' tensors differ."""
+        """Unless ``fits``, raise on all ranks: ``MismatchError`` if their tensors differ, else ``ArgumentError``."""
         if fits:
             return
         call = call_text(collective, None, None, _name(tensor), tensor.shape)
@@ -276,7 +276,7 @@ class Collectives:
     def _run_in_gloo(function: Any, tensor: Any, options: Any) -> None:
         dense = tensor.layout is torch.strided
         plain = readable(tensor) if dense else tensor
-        given = plain.detach()  # other code may use the tensor itself
+        given = plain.detach()  # _finish counts references, and other code may refer to the tensor itself
         _finish(function, [given], options)
         if dense:
             copy_back(tensor, plain)

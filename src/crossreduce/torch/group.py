@@ -29,8 +29,8 @@ from .op_queue import CopyBackWork, OpQueue, exclude_from_compile
 from .rendezvous import StoreRendezvous
 
 _CPU: Final = torch.device("cpu")
-_DRAIN_S: Final = 10.0  # the time for pending ops when their group is destroyed
-_LEAVE_S: Final = 1.0  # the time for pending ops when their process ends
+_DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
+_LEAVE_S: Final = 1.0  # the same for a group that is garbage collected, or whose process ends
 _UNSET: Final = timedelta(0)  # options without a timeout have a negative one
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
@@ -47,7 +47,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def __init__(
         self, store: Any, rank: int, size: int, timeout: timedelta, name: str, global_ranks: Sequence[int] = ()
     ) -> None:
-        """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op, and to this."""
+        """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call."""
         super().__init__(rank, size)
         # A group may have the name, and so the keys in the store, of a destroyed one; the prefix makes keys unique.
         store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
@@ -59,10 +59,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             choices._timeout = timeout
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, choices)
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-        self._timeout, self._settings = timeout, gloo.options  # _set_pg_timeout and set_timeout change the options
+        self._timeout, self._settings = timeout, gloo.options  # _set_pg_timeout and set_timeout change gloo's options
         self._collectives = Collectives(self.communicator, gloo)
         self._timeout_lock = threading.RLock()
-        # Ctrl-C does not end waits for other hosts, so these do not run in the caller's thread.
+        # Ctrl-C does not end waits for other hosts, so ops of several hosts do not run in the caller's thread.
         self.queue = OpQueue(name, inline=len(self.communicator.hosts) == 1)
         self._end = weakref.finalize(self, close, self.queue, self.communicator)
 
@@ -308,5 +308,5 @@ def wait_in_backward(work: Any) -> None:
 
 
 def _is_called_by_backward() -> bool:
-    """Return whether C++ called the method in a backward pass: then the next Python frame is the one that began it."""
+    """Return whether C++ called the method in a backward pass: its calling Python frame then began that pass."""
     return sys._getframe(3).f_code.co_name == "_engine_run_backward"

@@ -63,9 +63,9 @@ class HookState:
         self._end()
 
     def mean(self, tensor: Callable[[], Any]) -> Any:
-        """Start to replace the tensor that ``tensor()`` will return by its mean over all ranks; return the work.
+        """Queue an op that replaces the tensor that ``tensor()`` returns by its mean over all ranks; return the work.
 
-        Means are computed in the order of these calls. The work's result is a list of the tensor.
+        Means are computed in the order of these calls. The work's result is a list that contains the tensor.
         """
         tensors: list[Any] = []
 
@@ -109,7 +109,7 @@ def all_reduce_hook(state: Any, bucket: Any) -> Any:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-# DDP compares annotations with classes, not with their names.
+# DDP compares annotations with classes; in this file they would be strings.
 all_reduce_hook.__annotations__ = {
     "state": object,
     "bucket": dist.GradBucket,

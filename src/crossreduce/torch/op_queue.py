@@ -22,7 +22,7 @@ from ..errors import CollectiveTimeout, ContextError
 
 
 class Finished(dist.Work):  # type: ignore[misc]
-    """An op that has run. Subclasses override ``wait``, after which the op has run, and how its state is reported."""
+    """The work of an op that has run. Subclasses, whose op may be pending, override ``wait`` and state methods."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Finished(dist.Work):  # type: ignore[misc]
 
 
 class CopyBackWork(Finished):
-    """The work of another backend, and a function that the first wait calls after it."""
+    """The work of another backend, followed by a function: the first ``wait`` calls it when that work is done."""
 
     def __init__(self, work: Any, finish: Callable[[], None], tensors: Sequence[Any]) -> None:
         super().__init__(tensors)
@@ -181,7 +181,7 @@ class OpQueue:
         _QUEUES.add(self)
 
     def run(self, function: Callable[[], None], tensors: Sequence[Any], asynchronous: bool) -> dist.Work:
-        """Run ``function``: before this returns, or ``asynchronous`` in the queue's thread.
+        """Run ``function`` and return its work; if ``asynchronous``, the queue's thread runs it after this returns.
 
         Raises:
           ContextError: see ``require_open``.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..errors import CollectiveTimeout, PeerLostError, message, rank_list
 
 _CAUSE: Final = "cause"
-_PAUSES_S: Final = (0.0002, 0.02)  # a query takes 23 us with a TCPStore on the same host
+_PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query of a local TCPStore takes 23 us
 
 
 class StoreRendezvous:
@@ -23,7 +23,7 @@ class StoreRendezvous:
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         """Use ``store`` (a ``PrefixStore`` of its own), and wait at most ``timeout_s`` seconds for other ranks."""
-        # A connection of its own: calls on one connection run one after another, and a user's may block for minutes.
+        # A connection of its own: calls on one connection run one after another, and a user's call may take minutes.
         self._store = store.clone() if hasattr(store, "clone") else store
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._calls = 0

@@ -57,7 +57,7 @@ class GlooTransport:
 
 
 class _GlooMessage:
-    """A gloo work that is not finished; or ``None``: it succeeded; or the error with which it failed."""
+    """A message. ``work``: gloo's unfinished operation; ``None``: it succeeded; or the error with which it failed."""
 
     def __init__(self, work: Any, peer: int) -> None:
         self._work, self._peer = work, peer

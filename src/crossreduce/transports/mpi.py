@@ -1,7 +1,7 @@
 """The MPI transport: a rendezvous and messages between hosts over an mpi4py communicator.
 
-Input: a communicator of its own. Output: see ``base.Rendezvous`` and ``base.Transport``. The caller imports mpi4py and
-creates the communicator.
+Input: a communicator that no other code uses. Output: see ``base.Rendezvous`` and ``base.Transport``. The caller
+imports mpi4py and creates the communicator.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class MpiRendezvous:
 class MpiTransport:
     """Messages over an MPI communicator. See ``base.Transport``.
 
-    MPI makes progress with large messages only while one of its functions is called. A thread tests all messages
-    regularly, since this rank may wait for ranks of its host that wait for hosts that wait for its message.
+    MPI makes progress with large messages only while one of its functions is called. So a thread tests all messages
+    regularly: this rank may wait for a rank of its host that waits for another host, which waits for this rank's
+    message.
     """
 
     def __init__(self, comm: Any, abort_cause: Callable[[], bytes | None] = lambda: None) -> None:

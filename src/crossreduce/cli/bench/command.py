@@ -35,7 +35,7 @@ SPELLINGS: Final = {"float16": "half", "float32": "float", "float64": "double", 
 def bench(
     minbytes: Annotated[str, Option("-b", "--minbytes", help="First size; K, M, G are powers of 1024.")] = "32M",
     maxbytes: Annotated[str, Option("-e", "--maxbytes", help="Last size.")] = "32M",
-    stepfactor: Annotated[int, Option("-f", "--stepfactor", help="Multiply sizes by this (2 or more).")] = 1,
+    stepfactor: Annotated[int, Option("-f", "--stepfactor", help="Multiply sizes by this; 1: see -i.")] = 1,
     stepbytes: Annotated[str, Option("-i", "--stepbytes", help="Without -f: add this to sizes.")] = "1M",
     iters: Annotated[int, Option("-n", "--iters", help="Timed calls per size.")] = 20,
     warmup_iters: Annotated[int, Option("-w", "--warmup_iters", help="Untimed calls before, at each size.")] = 1,
@@ -71,8 +71,9 @@ def bench(
 
     Time is the mean over the calls, each until its results are ready; the
     JSON also contains median and p99. In place, results are written over the
-    inputs (out=). This is N/A (null in JSON) for broadcasts, for means of
-    integers, and for JAX and TensorFlow, whose arrays cannot be written.
+    inputs (out=). In-place times are N/A (null in JSON) for broadcasts, for
+    means of integers, and for JAX and TensorFlow, whose arrays cannot be
+    written.
 
     Devices in host memory are an emulation, which compares algorithms; their
     times do not predict those of GPUs.
@@ -150,7 +151,7 @@ def _rank_count(
     }
     wrong = ", ".join(option for option, is_given in given.items() if is_given)
     if wrong:
-        raise ArgumentError(f"{wrong} cannot be used with ranks: each is a process with one tensor in host memory.")
+        raise ArgumentError(f"{wrong} cannot be used with ranks: a rank is a process with one tensor in host memory.")
     count = int(os.environ["WORLD_SIZE"]) if launch is None else at_least(1, "--launch", launch)
     if count > MAX_DEVICES:
         raise ArgumentError(f"--launch must be at most {MAX_DEVICES} ranks, not {count}.")

@@ -187,7 +187,7 @@ def results(request: BenchRequest, rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def ratios(rows: list[Row], peers: dict[str, list[Row]]) -> list[dict[str, Any]]:
-    """Return for each row the peers' median times divided by its own, in place if that form was measured."""
+    """Return for each row the peers' median times divided by its own: the in-place times, if they were measured."""
 
     def median(row: Row) -> float:
         return float(np.median((row.in_place or row.out_of_place).times_s))

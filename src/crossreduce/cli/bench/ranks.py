@@ -72,7 +72,7 @@ class TorchBackend:
     """A process group of ``torch.distributed``."""
 
     def __init__(self, group: Any, control: Any) -> None:
-        """Measure ``group``; ``gather`` uses the group ``control``."""
+        """Run collectives in ``group``; the method ``gather`` uses the group ``control``."""
         import torch
         import torch.distributed as dist
 
@@ -192,7 +192,7 @@ def _mpiexec() -> str | None:
 
 
 def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
-    """Measure every size and root; all ranks return all rows, with the times combined as by ``request.average``."""
+    """Measure every size and root; all ranks return all rows, with times combined as ``request.average`` says."""
     collective, size, combined = request.collective, backend.size, _COMBINED[request.average]
 
     def measure(
@@ -217,7 +217,7 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
                 times.append(time.perf_counter() - before)
         nwrong = None
         if request.validation:
-            if in_place:  # each call reduced the results of the previous call
+            if in_place:  # each call above overwrote its inputs: check one on new inputs
                 source = backend.array(given)
                 backend.call(collective, request.op, source, result, root, True)()
             written = source if in_place or collective == "broadcast" else result
@@ -234,8 +234,8 @@ def run(request: BenchRequest) -> int:
     """Run one rank: measure crossreduce and the peers one after another, print on rank 0, and return the exit code.
 
     All process groups are destroyed before this returns: a thread of gloo would abort an interpreter that ends
-    (torch 2.13). They are variables of another function than the one that imports torch: garbage of that import refers
-    to the frames below it, and keeps their variables until the next garbage collection.
+    (torch 2.13). ``_measure`` refers to them, and not this function, which imports torch: the import leaves reference
+    cycles that keep the variables of its callers until the next garbage collection.
     """
     import torch
     import torch.distributed as dist
@@ -291,7 +291,7 @@ def _backends(request: BenchRequest, dist: Any, control: Any) -> Iterator[tuple[
 
 
 def _rows_of_mpi(request: BenchRequest) -> Iterator[Row]:
-    """Run the same loop under mpiexec, and yield its rows."""
+    """Run ``rows`` in ranks of MPI, which mpiexec starts, and yield the rows that they print."""
     command = [_mpiexec() or "mpiexec", "-n", str(len(request.processes)), sys.executable]
     command += ["-m", f"{__package__}.ranks", "mpi", request.to_json()]
     # Ranks may outnumber cores, and containers often run as root: Open MPI 4 and 5 allow both only on request.
@@ -300,7 +300,7 @@ def _rows_of_mpi(request: BenchRequest) -> Iterator[Row]:
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     with ExitStack() as stack:
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that mpiexec is terminated first
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave the stack, which terminates mpiexec
         stack.callback(signal.signal, signal.SIGTERM, before)
         running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**settings, **inherited})
         stack.callback(terminate, [running], 10.0)  # mpiexec then terminates its ranks

@@ -19,7 +19,7 @@ from . import exact
 
 @dataclass(frozen=True)
 class Timing:
-    """The calls of one size, out of place or in place. ``nwrong`` is ``None`` if the elements were not checked."""
+    """The times of calls of one size, out of place or in place. ``nwrong`` is ``None`` if elements were not checked."""
 
     size: int
     times_s: Sequence[float]
@@ -33,7 +33,7 @@ class Timing:
 
     @property
     def algbw(self) -> float:
-        """Bytes of one replica divided by time, in GB/s (1e9)."""
+        """Bytes of the complete buffer divided by ``time_us``, in GB/s (1e9)."""
         return self.size / self.time_us / 1e3
 
     @property
@@ -59,7 +59,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured size."""
+    """The measurements of one algorithm or backend for one size and root."""
 
     algorithm: str
     size: int
@@ -72,7 +72,7 @@ class Row:
 
     @property
     def timings(self) -> list[Timing]:
-        """The timings of both forms, or of the only one."""
+        """The timings out of place and, if measured, in place."""
         return [self.out_of_place] if self.in_place is None else [self.out_of_place, self.in_place]
 
 

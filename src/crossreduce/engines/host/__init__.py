@@ -24,7 +24,7 @@ from ..base import Layout, OverlapError
 
 
 class ArrayMemory(Protocol):
-    """The memory of one framework's arrays, and new arrays on memory that a kernel has filled.
+    """Lets kernels read and write one framework's arrays, and makes new arrays of memory that a kernel has filled.
 
     Nested sequences have one row per tensor of a batch, with one array per replica or destination.
     """
@@ -35,11 +35,11 @@ class ArrayMemory(Protocol):
     def readable(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]] | None:
         """Return what the kernels read: buffers, addresses or strided addresses.
 
-        ``None``: some arrays are traced, or on an accelerator, or recorded by a gradient tape.
+        ``None``: the kernels cannot read some arrays; they are traced, for example, or on an accelerator.
         """
 
     def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
-        """Return memory for ``count`` results of each shape: new arrays, or ``kernels.memory`` for ``wrap``."""
+        """Return memory for ``count`` results of each shape: new arrays, or buffers of which ``wrap`` makes arrays."""
 
     def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """Return the form in which the kernels write into allocated memory."""
@@ -48,13 +48,13 @@ class ArrayMemory(Protocol):
         """Return the form in which the kernels write into a user's arrays.
 
         Raises:
-          BufferError, ValueError: an array that ``Framework.writable_array`` would refuse (the kernels may find more).
+          BufferError, ValueError: an array cannot be written into. Some frameworks leave this check to the kernel.
         """
 
     def wrap(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:
-        """Return filled memory as arrays, one per device."""
+        """Return filled memory as arrays: for each tensor one array per device."""
 
     def threads(self) -> int | None:
         """Return the framework's own limit of threads on the host; ``None``: unlimited."""
@@ -88,7 +88,7 @@ class SharedResults:
 
 @lru_cache(maxsize=16)
 def array_memory(framework: str) -> ArrayMemory | None:
-    """Return a framework's ``ArrayMemory``, importing it on first use; ``None``: its arrays have no memory."""
+    """Return a framework's ``ArrayMemory``, importing it on first use; ``None``: its arrays have no elements."""
     if framework not in FRAMEWORKS:
         return None
     memory: ArrayMemory = importlib.import_module(f".{framework}", __package__).MEMORY
@@ -102,12 +102,12 @@ class HostEngine:
     checks_overlap = True
 
     def supports(self, layout: Layout) -> bool:
-        """Return whether all devices are host memory, sizes are known and the framework gives access to memory."""
+        """Return whether all sizes are known, all devices are CPUs, no array was sparse, and memory is accessible."""
         known = layout.is_sized and layout.on_host and not layout.mixed
         return known and array_memory(layout.framework.name) is not None
 
     def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
-        """Return buffers or addresses; ``None`` for arrays that are traced, recorded or on an accelerator."""
+        """Return buffers or addresses; ``None`` if the kernels cannot read the arrays: see ``ArrayMemory.readable``."""
         memory = array_memory(layout.framework.name)
         assert memory is not None
         return memory.readable(arrays)
@@ -120,7 +120,7 @@ class HostEngine:
 class HostExecutable:
     """A kernel and the memory of its results. See ``engines.base.Executable``.
 
-    Where results are immutable, one is computed and all destinations share its memory.
+    If the framework's arrays are immutable, one result per tensor is computed, and all destinations share its memory.
     """
 
     def __init__(self, layout: Layout, numbers: Numbers, with_out: bool) -> None:

@@ -1,7 +1,7 @@
 """The memory of JAX arrays on CPU devices.
 
-Results are one buffer per array on memory that all arrays of a result share. XLA writes into none of them, donated or
-not, and the memory is freed with the last of them.
+The arrays of a result, one per device, share one memory. XLA never writes into it, not even if an array is donated, and
+it is freed with the last of the arrays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class JaxMemory(SharedResults):
                     return None
                 shardings.add(x.sharding)  # much faster than x.device
                 weak = weak and x.weak_type
-            if weak:  # these are mostly scalars; their sum must be weakly typed, too
+            if weak:  # mostly scalars: their sum must be weakly typed, and ``wrap`` makes no such arrays
                 return None
         if any(cpu_number(sharding) < 0 for sharding in shardings):
             return None
@@ -56,9 +56,9 @@ class JaxMemory(SharedResults):
 
 
 def _on_all(xs: list[Any], devices: tuple[str, ...]) -> list[tuple[Array, ...]]:
-    """Return each NumPy array as one array per device, all on its memory."""
+    """Return for each NumPy array one JAX array per device; all of these use its memory."""
     replicated = _replicated(devices)
-    if replicated is None:  # several are logical devices of one physical device
+    if replicated is None:  # several names are logical devices of one physical device
         shardings = [place(device)[1] for device in devices]
         made = jax.device_put([x for x in xs for _ in devices], shardings * len(xs))
         return [tuple(made[k : k + len(devices)]) for k in range(0, len(made), len(devices))]
@@ -73,7 +73,7 @@ def _on_all(xs: list[Any], devices: tuple[str, ...]) -> list[tuple[Array, ...]]:
 
 @lru_cache(maxsize=1024)
 def _replicated(devices: tuple[str, ...]) -> NamedSharding | None:
-    """Return the sharding of arrays that are complete on each device; ``None`` if two names are one device."""
+    """Return the sharding with a complete copy on each device; ``None`` if two names are one physical device."""
     places = [place(device)[0] for device in devices]
     return None if len(set(places)) < len(places) else NamedSharding(Mesh(np.array(places), ("all",)), PartitionSpec())
 

@@ -18,7 +18,7 @@ def _empty_in_python(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -
     return [np.empty(shape, dtype) for _ in range(count)]
 
 
-try:  # the compiled function does the same several times faster
+try:  # does the same as ``_empty_in_python``, several times faster
     from ...frameworks._numpy_arrays import empty as _empty
 except ImportError:
     _empty = _empty_in_python
@@ -64,8 +64,8 @@ def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[
 def _offset() -> int:
     """Return the offset of NumPy's own large arrays from a cache line, usually 16 bytes.
 
-    Results get the same offset, so that a cache line of results needs one line of each source; with two lines each,
-    a reduction takes half as long again (benchmarks/host_reduction.py).
+    Results get the same offset, so that one cache line of a result is computed from one line of each source; computed
+    from parts of two lines of each, a reduction takes 1.5 times as long (benchmarks/host_reduction.py).
     """
     return int(np.empty(1 << 20, np.uint8).__array_interface__["data"][0] % 64)
 

@@ -30,7 +30,7 @@ class TensorFlowMemory(SharedResults):
     def wrap(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:
-        # A copy to another logical device of the host shares memory.
+        # ``to_device`` to another logical device of the host copies no memory.
         made = [_wrapped(memory, shape, dtype) for (memory,), shape in zip(blanks, shapes, strict=True)]
         return [tuple(FRAMEWORK.to_device(x, device) for device in devices) for x in made]
 

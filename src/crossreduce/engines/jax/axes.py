@@ -23,17 +23,17 @@ class MeshAxes:
 
     names: tuple[Hashable, ...]  # in the order in which the caller lists them
     sizes: tuple[int, ...]  # the number of positions along each axis
-    mesh_order: tuple[int, ...]  # positions in names, in the order in which the mesh lists its axes
+    mesh_order: tuple[int, ...]  # indices of ``names``, in the order in which the mesh lists its axes
     checked: bool  # shard_map tracks the axes over which values vary (check_vma=True)
     mapped: bool  # at least one axis belongs to vmap, not to a mesh
 
     @property
     def devices(self) -> int:
-        """The number of positions along all axes."""
+        """The number of devices: the product of ``sizes``."""
         return math.prod(self.sizes)
 
     def vary(self, x: Array) -> Array:
-        """Return an array that varies over these axes."""
+        """Return ``x``, with a type that varies over these axes (see ``varying``)."""
         missing = tuple(axis for axis in self.names if axis not in varying(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -55,7 +55,7 @@ def read_axes(axis_name: Any) -> MeshAxes:
     try:
         if not names or len(set(names)) < len(names):
             problem = "axis_name must be the name of one axis, or of several different axes."
-            raise ArgumentError.of(problem, shown(axis_name), "an axis")
+            raise ArgumentError.of(problem, shown(axis_name), 'axis_name="x"')
         sizes = tuple(int(lax.axis_size(name)) for name in names)
         # A device's position has a varying type only if shard_map checks types.
         checked = any(varying(lax.axis_index(name)) for name in names)
@@ -63,6 +63,6 @@ def read_axes(axis_name: Any) -> MeshAxes:
         remedy = "a name of the mesh's axes, inside jax.shard_map (or jax.pmap and jax.vmap with axis_name=)"
         raise AxisError.of("this axis does not exist here.", shown(axis_name), remedy) from error
     mesh = jax.sharding.get_abstract_mesh()
-    mapped = not set(names) <= set(mesh.manual_axes)  # vmap may use the name of an axis of the current mesh
+    mapped = not set(names) <= set(mesh.manual_axes)  # vmap may use the name of another mesh axis
     order = range(len(names)) if mapped else sorted(range(len(names)), key=lambda k: mesh.axis_names.index(names[k]))
     return MeshAxes(names, sizes, tuple(order), checked, mapped)

@@ -2,8 +2,9 @@
 
 Input: a ``Program`` whose devices are the positions along mesh axes. Output: a ``PermutationProgram`` of plain numbers,
 without arrays. A round becomes as few permutations as its busiest device has partners, since in one permutation a
-device sends to at most one other device and receives from at most one. The rows that a device reads depend on its
-position, so they are tables with one column per device; if all columns are equal, the position is not needed.
+device sends to at most one other device and receives from at most one. A row of an array holds a value of a chunk.
+Which rows a device reads depends on its position, so tables list them, with one column per device; if all columns are
+equal, the position is not needed.
 
 Rows are immutable: each permutation and each combination makes a new block of rows. So copies are free, and XLA does
 not need to protect rows that later rounds read: when rows were updated in place, a ring over 8 CPU devices copied its
@@ -55,11 +56,11 @@ class PermutationProgram(NamedTuple):
     """The operations that all devices execute.
 
     Args:
-      devices: how many there are.
-      stacks: the chunks, grouped by share. A chunk is a row of its stack, so the rows of a stack have the same length,
-        except for one element.
-      by_round: the permutations of each round, which are independent of each other, and then its combinations.
-      results: for each stack the places of its chunks at the end.
+      devices: the number of devices.
+      stacks: the chunks, grouped by share. A chunk is a row of its stack, so the lengths of a stack's rows differ by at
+        most one element.
+      by_round: for each round its permutations, independent of each other, and the combinations that follow them.
+      results: for each stack the places of its chunks' results.
     """
 
     devices: int
@@ -89,7 +90,7 @@ def compile_permutations(program: Program) -> PermutationProgram:
     devices = range(len(program.devices))
     if any({*chunk.sources} != {*devices} or {*chunk.destinations} != {*devices} for chunk in program.chunks):
         problem = "along mesh axes, every device must be a source and a destination of every chunk."
-        raise ScheduleError.of(problem, f"{program.collective} by {program.algorithm}", "an all_reduce")
+        raise ScheduleError.of(problem, f"{program.collective} by {program.algorithm}", "an all_reduce of all devices")
     by_share: defaultdict[object, list[int]] = defaultdict(list)
     for number, chunk in enumerate(program.chunks):
         by_share[chunk.share].append(number)
@@ -102,7 +103,7 @@ def compile_permutations(program: Program) -> PermutationProgram:
 
 
 class _Compiler:
-    """Compiles round after round. It stores the place of each value on its own device and on those that received it."""
+    """Compiles round after round. It stores each value's place on the devices that made it or received it."""
 
     def __init__(self, program: Program, stacks: tuple[tuple[int, ...], ...]) -> None:
         self._program = program
@@ -155,7 +156,7 @@ class _Compiler:
         return self._table(sent)
 
     def combine(self, instructions: Sequence[Numbered]) -> tuple[RowCombination, ...]:
-        """Return the combinations of a round. A copy becomes the place of its operand."""
+        """Return the combinations of a round. A copy is no operation: it gets the place of its operand."""
         # Rows whose operands are from the same devices are combined in one operation.
         runs: defaultdict[tuple[int, int, tuple[int, ...]], list[Numbered]] = defaultdict(list)
         for chunk, value, instruction in instructions:
@@ -165,12 +166,12 @@ class _Compiler:
                 continue
             swapped = len(operands) == 2 and self._devices[chunk][operands[1]] != device
             if swapped and value not in self._repeated[chunk]:
-                # a + b is b + a, except for the payload of NaN. With the local operand last, all devices' tables
-                # are alike, so that they need not select between blocks: halving_doubling accesses 7 % less memory.
+                # a + b is b + a, except for the payload of NaN. With the device's own value last, all devices' tables
+                # are alike, so no device selects between blocks: halving_doubling accesses 7 % less memory.
                 instruction = instruction._replace(operands=operands[::-1])
             srcs = tuple(self._devices[chunk][operand] for operand in instruction.operands)
             runs[self._stack[chunk], device, srcs].append(Numbered(chunk, value, instruction))
-        # Runs on different devices that differ only in their rows are one combination.
+        # Runs of different devices that differ only in their rows become one combination.
         groups: defaultdict[tuple[int, int, int, int], dict[int, list[Numbered]]] = defaultdict(dict)
         seen: Counter[tuple[int, int, int, int]] = Counter()
         for (stack, device, srcs), run in sorted(runs.items()):
@@ -269,7 +270,7 @@ def matchings(pairs: Sequence[Pair]) -> list[list[Pair]]:
 
 
 def ranges(rows: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:
-    """Split rows, one sequence per device, into ranges that have the same length on all devices.
+    """Split row numbers, one sequence per device, into ranges of consecutive rows, of equal length on all devices.
 
     Returns:
       For each range its start on each device, and its length.

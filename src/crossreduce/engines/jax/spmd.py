@@ -1,7 +1,7 @@
 """Run a program in SPMD code: cut rows out of an array, permute them, combine them and join them again.
 
-Input: a ``Program`` whose devices are the positions along mesh axes, and the array of the own device. Output: the
-reduced array. Every device executes the same operations; only the rows that it reads depend on its position.
+Input: a ``Program`` whose devices are the positions along mesh axes, and this device's array. Output: the reduced
+array. Every device executes the same operations; only the rows that it reads depend on its position.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .axes import MeshAxes
 from .permutations import Pair, Permutation, PermutationProgram, Place, Table, compile_permutations, ranges
 
 _SELECTED: Final = 2
-"""Up to this number of blocks, a device selects its rows with ``where``. Of more blocks, it joins all and cuts its rows
-out."""
+"""If rows are in at most this many blocks, a device selects its own with ``where``. It joins more blocks, and cuts its
+rows out of the joined array."""
 
 
 def run(program: Program, x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
@@ -35,7 +35,7 @@ def run(program: Program, x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
 
     Args:
       program: an all-reduce of ``axes.devices`` devices.
-      x: any shape; it varies over the axes if these are checked.
+      x: any shape; if ``axes.checked``, it varies over the axes.
       op: the combination; a mean is a sum that the caller divides.
       axes: the axes whose positions are the program's devices, in order.
     Raises:
@@ -126,7 +126,7 @@ def _take(blocks: list[Array], table: Table, position: Array) -> Array:
     if not used:
         return blocks[0][:0]
     if len(used) <= _SELECTED and all(places == _consecutive(places) for places in table):
-        # Consecutive rows of one block on each device: select between the blocks, without joining them first.
+        # Each device reads consecutive rows of one block: select between the blocks, without joining them first.
         firsts = [places[0] for places in table]
         rows = _cut(blocks[used[0]], used[0], firsts, len(table[0]), position)
         for block in used[1:]:
@@ -161,13 +161,13 @@ def _result(blocks: list[Array], table: Table, position: Array) -> Array:
 
 
 def _consecutive(places: Sequence[Place]) -> tuple[Place, ...]:
-    """Return as many consecutive rows of one block, starting with the first place."""
+    """Return ``len(places)`` consecutive rows of one block, starting with the first place."""
     block, first = places[0]
     return tuple((block, first + k) for k in range(len(places)))
 
 
 def _cut(rows: Array, block: int, firsts: Sequence[Place], size: int, position: Array) -> Array:
-    """Return consecutive rows of one block: from this device's first place, or any rows if that is in another block."""
+    """Return ``size`` rows of a block from this device's first place; any rows if that place is in another block."""
     if size == len(rows):
         return rows
     default = next(row for number, row in firsts if number == block)
@@ -176,14 +176,14 @@ def _cut(rows: Array, block: int, firsts: Sequence[Place], size: int, position: 
 
 
 def _own(numbers: Sequence[Any], position: Array) -> Any:
-    """Return this device's number: a constant if all devices have the same one."""
+    """Return this device's element of ``numbers``: a constant if all elements are equal."""
     if len(set(numbers)) == 1:
         return numbers[0]
     return lax.dynamic_index_in_dim(jnp.asarray(numbers), position, keepdims=False)
 
 
 # ``verify`` has proved that all devices end with the same values, which shard_map cannot derive. So if shard_map
-# checks, a program is one primitive of psum's type: its input varies over the axes and its output does not. Its
+# checks types, a program is one primitive of psum's type: its input varies over the axes and its output does not. Its
 # transpose is psum's, too: all devices have the same cotangent, which becomes the cotangent of each device's input.
 _ALL_REDUCE: Final = Primitive("crossreduce_all_reduce")
 

@@ -3,9 +3,9 @@
 Input: an ``Algo`` as read from a file. Output: an ``MscclProgram``, and an order in which its steps can run; or
 ScheduleError for a connection with one end, a dependency that no step meets, or a deadlock.
 
-- The next step that is not a ``nop`` waits for the dependency of a ``nop``. A step with ``hasdep`` signals when it is
-  done; the first such signal at or after step k meets a dependency on step k. Adjacent ``re`` steps with one
-  destination run as one.
+- A ``nop`` only carries a dependency: the next step of another type waits for it. A step with ``hasdep`` signals when
+  it is done; the first such signal at or after step k meets a dependency on step k. Adjacent ``re`` steps (local
+  reductions) with the same destination run as one.
 - The k-th send of a connection (source, destination, channel) is received by its k-th receive. A connection has a few
   slots for messages that are not yet received, and a send waits for a free one; a step of many chunks may need several.
 
@@ -26,9 +26,9 @@ from .format import LARGEST_COUNT, RECEIVES, SENDS, Algo, Threadblock, XmlStep, 
 # The number of slots of a connection: NCCL_STEPS is 8, and a send takes one of them under LL and LL128, 4 under Simple
 # (MSCCL_CHUNKSTEPS is NCCL_STEPS / 2).
 SLOTS: Final = {"Simple": 2, "LL": 8, "LL128": 8}
-# Bytes of a slot. A larger chunk is sent in slices, several smaller ones in one message. The smallest of NCCL's and
-# RCCL's default buffers (init.cc, devcomm.h): 1 MiB / 2 (Simple, on Arm), RCCL's 256 threads x 8 lines x 8 bytes (LL)
-# and 256 x 28 x 8 x 7/8 (LL128).
+# Bytes of a slot. A larger chunk is sent in slices, several smaller ones in one message. The values are those of the
+# smallest default buffers of NCCL and RCCL (init.cc, devcomm.h): 1 MiB / 2 (Simple, on Arm), RCCL's 256 threads x 8
+# lines x 8 bytes (LL) and 256 x 28 x 8 x 7/8 (LL128).
 SLOT_BYTES: Final = {"Simple": 1 << 19, "LL": 1 << 14, "LL128": 50_176}
 MOST_FUSED: Final = 16  # the runtimes' MSCCL_MAX_REDUCE_FUSION
 # The largest file that is verified, which takes minutes and 1 GB. The runtimes' own limits are far below.
@@ -41,7 +41,7 @@ Connection = tuple[int, int, int]  # the sending GPU, the receiving GPU and the 
 
 @dataclass
 class RuntimeStep:
-    """A step as the runtimes run it; a ``nop`` is not one. Other steps are positions in the program's ``steps``."""
+    """A step as the runtimes run it, not a ``nop``. Fields after ``count`` are positions in ``MscclProgram.steps``."""
 
     gpu: int
     block: int
@@ -109,7 +109,7 @@ class MscclProgram:
             block = self.algo.gpus[g].threadblocks[t]
             here = f"{self.name}, gpu {g}, tb {t}"
             if max(block.send, block.recv) >= 0 and not 0 <= block.channel < self.algo.channels:
-                raise ScheduleError(f"{here}: channel {block.channel} of {self.algo.channels} does not exist.")
+                raise ScheduleError(f"{here}: channel {block.channel} does not exist, nchannels={self.algo.channels}.")
             for end, peer, types, pair in (
                 ("send", block.send, SENDS, (g, block.send)),
                 ("recv", block.recv, RECEIVES, (block.recv, g)),
@@ -144,8 +144,8 @@ class _ThreadblockParser:
     def __init__(self, program: MscclProgram, gpu: int, number: int, block: Threadblock) -> None:
         self.program, self.gpu, self.block = program, gpu, number
         self.steps: list[RuntimeStep] = []
-        self.waits: list[list[tuple[int, int]]] = []  # for each step: the (threadblock, step) that it waits for
-        self.signals: list[tuple[int, int]] = []  # (the counter value that the step signals, the step's number)
+        self.waits: list[list[tuple[int, int]]] = []  # for each step: the (threadblock, step) pairs that it waits for
+        self.signals: list[tuple[int, int]] = []  # (counter value that a step signals, its position in the program)
         first = len(program.steps)
         self._parse(block)
         program.blocks[gpu, number] = range(first, len(program.steps))
@@ -153,7 +153,7 @@ class _ThreadblockParser:
     def _parse(self, block: Threadblock) -> None:
         """Add the steps to the program."""
         pending: list[tuple[int, int]] = []
-        # The destination and source buffer of an ``re`` that may join the last one.
+        # The destination and source buffer that the next ``re`` must have to run as one with the last one.
         chain: tuple[Location, str] | None = None
         fused: list[RuntimeStep] = []
         counter = reductions = 0
@@ -218,7 +218,7 @@ class Execution:
         self.program, self.slots, self.per_slot = program, slots, per_slot
         self.current = {threadblock: run.start for threadblock, run in program.blocks.items()}
         self.done = [False] * len(program.steps)
-        self.passed = [0] * len(program.steps)  # the parts of its message that each step has sent or received
+        self.passed = [0] * len(program.steps)  # how many parts of its message each step has sent or received
         self.used: Counter[ThreadblockId] = Counter()  # slots in use of each threadblock's outgoing connection
         self.ready = OrderedDict.fromkeys(program.blocks)  # a queue of threadblocks whose next step may be able to run
 
@@ -248,7 +248,7 @@ class Execution:
         return next((target for target in self.program.steps[number].waits if not self.done[target]), -1)
 
     def _transmit(self, number: int) -> bool:
-        """Transmit as many parts of a step's message as the slots allow; return whether these were all."""
+        """Transmit as many parts of a message as its sender and free slots allow; return whether all have been sent."""
         steps = self.program.steps
         step = steps[number]
         parts = -(-step.count // self.per_slot)

@@ -35,7 +35,7 @@ MOST_CHUNKS: Final = 32768  # an offset is an int16
 LAST_WAITED: Final = 127  # a dependency's threadblock is an int8
 LONGEST_TEXT: Final = 1 << 26
 
-_NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")  # the runtimes' strtol reads 010 as 8
+_NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")  # no leading zeros: the runtimes' strtol reads 010 as 8
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class Threadblock(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """A ``gpu`` element: the chunks of its three buffers, and its threadblocks in the order of their ids."""
+    """A ``gpu`` element: the number of chunks in each of its buffers, its threadblocks in the order of their ids."""
 
     sizes: dict[str, int]
     threadblocks: tuple[Threadblock, ...]
 
 
 class Algo(NamedTuple):
-    """An ``algo`` element. ``missing``: those of the nine attributes that it lacks."""
+    """An ``algo`` element. ``missing``: which of name, outofplace, minBytes and maxBytes it lacks."""
 
     name: str
     proto: str
@@ -136,7 +136,7 @@ def read_msccl_xml(text: str) -> Algo:
         raise ScheduleError.of(problem, 'inplace="0" outofplace="0"', 'outofplace="1"')
     chunks = top.number("nchunksperloop", at, least=1, most=MOST_CHUNKS)
     if coll in ("reducescatter", "allgather", "alltoall") and chunks % count:
-        problem = f"{at}: all ranks must have the same number of chunks of an {coll}."
+        problem = f"{at}: all ranks must have the same number of chunks in {coll}."
         raise ScheduleError.of(problem, f"{chunks} chunks, {count} ranks", f"a multiple of {count}")
     name, channels = top.attributes.get("name", ""), top.number("nchannels", at)
     least, most = (0 if key in missing else top.number(key, at) for key in ("minBytes", "maxBytes"))
@@ -194,7 +194,7 @@ def _parse(text: str) -> _XmlElement:
             raise ScheduleError.of(f"line {parser.CurrentLineNumber}: unexpected text between elements.", shown(data))
 
     def refused(*_: object) -> None:
-        raise ScheduleError(f"line {parser.CurrentLineNumber}: document types and entities are not read.")
+        raise ScheduleError(f"line {parser.CurrentLineNumber}: the file must not contain a DOCTYPE or entities.")
 
     parser.StartElementHandler = start
     parser.EndElementHandler = lambda _: open_elements.pop()
@@ -213,7 +213,8 @@ def _ordered(elements: list[_XmlElement], what: str, count: int | None, at: str)
     wanted = len(elements) if count is None else count
     if sorted(found) != list(range(len(elements))) or len(elements) != wanted:
         given = ", ".join(element.attributes["id"] for element in elements) or "none"
-        raise ScheduleError.of(f"{at}: the ids of <{what}> must be 0, 1, 2, ..., each once.", given, f"{wanted} ids")
+        problem = f"{at}: there must be {wanted} <{what}>, whose ids are 0, 1, 2, ..., each once."
+        raise ScheduleError.of(problem, f"ids {given}", f"ids 0 to {wanted - 1}")
     return [found[number] for number in range(wanted)]
 
 
@@ -240,7 +241,7 @@ def _read_step(element: _XmlElement, number: int, block: str, send: int, recv: i
     if kind not in TYPES:
         raise ScheduleError.of(f"{at}: unknown type.", shown(kind), "one of " + ", ".join(sorted(TYPES)))
     if (kind in SENDS and send < 0) or (kind in RECEIVES and recv < 0):
-        raise ScheduleError(f"{at} ({kind}): the threadblock has no peer for it: send={send}, recv={recv}.")
+        raise ScheduleError(f"{at} ({kind}): the threadblock lacks a peer that it needs: send={send}, recv={recv}.")
     spans = []
     for end in ("src", "dst"):
         buffer = element.text(f"{end}buf", at)

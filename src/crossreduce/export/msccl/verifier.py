@@ -4,10 +4,11 @@ No GPU runs; contributions are counted (never, once, more than once), as in ``sc
 runtimes' own interpreters do, see ``execution.py``.
 
 - All threadblocks of all GPUs run at the same time. Two accesses to the same memory race if one of them writes and
-  they are not ordered by their threadblock, by dependencies or by a chain of messages. A step's own message orders its
-  writes, but not its reads, after the sender's past: the LL protocols read local data before they wait for the
-  message. A step that forwards its message (rcs, rrs, rrcs) does so chunk by chunk, so its message orders only steps
-  that were done when it began. Without races every execution gives the same result, so one of them is a proof.
+  they are not ordered by their threadblock, by dependencies or by a chain of messages. The message that a step
+  receives orders its writes, but not its reads, after the steps that were done before the message was sent: the LL
+  protocols read local data before they wait for the message. A step that forwards its message (rcs, rrs, rrcs) does so
+  chunk by chunk, so the message that it sends orders only steps that were done when it began. Without races every
+  execution gives the same result, so one of them is a proof.
 - The runtimes run all steps for each slice of a long message, one slice after the other. Slices touch different bytes,
   and each leaves all connections empty, so if one slice is right, all are.
 """
@@ -91,10 +92,10 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
         problem = f"collectives of this kind cannot be verified: {algo.coll}."
         raise ScheduleError.of(problem, quoted(algo.name), "a file for " + ", ".join(sorted(VERIFIABLE)))
     if root is not None and (algo.coll not in ("reduce", "broadcast") or root not in range(len(algo.gpus))):
-        remedy = f"0 to {len(algo.gpus) - 1}, for a reduce or broadcast"
-        raise ArgumentError.of("this root is invalid.", f"{shown(root)}, {algo.coll}", remedy)
+        remedy = f"0 to {len(algo.gpus) - 1}; root=None for another collective"
+        raise ArgumentError.of("a root must be a rank of a reduce or broadcast.", f"{shown(root)}, {algo.coll}", remedy)
     if slots is not None and not (isinstance(slots, int) and slots >= 1):
-        raise ArgumentError.of("the number of slots of a connection must be at least 1.", shown(slots), "slots=8")
+        raise ArgumentError.of("the number of slots must be an int of at least 1.", shown(slots), "slots=8")
     slots = slots or SLOTS[algo.proto]
     program = MscclProgram(algo)
     order = Execution(program, slots, chunks_per_slot(algo)).order()
@@ -262,7 +263,7 @@ class _Clocks:
 
     def __init__(self, steps: list[RuntimeStep]) -> None:
         self.steps = steps
-        # For each step with uses left: the steps that are done when it begins to send, and when it ends.
+        # For each step that later steps depend on: the steps that are done when it begins to send, and when it ends.
         self.past: dict[int, tuple[int, int]] = {}
         self.uses = Counter(other for step in steps for other in (step.previous, *step.waits, step.sender))
 
@@ -279,7 +280,7 @@ class _Clocks:
         return start, arrived
 
     def _use(self, other: int) -> tuple[int, int]:
-        """Return a step's past, and drop it after its last use."""
+        """Return the entry of ``past`` for a step (-1: no steps), and delete it after its last use."""
         if other < 0:
             return 0, 0
         self.uses[other] -= 1

@@ -1,7 +1,7 @@
 """Write a schedule as MSCCL XML, which msccl-executor-nccl, microsoft/msccl and RCCL run.
 
 Each GPU has, on each channel, one threadblock for each rank that it sends to and one for each rank that it receives
-from, so that receives never wait for sends. A chunk belongs to one channel. An instruction of several operands becomes
+from, so that receives never wait for sends. A block belongs to one channel. An instruction of several operands becomes
 one message from each other device, in the listed order; each is added as it arrives (``rrc``). If the device's own
 operand is third or later, the messages before it are added up in scratch memory first.
 
@@ -26,14 +26,15 @@ from typing import Final, NamedTuple
 from ...errors import ArgumentError, PlanError, shown
 from ...lowering import Instruction, Numbered
 from ...schedule import Schedule
-from ..collective import Collective, Location, collective
+from ..collective import Collective, Location, collective, require_integers
 from ..placement import MemoryPlacement
 from .format import LARGEST_COUNT, MOST_CHUNKS, PROTOCOLS, RUNTIMES, broken_limits, read_msccl_xml
 from .verifier import verify_msccl_xml
 
 CHANNELS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_.:+/@-]{1,200}")  # the runtimes' parsers read 255 characters, no escapes
+# The runtimes' parsers read at most 255 characters of an attribute, and do not decode XML escapes.
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:+/@-]{1,200}")
 
 
 def to_msccl_xml(
@@ -51,18 +52,18 @@ def to_msccl_xml(
     """Return a schedule as MSCCL XML.
 
     Rank k is the schedule's k-th device. The buffer is divided into equal chunks, as small as the shares need; the
-    runtimes use the file for messages whose element count is a multiple of their number. The file does not store
+    runtimes use the file for messages whose element count is a multiple of the chunks' number. The file does not store
     ``pieces``: the runtimes divide a long message into slices and run all steps for each slice, one after the other.
 
     Args:
       schedule: an all-reduce, reduce-scatter, all-gather, broadcast or reduce of all its devices.
-      name: for readers; ``None``: made of the collective, algorithm and number of ranks.
+      name: the name in the file, for readers; ``None``: made of the collective, algorithm and number of ranks.
       proto: "Simple", "LL" or "LL128".
       runtime: the runtime whose limits must hold: "msccl" (msccl-executor-nccl), "rccl", or "both".
       channels: the number of channels over which the chunks are spread; ``None``: the fewest that the limits allow. A
         channel has one threadblock for each rank to send to, and one threadblock alone does not fill a fast link.
-      inplace: for calls whose input and output are the same memory.
-      outofplace: for other calls.
+      inplace: whether the file is for calls whose input and output are the same memory.
+      outofplace: whether the file is for calls whose input and output are different memory.
       min_bytes: the smallest message that the runtimes use the file for.
       max_bytes: the largest; 0: no limit.
     Returns:
@@ -87,6 +88,7 @@ def to_msccl_xml(
         raise ArgumentError.of("unknown protocol.", shown(proto), ", ".join(PROTOCOLS))
     if runtime not in (*RUNTIMES, "both"):
         raise ArgumentError.of("unknown runtime.", shown(runtime), ", ".join((*RUNTIMES, "both")))
+    require_integers(channels=channels, min_bytes=min_bytes, max_bytes=max_bytes)
     if channels is not None and channels < 1:
         raise ArgumentError.of("channels must be at least 1.", shown(channels), "channels=None: the fewest")
     if not (inplace or outofplace):
@@ -147,7 +149,7 @@ class _XmlOp:
 
 
 class _LocalOp(NamedTuple):
-    """An operation of the threadblock of a device that receives from ``peer``."""
+    """An operation on a device, in the threadblock that receives from ``peer``."""
 
     type: str
     peer: int
@@ -202,7 +204,7 @@ class _XmlWriter:
             placement.read(b, value)
 
     def _local_ops(self, b: int, value: int, instruction: Instruction) -> Iterator[_LocalOp]:
-        """Yield the operations of an instruction on its own device, and store its value."""
+        """Yield the operations of an instruction on its own device, and choose the memory of its value."""
         device, operands = instruction.device, instruction.operands
         placement, chunk = self.placement, self.made.program.chunks[self.made.blocks[b].chunk]
         own = next((operand for operand in operands if chunk.devices[operand] == device), None)
@@ -235,7 +237,7 @@ class _XmlWriter:
             total = target
 
     def _add_copies(self, b: int, *, outofplace: bool) -> None:
-        """Copy results that are elsewhere to the output, such as the input of a broadcast's root out of place."""
+        """Copy results that are elsewhere to the output, such as a broadcast root's input in calls out of place."""
         block = self.made.blocks[b]
         chunk = self.made.program.chunks[block.chunk]
         for rank, result in zip(chunk.destinations, chunk.results, strict=True):
@@ -245,7 +247,7 @@ class _XmlWriter:
                 self._op((rank, self._channel(b), -1, -1), "cpy", src, dst, block.size)
 
     def _units(self, rank: int, location: Location, size: int) -> list[tuple[int, Location]]:
-        """Return the units of memory of a location, each by one name."""
+        """Return a location's units of memory; a unit that has two names in calls in place always gets the same one."""
         buffer, offset = self.placement.memory(rank, location)
         return [(rank, Location(buffer, offset + k)) for k in range(size)]
 
@@ -256,7 +258,7 @@ class _XmlWriter:
         writes = [] if kind == "s" else self._units(rank, dst, size)
         if kind == "re":
             reads = reads + writes
-        # The last writer of memory that is written again need not be waited for: a reader has waited for it.
+        # A write waits for the old value's readers. They have waited for its writer, so the write need not do so.
         earlier = {id(op): op for unit in reads if (op := self.writers.get(unit))}
         earlier.update((id(op), op) for unit in writes for op in self.readers[unit])
         mine = self.blocks[block]
@@ -279,7 +281,7 @@ class _XmlWriter:
             self.readers[unit] = []
 
     def text(self, head: str) -> str:
-        """Return the file, with a ``nop`` for each operation but one that an operation waits for."""
+        """Return the file. Each wait of an operation but the last is a ``nop`` element in front of the operation."""
         numbers: defaultdict[int, dict[Threads, int]] = defaultdict(dict)  # by GPU: the ids of its threadblocks
         for block in sorted(self.blocks):
             numbers[block[0]][block] = len(numbers[block[0]])
@@ -303,7 +305,7 @@ class _XmlWriter:
 
 
 def _lines(op: _XmlOp, waits: list[tuple[int, int]]) -> list[str]:
-    """Return an operation's elements: a ``nop`` for each of its waits (threadblock, step) but the last."""
+    """Return an operation's elements: a ``nop`` for each wait (threadblock, step) but the last, then its own."""
     nop = "nop", Location("i", -1), Location("o", -1), 0, False
     elements = [nop] * (len(waits) - 1) + [(op.type, op.src, op.dst, op.size, op.signals)]
     numbers = range(op.number - len(waits) + 1, op.number + 1)

@@ -1,7 +1,7 @@
 """``bound``: the greatest rate of a collective on a topology, with its proof. ``certificate.py`` has the theory.
 
 Source of the search for the limiting cut (Newton's method): Dinkelbach, On nonlinear fractional programming, Management
-Science 13(7), 1967. The all-reduce is a linear program.
+Science 13(7), 1967. The bound of an all-reduce is the optimum of a linear program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def bound(topology: Topology, collective: str, root: Roots = None, devices: Iter
         is the buffer that ``algbw`` counts; ``None``: the root with the greatest rate.
       devices: the devices that take part; the others only forward and combine. ``None``: all.
     Raises:
-      ArgumentError: an unknown collective, an invalid root, a root for a collective without one, weights below 0.
+      ArgumentError: an unknown collective, an invalid root, a root for a collective without one, or invalid bytes.
       PlanError: a device cannot be reached; the error names the cut.
 
     >>> box = Topology.star([f"cuda:{k}" for k in range(8)], 450)
@@ -63,8 +63,8 @@ def _read_roots(members: tuple[str, ...], collective: str, root: Roots) -> tuple
             known = "one of " + ", ".join(members)
             raise ArgumentError.of("the root must be a device that takes part.", shown(name), known)
         if isinstance(weight, bool) or not isinstance(weight, (int, Fraction)) or weight < 0:
-            problem = "a root must have 0 bytes or more."
-            raise ArgumentError.of(problem, f"{name}: {shown(weight)}", "{root: nbytes}")
+            problem = "the bytes of a root must be an int or a Fraction, 0 or more."
+            raise ArgumentError.of(problem, f"{name}: {shown(weight)}", '{"cuda:0": 1 << 20}')
         roots[device] = roots.get(device, Fraction(0)) + weight
     if not any(roots.values()):
         raise ArgumentError.of("at least one root must have more than 0 bytes.", shown(root), '{"cuda:0": 1}')

@@ -3,7 +3,7 @@
 Input: the parts of a certificate. Output: nothing, or PlanError. The check shares no code with the search.
 
 M is the bytes of the whole buffer, T the time, algbw is M / T; S is a set of nodes that lacks a device, B(S) the
-bandwidth of the links that leave S.
+bandwidth of the links that leave S, w(S) the bytes that start in S.
 
 - Parts of one buffer start at several roots, w_r bytes at root r, and all devices need all parts. (In an all-gather,
   each of the N devices is a root with M / N bytes; in a broadcast, one root has M bytes.) Then algbw <= sum(w) B(S) /
@@ -70,15 +70,15 @@ class Bound:
         if not exact or len(set(self.devices)) < len(self.devices):
             raise PlanError.of("a certificate must have exact numbers, and each device once.", shown(self))
         if self.collective not in ("broadcast", "reduce") and dict(self.roots) != dict.fromkeys(self.devices, 1):
-            problem = f"every device must be a root of {self.collective}, and of the same weight."
+            problem = f"every device must be a root of {self.collective}, with the weight 1."
             raise PlanError.of(problem, shown(self.roots))
         if self.algbw is None and len(self.devices) > 1:
-            raise PlanError.of("this certificate does not prove a bound.", f"{self.collective}, no bound")
+            raise PlanError.of("algbw may be None only if one device takes part.", f"{len(self.devices)} devices")
         if self.algbw is None:
             return
         everyone = set(self.devices)
         if any(cut.weight < 0 or everyone <= cut.nodes for cut in self.cuts):
-            raise PlanError.of("a cut of the certificate must lack a device.", shown(self.cuts))
+            raise PlanError.of("a cut must lack a device and have a weight of 0 or more.", shown(self.cuts))
         proved = self._proved_by_weights() if self.collective == "all_reduce" else self._proved_by_one_cut()
         if proved != self.algbw:
             given = f"{self.collective}: {self.algbw} GB/s claimed, {proved} proved"
@@ -87,7 +87,7 @@ class Bound:
     def _proved_by_one_cut(self) -> Fraction:
         outwards = self.collective in ("broadcast", "all_gather")
         if len(self.cuts) != 1 or self.cuts[0].outward != outwards:
-            problem = f"the certificate of {self.collective} must be one cut that its bytes must cross."
+            problem = f"the certificate of {self.collective} must be one cut with outward={outwards}."
             raise PlanError.of(problem, shown(self.cuts))
         ((nodes, _, outward),) = self.cuts
         crossing = [link for link in self.topology.links if (link.src in nodes) > (link.dst in nodes)]
@@ -96,11 +96,12 @@ class Bound:
         width = sum((link.bandwidth for link in crossing), Fraction(0))
         inside = sum((weight for root, weight in self.roots if root in nodes), Fraction(0))
         if inside <= 0 or any(weight < 0 or root not in self.devices for root, weight in self.roots):
-            raise PlanError.of("a cut must have the bytes of a root inside.", shown(self.roots))
+            problem = "roots must be devices with 0 bytes or more; the cut must contain one with more than 0 bytes."
+            raise PlanError.of(problem, f"roots {shown(self.roots)}, cut {shown(sorted(nodes))}")
         return sum((weight for _, weight in self.roots), Fraction(0)) * width / inside
 
     def _proved_by_weights(self) -> Fraction:
-        for root in self.devices:  # the trees of each root cross cuts with a total weight of 1
+        for root in self.devices:  # the trees of each root must cross cuts with a total weight of 1 or more
             if sum((cut.weight for cut in self.cuts if root in cut.nodes), Fraction(0)) < 1:
                 raise PlanError.of("the cuts that contain a root must have a total weight of at least 1.", root)
         shift = {switch: two for switch, *two in self.potentials}

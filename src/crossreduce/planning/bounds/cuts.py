@@ -15,8 +15,8 @@ def tightest_cut(
 ) -> tuple[frozenset[str], Fraction]:
     """Return the set S that needs the longest to send its bytes out (or in), and its exact seconds per GB: w(S) / B(S).
 
-    This is Newton's method on cuts: start from the best set that lacks one device; if a flow at that rate does not
-    reach a device, its minimum cut is a set that needs longer; continue with that one.
+    This is Newton's method on cuts: start from the set of all nodes but one device that needs the longest; if the flow
+    to some device is too small for that time, the minimum cut is a set that needs longer; continue with that set.
     """
     numbers = {node: number for number, node in enumerate(topology.nodes)}
     scale = lcm(*(link.bandwidth.denominator for link in topology.links))
@@ -36,7 +36,7 @@ def tightest_cut(
         needed = whole - starts.get(sink, 0)  # 0 for the only root, which may have no link into it
         return Fraction(needed, entering[sink]) if needed else Fraction(0)
 
-    # The tightest device first, then the others in order.
+    # First the device into which the bytes of the others need the longest.
     sinks = sorted(range(len(topology.devices)), key=lambda sink: -without(sink))
     best, ratio = frozenset(range(source)) - {sinks[0]}, without(sinks[0])
     network = _at_rate(arcs, starts, source, ratio)
@@ -50,7 +50,10 @@ def tightest_cut(
 
 
 def _at_rate(arcs: dict[tuple[int, int], int], starts: dict[int, int], source: int, ratio: Fraction) -> Network:
-    """Return the network in which every root sends at the rate 1 / ratio, scaled by the numerator of the ratio."""
+    """Return the network with one more node, ``source``, from which each root gets its weight divided by ``ratio``.
+
+    All capacities are multiplied by the ratio's numerator, so that they are integers.
+    """
     capacities = {pair: capacity * ratio.numerator for pair, capacity in arcs.items()}
     capacities.update({(source, start): weight * ratio.denominator for start, weight in starts.items()})
     return Network(source + 1, capacities)

@@ -5,11 +5,12 @@ exact.
 
 Variables: x_r, the rate rooted at device r; cB_e and cR_e, the bandwidth of link e that broadcasts and reductions use.
 Maximise sum(x) subject to cB_e + cR_e <= b_e; the flow into a switch that cannot reduce equals the flow out of it; and
-for every set S of nodes that lacks a device x(S) <= cB(S leaves), x(S) <= cR(S enters). Trees exist exactly then, by
-Edmonds' theorem. There are exponentially many sets S; minimum cuts find those that a solution violates, until it
-violates none. HiGHS solves each program in floating point; its solution and its dual are rounded to fractions, and each
-is then proved exactly, so the result does not depend on the rounding. If links are equal in both directions, reductions
-use the routes of the broadcasts backwards, which halves the program.
+for every set S of nodes that lacks a device, the sum of x_r over the roots r in S is at most the sum of cB_e over the
+links that leave S, and at most the sum of cR_e over the links that enter S. Trees exist exactly then, by Edmonds'
+theorem. There are exponentially many sets S; minimum cuts find those that a solution violates, until it violates none.
+HiGHS solves each program in floating point; its solution and its dual are rounded to fractions, and each is then proved
+exactly, so the result does not depend on the rounding. If links are equal in both directions, reductions use the routes
+of the broadcasts backwards, which halves the program.
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, Preserving and increasing local
 edge-connectivity in mixed graphs, SIAM J. Discrete Math. 8(2), 1995 (switches); Huangfu & Hall, Parallelizing the dual
@@ -31,9 +32,9 @@ from .flows import Network
 # Denominators that are tried when a solution in floating point is made exact, the simplest first. Vertices of these
 # programs have small ones; HiGHS is accurate to about 1e-9.
 DENOMINATORS: Final = (12, 60, 420, 5040, 100_000, 10_000_000)
-_FINE: Final = 1 << 20  # the unit of capacities when violated cuts of a solution in floating point are searched
+_FINE: Final = 1 << 20  # capacities are rounded to 1 / _FINE in the search for cuts that a solution violates
 _MOST_ROUNDS: Final = 500
-_COARSE: Final = 1 << 10  # rounding may reduce the rate of a plan by at most 1 / _COARSE
+_COARSE: Final = 1 << 10  # rounding may reduce the rate of a plan by at most this part: 1 / _COARSE
 
 Pair = tuple[str, str]
 
@@ -45,7 +46,7 @@ class Optimum(NamedTuple):
     cuts: tuple[tuple[frozenset[str], Fraction, bool], ...]  # (nodes, weight, whether outward): the proof
     potentials: tuple[tuple[str, Fraction, Fraction], ...]  # (switch, in broadcasts, in reductions): also the proof
     # The rate of ``roots``, ``down`` and ``up``; it equals ``rate`` unless rounding failed (-1: no solution). If equal
-    # roots, and half of every link for broadcasts and half for reductions, reach it, these are returned.
+    # rates of all roots and half of every link in each of ``down`` and ``up`` reach ``rate``, the fields have these.
     reached: Fraction
     roots: dict[str, Fraction]  # the rate rooted at each device
     down: dict[Pair, Fraction]  # the bandwidth of each link that broadcasts use, GB/s, by (src, dst)
@@ -89,7 +90,7 @@ def _rounded_down(topology: Topology) -> Topology:
 
 
 def balanced_bandwidths(topology: Topology, weights: Mapping[int, Fraction]) -> dict[Pair, Fraction]:
-    """Return bandwidths, for trees out of roots of these weights, without the part that a switch cannot forward.
+    """Return bandwidths for trees out of roots of these weights: at each switch, as much in as out; ``{}``: none found.
 
     >>> uneven = Topology(["cpu:0", "cpu:1"], [("cpu:0", "s", 5), ("s", "cpu:1", 3), ("cpu:1", "cpu:0", 1)], ["s"])
     >>> balanced_bandwidths(uneven, {0: Fraction(1)})["cpu:0", "s"]
@@ -135,8 +136,8 @@ class _LinearProgram:
             self.up = [] if weights else [column + m for column in self.down]
         self.directions = [(self.down, True)] if self.paired or weights else [(self.down, True), (self.up, False)]
         self.columns = self.n + m * len(self.directions)
-        # Half of every link for a reduce-scatter, half for an all-gather: on most complete machines this is the
-        # optimum.
+        # simple: the rate if a reduce-scatter uses half of every link and an all-gather the other half. It is the
+        # optimum on most machines if all of their devices take part. 0: it was not computed.
         self.simple = Fraction(0)
         if self.paired:
             _, ratio = tightest_cut(topology, dict.fromkeys(topology.devices, Fraction(1)), outward=True)
@@ -157,7 +158,7 @@ class _LinearProgram:
 
     @property
     def sharing(self) -> list[tuple[int, ...]]:
-        """The columns that share each link."""
+        """For each link, the columns that share its bandwidth."""
         return list(zip(self.down, self.up, strict=True)) if self.up else [(column,) for column in self.down]
 
     def first_cuts(self) -> dict[_Cut, None]:
@@ -224,7 +225,7 @@ class _LinearProgram:
         return solution
 
     def network(self, values: list[int], columns: list[int], *, outward: bool) -> Network:
-        """Return the used links, backwards unless ``outward``, and a source, the last node, that feeds the roots."""
+        """Return the used links (backwards unless ``outward``), and a source, the last node, that feeds the roots."""
         pairs = zip(self.arcs, columns, strict=True)
         capacities = {(arc if outward else arc[::-1]): values[column] for arc, column in pairs}
         source = len(self.topology.nodes)
@@ -322,7 +323,7 @@ class _LinearProgram:
         )
 
     def feasible(self, values: list[Fraction]) -> Fraction:
-        """Return the rate of an exact solution; -1: it violates a row or a cut."""
+        """Return the rate of an exact solution; -1: it violates a constraint."""
         if not self.fits(values):
             return Fraction(-1)
         rate = sum(values[: self.n], Fraction(0))

@@ -1,1 +1,1 @@
-"""Spanning trees with shares of the buffer: without switches, packed into capacities, fitted to roots, as schedules."""
+"""Spanning trees with shares of the buffer: ``fitting.py`` finds them, ``schedule.py`` makes schedules of them."""

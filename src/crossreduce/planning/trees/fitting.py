@@ -1,7 +1,7 @@
 """Trees for given roots and bandwidths.
 
-Output: trees that together respect the bandwidths and reach the rate that these allow, or stay within ``TOLERANCE`` of
-it if there are fewer of them.
+Output: trees that together respect the bandwidths and reach the rate that these allow; or fewer trees, which may lose
+``TOLERANCE`` of that rate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fit_trees(
     """Return trees out of roots that together respect the bandwidths, and k: the average number of unit trees per root.
 
     ``used`` has the bandwidth of each link that may be used, ``weights`` the weight of each root, by its number. The
-    topology has neutral names. PlanError: no trees were found.
+    topology has neutral names. PlanError: no such trees were found.
     """
     number = {node: k for k, node in enumerate(topology.nodes)}
     n, devices = len(topology.devices), range(len(topology.devices))
@@ -78,7 +78,7 @@ def fit_trees(
                 return few, Fraction(sum(roots.values()), len(roots))
     trees = trees or packed(unit, exact, None)
     if trees is None:
-        problem = "no forest with integer capacities was found."
+        problem = "the links' bandwidths could not be divided into trees that join each root with all devices."
         raise PlanError.of(problem, repr(topology), 'algorithm="hierarchical_copy"')
     return trees, Fraction(sum(exact.values()), len(exact))
 
@@ -99,9 +99,9 @@ def common_unit(values: Iterable[Fraction]) -> Fraction:
 def _largest_unit(
     arcs: Mapping[Arc, Fraction], roots: dict[int, int], rate: Fraction, sinks: Sequence[int], n: int
 ) -> Fraction:
-    """Return the largest unit for which rounded down capacities have room for the trees of all roots, or 0.
+    """Return the largest unit for which capacities, rounded down to its multiples, have room for all trees; 0: none.
 
-    It divides some capacity; units that lose too much are not considered.
+    Only units that divide some capacity, and that lose at most ``TOLERANCE`` of the rate, are considered.
     """
     most = rate / sum(roots.values())
     units = {
@@ -130,7 +130,7 @@ def _with_routes(batches: Sequence[Batch], capacities: Capacities) -> list[Tree]
             part, parents = left, []
             for src, dst in arcs:
                 here = capacities[src, dst]
-                # A route with room for all trees, else the widest one; the first of these.
+                # The first route with room for all trees, else the first one with the most room.
                 through = max(here, key=lambda route: min(here[route], left))
                 part = min(part, here[through])
                 parents.append((dst, src, through))

@@ -1,6 +1,7 @@
 """Trees packed into integer capacities between devices.
 
-By Edmonds' theorem the trees exist if all unit trees together can reach every device; every step keeps that true.
+A unit tree uses one unit of each of its arcs. By Edmonds' theorem the trees exist if every device can receive a flow of
+one unit per unit tree from the roots; every step keeps that true.
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bérczi & Frank, Packing arborescences, EGRES TR-2009-04 (growing trees
 in batches of equal ones).
@@ -40,7 +41,7 @@ def pack_trees(
         remaining = _Remaining(left, waiting, n)
         while len(depth) < n:
             arc, room = remaining.choose(depth, units)
-            if room < units:  # the other trees of the batch continue on their own
+            if room < units:  # the other trees of the batch become a batch of their own
                 waiting.append((root, units - room, list(arcs)))
                 remaining.reserve(waiting[-1])
                 units = room
@@ -81,14 +82,14 @@ def _all_at_once(capacities: dict[Arc, int], roots: dict[int, int], n: int) -> l
 
 
 class _Remaining:
-    """The remaining capacities, and the capacity that the trees which are still to be grown need of them."""
+    """The remaining capacities, and what the batches that are still to be grown need of them."""
 
     def __init__(self, left: dict[Arc, int], waiting: list[Batch], n: int) -> None:
         self.left, self.n = left, n
         self.needs: list[tuple[int, frozenset[int]]] = []
         for batch in waiting:
             self.reserve(batch)
-        self.limits: list[tuple[frozenset[int], int]] = []  # sets of nodes, each with the most that may still enter it
+        self.limits: list[tuple[frozenset[int], int]] = []  # sets of nodes, each with the unneeded capacity into it
 
     def reserve(self, batch: Batch) -> None:
         """Add a batch of trees to the list of batches that have yet to be grown."""
@@ -120,7 +121,7 @@ class _Remaining:
         return best, most
 
     def known_slack(self, arc: Arc) -> int:
-        """Return an upper limit of the slack of an arc, from earlier cuts."""
+        """Return an upper limit of ``slack`` for an arc, from the minimum cuts of earlier calls."""
         return min((most for nodes, most in self.limits if arc[1] in nodes and arc[0] not in nodes), default=1 << 62)
 
     def slack(self, arc: Arc) -> int:

@@ -31,7 +31,7 @@ class TreeShare(NamedTuple):
 
 
 def reversed_tree(tree: Tree) -> Tree:
-    """Return a tree out of a root as a tree into it: the nodes between a child and its parent, from the child on."""
+    """Return a tree out of a root as a tree into it: its routes list the nodes in the order from child to parent."""
     return tree._replace(parents=tuple((node, parent, through[::-1]) for node, parent, through in tree.parents))
 
 
@@ -46,11 +46,11 @@ def depth(tree: Tree) -> int:
 def trees_to_schedule(
     algorithm: str, request: Request, nodes: Sequence[str], devices: int, shares: list[TreeShare]
 ) -> Schedule:
-    """Return the schedule of trees: a device combines as soon as all its children have, and copies at once.
+    """Return the schedule of trees: a device combines once all its children's values are complete, and copies at once.
 
     The first ``devices`` of the nodes are the devices of the schedule. Branches without a source (in a tree that
     reduces) or without a destination (in a tree that copies) are left out. In a reduce-scatter or all-gather, the part
-    of a device is that of the shares with this root.
+    of a device consists of the shares whose root it is.
     """
     number = {node: k for k, node in enumerate(nodes)}
     sources, destinations = [number[s] for s in request.sources], [number[d] for d in request.destinations]
@@ -96,7 +96,7 @@ def trees_to_schedule(
 
 
 def _routes(routes: dict[tuple[int, int, int], dict[int, Through]], nodes: Sequence[str]) -> list[Route]:
-    """Return a route for all rounds where all rounds have the same, else one per round."""
+    """Return the routes: one for all rounds of a transfer if these are equal, else one per round."""
     listed = []
     for (chunk, src, dst), by_round in routes.items():
         same = len(set(by_round.values())) == 1

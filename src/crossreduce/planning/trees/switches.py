@@ -1,6 +1,6 @@
 """Capacities between devices instead of capacities through switches.
 
-All unit trees together can still reach every device; by Edmonds' theorem, trees within the capacities exist then.
+Every device can still receive one unit per unit tree; by Edmonds' theorem, trees within the capacities exist then.
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, SIAM J. Discrete Math. 8(2), 1995
 (splitting off a node without loss); Zhao et al., ForestColl, arXiv:2402.06787 (for collectives).
@@ -69,8 +69,8 @@ def without_switches(
     """Replace every switch by arcs between its neighbours, so that the unit trees of all roots still reach all devices.
 
     At each switch, the capacities in and out must be equal. First every two neighbours of a switch get an even share
-    (those of different groups of near devices, if the switch joins several groups). If that loses a unit, pairs are
-    split off one at a time, each as far as nothing is lost.
+    (those of different groups of near devices, if the switch joins several groups). If a unit tree then cannot reach a
+    device, ``_split_off`` instead replaces one pair of arcs (into and out of the switch) after the other.
     """
     for switch in switches:
         entering = {u: capacities.total((u, switch)) for (u, w) in list(capacities) if w == switch}
@@ -100,7 +100,10 @@ def without_switches(
 def _even_shares(
     entering: dict[int, int], leaving: dict[int, int], allowed: Callable[[int, int], bool]
 ) -> dict[Arc, int]:
-    """Distribute the capacity into a switch evenly over the capacity out of it, in integers."""
+    """Share the capacity of each link into a switch among the links out of it, in proportion to their capacities.
+
+    Return the integer amount for each pair (node before the switch, node after it) that is ``allowed``.
+    """
     ends = sorted({*entering, *leaving})
     left_in, left_out = dict(entering), dict(leaving)
     shares: dict[Arc, int] = {}
@@ -129,7 +132,7 @@ def _even_shares(
 
 
 def _bypass(capacities: Capacities, u: int, switch: int, t: int, amount: int) -> None:
-    """Move ``amount`` of the capacity from u over a switch to t to the arc from u to t."""
+    """Replace ``amount`` of the capacity of the path from u over a switch to t by capacity of the arc from u to t."""
     if not amount:
         return
     first, second = capacities.take((u, switch), amount), capacities.take((switch, t), amount)
@@ -154,7 +157,7 @@ def _split_off(
     devices: Sequence[int],
     n: int,
 ) -> Capacities:
-    """Split off pairs one at a time, each as far as all devices stay reachable."""
+    """Replace pairs of arcs, into and out of a switch, by direct arcs, each as far as all devices stay reachable."""
     ends = sorted({*entering, *leaving})
     whole = sum(roots.values())
     for offset in (*range(1, len(ends)), 0):
