@@ -37,7 +37,8 @@ def small(dtype, shape, n, seed=0):
 
 def digits(n, shape):
     """Return n int64 arrays whose sum shows how often each device contributed to each element."""
-    base = min(n + 1, 8 if n > 15 else 16)  # 17 digits of base 8 are 51 bits: they fit into int64
+    # One digit per device: base 16 fits into int64 up to 15 devices; base 8 takes 51 bits for 17, the most in tests.
+    base = min(n + 1, 8 if n > 15 else 16)
     size = int(np.prod(shape))
     position = np.arange(1, size + 1, dtype=np.int64).reshape(shape)
     return [position * base**device for device in range(n)]

@@ -33,7 +33,7 @@ def accumulator(op, dtype):
     return ACCUMULATORS[ReduceOp(op), dtype]
 
 
-# (op, dtype, accumulator, result) of every reduction that the ``numbers`` method of a framework can return.
+# (op, dtype, accumulator, result) of the reductions to the same dtype that a framework's ``numbers`` can return.
 SAME = tuple(
     (op, dtype, accumulator(op, dtype), dtype)
     for dtype in strategies.DTYPES
@@ -227,7 +227,7 @@ class Setup(NamedTuple):
 
 
 def setups(layouts=LAYOUTS, in_place=False):
-    """Draw a ``Setup``."""
+    """Return a strategy that draws a ``Setup``."""
     couples = st.tuples(st.integers(0, 3), st.integers(0, 6))
     some = st.lists(couples, min_size=1, max_size=3, unique_by=(lambda pair: pair[0], lambda pair: pair[1]))
     return st.builds(

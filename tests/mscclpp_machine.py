@@ -68,7 +68,7 @@ def check_form(content):
 
 
 def check_threads(ops):
-    """Require a nop, which synchronises the threads, after waits, before signals and between operations on data."""
+    """Require the nops, which synchronise threads: after waits, between operations on data, and before signals."""
     waited = dirty = ""
     for op in ops:
         kind = op["name"]

@@ -117,7 +117,7 @@ class SocketRendezvous:
         late = [rank for rank, value in enumerate(found) if value is None]
         if late:
             raise TimeoutError(f"ranks {late} did not reach all_gather {self.calls} of {self.name}")
-        if self.calls > 2:  # all ranks have read the values of the last call but one: drop them
+        if self.calls > 2:  # all ranks have read the values of call self.calls - 2, so this rank drops its own
             self.query("drop", [(self.name, self.calls - 2, self.rank)])
         return found
 

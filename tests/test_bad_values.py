@@ -158,7 +158,10 @@ def test_sparse_values_can_only_be_added(ops, op, framework):
 
 
 def unusual_arrays():
-    """Return a function for each kind of array that a framework has and the library does not support."""
+    """Return (framework, function, words) for kinds of array that the library does not support.
+
+    The function makes such an array with the framework's module; the error must contain the words.
+    """
     cases = {
         "torch": [
             (lambda torch: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),

@@ -62,7 +62,7 @@ def forgeries(draw, one_way=True):
 
 def check_is_sound(forged):
     claimed = proved(forged)
-    if claimed is not None:  # rejected, since another rate is proved: now claim that rate
+    if claimed is not None:  # the certificate was rejected: claim the rate that it proves, if any
         assume(claimed >= 0)
         forged = replace(forged, algbw=claimed)
         assert proved(forged) is None
@@ -171,5 +171,7 @@ def test_one_way_certificates_are_one_cut_with_a_root(collective, cuts):
     real = bound(line(3, 2, back=True), collective, "cpu:0" if collective in ("broadcast", "reduce") else None)
     empty = Cut(frozenset(), ONE, outward(collective))
     given_ = {(): (), "twice": real.cuts * 2, "no root": (empty,), "unknown": (Cut(frozenset({"x"}), ONE, True),)}[cuts]
-    with pytest.raises(PlanError, match=r"must be one cut with outward=|the cut must contain one with more than 0 bytes"):
+    with pytest.raises(
+        PlanError, match=r"must be one cut with outward=|the cut must contain one with more than 0 bytes"
+    ):
         replace(real, cuts=given_).check()

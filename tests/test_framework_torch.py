@@ -403,7 +403,7 @@ def test_broadcast_and_gather() -> None:
     assert cr.CrossDeviceOps().gather(mixed, "cpu:0", axis=1)[0].tolist() == [[1.0, 7.0], [1.0, 0.0]]
 
 
-def test_inference_mode_and_no_grad_change_nothing() -> None:
+def test_inference_mode_changes_nothing() -> None:
     """Reductions run under inference_mode and on inference tensors."""
     with torch.inference_mode():
         value = cr.PerReplica([torch.ones(3), torch.ones(3)])

@@ -116,7 +116,7 @@ def test_hierarchical_copy_uses_only_dgx1_links():
 
 @given(st.integers(1, 17), st.integers(0, 40), st.data())
 def test_hierarchical_copy_with_groups(n, first, data):
-    """With groups, each group is summed on one of its members, and only mains exchange data between groups."""
+    """With groups, each group is summed on one of its members, and only these exchange data between groups."""
     labels = data.draw(st.lists(st.integers(0, 4), min_size=n, max_size=n))
     groups = [[f"cpu:{d}" for d in range(n) if labels[d] == label] for label in sorted(set(labels))]
     schedule = hierarchical_copy(names(n), first=first, groups=groups)

@@ -123,7 +123,7 @@ def test_any_sources_and_destinations(data, n, both_ways):
             assert tuple(schedule.devices[k] for k in chunk.destinations) == destinations
 
 
-# The hierarchy of the wiring.
+# The trees follow the links: the widest, the shortest, and few between islands or hosts.
 
 
 def widest(topology):
@@ -247,7 +247,7 @@ def test_islands_of_the_members():
     assert {len(schedule.rounds) for schedule in hierarchies(topology, alone, alone)} == {2}
 
 
-# Never slower than one device.
+# hierarchical_copy is never slower than the algorithm one_device.
 
 
 @pytest.mark.parametrize("name", [name for name, _ in machine_names()])

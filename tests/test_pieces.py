@@ -26,7 +26,7 @@ def fastest(schedule, topology, nbytes, most=64):
 @settings(max_examples=40)
 @given(st.integers(2, 40), st.sampled_from([0, 1e-7, 1e-6, 1e-5]), st.sampled_from([1, 25, 450]), st.integers(0, 10**8))
 def test_a_chain_is_cut_into_the_best_number_of_pieces(n, latency, speed, nbytes):
-    """On a chain, no number of pieces from 1 to 64 is faster than the chosen one."""
+    """On a chain, no number of pieces up to 64, each of at least LEAST_PIECE bytes, is faster than the chosen one."""
     topology = line(n, speed, Fraction(latency))
     best, seconds = pipelined(chain(n), topology, nbytes)
     assert replace(best, pieces=1) == chain(n)

@@ -264,7 +264,7 @@ def test_one_shot_costs(n):
 
 @pytest.mark.parametrize("n", range(2, 18))
 def test_hierarchical_copy_costs(n):
-    """At most 4 rounds and 2(n-1) copies; on 8 devices 6 into the roots, 1 across, 1 back and 6 out."""
+    """At most 4 rounds and 2(n-1) copies; on 8 devices 6 to the roots of two groups, 1 between these, 1 back, 6 out."""
     schedule = hierarchical_copy(names(n))
     assert len(schedule.rounds) == (2 if n == 2 else 4)
     done = counts(schedule, 10)

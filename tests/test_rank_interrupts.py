@@ -108,7 +108,7 @@ class Alarm(Exception):  # noqa: N818
 
 
 def alarmed(rendezvous):
-    """Make many groups; interrupt rank 0 at a random moment of its calls in each, and call again."""
+    """Make many groups; interrupt rank 0 of each at a random moment; after most interruptions it calls again."""
     shared_memory.SLICE_S = 1e-6  # so that calls spend most of their time in Python
     outcomes = []
     delays = random.Random(rendezvous.rank)

@@ -276,7 +276,7 @@ def test_padded_bcoo(jax_):
 
 
 def test_any_slices(framework):
-    """For all slices, the sparse sum has the slices of all replicas."""
+    """For any slices, the sum and the mean have the slices of all replicas; those of the mean are divided."""
     kinds = st.sampled_from(framework.kinds)
     lengths = st.lists(st.sampled_from([0, 1, 2, 4]), min_size=1, max_size=4)
 

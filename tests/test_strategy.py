@@ -242,7 +242,7 @@ def test_results_are_regrouped_the_same_way_for_any_number_of_replicas(n):
         with pytest.raises(cr.MismatchError, match=r"differ in structure.*\n.*replica 1"):
             strategy.run(lambda: None if context().replica_id_in_sync_group else 1.0)
         with pytest.raises(
-            cr.ArgumentError, match="all replicas must pass or return the same distributed value in this place"
+            cr.ArgumentError, match="must pass or return either the same distributed value, or each an ordinary value"
         ):
             strategy.run(lambda: cr.PerReplica([1.0, 2.0]))
 

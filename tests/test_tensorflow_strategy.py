@@ -219,7 +219,7 @@ def test_extended_calls(mode):
 
 
 def test_merge_call_and_variables_with_aggregation():
-    """Assignments with an aggregation, and merge_call, use the op; replicas keep the same values."""
+    """Assignments to variables with an aggregation, and reductions in merge_call, give the right values."""
     strategy = strategy_of(3)
     with strategy.scope():
         total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)

@@ -244,7 +244,8 @@ def test_route_is_the_best_of_all_routes(topology):
 @settings(max_examples=100)
 @given(topologies(most_devices=3, most_switches=3, speeds=st.just(25)))
 def test_of_equal_routes_the_first_in_order(topology):
-    """If all links are equal, the route is the first of the shortest routes in the order of the nodes."""
+    """If all links are equal, it is the first, in the order of the nodes, of the routes through the fewest devices and
+    then the fewest links."""
     for src, dst in product(topology.nodes, repeat=2):
         found = list(all_routes(topology, src, dst))
         assert topology.route(src, dst) == min(found, key=lambda nodes: rank(topology, nodes), default=None)
@@ -372,7 +373,7 @@ def test_shapes_give_every_link_the_latency():
         (lambda: Topology.mesh(2, 2, (1, 2, 3)), r"one speed, or one for each dimension[\s\S]*3 speeds, 2 dimensions"),
         (lambda: Topology.torus(2, 2, gb_per_s=(1,)), "1 speeds, 2 dimensions"),
         (lambda: Topology.mesh(2, 2, "fast"), "a bandwidth must be 0, or a number of GB/s"),
-        (lambda: Topology.mesh(2, 2, 0), "with a bandwidth above 0"),
+        (lambda: Topology.mesh(2, 2, 0), "must have a bandwidth above 0"),
         (lambda: Topology.star(0), "at least one device"),
         (lambda: Topology.star(3, -1), "a bandwidth must be 0, or a number of GB/s"),
         (lambda: Topology.star([A, A]), "each device may be listed only once"),

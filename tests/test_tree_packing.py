@@ -126,8 +126,10 @@ def test_batches_are_few():
 
 @st.composite
 def switched(draw):
-    """Draw (topology, capacity of each arc between node numbers, most units of the roots that fit), with as much
-    capacity into each switch as out of it."""
+    """Draw (topology, capacity of each arc by node numbers, units by root); switches have equal capacity in and out.
+
+    The roots have as many units as can reach all devices at once on these capacities.
+    """
     topology = Topology(*draw(wirings((SYMMETRIC, DIRECTED), WHOLE)))
     assume(topology.switches)
     number = {node: k for k, node in enumerate(topology.nodes)}

@@ -12,7 +12,7 @@
     ├── StalledError       (TimeoutError) replicas waited too long for other replicas
     ├── CollectiveTimeout  (TimeoutError) ranks waited too long for other ranks; .ranks: which
     ├── PeerLostError      (ConnectionError) ranks died, left or were interrupted; .ranks: which
-    └── BackendError       (ImportError)  a framework or library that is not installed
+    └── BackendError       (ImportError)  a framework, library or feature that does not exist here
 
 Each message states what was wrong, what was given, and what to do.
 """
@@ -41,8 +41,8 @@ class ReductionError(Exception):
         self.pair = pair
 
 
-# AutoGraph raises an error that leaves a tf.function again: in the same class only if that has this ``__init__``, else
-# as a StagingError.
+# AutoGraph re-raises errors that leave a tf.function. It keeps the class of those whose ``__init__`` is that of
+# Exception; others become a StagingError.
 ReductionError.__init__ = Exception.__init__  # type: ignore[method-assign]
 
 
@@ -102,7 +102,7 @@ class PeerLostError(_RanksError, ConnectionError):
 
 
 class BackendError(ReductionError, ImportError):
-    """A framework or library is required that is not installed."""
+    """A framework, a library or a feature of the system or build is required that does not exist here."""
 
 
 def message(problem: str, given: str = "", remedy: str = "") -> str:

@@ -217,7 +217,9 @@ def locate(array: object) -> str | None:
         return f"{place.platform}:{place.id}"
     if hasattr(place, "device_set"):
         problem = "a replica's array must be on one device, and this one is spread over several."
-        raise DeviceError.of(problem, shown(place), "its addressable_shards, one per replica")
+        raise DeviceError.of(
+            problem, shown(place), "[shard.data for shard in x.addressable_shards], one component per replica"
+        )
     return str(place) or None
 
 

@@ -82,7 +82,7 @@ def topology(
     """
     if machine is None:
         if devices or without_link or picture or export or nics or in_network or (hosts, speeds) != (1, "raw"):
-            raise ArgumentError("all options except --json require a machine or a file, such as dgx-1v.")
+            raise ArgumentError("all options except --json require a machine such as dgx-1v, or a file.")
         _list(as_json=json)
         return
     check_picture(picture)

@@ -140,6 +140,7 @@ def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | No
         problem = "in NCCL's collectives every rank must be a source or a destination, but some nodes are neither."
         given = ", ".join(schedule.devices[rank] for rank in sorted(idle))
         raise PlanError.of(problem, given, "a plan that does not need these nodes; for a switch: without --in-network")
-    problem = "NCCL's collectives must have all ranks as sources, as destinations, or both, for every chunk."
-    given = f"{schedule.head}: {len(sources)} sets of sources, {len(destinations)} sets of destinations"
-    raise PlanError.of(problem, given, "all devices as sources or as destinations")
+    starts, ends = (sorted({len(group) for group in groups}) for groups in (sources, destinations))
+    given = f"{schedule.head}: a chunk has {starts} sources and {ends} destinations, of {len(everyone)} ranks"
+    remedy = "for every chunk all devices as sources and all or one as destinations, or the reverse"
+    raise PlanError.of("no collective of NCCL has these sources and destinations.", given, remedy)

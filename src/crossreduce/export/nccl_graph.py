@@ -81,7 +81,9 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     for device in devices:
         if device.kind != "cuda" or device.logical or device.host != devices[0].host:
             remedy = "devices such as cuda:0, cuda:1; one file per host"
-            raise PlanError.of("an NCCL graph can only have GPUs of one host.", ", ".join(schedule.devices), remedy)
+            raise PlanError.of(
+                "an NCCL graph can only have whole GPUs of one host.", ", ".join(schedule.devices), remedy
+            )
     shares = rings(schedule)
     parts = math.lcm(*(share.denominator for share in shares.values()))
     counts = {cycle: int(share * parts) for cycle, share in shares.items()}

@@ -209,7 +209,7 @@ class Jax(Immutable):
             return jnp.asarray(value)
         if not isinstance(value, jax.Array):
             raise UnsupportedError.of(
-                "slices and their indices must be of the same framework.", shown(value), "a jax.Array"
+                "slices and their indices must be arrays of JAX or NumPy.", shown(value), "a jax.Array"
             )
         if _is_opaque(value.dtype):
             raise UnsupportedError.of(
@@ -219,7 +219,11 @@ class Jax(Immutable):
             return value
         if type(value.sharding) is not SingleDeviceSharding and len(value.devices()) != 1:
             problem = "a replica's array must be on one device, and this one is spread over several."
-            raise DeviceError.of(problem, shown(value.sharding), "its addressable_shards, one per replica")
+            raise DeviceError.of(
+                problem,
+                shown(value.sharding),
+                "[shard.data for shard in x.addressable_shards], one component per replica",
+            )
         return value
 
     def spec(self, x: Array) -> TensorSpec:

@@ -172,7 +172,7 @@ class NumPy:
             given, remedy = f"a number ({type(value).__name__})", "numpy.array(x), an array without axes"
         else:
             given = _kind(value)
-            plain = type(value) is not np.ndarray and not isinstance(value, np.ma.MaskedArray)
+            plain = value.flags.writeable and type(value) is not np.ndarray and not isinstance(value, np.ma.MaskedArray)
             remedy = "numpy.asarray(x), the same memory" if plain else "numpy.empty(shape, dtype)"
         raise UnsupportedError.of("results need writable NumPy arrays in C order and native byte order.", given, remedy)
 
@@ -234,7 +234,7 @@ def beyond(lowest: int, highest: int, shape: tuple[int, ...]) -> ArgumentError:
     """Return the error for sparse indices outside the dense shape."""
     problem = "a sparse array has an index outside its dense shape."
     given = f"indices from {lowest} to {highest}, shape {shape}"
-    return ArgumentError.of(problem, given, f"indices from 0 to {shape[0] - 1}")
+    return ArgumentError.of(problem, given, f"indices from 0 to {shape[0] - 1}" if shape[0] else "no slices")
 
 
 FRAMEWORK = NumPy()

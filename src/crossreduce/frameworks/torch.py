@@ -208,9 +208,9 @@ class Torch:
             remedy = "torch.empty(shape, dtype=..., device=...), outside torch.func, dispatch and inference modes"
             raise UnsupportedError.of(problem, f"{type(value).__name__} on {value.device}, for {device}", remedy)
         if x.data_ptr() != value.data_ptr() or not x.is_contiguous():
-            problem = "results need contiguous tensors."
+            problem = "results need contiguous tensors, without a pending conjugation or negation."
             given = f"{TensorSpec(tuple(value.shape), _NAMES[value.dtype])}, strides {tuple(value.stride())}"
-            raise UnsupportedError.of(problem, given, "torch.empty(shape, dtype=...), or tensor.contiguous()")
+            raise UnsupportedError.of(problem, given, "torch.empty(shape, dtype=...)")
         return x
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:

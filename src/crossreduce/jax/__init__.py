@@ -69,9 +69,9 @@ def all_reduce(
       op: a ``ReduceOp`` or its name.
       topology: the links between the devices; its devices are the positions along the axis, in order. ``None``: all
         links are equal.
-      algorithm: a planner's name. "auto" (and "nccl"): XLA's own collective if all links are equal, else the
-        algorithm with the shortest simulated time on the topology. Without a topology, "hierarchical_copy" over
-        several axes reduces over the last one first.
+      algorithm: a planner's name. "auto" (and "nccl"): the algorithm with the shortest simulated time on the topology.
+        Without a topology, or if it joins all pairs of devices equally: XLA's own collective, and "halving_doubling"
+        for products. Without a topology, "hierarchical_copy" over several axes reduces over the last one first.
       num_packs: for "one_device" and "hierarchical_copy": the number of trees, with different roots, that share the
         buffer; at most one per device.
     Returns:

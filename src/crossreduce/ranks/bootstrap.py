@@ -87,7 +87,7 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
                 if fd < 0 and not problem:
                     fd = _received(listener, size)
             except OSError as error:
-                problem = f"rank {rendezvous.rank} received no memory: {error}"
+                problem = f"rank {rendezvous.rank} could not use another rank's memory: {error}"
             problems = [text.decode() for text in rendezvous.all_gather(problem.encode())]
             hosts = _hosts(infos, problems)
             if ranks not in map(list, hosts):
@@ -214,9 +214,10 @@ def _received(listener: Any, nbytes: int) -> int:
             raise OSError(errno.EBADMSG, "the message contained no file descriptor")
         os.set_inheritable(fds[0], False)
         size = os.fstat(fds[0]).st_size
-        if size < nbytes:  # the other rank has another version of the library
+        if size < nbytes:
             os.close(fds[0])
-            raise OSError(errno.EBADMSG, f"the received memory has {size} bytes, not {nbytes}")
+            problem = f"it has {size} bytes, and this rank needs {nbytes}"
+            raise OSError(errno.EBADMSG, f"{problem}; all ranks need the same version of crossreduce")
         return int(fds[0])
 
 

@@ -49,7 +49,7 @@ class Communicator(Member):
 
     Args:
       rendezvous: where the ranks meet.
-      transport: carries messages between hosts; ``None`` if all ranks are on one host.
+      transport: carries messages between hosts; it may be ``None`` if all ranks are on one host.
       name: the group's name in messages.
       timeout_s: how long a call waits for other ranks, in seconds.
       global_ranks: the ranks' numbers in messages and errors, such as those in a larger group; ``None``: 0, 1, ...
@@ -175,7 +175,7 @@ class Communicator(Member):
         """Leave the group at once; current calls, and all other uses of the transport, fail on all ranks."""
         if not self._closed and os.getpid() == self._pid:
             self._abort(self._lost([self.rank], "left"))
-            if self.transport is not None:  # ranks of one host may use its connections, too
+            if self.transport is not None:  # on one host, too, other operations may use its connections
                 self.transport.abort()
         self.close()
 
@@ -284,7 +284,7 @@ class Communicator(Member):
             raise ContextError.of(f'group "{self.name}" is closed.', remedy="make a new group")
 
     def _require_intact(self) -> None:
-        """Raise the error that broke the group, if it is broken."""
+        """Raise if the group is closed or broken, or if an interrupted call did not abort it, which is then done."""
         self._require_open()
         if self._broken is not None:
             raise renewed(self._broken)

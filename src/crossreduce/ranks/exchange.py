@@ -103,7 +103,7 @@ def exchange_program(
     program.require_uniform()
     part = for_device(program, host)
     late = delay(program, len(sizes))
-    # The only source already has the results, whatever other hosts send back.
+    # If this host is the only source, its partial result is the result, and it keeps no results from other hosts.
     has_results = program.chunks[0].sources == (host,)
     pieces = tuple(_piece_memory(part, program, size, numbers, has_results) for size in sizes)
     # Receives are posted a stage early, and memory is used again when its last sends are ROUND_LAG stages old.

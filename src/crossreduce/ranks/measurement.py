@@ -138,7 +138,7 @@ class _Probe:
         ctypes.memset(self.at, 1, 2 * _MAX_BYTES)
 
     def pair(self, other: int, seconds: float) -> None:
-        """Measure the links from and to another host, which does the same."""
+        """Measure the latency to another host and the bandwidth from it; both hosts make this call."""
         first = self.host < other
         taken = []
         for _ in range(_PINGS):

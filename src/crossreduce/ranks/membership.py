@@ -90,7 +90,7 @@ class Member(StageRunner):
         if len(self.hosts) > 1:
             if transport is None:
                 given = f"hosts of ranks {', '.join(map(str, self._global_hosts()))}"
-                raise ArgumentError.of("ranks on several hosts need a transport between them.", given)
+                raise ArgumentError.of("ranks on several hosts need a transport between them.", given, "transport=...")
             self.transport = self._watched = WatchedTransport(transport, self._warn_of_remote_wait)
             self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
         self.engine = self._remote or OneHostEngine(self.rank, self.size)

@@ -61,7 +61,7 @@ class WatchedTransport:
         """End the thread; the transport stays open."""
         self._closed.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(1)  # at most 1 s: the caller may be a signal handler whose thread holds a log's lock
+            self._thread.join(1)  # 1 s at most: it may wait for a log's lock that a signal handler's thread holds
 
 
 class _WatchedMessage:

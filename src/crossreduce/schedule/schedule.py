@@ -131,9 +131,13 @@ class Schedule:
             named = route.through and all(isinstance(node, str) for node in route.through)
             if not (0 <= route.chunk < len(self.chunks) and _positions(ends, n) and named and known):
                 raise _malformed("a route", route, _ROUTE, n)
-        if len({(*route[:3], route.round) for route in self.routes}) < len(self.routes):
-            problem = "a chunk can have only one route between two devices in a round."
-            raise ScheduleError.of(problem, shown(self.routes))
+        seen: dict[tuple[int, int, int, int | None], Route] = {}
+        for route in self.routes:
+            key = (*route[:3], route.round)
+            if key in seen:
+                problem = "a chunk can have only one route between two devices in a round."
+                raise ScheduleError.of(problem, f"{seen[key]} and {route}", "one of them")
+            seen[key] = route
         if self.pieces < 1:
             raise ScheduleError.of("pieces must be at least 1.", shown(self.pieces), "pieces=1")
 

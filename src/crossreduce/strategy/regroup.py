@@ -62,9 +62,9 @@ def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:
     if any(isinstance(x, DistributedValues) for x in components):
         if all(x is first for x in components):
             return first
-        problem = "all replicas must pass or return the same distributed value in this place, or none of them."
+        problem = "replicas must pass or return either the same distributed value, or each an ordinary value."
         given = "; ".join(f"replica {k}: {shown(x, 40)}" for k, x in enumerate(components))
-        raise ArgumentError.of(problem, given, "in each replica its own component of the distributed value")
+        raise ArgumentError.of(problem, given, "the component of the distributed value that belongs to the replica")
     return per_replica_on(devices, components)
 
 

@@ -66,7 +66,11 @@ def _splittable(leaf: Any, axis: int, devices: tuple[str, ...]) -> tuple[Any, An
         raise UnsupportedError.of("sparse arrays cannot be split.", describe(leaf), "dense arrays")
     if not -len(x.shape) <= axis < len(x.shape):
         problem = f"the array has no axis {axis}, so it cannot be split."
-        raise ArgumentError.of(problem, describe(leaf), "pass values that all replicas share to run() unsplit")
+        raise ArgumentError.of(
+            problem,
+            describe(leaf),
+            "an axis of the array; or run(fn, args=(x,)) without split(), if all replicas need x",
+        )
     framework.require(devices)
     return framework, x
 

@@ -24,7 +24,8 @@ from .regroup import DistributedVariable, localize, per_replica_on
 from .replica_group import CollectiveCall
 
 _NUMBERS = (bool, int, float, complex)
-_DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)  # for each class in _NUMBERS; its numbers also fit all later ones
+# The dtypes that can store the numbers of each class in _NUMBERS; those of the classes after it can store them, too.
+_DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)
 
 _WRITING = threading.RLock()  # several threads may run replicas that assign to one variable
 
@@ -277,7 +278,7 @@ class Variable(_Assignable, DistributedVariable):
         if isinstance(value, DistributedValues):
             if len(value) != n:
                 problem = "an assigned distributed value must have as many components as the variable."
-                raise MismatchError.of(problem, f"{len(value)} components for {n}")
+                raise MismatchError.of(problem, f"{len(value)} components for a variable of {n}")
             if mirrored and isinstance(value, PerReplica):
                 self._require_aggregation(f"{how} of {value} to {self}")
                 self._put_all(how, self._combine(value.values))

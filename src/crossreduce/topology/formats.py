@@ -31,7 +31,7 @@ def parse(data: bytes) -> Wiring:
     use ``Topology(*read_nvidia_smi(text, ...))``. ArgumentError: another format, malformed or truncated data.
     """
     if len(data) > LARGEST:
-        raise ArgumentError.of(f"a file with a topology must have at most {LARGEST} bytes.", "more", _FORMATS)
+        raise ArgumentError.of(f"a file with a topology must have at most {LARGEST} bytes.", "a larger one", _FORMATS)
     # Windows PowerShell writes UTF-16 when the output of a program is redirected.
     wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")
     try:

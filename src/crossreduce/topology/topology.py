@@ -66,10 +66,15 @@ class Topology:
         seen = set()
         for link in links:
             pair = (link.src, link.dst)
-            if link.src == link.dst or pair in seen or not self._order.keys() >= set(pair) or link.bandwidth == 0:
-                problem = "a link must join two different nodes of the topology, once, with a bandwidth above 0."
-                given_link = f"{link.src} -> {link.dst}, {link.bandwidth} GB/s"
-                raise ArgumentError.of(problem, given_link, "add up the bandwidths of parallel links")
+            problem = remedy = ""
+            if link.src == link.dst or not self._order.keys() >= set(pair):
+                problem, remedy = "a link must join two different nodes of the topology.", "list both nodes"
+            elif link.bandwidth == 0:
+                problem, remedy = "a link must have a bandwidth above 0.", "omit this link"
+            elif pair in seen:
+                problem, remedy = "a link may appear only once.", "one link with the sum of the bandwidths"
+            if problem:
+                raise ArgumentError.of(problem, f"{link.src} -> {link.dst}, {link.bandwidth} GB/s", remedy)
             seen.add(pair)
         object.__setattr__(self, "links", self._sorted(links))
 

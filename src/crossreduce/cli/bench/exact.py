@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 PERIOD: Final = 65_537
 # The number of devices that may contribute a factor of 2 to a product; the largest power of 2 in float16 is 2**15.
 _DOUBLINGS: Final = 8
-# For means, devices form pairs: one is as far, up to 7, above an integer from 8 to 23 as the other is below it. So the
-# mean of all devices is this integer.
+# For means, each element has an integer m from 8 to 23. The devices of a pair contribute m + x and m - x, with x up to
+# this number, and a device without a partner m. So the mean over all devices is m.
 _SPREAD: Final = 7
 # All integers up to this one are exact: 2 to the number of significand digits.
 _EXACT: Final = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**53}

@@ -101,7 +101,7 @@ class BenchRequest:
     json: str | None = None  # the file for the report
     args: tuple[str, ...] = ()  # the command line, for the report
     average: int = 1  # nccl-tests' -a: how the ranks' times are combined
-    backends: tuple[str, ...] = ()  # the ranks' backends: the first is reported, the others are compared
+    backends: tuple[str, ...] = ()  # the ranks' backends; the first is compared with the others
     framework_version: str = ""
     processes: tuple[tuple[int, str], ...] = ()  # the pid and host of each rank; empty: this process has all devices
 

@@ -77,7 +77,7 @@ def optimum(topology: Topology) -> Optimum:
 
 
 def _rounded_down(topology: Topology) -> Topology:
-    """Return the topology with bandwidths of few digits, each of which loses at most 1 / ``_COARSE``."""
+    """Return the topology with bandwidths rounded down to few digits; each loses at most 1 / ``_COARSE`` of itself."""
     links: list[Link] = []
     for link in topology.links:
         step = Fraction(1)
@@ -90,7 +90,10 @@ def _rounded_down(topology: Topology) -> Topology:
 
 
 def balanced_bandwidths(topology: Topology, weights: Mapping[int, Fraction]) -> dict[Pair, Fraction]:
-    """Return bandwidths for trees out of roots of these weights: at each switch, as much in as out; ``{}``: none found.
+    """Return the bandwidth of each link for trees out of the roots; ``{}``: no exact solution was found.
+
+    The rates of the roots are proportional to ``weights``. At each switch that cannot reduce, the bandwidths of the
+    links into it add up to those of the links out of it.
 
     >>> uneven = Topology(["cpu:0", "cpu:1"], [("cpu:0", "s", 5), ("s", "cpu:1", 3), ("cpu:1", "cpu:0", 1)], ["s"])
     >>> balanced_bandwidths(uneven, {0: Fraction(1)})["cpu:0", "s"]
@@ -311,7 +314,7 @@ class _LinearProgram:
         return Fraction(total) / self.scale, weights, potentials
 
     def fits(self, values: list[Fraction]) -> bool:
-        """Return whether an exact solution respects the links, and every switch forwards all that it receives."""
+        """Return whether an exact solution respects the links, and switches that cannot reduce forward all data."""
         within = all(
             sum(values[c] for c in shared) <= Fraction(b, self.scale)
             for shared, b in zip(self.sharing, self.width, strict=True)
