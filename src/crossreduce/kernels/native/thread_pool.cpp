@@ -16,7 +16,6 @@ pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t task_added = PTHREAD_COND_INITIALIZER, helpers_done = PTHREAD_COND_INITIALIZER;
 ParallelTask *tasks = nullptr; // the tasks with shares left, the newest one last
 int started = 0;
-pthread_once_t once = PTHREAD_ONCE_INIT;
 pthread_key_t key;
 struct Scratch {
     char *memory;
@@ -45,10 +44,10 @@ void in_child() { // a child has neither the helpers nor the threads that wait f
     tasks = nullptr;
     started = 0;
 }
-void initialize() {
-    pthread_key_create(&key, std::free);
-    pthread_atfork(before_fork, after_fork, in_child);
-}
+// The handlers are registered when the module is loaded, which holds the GIL. If the first run registered them, another
+// thread could fork at that moment without them, and its child would count helpers that it does not have.
+[[maybe_unused]] const int registered =
+    pthread_key_create(&key, std::free) + pthread_atfork(before_fork, after_fork, in_child);
 
 // Sets the default floating-point environment of IEEE 754. Frameworks make some threads flush subnormal numbers, but
 // results must not depend on the thread.
@@ -115,7 +114,6 @@ void start_helpers(int count) { // the caller holds the lock
 } // namespace
 
 bool run_parallel(ParallelTask &task) {
-    pthread_once(&once, initialize);
     char *scratch = own_scratch(task.scratch_nbytes);
     if (scratch == nullptr) return false;
     task.helpers = static_cast<int>(std::min<long>(task.helpers, task.shares - 1)); // more helpers would have no share
