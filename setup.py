@@ -22,7 +22,7 @@ SETS = {
 
 
 class Build(build_ext):
-    """Compiles the passes of the kernels once for each instruction set."""
+    """Compiles the kernels' passes over the data once for each instruction set."""
 
     def build_extension(self, ext):
         if ext.name.endswith("kernels._native"):
@@ -37,7 +37,7 @@ class Build(build_ext):
         except CompileError:
             if not flags:
                 raise
-            # The compiler does not support the instruction set; without the flags, its file defines a null pointer.
+            # The compiler does not support the instruction set. Without the flags, the source defines a null pointer.
             return self.compiler.compile([source], extra_postargs=FLAGS, **options)
 
 

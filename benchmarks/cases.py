@@ -18,9 +18,9 @@ class Sizes(NamedTuple):
 
     large: int = 1 << 26
     small: int = 1 << 10
-    sources: int = 1 << 29  # the bytes read and written in total, for any number of sources
+    sources: int = 1 << 29  # of the cases that vary the number of sources: the bytes read and written in total
     repeats: int = 9
-    many_repeats: int = 25  # of cases with short calls, and of those that measure small differences
+    many_repeats: int = 25  # repeats of cases with short calls, and of cases that measure small differences
     quick: bool = False
 
 
@@ -80,7 +80,7 @@ class Case:
 
 
 def checked(one: Contender) -> list[int]:
-    """Fill the results with NaN, run again and check them; return for each tensor how many have their own memory."""
+    """Fill the results with NaN, run again and check them; return per tensor the number of results with own memory."""
     for components in one.read(one.run()):
         for x in components:
             if x.flags.writeable:

@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def in_turn(runs: dict[str, Callable[[], object]], repeats: int, inner: int = 1) -> dict[str, dict[str, float]]:
-    """Return the times of several contenders, measured in turn (A B C A B C), so that drift affects all of them."""
+    """Return the ``summary`` of the times of each contender. They run in turn, so that a drift in speed affects all."""
     return {name: summary(times) for name, times in samples(runs, repeats, inner).items()}
 
 
@@ -29,7 +29,7 @@ def samples(
       repeats: how many times each contender is measured.
       inner: the least number of calls per measurement.
       least_s: the least time of a measurement; a contender that is faster is called more often.
-      rest_s: a pause before each measurement, during which waiting threads of the last contender go to sleep.
+      rest_s: a pause before each measurement, during which waiting threads of the previous contender go to sleep.
     """
     inners, times = {}, {}
     for name, run in runs.items():

@@ -40,13 +40,13 @@ class Batch:
 
     @classmethod
     def random(cls, shapes: Iterable[tuple[int, ...]], replicas: int = N, dtype: Any = np.float32) -> Batch:
-        """Return random tensors. The results' memory is written, too: all unwritten pages map to one page of zeros."""
+        """Return a batch of random tensors. The results' memory is written, too, so that it has pages of its own."""
         rng, shapes = np.random.default_rng(0), list(shapes)
         tensors = [[rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(replicas)] for shape in shapes]
         return cls(tensors, [[np.full(shape, np.nan, dtype) for _ in range(replicas)] for shape in shapes])
 
     def split(self, shapes: Iterable[tuple[int, ...]]) -> Batch:
-        """Return a batch of parts of the only tensor; each starts at a cache line if the whole tensor does."""
+        """Return a batch of parts of this batch's only tensor; each starts at a cache line if the whole tensor does."""
         starts, shapes = [0], list(shapes)
         for shape in shapes:
             starts.append(starts[-1] + whole_lines(math.prod(shape)))
@@ -130,7 +130,10 @@ def plain_sum(xs: list[np.ndarray]) -> np.ndarray:
 def ours(
     batch: Batch, algorithm: str, with_out: bool = False, to: str | None = None, exact: bool | None = False
 ) -> Contender:
-    """Return ``reduce`` of one tensor or ``batch_reduce`` of several; ``to``: the only device that gets the results."""
+    """Return a contender that calls ``reduce`` for one tensor, ``batch_reduce`` for several.
+
+    ``to``: the only device that gets the results; ``None``: all devices of the tensors get them.
+    """
     op = cr.AllReduceCrossDeviceOps(algorithm)
     values = [cr.PerReplica(xs) for xs in batch.tensors]
     outs = [cr.PerReplica(xs[:1] if to else xs) for xs in batch.outs]
@@ -148,7 +151,7 @@ def components(results: Any) -> Arrays:
 
 
 def ours_tree(batch: Batch, structure: Any, with_out: bool = False) -> Contender:
-    """Return ``cr.all_reduce`` of one tree per replica."""
+    """Return a contender that calls ``cr.all_reduce`` with one tree per replica."""
 
     def trees(arrays: Arrays) -> list[Any]:
         return [optree.tree_unflatten(structure, leaves) for leaves in zip(*arrays, strict=True)]
@@ -235,7 +238,7 @@ def installed(module: str) -> bool:
 
 @cache
 def tensorflow() -> Any:
-    """Return TensorFlow with 8 logical CPUs."""
+    """Return the module of TensorFlow, configured for 8 logical CPUs."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import tensorflow as tf
 
@@ -292,7 +295,7 @@ def tensorflow_ops(batch: Batch, ops: dict[str, Any]) -> dict[str, Contender]:
 
 
 def jax_peer(batch: Batch) -> dict[str, Contender]:
-    """Return JAX's ``psum`` under ``jit`` and ``shard_map``."""
+    """Return, by name, a contender that calls JAX's ``psum`` under ``jit`` and ``shard_map``, if JAX is installed."""
     if not installed("jax"):
         return {}
     jax_mesh()
@@ -302,7 +305,7 @@ def jax_peer(batch: Batch) -> dict[str, Contender]:
 
 
 def jax_function(batch: Batch, function: Callable[[Any], Any]) -> Contender:
-    """Return a function under ``jit`` and ``shard_map``; each tensor is sharded over the axis "replica"."""
+    """Return a contender that calls a function under ``jit``; ``shard_map`` splits tensors over "replica"."""
     mesh = jax_mesh()
     import jax
 
@@ -318,7 +321,7 @@ def jax_function(batch: Batch, function: Callable[[Any], Any]) -> Contender:
 
 
 def torch_peer(batch: Batch) -> dict[str, Contender]:
-    """Return the usual code in torch, which stacks the tensors and sums them to one result."""
+    """Return, by name, a contender with torch's usual code, a sum of stacked tensors, if torch is installed."""
     if not installed("torch"):
         return {}
     import torch

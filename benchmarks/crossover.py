@@ -1,7 +1,7 @@
-"""If all devices share one memory, is "direct" ever faster than "one_device"? ``planning.choose`` assumes that it is
-not.
+"""Measure whether the algorithm "direct" is ever faster than "one_device" if all devices share one memory.
+``planning.choose`` assumes that it is not.
 
-8 devices of host memory (NumPy) and of JAX. Run: python benchmarks/crossover.py
+8 CPU devices, with NumPy and with JAX. Run: python benchmarks/crossover.py
 """
 
 import jax

@@ -97,7 +97,7 @@ def large(sizes: Sizes) -> Case:
 
 
 def halves(sizes: Sizes) -> Case:
-    """Return the case of float16 and bfloat16: bytes per second as for float32, and each sum is rounded only once."""
+    """Return the case of float16 and bfloat16: is the rate near that of float32, and each sum rounded only once?"""
     contenders, name = {}, "ours direct, out=, {}".format
     for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
         dtype = np.dtype(dtype)
@@ -162,7 +162,7 @@ def resnet50() -> dict[str, Any]:
 
 
 def gradients(sizes: Sizes, alone: bool) -> Case:
-    """Return the case of ResNet-50's gradients as trees, beside the frameworks or, ``alone``, one tensor of that size.
+    """Return the case of ResNet-50's gradients as trees, beside the frameworks or (``alone``) one tensor of that size.
 
     These are two cases, because the target of the second is a small difference, which takes more turns to measure.
     """

@@ -37,7 +37,7 @@ class Theme(NamedTuple):
     text: str  # the colour of less important text
     line: str  # the colour of links and axes
     faint: str
-    good: str  # the colour of crossreduce's results
+    good: str  # the colour of crossreduce's rates and times
     peer: str
     reduce: str
     copy: str
@@ -106,7 +106,7 @@ def sheet(name: str, theme: Theme, size: tuple[float, float], title: str, folder
     """Yield a page, and write it as an SVG when the block ends."""
     with mpl.rc_context():
         mpl.rcdefaults()
-        # SVG files contain text, not outlines: a viewer takes a font of this list. The widest, DejaVu Sans, fits.
+        # SVG files contain text, not outlines: a viewer takes a font of this list. The widest, DejaVu Sans, has room.
         fonts = ["DejaVu Sans", "Segoe UI", "Helvetica", "Arial"]
         mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "crossreduce", "font.sans-serif": fonts})
         figure = Figure(figsize=size, facecolor=theme.paper)
@@ -187,7 +187,7 @@ def trees(page: Sheet, plan: Any, machine: Any, corners: Sequence[complex]) -> N
 
 
 def tree_layout(root: int, parent: dict[int, int], corner: complex, wide: float, high: float) -> dict[int, complex]:
-    """Return the places of a tree's nodes: leaves ``wide`` apart from the left, levels ``high`` apart from the top."""
+    """Return the positions of a tree's nodes: from ``corner``, leaves go right by ``wide``, levels down by ``high``."""
     children = [child for child, above in parent.items() if above == root]
     at: dict[int, complex] = {}
     for child in sorted(children):

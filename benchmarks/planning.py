@@ -87,7 +87,8 @@ EXPECTED_OPTIMA = {
     "4x4x4 torus": (partial(box, "tpu-v4"), "6400/21", "2", None),
     "GB200 NVL72": (partial(box, "gb200-nvl72"), "64800/71", "1", None),
 }
-# Machine: TensorFlow's trees with all stages at once, with four stages in turn, for one tensor; the all-reduce's bound.
+# Machine: GB/s of an all-reduce on TensorFlow's trees (all stages at once; four stages in turn; four stages in turn for
+# one tensor, slowest root), and the all-reduce's bound.
 EXPECTED_TENSORFLOW = {"dgx-1v": ("50.0", "100/3", "6.25", "85.71"), "dgx-1p": ("40.0", "80/3", "5.0", "45.71")}
 EXPECTED_MESHES = {4: ("32/15", "8/5"), 5: ("25/12", "5/3"), 6: ("72/35", "12/7")}
 
@@ -160,7 +161,7 @@ def least_seconds(topology: cr.Topology) -> float:
     return float(shortest_path(matrix)[:n, :n].max())
 
 
-# Optima, as ForestColl counts them.
+# ForestColl's figures of an optimal all-gather: k, and the rate with one tree per root.
 
 
 def unit_trees(topology: cr.Topology) -> Fraction:
@@ -234,7 +235,7 @@ def compared(name: str, expected: str | None, ours: Fraction | None) -> dict[str
 
 
 def reference(most: int) -> list[dict[str, object]]:
-    """Compare with all expected values, on up to ``most`` devices."""
+    """Compare our results with all expected values, on machines of up to ``most`` devices."""
     lines = []
     for name, (make, gather, reduce, root, inside) in EXPECTED_BOUNDS.items():
         topology = make()
@@ -302,7 +303,7 @@ def planned(name: str, topology: cr.Topology, collective: str, runs: int) -> dic
 
 
 def with_others(name: str, topology: cr.Topology, runs: int) -> dict[str, object]:
-    """Plan an all-reduce, and return also the rates of TensorFlow's plan, of rings and of one device."""
+    """Return the result of ``planned`` for an all-reduce, and the rates of TensorFlow, rings and "one_device"."""
     devices = topology.devices
     rotated = hierarchical_copy(devices, packs=len(devices))
     around, how = rings(topology)

@@ -31,7 +31,7 @@ LINES = {
 
 
 def draw(kept: dict[str, Any], picture: Path) -> None:
-    """Draw the medians of each contender as a line, and the rate of a copy at the largest size."""
+    """Draw each contender's median rates as a line, and the rate of a copy of the largest size as a dotted line."""
     sizes = sorted(map(int, kept["sizes"]))
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "crossreduce"})
     figure, axes = plt.subplots(figsize=(7.6, 4.6), layout="constrained")

@@ -1,10 +1,11 @@
 """Are the plug-ins as fast as the frameworks' own collectives?
 
-TensorFlow: ``crossreduce.tensorflow.HierarchicalCopyAllReduce`` and the class of the same name, eagerly and in a
-``tf.function``. JAX: ``crossreduce.jax.all_reduce`` and ``jax.lax.psum``, both under ``jit`` and ``shard_map``; and
-``cr.all_reduce`` of lists of arrays, one list per device, and the same psum of sharded arrays. 8 replicas in one
-process, random data. As in host_reduction.py, the contenders of a case run in turn, a ratio is the median of the ratios
-within the turns, and each result is compared with a plain NumPy loop.
+TensorFlow: ``crossreduce.tensorflow.HierarchicalCopyAllReduce`` is compared with TensorFlow's class of the same name,
+eagerly and in a ``tf.function``. JAX: ``crossreduce.jax.all_reduce`` is compared with ``jax.lax.psum``, both under
+``jit`` and ``shard_map``; and ``cr.all_reduce`` of lists of arrays, one list per device, with the same psum of sharded
+arrays. There are 8 replicas in one process, with random data. As in host_reduction.py, the contenders of a case run in
+turn, the ratio of two contenders is the median of their ratios within each turn, and each result is compared with that
+of a plain NumPy loop.
 
 Run: python benchmarks/plugins.py [--quick] [--repeats N] [--only NAME] [--json PATH]
 """
@@ -73,7 +74,7 @@ def in_jax(name: str, batch: Batch, sizes: Sizes, least: float) -> Case:
 
 
 def along_schedules(name: str, batch: Batch, sizes: Sizes) -> Case:
-    """Return the case that compares schedules with XLA's own all-reduce on equal links; it has no target."""
+    """Return the case that compares schedules with XLA's own all-reduce on equal links; it requires no speed."""
     jax_mesh()
     from crossreduce.jax import all_reduce
 
@@ -104,7 +105,7 @@ def eagerly_in_jax(name: str, batch: Batch, sizes: Sizes) -> Case:
 
 
 def in_replicas(sizes: Sizes) -> Case:
-    """Return the case of ``all_reduce`` in ``MirroredStrategy`` and of the same sums without its threads."""
+    """Return the case that compares ``all_reduce`` in the threads of ``MirroredStrategy`` with ``cr.all_reduce``."""
     batch = Batch.random([(sizes.small // 4,)])
     strategy, calls = cr.MirroredStrategy(REPLICAS), 20
     (xs,) = batch.tensors
@@ -131,7 +132,7 @@ def in_replicas(sizes: Sizes) -> Case:
 
 
 def cases(sizes: Sizes) -> dict[str, Callable[[], Case]]:
-    """Return the cases by name."""
+    """Return, for the name of each case, a function that makes the case."""
     shapes = optree.tree_leaves(resnet50(), is_leaf=lambda node: isinstance(node, tuple))
     if sizes.quick:
         shapes = [(min(math.prod(shape), 64),) for shape in shapes]
@@ -171,12 +172,12 @@ def main() -> None:
     sizes = QUICK if options.quick else Sizes(repeats=15)
     if options.repeats is not None:
         sizes = sizes._replace(repeats=options.repeats, many_repeats=options.repeats)
-    tensorflow(), jax_mesh()  # configures the devices of both before either is used
+    tensorflow(), jax_mesh()  # configures the devices of both frameworks before either is used
     kept = {}
     for name, case in cases(sizes).items():
         if options.only in name:
             gc.collect()
-            gc.freeze()  # so that the collections within a turn do not scan the objects of the other framework
+            gc.freeze()  # so that garbage collections within a turn do not scan the objects of earlier cases
             kept[name] = case().kept()
     if not options.only:
         keep("plugins", {"replicas": N, "cases": kept}, options.json)

@@ -3,9 +3,9 @@
 One host: all-reduces of 2, 4 and 8 ranks, and steps of DistributedDataParallel on 8. Crossreduce and gloo are two
 process groups of the same processes and alternate; ratios are medians of the ratios of adjacent calls. Open MPI has
 other processes, started afterwards with the same loop; its ratio is that of the medians. Several hosts: network
-namespaces joined by links of 1 Gbit/s (tests/namespaces.py, requires root). Their times are compared with the time that
-the bytes that must cross a link take, or with the planner's bound, at the raw rate, which includes headers (4.6 % at
-this MTU).
+namespaces joined by links of 1 Gbit/s (tests/namespaces.py, requires root). The time of an all-reduce is compared with
+a lower limit: the time of the bytes that must cross a link or, with unequal links, the planner's bound. Both assume the
+links' raw rates, of which headers take 4.6 % at this MTU.
 
 Data is random and renewed before each measurement; the slowest rank's time counts. Every element is checked.
 Run: python benchmarks/processes.py [--quick] [--only NAME] [--repeats N] [--json PATH]
@@ -41,12 +41,12 @@ import namespaces
 OURS, GLOO, MPI, ALONE = "crossreduce", "gloo", "Open MPI", "no reduction"
 LARGE, SMALL, BETWEEN = 1 << 26, 1 << 10, 1 << 25
 LIMIT_S = 240  # the time limit of one set of processes
-BLOCK = 1_048_573  # inputs repeat so many random elements; a prime, so that the pieces of an all-reduce differ
+BLOCK = 1_048_573  # an input repeats this many random elements; a prime, so that the pieces of an all-reduce differ
 GBIT_BPS = 125e6
 SLOW = "200mbit"
 DDP_LAYERS = (1024, 4096, 4096, 1024)  # 25 M parameters
 # Samples per rank. With 8 ranks on 2 cores, more samples would hide the reduction: with 16 samples, a step without a
-# reduction already takes 0.6 of the time with gloo. Steps without a reduction are measured, too.
+# reduction already takes 0.6 of the time of a step with gloo. Steps without a reduction are measured, too.
 DDP_BATCH = 1
 
 Case = dict[str, Any]
@@ -67,7 +67,7 @@ def one_host(ranks: int) -> list[Case]:
     gloo, mpi = (3, 2) if ranks == 8 else (2, 1.5)
     found = [
         all_reduce("64 MiB", LARGE, 9, 1, {GLOO: gloo, MPI: mpi}),
-        # Each in-place call multiplies the values by up to 8; for 42 calls they stay below float32's largest.
+        # Each in-place call multiplies the values by up to 8; after 40 calls (8**40 = 1.3e36) they are still finite.
         all_reduce("1 KiB", SMALL, 15, 40, {GLOO: 5}, **({"most_s": 60e-6} if ranks == 2 else {})),
     ]
     if ranks == 8:
@@ -117,7 +117,7 @@ class Turns:
     def timed(
         self, case: Case, renew: Callable[[], object], runs: dict[str, tuple[Any, Any]]
     ) -> dict[str, list[float]]:
-        """Return for each contender the slowest rank's seconds per call in each turn. ``runs``: barrier and call."""
+        """Return for each contender the slowest rank's seconds per call, by turn. ``runs``: its barrier and call."""
         times: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(1 + case["repeats"]):
             for name, (barrier, run) in runs.items():
@@ -195,7 +195,7 @@ def torch_rank(cases: list[Case], path: Path) -> None:
 
 
 def ddp(groups: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Callable[[], None]]]:
-    """Return a ``renew`` that does nothing, and a training step of one model per group and without a reduction."""
+    """Return a ``renew`` that does nothing, and a training step for each group and one without a reduction."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -256,7 +256,7 @@ def command(kind: str, cases: list[Case], path: Path) -> list[str]:
 
 
 def on_one_host(ranks: int, cases: list[Case], path: Path) -> dict[str, dict[str, list[float]]]:
-    """Run crossreduce and gloo in the same processes, then Open MPI in others."""
+    """Run the cases, crossreduce and gloo in the same processes, then Open MPI in others; return times by case."""
     code = launch(command("torch", cases, path), ranks)
     assert code == 0, f"a rank ended with exit code {code}"
     found = json.loads(path.read_text())
@@ -278,7 +278,7 @@ def on_one_host(ranks: int, cases: list[Case], path: Path) -> dict[str, dict[str
 
 
 def on_hosts(ranks: list[int], slower: dict[tuple[int, int], str], case: Case, path: Path) -> dict[str, list[float]]:
-    """Run crossreduce and gloo in processes of several network namespaces."""
+    """Run crossreduce and gloo in processes of several network namespaces; return the times of both."""
     hosts = [host for host, count in enumerate(ranks) for _ in range(count)]
     with namespaces.hosts(len(ranks), slower=slower) as bed:
         common = {"WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": bed.addresses[0], "MASTER_PORT": "29500"}

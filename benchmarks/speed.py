@@ -39,7 +39,7 @@ class Job(NamedTuple):
       ours: the name of the row of crossreduce with which the others are compared.
       peers: the names of the rows of other libraries, and their labels in the table.
       chart: the title of the job in the chart of the README; "": it is not in the chart.
-      context: the names of further rows, and their labels.
+      context: the names of further rows, which are no reductions by another library, and their labels.
     """
 
     text: str
@@ -152,14 +152,14 @@ TABLES = {
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
-    """Return the files of results by name."""
+    """Return the content of each file of results, by name."""
     return {name: json.loads((results / f"{name}.json").read_text()) for name in FILES}
 
 
 def rows_of(kept: dict[str, Any], job: Job) -> list[Row]:
-    """Return the times of a job: first those of crossreduce, then those of others, the fastest first.
+    """Return the rows of a job: first that of crossreduce, then all others, the fastest first.
 
-    Libraries that were not measured are left out.
+    Rows that were not measured are left out.
     """
     case = kept["cases"][job.case]
     times = dict(case["rows"] if "rows" in case else case["seconds"])
@@ -189,7 +189,7 @@ def ratio_text(ratio: float) -> str:
 
 
 def table(kept: dict[str, Any], jobs: tuple[Job, ...]) -> Iterator[str]:
-    """Yield the lines of a table."""
+    """Yield the lines of a Markdown table of the times of jobs."""
     yield "| job | library | median | fastest to slowest | multiple of crossreduce |"
     yield "|---|---|---|---|---|"
     for job in jobs:
@@ -224,7 +224,7 @@ def faster_line(text: str, ours: Row, others: list[Row]) -> Iterator[str]:
 
 
 def machine_text(kept: dict[str, Any]) -> str:
-    """Return the machine and the versions of a file."""
+    """Return, as text, the machine and the versions with which a file of results was measured."""
     machine = kept["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     place = f"{machine['cores']} cores of an {machine['cpu']}, {machine['system']}, Python {machine['python']}"

@@ -2,7 +2,7 @@
 
 Each replica computes the gradients of its share of the batch; ``crossreduce.tensorflow.HierarchicalCopyAllReduce`` sums
 them along a planned schedule. The default is 3 devices, of which TensorFlow's own op of this name would omit the last.
-The loss curves of n replicas and of one must agree up to rounding in float32; the exit code is 1 if they do not.
+The loss curves of n replicas and of one must agree up to rounding in float32; if not, the exit code is 1.
 
     python examples/keras_digits.py [--replicas 3]
 
@@ -53,7 +53,7 @@ def train(replicas):
 
 
 def main(replicas):
-    """Train twice, print both loss curves, and return 0 if they agree."""
+    """Train twice, print both loss curves, and return 0 if they agree and over 90 % are recognized; otherwise 1."""
     tf.get_logger().setLevel("ERROR")
     logging.basicConfig(format="%(message)s")
     logging.getLogger("crossreduce").setLevel(logging.INFO)  # each new plan is logged once
@@ -64,8 +64,8 @@ def main(replicas):
     print(f"epoch  1 replica  {replicas} replicas")
     for epoch, (a, b) in enumerate(zip(one, several, strict=True)):
         print(f"{epoch + 1:5}  {a:9.6f}  {b:10.6f}")
-    # The sums of a step have 120 terms, so they differ by at most 120 units in the last place, 7e-6; training does not
-    # amplify the difference here, since the loss decreases.
+    # Each sum of a step has 120 terms, so n replicas and one differ by about 120 roundings of 2**-24 at most, 7e-6 in
+    # all; training does not amplify the difference here, since the loss decreases.
     difference = float(np.max(np.abs(several - one)) / one[0])
     agree = difference < BATCH * 2.0**-24
     print(f"recognized: {accuracy:.1%}; largest difference: {difference:.1e} of the first loss")

@@ -21,7 +21,8 @@ from crossreduce.kernels import FusedProgram, Segment, reference
 from crossreduce.ops import ACCUMULATORS, INTEGERS
 
 NATIVE = kernels.native()
-# Without the C++ extension one set remains, so that the tests of kernels fail instead of being skipped.
+# Names of instruction sets. Without the C++ extension one remains, so that tests of kernels fail instead of being
+# skipped.
 SETS = tuple(NATIVE.supported()) if NATIVE else ("baseline",)
 
 GUARD = 64  # bytes before and after a result that must not change
@@ -33,14 +34,15 @@ def accumulator(op, dtype):
     return ACCUMULATORS[ReduceOp(op), dtype]
 
 
-# (op, dtype, accumulator, result) of the reductions to the same dtype that a framework's ``numbers`` can return.
+# (op, dtype, accumulator, result) of the reductions whose results have the inputs' dtype.
 SAME = tuple(
     (op, dtype, accumulator(op, dtype), dtype)
     for dtype in strategies.DTYPES
     for op in strategies.ops_for(dtype)
     if op != "mean" or dtype not in INTEGERS
 )
-# A framework without float64 accumulates in float32; the result has the dtype of the framework's true division.
+# The same for means of integers. A framework without float64 accumulates in float32; the result has the dtype of the
+# framework's true division.
 INTEGER_MEANS = tuple(
     ("mean", *dtypes) for dtypes in itertools.product(strategies.INTEGERS, ("float64", "float32"), strategies.FLOATS)
 )

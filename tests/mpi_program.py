@@ -59,7 +59,7 @@ with mpi.join(timeout_s=30) as group:
             x = every[me]
             kind = np.dtype(dtype).kind
             ops = ["max", "min"] if kind == "b" else ["sum", "product"] if kind == "c" else ["sum", "max", "min"]
-            for op in ops:  # small integers: exact in every dtype, except products, which wrap around in the same way
+            for op in ops:  # of small integers, so all results are exact except complex products
                 wide = np.stack(every).astype(
                     "complex128" if kind == "c" else "float64" if kind in "fV" else every[0].dtype
                 )

@@ -6,7 +6,7 @@ from crossreduce import Chunk, Schedule, Step
 
 
 def file(coll, chunks, *gpus, **attributes):
-    """Return a file. A GPU is (scratch chunks, *threadblocks), a threadblock (send, recv, channel, *steps).
+    """Return an MSCCL file. A GPU is (scratch chunks, *threadblocks), a threadblock (send, recv, channel, *steps).
 
     A step is a line such as "rrc i0 o0 2 <1.3 !": type, source, destination, count; "<1.3": it waits for step 3 of
     threadblock 1; "!": other steps wait for it.
@@ -123,7 +123,7 @@ def two(first, second, coll="allreduce", chunks=1, **attributes):
 
 
 SWAP = (1, ("s i0 s0 1", "r i0 s0 1", "re s0 i0 1"))  # each GPU sends its input, and adds the input that it receives
-LATE = (1, ("s i0 s0 1 !", "r i0 s0 1 !"), ("re s0 i0 1 <0.1",))  # another threadblock adds
+LATE = (1, ("s i0 s0 1 !", "r i0 s0 1 !"), ("re s0 i0 1 <0.1",))  # as SWAP, but threadblock 1 adds
 
 
 def big(gpus, blocks, steps):

@@ -130,7 +130,7 @@ class Machine:
         return gpu, "io", chunk
 
     def cells(self, place, span, offset=None):
-        """Return the addresses of a transmission's chunks at ``span``, (buffer, offset), or at another ``offset``."""
+        """Return the addresses of a transmission's chunks at ``span``, (buffer, offset); ``offset`` replaces span's."""
         gpu, (buffer, start) = place[0], span
         start = start if offset is None else offset
         count = self.programs[place][self.at[place]].count

@@ -5,7 +5,7 @@ order. ``pairs`` contains every pair of values of two factors, so it finds each 
 them, as most faults do (Kuhn, Wallace & Gallo, Software fault interactions and implications for software testing, IEEE
 TSE 30(6), 2004). ``each`` contains every single value; it suits factors that the tested code treats separately.
 
-Values that are not allowed together, such as an op and a dtype, belong into one factor that lists the allowed tuples.
+Values that are not allowed together, such as an op and a dtype, belong in one factor that lists the allowed tuples.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class _Program:
         self.limits[equal].append(limit)
 
     def most(self, columns: Sequence[int]) -> float:
-        """Return the greatest sum of some columns, the variables of the program."""
+        """Return the greatest sum that these columns (variables of the program) can have."""
         cost = np.zeros(self.columns)
         cost[list(columns)] = -1.0
         given: dict[str, Any] = {}
@@ -110,7 +110,7 @@ def _flows(
     outward: bool,
     whole: dict[int, float],
 ) -> None:
-    """Require a flow of ``whole`` to each sink, within ``used``, of which each root supplies at most its bytes."""
+    """Require for each sink a flow of ``whole`` within the rates ``used``; a root supplies at most its own bytes."""
     ends = [(link.src, link.dst) if outward else (link.dst, link.src) for link in topology.links]
     for sink in sinks:
         along, fed = program.new(len(ends)), dict(zip(roots, program.new(len(roots)), strict=True))

@@ -1,4 +1,4 @@
-"""Run a schedule on arrays without the rest of the library: with the loop engine's own function, or with any engine."""
+"""Run a schedule on arrays without the rest of the library: with the function of the engine ``loop``, or any engine."""
 
 import sys
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from crossreduce.frameworks import get
 from crossreduce.lowering import element_ranges, lower
 from crossreduce.packing import Buffer, Span
 
-sys.modules["crossreduce.engines.recording"] = recording  # as if it were a file of that package
+sys.modules["crossreduce.engines.recording"] = recording  # so that the library finds this engine of the tests
 
 ENGINES = ("host", "loop", "recording")
 """Every engine that computes on NumPy arrays; test_engines.py and a test of test_laws.py run on each."""
@@ -26,7 +26,7 @@ def bounds(schedule, size):
 
 
 def run_on(framework, schedule, op, flats, size, dtype):
-    """Run the loop engine on one flat array per source; return each destination's ``(parts, fresh)``.
+    """Run the engine ``loop`` on one flat array per source; return each destination's ``(parts, fresh)``.
 
     ``size`` ``None``: arrays of any shape, which are not cut.
     """
@@ -35,7 +35,7 @@ def run_on(framework, schedule, op, flats, size, dtype):
 
 
 def run(schedule, op, xs, size):
-    """Run the loop engine on NumPy arrays."""
+    """Run the engine ``loop`` on NumPy arrays."""
     return run_on(get("numpy"), schedule, op, xs, size, oracle.name_of(xs[0]))
 
 
@@ -58,7 +58,7 @@ def run_engine(engine, schedule, op, xs, framework=None, out=None):
 
 @contextmanager
 def only(name):
-    """Make the pipeline select this engine, or the loop engine for arrays that this one does not support."""
+    """Make the pipeline select this engine, or the engine ``loop`` for arrays that this one does not support."""
     before = list(base.ENGINES)
     base.ENGINES[:] = dict.fromkeys([name, "loop"])
     try:

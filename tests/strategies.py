@@ -1,6 +1,6 @@
 """Hypothesis strategies: devices, topologies, requests, shapes, dtypes, ops, algorithms and packings.
 
-They draw names and NumPy arrays; no other framework is used here.
+They draw names of devices and NumPy arrays, but no arrays of other frameworks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def names(n: int) -> tuple[str, ...]:
 def wired(
     draw: st.DrawFn, devices: tuple[str, ...], most_switches: int = 2, both_ways: bool = True, latency: bool = True
 ) -> Topology:
-    """Draw a connected topology of some devices.
+    """Draw a topology of ``devices`` and some switches, in which every node has a route to every other.
 
     ``both_ways``: for every link there is one of the same bandwidth in the other direction.
     """

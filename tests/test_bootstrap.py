@@ -111,7 +111,7 @@ def broken(rendezvous, failing, problem):
     ("failing", "problem"), [({0}, "_memory"), ({0}, "_send_to_all"), ({2}, "_received"), ({1, 2}, "_received")]
 )
 def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
-    """If one rank of a host does not get the memory, each of its ranks is treated as a separate host."""
+    """If one rank of a host does not get the memory, each rank of the host is treated as a separate host."""
     found = ranks(3, broken, failing, problem)
     assert found == [(((0,), (1,), (2,)), [1000 + rank], 4096) for rank in range(3)]
 
@@ -154,7 +154,7 @@ def test_requests_beyond_the_available_memory_raise(monkeypatch):
     ("4:cpu,memory:/slice/job", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 ])  # fmt: skip
 def test_the_smallest_limit_of_all_control_groups_counts(tmp_path, monkeypatch, line, limit, usage, cache):
-    """The available memory is the least that the limits of this process's control group and of its parents leave."""
+    """The available memory is the least that any limit of this process's control group and its parent groups leaves."""
     monkeypatch.setattr(bootstrap, "_CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(bootstrap, "_CGROUPS", tmp_path)
     Path(tmp_path, "cgroup").write_text(f"3:cpuset:/\n{line}\n")

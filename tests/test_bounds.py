@@ -185,7 +185,7 @@ def test_less_wiring_is_never_faster(wiring, data):
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)))
 def test_an_all_reduce_lies_between(wiring):
     """The bound of an all-reduce is at least that of a reduce-scatter and an all-gather on half of each link, and at
-    most that of any broadcast or reduction."""
+    most that of any broadcast or reduce."""
     topology = Topology(*wiring)
     rate = bound(topology, "all_reduce").algbw
     alone = [bound(topology, collective).algbw for collective in ("reduce_scatter", "all_gather")]
@@ -228,8 +228,8 @@ TABLE = [
 
 @pytest.mark.parametrize("row", TABLE, ids=[f"{row[0]}-{row[1]}" for row in TABLE])
 def test_bounds_of_machines(row):
-    """On complete machines the bounds are those of ForestColl's published search, half of them for an all-reduce, and
-    up to twice as much with reducing switches."""
+    """On complete machines the bounds of reduce-scatter and all-gather are those of ForestColl's published search. An
+    all-reduce has half of them, or up to twice that half if switches reduce."""
     name, hosts, options, gather, all_reduce, single, in_network = row
     topology = Topology.machine(name, hosts, **options)
     wanted = dict(zip(COLLECTIVES, (all_reduce, single, single, gather, gather), strict=True))
@@ -301,7 +301,8 @@ def test_members_may_have_others_between_them():
 
 
 def test_weighted_roots():
-    """Several roots with their bytes have one bound; with equal bytes on all devices it is a reduce-scatter's."""
+    """Roots may be given with their bytes: a single one has the bound of that root, and equal bytes on all devices that
+    of a reduce-scatter."""
     topology = Topology.ring(4, 10)
     assert bound(topology, "reduce", {"cpu:0": 1}).algbw == bound(topology, "reduce", "cpu:0").algbw == 20
     even = bound(topology, "reduce", dict.fromkeys(topology.devices, 3))

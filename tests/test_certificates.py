@@ -75,7 +75,7 @@ def test_no_single_cut_proves_a_false_bound(forged):
     """Whichever set of nodes the certificate has, check accepts no rate below the least that any cut allows."""
     nodes = forged.cuts[0].nodes
     if set(forged.devices) <= nodes:
-        with pytest.raises(PlanError, match="must lack a device and have a weight of 0 or more"):
+        with pytest.raises(PlanError, match="must leave out at least one of the devices"):
             forged.check()
         return
     assume(any(weight for root, weight in forged.roots if root in nodes))
@@ -85,8 +85,8 @@ def test_no_single_cut_proves_a_false_bound(forged):
 @settings(max_examples=120)
 @given(forgeries(one_way=False))
 def test_no_certificate_proves_a_false_all_reduce_bound(forged):
-    """For any change of the cuts, weights and potentials, check accepts no rate below the optimum of the flow
-    program."""
+    """For any change of the cuts, weights and potentials, check accepts no rate below the optimum, which a
+    linear program of flows gives."""
     check_is_sound(forged)
 
 
@@ -116,7 +116,7 @@ LOPSIDED_STAR = Topology(
         (lambda real: {"cuts": tuple(cut._replace(weight=-cut.weight) for cut in real.cuts)}, "a weight of 0 or more"),
         (
             lambda real: {"cuts": tuple(cut._replace(nodes=cut.nodes | {*real.devices}) for cut in real.cuts)},
-            "must lack a device and have a weight of 0 or more",
+            "must leave out at least one of the devices",
         ),
         (lambda real: {"cuts": tuple(cut._replace(weight=cut.weight * 2) for cut in real.cuts)}, "does not prove"),
         (lambda real: {"potentials": (("cpu:0", ONE, ONE),)}, "must belong to switches that do not reduce"),
@@ -149,8 +149,8 @@ def test_a_certificate_applies_to_one_topology():
 
 @pytest.mark.parametrize("collective", ONE_WAY)
 def test_a_cut_in_the_wrong_direction_is_refused(collective):
-    """The links into a set do not limit a broadcast out of it, and the links out of it do not limit a reduction into
-    it."""
+    """check refuses a cut in the wrong direction: links into a set do not limit a broadcast from it, and links out of a
+    set do not limit a reduction into it."""
     topology = Topology(["cpu:0", "cpu:1"], [("cpu:0", "cpu:1", 5), ("cpu:1", "cpu:0", 1)])
     slow, fast = ("cpu:1", "cpu:0") if outward(collective) else ("cpu:0", "cpu:1")
     root = fast if collective in ("broadcast", "reduce") else None
@@ -167,11 +167,11 @@ def test_a_cut_in_the_wrong_direction_is_refused(collective):
 @pytest.mark.parametrize("collective", ONE_WAY)
 @pytest.mark.parametrize("cuts", [(), "twice", "no root", "unknown"])
 def test_one_way_certificates_are_one_cut_with_a_root(collective, cuts):
-    """No cut, two cuts, or one without the bytes of a root raises a PlanError."""
+    """A certificate that has no cut, two cuts, or a cut that contains no root raises a PlanError."""
     real = bound(line(3, 2, back=True), collective, "cpu:0" if collective in ("broadcast", "reduce") else None)
     empty = Cut(frozenset(), ONE, outward(collective))
     given_ = {(): (), "twice": real.cuts * 2, "no root": (empty,), "unknown": (Cut(frozenset({"x"}), ONE, True),)}[cuts]
     with pytest.raises(
-        PlanError, match=r"must be one cut with outward=|the cut must contain one with more than 0 bytes"
+        PlanError, match=r"must be one cut with outward=|the cut must contain a root with more than 0 bytes"
     ):
         replace(real, cuts=given_).check()

@@ -28,10 +28,10 @@ ONE_OF_ALGORITHMS = f'--algorithm must be one of {", ".join(ALGORITHMS)}, not "b
         ("train --devices -3", "--devices must be 1 or more, not -3."),
         ("train --devices nowhere", '"nowhere": this device name cannot be parsed.'),
         ("train --devices cpu:0,CPU:0", "each device may be listed only once"),
-        ("train --devices 1000000", "--devices may have at most 4096 devices, numbered below 4096, not 1000000."),
+        ("train --devices 1000000", "--devices must be at most 4096 devices, not 1000000."),
         (
             "train --devices cpu:999999999",
-            "--devices may have at most 4096 devices, numbered below 4096, not cpu:999999999.",
+            "--devices: the number of a device must be below 4096, unlike that of cpu:999999999.",
         ),
         ("train --num-packs -1", "--num-packs must be 0 or more, not -1."),
         ("train --epochs 0", "--epochs must be 1 or more, not 0."),
@@ -154,8 +154,8 @@ def test_a_signal_stops_a_command(tmp_path, name, code):
     assert list(tmp_path.iterdir()) == []
 
 
-# A command that receives a signal where Python drops exceptions, in the callback of a weak reference, or in code that
-# catches all of them.
+# A command that receives a signal where the handler's exception is lost: in the callback of a weak reference, whose
+# exceptions Python drops, or in code that catches all exceptions.
 LOSING = """
 import os, signal, time, weakref
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -194,7 +194,7 @@ main([])
 @pytest.mark.parametrize("in_callback", [True, False])
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
 def test_an_interruption_is_never_lost(name, code, in_callback):
-    """A signal that arrives while exceptions are dropped, as in an import, still ends the command."""
+    """A signal that arrives where exceptions are dropped or caught still ends the command."""
     began = time.monotonic()
     ran = run_python(LOSING.format(name, in_callback))
     assert (ran.returncode, ran.stdout, ran.stderr) == (code, "raised\n", "")

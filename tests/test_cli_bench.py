@@ -201,7 +201,8 @@ def test_bench_measures_every_root(crossreduce, collective):
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("n", [1, 2, 7, 24])
 def test_inputs_are_exact_in_every_order_and_detect_each_loss(op, dtype, n):
-    """In any order the inputs reduce to exactly ``result``; if one is lost or doubled, they do not."""
+    """In any order the inputs reduce to exactly ``exact.result``; if one is lost, or added or multiplied twice, they do
+    not."""
     arrays = exact.inputs(op, dtype, n)
     whole = exact.result(op, arrays)
     combine = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum, "mean": np.add}[op]

@@ -332,7 +332,7 @@ def table(tmp_path_factory):
 
 
 def test_ranks_have_the_table_of_nccl_tests(table):
-    """The header has the version, the test and every rank's process; each backend has a table of right rows."""
+    """The header has the version, the test's name and every rank's process; no row of a table has wrong elements."""
     out, _ = table
     assert re.match(
         r"# crossreduce version \S+ framework=torch-\S+ transport=ranks on 1 host\n# Collective test st", out
@@ -377,7 +377,7 @@ def test_torchrun_can_start_the_ranks():
 
 
 def test_a_rank_that_cannot_start_is_shown():
-    """The error of a rank is shown once, followed by the launcher's line, and the exit code is not 0."""
+    """The error of a rank that cannot start is shown, and the launcher's line; the exit code is not 0."""
     ran = bench("--launch", "2", environment={"TORCH_DISTRIBUTED_DEBUG": "NONSENSE"})
     assert ran.returncode != 0
     assert "TORCH_DISTRIBUTED_DEBUG" in ran.stderr
@@ -385,7 +385,7 @@ def test_a_rank_that_cannot_start_is_shown():
 
 
 def test_mpi_is_measured_by_the_same_loop():
-    """``--peers mpi`` adds a table of right rows, and ratios."""
+    """``--peers mpi`` adds a table, none of whose rows has wrong elements."""
     ran = bench("--launch", "2", "--peers", "mpi")
     assert ran.returncode == 0, ran.stderr
     rows = [row.groupdict() for row in ROW.finditer(ran.stdout.split("# Backend: mpi\n")[1])]

@@ -99,7 +99,7 @@ def test_a_rank_without_a_call_is_behind(dump_directory, doctor):
 
 
 def test_a_call_after_the_failure_does_not_count(dump_directory, doctor):
-    """A rank that makes the missing call after the others aborted is still behind."""
+    """A rank that makes the missing call after the others aborted is still reported as behind."""
     for rank, now, last in ((0, 40.0, 7), (1, 40.1, 7), (2, 55.0, 7)):
         known = [history(other, 7 if other < 2 else last if now > 50 else 6, ended=None) for other in range(3)]
         late = History(2, (*history(2, 6, ended=6.5).ops, *([Op(7, SUM, 54.9, None)] if now > 50 else [])))

@@ -135,7 +135,7 @@ def test_pictures(printed, tmp_path, command, name, start, words):
         ("plan .", "there is no machine of this name."),
         ("plan ./", "./ cannot be read: Is a directory."),
         ("topology --hosts 2", "all options except --json require a machine such as dgx-1v, or a file."),
-        ("topology --picture a.svg", "all options except --json require a machine or a file"),
+        ("topology --picture a.svg", "all options except --json require a machine such as dgx-1v, or a file."),
         ("topology dgx-1v --hosts 0", "--hosts must be 1 or more, not 0."),
         ("topology pcie-8 --hosts 2 --nics foo", "pcie-8 has no such network."),
         ("topology dgx-1v --speeds fast", '--speeds must be one of raw, effective, not "fast".'),

@@ -129,7 +129,7 @@ def test_numbers_are_positions_in_the_complete_machine(printed):
 
 
 def test_a_topology_in_pieces_is_shown(printed):
-    """For a topology in pieces the links are shown, and instead of the bounds the cut that no link leaves."""
+    """For a disconnected topology the output has the links and, instead of the bounds, the cut that no link leaves."""
     out = printed("topology", "dgx-1v", "--devices", "0,5")
     assert "0 cuda:0  . ." in out
     first, *rest = out[out.index("│ all_reduce ") :].splitlines()

@@ -138,7 +138,7 @@ def test_every_framework_trains_and_benchmarks_alike(crossreduce, tmp_path, fram
 
 
 def test_a_json_file_is_replaced_atomically(crossreduce, tmp_path):
-    """A reader that opened the earlier file can still read all of it."""
+    """A new report replaces the file: a reader that opened the earlier file can still read all of it."""
     path = tmp_path / "run.json"
     path.write_text("earlier")
     with path.open() as reader:

@@ -20,7 +20,7 @@ from crossreduce.ranks.communicator import ArrayView
 from crossreduce.ranks.one_host import SMALL_BYTES
 from crossreduce.ranks.programs import PIECE_BYTES
 
-ODD = 3001  # elements; of four bytes or more, they exceed SMALL_BYTES, so each rank reduces only a share
+ODD = 3001  # elements: if they have 4 bytes or more, they exceed SMALL_BYTES, and each rank reduces a share of them
 
 
 def digest(array):
@@ -28,13 +28,13 @@ def digest(array):
 
 
 def given(n, size, dtype, seed):
-    """Return the arrays of all ranks; every rank gets the same list."""
+    """Return the inputs of all ranks; a seed gives the same list on every rank."""
     draw = np.random.default_rng(seed)
     return [random_array(draw, size, dtype) for _ in range(n)]
 
 
 class Checks:
-    """Runs one collective after the other and records the results that all ranks must share."""
+    """Runs one collective after the other and records the results that must be the same on all ranks."""
 
     def __init__(self, comm):
         self.comm, self.common, self.turn = comm, {}, 0
@@ -60,7 +60,7 @@ class Checks:
         rooted = poisoned(size, dtype)
         comm.reduce(name, memory(arrays[me]), memory(rooted) if me == root else None, root)
         assert rooted.tobytes() == out.tobytes() if me == root else untouched(rooted), "reduce"
-        parts = [given(n, size // n, dtype, seed + 1 + k) for k in range(n)]  # parts[k][r]: of rank r for rank k
+        parts = [given(n, size // n, dtype, seed + 1 + k) for k in range(n)]  # parts[k][r]: input of rank r to rank k
         share = poisoned(size // n, dtype)
         comm.reduce_scatter(name, memories([parts[k][me] for k in range(n)]), memory(share))
         if self.is_checked_here():

@@ -27,7 +27,8 @@ from crossreduce.ranks.communicator import ArrayView
 
 
 def crowd(rendezvous):
-    """Run three threads per rank, each with its own group, made in opposite orders; and two threads with one group."""
+    """Run three threads per rank, each with its own group, started in opposite orders on odd and even ranks; and two
+    threads that share a group."""
     n, me = rendezvous.size, rendezvous.rank
     wrong, done = [], []
 
@@ -200,8 +201,8 @@ def misused(rendezvous):
         (lambda: comm.all_gather(memory(x), memories([x] * (n + 1))), ArgumentError, "one array per rank"),
         (lambda: comm.all_to_all([], []), ArgumentError, "one array per rank"),
         (lambda: comm.all_to_all(memories([x] * n), []), ArgumentError, "one array per rank"),
-        (lambda: comm.reduce(ReduceOp.SUM, memory(x), None, comm.rank), ArgumentError, "only the root"),
-        (lambda: comm.gather(memory(x), memories([x] * n), (comm.rank + 1) % n), ArgumentError, "only the root"),
+        (lambda: comm.reduce(ReduceOp.SUM, memory(x), None, comm.rank), ArgumentError, "the root must pass"),
+        (lambda: comm.gather(memory(x), memories([x] * n), (comm.rank + 1) % n), ArgumentError, "only the root may"),
         (lambda: comm.all_reduce(ReduceOp.SUM, memory(x), memory(y)), MismatchError, "same dtype and size"),
         (
             lambda: comm.all_reduce(ReduceOp.MAX, *[ArrayView(0, 0, "complex64", ())] * 2),
@@ -269,7 +270,8 @@ def handled(rendezvous, inside):
 
 
 def test_a_signal_handler_during_a_call():
-    """A collective in the handler raises, and the interrupted call continues; close and abort end it on all ranks."""
+    """A collective in the handler raises, and the interrupted call continues; close or abort in the handler ends the
+    interrupted call on all ranks."""
     (seen, outcome, _, fd), other = ranks(2, handled, "barrier")
     assert "this thread is already in a call" in seen[0]
     assert (outcome, other, fd) == ("done", "done", -1)

@@ -166,7 +166,7 @@ def test_d11_a_result_does_not_depend_on_its_batch(framework):
 
 
 def test_d11_bits_do_not_depend_on_the_batch():
-    """D11: with a fixed op, the same floats give the same bits, alone or in a batch with values on other devices."""
+    """D11: with a fixed algorithm, floats give the same bits, alone or in a batch with values on other devices."""
     rng = np.random.default_rng(3)
     given = cr.PerReplica([rng.normal(size=3).astype("float32") for _ in range(9)])
     other = cr.PerReplica([np.ones(2, "float32")] * 2)
@@ -233,7 +233,7 @@ def test_d15_groups_of_small_tensors(monkeypatch, group):
 
 
 class Falsy(cr.HierarchicalCopyAllReduce):
-    """An op whose truth value is False."""
+    """Cross-device ops whose truth value is False."""
 
     used = 0
 

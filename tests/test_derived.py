@@ -80,14 +80,14 @@ def test_some_devices_of_any_topology(data, n, algorithm, both_ways):
 
 
 # If the number of devices is not a power of two, these algorithms first add the data of some devices to that of a
-# partner, so these devices have to receive a part of their own data again.
+# partner, which later sends them their part of the sum. So their chunks need more transfers than the least possible.
 PAIRED = ("halving_doubling", "recursive_doubling")
 TREES = [name for name in NAMED if name not in PAIRED]
 
 
 @pytest.mark.parametrize("algorithm", NAMED)
 def test_no_needless_transfers(algorithm):
-    """Among n devices each chunk is transferred n - 1 times, the least possible."""
+    """Among n devices each chunk is transferred n - 1 times, the least possible (by PAIRED if n is a power of 2)."""
     others = (Topology.mesh(2, 3, 25, 1e-6), Topology.star(5, 450, 1e-6)) if algorithm in TREES else ()
     for topology in (DGX, *others):
         for collective in ("reduce_scatter", "all_gather"):
@@ -155,7 +155,7 @@ def test_the_steps_that_are_kept_of_an_all_reduce(algorithm, n, first):
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
 @pytest.mark.parametrize("n", range(2, 10))
 def test_half_of_an_all_reduce(algorithm, n):
-    """The reduce-scatter of ring and direct is the first half of the all-reduce."""
+    """The reduce-scatter of the algorithms ring and direct is the first half of their all-reduce."""
     whole = PLANNERS[algorithm](names(n), first=1 if algorithm == "ring" else 0)
     scattered = reduce_scatter(whole)
     half = len(whole.rounds) // 2
@@ -164,8 +164,8 @@ def test_half_of_an_all_reduce(algorithm, n):
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_halving_then_doubling(n):
-    """For powers of two the reduce-scatter is the halving, in log2 n rounds, each with half the additions of the
-    previous one."""
+    """For n a power of 2 the reduce-scatter of halving_doubling is its halving: log2 n rounds, each with half the
+    additions of the previous one."""
     scattered = reduce_scatter(PLANNERS["halving_doubling"](names(n), packs=n))
     assert len(scattered.rounds) == n.bit_length() - 1
     assert {sum(len(step.srcs) - 1 for step in steps) for steps in scattered.rounds} == {
@@ -175,8 +175,8 @@ def test_halving_then_doubling(n):
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_recursive_doubling_scatters_and_gathers(n):
-    """For powers of two the all-gather is the recursive doubling of MPICH: log2 n rounds, in the k-th of which every
-    device receives 2**k parts from one device. The reduce-scatter is the same backwards."""
+    """For n a power of 2 the all-gather of recursive_doubling is that of MPICH: log2 n rounds, in the k-th of which
+    every device receives 2**k parts from one device."""
     gathered = all_gather(reduce_scatter(PLANNERS["recursive_doubling"](names(n), packs=n)))
     assert len(gathered.rounds) == n.bit_length() - 1
     for k, steps in enumerate(gathered.rounds):
@@ -186,7 +186,7 @@ def test_recursive_doubling_scatters_and_gathers(n):
 
 
 def test_one_shot_scatters_as_direct():
-    """The reduce-scatter of one_shot is that of direct: each device reads its part of every device's array."""
+    """The algorithms one_shot and direct have the same reduce-scatter: each device reads its part of every array."""
     for n in range(1, 8):
         shots = reduce_scatter(PLANNERS["one_shot"](names(n), packs=n))
         assert shots.rounds == reduce_scatter(PLANNERS["direct"](names(n))).rounds
@@ -231,7 +231,7 @@ def test_owners_in_turn():
 
 
 def test_a_reduce_scatter_takes_half_the_time_of_an_all_reduce():
-    """On a full mesh an all-reduce by direct is a reduce-scatter and an all-gather, each of one round."""
+    """On a full mesh an all-reduce by the algorithm direct is a reduce-scatter and an all-gather, each of one round."""
     mesh = Topology.full_mesh(6, 25, 1e-6)
     seconds = {c: cr.plan(mesh, c, 6 * MIB, "direct").seconds for c in ("all_reduce", "reduce_scatter", "all_gather")}
     assert seconds["reduce_scatter"] == pytest.approx(1e-6 + MIB / 25e9, rel=1e-12)

@@ -175,7 +175,7 @@ class Tracer:
 
 
 def test_locate_reads_the_device_of_each_framework():
-    """The device of an array is the text of its attribute, the platform and number of a JAX device, or unknown."""
+    """locate returns the text of ``x.device``, a JAX device's platform and number, "cpu" for a number, or ``None``."""
     assert locate(Placed("cpu")) == "cpu"
     assert (
         locate(Placed("/job:localhost/replica:0/task:0/device:CPU:1")) == "/job:localhost/replica:0/task:0/device:CPU:1"

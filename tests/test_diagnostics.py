@@ -60,7 +60,7 @@ def test_a_missing_call_is_named_with_its_number():
 
 
 def test_the_call_of_most_ranks_counts_as_correct():
-    """The text says that the fewer ranks differ from the others; if they are as many, those without the lowest rank."""
+    """The text says that the fewer ranks differ from the others; of equal groups, the one without the lowest rank."""
     assert mismatch_text(calls_of("barrier", SUM, SUM), "a").startswith("rank 0 differs from ranks 1, 2")
     assert mismatch_text(calls_of("barrier", SUM), "a").startswith("rank 1 differs from rank 0")
     assert mismatch_text(calls_of("barrier", SUM, SUM, "barrier"), "a").startswith("ranks 1, 2 differ from ranks 0, 3")
@@ -77,6 +77,7 @@ def test_each_of_several_differing_ranks_is_named():
     """If ranks make three different calls, the text has each of these with its ranks, and all aspects that differ."""
     text = mismatch_text(calls_of(SUM, DIFFERENCES["shape"], SUM, DIFFERENCES["dtype"]), "a")
     assert text.startswith("ranks 1, 3 differ from ranks 0, 2 in shape and dtype")
+    assert "try:   the same shape and dtype on all ranks" in text
     assert f"rank 1: {DIFFERENCES['shape']}; rank 3: {DIFFERENCES['dtype']}; ranks 0, 2: {SUM}" in text
 
 

@@ -48,7 +48,7 @@ def test_two_sockets(sys_tree):
 
 
 def test_eight_nodes(sys_tree):
-    """Nodes of one socket are nearer to each other than those of two, so their links are wider."""
+    """Nodes of one socket are nearer to each other than nodes of different sockets, so they form an island."""
     rows = [" ".join("10" if i == j else "12" if i // 4 == j // 4 else "32" for j in range(8)) for i in range(8)]
     sys_tree(rows)
     topology = discover()
@@ -213,7 +213,7 @@ def nvml(monkeypatch, tmp_path):
 
 
 def bricks(name, one):
-    """Return the peers of the NVLinks of a machine's GPUs."""
+    """Return for each GPU of a machine the peers of its NVLinks, each of ``one`` GB/s: a number per NVLink."""
     out = [machine(name).out_links(f"cuda:{k}") for k in range(8)]
     return [[int(link.dst[5:]) for link in links for _ in range(int(link.bandwidth / one))] for links in out]
 

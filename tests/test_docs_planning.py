@@ -32,7 +32,8 @@ KEPT = json.loads((ROOT / "benchmarks" / "results" / "planning.json").read_text(
 BOX = cr.Topology.machine("dgx-1v")
 PART = BOX.subset([f"cuda:{k}" for k in (0, 1, 2, 4, 6)])
 N = len(PART.devices)
-TIMES = {  # row of the page's table of times: the stored results of which it shows the slowest
+# For each row of the page's table of times, a pattern of the stored results of which the row shows the slowest.
+TIMES = {
     "cut bound, up to 16 devices": r"(all_gather|reduce_scatter|broadcast|reduce) bound, up to 16 devices",
     "cut bound, 256 devices": r".* bound, 256 devices",
     "cut bound, 1,024 devices": r".* bound, 1,024 devices",
@@ -368,5 +369,5 @@ def test_stored_results_are_complete():
     for line in KEPT["auto"]:
         least = min(ratio for ratio in line["relative"].values() if ratio is not None)
         assert least >= 1
-        assert least == 1 or line["algorithm"] == "hierarchical_copy"  # "auto" also tries it with one tree per device
+        assert least == 1 or line["algorithm"] == "hierarchical_copy"  # "auto" also tries this with one tree per device
         assert line["over_bound"] >= 1

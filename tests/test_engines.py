@@ -203,12 +203,12 @@ REFUSED = [
     (custom(WHOLE, [(0, 0, (0, 1)), (0, 1, (0,))]), "stale"),
     # only the last chunk, whose share is 0, is wrong
     (custom((Chunk(Fraction(1), (0,), (0,)), Chunk(Fraction(0), (0,), (1,)))), "no step brings chunk 1"),
-    # a reduce-scatter
+    # a reduce-scatter: its chunks have different destinations
     (
         custom((Chunk(HALF, (0, 1), (0,)), Chunk(HALF, (0, 1), (1,))), [(0, 0, (0, 1)), (1, 1, (0, 1))]),
         "same sources and destinations",
     ),
-    # an all-gather
+    # an all-gather: its chunks have different sources
     (
         custom((Chunk(HALF, (0,), (0, 1)), Chunk(HALF, (1,), (0, 1))), [(0, 1, (0,)), (1, 0, (1,))]),
         "same sources and destinations",
@@ -240,7 +240,7 @@ def test_empty_chunks_are_verified_too():
         run_engine("loop", schedule, "sum", [np.ones(1)] * 2)
 
 
-# ---- selection ----------------------------------------------------------------------------------------------------
+# ---- which engine ---------------------------------------------------------------------------------------------------
 
 
 def layout_of(framework, xs, n=2, mixed=False, size=4, devices=None):
@@ -251,7 +251,7 @@ def layout_of(framework, xs, n=2, mixed=False, size=4, devices=None):
 
 
 def test_the_host_engine_is_selected_for_plain_host_arrays():
-    """NumPy arrays in host memory run on the kernels; the operands are the arrays themselves."""
+    """NumPy arrays in host memory run on the engine "host"; its operands are the arrays themselves."""
     xs = [np.ones(4, "float32") for _ in range(2)]
     engine, operands = select(*layout_of(get("numpy"), xs))
     assert engine is engine_named("host")
@@ -262,7 +262,7 @@ def test_the_host_engine_is_selected_for_plain_host_arrays():
     "change", [{"mixed": True}, {"size": None}, {"devices": ("cpu:0", "cuda:1")}, {"devices": ("cpu:0", "host1/cpu:0")}]
 )
 def test_the_loop_runs_what_the_host_engine_cannot(change):
-    """The loop runs mixed sparse and dense values, unknown sizes, and devices other than this host's memory."""
+    """The engine "loop" runs mixed sparse and dense values, unknown sizes, and devices outside this host's memory."""
     xs = [np.ones(4, "float32") for _ in range(2)]
     engine, operands = select(*layout_of(get("numpy"), xs, **change))
     assert engine is engine_named("loop")
@@ -277,7 +277,7 @@ def test_the_null_engine_counts_null_arrays():
 
 
 def test_traced_arrays_run_on_the_loop(jax_):
-    """The host engine's ``bind`` refuses arrays that the kernels cannot read, and the loop runs them."""
+    """Traced arrays, which the kernels of the engine "host" cannot read, run on the engine "loop"."""
     import jax
 
     seen = []
@@ -328,7 +328,7 @@ def test_the_host_engine_reports_overlap_itself():
     assert block.tolist() == [0.0] * 4
 
 
-# ---- the loop -----------------------------------------------------------------------------------------------------
+# ---- engine "loop" --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200)
@@ -340,7 +340,7 @@ def test_the_host_engine_reports_overlap_itself():
     sizes,
 )
 def test_fresh_parts_belong_to_one_destination(algorithm, ask, op, dtype, size):
-    """A result part that the loop marks as fresh shares memory with no input and no other destination's fresh parts."""
+    """A part of a result that "loop" marks as fresh shares no memory with inputs or other results' fresh parts."""
     xs = [np.ones(size, dtype) for _ in ask.sources]
     results = run(plan(algorithm, ask), op, xs, size)
     fresh = [(number, part) for number, (parts, is_fresh) in enumerate(results) if is_fresh for part in parts]
@@ -352,7 +352,7 @@ def test_fresh_parts_belong_to_one_destination(algorithm, ask, op, dtype, size):
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy"])
 @pytest.mark.parametrize("shape", [(), (2, 3), (0,)])
 def test_arrays_of_unknown_size_are_not_cut(algorithm, shape):
-    """If the size is None, the loop reduces whole arrays of any shape by a schedule of one chunk."""
+    """If the size is None, the engine "loop" reduces whole arrays of any shape by a schedule of one chunk."""
     xs = [np.full(shape, 6.0**k) for k in range(5)]
     for parts, _ in run(PLANNERS[algorithm](names(5)), "sum", xs, None):
         (part,) = parts
@@ -360,7 +360,7 @@ def test_arrays_of_unknown_size_are_not_cut(algorithm, shape):
 
 
 def test_arrays_of_unknown_size_need_one_chunk():
-    """A schedule of several chunks raises for arrays of unknown size, since the loop cannot cut them."""
+    """A schedule of several chunks raises for arrays of unknown size, since the engine "loop" cannot cut them."""
     with pytest.raises(ScheduleError, match=r"unknown size need a schedule of one chunk[\s\S]*all_reduce by ring, 3"):
         run(PLANNERS["ring"](names(3)), "sum", [np.ones(3)] * 3, None)
 
@@ -376,7 +376,7 @@ def test_bounds_cover_the_buffer(algorithm, ask, size):
 
 
 def test_the_loop_runs_a_frameworks_own_operations():
-    """The loop moves and combines with the framework's functions: the null framework counts each of them."""
+    """The engine "loop" copies and adds by calls of the framework, which the null framework counts."""
     null = NullFramework()
     run_on(null, all_reduce("one_device", 3), "sum", [null.zeros((5,), "float32", d) for d in names(3)], 5, "float32")
     assert (null.counts.copies, null.counts.additions) == (4, 10)
@@ -396,7 +396,7 @@ def test_the_loop_adds_the_parts_of_complex_numbers_separately(framework):
 
 
 def test_the_loop_propagates_nan_and_inf_in_every_framework(framework):
-    """The frameworks' own operations, too, give NaN for NaN, and follow the rules of arithmetic for infinities."""
+    """In the engine "loop" every framework's operations give NaN for NaN and follow arithmetic for infinities."""
     n = 3
     for op in ("sum", "mean", "min", "max", "product"):
         for special in (np.nan, np.inf, -np.inf):

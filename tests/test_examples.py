@@ -40,7 +40,7 @@ def test_an_example_trains(path):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_checks_its_options(path):
-    """``--help`` prints the options; an invalid number of replicas is rejected with one line."""
+    """``--help`` prints the options; an invalid number of replicas is rejected with an error and exit code 2."""
     assert "--" in run(path, "--help").stdout
     rejected = run(path, "--devices" if path.stem == "jax_digits" else "--replicas", "0")
     assert rejected.returncode == 2

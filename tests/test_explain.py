@@ -51,7 +51,7 @@ def trees(schedule):
     root of a chunk that is only copied is its source."""
     found = []
     for c, chunk in enumerate(schedule.chunks):
-        cells = {s: ({s}, frozenset()) for s in chunk.sources}  # device: its contributions, and the transfers of these
+        cells = {s: ({s}, frozenset()) for s in chunk.sources}  # device: (contributions, transfers that moved them)
         roots = []
         for steps in schedule.rounds:
             made = {}
@@ -147,7 +147,7 @@ def test_the_plan_in_numbers(name):
 
 @each_plan
 def test_the_prediction(name):
-    """The time is the simulation's; the rates are bytes per time and, for large buffers, that of the busiest link."""
+    """The time is the simulation's, the rate is bytes per time, and the rate "when large" is the busiest link's."""
     made = PLANS[name]()
     done = simulate(made.schedule, made.topology, made.nbytes)
     rate = made.nbytes / done.seconds / 1e9
@@ -161,7 +161,7 @@ def test_the_prediction(name):
 
 @each_plan
 def test_the_bound(name):
-    """The line has the exact bound in brackets, the percentage of it that is reached, rounded down, and any loss."""
+    """The line "bound" has the exact bound, the percentage of it that is reached, rounded down, and a loss, if any."""
     made = PLANS[name]()
     limit = made.bound
     limit.check()
@@ -204,8 +204,8 @@ def test_the_trees(name):
 
 @each_plan
 def test_the_others(name):
-    """The text has the times and rates of TensorFlow's trees in their four stages, of rings and of one device, and the
-    ratios of their times to that of the plan."""
+    """The text has the times and rates of TensorFlow's trees in their four stages and of the algorithms "ring" and
+    "one_device", and the ratios of their times to that of the plan."""
     made = PLANS[name]()
     chunk, devices = made.schedule.chunks[0], made.schedule.devices
     sources, takes = ([devices[k] for k in end] for end in (chunk.sources, chunk.destinations))

@@ -16,7 +16,7 @@ INT32 = 2**31 - 1  # the limit of SciPy's flows
 
 @st.composite
 def networks(draw, least=2, most=7, widest=5):
-    """Draw (n, capacities of arcs, src, dst)."""
+    """Draw a network: (number of nodes, capacities of arcs, src, dst)."""
     n = draw(st.integers(least, most))
     pairs = st.permutations(range(n)).map(lambda order: tuple(order[:2]))
     arcs = draw(st.dictionaries(pairs, st.integers(0, widest), max_size=3 * n))
@@ -44,14 +44,14 @@ def test_the_greatest_flow_is_the_least_cut(case):
 
 
 def test_a_path_can_be_redirected():
-    """The flow is 2, though the shortest path, 0-3-2-1, blocks all others: 3 must use 5, so that 4 can use 2."""
+    """The flow is 2, though 0-3-2-1, the shortest path, blocks all others: 0-3-5-1 leaves room for 0-4-2-1."""
     arcs = dict.fromkeys([(3, 2), (3, 5), (0, 3), (0, 4), (2, 1), (4, 2), (5, 1)], 1)
     assert both(6, arcs, 0, 1) == (2, frozenset({0}))
 
 
 @given(networks(8, 30, 100))
 def test_scipy_and_the_loop_agree(case):
-    """On larger networks the flows and cuts of SciPy and the loop are equal."""
+    """On larger networks the flows and cuts of SciPy and of the Python loop are equal."""
     _, arcs, src, dst = case
     value, cut = both(*case)
     assert src in cut

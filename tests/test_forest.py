@@ -44,7 +44,7 @@ CLOSE = 1 - TOLERANCE
 DGX_1V = Topology.machine("dgx-1v")
 
 
-# Links of 0.1 GB/s in each direction, but 12.6 GB/s from cpu:0 into s. The fractions equal the floats, not decimals.
+# Links of 0.1 GB/s in each direction, but 12.6 GB/s from cpu:0 into s. The fractions equal floats, not the decimals.
 NEARLY = Wiring(
     ("cpu:0", "cpu:1"),
     (("cpu:0", "cpu:1", Fraction(0.1)), ("cpu:1", "cpu:0", Fraction(0.1)), ("cpu:0", "s", Fraction(12.6)),
@@ -129,8 +129,8 @@ def joined(topology, sources, destinations):
 
 
 def test_forests_reach_the_bound():
-    """On any connected wiring with balanced switches, all five collectives reach the rate of the bound: exactly, or
-    within the tolerance with few trees."""
+    """On any connected wiring whose switches have as much bandwidth in as out, all five collectives reach the rate of
+    the bound: exactly, or within the tolerance with few trees."""
     counts = Counter()
 
     @settings(max_examples=120)
@@ -149,8 +149,8 @@ def test_forests_reach_the_bound():
 @settings(max_examples=60)
 @given(wirings((LOPSIDED,), WHOLE + ODD))
 def test_switches_that_take_in_more_than_they_give_out(wiring):
-    """With unbalanced switches an all-reduce reaches its bound, and the other collectives reach the best rate of any
-    trees, which may be less than their bound, which considers cuts only."""
+    """If the bandwidth into a switch is not that out of it, an all-reduce reaches its bound, and the other
+    collectives reach the best rate of any trees. It may be less than their bound, which considers cuts only."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         found, wanted = forest_of_all(topology, collective), limit(topology, collective)
@@ -197,7 +197,7 @@ def test_lopsided_switches_that_multicast(wiring):
 @pytest.mark.parametrize("hub", ["s", "cpu:3"])
 @pytest.mark.parametrize(("collective", "rate"), [("broadcast", 1), ("reduce", 1), ("all_gather", Fraction(3, 2))])
 def test_one_way_collectives_branch_where_they_can(hub, collective, rate):
-    """A hub with one link in and two out, which can copy and combine, supplies both at the full rate."""
+    """A hub with one link in and two out, which can copy and combine, supplies both receivers at the full rate."""
     devices = ("cpu:0", "cpu:1", "cpu:2")
     links = [("cpu:0", hub, 1), (hub, "cpu:1", 1), (hub, "cpu:2", 1), ("cpu:1", "cpu:0", 1), ("cpu:2", "cpu:0", 1)]
     topology = Topology([*devices, *([hub] * (hub != "s"))], links, [("s", True)] * (hub == "s"))
@@ -215,7 +215,7 @@ def test_one_way_collectives_branch_where_they_can(hub, collective, rate):
 @settings(max_examples=40, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), DECIMAL))
 def test_decimal_bandwidths(wiring):
-    """With decimal bandwidths of large ratios, as in measurements, plans keep to the bound; all-reduces reach it."""
+    """With decimal bandwidths of large ratios, as in measurements, no plan exceeds the bound; all-reduces reach it."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         with planning_oracle.at_most(5):
@@ -230,7 +230,7 @@ def test_decimal_bandwidths(wiring):
 @settings(max_examples=30, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), BINARY))
 def test_bandwidths_that_nearly_add_up(wiring):
-    """With bandwidths that differ from sums of others by 1e-17, plans keep to the bound; all-reduces come close."""
+    """With bandwidths that differ from sums of others by 1e-17, no plan exceeds the bound; all-reduces come close."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         with planning_oracle.at_most(5):
@@ -244,7 +244,7 @@ def test_bandwidths_that_nearly_add_up(wiring):
 @given(wirings((SYMMETRIC, DIRECTED), WILD, most_switches=0))
 def test_bandwidths_no_float_holds_together(wiring):
     """Without switches, collectives other than all-reduce are planned without floating point, so they reach the bound
-    also if the ratio of bandwidths is 1e19."""
+    even if the ratio of bandwidths is 1e19."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES[1:]:
         with planning_oracle.at_most(5):
@@ -401,7 +401,7 @@ MUTATED = [
     ("other widths back", Topology(["cpu:0", "cpu:1", "cpu:2"], UNEVEN)),
     ("half a dgx-1", DGX_1V.subset(DGX_1V.devices[:4]).renamed([f"cpu:{k}" for k in range(4)])),
 ]
-SEEDS = 4  # mutants of each kind of each schedule
+SEEDS = 4  # mutants of each schedule for each kind of mutation
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
@@ -421,5 +421,5 @@ def test_mutants_of_forests_are_accepted_if_and_only_if_their_sums_are_right(mut
                 taken += agree(mutant)
     record_property("mutants", f"{tried} tried, {taken} accepted")
     print(f"{mutate.__name__}: {tried} tried, {taken} accepted")
-    assert tried == SEEDS * len(MUTATED) * len(COLLECTIVES)  # 11 kinds: 1,100 mutants
+    assert tried == SEEDS * len(MUTATED) * len(COLLECTIVES)  # 100; in all, 11 kinds: 1,100 mutants
     assert taken == tried if mutate.__name__ == "permute_srcs" else taken < tried

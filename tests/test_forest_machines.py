@@ -53,7 +53,7 @@ def test_few_trees_where_the_bound_takes_many():
 
 
 def test_meshes_reach_more_than_half_an_all_gather():
-    """On meshes an all-reduce reaches the optimum, over half the all-gather's rate: roots need not be corners."""
+    """On square meshes an all-reduce reaches more than half an all-gather's rate: its roots need not be corners."""
     for rows, rate in ((3, Fraction(3, 2)), (4, Fraction(8, 5)), (5, Fraction(5, 3))):
         topology = Topology.mesh(rows, rows)
         assert check_close(forest_of_all(topology, "all_reduce"), topology, rate)

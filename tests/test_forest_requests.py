@@ -1,4 +1,4 @@
-"""Forests for some sources and destinations, with unreachable devices and without routes."""
+"""Forests for any sources and destinations, also if some devices cannot be reached."""
 
 from fractions import Fraction
 
@@ -100,7 +100,7 @@ def test_one_device():
 
 
 def test_one_device_beside_another_that_is_cut_off():
-    """A device without links does not matter if it does not take part."""
+    """A device without links has a forest for itself alone, and does not prevent one for the other devices."""
     topology = Topology(["cpu:0", "cpu:1", "cpu:2"], [("cpu:0", "cpu:1", 1), ("cpu:1", "cpu:0", 1)])
     for devices in (("cpu:2",), ("cpu:0", "cpu:1")):
         for collective in COLLECTIVES:

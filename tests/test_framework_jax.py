@@ -387,7 +387,7 @@ def test_slices_beyond_the_shape(index, jax_):
 
 
 def test_slices_with_equal_indices_are_added(jax_):
-    """A gather makes slices dense and adds those with equal indices; indices may be NumPy arrays."""
+    """gather makes IndexedSlices dense and sums the slices of equal indices; indices may be NumPy arrays."""
     slices = cr.IndexedSlices(jax_.array(np.ones((3, 2)), 1), np.array([2, 0, 2]), (3, 2))
     (dense,) = cr.CrossDeviceOps().gather(cr.PerReplica([slices]), "cpu:1", 0)
     assert dense.tolist() == [[1, 1], [0, 0], [2, 2]]

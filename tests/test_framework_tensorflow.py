@@ -86,7 +86,7 @@ def test_every_op_dtype_and_shape(algorithm: str, n: int) -> None:
 @pytest.mark.parametrize("n", range(1, 10))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_each_contribution_counts_once(algorithm: str, n: int) -> None:
-    """Powers of n + 1 make a lost, doubled or swapped contribution visible in the sum."""
+    """In a sum of different powers of n + 1, every lost or doubled contribution is visible."""
     value = cr.PerReplica([on(k, [(n + 1) ** k] * 5, tf.int64) for k in range(n)])
     for x in cr.AllReduceCrossDeviceOps(algorithm).reduce("sum", value, value):
         assert x.numpy().tolist() == [sum((n + 1) ** k for k in range(n))] * 5
@@ -228,7 +228,7 @@ def test_a_result_is_independent_of_a_variable() -> None:
 
 
 def test_slices_are_concatenated() -> None:
-    """Slices are concatenated in the order of the replicas, with duplicates; index dtypes may differ."""
+    """Slices are concatenated in the order of the replicas, equal indices stay apart, and index dtypes may differ."""
     a = tf.IndexedSlices(on(0, [[1.0, 2.0]]), on(0, [1]), on(0, [5, 2]))
     b = tf.IndexedSlices(on(1, [[3.0, 4.0], [5.0, 6.0]]), on(1, [1, 3], tf.int64), on(1, [5, 2]))
     value = cr.PerReplica([a, b])
@@ -270,7 +270,7 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_kinds_that_cannot_be_reduced(kind: str) -> None:
-    """A value without plain elements is rejected, and the message has a remedy."""
+    """Sparse and ragged tensors, unsupported dtypes and datasets raise an UnsupportedError, in reduce and broadcast."""
     make, text = UNSUPPORTED[kind]
     value = cr.PerReplica([make()], ["cpu:0"])
     for call in (HIERARCHICAL.reduce, lambda _, x, there: HIERARCHICAL.broadcast(x[0], there)):

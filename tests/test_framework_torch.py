@@ -339,7 +339,7 @@ def test_sparse_in_two_axes() -> None:
 
 
 def test_sparse_and_dense_in_one_tree() -> None:
-    """Sparse leaves, IndexedSlices and dense leaves of one tree are each reduced to the same kind."""
+    """Each leaf of a tree keeps its kind: COO, IndexedSlices or dense. A leaf with a dense replica becomes dense."""
     trees = [
         {
             "coo": coo([[0]], torch.tensor([float(k)]), (2,)),
@@ -361,7 +361,7 @@ def test_sparse_and_dense_in_one_tree() -> None:
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_indices_beyond_the_shape(index: int) -> None:
-    """An index outside the dense shape, also a negative one, raises an error."""
+    """Slices with an index outside the dense shape, also a negative one, raise an error when they are made dense."""
     slices = cr.IndexedSlices(torch.ones(1, 2), torch.tensor([index]), (4, 2))
     value = cr.PerReplica([slices, torch.ones(4, 2)])
     with pytest.raises(cr.ArgumentError, match=rf"(?s)outside its dense shape.*from {index} to {index}"):

@@ -8,7 +8,7 @@ from strategies import names
 
 from crossreduce.planning import hierarchical_copy
 
-# Dumped from a graph of TensorFlow 2.21: (main0, main1) of item i on 8 devices. Item 8 has the mains of item 0.
+# Dumped from a graph of TensorFlow 2.21: for packs 0 to 8 on 8 devices the mains, which sum a group; first the root.
 MAINS_OF_8 = [(0, 4), (1, 5), (2, 6), (3, 7), (4, 0), (5, 1), (6, 2), (7, 3), (0, 4)]
 
 
@@ -43,7 +43,7 @@ def test_hierarchical_copy_on_8_devices_has_tensorflows_trees():
     are those of TensorFlow."""
     schedule = hierarchical_copy(names(8), packs=9)
     assert trees(schedule) == [tf_tree(8, *mains) for mains in MAINS_OF_8]
-    # One of them in full: item 6 sums 4..7 on 6 and 0..3 on 2, and 2 sends to 0, 1 and 3.
+    # One tree in full: pack 6 sums 4..7 on 6, 0..3 on 2 and both on 6; the result goes to 2, which sends it to 0, 1, 3.
     assert trees(schedule)[6] == (
         [{6: {4, 5, 6, 7}, 2: {0, 1, 2, 3}}, {6: {6, 2}}],
         {2: 6, 4: 6, 5: 6, 7: 6, 0: 2, 1: 2, 3: 2},
@@ -91,7 +91,7 @@ def test_hierarchical_copy_has_tensorflows_four_stages(n):
 
 @pytest.mark.parametrize("n", [3, 5, 7, 9, 11, 13, 15, 17])
 def test_hierarchical_copy_on_odd_counts_loses_no_contribution(n):
-    """On odd counts every sum has the 2**d of every device d (TensorFlow's lack the last: D1 in docs/contract.md)."""
+    """On odd counts a sum contains every device's 2**d (TensorFlow's lacks the last: D1 in docs/contract.md)."""
     schedule = hierarchical_copy(names(n), packs=n)
     for chunk, (sums, copies) in enumerate(trees(schedule)):
         sums_of = {device: 2**device for device in range(n)}

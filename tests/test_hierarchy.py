@@ -1,4 +1,4 @@
-"""``hierarchical_copy`` on a topology: its trees follow the links, and no plan is slower than one_device's."""
+"""``hierarchical_copy`` on a topology: its trees follow the links, and no plan is slower than that of "one_device"."""
 
 import itertools
 from dataclasses import replace
@@ -67,7 +67,7 @@ def hierarchies(topology, sources=None, destinations=None, packs=1, first=0, roo
     return candidates(request)
 
 
-# Trees.
+# The data of a pack moves along one tree, in both directions.
 
 
 @settings(max_examples=80)
@@ -123,7 +123,7 @@ def test_any_sources_and_destinations(data, n, both_ways):
             assert tuple(schedule.devices[k] for k in chunk.destinations) == destinations
 
 
-# The trees follow the links: the widest, the shortest, and few between islands or hosts.
+# There are candidates of the widest links, of the fewest links, and with few links between islands or hosts.
 
 
 def widest(topology):
@@ -209,7 +209,8 @@ def test_slow_links_are_used_once_per_island(name):
 
 
 def test_two_hosts_exchange_each_pack_once():
-    """On two hosts of 8 GPUs with a card each, 16 packs cross the network once per direction, over all 8 rails."""
+    """On two hosts of 8 GPUs, each with a network card of its own, each of 16 packs crosses the network once per
+    direction, and all 8 cards of a host carry the same number of bytes."""
     label = {device: device.split("/")[0] for device in H100S.devices}
     made = cr.plan(H100S, nbytes=GIB, algorithm="hierarchical_copy", packs=16)
     assert crossings(H100S, made.schedule, label) == [1] * 16
@@ -291,7 +292,7 @@ def test_never_slower_than_one_device_on_any_part_of_a_dgx_1v(count):
     [("dgx-1v", 1, 3.9), ("dgx-1v", 8, 1.6), ("mi250", 16, 5.0), ("mi100", 8, 3.9), ("epyc-numa-8", 8, 2.2)],
 )
 def test_much_faster_than_one_device_with_a_hierarchy(name, packs, least):
-    """For 1 GiB the hierarchy is faster than one_device by these factors, which follow from the links."""
+    """For 1 GiB hierarchical_copy is faster than one_device, at least by these factors, which follow from the links."""
     topology = Topology.machine(name)
     made, plain = (
         cr.plan(topology, nbytes=GIB, algorithm=algorithm, packs=packs)

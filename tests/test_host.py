@@ -1,4 +1,4 @@
-"""The host engine: for a whole batch, the kernels give the bits that the loop gives with the same programs."""
+"""The host engine: for a whole batch, the kernels give the bits that the loop engine gives with the same programs."""
 
 import contextlib
 import itertools
@@ -69,7 +69,7 @@ def batches(draw, most=9, rows=4):
 
 
 def check_law(op, batch, ops, options):
-    """The compiled kernels, the reference kernels in NumPy, and the loop give the same results."""
+    """Check that the compiled kernels, the reference kernels in NumPy, and the loop engine give the same results."""
     values = [PerReplica(xs, ask.sources) for xs, ask in batch]
     pairs = [(value, on_devices(ask.destinations)) for value, (_, ask) in zip(values, batch, strict=True)]
     try:
@@ -94,7 +94,7 @@ def check_law(op, batch, ops, options):
 @settings(max_examples=120)
 @given(batch=batches(), packing=strategies.packings(), algorithm=st.one_of(strategies.algorithms, st.just("auto")))
 def test_kernels_give_the_bits_of_the_loop(batch, packing, algorithm):
-    """Any batch, algorithm and packing gives the bits that the loop gives, and those of the reference kernels."""
+    """For any batch, algorithm and packing, kernels give the bits of the loop engine and of the reference kernels."""
     ops = cr.AllReduceCrossDeviceOps(algorithm, packing.num_packs, packing.small_bytes, packing.small_group)
     check_law(*batch, ops, cr.CommunicationOptions(packing.bytes_per_pack))
 
@@ -104,7 +104,7 @@ def test_kernels_give_the_bits_of_the_loop(batch, packing, algorithm):
     data=st.data(), packing=strategies.packings(most_packs=4), algorithm=st.one_of(strategies.named, st.just("auto"))
 )
 def test_kernels_give_the_bits_of_the_loop_on_topologies(data, packing, algorithm):
-    """On schedules that follow the links of a topology, the kernels give the bits of the loop, too."""
+    """On schedules that follow the links of a topology, the kernels give the bits of the loop engine, too."""
     op, batch = data.draw(batches(most=4, rows=3))
     names = tuple(dict.fromkeys(d for _, ask in batch for d in (*ask.sources, *ask.destinations)))
     ops = cr.AllReduceCrossDeviceOps(algorithm, packing.num_packs, topology=data.draw(strategies.wired(names)))
@@ -114,7 +114,7 @@ def test_kernels_give_the_bits_of_the_loop_on_topologies(data, packing, algorith
 @pytest.mark.parametrize("algorithm", strategies.NAMED)
 @pytest.mark.parametrize(("op", "dtype"), [("sum", "float32"), ("mean", "float16"), ("product", "complex64")])
 def test_17_devices(algorithm, op, dtype):
-    """The kernels give the bits of the loop for more devices than they keep in registers at a time."""
+    """The kernels give the bits of the loop engine for more devices than they keep in registers at a time."""
     n = 5 if algorithm == "forest" else 17
     rng = np.random.default_rng(17)
     rows = []
@@ -127,7 +127,7 @@ def test_17_devices(algorithm, op, dtype):
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_special_numbers(op, dtype):
-    """Infinities, NaN and subnormals appear in the result where the loop has them."""
+    """Infinities, NaN and subnormals appear in the results where the loop engine has them."""
     if op not in strategies.ops_for(dtype):
         return
     few = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 1e-40, -3e-39, 6e-8], "float64")
@@ -235,7 +235,7 @@ def executable(size, n, op="sum", dtype="float32", framework="numpy"):
     ("size", "limit", "threads"), [(1 << 19, None, 6), (1 << 19, 4, 4), (1 << 19, 64, 6), (9, None, 1), (9, 4, 1)]
 )
 def test_the_number_of_threads(monkeypatch, size, limit, threads):
-    """The number is the smaller of the framework's own limit and the environment's; small arrays get one thread."""
+    """The number of threads is the lesser of the framework's and the environment's limit; small arrays get one."""
     monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "6")
     made = executable(size, 2)
     made._kernel = counting = CountingKernel()

@@ -64,7 +64,7 @@ def blocks():
 
 
 def live(framework):
-    """Return the bytes of results in use, after a call of the framework, at which JAX frees memory that it wrapped."""
+    """Return the bytes of results in use, after a call of the framework: JAX frees wrapped memory only in its calls."""
     framework.array(np.zeros(1))
     return kernels.usage()["live"]
 
@@ -143,7 +143,7 @@ def test_small_results_are_the_frameworks_own(framework):
 
 
 def check_result(framework, op, arrays, ops=OPS):
-    """The kernels reduce arrays as they reduce the same numbers in C order."""
+    """Assert that the kernels reduce arrays of any layout as the oracle reduces the same numbers in C order."""
     xs = [np.array(framework.to_numpy(x), order="C") for x in arrays]
     xs = [x.astype(x.dtype.newbyteorder("=")) for x in xs]
     value = PerReplica(arrays, strategies.names(len(arrays)))
@@ -289,11 +289,11 @@ def test_arrays_that_are_still_computed(jax_):
     assert (jax_.to_numpy(OPS.reduce("sum", value, value)[0]) == np.eye(300) * 1024).all()
 
 
-# ---- Arrays that only the loop can run ----------------------------------------------------------------------------
+# ---- Arrays that only the engine "loop" can reduce ----------------------------------------------------------------
 
 
 def looped(function, *args):
-    """Return the result of a function that must reduce with the loop."""
+    """Return the result of a function; assert that it reduced with the engine "loop" only."""
     with engine_runs() as runs:
         found = function(*args)
     assert runs
@@ -302,7 +302,7 @@ def looped(function, *args):
 
 
 def test_a_gradient_tape(tensorflow_):
-    """Under a gradient tape the loop runs, and gradients flow through it; while recording is stopped, kernels run."""
+    """Under a gradient tape the engine "loop" runs, and gradients flow through it; without recording, kernels run."""
     tf = tensorflow_.tf
     x, y = tensorflow_.array(np.arange(3.0), 0), tensorflow_.array(np.ones(3), 1)
     with tf.GradientTape() as tape:
@@ -324,7 +324,7 @@ def test_a_forward_accumulator(tensorflow_):
 
 
 def test_tf_functions_and_what_they_call(tensorflow_):
-    """A graph is traced through the loop; a py_function inside a graph runs eagerly, on the kernels."""
+    """A graph is traced through the engine "loop"; a py_function inside a graph runs eagerly, on the kernels."""
     tf = tensorflow_.tf
     x = tensorflow_.array(np.arange(3.0))
     assert looped(lambda: tf.function(lambda a: cr.all_reduce([a, a])[0])(x)).numpy().tolist() == [0, 2, 4]
@@ -349,7 +349,7 @@ def test_scopes_and_variables_of_tf(tensorflow_):
 
 
 def test_jax_transformations(jax_):
-    """jit, grad, jvp and vmap trace through the loop."""
+    """jit, grad, jvp and vmap trace through the engine "loop"."""
     jax, jnp = jax_.jax, jax_.jax.numpy
     x = jnp.arange(3.0)
     assert looped(lambda: jax.jit(lambda a, b: cr.all_reduce([a, b])[0])(x, x)).tolist() == [0, 2, 4]
@@ -363,7 +363,7 @@ def test_jax_transformations(jax_):
 
 
 def test_torch_transformations_and_modes(torch_):
-    """The loop runs under vmap, dispatch modes and for fake tensors; under torch function modes, the kernels run."""
+    """The engine "loop" runs under vmap, dispatch modes and for fake tensors; kernels under torch function modes."""
     torch = torch_.torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.overrides import TorchFunctionMode
@@ -415,7 +415,7 @@ else:
 
 @pytest.mark.parametrize(("kind", "wanted"), [("zero", [[1.0] * 3] * 2), ("fake", [(3,)] * 2)])
 def test_tensors_without_memory(kind, wanted):
-    """Tensors without memory (lazy zeros, fake tensors) are reduced by the loop."""
+    """Tensors without memory (lazy zeros, fake tensors) are reduced by the engine "loop"."""
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", NO_MEMORY, kind], capture_output=True, text=True, check=False
     )

@@ -85,7 +85,7 @@ def floor(module):
 
 
 def test_every_file_has_a_floor():
-    """Every file and folder at the top has a position in the order."""
+    """Every file and folder directly in the package has a position in ``FLOORS``."""
     tops = {name(path).split(".")[0] for path in FILES} - {""}
     assert tops <= {story for stories in FLOORS for story in stories}
     assert len(FILES) > 20
@@ -270,7 +270,7 @@ def test_only_planning_and_lowering_read_rounds():
         if isinstance(node, ast.Attribute) and node.attr == "rounds"
     ]
     assert [module for module in readers if not f"{module}.".startswith(READERS_OF_ROUNDS)] == []
-    assert "lowering" not in readers  # it reads live_rounds(schedule)
+    assert "lowering" not in readers  # lowering.py calls live_rounds(schedule) instead
     assert "schedule.schedule" in readers
 
 

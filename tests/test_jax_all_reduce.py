@@ -82,7 +82,7 @@ def test_every_device_gets_every_contribution_once(n, algorithm):
     got = run({"digits": contributions, "floats": [floats]})
     assert (same_everywhere(got["digits"]) == contributions.sum(0)).all()
     oracle.check(same_everywhere(got["floats"][0]), "sum", list(floats))
-    # The host engine computes the same bits along the same schedule.
+    # For a named algorithm, the engine ``host`` computes the same bits along the same schedule.
     name = "one_device" if algorithm == "auto" else algorithm
     (plain,) = cr.AllReduceCrossDeviceOps(name).batch_reduce("sum", [(v := cr.PerReplica(list(floats)), v)])
     if algorithm != "auto":
@@ -123,7 +123,7 @@ def test_wide_dtypes_under_x64(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_half_types_round_once_and_nan_propagates(algorithm):
-    """Two 40000s in float16 have the mean 40000; NaN and infinities propagate through every op; -0 and 0 are equal."""
+    """Two 40000s in float16 have the mean 40000; means, minima and maxima of NaN, infinities and -0 are NumPy's."""
     nan, inf = np.nan, np.inf
     xs = np.array([[40000, nan, -inf, 1, -0.0, inf], [40000, 1, 2, nan, 0.0, 3]])
     want = {
@@ -171,7 +171,7 @@ def test_trees_keep_their_structure():
 @settings(max_examples=8)
 @given(st.lists(st.tuples(strategies.shapes, st.sampled_from(["float32", "int32", "float16"])), max_size=5), st.data())
 def test_joined_leaves_are_split_correctly(leaves, data):
-    """Any leaves may share a buffer; each result is the sum of the leaf's own elements."""
+    """Any leaves may share a buffer; each result is the sum of that leaf over the devices."""
     n, algorithm = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(ALGORITHMS))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     xs = [rng.integers(-9, 9, (n, *shape)).astype(dtype) for shape, dtype in leaves]
@@ -247,7 +247,7 @@ def test_several_axes_of_vmap():
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("algorithm", ["auto", "hierarchical_copy", "ring"])
 def test_meshes_of_several_axes(algorithm, check):
-    """all_reduce runs over any axes of a mesh, over several as one; results still vary over the other axes."""
+    """all_reduce runs over one or several axes of a mesh; results still vary over the other axes."""
     names = ("hosts", "devices", "other")
     x = np.random.default_rng(2).integers(-9, 9, (2, 2, 2, 5)).astype("float32")
 
@@ -510,7 +510,7 @@ def rejected(error, match, leaf=1.0, **how):
 def test_an_axis_that_does_not_exist(axis):
     """An unknown axis raises an AxisError: a NameError, as in JAX, and a ValueError, as elsewhere in this library."""
     for kind in (NameError, ValueError, cr.ReductionError):
-        rejected(kind, r"(?s)this axis does not exist here.*jax\.shard_map", axis_name=axis)
+        rejected(kind, r"(?s)not mapped over every axis in axis_name.*jax\.shard_map", axis_name=axis)
 
 
 def test_invalid_arguments_are_rejected_while_tracing():

@@ -91,7 +91,7 @@ def test_plans_for_any_topology(data):
 
 @given(st.integers(2, 9), st.sampled_from(sorted(PLANNERS)))
 def test_every_device_combines_in_the_same_order(n, algorithm):
-    """All devices compute the same expression, so that even the payloads of NaN agree; sources keep their order."""
+    """All devices compute the same expression, so even the payloads of NaN agree; one_shot keeps the sources' order."""
     names = strategies.names(n)
     compiled = compile_permutations(lower(planned(algorithm, names, names, 1)))
 
@@ -118,7 +118,7 @@ def test_every_device_combines_in_the_same_order(n, algorithm):
     ],
 )
 def test_permutation_counts(algorithm, n, count):
-    """A ring takes 2(n - 1) permutations, recursive doubling log2(n), one_shot n - 1."""
+    """A ring takes 2(n - 1) permutations, recursive doubling of 2**k devices k, one_shot n - 1."""
     names = strategies.names(n)
     assert compile_permutations(lower(planned(algorithm, names, names, 1))).permutation_count == count
 

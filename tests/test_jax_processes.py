@@ -51,7 +51,7 @@ jax.distributed.shutdown()
 
 @pytest.mark.usefixtures("jax_")
 def test_two_processes_reduce_over_two_levels(tmp_path):
-    """Two processes of two devices compute the sum and the mean by psum, by each algorithm and along a line."""
+    """Two processes of two devices compute sums and means by psum, by four algorithms and on a linear topology."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

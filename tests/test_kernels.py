@@ -97,7 +97,8 @@ def test_results_may_be_different_values_in_any_order(isa, divisor, wanted):
         assert (out == value / np.float32(divisor)).all()
 
 
-# Integers run the same code for every dtype of their size, and on every instruction set; floats have code of their own.
+# Integers run the same code on every instruction set, so each of their rows is tested on one set only; rows of floats
+# are tested on every set.
 EXACT = [row for row in SAME if row[1] not in (*strategies.FLOATS, *strategies.COMPLEX)]
 MEANS = pairs(strategies.INTEGERS, ("float64", "float32"), strategies.FLOATS, SETS)
 TABLE = [
@@ -254,7 +255,7 @@ def test_the_mean_of_integers_is_a_correctly_rounded_half(isa, dtype, half, data
     few = data.draw(st.lists(number, max_size=3))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     xs = rng.choice(np.array([first, *few], dtype), (n, 45))
-    xs[1:, ::2] = first  # all sources but one are equal
+    xs[1:, ::2] = first  # in every other column all sources but the first are equal
     out = np.zeros(45, storage(half))
     reduction("mean", dtype, "float64", half, n, 45).native(isa).run([list(xs)], [[out]], 1, False, False)
     exact = [Fraction(sum(column), n) for column in xs.T.tolist()]

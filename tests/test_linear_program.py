@@ -1,5 +1,5 @@
 """The linear program of the best all-reduce: its rate is that of ``planning_oracle.all_reduce_bound``, a program
-without cuts, and its solution is checked in exact fractions."""
+of flows instead of cuts, and its solution is checked in exact fractions."""
 
 import itertools
 from fractions import Fraction

@@ -130,7 +130,7 @@ def test_every_instruction_is_needed():
 
 
 def test_dead_steps_are_gone():
-    """Steps that no destination depends on, overwritten values and copies to oneself leave no instruction."""
+    """Steps that no destination depends on, overwritten values and copies to the same device leave no instruction."""
     schedule = custom(
         3, [(2, (0, 1))], [(0, (0, 1)), (1, (1,))], [(0, (2,)), (1, (2,))], sources=(0, 1), destinations=(0, 1)
     )
@@ -281,7 +281,7 @@ def test_fused_programs_combine_in_the_same_order():
 
 
 def test_fused_programs_compute_equal_values_once():
-    """A one-shot or recursive-doubling all-reduce on shared memory is one combination, not one per device."""
+    """A one-shot or recursive-doubling all-reduce on shared memory combines all sources once, not once per device."""
     for n in (2, 4, 8):
         assert len(fused(lower(PLANNERS["one_shot"](names(n))).chunks[0]).folds) == 1
         doubling = fused(lower(PLANNERS["recursive_doubling"](names(n))).chunks[0])
@@ -405,7 +405,7 @@ def wasteful(draw):
 def sharing(draw):
     """Draw a right schedule of one chunk whose destinations share some intermediate values."""
     n, scratch, ends = draw(st.integers(2, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    held = {s: frozenset([s]) for s in range(n)}  # the sources in each device's value; None: one is in it twice
+    held = {s: frozenset([s]) for s in range(n)}  # the sources in each device's value; None: a source is in it twice
     steps = []
 
     def step(dst, srcs):

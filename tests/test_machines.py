@@ -38,8 +38,8 @@ def scale(topology, *numbers):
 
 
 def all_gather_by_every_set(topology):
-    """Return the least N B(S) / d(S) over all sets S of nodes with d(S) > 0 devices, but not all N, by trying each set.
-    B(S) is the bandwidth out of S."""
+    """Return the least N B(S) / d(S) over all sets S of nodes with some, but not all, of the N devices, by trying each.
+    d(S) is the number of devices in S, B(S) the bandwidth out of S."""
     position = {node: bit for bit, node in enumerate(topology.nodes)}
     unit, n = scale(topology), len(topology.devices)
     sets = np.arange(1 << len(position), dtype=np.int64)
@@ -240,7 +240,7 @@ def test_hosts_are_joined(name, nics):
 
 # Differences between machines.
 
-# msccl-tools' numbers of NVLinks between the GPUs of a DGX-1V, and the number of each GPU in nvidia-smi's order.
+# BRICKS: msccl-tools' numbers of NVLinks between the GPUs of a DGX-1V. ORDER: their numbers in nvidia-smi's order.
 BRICKS = ["02112000", "20120100", "11020020", "12200001", "20000211", "01002012", "00201102", "00011220"]
 ORDER = [0, 3, 1, 2, 4, 7, 5, 6]
 
@@ -378,18 +378,18 @@ def test_topology_machine_is_the_same():
         ((None,), {}, ["no machine of this name", "None", "dgx-1p"]),
         ((["dgx-1v"],), {}, ["no machine of this name", "list"]),
         (("links",), {}, ["no machine of this name"]),
-        (("dgx-1v", 0), {}, ["hosts must be a number of machines", "0"]),
-        (("dgx-1v", -1), {}, ["hosts must be a number of machines", "-1"]),
-        (("dgx-1v", True), {}, ["hosts must be a number of machines", "True"]),
-        (("dgx-1v", 2.0), {}, ["hosts must be a number of machines", "2.0"]),
-        (("dgx-1v", "2"), {}, ["hosts must be a number of machines", "'2'"]),
-        (("dgx-1v", None), {}, ["hosts must be a number of machines", "None"]),
+        (("dgx-1v", 0), {}, ["hosts must be an int", "0"]),
+        (("dgx-1v", -1), {}, ["hosts must be an int", "-1"]),
+        (("dgx-1v", True), {}, ["hosts must be an int", "True"]),
+        (("dgx-1v", 2.0), {}, ["hosts must be an int", "2.0"]),
+        (("dgx-1v", "2"), {}, ["hosts must be an int", "'2'"]),
+        (("dgx-1v", None), {}, ["hosts must be an int", "None"]),
         (("dgx-1v",), {"speeds": "measured"}, ["raw or effective", "'measured'"]),
         (("dgx-1v",), {"speeds": None}, ["raw or effective", "None"]),
         (("dgx-1v", 2), {"nics": "hdr"}, ["dgx-1v has no such network", "'hdr'", '"edr" or "edr-1" or "25gbe"']),
         (("ndv2", 1), {"nics": "hdr"}, ["dgx-1v has no such network"]),
         (("dgx-1v", 2), {"nics": 3}, ["dgx-1v has no such network", "3 (int)"]),
-        (("pcie-8", 1), {"nics": "ib"}, ["pcie-8 has no such network", "no nics"]),
+        (("pcie-8", 1), {"nics": "ib"}, ["pcie-8 has no such network", "omit nics"]),
         (("pcie-8", 2), {}, ["pcie-8 does not have a network that joins", "hosts=2", "hosts=1"]),
         (("tpu-v4", 2), {}, ["tpu-v4 does not have a network"]),
     ],

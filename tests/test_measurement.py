@@ -45,7 +45,7 @@ def test_all_ranks_return_the_same_topology():
 
 
 def test_ranks_of_one_host_measure_its_memory_only():
-    """Without other hosts no links are measured, and the topology is one switch."""
+    """Ranks of one host measure no links between hosts; in the topology one switch joins them."""
     (topology, x), _ = ranks(2, measured, 0.1)
     assert [switch.name for switch in topology.switches] == ["host0"]
     assert len(topology.links) == 4

@@ -60,7 +60,7 @@ def test_a_loop_with_out_allocates_nothing_after_its_first_step(op):
 
 
 def test_the_memory_of_freed_results_is_reused():
-    """A loop that deletes its results before the next step allocates their memory once; no more is pooled."""
+    """If a loop deletes its results before the next step, the next results have the same addresses."""
     value = cr.PerReplica([np.ones(NBYTES // 4, "float32") for _ in range(REPLICAS)])
     ops = cr.AllReduceCrossDeviceOps("auto")
     gc.collect()

@@ -88,7 +88,7 @@ except cr.CollectiveTimeout as error:
 
 @pytest.mark.parametrize(("hosts", "named"), [("one", [1]), ("two", [1]), ("inner", [])])
 def test_a_rank_that_makes_no_call_is_named(tmp_path, hosts, named):
-    """After the timeout all other ranks' errors name a rank that made no call, or none in MPI's own collectives."""
+    """The timeout errors of all other ranks name the rank that made no call; in a collective that MPI runs, no rank."""
     program = tmp_path / "program.py"
     program.write_text(DYING)
     status, output = launched(4, str(program), hosts, timeout_s=60)

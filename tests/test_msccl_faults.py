@@ -103,8 +103,8 @@ def exported(planner, n, **options):
     ],
 )
 def test_faults_are_named(text, words):
-    """The error states the algorithm and the fault, and the GPU, threadblock and step of a fault in one of them; the
-    file without ``words`` is accepted."""
+    """The error states the algorithm and the fault, and the GPU, threadblock and step of a fault in one of them; a
+    file whose ``words`` are None is accepted."""
     if words is None:
         verify_msccl_xml(text)
         return
@@ -239,8 +239,9 @@ def test_roots():
     assert verify_msccl_xml(reduce).root == 1
     with pytest.raises(ScheduleError, match=r"was never written|lacks"):
         verify_msccl_xml(reduce, root=0)
-    for given, file_ in ((3, text), (-1, text), (0, exported("ring", 2))):
-        with pytest.raises(ArgumentError, match="a root must be a rank of a reduce or broadcast"):
+    rank, none = "the root must be a rank of the file", "the file's collective, allreduce, has no root"
+    for given, file_, words in ((3, text, rank), (-1, text, rank), (0, exported("ring", 2), none)):
+        with pytest.raises(ArgumentError, match=words):
             verify_msccl_xml(file_, root=given)
     with pytest.raises(ArgumentError, match="slots"):
         verify_msccl_xml(text, slots=0)
@@ -350,10 +351,10 @@ GOOD = fused_ring(2)
         (GOOD.replace('proto="Simple"', 'proto="simple"'), "unknown protocol"),
         (GOOD.replace('coll="allreduce"', 'coll="all_reduce"'), "unknown collective"),
         (GOOD.replace('inplace="1"', 'inplace="0"'), "neither for calls in place nor out of place"),
-        (GOOD.replace('inplace="1"', 'inplace="2"'), "inplace is not a valid integer"),
-        (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="0"'), "nchunksperloop is not a valid integer"),
-        (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="99999"'), "nchunksperloop is not a valid integer"),
-        (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="02"'), "nchunksperloop is not a valid integer"),
+        (GOOD.replace('inplace="1"', 'inplace="2"'), "inplace must be an integer"),
+        (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="0"'), "nchunksperloop must be an integer"),
+        (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="99999"'), "nchunksperloop must be an integer"),
+        (GOOD.replace('nchunksperloop="2"', 'nchunksperloop="02"'), "nchunksperloop must be an integer"),
         (
             GOOD.replace("allreduce", "allgather").replace('loop="2"', 'loop="3"'),
             "the same number of chunks in allgather",
@@ -361,12 +362,12 @@ GOOD = fused_ring(2)
         (GOOD.replace('s="1" type', 's="2" type'), "gpu 0, tb 0, step 1: steps must be numbered"),
         (GOOD.replace('type="s"', 'type="send"'), "step 0: unknown type"),
         (GOOD.replace('srcbuf="i"', 'srcbuf="x"'), "unknown buffer"),
-        (GOOD.replace('srcoff="0"', 'srcoff="1e9"'), "srcoff is not a valid integer"),
-        (GOOD.replace('cnt="1"', 'cnt="0"'), "cnt is not a valid integer"),
-        (GOOD.replace('depid="-1"', 'depid="-2"'), "depid is not a valid integer"),
-        (GOOD.replace('hasdep="0"', 'hasdep="yes"'), "hasdep is not a valid integer"),
+        (GOOD.replace('srcoff="0"', 'srcoff="1e9"'), "srcoff must be an integer"),
+        (GOOD.replace('cnt="1"', 'cnt="0"'), "cnt must be an integer"),
+        (GOOD.replace('depid="-1"', 'depid="-2"'), "depid must be an integer"),
+        (GOOD.replace('hasdep="0"', 'hasdep="yes"'), "hasdep must be an integer"),
         (GOOD.replace('send="1"', 'send="0"'), "gpu 0, tb 0: a GPU cannot send to itself"),
-        (GOOD.replace('send="1"', 'send="2"'), "send is not a valid integer"),
+        (GOOD.replace('send="1"', 'send="2"'), "send must be an integer"),
         (GOOD.replace('send="1"', 'send="-1"'), r"step 0 \(s\): the threadblock lacks a peer that it needs"),
         (GOOD.replace(' chan="0"', ' chan="-1"'), "channel -1 does not exist, nchannels=2"),
     ],

@@ -1,4 +1,4 @@
-"""The verifier of MSCCL XML agrees with a machine that runs the files on numbers (msccl_machine.py)."""
+"""The verifier of MSCCL XML agrees with a simulated machine that runs the files on numbers (msccl_machine.py)."""
 
 import random
 import re

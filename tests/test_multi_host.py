@@ -152,7 +152,7 @@ def disagreeing(rendezvous):
     x = np.arange(50_000, dtype="float32") + me
     out = np.full_like(x, 7)
     calls = [
-        # The ops differ between hosts, within a host, or both; or one rank calls another collective.
+        # The calls differ in the op (twice: also within a host), the size, the collective, or the text of ``agree``.
         lambda: comm.all_reduce(ReduceOp.SUM if me < 2 else ReduceOp.MAX, memory(x), memory(out)),
         lambda: comm.all_reduce(ReduceOp.MAX if me == 1 else ReduceOp.SUM, memory(x), memory(out)),
         lambda: comm.all_reduce(ReduceOp.SUM, memory(x[: 10_000 + me]), memory(out[: 10_000 + me])),

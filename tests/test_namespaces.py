@@ -112,7 +112,7 @@ def test_hosts_end_with_an_exception():
 
 
 def test_missing_tools_are_named(monkeypatch):
-    """If hosts cannot be simulated, the reason is returned."""
+    """If hosts cannot be simulated, namespaces.available returns the reason."""
     monkeypatch.setattr(namespaces, "NEEDED", ("ip", "no-such-tool"))
     assert namespaces.available.__wrapped__() == "no-such-tool not installed"
     monkeypatch.setattr(namespaces, "NEEDED", ())

@@ -101,7 +101,7 @@ def test_the_ring_planner_is_one_ring(n, packs):
 
 
 def test_devices_by_their_numbers():
-    """The file has the numbers of the GPUs, not of the ranks; all versions of NCCL read these equally."""
+    """The file has the numbers of the GPUs, not of the ranks; all versions of NCCL read numbers of GPUs."""
     schedule = ring(["cuda:3", "cuda:11", "cuda:10", "cuda:0"])
     text = to_nccl_graph_xml(schedule, gb_per_s=20, path="SYS")
     graph, channels = read(text)
@@ -168,7 +168,7 @@ def test_plans_of_rings_export():
 )
 def test_other_schedules_are_refused(schedule, text):
     """The error states the chunk and the devices that do not form a ring, or the rule that the schedule breaks; the
-    schedule without a text is exported."""
+    case whose ``text`` is None is exported."""
     if text is None:
         assert read(to_nccl_graph_xml(schedule, gb_per_s=1))[1] == [(0, 1)]
         return

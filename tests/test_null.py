@@ -26,8 +26,7 @@ WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "in
 def by_steps(schedule, size, width, after, final):
     """Count a schedule's copies, additions and bytes from its steps and spans, step by step.
 
-    Elements have ``width`` bytes before they are first combined, ``after`` bytes then, and ``final`` bytes in the full
-    sum.
+    An element has ``width`` bytes in an input, ``after`` bytes in a partial sum and ``final`` bytes in the full sum.
     """
     spans = [(start, stop) for start, stop in schedule.spans(size)]
     if size == 0:  # an empty buffer passes through one chunk
@@ -60,7 +59,7 @@ def by_steps(schedule, size, width, after, final):
 def test_counts_are_those_of_the_steps(algorithm, ask, op, dtype, size):
     """Copies, additions and bytes per pair of devices equal a count of the steps, spans and widths of the dtypes.
 
-    The engine counts a program; the loop with the framework's own operations counts the same.
+    The engine "null", and ``run_on`` with the operations of the framework, both give these counts.
     """
     if algorithm == "forest":
         schedule = planned(algorithm, ask.sources, ask.destinations)
@@ -139,5 +138,5 @@ def test_sparse_values_are_counted_too():
 @pytest.mark.parametrize("wrong", [3.0, [1], None, "x"])
 def test_only_null_arrays(wrong):
     """A NullFramework refuses values other than null arrays, and the message names null.zeros."""
-    with pytest.raises(UnsupportedError, match=r"accepts only its own arrays[\s\S]*null\.zeros"):
+    with pytest.raises(UnsupportedError, match=r"a NullFramework accepts only null arrays[\s\S]*null\.zeros"):
         NullFramework().array(wrong)

@@ -87,7 +87,7 @@ def test_links_that_a_gpu_can_have_are_its_own(n, links, most, direct):
 
 
 def test_a_switch_with_a_link_down():
-    """A GPU with some inactive links has the number of links in its row."""
+    """A GPU with some inactive links has as many links to the switch as its row states."""
     rows = uniform(8, "NV12")
     rows[3] = rows[3].replace("NV12", "NV11")
     rows = [
@@ -98,7 +98,7 @@ def test_a_switch_with_a_link_down():
 
 
 def test_two_islands_of_nvlink():
-    """Groups of GPUs that NVLink joins, through switches or not, have PCIe between the groups."""
+    """Two groups of GPUs that NVLink joins within each group are joined by other links."""
     rows = [" ".join("X" if i == j else "NV12" if i // 4 == j // 4 else "SYS" for j in range(8)) for i in range(8)]
     topology = read_nvidia_smi(table(rows))
     assert topology.route("cuda:1", "cuda:3") == ("cuda:1", "nvswitch", "cuda:3")
@@ -196,9 +196,9 @@ GOOD = table(["X NV1 SYS", "NV1 X SYS", "SYS SYS X"], cores="0-7")
         (GOOD[: GOOD.index("GPU2\tSYS") + 10], {}, ["row of GPU2", "line 4", "GPU2 SYS"]),
         (GOOD.replace("NV1", "NVX"), {}, ["row of GPU0", "line 2"]),
         (GOOD.replace("NV1", "NV1", 1).replace("GPU1\tNV1", "GPU1\tNV2"), {}, ["the entries of GPU0 and GPU1 differ"]),
-        (GOOD.replace("GPU0\tX", "GPU0\tNV1"), {}, ["the entries of GPU0 and GPU0 differ"]),
-        (GOOD.replace("GPU1\tNV1", "GPU1\tX"), {}, ["the entries of"]),
-        (GOOD.replace("GPU1\tNV1", "GPU0\tNV1"), {}, ["row of GPU0", "line 3"]),
+        (GOOD.replace("GPU0\tX", "GPU0\tNV1"), {}, ["the entry of GPU0 and GPU0 must be X"]),
+        (GOOD.replace("GPU1\tNV1", "GPU1\tX"), {}, ["GPU0 and GPU1 differ: NV1 and, in the row of GPU1, X"]),
+        (GOOD.replace("GPU1\tNV1", "GPU0\tNV1"), {}, ["a second row of GPU0", "line 3"]),
         (GOOD.replace("\tGPU2\t", "\tGPU1\t"), {}, ["twice"]),
         ("x" * (nvidia_smi.LONGEST + 1), {}, ["at most", "characters"]),
         (None, {}, ["must be text of at most"]),

@@ -479,7 +479,7 @@ def test_broadcast_of_bits(framework):
 
 
 def test_broadcast_of_numbers():
-    """Python numbers become NumPy arrays."""
+    """Broadcast of a Python number gives NumPy arrays of its value."""
     for number, dtype in ((3, "int64"), (2.5, "float64"), (True, "bool"), (1j, "complex128")):
         for y in cr.HierarchicalCopyAllReduce().broadcast(number, on(0, 1)):
             assert (type(y), y.dtype.name, y.item()) == (np.ndarray, dtype, number)
@@ -590,7 +590,7 @@ def test_log_is_silent_by_default(capsys, caplog, numpy_):
     """Nothing is printed; at INFO each plan is logged once, with its devices."""
     given = value(numpy_, digits(2, (3,)))
     with caplog.at_level(logging.INFO, "crossreduce"):
-        # 11 packs: no other test has made this plan.
+        # Plans are cached and logged when made: no other test has made one with 11 packs.
         for _ in range(3):
             cr.AllReduceCrossDeviceOps("ring", 11).reduce("sum", given, on(1, 0, 15))
     plans = [record.getMessage() for record in caplog.records if "cpu:15" in record.getMessage()]

@@ -36,7 +36,7 @@ def test_there_are_five_ops():
     "wrong", ["", "summ", " sum", "avg", "ReduceOp.SUM", "SUM\n", 0, 1, None, True, b"sum", ["sum"], max]
 )
 def test_unknown_ops_are_errors(wrong):
-    """Any other object raises an error that shows the object and lists the five ops."""
+    """An object that is not an op or its name raises an error that shows the object and lists the five ops."""
     given = re.escape(f"given: {' '.join(repr(wrong).split())}")
     listed = ", ".join(f'"{op.value}"' for op in ReduceOp)
     words = rf"^this is not a known reduction\.\n  {given} .*\n  try:   one of {listed}, or a ReduceOp$"
@@ -56,8 +56,8 @@ def wanted(op, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accumulators(dtype):
-    """Half types accumulate in float32, means of integers in float64, all else in its own dtype; an op that is not
-    defined for a dtype raises a TypeError with a remedy."""
+    """Sums, means and products of half types accumulate in float32, means of integers in float64, all else in its own
+    dtype; an op that is not defined for a dtype raises a TypeError with a remedy."""
     for op in OPS:
         due = wanted(op, dtype)
         if due is None:
@@ -102,7 +102,7 @@ def test_bytes_per_pack(kind, nbytes):
 
 @pytest.mark.parametrize(("nbytes", "kind"), each(BAD_BYTES, KINDS))
 def test_invalid_bytes_per_pack(kind, nbytes):
-    """Any other object raises an error with the argument's name and the object."""
+    """A bytes_per_pack that is not an integer, 0 or more, raises an error with its name and the object."""
     with pytest.raises(ArgumentError, match=r"bytes_per_pack must be a whole number, 0 or more[\s\S]*given: "):
         kind(nbytes)
 
@@ -122,7 +122,7 @@ def test_invalid_timeouts(kind, seconds):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_implementations(name):
-    """Every name of an algorithm, in any case, is an implementation."""
+    """The argument implementation may be the name of any algorithm, in lower or upper case."""
     assert CommunicationOptions(implementation=name).implementation == name
     assert CommunicationOptions(implementation=name.upper()).implementation == name
     assert algorithm_name(name) == name

@@ -130,7 +130,7 @@ def test_numbers_are_reduced_into_0d_arrays(numpy_):
 
 
 def test_inputs_may_be_shared(arrays):
-    """A value may be in several pairs, an array in several replicas, if out has other arrays, or that array once."""
+    """A value may be in several pairs, and an array in several replicas, if out contains the array at most once."""
     x = arrays.put([1.0, 2.0])
     value, outs = PerReplica([x, x]), [arrays.blanks(2, (2,)), arrays.blanks(2, (2,))]
     OPS.batch_reduce("sum", [(value, value)] * 2, out=outs)
@@ -368,7 +368,7 @@ def test_an_error_does_not_increment_the_version(torch_):
     w = torch.ones(6, requires_grad=True)
     saved = w * 2
     loss = (saved * saved).sum()
-    for other, words in ((saved, SHARED), (torch.zeros(12)[::2], "results need contiguous tensors")):
+    for other, words in ((saved, SHARED), (torch.zeros(12)[::2], "results need tensors that are contiguous")):
         with pytest.raises(cr.ReductionError, match=words):
             cr.all_reduce([torch.ones(6)] * 2, out=[saved, other])
     loss.backward()

@@ -157,7 +157,7 @@ OPS_BY_PATH = {
 
 
 def partly_sparse(arrays, value):
-    """Return a value whose first component is sparse, with slices in the same memory; the loop engine reduces it."""
+    """Return a value whose first component is sparse, with slices in the same memory; the engine "loop" reduces it."""
     rows = arrays.put(np.arange(len(value[0])))
     return PerReplica([cr.IndexedSlices(value[0], rows, tuple(value[0].shape)), *value.values[1:]], value.devices)
 
@@ -220,7 +220,7 @@ def transposed(a):
     return [(PerReplica([x.T, y]), PerReplica([x, y]))]
 
 
-ORDER = r"results need (writable NumPy arrays in C order|contiguous tensors)"
+ORDER = r"results need (writable NumPy arrays in C order|tensors that are contiguous)"
 REFUSED = {
     read_only: (UnsupportedError, f"{ORDER}[\\s\\S]*read-only"),
     strided: (UnsupportedError, ORDER),

@@ -126,7 +126,7 @@ def test_small_runs_end_at_another_dtype():
 
 @given(few, st.integers(0, 200), st.integers(0, 6))
 def test_small_runs_are_maximal(batch, most, group):
-    """A run consists of at most ``group`` small neighbours of one dtype, and no two successive runs could be joined."""
+    """A run is a tensor or up to ``group`` small neighbours of one dtype; no two successive runs could be joined."""
     buffers = layout(batch, Packing(0, 0, most, group))
     small = [math.prod(spec.shape) * itemsize(spec.dtype) <= most for spec in batch]
     runs = [[span.tensor for span in buffer.spans] for buffer in buffers]

@@ -100,8 +100,8 @@ def test_a_schedule_shows_each_tree(tmp_path):
     ids=["ring", "star", "reduce", "broadcast", "root"],
 )
 def test_roots_and_directions(tmp_path, schedule, topology, roots, heads):
-    """A tree's root is the device that produces the result. The links of earlier transfers have a blue arrow each,
-    those of later ones an orange arrow."""
+    """A tree's root is the device that produces the result. Links of transfers before the result have a blue arrow
+    each, links of transfers of the result an orange one."""
     trees, _ = drawn(schedule, topology, tmp_path / "a.svg")
     assert [tree.white for tree in trees] == [[f"cpu:{root}"] for root in roots]
     assert [(tree.heads[BLUE], tree.heads[ORANGE]) for tree in trees] == [heads] * len(roots)

@@ -60,7 +60,8 @@ def test_plans_are_cut_into_the_best_number_of_pieces(algorithm, packs, topology
 
 @given(algorithms, st.integers(1, 6), st.integers(0, 10**6), st.integers(1, 4))
 def test_no_piece_is_too_small(algorithm, n, nbytes, packs):
-    """No piece of an average chunk is below LEAST_PIECE bytes; the given schedule's own number does not matter."""
+    """If an average chunk is cut, no piece is below LEAST_PIECE bytes; the number of pieces of the given schedule has
+    no effect."""
     schedule = PLANNERS[algorithm](names(n), packs=packs)
     best, seconds = pipelined(replace(schedule, pieces=77), Topology.full_mesh(n), nbytes)
     assert (best, seconds) == pipelined(schedule, Topology.full_mesh(n), nbytes)

@@ -225,8 +225,8 @@ def test_links_that_differ_in_the_two_directions(ask, nbytes):
 @pytest.mark.parametrize("packs", [1, 2, 5])
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy"])
 def test_packs_have_different_roots(algorithm, packs):
-    """With packs there are that many trees of equal shares, whose roots rotate from the first device on; a single tree
-    of hierarchical_copy may have its root in the middle. A given root is the root of all trees."""
+    """``packs`` trees have equal shares, and the first devices as roots, in turn. The root of a single tree of
+    hierarchical_copy may instead be a device in the middle. A given root is the root of all trees."""
     for topology in (DGX, TOPOLOGIES["grid"], TOPOLOGIES["two hosts"]):
         some = topology.devices[:4]
         for root, members in ((None, topology.devices), (topology.devices[2], topology.devices)):
@@ -296,8 +296,8 @@ BY_WAY = pytest.mark.xfail(strict=True, reason="one_device copies through the fi
     [pytest.param(name, marks=[BY_WAY] if name == "one_device" else []) for name in NAMED if name != "direct"],
 )
 def test_a_broadcast_sends_nothing_back(algorithm):
-    """No data is sent to the root of a broadcast, and each other device receives the buffer once. Only direct divides
-    the buffer among the devices first."""
+    """No data is sent to the root of a broadcast, and each other device receives the buffer once. (The
+    algorithm "direct", which divides the buffer among the devices first, is left out.)"""
     for topology in (DGX, TOPOLOGIES["star"], TOPOLOGIES["grid"]):
         root, n = topology.devices[-1], len(topology.devices)
         schedule = cr.plan(topology, "broadcast", MIB, algorithm, root=root).schedule

@@ -105,7 +105,7 @@ def test_any_number_of_packs(algorithm, packs):
 def test_unknown_planners_are_refused():
     """An unknown name raises a PlanError that lists the algorithms."""
     with pytest.raises(
-        PlanError, match=r"no such planner[\s\S]*'best'[\s\S]*one of one_device, hierarchical_copy, ring"
+        PlanError, match=r"no such algorithm[\s\S]*'best'[\s\S]*one of one_device, hierarchical_copy, ring"
     ):
         planned("best", names(2), names(2))
 
@@ -135,8 +135,8 @@ def test_roots_rotate(algorithm, n):
 
 @pytest.mark.parametrize("n", range(2, 10))
 def test_shares_rotate(n):
-    """Chunk c of pack p starts its ring, or has its owner, at device first + p + c, so that small packs are spread over
-    the devices."""
+    """The ring of chunk c of pack p starts at device first + p + c, which owns the chunk in "direct"; so small packs
+    are spread over the devices."""
     for first in (0, 3):
         way = ring(names(n), packs=n, first=first).rounds[0]
         assert [step.srcs[0] for step in way] == [(first + p + c) % n for p in range(n) for c in range(n)]
@@ -153,7 +153,7 @@ def test_packs_spread_the_load(n):
         if algorithm in ("halving_doubling", "recursive_doubling") and n & (n - 1):
             continue  # devices beyond the power of two send and receive less
         if algorithm == "hierarchical_copy" and n % 2:
-            continue  # the two groups differ in size
+            continue  # its two groups of devices differ in size
         moved = counts(PLANNERS[algorithm](names(n), packs=n), n * n * 4).bytes
         for end in (0, 1):
             sums = Counter()
@@ -177,7 +177,7 @@ def test_ring_costs(n):
 
 @pytest.mark.parametrize("n", range(2, 18))
 def test_direct_costs(n):
-    """direct has 2 rounds; each device sends 2/n of the buffer to each other device, in total 2(n-1)/n of it."""
+    """In "direct", of 2 rounds, each device sends 2/n of the buffer to each other device, 2(n-1)/n in total."""
     schedule = direct(names(n))
     assert len(schedule.rounds) == 2
     nbytes = 12 * n
@@ -189,7 +189,7 @@ def test_direct_costs(n):
 
 @pytest.mark.parametrize("n", range(2, 18))
 def test_one_device_costs(n):
-    """one_device has 2 rounds; the root receives n-1 buffers and sends n-1."""
+    """The algorithm one_device has 2 rounds; the root receives n-1 buffers and sends n-1."""
     for root in (0, n - 1):
         schedule = one_device(names(n), first=root)
         assert len(schedule.rounds) == 2
@@ -203,7 +203,8 @@ def test_one_device_costs(n):
 
 @pytest.mark.parametrize("n", range(2, 18))
 def test_halving_doubling_costs(n):
-    """2 log2 n rounds for powers of two, where each device sends 2(n-1)/n of the buffer; 2 more for other n."""
+    """halving_doubling takes 2 log2 n rounds if n is a power of two, and each device sends 2(n-1)/n of the buffer; for
+    other n it takes 2 rounds more than for the next lower power."""
     schedule = halving_doubling(names(n))
     width = 1 << (n.bit_length() - 1)
     log = width.bit_length() - 1
@@ -223,7 +224,8 @@ def test_halving_doubling_costs(n):
 
 @pytest.mark.parametrize("n", range(2, 18))
 def test_recursive_doubling_costs(n):
-    """log2 n rounds for powers of two, in each of which every device sends its whole buffer; 2 more for other n."""
+    """recursive_doubling takes log2 n rounds if n is a power of two; every device sends its whole buffer in each;
+    for other n it takes 2 rounds more than for the next lower power."""
     schedule = recursive_doubling(names(n))
     width = 1 << (n.bit_length() - 1)
     log = width.bit_length() - 1
@@ -254,7 +256,7 @@ def test_recursive_doubling_to_or_from_one_device_is_a_binomial_tree(n):
 
 @pytest.mark.parametrize("n", range(2, 18))
 def test_one_shot_costs(n):
-    """One round, in which each device sends its whole buffer to each other device."""
+    """one_shot takes one round, in which each device sends its whole buffer to each other device."""
     schedule = one_shot(names(n))
     assert len(schedule.rounds) == 1
     done = counts(schedule, 12)
@@ -264,7 +266,8 @@ def test_one_shot_costs(n):
 
 @pytest.mark.parametrize("n", range(2, 18))
 def test_hierarchical_copy_costs(n):
-    """At most 4 rounds and 2(n-1) copies; on 8 devices 6 to the roots of two groups, 1 between these, 1 back, 6 out."""
+    """hierarchical_copy takes at most 4 rounds and 2(n-1) copies; on 8 devices these are 6 to the roots of two groups,
+    1 from root to root, 1 back, and 6 to the other devices."""
     schedule = hierarchical_copy(names(n))
     assert len(schedule.rounds) == (2 if n == 2 else 4)
     done = counts(schedule, 10)
@@ -358,8 +361,8 @@ def test_direct_with_owners(ask, data):
 
 
 def test_a_reduce_to_one_root_is_shared_by_all_owners():
-    """With all devices as owners, a reduce moves one share from each device to each other one, and two to the root,
-    instead of a whole buffer from each device to the root."""
+    """With all devices as owners, each device sends one share to each other device, and two to the root,
+    instead of its whole buffer to the root."""
     schedule = direct(names(4), None, names(4)[:1], owners=names(4))
     done = counts(schedule, 16)
     others = dict.fromkeys(itertools.permutations(names(4), 2), 16)
@@ -395,9 +398,10 @@ BAD = [
     ({"destinations": ["cpu:0", "cuda:0"]}, PlanError, r"the destinations must be among the devices[\s\S]*cuda:0"),
     ({"sources": []}, PlanError, "the sources must be at least one device"),
     ({"destinations": []}, PlanError, "the destinations must be at least one device"),
-    ({"packs": 0}, PlanError, r"packs must be an int > 0[\s\S]*packs=0,"),
-    ({"packs": -2}, PlanError, r"packs must be an int > 0[\s\S]*packs=-2,"),
-    ({"packs": 1.5}, PlanError, r"packs must be an int > 0[\s\S]*packs=1.5,"),
+    ({"packs": 0}, PlanError, r"packs must be an int > 0[\s\S]*packs=0\n"),
+    ({"packs": -2}, PlanError, r"packs must be an int > 0[\s\S]*packs=-2\n"),
+    ({"packs": 1.5}, PlanError, r"packs must be an int > 0[\s\S]*packs=1.5\n"),
+    ({"first": 1.5}, PlanError, r"first must be an int[\s\S]*first=1.5\n"),
     ({"devices": ["cpu:0", "CPU:0"]}, ArgumentError, "cpu:0 is listed more than once"),
     ({"sources": ["cpu:0", "cpu:0"]}, ArgumentError, "cpu:0 is listed more than once"),
     ({"devices": "cpu:0"}, ArgumentError, "devices must be a list of names"),

@@ -123,7 +123,7 @@ def test_a_forest_needs_no_topology(ask):
 
 @pytest.mark.parametrize("n", range(2, 10))
 def test_a_forest_on_a_full_mesh_is_as_fast_as_direct(n):
-    """On a full mesh of equal links "forest" moves 2/n of the buffer over each link, as direct does."""
+    """On a full mesh of equal links "forest" moves 2/n of the buffer over each link, as "direct" does."""
     done = counts(planned("forest", names(n), names(n)), 12 * n * n)
     assert done.bytes == dict.fromkeys(itertools.permutations(names(n), 2), 2 * 12 * n * 4)
 
@@ -330,8 +330,8 @@ def test_auto_without_a_topology():
 
 
 def test_auto_on_a_full_mesh_and_a_ring():
-    """On a full mesh with latencies the one round of one_shot is the fastest for small buffers and direct for large
-    ones; on a ring, the schedule with the shortest routes for small buffers and rings for large ones."""
+    """On a full mesh with latencies, "auto" is "one_shot" for small buffers (one round) and "direct" for large ones; on
+    a ring, it takes at most four latencies for a small buffer, and is "ring" for large ones."""
     everyone = names(4)
     mesh, around = Topology.full_mesh(4, 25, 1e-6), Topology.ring(4, 25, 1e-6)
     assert planned_for(mesh, "auto", everyone, everyone, 1000).algorithm == "one_shot"

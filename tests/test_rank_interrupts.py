@@ -33,7 +33,7 @@ def interrupted(rendezvous, started, state):
         comm = member(rendezvous, 60)
         started.ready()
         if state == "waiting" and comm.rank == 0:
-            time.sleep(0.6)  # the others are in the call, and rank 1 is interrupted
+            time.sleep(0.6)  # meanwhile the others wait in the barrier, where rank 1 is interrupted
         if state == "between" and comm.rank == 1:
             time.sleep(5)
         if state == "long":
@@ -108,7 +108,7 @@ class Alarm(Exception):  # noqa: N818
 
 
 def alarmed(rendezvous):
-    """Make many groups; interrupt rank 0 of each at a random moment; after most interruptions it calls again."""
+    """Make many groups; interrupt rank 0 of each at a random moment; after most interruptions rank 0 calls again."""
     shared_memory.SLICE_S = 1e-6  # so that calls spend most of their time in Python
     outcomes = []
     delays = random.Random(rendezvous.rank)
@@ -186,7 +186,7 @@ def twice(rendezvous):
     except PeerLostError as error:
         caught = str(error), Moment().seconds_since(began)
     if comm.rank == 0:
-        time.sleep(3)  # so that the others do not raise because it left
+        time.sleep(3)  # the others must raise because of the interrupt, not because rank 0 left
     comm.close()
     return caught
 

@@ -164,8 +164,8 @@ def skipping(rendezvous):
 
 
 def test_a_skipped_call_is_named():
-    """After a rank skipped a call, each further call raises on all ranks with its number; when the rank has left, the
-    errors of the others name it."""
+    """After a rank skipped a call, each further call raises on all ranks, and the error has the call's number; when the
+    rank has left, the errors of the others name it."""
     found = ranks(3, skipping)
     assert found[0] == found[2]
     assert found[0][:2] == found[1]

@@ -89,7 +89,7 @@ def inputs(op, ranks, draw):
     dtype = oracle.dtype_of(op.dtype)
 
     def random():
-        if op.algorithm is not None:  # other orders of additions must give the same bits
+        if op.algorithm is not None:  # small integers: their sums have the same bits in any order
             return draw.integers(0, 1 << 3, op.size).astype(dtype)
         found = draw.integers(0, 256, op.size * dtype.itemsize).astype(np.uint8)
         if dtype.kind in "fc":
@@ -454,7 +454,7 @@ def copied(op, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_the_least_stages_and_bytes(ranks):
-    """An all-reduce or reduce of p pieces takes p + 2 stages, one of a single round p + 1; nothing is copied twice."""
+    """An all-reduce or reduce of p pieces takes p + 2 stages, a one-round collective p + 1; nothing is copied twice."""
     n, size = ranks, 1 << 20
     pieces = size * 4 // programs.PIECE_BYTES
     nbytes = size * 4

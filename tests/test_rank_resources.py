@@ -40,7 +40,7 @@ def soak(rendezvous):
 
 
 def test_ten_thousand_reductions_leak_nothing():
-    """10,000 reductions of 3,000 shapes change the memory of a rank by less than 1 %, and no other resource."""
+    """10,000 reductions of over 2,000 shapes change the memory of a rank by less than 1 %, and no other resource."""
     for before, after, same in ranks(2, soak, timeout_s=120):
         assert same
         assert abs(after - before) < before / 100, (before, after)

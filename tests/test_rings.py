@@ -98,7 +98,7 @@ COUNTS = [
     (Topology.torus(3, 3), 4),  # the rings use all 36 links
     (Topology.star(6, 450), 1),  # one ring uses all links
     (Topology.machine("dgx-1v"), 6),  # the rings use each direction of all 24 NVLinks
-    (Topology.machine("dgx-1p"), 4),  # the rings use all 32 NVLinks
+    (Topology.machine("dgx-1p"), 4),  # the rings use each direction of all 16 NVLinks
     (Topology.machine("mi100"), 1),  # the links between the two hives have room for only one ring
 ]
 
@@ -172,7 +172,7 @@ def test_the_schedule_of_rings(data, n, packs, first):
 
 @pytest.mark.parametrize("name", ["dgx-1v", "dgx-1p", "dgx-2", "dgx-a100", "hgx-b200", "gb200-nvl72", "pcie-8"])
 def test_rings_reach_the_bound(name):
-    """On these machines the rings use all links, so the rate for large buffers equals the bound of all_reduce."""
+    """On these machines the rate of the rings for large buffers equals the bound of all_reduce."""
     topology = Topology.machine(name)
     schedule = rings(topology, topology.devices)
     assert fluid_rate(schedule, topology) == cr.bound(topology, "all_reduce").algbw

@@ -117,7 +117,7 @@ def test_an_instruction_with_several_tensors_raises():
 @pytest.mark.parametrize(
     "arguments",
     [
-        (2, 2, SLOT, 0.0, 1),  # invalid ranks: 0 <= rank < ranks
+        (2, 2, SLOT, 0.0, 1),  # ranks that do not satisfy 0 <= rank < ranks
         (-1, 2, SLOT, 0.0, 1),
         (0, 0, SLOT, 0.0, 1),  # invalid numbers of ranks
         (0, -3, SLOT, 0.0, 1),
@@ -126,12 +126,12 @@ def test_an_instruction_with_several_tensors_raises():
         (0, 2, SLOT + 4096, 0.0, 1),
         (0, 2, -SLOT, 0.0, 1),
         (0, 2, 1 << 62, 0.0, 1),
-        (0, 2, SLOT, -1.0, 1),  # invalid spin times: 0 <= spin_s < 1
+        (0, 2, SLOT, -1.0, 1),  # spin times that do not satisfy 0 <= spin_s < 1
         (0, 2, SLOT, 5.0, 1),
         (0, 2, SLOT, math.nan, 1),
-        (0, 2, SLOT, 0.0, 0),  # an invalid number of threads, and a missing one
+        (0, 2, SLOT, 0.0, 0),  # the number of threads is 0, then missing
         (0, 2, SLOT, 0.0),
-        ("0", 2, SLOT, 0.0, 1),
+        ("0", 2, SLOT, 0.0, 1),  # a rank that is no integer, and a number of ranks beyond 32 bits
         (0, 2**40, SLOT, 0.0, 1),
     ],
 )

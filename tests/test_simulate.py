@@ -73,7 +73,7 @@ def chain(n, pieces=1):
     return Schedule("broadcast", "chain", names(n), (Chunk(ONE, (0,), tuple(range(n))),), rounds, pieces)
 
 
-# Times that formulas give.
+# Simulated times equal those of formulas.
 
 
 @pytest.mark.parametrize("n", range(2, 10))
@@ -141,7 +141,7 @@ def test_a_star_takes_its_closed_form(n):
 @pytest.mark.parametrize("log", [1, 2, 3, 4])
 def test_full_meshes_take_their_closed_forms(log):
     """On a full mesh of n devices with latency a and bandwidth b, an all-reduce of M bytes takes 2 (a + M / n / b) by
-    direct, and 2 log2(n) a + 2 (n-1) / n M / b by halving and doubling."""
+    the algorithm ``direct``, and 2 log2(n) a + 2 (n-1) / n M / b by ``halving_doubling``."""
     n, share = 2**log, 10**6
     topology = Topology.full_mesh(n, 25, MICRO)
     time = Fraction(share, 25 * GB)
@@ -166,7 +166,7 @@ def test_tensorflows_plan_on_the_dgx_1(topology, overlapped, staged, one):
     assert nbytes / simulate(single, topology, nbytes).seconds == near(one * GB)
 
 
-# An oracle that shares no code with the simulation.
+# Simulations equal those of an oracle that shares no code with them.
 
 
 def slowly(schedule, topology, nbytes, itemsize=1):
@@ -243,7 +243,7 @@ def test_routes_through_named_switches(data, algorithm, ask):
     assert done.seconds == pytest.approx(float(sum(ticks)), rel=1e-9)
 
 
-# The bytes of a run.
+# The simulated bytes are those that a run moves.
 
 
 @settings(max_examples=200)
@@ -414,8 +414,9 @@ def test_bytes_are_a_whole_number(nbytes):
 
 @pytest.mark.parametrize("itemsize", [0, -4, 3, 16, True, 4.0, None])
 def test_elements_are_whole(itemsize):
-    """A number of bytes that is not a multiple of the item size raises an ArgumentError."""
-    with pytest.raises(ArgumentError, match=r"a multiple of itemsize[\s\S]*itemsize="):
+    """A number of bytes that is no multiple of the item size, or an item size that is no integer above 0, raises."""
+    fault = "nbytes must be a multiple of itemsize" if itemsize in (3, 16) else "itemsize must be an integer from 1 to"
+    with pytest.raises(ArgumentError, match=rf"{fault}[\s\S]*given: .*itemsize="):
         simulate(PAIR, Topology.ring(2), 8, itemsize)
 
 
@@ -466,7 +467,7 @@ def test_simulations_are_frozen():
     schedule, topology = ring(names(3)), Topology.ring(3)
     before = schedule.to_json(), topology.to_json()
     done = simulate(schedule, topology, 300)
-    done.bytes.clear()  # a new result, not the cached one
+    done.bytes.clear()  # changes this result, not the cached one
     assert simulate(schedule, topology, 300).bytes
     assert (schedule.to_json(), topology.to_json()) == before
     with pytest.raises(AttributeError, match="cannot assign to field"):

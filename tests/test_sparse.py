@@ -24,7 +24,7 @@ kinds_table = pytest.mark.parametrize(("framework", "kind"), KINDS, indirect=["f
 
 
 def crossed(names, *factors):
-    """Parametrize a test over cases with all pairs of a kind of sparse array and values of further factors."""
+    """Parametrize a test over the cases that ``pairs`` returns for the kinds of sparse arrays and further factors."""
     cases = [(*kind, *others) for kind, *others in pairs(KINDS, *factors)]
     return pytest.mark.parametrize(("framework", "kind", *names), cases, indirect=["framework"])
 

@@ -319,7 +319,7 @@ def test_host_arrays_are_reduced_under_the_strategys_devices(numpy_):
 
 
 def test_wrong_arguments_of_run():
-    """Functions that are not callable, and invalid arguments, are errors."""
+    """A function that is not callable, and invalid args, kwargs, options or trees, raise an ArgumentError."""
     strategy = cr.MirroredStrategy(2)
     with pytest.raises(cr.ArgumentError, match="fn must be a function"):
         strategy.run(5)

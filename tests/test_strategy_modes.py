@@ -74,7 +74,7 @@ def test_second_gradients(torch_):
     xs = leaves(3)
     first, second = cr.MirroredStrategy(3).run(step, args=(cr.PerReplica(xs),))
     for x, a, b in zip(xs, first, second, strict=True):
-        assert a.tolist() == (3 * 3 * x**2).tolist()  # of the sum of three losses, one per replica, which all equal y
+        assert a.tolist() == (3 * 3 * x**2).tolist()  # 3 losses, all equal to y, are summed
         assert b.tolist() == (3 * 3 * 2 * x).tolist()
 
 

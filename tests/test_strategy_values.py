@@ -79,7 +79,7 @@ def test_reduce_of_a_single_array():
     assert cr.MirroredStrategy(1).reduce("sum", x) is x
     with pytest.raises(cr.ArgumentError, match="not a known reduction"):
         strategy.reduce("avg", cr.PerReplica([1, 2, 3]))
-    with pytest.raises(cr.ArgumentError, match="axis must be None or an axis of a dense value"):
+    with pytest.raises(cr.ArgumentError, match="axis must be None or an axis of the value"):
         strategy.reduce("sum", cr.PerReplica([x] * 3), axis=1)
     assert strategy.reduce("sum", cr.PerReplica([x] * 3), axis=np.int64(0)) == 9
     with pytest.raises(cr.MismatchError, match="differ in shape or dtype") as caught:

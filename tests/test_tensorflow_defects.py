@@ -1,8 +1,8 @@
 """The ops of ``crossreduce.tensorflow`` do not have the defects D1 to D17 of TensorFlow's (docs/contract.md), and wrong
 calls raise errors.
 
-Each defect has a test that names it, except for D2, D12 (test_tensorflow_ops.py: test_reduction_and_broadcast), D7 and
-D16, which are in code of TensorFlow that calls no op.
+Each defect has a test that names it: D2 and D12 in test_tensorflow_ops.py (test_reduction_and_broadcast), the others
+here, except for D7 and D16, which are in code of TensorFlow that calls no op.
 """
 
 import numpy as np
@@ -93,7 +93,7 @@ def test_d9_the_reduction_is_checked(op, n):
 
 
 def test_d10_mirrored_values_are_summed():
-    """D10: the components of a Mirrored are summed like those of a PerReplica, by both calls."""
+    """D10: the components of a Mirrored are summed like those of a PerReplica, by reduce and batch_reduce."""
     value = per_replica([5.0, 5.0], wrap=Mirrored)
     assert float(SMALL.reduce(SUM, value, "CPU:0")) == 10.0
     assert float(SMALL.batch_reduce(SUM, [(value, value)])[0].values[1]) == 10.0
@@ -110,7 +110,7 @@ def test_d11_the_rest_of_the_batch_has_no_effect(mode):
 
 
 def test_d13_two_replicas_on_one_device():
-    """D13: two replicas on one device are both summed; a device name receives one tensor, the value itself two."""
+    """D13: two replicas on one device are both summed; on a device name the result is one tensor, on the value two."""
     value = PerReplica([on(0, 1.0), on(0, 2.0)])
     for call in (
         lambda where: SMALL.reduce(SUM, value, where),

@@ -1,7 +1,8 @@
 """The ops of ``crossreduce.tensorflow``, called as ``tf.distribute`` calls them: all kinds of values and destinations.
 
 The assertions of TensorFlow's own tests of its ops (cross_device_ops_test.py: reduction and broadcast over all kinds of
-destinations, IndexedSlices) are repeated here for crossreduce, on 1 to 9 devices, eagerly and in functions.
+destinations, IndexedSlices) are repeated here for crossreduce, on 1 to 9 devices, eagerly and in functions. D1
+to D17 are the defects of TensorFlow that docs/contract.md lists.
 """
 
 import copy
@@ -228,7 +229,7 @@ def test_variables_are_read():
         )
     strategy.run(
         lambda: on_read.assign_add(1.0)
-    )  # 2 on each replica; 1 on the others if only the first replica has the initial value
+    )  # each component is now 2, or 1 if TensorFlow gave the initial value to the first component only
     total = sum(float(x) for x in on_read.values)
     for mode in MODES:
         made = outcomes(mode, lambda: SMALL.batch_reduce(SUM, [(mirrored, mirrored), (on_read, on_read)]))
@@ -402,7 +403,7 @@ def test_a_subclass_may_override_an_implementation():
 
 
 def test_eager_batches_run_in_the_host_engine(monkeypatch):
-    """The host engine reduces eager tensors into one array that all results share, but no tensors on a GradientTape."""
+    """The host engine reduces eager tensors into one array that all results share, but none that a tape records."""
     runs = []
     run = HostExecutable.run
     monkeypatch.setattr(HostExecutable, "run", lambda *args: runs.append(1) or run(*args))

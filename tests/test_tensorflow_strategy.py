@@ -128,7 +128,7 @@ def test_all_reduce_of_mixed_kinds(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_reductions_by_the_strategy_itself_still_work(mode):
-    """A strategy with crossreduce's op still reduces int32, Python numbers and host values itself (D6, D7)."""
+    """A strategy with crossreduce's op reduces int32, numbers and host values itself (D6, D7 in docs/contract.md)."""
     strategy = strategy_of(3)
 
     def step():

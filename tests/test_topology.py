@@ -160,7 +160,10 @@ A, B, C = names(3)
         (lambda: Topology((A, B), (Link(A, A, 1),)), r"two different nodes[\s\S]*cpu:0 -> cpu:0"),
         (lambda: Topology((A, B), (Link(A, C, 1),)), r"nodes of the topology[\s\S]*cpu:0 -> cpu:2"),
         (lambda: Topology((A, B), (Link(A, B, 0),)), r"must have a bandwidth above 0[\s\S]*cpu:0 -> cpu:1, 0 GB/s"),
-        (lambda: Topology((A, B), (Link(A, B, 1), Link("CPU:0", "CPU:1", 2))), r"only once[\s\S]*one link with the sum"),
+        (
+            lambda: Topology((A, B), (Link(A, B, 1), Link("CPU:0", "CPU:1", 2))),
+            r"only once[\s\S]*one link with the sum",
+        ),
         (lambda: Topology((A, B), (Link(A, B, -1),)), r"a number of GB/s[\s\S]*given: -1"),
         (lambda: Topology.from_matrix([[0, 1], [1]]), r"must be square[\s\S]*2 rows of \[1, 2\] entries"),
         (lambda: Topology.from_matrix([[0, 1, 2], [1, 0, 2]]), "must be square"),

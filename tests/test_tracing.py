@@ -182,7 +182,7 @@ def test_arrays_on_devices_inside_a_tf_function(tensorflow_, ops):
 
 
 def test_xla_compiles_tf(tensorflow_):
-    """A tf.function with jit_compile has the same results."""
+    """A tf.function with jit_compile=True returns the right sum on every replica."""
     xs = digits(3, (4,))
 
     @tensorflow_.tf.function(jit_compile=True)

@@ -1,5 +1,5 @@
-"""Trees that share the links: packed trees, and the arcs that replace switches, respect all capacities, and all trees
-that fit before still fit."""
+"""Trees that share the links: packed trees, and the arcs that replace switches, respect all capacities, and replacing
+the switches leaves room for the same trees."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -108,7 +108,7 @@ def test_trees_are_packed_if_the_condition_holds(case, thorough):
     arcs, roots, n = case
     wider = ({arc: factor * units for arc, units in arcs.items()} for factor in range(1, sum(roots.values()) + 1))
     arcs = next((scaled for scaled in wider if all_reached(scaled, roots, range(n), n)), None)
-    assume(arcs)  # None: no factor suffices, since a root does not reach a node
+    assume(arcs)  # ``arcs`` is None if a root does not reach a node, whatever the factor
     with patch.object(packing, "_all_at_once", return_value=None) if thorough else nullcontext():
         check_trees(pack_trees(arcs, roots, n), arcs, roots, n)
 

@@ -247,7 +247,7 @@ def custom(n, *rounds, sources=None, destinations=None):
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
-        # doubled: 1 is added in round 0 and again in round 1
+        # doubled: the contribution of device 1 is added in round 0 and again in round 1
         (
             custom(2, [(0, 0, (0, 1))], [(0, 0, (0, 1))], [(0, 1, (0,))]),
             r"round 1, step 0 \(chunk 0: cpu:0 <- cpu:0 \+ cpu:1\) adds the contribution of device cpu:1 a second time",

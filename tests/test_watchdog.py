@@ -61,7 +61,7 @@ def _no_threads():
 
 @pytest.mark.parametrize("error", [None, TimeoutError("late"), ConnectionError("gone")])
 def test_a_wait_is_recorded_until_it_ends(error):
-    """Messages are passed on unchanged; the rank of a wait is recorded until the message completes or fails."""
+    """Messages are passed on unchanged; the rank that a wait is for is recorded until the wait completes or fails."""
     checker = Checker()
     transport, watched = checker.transport, checker.watched
     sent, received = watched.send(1, 2, 3, 4), watched.receive(5, 6, 7, 8)

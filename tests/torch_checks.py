@@ -241,7 +241,7 @@ def all_to_all_forms(c):
     wrong = [1] * n
     raises(
         ValueError,
-        "another number of elements",
+        "another number of rows",
         dist.all_to_all_single,
         torch.empty(n),
         torch.empty(n + n),

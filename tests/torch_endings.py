@@ -29,7 +29,7 @@ def total():
 
 
 def without_destroy(folder):
-    """End after an op without destroying the groups, whose threads wait for further ops."""
+    """The process ends without destroying the groups, whose threads wait for further ops."""
     begin(folder)
     other = dist.new_group()
     total()
@@ -37,7 +37,7 @@ def without_destroy(folder):
 
 
 def unfinished(folder):
-    """End while an op waits for ranks that do not take part."""
+    """Rank 0 ends while its all-reduce waits for other ranks, which make no call."""
     begin(folder)
     total()
     if RANK == 0:
@@ -48,7 +48,7 @@ def unfinished(folder):
 
 
 def unfinished_in_gloo(folder):
-    """Groups end while gloo executes an op that other ranks do not execute: it fails, and the group's thread ends."""
+    """Groups of rank 0 end while gloo waits for ranks that do not execute the op: the op fails, and the thread ends."""
     from crossreduce import PeerLostError
     from crossreduce.torch import collectives
 
@@ -72,7 +72,7 @@ def unfinished_in_gloo(folder):
 
 
 def ends_during_gloo(folder):
-    """End while ops of gloo wait for a late rank; when an op completes, gloo holds no reference to its tensor."""
+    """End all ranks while gloo waits for a late one; when an op completes, gloo holds no reference to its tensor."""
     from crossreduce.torch import collectives
 
     def watched(run, tensors, options):
@@ -91,7 +91,7 @@ def ends_during_gloo(folder):
 
 
 def left_by_one_rank(folder):
-    """Rank 0 ends during an op; rank 1, which waits for it, raises long before its timeout."""
+    """Rank 0 ends during its all-reduce; rank 1, which waits for it, raises long before its timeout."""
     begin(folder, 300)
     total()
     begun = time.monotonic()

@@ -158,9 +158,9 @@ def unsupported_calls(c):
         TypeError, "ranks cannot compute the mean of integers", dist.all_reduce, torch.ones(3, dtype=torch.int64), AVG
     )
     raises(TypeError, "mean of bools", dist.all_reduce, torch.ones(3, dtype=torch.bool), AVG)
-    raises(ValueError, "their sizes do not match", dist.all_gather_into_tensor, torch.empty(5), torch.empty(7))
-    raises(ValueError, "their sizes do not match", dist.all_gather, [torch.empty(5)], torch.empty(5))
-    raises(ValueError, "their sizes do not match", dist.all_to_all, [], [])
+    raises(ValueError, "do not match in number or size", dist.all_gather_into_tensor, torch.empty(5), torch.empty(7))
+    raises(ValueError, "do not match in number or size", dist.all_gather, [torch.empty(5)], torch.empty(5))
+    raises(ValueError, "do not match in number or size", dist.all_to_all, [], [])
     raises(TypeError, "dist.new_group", dist.group.WORLD.split_group, [0])
     work = dist.all_reduce(torch.ones(3, dtype=torch.int32), AVG, async_op=True)
     future = work.get_future()
@@ -184,7 +184,7 @@ def mismatch(c):
     raises(MismatchError, "rank 1", dist.all_reduce, sparse if c.rank == 1 else sparse.to_dense())
     moved_as_bytes = torch.float8_e5m2 if c.rank == 1 else torch.float8_e4m3fn
     raises(MismatchError, "rank 1", dist.broadcast, torch.ones(3).to(moved_as_bytes), 0)
-    shape = tuple(range(2, 2 + c.size))  # rank 1: the sizes of all tensors; other ranks: the shape of their own
+    shape = tuple(range(2, 2 + c.size))  # rank 1: the sizes of its outputs; other ranks: the shape of their input
     sizes = shape if c.rank == 1 else [torch.Size(shape).numel()] * c.size
     x = torch.ones(sizes[c.rank] if c.rank == 1 else shape)
     raises(MismatchError, "rank 1", dist.all_gather, [torch.empty(size).reshape(-1) for size in sizes], x)

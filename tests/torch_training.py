@@ -118,7 +118,7 @@ def ddp_accumulates_and_joins(c):
 
 @check
 def hook(c):
-    """The hook reduces the gradients of DDP on gloo, for every kind of state, and inside torch's own hooks."""
+    """all_reduce_hook reduces the gradients of DDP on gloo, with every kind of state, and inside a hook of torch."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 
     gloo = dist.new_group(backend="gloo")
@@ -158,7 +158,7 @@ def hook_that_reduces_in_callbacks(c):
 
 @check
 def hook_after_another(c):
-    """An earlier hook runs first, and the value of its future is reduced."""
+    """A HookState's hook ``before`` runs first, and the value of its future is reduced."""
     gloo = dist.new_group(backend="gloo")
     seen = []
 

@@ -24,7 +24,7 @@ SIZES = (1, 0, 7, 1 << 16, 3 << 20, 64)
 
 
 def messages_arrive_in_order(transport, rendezvous):
-    """Messages of one tag between two ranks arrive in order and unchanged; tags and ranks are independent."""
+    """Messages of one tag between two ranks arrive in order and unchanged, beside those of other tags and ranks."""
     me, others = rendezvous.rank, [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
     for first in ("send", "receive"):
         received, sent, pending = [], [], []

@@ -16,8 +16,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def unconverted(function: Function) -> Function:
     """Mark a function, and the functions that it calls, so that AutoGraph does not rewrite them.
 
-    TensorFlow does not have to be installed. Source: tf.autograph.experimental.do_not_convert sets this attribute
-    (``do_not_convert`` in tensorflow/python/autograph/impl/api.py).
+    TensorFlow does not have to be installed. Source: tf.autograph.experimental.do_not_convert sets the same
+    attribute (``do_not_convert`` in tensorflow/python/autograph/impl/api.py).
     """
     function.autograph_info__ = {}  # type: ignore[attr-defined]
     return function

@@ -73,7 +73,7 @@ class CrossDeviceOps:
           reduce_op: a ``ReduceOp`` or its name.
           per_replica_value: ``PerReplica`` or ``Mirrored``; a single array is the value of one replica.
           destinations: distributed values (their devices), a device's name, or an array, variable or parameter (its
-            device). It is never written.
+            device). They only name devices: arrays among them are not written.
           options: hints for this call.
           out: arrays to write the result into, one per destination, in their order: NumPy arrays or torch tensors with
             the result's shape and dtype, writable and contiguous in C order. They may be the value's own components
@@ -120,7 +120,7 @@ class CrossDeviceOps:
         *,
         out: Iterable[DistributedValues] | None = None,
     ) -> list[Mirrored]:
-        """Reduce several values, each to its own destinations; tensors may share packs.
+        """Reduce several values, each to its own destinations; several tensors may be reduced together.
 
         Args:
           reduce_op: a ``ReduceOp`` or its name.
@@ -418,7 +418,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
         return broadcast_array(tensor, destinations, self._planner(read_options(None)), self._topology)
 
     def _planner(self, options: CommunicationOptions) -> str:
-        """Return the algorithm to plan with: the op's, or that of the options if the op has "auto" or "nccl"."""
+        """Return the op's algorithm, or that of the options if it is "auto" or "nccl"; "auto" instead of "nccl"."""
         chosen = options.implementation if self._algorithm in ("auto", "nccl") else self._algorithm
         if chosen == "nccl" or (chosen == "auto" and self._algorithm == "nccl"):
             log_once('"nccl" plans "auto": this release has no binding to NCCL')

@@ -102,7 +102,7 @@ class PeerLostError(_RanksError, ConnectionError):
 
 
 class BackendError(ReductionError, ImportError):
-    """A framework, a library or a feature of the system or build is required that does not exist here."""
+    """A call requires a framework, a library or a feature of the system or of this build that does not exist here."""
 
 
 def message(problem: str, given: str = "", remedy: str = "") -> str:

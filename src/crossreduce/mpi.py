@@ -1,6 +1,6 @@
-"""NumPy arrays among the ranks of an MPI communicator: ``mpiexec -n 8 python script.py``.
+"""Collectives of NumPy arrays among the ranks of an MPI communicator: ``mpiexec -n 8 python script.py``.
 
-Input: an mpi4py communicator, and arrays. Output: reduced arrays. The ranks of a host reduce through shared memory. MPI
+Input: an mpi4py communicator, and arrays. Output: arrays. The ranks of a host reduce through shared memory. MPI
 connects the processes and carries messages between hosts. If there are several hosts, gather, all-gather, scatter and
 all-to-all are calls of MPI. mpi4py is imported when a group is joined, not before.
 """
@@ -32,7 +32,7 @@ def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> 
       name: the group's name in messages.
     Raises:
       BackendError: mpi4py, an MPI or the compiled kernels are missing.
-      ArgumentError: ``comm`` is not an intracommunicator.
+      ArgumentError: ``comm`` is not an intracommunicator, or ``timeout_s`` is not above 0.
 
     Example, for ``mpiexec -n 8 python script.py``::
 
@@ -156,10 +156,9 @@ class MpiGroup:
         if self.rank == root:
             given = self._require_rows(_readable(x))
             if given.shape[1:] != result.shape or given.dtype != result.dtype:
-                problem = (
-                    "scatter requires an array with one row per rank; each row must have the shape and dtype of out."
-                )
-                raise ArgumentError.of(problem, f"{given.dtype}{given.shape} to {result.dtype}{result.shape}")
+                sizes = f"x {given.dtype}{given.shape}, out {result.dtype}{result.shape}"
+                remedy = f"x of {result.dtype} and shape {(self.size, *result.shape)}"
+                raise ArgumentError.of("each row of x must have the shape and dtype of out.", sizes, remedy)
             given, _ = _with_result(given, result.shape, result)
         if self._runs_in_mpi("scatter", result, root):
             self._finish(self._comm.Iscatter(None if given is None else _bytes(given), _bytes(result), root))
@@ -249,9 +248,12 @@ def _with_result(given: Array, shape: tuple[int, ...], out: Array | None) -> tup
         return given, np.empty(shape, given.dtype)
     fits = isinstance(out, np.ndarray) and out.shape == shape and out.dtype == given.dtype
     if not fits or not out.flags.c_contiguous or not out.flags.writeable:
-        what = f"{out.dtype}{out.shape}" if isinstance(out, np.ndarray) else shown(out)
-        problem = f"out must be a writable array in C order, of {given.dtype} and shape {shape}."
-        raise ArgumentError.of(problem, what, "out=None")
+        what = shown(out)
+        if isinstance(out, np.ndarray):
+            what = f"{out.dtype}{out.shape}" + ", read-only" * (not out.flags.writeable)
+            what += ", not in C order" * (not out.flags.c_contiguous)
+        problem = f"out must be a writable NumPy array in C order, of {given.dtype} and shape {shape}."
+        raise ArgumentError.of(problem, what, f'out=numpy.empty({shape}, "{given.dtype}")')
     in_place = given.ctypes.data == out.ctypes.data and given.nbytes == out.nbytes
     return given if in_place or not np.may_share_memory(given, out) else given.copy(), out
 

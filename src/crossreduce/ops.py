@@ -15,7 +15,7 @@ from .errors import ArgumentError, UnsupportedError, shown
 class ReduceOp(enum.Enum):
     """An elementwise reduction of the components of a per-replica value.
 
-    Names are accepted in any case:
+    Names are accepted in upper and lower case:
 
     >>> ReduceOp("Mean") is ReduceOp.MEAN
     True
@@ -36,7 +36,7 @@ class ReduceOp(enum.Enum):
                 if member.value == value.lower():
                     return member
         remedy = "one of " + ", ".join(f'"{member.value}"' for member in cls) + ", or a ReduceOp"
-        if type(value).__module__.startswith("tensorflow."):  # tf.distribute passes its op to any cross_device_ops
+        if type(value).__module__.startswith("tensorflow."):  # tf.distribute passes its ReduceOp to cross_device_ops
             remedy += "; as cross_device_ops of a tf.distribute.Strategy, crossreduce.tensorflow's op of the same name"
         raise ArgumentError.of("this is not a known reduction.", shown(value), remedy)
 
@@ -68,13 +68,13 @@ ELEMENTWISE: Final = {
     ReduceOp.MAX: "maximum",
     ReduceOp.PRODUCT: "multiply",
 }
-"""The function that combines two arrays, by its name in NumPy, torch and jax.numpy. All of them propagate NaN."""
+"""For each op, the name of the function of NumPy, torch and jax.numpy that combines two arrays; all propagate NaN."""
 
 ALONG_AXIS: Final = {"add": "sum", "minimum": "amin", "maximum": "amax", "multiply": "prod"}
-"""The function that combines an array along an axis, by the name of the elementwise function."""
+"""For the name of each elementwise function, that of the function that combines an array along an axis."""
 
 KERNEL_OPS: Final = {op: "sum" if op is ReduceOp.MEAN else op.value for op in ReduceOp}
-"""The op that combines two values, as the kernels name it: a mean is a sum that is divided at the end."""
+"""For each op, the kernels' name of the op that combines two values: a mean is a sum that is divided at the end."""
 
 
 def copying(dtype: str) -> Numbers:

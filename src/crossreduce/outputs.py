@@ -24,12 +24,15 @@ def check_outs(out: Any, size: int) -> list[DistributedValues]:
     Raises:
       ArgumentError: ``out`` is not a list of one ``PerReplica`` or ``Mirrored`` per pair.
     """
+    given = ""
     if isinstance(out, Iterable) and not isinstance(out, (DistributedValues, str, bytes, dict)):
         outs = list(out)
-        if len(outs) == size and all(isinstance(x, DistributedValues) for x in outs):
+        wrong = [f"{shown(x)} as element {k}" for k, x in enumerate(outs) if not isinstance(x, DistributedValues)]
+        if len(outs) == size and not wrong:
             return outs
-    given = f"{shown(out)} for {size} pairs"
-    raise ArgumentError.of("out must have one PerReplica or Mirrored for each pair.", given, "[value, ...]")
+        given = wrong[0] if len(outs) == size else f"{len(outs)} elements"
+    problem = "out must have one PerReplica or Mirrored for each pair."
+    raise ArgumentError.of(problem, f"{given or shown(out)}, for {size} pairs", "out=[value, ...]")
 
 
 def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> DistributedValues:
@@ -52,8 +55,9 @@ def check_out(out: Any, value: Checked, destinations: tuple[str, ...]) -> Distri
     if framework.uniform(out.values) != spec:
         found = [(framework_of(x), x, device) for x, device in zip(out.values, destinations, strict=True)]
         specs = [(of.name, of.spec(of.writable_array(x, device))) for of, x, device in found]
-        if any(each != (framework.name, spec) for each in specs):
-            given = "; ".join(f"{name} {spec}" for name, spec in specs)
+        wrong = [(k, *each) for k, each in enumerate(specs) if each != (framework.name, spec)]
+        if wrong:
+            given = "; ".join(f"component {k} of out: {name} {found_spec}" for k, name, found_spec in wrong)
             remedy = f"arrays that are {framework.name} {spec}"
             if spec.dtype != value.spec.dtype:
                 remedy += f", the dtype of the {value.op.value if value.op else 'result'} of {value.spec.dtype}"

@@ -1,7 +1,7 @@
-"""From the shapes of tensors to flat buffers, and back.
+"""Pack tensors into flat buffers, and return the parts of a buffer that belong to each tensor.
 
 Input: the specs of a batch, and the packing options. Output: ``Buffer``s, which give the position of each tensor; the
-frameworks join and cut arrays accordingly. Layouts depend on shapes only, so they are made once for each kind of batch.
+frameworks join and cut arrays accordingly. Layouts do not depend on values, so they are made once per kind of batch.
 
 A batch is packed in one of two ways, and dtypes never mix:
 
@@ -162,5 +162,7 @@ def _buffer(specs: tuple[TensorSpec, ...], tensors: list[int], packing: Packing,
     if packs > MOST_PACKS:
         problem = f"{start} elements of {dtype} would be cut into {packs} packs; {MOST_PACKS} is the most."
         given = f"num_packs={packing.num_packs}, bytes_per_pack={packing.bytes_per_pack}"
-        raise ArgumentError.of(problem, given, "fewer packs, or more bytes per pack")
+        least = -(-start // MOST_PACKS) * itemsize(dtype)
+        remedy = f"num_packs of at most {MOST_PACKS}, and bytes_per_pack of 0 or at least {least}"
+        raise ArgumentError.of(problem, given, remedy)
     return Buffer(dtype, start, tuple(spans), packs, first)

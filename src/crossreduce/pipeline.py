@@ -80,7 +80,7 @@ def reduce_batch(
 
 
 def reduce_to_one(jobs: Sequence[Job], root: str | None) -> list[Mirrored]:
-    """Reduce each value on the root, or else on its first destination."""
+    """Reduce each value on the device ``root``; ``None``: on the value's first destination."""
     by_root: dict[str, list[int]] = {}
     for number, (_, destinations) in enumerate(jobs):
         by_root.setdefault(root or destinations[0], []).append(number)

@@ -63,7 +63,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
           reduce_op: ``tf.distribute.ReduceOp``, ``crossreduce.ReduceOp`` or the name of one.
           per_replica_value: a ``tf.distribute.DistributedValues``; or a value that ``tf.convert_to_tensor`` accepts,
             which counts as the value of one replica.
-          destinations: a ``tf.distribute.DistributedValues``, tensor, variable or device name. It is never written.
+          destinations: a ``tf.distribute.DistributedValues``, tensor, variable or device name; only the devices count.
           options: ``tf.distribute.experimental.CommunicationOptions``, of which only ``bytes_per_pack`` has an effect;
             or ``crossreduce.CommunicationOptions``.
         Returns:

@@ -130,8 +130,9 @@ def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]
     """Return the arrays that each leaf's results are written into."""
     given = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
     replicas = len(pairs[0][0]) if pairs else len(given)
-    if hasattr(out, "shape") or len(given) != replicas:
-        raise ArgumentError.of("out must be a list of one tree per replica.", shown(out), f"a list of {replicas} trees")
+    if hasattr(out, "shape") or not given or len(given) != replicas:
+        got = f"a {type(out).__name__} of {len(given)}" if given and not hasattr(out, "shape") else shown(out)
+        raise ArgumentError.of("out must be a list of one tree per replica.", got, f"a list of {replicas} trees")
     leaves, found = flatten_trees(given)
     if found != structure:
         each = f"replicas: {_outline([found, structure], 1)}; out: {_outline([structure, found], 1)}"

@@ -233,7 +233,8 @@ def check_result(result: Any, destinations: tuple[str, ...], method: str) -> Mir
     if isinstance(result, Mirrored) and result.devices == destinations:
         return result
     problem = f"{method} must return a Mirrored on the destinations."
-    raise UnsupportedError.of(problem, shown(result), f"Mirrored([...], devices={list(destinations)})")
+    given = f"a Mirrored on {list(result.devices)}" if isinstance(result, Mirrored) else shown(result)
+    raise UnsupportedError.of(problem, given, f"Mirrored([...], devices={list(destinations)})")
 
 
 def check_results(results: Any, destinations: list[tuple[str, ...]], ops: str) -> list[Mirrored]:
@@ -244,7 +245,8 @@ def check_results(results: Any, destinations: list[tuple[str, ...]], ops: str) -
     """
     if not isinstance(results, list) or len(results) != len(destinations):
         problem = f"{ops}.batch_reduce_implementation must return a list of one Mirrored per pair."
-        raise UnsupportedError.of(problem, f"{shown(results)} for {len(destinations)} pairs")
+        given = f"a list of {len(results)}" if isinstance(results, list) else shown(results)
+        raise UnsupportedError.of(problem, f"{given} for {len(destinations)} pairs", "[Mirrored([...], devices=[...])]")
     return [
         result
         if type(result) is Mirrored and result.devices == devices
@@ -282,16 +284,20 @@ def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: 
     """Check sparse components against each other and against dense ones, and return their common spec."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         problem = "sparse values can only be reduced by sum or mean."
-        given = f"{shown(op)} of {describe(value.values[0])}"
+        sparse_at = next(k for k, x in enumerate(arrays) if isinstance(x, Sparse))
+        given = f"{op.value} of {describe(value.values[sparse_at])}"
         raise UnsupportedError.of(problem, given, '"sum" or "mean", or make them dense first')
     sparse = [x for x in arrays if isinstance(x, Sparse)]
     specs = [_dense_spec(framework, x) for x in arrays]
     spec = _common(specs)
     if spec is None or len({(x.kind, len(x.indices.shape), *x.indices.shape[1:]) for x in sparse}) > 1:
-        kinds = [x.kind if isinstance(x, Sparse) else "dense" for x in arrays]
+        kinds = [
+            f"{x.kind}, sparse axes: {(*x.indices.shape, 1)[1]}" if isinstance(x, Sparse) else "dense" for x in arrays
+        ]
         found = [f"{spec}, {kind}" for spec, kind in zip(specs, kinds, strict=True)]
         which = "sparse" if len(sparse) == len(arrays) else "sparse and dense"
-        raise _mismatch(value, f"are {which} arrays that differ in shape, dtype or sparse format", found)
+        problem = f"are {which} arrays that differ in shape, dtype or sparse format"
+        raise _mismatch(value, problem, found, "shape, dtype and sparse format")
     return framework.spec(sparse[0].values) if len(sparse) == len(arrays) else spec
 
 
@@ -312,17 +318,18 @@ def _check_gather(checked: Checked, axis: Any) -> None:
         require_dtype(spec.dtype)
     ndim = len(specs[0].shape)
     try:
-        number = operator.index(axis)
+        number = None if isinstance(axis, bool) else operator.index(axis)
     except TypeError:
-        number = ndim
-    if not -ndim <= number < ndim or isinstance(axis, bool):
-        problem = "the components do not have this axis."
+        number = None
+    if number is None or not -ndim <= number < ndim:
+        problem = "axis must be an integer." if number is None else "the components do not have this axis."
         remedy = f"an axis from {-ndim} to {ndim - 1}" if ndim else "components with one axis: x.reshape(1), axis=0"
         raise ArgumentError.of(problem, f"axis={axis!r}, components such as {specs[0]}", remedy)
     checked.axis = number % ndim
     others = [spec._replace(shape=spec.shape[: checked.axis] + spec.shape[checked.axis + 1 :]) for spec in specs]
     if _common(others) is None or any(len(spec.shape) != ndim for spec in specs):
-        raise _mismatch(checked, f"differ in dtype, or in an axis other than {checked.axis}", specs)
+        same = f"dtype, and the same shape except along axis {checked.axis},"
+        raise _mismatch(checked, f"differ in dtype, or in an axis other than {checked.axis}", specs, same)
     checked.spec = specs[0]
     framework, dtype = checked.framework, checked.spec.dtype
     if any(isinstance(x, Sparse) for x in checked.arrays):
@@ -334,11 +341,11 @@ def _check_gather(checked: Checked, axis: Any) -> None:
         ]
 
 
-def _mismatch(value: PerReplica, problem: str, found: Iterable[object]) -> MismatchError:
+def _mismatch(
+    value: PerReplica, problem: str, found: Iterable[object], same: str = "framework, dtype and shape"
+) -> MismatchError:
     each = "; ".join(
         f"replica {number} on {device}: {text}"
         for number, (device, text) in enumerate(zip(value.devices, found, strict=True))
     )
-    return MismatchError.of(
-        f"the replicas of one value {problem}.", each, "the same framework, dtype and shape on all replicas"
-    )
+    return MismatchError.of(f"the replicas of one value {problem}.", each, f"the same {same} on all replicas")

@@ -30,14 +30,14 @@ class TensorSpec(NamedTuple):
 class IndexedSlices:
     """A sparse array: ``values[k]`` is row ``indices[k]`` of an array that is zero elsewhere.
 
-    Rows that are listed twice are added, as in TensorFlow's class of this name.
+    Slices with the same index are summed, as in TensorFlow's class of this name.
 
     Args:
       values: shape ``(k, *rest)``, any framework.
       indices: integers, shape ``(k,)``, of the same framework.
       dense_shape: the shape of the dense array, ``(rows, *rest)``; ``None`` if it is not known.
     Raises:
-      ArgumentError: the shapes do not agree.
+      ArgumentError: the shapes do not agree, or an argument is invalid.
 
     >>> IndexedSlices([[1.0, 2.0]], [3], dense_shape=(5, 2))
     IndexedSlices(values=float64[1, 2], indices=int64[1], dense_shape=(5, 2))
@@ -174,7 +174,7 @@ class Mirrored(DistributedValues):
 
 
 def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
-    """Return canonical names.
+    """Return the canonical names of a list of devices.
 
     Raises:
       ArgumentError: ``devices`` is not a list of names, or a device is listed twice.
@@ -188,7 +188,9 @@ def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
         twice = sorted({name for name in names if names.count(name) > 1})
         listed = f"{', '.join(twice)} {'is' if len(twice) == 1 else 'are'} listed more than once"
         problem = f"each device may be listed only once: {listed}."
-        remedy = f'logical devices of the same physical device, such as "{twice[0].split("#")[0]}#1"'
+        physical = twice[0].split("#")[0]
+        free = next(name for k in range(1, len(names) + 1) if (name := f"{physical}#{k}") not in names)
+        remedy = f'logical devices of the same physical device, such as "{free}"'
         raise ArgumentError.of(problem, ", ".join(str(name) for name in given), remedy)
     return names
 
@@ -204,14 +206,14 @@ def locate(array: object) -> str | None:
     try:
         place = array.device  # type: ignore[attr-defined]
     except Exception:  # noqa: BLE001 - JAX's tracers raise their own kind of error
-        # Tracers of grad and vmap, and JAX's sparse arrays, contain an array that has a device.
         if type(array).__module__.partition(".")[0] == "numpy":  # arrays of NumPy 1 have no such attribute
             return "cpu"
+        # Tracers of grad and vmap, and JAX's sparse arrays, contain an array that has a device.
         inner = next((getattr(array, name) for name in ("data", "primal", "val") if hasattr(array, name)), None)
         return None if inner is None else locate(inner)
     if type(place) is str:
         return place or None
-    if str(place) == "meta":  # torch's tensors without elements have no device; frameworks/torch.py refuses them
+    if str(place) == "meta":  # torch's tensors without data; frameworks/torch.py refuses them
         return None
     if hasattr(place, "platform") and hasattr(place, "id"):
         return f"{place.platform}:{place.id}"
@@ -273,7 +275,8 @@ def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
     except TypeError:
         shape = (-1,)
     if min(shape, default=0) < 0:
-        raise ArgumentError.of("dense_shape must contain whole numbers, 0 or more.", shown(sizes), "(rows, ...)")
+        problem = "dense_shape must be a tuple of whole numbers, each 0 or more."
+        raise ArgumentError.of(problem, shown(sizes), "a tuple such as (5, 2)")
     return shape
 
 
@@ -286,4 +289,4 @@ def _array(value: Any, dtype: str | None = None) -> Any:
         return numpy.asarray(value, dtype)
     except ValueError as error:
         problem = "IndexedSlices must contain arrays, or lists that NumPy can convert to arrays."
-        raise ArgumentError.of(problem, shown(value), "numpy.array(...)") from error
+        raise ArgumentError.of(problem, shown(value), "rows of equal lengths: [[1.0, 2.0], [3.0, 4.0]]") from error

@@ -36,7 +36,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
                 raise
             _stop(f"the command line needs {missing}, which is not installed.  try: pip install 'crossreduce[cli]'")
         except OSError as error:
-            _stop(f"{error.strerror or error}.  try: another file, or make room")
+            _stop(f"{error.strerror or error}.  try: another file, or free space on the disk")
         except MemoryError:
             _stop("there is not enough memory for this.  try: smaller sizes or fewer devices")
         except KeyboardInterrupt:
@@ -52,7 +52,7 @@ def _stop(text: str) -> NoReturn:
 # Signals that end a command raise an exception in the main thread. Some code drops exceptions: Python in callbacks of
 # weak references, of which every import has one, and in ``__del__``; Cython while it initialises a module. Without a
 # remedy, 1 in 70 runs that were terminated during their imports continued. So a weak reference to the exception reports
-# when it is freed; if that is within the block, a new one is raised after this time.
+# when it is freed; if the block of ``ending_signals`` has not ended by then, a new one is raised after this time.
 _AGAIN_S: Final = 0.01
 
 
@@ -94,7 +94,7 @@ def ending_signals() -> Iterator[None]:
 
     hook, sys.unraisablehook = sys.unraisablehook, report
     replace(signal.SIGTERM, raise_error)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # not under nohup, which disables the signal
         replace(signal.SIGHUP, raise_error)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         replace(signal.SIGINT, raise_error)

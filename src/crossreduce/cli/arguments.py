@@ -53,17 +53,18 @@ def read_device_list(option: str, text: str) -> tuple[str, ...]:
     """
     if re.fullmatch(r"[+-]?[0-9]+", text.strip()):
         count = at_least(1, option, int(text))
-        if count <= MAX_DEVICES:
-            return host_devices(count)
-    else:
-        try:
-            names = read_devices([name.strip() for name in text.split(",")])
-        except ArgumentError as error:
-            why = str(error).partition("\n")[0]
-            raise ArgumentError(f'{option} must be a number or names as in cpu:0,cpu:1, not "{text}": {why}') from error
-        if all(parse(name).index < MAX_DEVICES for name in names):
-            return names
-    raise ArgumentError(f"{option} may have at most {MAX_DEVICES} devices, numbered below {MAX_DEVICES}, not {text}.")
+        if count > MAX_DEVICES:
+            raise ArgumentError(f"{option} must be at most {MAX_DEVICES} devices, not {count}.")
+        return host_devices(count)
+    try:
+        names = read_devices([name.strip() for name in text.split(",")])
+    except ArgumentError as error:
+        why = str(error).partition("\n")[0]
+        raise ArgumentError(f'{option} must be a number or names as in cpu:0,cpu:1, not "{text}": {why}') from error
+    for name in names:
+        if parse(name).index >= MAX_DEVICES:
+            raise ArgumentError(f"{option}: the number of a device must be below {MAX_DEVICES}, unlike that of {name}.")
+    return names
 
 
 def read_algorithms(option: str, text: str) -> list[str]:
@@ -168,7 +169,7 @@ def read_link(option: str, text: str, topology: Topology) -> tuple[str, str]:
     >>> read_link("--without-link", "0-3", Topology.ring(4)), read_link("--without-link", "1,cpu:2", Topology.ring(4))
     (('cpu:0', 'cpu:3'), ('cpu:1', 'cpu:2'))
     """
-    ends = text.split("," if "," in text else "-")  # names may contain a hyphen
+    ends = text.split("," if "," in text else "-")  # a comma separates names, since they may contain hyphens
     if len(ends) != 2 or ("," not in text and not re.fullmatch("[0-9 ]+-[0-9 ]+", text)):
         problem = f"{option} must be two numbers such as 0-3, or two names such as cuda:0,cuda:3"
         raise ArgumentError(f'{problem}, not "{text}".')

@@ -56,7 +56,7 @@ class Incident:
     time: str  # when the first rank aborted
     cause: str  # the error that this rank raised
     findings: tuple[str, ...]  # the diagnosis, one sentence each
-    behind: tuple[int, ...]  # the ranks that the others waited for, or that are suspected
+    behind: tuple[int, ...]  # the ranks that left or did not begin the last call; if none, those suspected of hanging
     missing: tuple[int, ...]  # the ranks without any information
     without_dump: tuple[int, ...]  # the ranks that wrote no dump, but are in the dumps of others
     ranks: tuple[RankState, ...]
@@ -98,7 +98,7 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
     missing = [state.rank for state in states if state.state == "unknown"]
     behind = [state.rank for state in states if state.state == "left"]
     behind += [state.rank for state in states if state.state not in ("unknown", "left") and state.sequence < last]
-    if not behind:  # all ranks reached the last call: suspect those that did not leave it and did not write a dump
+    if not behind:  # no rank is known to be behind: suspect those that are still in the last call and wrote no dump
         in_last = [state for state in states if state.sequence == last and state.state == "running"]
         behind = [state.rank for state in in_last if not state.dumped]
     ended = re.search(" (died|left|was interrupted|were interrupted) ", first.cause.split("\n")[0])
@@ -127,7 +127,7 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
 
 
 def _state(rank: int, first: Dump, dumps: dict[int, Dump]) -> RankState:
-    """Return a rank's state when the first rank of its host aborted, from its own dump or the latest of its host."""
+    """Return a rank's state at the time of its host's first abort, from its own dump or else the latest of its host."""
     host = next(k for k, ranks in enumerate(first.hosts) if rank in ranks)
     own = dumps.get(rank)
     beside = [dumps[other] for other in first.hosts[host] if other in dumps]

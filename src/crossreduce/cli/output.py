@@ -36,9 +36,10 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
         yield None
         return
     target = Path(os.path.realpath(path))
-    # A rename over /dev/null or a pipe would replace it.
+    # A rename would replace /dev/null, or a pipe, by a regular file.
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
-        raise ArgumentError(f"{option} {path} cannot be written: it is not a regular file, or it is write-protected.")
+        reason = "write-protected" if target.is_file() else "not a regular file"
+        raise ArgumentError(f"{option} {path} cannot be written: it is {reason}.")
     try:
         number, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=Path(path).suffix)
         os.close(number)

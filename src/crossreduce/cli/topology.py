@@ -56,7 +56,7 @@ def select(complete: Topology, devices: str | None, without_link: list[str] | No
 
 
 def check_picture(path: Path | None) -> None:
-    """Raise unless a picture can be written in the format of this suffix."""
+    """Raise if the path of a picture does not end in .svg or .png."""
     if path is not None and path.suffix.lower() not in (".svg", ".png"):
         raise ArgumentError(f"--picture must be a .svg or .png file, not {path}.")
 

@@ -103,7 +103,7 @@ def train(
 
 
 def load_digits() -> tuple[NDArray[Any], ...]:
-    """Return the digits that scikit-learn ships, always split in the same way: images, labels, the same for testing.
+    """Return images and labels for training, then those for testing: scikit-learn's digits, always split the same way.
 
     Images have the shape ``(k, 64)``, float32 from 0 to 1; labels have the shape ``(k,)``, int64 from 0 to 9.
     """

@@ -52,13 +52,13 @@ def _read(file: Path) -> Callable[[], str]:
     try:
         with file.open("rb") as opened:
             data = opened.read(MAX_NBYTES + 1)
+        if len(data) > MAX_NBYTES:
+            raise ArgumentError(f"{file} is larger than {MAX_NBYTES} bytes.")
         text = data.decode("utf-8-sig")
     except OSError as error:
         raise ArgumentError(f"{file} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ArgumentError(f"{file} is not UTF-8 text.") from error
-    if len(data) > MAX_NBYTES:
-        raise ArgumentError(f"{file} is larger than {MAX_NBYTES} bytes.")
     start = text.lstrip()[:1]
     if start not in ("<", "{"):
         raise ArgumentError(f"{file} is neither MSCCL XML nor a schedule in JSON.")

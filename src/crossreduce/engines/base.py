@@ -19,7 +19,7 @@ from ..ops import Numbers
 from ..packing import Buffer, itemsize
 
 ENGINES: Final = ["host", "null", "loop"]
-"""Modules of this package that define ``ENGINE``, in the order in which they are tried. The last one runs anything."""
+"""Modules of this package that define ``ENGINE``, in the order in which they are tried. "loop" runs any layout."""
 
 
 class ProgramRange(NamedTuple):
@@ -115,7 +115,7 @@ class Executable(Protocol):
 
 
 class Engine(Protocol):
-    """One way to run programs. A new one needs a file here, its name in ``ENGINES``, rows in tests and docs."""
+    """A way to run programs. A new engine needs a module of this package, its name in ``ENGINES``, tests and docs."""
 
     name: str
 

@@ -131,7 +131,7 @@ def _reduce_buffer(
 class Output(NamedTuple):
     """One destination's result: its parts, one per element range, in order.
 
-    ``fresh``: it is one part, which the loop allocated, and no destination before this one has the same memory.
+    ``fresh``: it is one part, which this engine allocated, and no destination before this one has the same memory.
     """
 
     parts: list[Array]
@@ -145,7 +145,7 @@ def run_program(
 
     Chunks do not depend on each other, so one chunk runs to its end before the next begins: freed memory is used
     again, and may still be in the cache. A framework's ``to_device`` may return the same array where memory is shared,
-    and ``slice`` and ``pack`` may return views; so the loop writes into donated operands only.
+    and ``slice`` and ``pack`` may return views; so the engine writes into donated operands only.
 
     Args:
       flats: one flat array per source, in the order of the program's sources, each on its device.
@@ -160,14 +160,14 @@ def run_program(
     if size is None and len(program.chunks) > 1:
         problem = "arrays of unknown size need a schedule of one chunk."
         given = f"{program.collective} by {program.algorithm}, {len(program.chunks)} chunks"
-        raise ScheduleError.of(problem, given, "one_device")
+        raise ScheduleError.of(problem, given, 'the algorithm "one_device"')
     finish_first = len(sources) == 1 and (numbers.divisor != 1 or numbers.result != numbers.dtype)
     outputs: list[list[Array]] = [[] for _ in destinations]
     fresh: list[bool] = []
     active = ((0, 0, 0),) if size is None else element_ranges(program, size)
     for chunk, start, stop in active:
         values: dict[int, Array] = {}
-        made: set[int] = set()  # the values whose memory the loop allocated
+        made: set[int] = set()  # the values whose memory this engine allocated
         for k, flat in enumerate(flats):
             x = flat if len(active) == 1 else framework.slice(flat, start, stop)
             values[k] = framework.finish(x, numbers) if finish_first else x

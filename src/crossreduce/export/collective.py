@@ -48,12 +48,12 @@ class Collective:
 
     @property
     def inputs(self) -> int:
-        """Units of each rank's input buffer."""
+        """The number of units of each rank's input buffer."""
         return self.units // self.ranks if self.kind == "allgather" else self.units
 
     @property
     def outputs(self) -> int:
-        """Units of each rank's output buffer."""
+        """The number of units of each rank's output buffer."""
         return self.units // self.ranks if self.kind == "reducescatter" else self.units
 
     def input(self, rank: int, block: Block) -> Location:

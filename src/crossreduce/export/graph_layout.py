@@ -27,7 +27,7 @@ class GraphLayout:
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """The number of each node."""
+        """The index of each node in ``positions``."""
         return {node: number for number, node in enumerate(self.positions)}
 
     @cached_property
@@ -59,13 +59,13 @@ class GraphLayout:
         return self._outside(dst, self._outside(src, self.line(src, dst, side))[::-1])[::-1]
 
     def _outside(self, node: str, points: list[complex]) -> list[complex]:
-        """Return a line without its part under the box of its first node."""
+        """Return a line that starts at ``node``, without the part under the node's box."""
         centre, wide, high = self.positions[node], half_width(node) + 0.05, NODE + 0.05
         offsets = [point - centre for point in points]
         outside = (k for k, off in enumerate(offsets) if abs(off.real) > wide or abs(off.imag) > high)
         left = next(outside, len(points) - 1)
         start, rest = offsets[left - 1], offsets[left] - offsets[left - 1]
-        most = 0.4 if len(points) == 2 else 1.0  # at most this part is cut off, so that a line stays visible
+        most = 0.4 if len(points) == 2 else 1.0  # at most this part of a segment is cut, so that a line stays visible
         x = (math.copysign(wide, rest.real) - start.real) / (rest.real or 1e-9)
         y = (math.copysign(high, rest.imag) - start.imag) / (rest.imag or 1e-9)
         return [points[left - 1] + rest * min(abs(x), abs(y), most), *points[left:]]
@@ -120,7 +120,7 @@ def _grid(devices: Sequence[str], near: dict[str, set[str]]) -> tuple[int, ...] 
     for shape in sorted(shapes, key=lambda shape: (len(shape), sum(shape))):
         cells = dict(zip(devices, product(*map(range, shape)), strict=True))
         pairs = [(cells[a], cells[b]) for a in devices for b in near[a] if cells[a] < cells[b]]
-        expected = sum(n // side * (side - 1) for side in shape)  # the number of links between neighbours
+        expected = sum(n // side * (side - 1) for side in shape)  # the number of pairs of neighbours
         if all(_step(*pair, shape) for pair in pairs) and sum(_step(*pair, shape) == 1 for pair in pairs) == expected:
             return shape
     return None
@@ -169,7 +169,7 @@ def _hosts(hosts: dict[str, list[str]], switches: Sequence[str], near: dict[str,
     wide = max(abs(place.real) for positions in inner.values() for place in positions.values()) * 2 + 1.0
     high = max(place.imag for positions in inner.values() for place in positions.values())
     core = _levels({node for positions in inner.values() for node in positions}, own[None], near)
-    middle = 0.9 + 0.45 * len(core)  # the distance from the network's middle to the hosts' lowest row
+    middle = 0.9 + 0.45 * len(core)  # the distance from the network's middle to the nearest row of each host
     across = math.ceil(len(hosts) / 2)
     positions: dict[str, complex] = {}
     frames = []
@@ -188,7 +188,7 @@ def _hosts(hosts: dict[str, list[str]], switches: Sequence[str], near: dict[str,
 
 
 def _host(devices: Sequence[str], switches: Sequence[str], near: dict[str, set[str]]) -> dict[str, complex]:
-    """Place one host of several: switches with links to other hosts, above them devices (on a circle if linked)."""
+    """Place the nodes of one host of several: switches with links out of the host lowest, above them the devices."""
     inside = {*devices, *switches}
     gates = [switch for switch in switches if not near[switch] <= inside]
     others = [switch for switch in switches if switch not in gates]
@@ -235,8 +235,8 @@ def _spread(
     nodes: Sequence[str], radius: float, positions: dict[str, complex], near: dict[str, set[str]]
 ) -> dict[str, complex]:
     """Place nodes evenly on a circle, each near the direction of its neighbours."""
-    # Nodes are sorted clockwise from this angle. Their directions are hardly ever equal to it: if one were, rounding
-    # could move its node from one end of the order to the other.
+    # Nodes are sorted clockwise from this angle. It is beside the top, where many directions are: rounding could move a
+    # node with this very direction from one end of the order to the other.
     seam = _TOP + 0.1
     directions = {
         node: sum((positions[other] / abs(positions[other]) for other in sorted(near[node] & positions.keys())), 0j)

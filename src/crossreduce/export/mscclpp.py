@@ -82,8 +82,8 @@ def to_mscclpp_json(
     """
     require_integers(threadblocks=threadblocks, threads=threads, min_bytes=min_bytes, max_bytes=max_bytes)
     if threadblocks is not None and not 1 <= threadblocks <= MOST_THREADBLOCKS:
-        problem = "the number of threadblocks per GPU is out of range."
-        raise ArgumentError.of(problem, shown(threadblocks), f"1 to {MOST_THREADBLOCKS}")
+        problem = f"threadblocks, the number per GPU, must be 1 to {MOST_THREADBLOCKS}."
+        raise ArgumentError.of(problem, shown(threadblocks), f"threadblocks={MOST_THREADBLOCKS}")
     if threads not in range(32, 1025, 32):
         raise ArgumentError.of("threads must be one of 32, 64, ... 1024.", shown(threads), "threads=1024")
     if not 0 <= min_bytes <= max_bytes < 2**64:
@@ -143,8 +143,10 @@ class _BlockEvents:
         self.placement = MemoryPlacement(made, blocks, inplace=inplace)
         self.time = 0
         self.events = [[_Event("begin", 0)] for _ in range(made.ranks)]
-        self.touched: dict[tuple[int, int], int] = {}  # by rank and block: its last event that uses the block's memory
-        self.cleared: dict[Pair, int] = {}  # by sender and receiver: the receiver's last event that it signalled
+        # ``touched``, by rank and block: the rank's last event that uses the block's memory.
+        # ``cleared``, by sender and receiver: the receiver's last event whose end it signals to the sender.
+        self.touched: dict[tuple[int, int], int] = {}
+        self.cleared: dict[Pair, int] = {}
         for b in blocks:
             chunk = made.program.chunks[made.blocks[b].chunk]
             numbered = enumerate(chunk.instructions, start=len(chunk.sources))
@@ -186,7 +188,7 @@ class _BlockEvents:
             self._add(device, b, inputs, aside, self.placement.store(device, b, value))
 
     def _add(self, rank: int, b: int, inputs: list[Location], aside: Location, target: Location) -> None:
-        """Add up in the listed order, with as few operations as possible; partial sums are stored in ``aside``."""
+        """Add the inputs in the listed order by as few operations as possible; partial sums are stored in ``aside``."""
         while len(inputs) > MOST_ADDED:
             self._local(rank, b, "re", inputs[:MOST_ADDED], aside)
             inputs = [aside, *inputs[MOST_ADDED:]]
@@ -216,7 +218,7 @@ class _BlockEvents:
         self.events[rank].append(_Event(kind, self.time, **facts))
 
     def _extent(self, rank: int, b: int, location: Location) -> Extent:
-        """Return a location in the buffer that other ranks can access: in place, the larger of input and output."""
+        """Return the extent of a location; in place, the smaller of input and output is a part of the larger."""
         return (*self.placement.memory(rank, location), self.made.blocks[b].size)
 
     def order(self, rank: int) -> list[_Event]:

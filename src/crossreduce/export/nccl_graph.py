@@ -45,7 +45,8 @@ def to_nccl_graph_xml(
 
     Args:
       schedule: each chunk travels along one ring of all devices, which are GPUs of one host.
-      topology: determines the speed of a channel: the least of all links' bandwidths divided by their channels.
+      topology: determines the speed of a channel: each link's bandwidth is divided by the number of channels that use
+        it, and the least result is the speed.
       gb_per_s: the speed of a channel, if no topology is given. NCCL predicts times with it.
       path: the connection between the GPUs: "NVL", "NVB", "PIX", "PXB", "PHB" or "SYS".
       copies: multiplies the number of channels of each ring; a channel is one threadblock, and fast links need
@@ -53,7 +54,7 @@ def to_nccl_graph_xml(
     Raises:
       PlanError: the schedule does not consist of rings of the GPUs of one host, or needs more than 32 channels.
       ScheduleError: ``verify`` rejects the schedule.
-      ArgumentError: no speed, two speeds or an invalid one, an unknown path, or not an integer of at least 1 copy.
+      ArgumentError: no speed, two speeds or an invalid one, an unknown path, or copies that are no integer above 0.
 
     >>> from crossreduce.planning import ring
     >>> print(to_nccl_graph_xml(ring(["cuda:0", "cuda:2", "cuda:1"]), gb_per_s=20))
@@ -70,20 +71,22 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     <BLANKLINE>
     """
     if path not in PATHS:
-        raise ArgumentError.of("unknown path between GPUs.", shown(path), ", ".join(PATHS))
+        raise ArgumentError.of("unknown path, the kind of connection between GPUs.", shown(path), ", ".join(PATHS))
     require_integers(copies=copies)
     if copies < 1:
         raise ArgumentError.of("copies must be at least 1.", shown(copies), "copies=1")
     if (topology is None) == (gb_per_s is None):
-        given = "neither" if topology is None else "both"
-        raise ArgumentError.of("give either topology or gb_per_s.", given, "gb_per_s=20")
+        fault, remedy = ("neither is", "gb_per_s=20") if topology is None else ("both are", "gb_per_s=None")
+        given = f"topology={shown(topology)}, gb_per_s={shown(gb_per_s)}"
+        raise ArgumentError.of(f"give either topology or gb_per_s: {fault} given.", given, remedy)
     devices = [parse(name) for name in schedule.devices]
     for device in devices:
         if device.kind != "cuda" or device.logical or device.host != devices[0].host:
+            fault = f"on another host than {devices[0]}" if device.host != devices[0].host else "a part of a GPU"
+            fault = fault if device.kind == "cuda" else "not a CUDA device"
+            problem = f"an NCCL graph can only have whole GPUs of one host, but {device} is {fault}."
             remedy = "devices such as cuda:0, cuda:1; one file per host"
-            raise PlanError.of(
-                "an NCCL graph can only have whole GPUs of one host.", ", ".join(schedule.devices), remedy
-            )
+            raise PlanError.of(problem, ", ".join(schedule.devices), remedy)
     shares = rings(schedule)
     parts = math.lcm(*(share.denominator for share in shares.values()))
     counts = {cycle: int(share * parts) for cycle, share in shares.items()}
@@ -92,10 +95,12 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     if len(channels) > MOST_CHANNELS:
         given = f"{len(shares)} rings with shares {', '.join(map(str, shares.values()))}, {copies} copies"
         problem = f"NCCL has {MOST_CHANNELS} channels, these rings need {len(channels)}."
-        raise PlanError.of(problem, given, "rounder shares, or fewer copies")
+        remedy = f"shares whose common denominator is at most {MOST_CHANNELS}"
+        raise PlanError.of(problem, given, remedy if parts > MOST_CHANNELS else f"copies={MOST_CHANNELS // parts}")
     speed = float(_speed(lower(schedule), topology, channels) if topology is not None else gb_per_s or 0)
     if not 0 < speed < math.inf:
-        raise ArgumentError.of("the speed of a channel must be above 0.", shown(gb_per_s), "gb_per_s=20")
+        given = f"gb_per_s={shown(gb_per_s)}"
+        raise ArgumentError.of("the speed of a channel must be above 0 and finite.", given, "gb_per_s=20")
     lines = [
         '<graphs version="1">',
         f'  <graph id="0" pattern="4" crossnic="0" nchannels="{len(channels)}" speedintra="{speed:g}" '

@@ -38,12 +38,12 @@ _DPI, _PIXELS = 150, 8000  # dots per inch of a PNG, and its longest side: drawi
 def draw_topology(topology: Topology, path: str | os.PathLike[str], *, title: str | None = None) -> None:
     """Draw devices, switches and links; thicker and darker lines are links of more GB/s.
 
-    ``graph_layout`` determines the positions. Each of several hosts has a frame.
+    ``graph_layout`` determines the positions. If there are several hosts, each has a frame.
 
     Args:
       topology: the topology.
       path: a file that ends in .svg or .png; an existing file is replaced.
-      title: ``None``: the numbers of devices, switches and links.
+      title: the picture's title; ``None``: the numbers of devices, switches and links.
     Raises:
       ArgumentError: an invalid topology or path.
       BackendError: matplotlib is not installed.
@@ -94,7 +94,7 @@ def draw_schedule(
       schedule: the schedule.
       topology: has the schedule's devices.
       path: a file that ends in .svg or .png; an existing file is replaced.
-      title: ``None``: the schedule's kind and counts, and the rate that the busiest link allows.
+      title: the picture's title; ``None``: the schedule's kind and counts, and the rate that the busiest link allows.
     Raises:
       ArgumentError: an invalid schedule, topology or path.
       PlanError: the topology has no route for a transfer.
@@ -140,7 +140,7 @@ def draw_schedule(
 
 
 class _Tree(NamedTuple):
-    """Chunks with the same transfers: the links of their routes, by (src, dst, whether the value is final)."""
+    """Chunks with the same roots and transfers. ``links`` counts values by (src, dst, whether the value is final)."""
 
     title: str
     share: Fraction
@@ -221,7 +221,7 @@ def _panel(figure: Any, layout: GraphLayout, left: float, bottom: float, scale: 
     for name, corner, opposite in layout.hosts:
         start, span = (corner.real, corner.imag), opposite - corner
         ax.add_patch(Rectangle(start, span.real, span.imag, facecolor="#f6f8fa", edgecolor=_GREY, lw=scale))
-        upper = corner.imag > 0  # the name is on the side without links
+        upper = corner.imag > 0  # the host's name is on the side away from the network
         y, va = (opposite.imag + 0.04, "bottom") if upper else (corner.imag - 0.06, "top")
         if scale >= _READABLE:
             ax.text(corner.real, y, name, va=va, fontsize=9 * scale, color=_INK)

@@ -3,7 +3,7 @@
 Input: a ``Schedule``, a ``Topology``, a number of bytes. Output: text. No clock is read: the times are ``simulate``'s.
 
 There is one group of rows per node that sends, one row per link that it sends over, and one event for each transfer of
-a piece over a link. The first group shows the ticks: the transfers of a tick start together, after its latency.
+a piece over a link. The first group shows the ticks of the simulation: each transfer starts after its tick's latency.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -21,7 +21,8 @@ from ..schedule import Schedule, simulate
 from ..schedule.simulate import Pair, route_links
 from ..topology import Topology
 
-# The largest number of transfers in a trace: more would need over 40 MB. The first pieces are shown, at least one.
+# The largest number of transfers in a trace: more would need over 40 MB. If there are more, only the first
+# pieces are shown, at least one.
 EVENTS: Final = 200_000
 
 
@@ -95,9 +96,9 @@ def _rounds(program: Program, topology: Topology) -> list[tuple[list[tuple[Pair,
 
 
 def _rows(used: list[Pair], topology: Topology) -> tuple[dict[Pair | None, dict[str, int]], list[dict[str, Any]]]:
-    """Return the process and thread of the ticks (``None``) and of each link, and the events that name them.
+    """Return the numbers of process and thread for the ticks (``None``) and each link, and the events that name them.
 
-    All numbers differ, since a viewer may treat threads of one number as the same, even in different processes.
+    All threads' numbers differ, since a viewer may treat threads of one number as one, even in different processes.
     """
     rows: dict[Pair | None, dict[str, int]] = {None: {"pid": 1, "tid": 1}}
     names = [*_name("process", rows[None], "schedule"), *_name("thread", rows[None], "ticks")]
@@ -111,7 +112,7 @@ def _rows(used: list[Pair], topology: Topology) -> tuple[dict[Pair | None, dict[
 
 
 def _name(what: str, row: dict[str, int], name: str) -> list[dict[str, Any]]:
-    """Return the events that name a process or thread, and sort it by its number."""
+    """Return the events that give a process or thread its name, and its number as its position in the viewer."""
     place = row["pid" if what == "process" else "tid"]
     return [
         {"ph": "M", "name": f"{what}_name", **row, "args": {"name": name}},
@@ -122,7 +123,7 @@ def _name(what: str, row: dict[str, int], name: str) -> list[dict[str, Any]]:
 def _event(
     row: dict[str, int], name: str, kind: str, start: float, end: float, details: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a complete event of the format."""
+    """Return an event with a start and a duration, which the format calls a complete event."""
     times = {"ts": _us(start), "dur": round(_us(end) - _us(start), 6)}
     return {"ph": "X", "name": name, "cat": kind, **row, **times, "args": details}
 

@@ -1,8 +1,8 @@
 """Array operations of each framework: one file per framework, with the same functions in the same order.
 
 Input: an array, or a framework's name. Output: its ``Framework``. A framework is imported when its first array arrives,
-not before. Elsewhere, only code that cannot work without a framework imports it: its own top-level module or package,
-its modules in ``engines/`` and ``transports/``, and the command line.
+not before. Elsewhere, a framework is imported only by the code that is made for it (``crossreduce.torch`` or the like,
+modules in ``engines/`` and ``transports/``), and by the command line.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ class Immutable:
     """Mixin for frameworks with immutable arrays: ``out=`` is refused."""
 
     immutable: str
-    """The error's first line."""
+    """The first line of the error that ``out=`` raises."""
     remedy: str
-    """What to do instead."""
+    """The last line of that error: what to do instead."""
 
     def writable_array(self, value: Any, device: str) -> Array:
         raise UnsupportedError.of(self.immutable, shown(value), self.remedy)
@@ -86,7 +86,7 @@ class Framework(Protocol):
         """
 
     def to_device(self, x: Array, device: str) -> Array:
-        """Return ``x`` on ``device``: ``x`` itself if it is there already or if memory is shared."""
+        """Return ``x`` on ``device``: ``x`` itself if it is there already, or if both devices share memory."""
 
     def pack(self, xs: Sequence[Array]) -> Array:
         """Return the elements of arrays of one dtype and device, in C order, as one flat array.
@@ -106,7 +106,7 @@ class Framework(Protocol):
         """
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
-        """Return ``x`` divided by the divisor, if there is one, in the result's dtype; this may be ``x`` itself."""
+        """Return ``x`` divided by ``numbers.divisor``, in the result's dtype; this may be ``x`` itself."""
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
         """Split a flat buffer's parts into tensors (see ``packing.cuts``), each with its own memory.
@@ -131,7 +131,7 @@ class Framework(Protocol):
         """Return a new dense array of ``dtype``; slices with the same index are added.
 
         Raises:
-          ArgumentError: an index is outside the shape (if values can be read).
+          ArgumentError: an index is outside the shape; not raised for traced indices, whose values are unknown.
         """
 
     def rebuild_sparse(self, sparse: Sparse) -> Any:

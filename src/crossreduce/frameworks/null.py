@@ -78,7 +78,7 @@ class NullFramework:
             return Sparse("IndexedSlices", value.values, value.indices, value.dense_shape)
         if isinstance(value, NullArray):
             return value
-        raise UnsupportedError.of("the null framework accepts only its own arrays.", shown(value), "null.zeros(...)")
+        raise UnsupportedError.of("a NullFramework accepts only null arrays.", shown(value), "null.zeros(...)")
 
     def spec(self, x: Array) -> TensorSpec:
         return TensorSpec(x.shape, x.dtype)

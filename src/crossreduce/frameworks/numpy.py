@@ -168,7 +168,9 @@ class NumPy:
     def writable_array(self, value: Any, device: str) -> Array:
         if type(value) is np.ndarray and value.flags.writeable and value.flags.c_contiguous and value.dtype.isnative:
             return value
-        if not isinstance(value, np.ndarray):
+        if isinstance(value, IndexedSlices):
+            given, remedy = "IndexedSlices, a sparse array", "numpy.empty(shape, dtype)"
+        elif not isinstance(value, np.ndarray):
             given, remedy = f"a number ({type(value).__name__})", "numpy.array(x), an array without axes"
         else:
             given = _kind(value)

@@ -1,8 +1,8 @@
 """TensorFlow: tensors on logical devices, eagerly and inside ``tf.function``.
 
 Each operation runs on the device of its operands, whatever ``tf.device`` scope the caller is in. All operations have
-gradients, so a tape can record a reduction. Raw ops avoid most of the Python code in front of a kernel, which takes
-most of the time of an eager batch of small tensors.
+gradients, so a tape can record a reduction. Most are raw ops, since the Python code of other calls takes most of the
+time of an eager batch of small tensors.
 
 Inside ``tf.function`` the device of an argument is not known: it counts as on ``cpu:0``, and TensorFlow's placer
 assigns its device.
@@ -28,7 +28,7 @@ from .base import Array, Immutable, Sparse
 from .numpy import beyond
 
 _RAW: Final = tf.raw_ops
-# All of them propagate NaN.
+# All of these ops propagate NaN.
 _RAW_NAMES: Final = {"minimum": "Minimum", "maximum": "Maximum", "multiply": "Mul"}
 _RAW_NAMES_OF_BOOLS: Final = {"minimum": "LogicalAnd", "maximum": "LogicalOr", "multiply": "LogicalAnd"}
 # AddN adds up to 9 tensors from left to right; if there are more, it adds groups of 8 first.
@@ -62,7 +62,8 @@ def _require(devices: tuple[str, ...]) -> None:
             raise DeviceError.of(
                 "TensorFlow has no such logical device.",
                 f"{device}; logical devices: {', '.join(here)}",
-                "one of these; or, before TensorFlow is first used, tf.config.set_logical_device_configuration("
+                "one of these; or, for n CPU devices and before TensorFlow is first used, "
+                "tf.config.set_logical_device_configuration("
                 'tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * n)',
             )
 
@@ -87,7 +88,7 @@ def _at(x: Array) -> Any:
 
 
 def _beside(x: Array) -> Any:
-    """Return the scope of an array's device; if that is not known, of the device that the placer will choose.
+    """Return the scope of an array's device; if that is not known, the scope of the device that the placer will choose.
 
     Operations that join many arrays should run there, else each array would be sent by itself. Operations that combine
     arrays of several devices should not: the graph optimizer merges additions only if no device is prescribed.

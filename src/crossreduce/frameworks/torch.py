@@ -1,7 +1,7 @@
 """PyTorch: tensors in host memory, which all devices ``cpu:k`` share, and on accelerators.
 
-``array`` detaches tensors, so autograd records no operation here. Copies run on the current stream of each device, like
-torch's own copies.
+``array`` detaches tensors, so autograd records no operation of this module. Copies run on the current stream of each
+device, like torch's own copies.
 """
 
 from __future__ import annotations
@@ -204,11 +204,20 @@ class Torch:
     def writable_array(self, value: Any, device: str) -> Array:
         x = self._plain(value)
         if x.device != _place(device) or is_transformed() or has_no_memory(x) or is_frozen(value):
-            problem = "results need tensors that are on their destination, have memory and can be written into here."
+            problem = (
+                "results need tensors that are on their destination."
+                if x.device != _place(device)
+                else "results cannot be written into tensors while torch transforms, traces or compiles."
+                if is_transformed()
+                else "results need tensors that have memory."
+                if has_no_memory(x)
+                else "results cannot be written into tensors of an inference mode that has ended."
+            )
             remedy = "torch.empty(shape, dtype=..., device=...), outside torch.func, dispatch and inference modes"
             raise UnsupportedError.of(problem, f"{type(value).__name__} on {value.device}, for {device}", remedy)
         if x.data_ptr() != value.data_ptr() or not x.is_contiguous():
-            problem = "results need contiguous tensors, without a pending conjugation or negation."
+            fault = "without a pending conjugation or negation" if value.is_contiguous() else "that are contiguous"
+            problem = f"results need tensors {fault}."
             given = f"{TensorSpec(tuple(value.shape), _NAMES[value.dtype])}, strides {tuple(value.stride())}"
             raise UnsupportedError.of(problem, given, "torch.empty(shape, dtype=...)")
         return x

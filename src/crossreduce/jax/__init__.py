@@ -177,7 +177,7 @@ def _sparse(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
 def _gathered(x: Array, axes: MeshAxes) -> Array:
     if not axes.checked:
         return lax.all_gather(x, axes.names, tiled=True)
-    # shard_map's check treats the result of a gather as varying. So sum buffers with one device's slices, else zeros.
+    # shard_map's check treats the result of a gather as varying. So sum buffers of one device's slices and zeros.
     x = axes.vary(x)
     zeros = axes.vary(jnp.zeros((axes.devices, *x.shape), x.dtype))
     placed = lax.dynamic_update_index_in_dim(zeros, x, lax.axis_index(axes.names), 0)
@@ -190,7 +190,7 @@ def _gathered(x: Array, axes: MeshAxes) -> Array:
 def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
     """Reduce arrays of one dtype. For a program all of them are joined, for XLA's collective only the small ones."""
     program = _program(spec, numbers.op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
-    # Along mesh axes that are not Manual, XLA itself partitions arrays, and would gather one to flatten it.
+    # Along mesh axes that are not Manual, XLA itself partitions arrays, and would gather those that are joined.
     kinds = jax.sharding.get_abstract_mesh().axis_types or ()
     small = SMALL_BYTES if all(kind is jax.sharding.AxisType.Manual for kind in kinds) else 0
     joined = [k for k, x in enumerate(xs) if program is not None or x.nbytes < small]
@@ -276,7 +276,7 @@ def _sum(x: Array, program: Program | None, axes: MeshAxes) -> Array:
 
 
 def _selection(x: Array, op: ReduceOp, program: Program | None, axes: MeshAxes) -> Array:
-    """Return the minimum, maximum or product."""
+    """Return the minimum, maximum or product of an array over the axes."""
     if program is not None:
         return spmd.run(program, x, op, axes)
     function = lax.pmax if op is ReduceOp.MAX else lax.pmin

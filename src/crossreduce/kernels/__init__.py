@@ -158,7 +158,7 @@ def memory(nbytes: int) -> Any:
 def usage() -> dict[str, int]:
     """Return the bytes of ``memory`` in use (``live``), in the pool (``pooled``), and the most ever in use (``peak``).
 
-    ``live`` and ``pooled`` together never exceed ``peak``.
+    ``live`` and ``pooled`` together never exceed ``peak``. Without the compiled module all three are 0.
     """
     return dict(native().usage()) if native() else {"live": 0, "pooled": 0, "peak": 0}
 

@@ -20,7 +20,7 @@ def find_overlap(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int
     >>> find_overlap([(0, 8, 0, 0), (8, 16, 0, 1), (0, 4, 1, -1)])
     (0, 0)
     """
-    reached = reached_by_result = (0, 0, -1)  # (stop, tensor, result) of the array, the result, that ends last so far
+    reached = reached_by_result = (0, 0, -1)  # (stop, tensor, result) of greatest stop: among all, among results
     for start, stop, tensor, result in sorted(extent for extent in extents if extent[1] > extent[0]):
         other = reached if result >= 0 else reached_by_result
         if other[0] > start:

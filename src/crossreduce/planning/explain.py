@@ -1,4 +1,4 @@
-"""Plans as text: their trees, their limit, and their numbers."""
+"""Plans as text: their trees, the links that limit their rate, and their bytes, seconds and percentages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A value of a chunk: its device, the values it was made of, its contributions, and its hops."""
+    """A value of a chunk: its device, the values it was made of, its sources as bits, and the most hops to it."""
 
     device: int
     operands: tuple[_Value, ...]
@@ -66,7 +66,7 @@ def shape(schedule: Schedule) -> Shape:
             value = _Value(dst, operands, contributions, hops)
             if len(srcs) > 1 and contributions == everyone[c]:
                 complete[c].append(value)
-                value = value._replace(hops=0)  # hops are counted again from here
+                value = value._replace(hops=0)  # hops from a root are counted from 0
             made[c, dst] = value
         cells.update(made)
     trees: list[tuple[Fraction, str, dict[str, str]]] = []
@@ -113,7 +113,7 @@ def _by_number(name: str) -> tuple[str, ...]:
 
 
 def tree_lines(found: Shape) -> list[str]:
-    """Return a line for each different tree: its share of the buffer, and the tree."""
+    """Return a line for each different tree, its share of the buffer and the tree; after 16, how many are left."""
     drawn: dict[str, Fraction] = {}
     for share, root, parents in found.trees:
         text = nested(root, parents)
@@ -135,7 +135,7 @@ def limited_by(limit: Bound) -> str:
     ('the link into cpu:0 (450 GB/s)', "every device's own links: 450 GB/s by 1 link in and out")
     """
     heaviest = max((cut.weight for cut in limit.cuts), default=Fraction(0))
-    sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # by devices: the number of links and their GB/s
+    sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # by devices and direction: links, GB/s
     for cut in limit.cuts:
         if cut.weight == heaviest:
             here, direction, links = _crossing(limit, cut)

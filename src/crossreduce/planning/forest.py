@@ -32,7 +32,7 @@ class Forest(NamedTuple):
     """A schedule of packed trees."""
 
     schedule: Schedule  # one chunk per tree
-    k: Fraction  # the average number of unit trees per root; a unit is the largest part that divides all trees
+    k: Fraction  # the average number of unit trees per root; a tree with w units of bandwidth counts as w
     trees: int  # the number of different trees
     depth: int  # links from root to leaf, without switches, in the deepest tree
 
@@ -81,10 +81,10 @@ def forest(request: Request) -> Forest:
 
 
 def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return sets of nodes that reduce besides the members: none, those of the most bandwidth, also the next, ...
+    """Return the sets of other nodes to try as reducing nodes: none, those of the most bandwidth, also the next, ...
 
-    Every tree passes all nodes of the set: this is faster with a switch of much bandwidth inside a machine, slower with
-    one of little bandwidth between machines.
+    Every tree passes through all nodes of the set, so a switch of much bandwidth inside a machine makes the trees
+    faster, and one of little bandwidth between machines makes them slower.
     """
     widths: defaultdict[Fraction, list[str]] = defaultdict(list)
     able = [switch.name for switch in topology.switches if switch.reduces]
@@ -102,7 +102,7 @@ def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ..
 
 
 def _forest(seen: NeutralTopology, request: Request) -> Forest:
-    """Return the forest in which the devices of the neutral topology reduce."""
+    """Return the forest on a neutral topology, whose devices (the members and helpers) all reduce."""
     topology, collective = seen.topology, request.collective
     sources, destinations, members = request.sources, request.destinations, len(request.members)
     position = {seen.names[name]: k for k, name in enumerate(topology.devices)}
@@ -130,7 +130,7 @@ def _forest(seen: NeutralTopology, request: Request) -> Forest:
 def _all_reduce(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:
     """Return the trees of an all-reduce, into and out of the same roots, and k."""
     found = optimum(topology)
-    if found.reached <= 0:  # no exact solution: half of every link for reductions, half for broadcasts
+    if found.reached <= 0:  # the program has no exact solution: use half of every link to reduce, half to broadcast
         half = {pair: bandwidth / 2 for pair, bandwidth in links.items()}
         found = found._replace(roots=dict.fromkeys(topology.devices, Fraction(1)), down=half, up=half)
     roots = {k: found.roots[device] for k, device in enumerate(topology.devices) if found.roots[device]}

@@ -1,4 +1,4 @@
-"""``hierarchical_copy`` on a topology.
+"""Schedules by the algorithm ``hierarchical_copy`` for a topology.
 
 Input: a topology and a request. Output: schedules with one tree per pack, into the pack's root and back out of it.
 """
@@ -17,7 +17,7 @@ from ..topology import Topology
 from .planners import Request, hierarchical_copy_schedule, one_device_schedule
 from .trees.schedule import Tree, TreeShare, trees_to_schedule
 
-MOST_DEVICES: Final = 128  # the most devices for which trees are grown edge by edge: all pairs are compared
+MOST_DEVICES: Final = 128  # the most devices for which trees are grown edge by edge, since that compares all pairs
 MOST_NODES: Final = 1024  # the most nodes of all trees together: the product of devices and packs
 KINDS: Final = ("widest", "shortest", "load_aware")
 
@@ -34,8 +34,8 @@ def hierarchies(topology: Topology, request: Request) -> list[Schedule]:
     """Return the schedules of a request by ``hierarchical_copy``; which is the fastest depends on the buffer's bytes.
 
     They are ``one_device``; two halves as groups, as in TensorFlow; the islands of the topology as groups, such as the
-    boards of a DGX-1; and spanning trees of the links: see ``tree_schedules``. With a root of all packs, only the first
-    and the last kind are possible, and only the first one if the root is neither a source nor a destination.
+    boards of a DGX-1; and spanning trees of the links: see ``tree_schedules``. If the request has a root, only the
+    first and the last kind are possible, and only the first one if the root is neither a source nor a destination.
     """
     root = request.root
     found = [one_device_schedule(request)]
@@ -56,7 +56,7 @@ def tree_schedules(topology: Topology, request: Request) -> list[Schedule]:
 
     - widest: the fastest link that leads out of the tree is added next, so the tree contains all of an island before a
       link between islands;
-    - shortest: the tree of the fewest hops to the root, and of these the fastest links;
+    - shortest: each device has the fewest hops to the root; of equal numbers of hops, the fastest link is added first;
     - load_aware: like widest, but a link that the tree already uses k times counts as k + 1 times slower. If one switch
       joins all devices, this is a chain.
     """
@@ -119,7 +119,7 @@ def _edges(topology: Topology, members: tuple[str, ...], number: dict[str, int])
 
 
 def _tree(topology: Topology, edges: list[dict[int, _Edge]], start: int, kind: str) -> tuple[Tree, Tree] | None:
-    """Return a tree into a root and the same tree out of it, grown by the best edge; ``None``: it misses a member."""
+    """Return a tree into a root and the same tree out of it, built best edge first; ``None``: it misses a member."""
     speeds, counts = topology.speeds, kind == "load_aware"
     # A multiple of each number of uses up to the number of members, so that the speed of each use is an integer.
     scale = lcm(*range(1, len(edges) + 1)) if counts else 1

@@ -19,7 +19,7 @@ from ..topology import Topology
 from ..values import read_devices
 
 Names = Sequence[str]
-# The steps of one pack, in any order: (round, step). A step's chunk is one of the pack's own chunks, from 0.
+# The steps of one pack, in any order: (round, step). The pack's own chunks are numbered from 0.
 Moves = Iterable[tuple[int, Step]]
 
 
@@ -33,7 +33,7 @@ class Request(NamedTuple):
     topology: Topology | None = None  # the links that may be used; None: any two devices are linked equally
     nbytes: int = 0  # the size of one replica's buffer; for an all-gather, the size of all parts together
     packs: int = 1  # the number of equal packs of the buffer, each with its own root, if the algorithm has roots
-    first: int = 0  # the number of the first pack's root
+    first: int = 0  # the position of the first pack's root among the devices that may be roots
     root: str | None = None  # the root of all packs; None: roots rotate over the devices
     devices: tuple[str, ...] = ()  # the devices of the schedule; (): sources, then other destinations, then the root
 
@@ -72,20 +72,21 @@ def one_device(
 ) -> Schedule:
     """Plan that one device, the root, combines everything and sends the result to all destinations.
 
-    It has at most two rounds and the fewest steps, but all bytes pass one device. TensorFlow's
+    The schedule has at most two rounds and the fewest steps, but all bytes pass through one device. TensorFlow's
     ``ReductionToOneDevice`` does the same.
 
     Args:
-      devices: names, in the order in which contributions are combined.
-      sources: the devices that contribute; ``None``: all.
+      devices: the names of all devices.
+      sources: the devices that contribute, in the order in which they are combined; ``None``: all ``devices``.
       destinations: the devices that need the result; ``None``: all.
       packs: the number of equal packs of the buffer.
-      first: the destination that is the root of the first pack; the roots of further packs are the next destinations.
-      root: a device that is the root of every pack; it may be neither a source nor a destination.
+      first: the number (from 0) of the destination that is the root of the first pack; the next destinations are the
+        roots of further packs.
+      root: a device that is the root of every pack; it need not be a source or a destination.
     Returns:
       A schedule that ``verify`` accepts.
     Raises:
-      PlanError: a source, destination or root that is not one of ``devices``; fewer than one pack.
+      PlanError: no devices; a source, destination or root that is not one of them; fewer than one pack.
 
     >>> print(one_device(["cpu:0", "cpu:1", "cpu:2"], destinations=["cpu:1"]))
     reduce one_device: 3 devices, 1 chunk, 1 round, 1 step
@@ -121,7 +122,7 @@ def hierarchical_copy(
     first: int = 0,
     groups: Sequence[Names] | None = None,
 ) -> Schedule:
-    """Plan to reduce inside groups of devices, then between the groups, and to copy back the same way.
+    """Plan to reduce inside groups of devices, then between the groups, and to copy the result back the same way.
 
     The devices of each group are summed on its main device, and the mains are summed on the root; the root copies to
     the mains, and these to their groups: at most 4 rounds. On 8 devices and without ``groups`` these are the trees of
@@ -129,8 +130,9 @@ def hierarchical_copy(
     cross_device_utils.py): halves 0-3 and 4-7, root ``i`` and its partner ``i + 4``. If the number of devices is odd,
     the second half has one more device, and no contribution is lost.
 
-    Args, in addition to those of ``one_device``, without ``root``:
-      first: the device that is the root of the first pack; the roots of further packs are the next devices.
+    Args, in addition to those of ``one_device`` except ``root``:
+      first: the number of the device that is the root of the first pack, among the sources that are destinations (if
+        there are none, among all sources); the next ones are the roots of further packs.
       groups: the devices by group; ``None``: two halves of the sources (and of other destinations).
     Raises:
       PlanError: as ``one_device``; or the groups miss a device or name one twice.
@@ -151,7 +153,8 @@ def hierarchical_copy(
     split = [[names.index(_members(names, [name], "a group's member")[0]) for name in group] for group in groups]
     if sorted(d for group in split for d in group) != list(range(len(names))):
         given = "; ".join(", ".join(group) for group in groups)
-        raise PlanError.of("the groups must have each device once.", given, "each of " + ", ".join(names))
+        remedy = ", ".join(names) + ", each in exactly one group"
+        raise PlanError.of("the groups must have each device once.", given, remedy)
     return hierarchical_copy_schedule(request, split)
 
 
@@ -200,11 +203,11 @@ def ring(
 ) -> Schedule:
     """Plan a reduction that travels round the devices in a ring.
 
-    Each pack has one chunk per device; ``first`` is the device at which the first chunk of the first pack starts. Each
-    chunk starts at another device, collects the contributions on its way round the ring, and travels on until every
-    destination has the result. In an all-reduce each device sends 2(n-1)/n of the buffer, the least of any all-reduce;
-    the price is 2(n-1) rounds. Only links from a device to the next one are used, so ``devices`` is the order of the
-    ring; devices that are neither source nor destination forward data.
+    Each pack has one chunk per device; ``first`` is the number of the device at which the first pack's first chunk
+    starts. Each chunk of a pack starts at a different device, collects the contributions on its way round the ring, and
+    travels on until every destination has the result. In an all-reduce each device sends 2(n-1)/n of the buffer, the
+    least of any all-reduce; the price is 2(n-1) rounds. Only links from a device to the next one are used, so
+    ``devices`` is the order of the ring; devices that are neither source nor destination forward data.
 
     >>> len(ring(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]).rounds)
     6
@@ -241,8 +244,8 @@ def halving_doubling(
 
     It sends as few bytes as a ring, in 2 log2(n) rounds. If the number of sources is not a power of two, each source
     beyond the largest power first adds its data to that of a partner, and receives the result from it at the end, in
-    2 more rounds. If one of the other sources is not a destination, every destination copies its chunks from the
-    devices that reduced them. Sources are paired in the order of ``devices``.
+    2 more rounds. If one of the sources that halve is not a destination, every destination copies all chunks from the
+    devices that reduced them. Sources are paired in their order in ``sources``.
 
     >>> len(halving_doubling([f"cpu:{k}" for k in range(8)]).rounds)
     6
@@ -297,7 +300,7 @@ def recursive_doubling(
     them every device sends its whole buffer. If the number of sources is not a power of two, each source beyond the
     largest power first adds its data to that of a partner, and receives the result from it at the end, in 2 more
     rounds. Both devices of a pair combine their values in the same order, so every destination receives the same bits.
-    Sources are paired in the order of ``devices``. Destinations that are not sources receive the result at the end,
+    Sources are paired in their order in ``sources``. Destinations that are not sources receive the result at the end,
     along a binomial tree. Exchanges that no destination needs are left out, so a reduce to one device is a binomial
     tree, too.
 
@@ -355,11 +358,11 @@ def direct(
 ) -> Schedule:
     """Plan that every owner reduces one share of the buffer and then sends it to all destinations.
 
-    It has at most two rounds, sends as few bytes as a ring, and combines every element in the order of the devices, so
-    its bits equal those of ``one_device``. It is fast only if there is a link between every two devices.
+    It has at most two rounds, sends as few bytes as a ring, and combines every element in the order of the sources, so
+    its results have the same bits as those of ``one_device``. It is fast only if every two devices have a link.
 
-    Args, in addition to those of ``one_device``, without ``root``:
-      first: the owner of the first share of the first pack.
+    Args, in addition to those of ``one_device`` except ``root``:
+      first: the number (from 0) of the owner of the first share of the first pack.
       owners: the devices that reduce one share each; ``None``: the destinations. With all devices as owners, a reduce
         to one root is shared by all of them.
 
@@ -395,11 +398,12 @@ def direct_schedule(request: Request, owners: tuple[str, ...] = ()) -> Schedule:
 def one_shot(
     devices: Names, sources: Names | None = None, destinations: Names | None = None, *, packs: int = 1, first: int = 0
 ) -> Schedule:
-    """Plan that every destination reads the original of every source and combines them all.
+    """Plan that every destination reads the contributions of all sources and combines them.
 
     It has at most one round, the fewest, at the price of the most bytes: every destination receives the whole buffer of
-    every other source. So it suits small buffers. Every element is combined in the order of the sources, so its bits
-    equal those of ``one_device``. It is fast only if there is a link from every source to every destination.
+    every other source. So it suits small buffers. Every element is combined in the order of the sources, so the
+    results have the same bits as those of ``one_device``. It is fast only if there is a link from every source to every
+    destination.
 
     >>> print(one_shot(["cpu:0", "cpu:1"]))
     all_reduce one_shot: 2 devices, 1 chunk, 1 round, 2 steps
@@ -437,9 +441,11 @@ def _read(
     """Return the request of a public planner's arguments."""
     names = read_devices(devices)
     if not names:
-        raise PlanError.of("a plan needs at least one device.", "no devices")
-    if not isinstance(packs, int) or packs < 1 or not isinstance(first, int):
-        raise PlanError.of("packs must be an int > 0, first an int.", f"packs={packs!r}, first={first!r}", "packs=1")
+        raise PlanError.of("a plan needs at least one device.", "no devices", 'devices=["cpu:0", "cpu:1"]')
+    if not isinstance(packs, int) or isinstance(packs, bool) or packs < 1:
+        raise PlanError.of("packs must be an int > 0.", f"packs={packs!r}", "packs=1")
+    if not isinstance(first, int):
+        raise PlanError.of("first must be an int.", f"first={first!r}", "first=0")
     gives, takes = _members(names, sources, "the sources"), _members(names, destinations, "the destinations")
     collective = collective_between(len(names), len(gives), len(takes))
     return Request(collective, gives, takes, algorithm, packs=packs, first=first, devices=names)

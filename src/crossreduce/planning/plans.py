@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def topology(self) -> Topology:
-        """The topology on which it runs."""
+        """The topology on which the schedule runs."""
         assert self.request.topology is not None
         return self.request.topology
 
@@ -110,7 +110,7 @@ class Plan:
     def others(self) -> dict[str, tuple[float, Fraction | None]]:
         """Return seconds and rate in GB/s of other schedules of this request, for comparison.
 
-        These are TensorFlow's trees, with each device as a root, in its four stages; rings; and one device.
+        For an all-reduce: TensorFlow's hierarchical copy with one tree per root. For all: "ring" and "one_device".
         """
         request = self.request._replace(packs=1, first=0, root=None)
         found: dict[str, tuple[float, Fraction | None]] = {}
@@ -204,26 +204,30 @@ def _read_devices(
         return gives, takes, main
     if collective in ("reduce_scatter", "all_gather"):
         if main is not None:
-            raise ArgumentError.of(f"{collective} has no root.", f"root={shown(root)}", "reduce or broadcast")
+            remedy = "omit root, or plan a reduce or broadcast"
+            raise ArgumentError.of(f"{collective} has no root.", f"root={shown(root)}", remedy)
         if sources is None:
             gives = takes
         elif destinations is None:
             takes = gives
         if set(gives) != set(takes):
             problem = f"the sources and the destinations of {collective} must be the same devices."
-            raise ArgumentError.of(problem, f"{shown(gives)} and {shown(takes)}", "sources alone")
+            given = f"sources {shown(gives)}, destinations {shown(takes)}"
+            raise ArgumentError.of(problem, given, "sources=..., without destinations")
         return gives, gives, None
     copies = collective == "broadcast"
     own, others = (gives, takes) if copies else (takes, gives)
-    named = sources if copies else destinations
+    which, named = ("sources", sources) if copies else ("destinations", destinations)
+    problem = f"a {collective} must have one root: {which} may list no other device."
     if main is None and named is not None:
         if len(own) > 1:
-            raise ArgumentError.of(f"a {collective} must have one root.", shown(own), "all_reduce, or one device")
+            remedy = f'{which}=["{own[0]}"]' + ("" if copies else ", or an all_reduce")
+            raise ArgumentError.of(problem, f"{which} {shown(own)}", remedy)
         main = own[0]
     if main is None:
         main = bound_of_members(topology, collective, others).roots[0][0]
     if named is not None and (main,) != own:
-        raise ArgumentError.of(f"a {collective} must have one root.", f"root={main}, {shown(named)}", "root alone")
+        raise ArgumentError.of(problem, f"root={main}, {which} {shown(own)}", f'root="{main}", without {which}')
     return ((main,), others, None) if copies else (others, (main,), None)
 
 

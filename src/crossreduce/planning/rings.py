@@ -1,7 +1,7 @@
 """Rings on a topology: orders of devices in which each has a link, or a route through switches, to the next one.
 
-Input: a topology and a request. Output: a schedule of rings that run side by side. Rings are found one after another
-until the bandwidth of the links is used up, in units of the narrowest link.
+Input: a topology and a request. Output: a schedule of rings that run side by side. Each ring takes the bandwidth of the
+narrowest link from every link that it uses; rings are added until the bandwidth that is left has no room for another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .planners import Request, ring_schedule
 # The search for one ring stops after so many steps: finding a Hamiltonian cycle is NP-complete (Karp 1972).
 _MOST_STEPS: Final = 5_000
 _MOST_RINGS: Final = 16  # NCCL uses as many channels on its widest machines
-_MOST_CHUNKS: Final = 512  # a ring of n devices has n chunks with 2(n - 1) steps each
+_MOST_CHUNKS: Final = 512  # of all rings together; a ring of n devices has n chunks
 
 Pair = tuple[str, str]
 
@@ -43,7 +43,7 @@ def parallel_rings(topology: Topology, request: Request) -> Schedule:
 def ring_orders(topology: Topology, devices: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """Return orders of devices for rings that share the links, at least one.
 
-    If no ring was found, the order is that of the devices, and some hops pass other devices.
+    If no ring was found, the order is that of ``devices``; a route to the next device may then pass others.
 
     >>> ring_orders(Topology.ring(4), ("cpu:0", "cpu:1", "cpu:2", "cpu:3"))
     (('cpu:0', 'cpu:1', 'cpu:2', 'cpu:3'), ('cpu:0', 'cpu:3', 'cpu:2', 'cpu:1'))
@@ -78,7 +78,7 @@ def ring_orders(topology: Topology, devices: tuple[str, ...]) -> tuple[tuple[str
 def _ring(
     devices: tuple[str, ...], routes: dict[Pair, tuple[Pair, ...]], left: dict[Pair, int], unit: int
 ) -> tuple[str, ...] | None:
-    """Search for one ring, depth first, the widest route first."""
+    """Return a ring that the links have room for, found depth first, the widest route first; ``None``: none found."""
     if len(devices) == 1:
         return None
     n = len(devices)

@@ -107,12 +107,13 @@ def choose(sources: tuple[str, ...], destinations: tuple[str, ...], nbytes: int)
 def schedule_for(request: Request) -> Schedule:
     """Return the verified schedule of an all-reduce from any sources to any destinations.
 
-    Without a topology it is the algorithm's own schedule. On a topology it uses its links only, and is the fastest in
-    simulation. A topology whose devices have other names is matched by position: its i-th device stands for the i-th of
-    the sources, then of the other destinations. Its switches only forward data, since no engine can reduce on them.
+    Without a topology it is the algorithm's own schedule. On a topology it uses only the topology's links, and is the
+    fastest in simulation. A topology whose devices have other names is matched by position: its i-th device stands for
+    the i-th of the sources, then of the other destinations. Its switches only forward data, since no engine can reduce
+    on them.
 
     Raises:
-      PlanError: the algorithm is unknown or cannot do it; the topology lacks a device of the request, or a route.
+      PlanError: the algorithm is unknown or cannot plan this; the topology lacks a device of the request, or a route.
     """
     if request.topology is not None:
         return fastest(request._replace(topology=_matched(request.topology, request.members)))[0]
@@ -146,7 +147,7 @@ def _matched(topology: Topology, devices: tuple[str, ...]) -> Topology:
 
 @lru_cache(maxsize=4096)
 def fastest(request: Request) -> tuple[Schedule, float]:
-    """Return the fastest schedule of a request on its topology, in pieces that suit its bytes, and its seconds."""
+    """Return the fastest schedule of a request on its topology, in pieces that suit its bytes, and its time in s."""
     topology = request.topology
     assert topology is not None
     require_routes(topology, request.sources, request.destinations, request.collective)
@@ -198,11 +199,12 @@ def candidates(request: Request) -> tuple[Schedule, ...]:
 def _schedules(request: Request) -> list[Schedule]:
     name = request.algorithm
     if name not in REGISTRY:
-        raise PlanError.of("there is no such planner.", shown(name), "one of " + ", ".join(REGISTRY))
+        raise PlanError.of("there is no such algorithm.", shown(name), "one of " + ", ".join(REGISTRY))
     entry = REGISTRY[name]
     if request.root is not None and not entry.has_root:
         rooted = ", ".join(other for other, one in REGISTRY.items() if one.has_root)
-        raise PlanError.of(f"{name} does not reduce on a root.", f"root={request.root}", rooted)
+        problem = f"the algorithm {name} does not reduce on a root."
+        raise PlanError.of(problem, f"root={request.root}", f"no root, or an algorithm with roots: {rooted}")
     if entry.scatter is None or request.collective not in ("reduce_scatter", "all_gather"):
         return entry.schedules(request)
     from .derived import all_gather, reduce_scatter

@@ -53,7 +53,7 @@ class NeutralTopology(NamedTuple):
 
 @lru_cache(maxsize=512)
 def neutral(topology: Topology, members: tuple[str, ...], helpers: tuple[str, ...] | None = None) -> NeutralTopology:
-    """Return a topology whose devices are the members and helpers, which reduce, and whose other nodes are switches.
+    """Return a topology whose devices are members and helpers (both may reduce), and whose other nodes are switches.
 
     ``helpers=None``: every other node that can reduce (a reducing switch or a device) is a switch that reduces.
     """

@@ -60,7 +60,7 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
     ``CROSSREDUCE_HOST`` in the environment splits a host: only ranks with the same text can be on one.
 
     Args:
-      rendezvous: where the ranks meet; it is used three times.
+      rendezvous: where the ranks meet; its all_gather is called three times.
       nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks.
     Raises:
       ReductionError: a rank cannot allocate memory even for itself alone.
@@ -183,7 +183,7 @@ def _available() -> int:
             root, limit, usage, cache = version
             top = Path(_CGROUPS, root)
             own = top / group.lstrip("/")
-            for place in (own, *own.parents):  # a parent may have the limit; in a container, ``top`` may be ``group``
+            for place in (own, *own.parents):  # a parent may have the limit; in a container, ``top`` may be the group
                 with suppress(OSError, ValueError, KeyError):  # without a limit the file is missing or contains "max"
                     stats = dict(line.split() for line in Path(place, "memory.stat").read_text().splitlines())
                     most, used = (int(Path(place, name).read_text()) for name in (limit, usage))

@@ -175,7 +175,7 @@ class Communicator(Member):
         """Leave the group at once; current calls, and all other uses of the transport, fail on all ranks."""
         if not self._closed and os.getpid() == self._pid:
             self._abort(self._lost([self.rank], "left"))
-            if self.transport is not None:  # on one host, too, other operations may use its connections
+            if self.transport is not None:  # even on one host: other operations may use the transport
                 self.transport.abort()
         self.close()
 
@@ -273,7 +273,7 @@ class Communicator(Member):
         """Raise unless this thread of this process may make a call."""
         if os.getpid() != self._pid:
             problem = f'group "{self.name}" belongs to process {self._pid}, from which this process was forked.'
-            raise ContextError.of(problem, f"process {os.getpid()}", "make the group after the fork, or spawn")
+            raise ContextError.of(problem, f"process {os.getpid()}", "make the group after the fork, or use spawn")
         if self._caller == thread:
             problem = f'this thread is already in a call of group "{self.name}".'
             raise ContextError.of(problem, "a call in a signal handler", "only close() or abort() in a handler")
@@ -284,7 +284,7 @@ class Communicator(Member):
             raise ContextError.of(f'group "{self.name}" is closed.', remedy="make a new group")
 
     def _require_intact(self) -> None:
-        """Raise if the group is closed or broken, or if an interrupted call did not abort it, which is then done."""
+        """Raise if the group is closed or broken; if an interrupted call did not abort it, abort it and raise."""
         self._require_open()
         if self._broken is not None:
             raise renewed(self._broken)
@@ -303,13 +303,14 @@ class Communicator(Member):
             problem = "the root is not a rank of the group."
             raise ArgumentError.of(problem, str(root), f"0 to {self.size - 1}")
         if has_all is not None and has_all != (self.rank == root):
-            problem = f"only the root, rank {root}, must pass all parts or the result."
-            raise ArgumentError.of(problem, f"rank {self.rank} {'passed' if has_all else 'did not pass'} them")
+            who, given = ("only the root may", "passed") if has_all else ("the root must", "did not pass")
+            given = f"rank {self.rank} {given} them; the root is rank {root}"
+            raise ArgumentError.of(f"{who} pass all parts or the result.", given)
 
     def _check(self, first: ArrayView | None = None, *others: ArrayView, count: int | None = None) -> None:
         """Raise unless all arrays have the same size and dtype, and ``others`` are ``count`` arrays."""
         if count is not None and len(others) != count:
-            raise ArgumentError.of("there must be one array per rank.", f"{len(others)} for {count} ranks")
+            raise ArgumentError.of("there must be one array per rank.", f"{len(others)} arrays for {count} ranks")
         assert first is not None, "a group has at least one rank"
         for other in others:
             if (other.size, other.dtype) != (first.size, first.dtype):

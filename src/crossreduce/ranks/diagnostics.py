@@ -12,13 +12,13 @@ from typing import Final, NamedTuple
 
 from ..errors import message, rank_list
 
-DOCTOR: Final = "crossreduce doctor"  # in texts followed by DIR, for which the dump's directory is substituted
+DOCTOR: Final = "crossreduce doctor"  # texts add DIR; membership.py replaces it by the folder of its dump
 UNUSABLE: Final = "The group cannot be used again. Restart the job."
-_MAX_CALLS: Final = 8  # the most different calls that one text lists
+_MAX_CALLS: Final = 8  # one text lists at most this many different calls or lost ranks
 _ARRAY: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
 _CALL_TEXT: Final = re.compile(
     rf"(?P<collective>\w+)(?: (?!root )(?P<op>\w+))?(?: root (?P<root>\d+))?(?P<arrays>(?:,? {_ARRAY.pattern})*)"
-)  # a call may have several arrays
+)  # parses a call's text, which may have several arrays
 
 
 class CallSignature(NamedTuple):
@@ -81,7 +81,7 @@ def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
         shown.insert(-1, f"and {len(others) - _MAX_CALLS + 1} other calls")
     verb = "differs" if len(few) == 1 else "differ"
     where = f'of group "{name}"' if counted else f'at op {usual.sequence} of group "{name}"'
-    remedy = _REMEDIES.get(aspects[0], f"the same {aspects[0]}")
+    remedy = next((_REMEDIES[x] for x in aspects if x in _REMEDIES), f"the same {' and '.join(aspects)}")
     return message(
         f"{rank_list(few)} {verb} from {rank_list(ranks_of[usual])} in {' and '.join(aspects)} {where}.",
         "; ".join(shown),

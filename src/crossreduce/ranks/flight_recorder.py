@@ -207,7 +207,8 @@ def _threads() -> tuple[Thread, ...]:
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
     threads = []
-    while frames:  # emptied: this frame is in it, and that reference cycle would keep the group's memory
+    # The list contains this function's own frame. It is emptied, since that cycle would keep the group's memory alive.
+    while frames:
         ident, frame = frames.pop(0)
         stack = (Frame(x.filename, x.lineno or 0, x.name, x.line or "") for x in traceback.extract_stack(frame))
         threads.append(Thread(names.get(ident, "unknown"), tuple(stack)))

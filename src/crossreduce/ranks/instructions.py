@@ -25,7 +25,7 @@ class BufferReference(NamedTuple):
 
 
 class RankInstruction(NamedTuple):
-    """Combines ``size`` elements of the operands, in order, or copies those of the only one, into all results.
+    """Combines ``size`` elements of the operands, in order, into all results; a single operand is copied.
 
     ``streaming``: results are written with streaming stores, which bypass the cache.
     """
@@ -50,7 +50,7 @@ class ArrayPlaces(NamedTuple):
 
 
 def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
-    """Return how ranks reduce arrays of a dtype to a result of the same dtype.
+    """Return the ``Numbers`` by which ranks reduce arrays of a dtype to a result of the same dtype.
 
     Raises:
       UnsupportedError: the op is not defined for the dtype, or its result has another dtype.
@@ -63,7 +63,7 @@ def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
 
 
 def joined(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
-    """Join each instruction whose operands and results begin where those of the one before it end to that one."""
+    """Return the instructions, of which each that continues the previous one is joined to it (see ``_continues``)."""
     made: list[RankInstruction] = []
     for following in instructions:
         if made and _continues(made[-1], following):
@@ -104,7 +104,7 @@ def native_program(stages: Sequence[Iterable[RankInstruction]]) -> Any:
 
 @lru_cache(maxsize=4096)
 def kernel(numbers: Numbers, size: int, operands: int, results: int) -> kernels.Kernel:
-    """Return the kernel that combines ``size`` elements of the operands, in order, or copies those of the only one."""
+    """Return the kernel that combines ``size`` elements of the operands, in order; a single operand is copied."""
     everything = (Segment(0, 0, size, 0),)
     op, dtype, wide, result, divisor = numbers
     if operands == 1:

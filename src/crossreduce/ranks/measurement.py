@@ -25,9 +25,9 @@ from .communicator import Communicator
 from .exchange import wait_for
 from .multi_host import host_names
 
-_TAG: Final = 1  # differs from that of reductions, which may run at the same time
+_TAG: Final = 1  # the tag of messages; reductions, which may run at the same time, have another
 _PINGS: Final = 9
-_FIRST_BYTES: Final = 1 << 20  # of the first stream; a link limited by a token bucket may pass some at once
+_FIRST_BYTES: Final = 1 << 20  # of the first stream; a token bucket may let some of them pass at full speed
 _MESSAGES: Final = 8
 _STREAMS: Final = 5  # the median counts: other work may slow one down, a token bucket speed one up
 _ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts

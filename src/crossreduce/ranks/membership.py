@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,7 +44,7 @@ REMOTE_CAUSE_S: Final = 0.3  # how long a rank waits for another host to publish
 
 
 class PeerInfo(NamedTuple):
-    """What a rank sends to all others. ``token``: rank 0's is the group's. ``problem``: why it cannot take part."""
+    """What a rank sends to all others. ``token``: rank 0's identifies the group. ``problem``: why it cannot join."""
 
     pid: int
     hostname: str
@@ -63,10 +64,12 @@ class Member(StageRunner):
         timeout_s: float,
         global_ranks: Sequence[int] | None,
     ) -> None:
-        if kernels.instruction_set() == "numpy" or not hasattr(os, "memfd_create"):
-            problem = "ranks need Linux and the compiled kernels to share memory."
-            remedy = "install with a C++ compiler, on Linux, and no CROSSREDUCE_KERNELS=numpy"
-            raise BackendError.of(problem, f"kernels {kernels.instruction_set()}", remedy)
+        if not hasattr(os, "memfd_create"):
+            problem = "ranks share memory by memfd_create, which this system does not have."
+            raise BackendError.of(problem, f"system {sys.platform}", "ranks on Linux")
+        if kernels.instruction_set() == "numpy":
+            remedy = "unset CROSSREDUCE_KERNELS, or install crossreduce with a C++ compiler"
+            raise BackendError.of("ranks need the compiled kernels.", "kernels in NumPy", remedy)
         self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s
         self.rendezvous, self.transport = rendezvous, transport
         self.global_ranks = tuple(global_ranks or range(self.size))
@@ -90,7 +93,8 @@ class Member(StageRunner):
         if len(self.hosts) > 1:
             if transport is None:
                 given = f"hosts of ranks {', '.join(map(str, self._global_hosts()))}"
-                raise ArgumentError.of("ranks on several hosts need a transport between them.", given, "transport=...")
+                remedy = "transport=GlooTransport(...) or MpiTransport(...)"
+                raise ArgumentError.of("ranks on several hosts need a transport between them.", given, remedy)
             self.transport = self._watched = WatchedTransport(transport, self._warn_of_remote_wait)
             self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
         self.engine = self._remote or OneHostEngine(self.rank, self.size)
@@ -101,11 +105,11 @@ class Member(StageRunner):
         named = list(zip(self.global_ranks, self.peers, strict=True))
         if len({peer.version for peer in self.peers}) > 1:
             given = "; ".join(f"rank {rank}: {peer.version}" for rank, peer in named)
-            raise MismatchError.of("the ranks have different versions of crossreduce.", given)
+            raise MismatchError.of("the ranks have different versions of crossreduce.", given, "one version on all")
         if any(peer.problem for peer in self.peers):
             given = "; ".join(f"rank {rank}: {peer.problem}" for rank, peer in named if peer.problem)
             problem = "some ranks cannot map the memory that their host shares."
-            raise ReductionError.of(problem, given, "a larger limit of address space (ulimit -v)")
+            raise ReductionError.of(problem, given, "ulimit -v unlimited, if memory could not be allocated")
         # A process cannot detect its own locks, so another rank of this process seems to have ended.
         same = [rank for rank in self.host if self.peers[rank].pid == os.getpid() and not self.memory.alive(rank)]
         if same:
@@ -128,7 +132,7 @@ class Member(StageRunner):
             cause = timer.query(self.rendezvous.abort_cause)
             if cause is not None:
                 raise decoded(cause)
-        # A rank that waits for another host can name the rank at fault, so it gets the time to do so.
+        # If all missing ranks wait for another host, they can name the rank at fault, so they get the time to do so.
         remote = self._remote is not None and all(
             self._remote.is_waiting_for_hosts(rank) and not is_stopped(self.peers[rank].pid) for rank in missing
         )
@@ -194,7 +198,7 @@ class Member(StageRunner):
     def _raise_broken(self) -> NoReturn:
         """Write the flight recorder's dump, and raise the error for which the group was aborted."""
         if len(self.hosts) > 1 and self.transport is not None:
-            self.transport.abort()  # a leader of another host may wait for this rank, which did not abort itself
+            self.transport.abort()  # if another rank aborted, other hosts may still wait for this rank
         error = self._abort_cause()
         path = flight_recorder.write(self._dump(str(error)))
         if path is not None:

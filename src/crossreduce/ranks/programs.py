@@ -57,8 +57,8 @@ def _boundary(numerator: int, denominator: int, size: int, nbytes: int) -> int:
 class _ChunkValues(NamedTuple):
     """Properties of a chunk's values, in their order.
 
-    ``direct``: how many of the first values, which are the inputs, their own ranks read from the caller's buffers: all
-    or none. A result may overwrite an input there: no later step reads it, since the schedule has replaced it.
+    ``direct``: how many inputs (the first values) are read by their own ranks from the caller's buffers: all or 0. In
+    place, a result may overwrite such an input: the schedule has replaced the input, so no later step reads it.
     """
 
     devices: tuple[int, ...]  # the device that computes each value
@@ -222,10 +222,11 @@ class RankCompiler:
     """The instructions of one rank for each piece. ``ends``: for each rank where the used room in its slot ends.
 
     Args:
-      analysis: of the program.
+      analysis: the properties of the program.
       rank: the device whose instructions are made.
-      sizes: of each piece, in elements of each array.
-      inputs, outputs: where each array is, on ranks that contribute to it, and on those that need its result.
+      sizes: the size of each piece, in elements of each array.
+      inputs: where each array is in the caller's buffers, on ranks that contribute to it.
+      outputs: where each array's result is in the caller's buffers, on ranks that need it.
       streaming: whether copies into the caller's buffers use streaming stores.
       bases: for each rank where the room in its slot begins, in bytes; ``None``: at 0.
     """
@@ -253,8 +254,8 @@ class RankCompiler:
         """Give the values of one slot their places, and return where the used room ends.
 
         A value's place, for each size of a piece: the offset of its first copy, the distance between copies, and the
-        number of copies. Values that are written and read in the same phases share the room of a copy; others could
-        overwrite each other where pieces differ in size.
+        number of copies. Values that are written and read in the same phases lie together in each copy. Others have
+        room of their own: in common room they could overwrite each other where pieces differ in size.
         """
         for copies, values in groups:
             room, offsets = 0, {}

@@ -1,9 +1,10 @@
 """``RankMemory``: the memory that the ranks of one host share, with barriers, liveness and the abort reason.
 
 Input: a file descriptor that all of these ranks have, and compiled rank programs. Output: executed programs, or the
-outcome for which a call cannot continue. The kernels move the data; this module serves a rank that waits. Each rank
-holds a record lock on its own byte of the memory's file. The operating system releases the lock when the process ends,
-for any reason, so other ranks can detect the end.
+outcome (see ``DONE``) with which a call stopped. The kernels move the data; this module serves a rank that waits.
+
+Each rank holds a record lock on its own byte of the memory's file. The operating system releases the lock when the
+process ends, for any reason, so other ranks can detect the end.
 """
 
 from __future__ import annotations

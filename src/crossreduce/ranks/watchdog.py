@@ -20,14 +20,14 @@ _EVERY_S: Final = 0.2
 
 
 class RemoteWait(NamedTuple):
-    """The rank whose message this rank waits for, and since when by ``time.monotonic``."""
+    """The other rank of the message that this rank waits for, and when the wait began, by ``time.monotonic``."""
 
     rank: int
     since_s: float
 
 
 class WatchedTransport:
-    """See ``transports.base.Transport``.
+    """A ``transports.base.Transport`` that records the message that this rank waits for, and calls ``check``.
 
     ``check``: a method that a thread calls every 0.2 s; its object is not kept alive by this. If the system cannot
     start the thread, the method is never called, and messages are carried all the same.
@@ -61,7 +61,8 @@ class WatchedTransport:
         """End the thread; the transport stays open."""
         self._closed.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(1)  # 1 s at most: it may wait for a log's lock that a signal handler's thread holds
+            # 1 s at most: if a signal handler calls this, the thread may wait for a log's lock that this thread holds.
+            self._thread.join(1)
 
 
 class _WatchedMessage:

@@ -111,7 +111,9 @@ class Schedule:
         routes = tuple(Route(chunk, src, dst, tuple(through), *when) for chunk, src, dst, through, *when in self.routes)
         object.__setattr__(self, "routes", routes)
         if len(set(self.devices)) != n:
-            raise ScheduleError.of("each device may appear only once in a schedule.", ", ".join(self.devices))
+            twice = sorted({device for k, device in enumerate(self.devices) if device in self.devices[:k]})
+            problem = "each device may appear only once in a schedule."
+            raise ScheduleError.of(problem, f"{', '.join(twice)} more than once", "each device once")
         for number, chunk in enumerate(self.chunks):
             if chunk.share < 0 or not _positions(chunk.sources, n) or not _positions(chunk.destinations, n):
                 remedy = "a share of 0 or more; at least one source and one destination, none of them twice"

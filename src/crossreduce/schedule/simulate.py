@@ -106,11 +106,11 @@ def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
 
 
 def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Schedule, float]:
-    """Return the schedule in the number of pieces that takes the least time for ``nbytes`` bytes, and that time.
+    """Return the schedule cut into the number of pieces that takes the least time for ``nbytes`` bytes, and that time.
 
-    For p pieces, at least the number of rounds, the time is a + b p + c / p, which is least at p = sqrt(c / b); smaller
-    numbers are tried one by one up to 32, then by doubling. No piece of the average chunk is below ``LEAST_PIECE``
-    bytes.
+    If the number of pieces p is at least the number of rounds, the time is a + b p + c / p, which is least at
+    p = sqrt(c / b). Of the smaller numbers, 1 to 32 and powers of two are tried. If an average chunk is cut, its pieces
+    have at least ``LEAST_PIECE`` bytes.
 
     >>> from crossreduce.planning import one_device
     >>> topology = Topology.star(4, gb_per_s=25, latency_s=1e-6)
@@ -141,9 +141,9 @@ def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...]
     """Return the links, by (src, dst), of a route, by default the topology's; PlanError: a link does not exist."""
     unknown = [node for node in (src, *(through or ()), dst) if node not in topology]
     if unknown:
-        given = f"{', '.join(unknown)}; nodes {', '.join(topology.nodes)}"
-        problem = f"the topology has no route from {src} to {dst}: it lacks a node."
-        raise PlanError.of(problem, given, "the topology of the plan")
+        given = f"a topology of {', '.join(topology.nodes)}"
+        problem = f"the topology has no route from {src} to {dst}: it has no node {', '.join(unknown)}."
+        raise PlanError.of(problem, given, "the topology for which the schedule was planned")
     nodes = topology.route(src, dst) if through is None else (src, *through, dst)
     pairs = () if nodes is None else tuple(pairwise(nodes))
     if nodes is None or any(pair not in topology.by_ends for pair in pairs):
@@ -164,7 +164,7 @@ class _Traffic(NamedTuple):
     """The use of all links."""
 
     chunks: dict[Pair, dict[int, list[int]]]  # for each link, the chunks that it carries in each round
-    load_of: dict[Pair, int]  # the number of each link's load; links with one load are always equally busy
+    load_of: dict[Pair, int]  # each link's position in ``loads``; links with the same load are always equally busy
     loads: tuple[_Load, ...]  # the different loads
     amounts: tuple[tuple[int, ...], ...]  # for each amount of data, chunks whose shares add up to it
     latency_s: tuple[float, ...]  # for each round the longest latency of its routes
@@ -275,8 +275,11 @@ def _sliding_max(values: tuple[float, ...], width: int) -> list[float]:
 
 
 def _elements(nbytes: int, itemsize: int) -> int:
-    integers = [isinstance(number, int) and not isinstance(number, bool) for number in (nbytes, itemsize)]
-    if not all(integers) or not 0 <= nbytes <= MOST_BYTES or itemsize < 1 or nbytes % itemsize:
-        problem = f"nbytes must be an integer from 0 to {MOST_BYTES}, and a multiple of itemsize, an int above 0."
-        raise ArgumentError.of(problem, f"nbytes={shown(nbytes)}, itemsize={shown(itemsize)}", "1 << 20")
+    for name, number, least, remedy in (("nbytes", nbytes, 0, "1 << 20"), ("itemsize", itemsize, 1, "4")):
+        if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= MOST_BYTES:
+            problem = f"{name} must be an integer from {least} to {MOST_BYTES}."
+            raise ArgumentError.of(problem, f"{name}={shown(number)}", f"{name}={remedy}")
+    if nbytes % itemsize:
+        given, remedy = f"nbytes={nbytes}, itemsize={itemsize}", f"nbytes={nbytes - nbytes % itemsize}"
+        raise ArgumentError.of("nbytes must be a multiple of itemsize.", given, remedy)
     return nbytes // itemsize

@@ -93,7 +93,8 @@ def _explain(schedule: Schedule, c: int, dst: int, everyone: int) -> str:
     device = schedule.devices[dst]
     value = cells.get((c, dst))
     if value is None:
-        lost = f"the contribution of device {schedule.devices[schedule.chunks[c].sources[0]]}, among others, is lost."
+        first, *others = (schedule.devices[source] for source in schedule.chunks[c].sources)
+        lost = f"the contribution of device {first}{', among others,' if others else ''} is lost."
         return f"no step brings chunk {c} to its destination {device}: {lost}"
     origin = "there from the start, since no step writes it"
     if value.made_by is not None:

@@ -41,7 +41,7 @@ class Strategy:
         return self._ops
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the components of a distributed value, in the order of the replicas; of any other value, itself.
+        """Return the components of a distributed value, in the order of the replicas; else a tuple of the value alone.
 
         >>> from crossreduce import MirroredStrategy
         >>> MirroredStrategy(2).local_results(5)

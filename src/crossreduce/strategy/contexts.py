@@ -101,15 +101,18 @@ def replica_framework(value: Any) -> ReplicaFramework:
       ArgumentError: it is not an array.
       UnsupportedError: its framework does not support replicas in threads.
     """
+    name = framework_of(value).name
     framework = _as_replica_framework(framework_of(value))
     if framework is not None:
         return framework
-    raise UnsupportedError.of(
-        "crossreduce's MirroredStrategy does not support TensorFlow, which has its own.",
-        describe(value),
-        "tf.distribute.MirroredStrategy(cross_device_ops=crossreduce.tensorflow.HierarchicalCopyAllReduce()), and "
-        "inside it tf.distribute.get_replica_context()",
-    )
+    problem, remedy = f"MirroredStrategy does not support arrays of {name}.", "arrays of NumPy, PyTorch or JAX"
+    if name == "tensorflow":
+        problem = "crossreduce's MirroredStrategy does not support TensorFlow, which has its own."
+        remedy = (
+            "tf.distribute.MirroredStrategy(cross_device_ops=crossreduce.tensorflow.HierarchicalCopyAllReduce()), and "
+            "inside it tf.distribute.get_replica_context()"
+        )
+    raise UnsupportedError.of(problem, describe(value), remedy)
 
 
 @cache  # isinstance of a protocol looks up every method
@@ -349,7 +352,7 @@ def _code(function: Callable[..., Any]) -> object:
 
 
 def _require_own_accelerators(devices: tuple[str, ...]) -> None:
-    """Raise if replicas share an accelerator: its backward passes share a thread of torch, which would block itself."""
+    """Raise if replicas share an accelerator: torch runs their backward passes in one thread, which would block."""
     places = [parse(name) for name in devices]
     shared = [str(place) for place in places if place.logical and place.kind != "cpu"]
     if shared:
@@ -363,7 +366,7 @@ def _with_hints(hints: CommunicationOptions) -> str:
 
 
 def _host_names(lists: list[list[Any]], devices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the replicas' devices if they and all arrays are in host memory; ``None``: the default names apply."""
+    """Return the replicas' devices if they and all arrays are in host memory; ``None``: the arrays imply them."""
     if devices == host_devices(len(devices)) or any(locate(x) != "cpu" for own in lists for x in own):
         return None
     return devices if all(name.startswith("cpu:") for name in devices) else None

@@ -96,7 +96,7 @@ class Extended:
         remedy = "merge_call(lambda strategy, g: strategy.extended.update(...), args=(g,))"
         with cross_replica_context(self._strategy, "update", remedy):
             if not isinstance(var, DistributedValues) or len(var) != n:
-                problem = "var must be a variable or another distributed value of this strategy."
+                problem = f"var must be a variable or another distributed value with {n} components, one per replica."
                 raise ArgumentError.of(problem, shown(var), "Variable(...) in scope()")
             for k in range(n):
                 component = Component(var, k) if isinstance(var, Variable) else var[k]

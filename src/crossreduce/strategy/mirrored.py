@@ -118,8 +118,8 @@ class MirroredStrategy(Strategy):
           A tree of the structure that ``fn`` returned, with a ``PerReplica`` for each leaf, also for one replica. None,
           strings and variables are kept if all replicas returned the same one.
         Raises:
-          The exception of the first replica that fails, with its number in a note. The others are stopped: replicas
-          that wait at once, replicas that compute at their next call of the context.
+          The exception of the first replica that fails, with its number in a note. The others are stopped: those
+          that wait, at once; those that compute, at their next call of the context.
           MismatchError: replicas make different calls, or return trees of different structure.
           StalledError: a replica keeps others waiting beyond the timeout.
           ContextError: inside a replica, or inside another strategy's scope.
@@ -271,10 +271,13 @@ class MirroredStrategy(Strategy):
         framework = replica_framework(value[0])
         arrays: list[Any] = [framework_of(x).array(x) for x in value]
         for x in arrays:
-            inside = not isinstance(x, Sparse) and isinstance(axis, Integral) and -len(x.shape) <= axis < len(x.shape)
+            given = f"axis {axis!r} of {describe(leaf)}"
+            if isinstance(x, Sparse):
+                raise ArgumentError.of("a sparse value cannot be reduced along an axis.", given, "axis=None")
+            inside = isinstance(axis, Integral) and -len(x.shape) <= axis < len(x.shape)
             if not inside or isinstance(axis, bool):
-                given = f"axis {axis!r} of {describe(leaf)}"
-                raise ArgumentError.of("axis must be None or an axis of a dense value.", given, "axis=None or axis=0")
+                remedy = "axis=None or axis=0" if x.shape else "axis=None"
+                raise ArgumentError.of("axis must be None or an axis of the value.", given, remedy)
         check_value(None, value, axis=axis)  # the components may only differ in their sizes along the axis
         sizes = [int(x.shape[axis]) for x in arrays]
         places = value.devices
@@ -293,7 +296,7 @@ class MirroredStrategy(Strategy):
 
 
 def get_strategy() -> MirroredStrategy:
-    """Return the strategy of this call; outside all strategies, a strategy of a single replica on ``cpu:0``."""
+    """Return the strategy whose scope the caller is in; outside all, a strategy of a single replica on ``cpu:0``."""
     here = current()
     if here is None:
         return _default_strategy()
@@ -344,7 +347,7 @@ def _run_replica(context: ReplicaContext, modes: list[ThreadModes], fn: Any, arg
 
 
 def _to_device(leaf: Any, device: str) -> Any:
-    """Return an array or a module on a device."""
+    """Return an array or a module on a device; other values are returned unchanged."""
     if isinstance(leaf, DistributedVariable):
         raise ArgumentError.of("a variable cannot be replicated again.", repr(leaf), "pass it to run() unchanged")
     try:

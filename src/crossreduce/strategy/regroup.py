@@ -83,7 +83,7 @@ def check_arguments(args: Any, kwargs: Any) -> None:
     """Raise if a function's arguments are not a tuple (or list) and a dict."""
     if not isinstance(args, (tuple, list)) or not (kwargs is None or isinstance(kwargs, Mapping)):
         given = f"args {shown(args)}, kwargs {shown(kwargs)}"
-        raise ArgumentError.of("args must be a tuple, and kwargs a dict.", given, "args=(x,)")
+        raise ArgumentError.of("args must be a tuple, and kwargs a dict.", given, 'args=(x,), kwargs={"name": y}')
 
 
 def local_arguments(

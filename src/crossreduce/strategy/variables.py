@@ -24,7 +24,7 @@ from .regroup import DistributedVariable, localize, per_replica_on
 from .replica_group import CollectiveCall
 
 _NUMBERS = (bool, int, float, complex)
-# The dtypes that can store the numbers of each class in _NUMBERS; those of the classes after it can store them, too.
+# A number of class _NUMBERS[k] can be stored in every dtype of _DTYPES[k] and of the later sets.
 _DTYPES = ({"bool"}, INTEGERS, FLOATS, COMPLEX)
 
 _WRITING = threading.RLock()  # several threads may run replicas that assign to one variable
@@ -172,7 +172,8 @@ class Variable(_Assignable, DistributedVariable):
         self._spec = self._framework.spec(first)
         if self._aggregation is VariableAggregation.MEAN and self._spec.dtype in INTEGERS | {"bool"}:
             problem = "the mean of integers is a float, which an integer variable cannot store."
-            raise ArgumentError.of(problem, f"{self._spec}, aggregation mean", 'a float, or aggregation="sum"')
+            remedy = 'a float initial_value, or aggregation="sum"'
+            raise ArgumentError.of(problem, f"{self._spec}, aggregation mean", remedy)
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -244,7 +245,8 @@ class Variable(_Assignable, DistributedVariable):
         here = current()
         if here is not None and self._strategy is not None and here.strategy is not self._strategy:
             problem = "a variable is used inside a strategy that does not own it."
-            raise ContextError.of(problem, f"{self} in a context of {here.strategy}", "one strategy per program")
+            remedy = "create it in the scope of the strategy that uses it"
+            raise ContextError.of(problem, f"{self} in a context of {here.strategy}", remedy)
         return here
 
     def _assign(self, how: str, value: Any) -> Self:
@@ -291,7 +293,7 @@ class Variable(_Assignable, DistributedVariable):
         if how != "assign":
             problem = f"{how} outside of replicas is not defined for a sync-on-read variable with aggregation sum."
             given = f"{how} of {self} in the cross-replica context"
-            raise ContextError.of(problem, given, "assign, or assign_add in the replicas")
+            raise ContextError.of(problem, given, f"assign, or {how} in the replicas")
         self._put_all("assign", [value, *(_filled(self._framework, x, 0) for x in self._components[1:])])
 
     def _require_aggregation(self, assignment: str) -> None:
@@ -331,7 +333,8 @@ class Variable(_Assignable, DistributedVariable):
         x = framework.array(value) if framework is self._framework else None
         if x is None or isinstance(x, Sparse) or framework.spec(x) != self._spec:
             problem = "the value must have the framework, shape and dtype of the variable."
-            raise MismatchError.of(problem, f"{describe(value)} for {self}", f"{self._spec}")
+            given = f"{describe(value)}, framework {framework.name}, for {self}"
+            raise MismatchError.of(problem, given, f"a dense array of {self._framework.name}, {self._spec}")
         return framework.to_device(x, self._devices[k])
 
     def _put_all(self, how: str, values: Sequence[Any]) -> None:

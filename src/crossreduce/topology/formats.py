@@ -1,4 +1,4 @@
-"""Topologies in files of any supported format, which the first characters of a file determine."""
+"""Topologies in files of any supported format; the content of a file determines which one it is."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def read_file(path: Any) -> bytes:
 def parse(data: bytes) -> Wiring:
     """Return the wiring in a file: JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
 
-    If a file does not name the kinds of links, the speeds are those of V100, A100 and H100, and of PCIe 3; for others
-    use ``Topology(*read_nvidia_smi(text, ...))``. ArgumentError: another format, malformed or truncated data.
+    If a file does not name the kinds of links, the speeds are those of V100, A100 and H100, and of PCIe 3; for
+    other links use ``Topology(*read_nvidia_smi(text, ...))``. ArgumentError: another format, malformed or cut data.
     """
     if len(data) > LARGEST:
-        raise ArgumentError.of(f"a file with a topology must have at most {LARGEST} bytes.", "a larger one", _FORMATS)
+        given = f"a larger file, which begins with {shown(data[:40])}"
+        raise ArgumentError.of(f"a file with a topology must have at most {LARGEST} bytes.", given, _FORMATS)
     # Windows PowerShell writes UTF-16 when the output of a program is redirected.
     wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")
     try:

@@ -39,7 +39,7 @@ class Wiring(NamedTuple):
 
     @classmethod
     def of(cls, devices: Sequence[str], links: Sequence[Link]) -> Wiring:
-        """Return a wiring in which all other ends of the links are switches that do not reduce."""
+        """Return a wiring; all ends of links that are not in ``devices`` are switches that do not reduce."""
         switches = dict.fromkeys(node for link in links for node in link[:2] if node not in devices)
         return cls(tuple(devices), tuple(links), tuple(map(Switch, switches)))
 

@@ -59,7 +59,7 @@ def machine(
     _, content, network = _find(name)
     check_speeds(speeds)
     if not isinstance(hosts, int) or isinstance(hosts, bool) or hosts < 1:
-        raise ArgumentError.of("hosts must be a number of machines, 1 or more.", shown(hosts), "hosts=1")
+        raise ArgumentError.of("hosts must be an int of at least 1.", shown(hosts), "hosts=1")
     return _built(content, _network(content, hosts, nics or network), hosts, speeds, in_network)
 
 
@@ -105,7 +105,7 @@ def _network(content: dict[str, Any], hosts: int, nics: str | None) -> dict[str,
     """Return the entry of the network that joins the hosts; empty for a single host."""
     networks: dict[str, Any] = content.get("networks", {})
     if nics is not None and (not isinstance(nics, str) or nics not in networks):
-        known = " or ".join(f'"{known}"' for known in networks) or "no nics, since it has no network"
+        known = " or ".join(f'"{known}"' for known in networks) or "omit nics: this machine has no network"
         raise ArgumentError.of(f"{content['name']} has no such network.", shown(nics), known)
     if hosts == 1:
         return {}
@@ -125,7 +125,7 @@ def _built(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds:
         return node[1:] if node[0] == "@" else f"host{host}/{node}" if hosts > 1 else node
 
     box, net = list(_box(content)), list(_wires(network.get("links", ())))
-    # The switches of each host and of the network, and whether they can combine.
+    # Whether each switch can combine: in ``own`` the switches that every host has, in ``shared`` those of all hosts.
     own = dict.fromkeys(_switches(box), content.get("reduces", False))
     own |= {node: False for node in _switches(net) if node[0] != "@" and node not in own}
     shared = {node: network.get("reduces", False) for node in _switches(net) if node[0] == "@"}

@@ -3,10 +3,10 @@
 Input: the text of the file. Output: a ``Wiring`` of its GPUs, ``cuda:0`` and so on by their ``dev``. A document type,
 and with it any entity, is refused, and so is text that is too long or too deeply nested.
 
-GPUs are joined by their ``<nvlink>`` or ``<xgmi>`` entries: a number of links of the kind of their ``sm`` or ``gcn``.
-All NVLinks to devices of the PCI class of an NVSwitch lead to one switch, ``nvswitch``. The wiring includes PCIe
-switches and CPUs only if these links do not join all GPUs. A PCI bridge with one branch is part of its link. Network
-cards have no peer in a file of one host and are left out.
+``<nvlink>`` and ``<xgmi>`` entries join GPUs: each is a number of links, whose kind follows from the GPU's ``sm`` or
+``gcn``. All NVLinks to devices of the PCI class of an NVSwitch lead to one switch, ``nvswitch``. The wiring includes
+PCIe switches and CPUs only if these links do not join all GPUs. A PCI bridge with GPUs on one branch only is no node,
+but part of a link. Network cards have no peer in a file of one host and are left out.
 
 Source: NVIDIA/nccl src/graph/xml.cc, topo.cc and topo.h for the format, the meaning of absent values and the models of
 CPUs; ROCm/rccl src/graph/topo.cc for ``<xgmi>``; ROCm/rccl tools/topo_expl/models has files for comparison.
@@ -206,7 +206,7 @@ def _check_modules(gpus: list[_Gpu]) -> None:
 
 
 def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
-    """Return the links of PCIe, and those between the CPUs that have PCIe devices."""
+    """Return the links of PCIe, and those between the CPUs that have GPUs."""
     names = {id(gpu.pci): gpu.name for gpu in gpus}
     links: list[Link] = []
     used: list[_Cpu] = []
@@ -259,10 +259,11 @@ def _between_cpus(cpu: _Element) -> str:
         if family == 6 and model >= 0x8F:
             return "cpu-sapphire-rapids"
         return "cpu-skylake" if family == 6 and model >= 0x55 else "cpu-broadwell"
-    if vendor == "authenticamd":  # older versions write 23, which is 15 + 8, as 15 + 8 * 16 = 143
+    if vendor == "authenticamd":  # older versions write family 15 + 11 as 15 + 11 * 16 = 0xBF
         return {26: "cpu-zen5", 0xBF: "cpu-zen5", 25: "cpu-zen3", 0xAF: "cpu-zen3"}.get(family, "cpu-zen2")
     if vendor not in ("centaurhauls", "shanghai"):
-        cpu.refuse("the kind of the link between CPUs depends on their arch, vendor, familyid and modelid.")
+        known = "arch arm64 or ppc64, or vendor GenuineIntel, AuthenticAMD, CentaurHauls or Shanghai"
+        cpu.refuse(f"a <cpu> must have {known}, which determines the speed of the link between CPUs.")
     return "cpu-yongfeng" if (family, model) == (7, 0x5B) else "cpu-zhaoxin"
 
 

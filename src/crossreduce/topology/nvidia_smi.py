@@ -72,7 +72,7 @@ def read_nvidia_smi(
     """
     valid = isinstance(nvlink_gb_per_s, (int, float, Fraction)) and not isinstance(nvlink_gb_per_s, bool)
     if not valid or not 0 < nvlink_gb_per_s < math.inf:
-        raise ArgumentError.of("nvlink_gb_per_s must be a number of GB/s above 0.", shown(nvlink_gb_per_s), "25")
+        raise ArgumentError.of("nvlink_gb_per_s must be a finite number of GB/s above 0.", shown(nvlink_gb_per_s), "25")
     speed = Fraction(nvlink_gb_per_s)
     if not isinstance(nvlinks_per_gpu, int) or isinstance(nvlinks_per_gpu, bool) or nvlinks_per_gpu < 1:
         raise ArgumentError.of("nvlinks_per_gpu must be a number of links, 1 or more.", shown(nvlinks_per_gpu), "18")
@@ -177,7 +177,9 @@ def _table(text: str) -> tuple[list[str], dict[str, _Row]]:
         if not words or words[0] not in names:
             continue
         cells = words[1 : len(names) + 1]
-        if len(cells) < len(names) or not all(map(_CELL.fullmatch, cells)) or words[0] in rows:
+        if words[0] in rows:
+            _refuse(line, words, f"the table has a second row of {words[0]}.")
+        if len(cells) < len(names) or not all(map(_CELL.fullmatch, cells)):
             _refuse(line, words, f"the row of {words[0]} must have X, NV#, PIX, PXB, PHB, NODE or SYS for each column.")
         cores = words[len(names) + 1] if len(words) > len(names) + 1 else ""
         rows[words[0]] = _Row(line, dict(zip(names, cells, strict=True)), cores if re.match("[0-9]", cores) else "")
@@ -186,8 +188,11 @@ def _table(text: str) -> tuple[list[str], dict[str, _Row]]:
             _refuse(start + 1, lines[start], f"the table does not have a row of {name}.")
     for a, row in rows.items():
         for b, cell in row.cells.items():
-            if (cell == "X") != (a == b) or (b in rows and rows[b].cells[a] != cell):
-                _refuse(row.line, lines[row.line - 1], f"the entries of {a} and {b} differ, or an X is misplaced.")
+            other, words = rows[b].cells[a] if b in rows else cell, lines[row.line - 1]
+            if other != cell:
+                _refuse(row.line, words, f"the entries of {a} and {b} differ: {cell} and, in the row of {b}, {other}.")
+            if (cell == "X") != (a == b):
+                _refuse(row.line, words, f"the entry of {a} and {b} must {'be' if a == b else 'not be'} X.")
     return names, rows
 
 

@@ -63,9 +63,9 @@ def star(devices: int | Iterable[str], gb_per_s: Number = 1, latency_s: Number =
 
 
 def grid(shape: Sequence[int], gb_per_s: Any, latency_s: Number, *, wraps: bool) -> Wiring:
-    """Return the wiring of a grid: see ``Topology.mesh`` (``wraps=False``) and ``Topology.torus``."""
+    """Return the wiring of a grid: see ``Topology.mesh`` (``wraps=False``) and ``Topology.torus`` (``True``)."""
     if not shape or not all(type(length) is int and length >= 1 for length in shape):
-        raise ArgumentError.of("a grid must have at least 1 device along each dimension.", shown(shape), "4, 4")
+        raise ArgumentError.of("a grid needs one or more lengths, each an int of at least 1.", shown(shape), "4, 4")
     speeds = list(gb_per_s) if isinstance(gb_per_s, (tuple, list)) else [gb_per_s] * len(shape)
     if len(speeds) != len(shape):
         given = f"{len(speeds)} speeds, {len(shape)} dimensions"

@@ -54,11 +54,14 @@ class Topology:
         if not self.devices:
             raise ArgumentError.of("a topology needs at least one device.", "none", 'Topology.ring(["cpu:0"])')
         object.__setattr__(self, "switches", _switches(self.switches))
+        entry: Any = self.links
+        given = []
         try:
-            given = [Link(*link) for link in self.links]
+            for entry in self.links:
+                given.append(Link(*entry))
         except TypeError as error:
-            problem = "links must be Links, or tuples of the same fields."
-            raise ArgumentError.of(problem, shown(self.links), 'Link("cpu:0", "cpu:1", bandwidth=25)') from error
+            problem = "links must be a list of Links, or of tuples of the same fields."
+            raise ArgumentError.of(problem, shown(entry), '[Link("cpu:0", "cpu:1", bandwidth=25)]') from error
         links = [
             Link(self._node(src), self._node(dst), exact("bandwidth", bandwidth), exact("latency", latency))
             for src, dst, bandwidth, latency in given
@@ -67,8 +70,10 @@ class Topology:
         for link in links:
             pair = (link.src, link.dst)
             problem = remedy = ""
-            if link.src == link.dst or not self._order.keys() >= set(pair):
-                problem, remedy = "a link must join two different nodes of the topology.", "list both nodes"
+            if link.src == link.dst:
+                problem, remedy = "a link must join two different nodes.", "omit this link"
+            elif not self._order.keys() >= set(pair):
+                problem, remedy = "a link must join nodes of the topology.", "list both in devices or switches"
             elif link.bandwidth == 0:
                 problem, remedy = "a link must have a bandwidth above 0.", "omit this link"
             elif pair in seen:
@@ -108,7 +113,7 @@ class Topology:
     ) -> Topology:
         """Return a topology with the given bandwidths in GB/s: row src, column dst; 0 means no link.
 
-        All links have the same latency, in seconds; this is also true for the methods below.
+        All links have the same latency, in seconds; this is also true for the methods from ``full_mesh`` to ``star``.
 
         >>> Topology.from_matrix([[0, 25], [25, 0]]).link("cpu:0", "cpu:1").bandwidth
         Fraction(25, 1)
@@ -373,7 +378,7 @@ class Topology:
         missing = [name for name in names if name not in self._order]
         if missing:
             known = "one of " + ", ".join(self.nodes)
-            raise ArgumentError.of("the topology has no such device.", ", ".join(missing), known)
+            raise ArgumentError.of("the topology has no such device or switch.", ", ".join(missing), known)
 
     def __repr__(self) -> str:
         count = len(self.switches)
@@ -399,22 +404,29 @@ class Topology:
 
 
 def _switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
+    entry: Any = given
+    switches = []
     try:
         if isinstance(given, str):
             raise TypeError(given)  # noqa: TRY301 - each of its letters would be a switch
-        switches = tuple(Switch(entry) if isinstance(entry, str) else Switch(*entry) for entry in given)
+        for entry in given:
+            switches.append(Switch(entry) if isinstance(entry, str) else Switch(*entry))
     except TypeError as error:
-        problem = "switches must be Switches or names."
-        raise ArgumentError.of(problem, shown(given), 'Switch("nvswitch")') from error
+        problem = "switches must be a list of Switches or names."
+        raise ArgumentError.of(problem, shown(entry), '[Switch("nvswitch")]') from error
     count = Counter(switch.name for switch in switches if isinstance(switch.name, str))
     for name, reduces in switches:
-        if not isinstance(name, str) or not _SWITCH.fullmatch(name) or _is_device(name) or count[name] > 1:
-            problem = "a switch needs a unique name of letters, digits, . _ / # - that is not a device's name."
+        if not isinstance(name, str) or not _SWITCH.fullmatch(name):
+            problem = "the name of a switch must be ASCII letters, digits, . _ / # -, the first a letter or digit."
             raise ArgumentError.of(problem, shown(name), '"nvswitch", "host0/nic3"')
+        if _is_device(name):
+            raise ArgumentError.of("a switch cannot have a device's name.", shown(name), '"nvswitch", "host0/nic3"')
+        if count[name] > 1:
+            raise ArgumentError.of("each switch may be listed only once.", f"{name!r} {count[name]} times", repr(name))
         if not isinstance(reduces, bool):
             problem = "the reduces of a switch must be True or False."
             raise ArgumentError.of(problem, shown(reduces), f"Switch({name!r}, True)")
-    return switches
+    return tuple(switches)
 
 
 def _is_device(name: str) -> bool:

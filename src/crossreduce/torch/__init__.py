@@ -41,6 +41,9 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
       PeerLostError, CollectiveTimeout: as for every call of the group.
     """
     found = dist.group.WORLD if group is None else group
+    if found is None:
+        remedy = f'torch.distributed.init_process_group("{NAME}")'
+        raise ArgumentError.of("torch.distributed has no default group yet.", "group=None", remedy)
     if not isinstance(found, (Group, HookState)):
         remedy = 'a process group of the backend "crossreduce", or a HookState'
         raise ArgumentError.of("this is not a process group of crossreduce.", shown(found), remedy)

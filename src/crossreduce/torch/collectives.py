@@ -77,8 +77,10 @@ class Collectives:
 
     def reduce_scatter(self, output: Any, inputs: Sequence[Any], kind: Any) -> None:
         sizes = [x.numel() for x in inputs]
-        fits = len(inputs) == self._size and sizes[self._rank] == output.numel() and _alike([output, *inputs])
-        self._require(fits, "reduce_scatter", output, sizes, "one input per rank; this rank's as large as the output")
+        tensors = [output, *inputs]
+        fits = len(inputs) == self._size and sizes[self._rank] == output.numel() and _alike(tensors)
+        remedy = "one input per rank; this rank's as large as the output"
+        self._require(fits, "reduce_scatter", tensors, "elements of the inputs:", sizes, remedy)
         op = self._op("reduce_scatter", kind, output) if len(set(sizes)) == 1 else None
         if op is None:
             self._reduce_each(inputs, output, kind)
@@ -89,7 +91,8 @@ class Collectives:
 
     def reduce_scatter_single(self, output: Any, tensor: Any, kind: Any) -> None:
         fits = tensor.numel() == output.numel() * self._size and output.dtype == tensor.dtype
-        self._require(fits, "reduce_scatter", output, [tensor.numel()], "an input n times as large as the output")
+        remedy = "an input as large as the outputs of all ranks together"
+        self._require(fits, "reduce_scatter", [output, tensor], "elements of the input:", [tensor.numel()], remedy)
         op = self._op("reduce_scatter", kind, output)
         source = readable(tensor)
         if op is None:
@@ -117,8 +120,10 @@ class Collectives:
 
     def all_gather(self, results: Sequence[Any], tensor: Any) -> None:
         sizes = [x.numel() for x in results]
-        fits = len(results) == self._size and sizes[self._rank] == tensor.numel() and _alike([tensor, *results])
-        self._require(fits, "all_gather", tensor, sizes, "one output per rank, as large as that rank's input")
+        tensors = [tensor, *results]
+        fits = len(results) == self._size and sizes[self._rank] == tensor.numel() and _alike(tensors)
+        remedy = "one output per rank, as large as that rank's input"
+        self._require(fits, "all_gather", tensors, "elements of the outputs:", sizes, remedy)
         if len(set(sizes)) > 1:
             self._communicator.agree(f"all_gather {_name(tensor)} of sizes {sizes}")  # every rank has all sizes
             padded = tensor.new_zeros(max(sizes))
@@ -138,7 +143,8 @@ class Collectives:
 
     def all_gather_single(self, output: Any, tensor: Any) -> None:
         fits = output.numel() == tensor.numel() * self._size and output.dtype == tensor.dtype
-        self._require(fits, "all_gather", tensor, [output.numel()], "an output n times as large as the input")
+        remedy = "an output as large as the inputs of all ranks together"
+        self._require(fits, "all_gather", [tensor, output], "elements of the output:", [output.numel()], remedy)
         inner = self._is_inner("all_gather", tensor)
         source, written = readable(tensor), writable(output)
         if inner:
@@ -172,11 +178,12 @@ class Collectives:
         copy_back(output, written)
 
     def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-        fits = len(outputs) == len(inputs) == self._size and _alike([*outputs, *inputs])
+        tensors, counts = [*inputs, *outputs] or [torch.empty(0)], [len(inputs), len(outputs)]
+        fits = len(outputs) == len(inputs) == self._size and _alike(tensors)
         remedy = "one input and one output per rank"
-        self._require(fits, "all_to_all", (*inputs, *outputs, torch.empty(0))[0], [], remedy)
+        self._require(fits, "all_to_all", tensors, "numbers of inputs and outputs:", counts, remedy)
         sizes, rooms = [x.numel() for x in inputs], [x.numel() for x in outputs]
-        even = self._are_even(sizes, rooms, inputs[0])
+        even = self._are_even(sizes, rooms, inputs[0], "elements")
         sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
         if even and not self._is_inner("all_to_all", inputs[0]):
             self._communicator.all_to_all([memory(x) for x in sources], [memory(x) for x in written])
@@ -190,11 +197,13 @@ class Collectives:
     def all_to_all_single(self, output: Any, tensor: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
         fits = self._are_splits(tensor, sizes) and self._are_splits(output, rooms) and output.dtype == tensor.dtype
         fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel()
-        remedy = "splits that add up to the first dimension, or none if the number of ranks divides it"
-        self._require(fits, "all_to_all", tensor, [*output.shape, *rooms, *sizes], remedy)
+        remedy = "splits that add up to the first dimension, or none if the number of ranks divides it; equal rows"
+        given = [list(output.shape), list(rooms), list(sizes)]
+        what = "the output's shape, its splits and those of the input:"
+        self._require(fits, "all_to_all", [tensor, output], what, given, remedy)
         rooms = list(rooms) or [output.shape[0] // self._size] * self._size
         sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size
-        even = self._are_even(sizes, rooms, tensor)
+        even = self._are_even(sizes, rooms, tensor, "rows")
         source, written = readable(tensor), writable(output)
         if even and not self._is_inner("all_to_all", tensor):
             self._communicator.all_to_all(equal_parts(source, self._size), equal_parts(written, self._size))
@@ -212,20 +221,20 @@ class Collectives:
             return bool(tensor.ndim) and int(tensor.shape[0]) % self._size == 0
         return len(splits) == self._size and sum(splits) == tensor.shape[0] and min(splits) >= 0
 
-    def _are_even(self, sizes: Sequence[int], rooms: Sequence[int], tensor: Any) -> bool:
+    def _are_even(self, sizes: Sequence[int], rooms: Sequence[int], tensor: Any, unit: str) -> bool:
         """Return whether all ranks exchange shares of one size; a rank cannot tell this from its own sizes.
 
         Raises:
-          MismatchError: a rank sends another number of elements than the receiver expects; raised on all ranks.
+          MismatchError: a rank sends more or less than the receiver expects; raised on all ranks.
         """
         self._communicator.agree(f"all_to_all {_name(tensor)}")
         own = torch.tensor([*sizes, *rooms])
         table = own.new_empty(self._size, 2, self._size)
         self.all_gather_single(table, own)
         for src, dst in (table[:, 0] != table[:, 1].T).nonzero().tolist():
-            problem = f"rank {src} sends rank {dst} another number of elements than rank {dst} expects."
+            problem = f"rank {src} sends rank {dst} another number of {unit} than rank {dst} expects."
             given = f"{table[src, 0, dst]} sent, {table[dst, 1, src]} expected"
-            raise MismatchError.of(problem, given, "matching splits on all ranks")
+            raise MismatchError.of(problem, given, f"the same number of {unit} on both ranks")
         return bool((table == table[0, 0, 0]).all())
 
     # ---- helpers --------------------------------------------------------------------------------------------------
@@ -260,17 +269,27 @@ class Collectives:
     def _require_rooted(self, collective: str, tensor: Any, listed: Sequence[Any], root: int) -> None:
         expected = [tensor.numel()] * self._size if root == self._rank else []
         sizes = [x.numel() for x in listed]
-        remedy = "on the root one per rank, each as large as the other ranks' one; on other ranks none"
-        self._require(sizes == expected and _alike([tensor, *listed]), collective, tensor, sizes, remedy)
+        remedy = "on the root a list of one tensor per rank, each as large as a rank's own one; on other ranks none"
+        tensors, what = [tensor, *listed], "elements of the tensors in the list:"
+        self._require(sizes == expected and _alike(tensors), collective, tensors, what, sizes, remedy)
 
-    def _require(self, fits: bool, collective: str, tensor: Any, sizes: Sequence[int], remedy: str) -> None:
-        """Unless ``fits``, raise on all ranks: ``MismatchError`` if their tensors differ, else ``ArgumentError``."""
+    def _require(
+        self, fits: bool, collective: str, tensors: Sequence[Any], what: str, sizes: Sequence[Any], remedy: str
+    ) -> None:
+        """Unless ``fits``, raise on all ranks: ``MismatchError`` if their tensors differ, else ``ArgumentError``.
+
+        The text of the call describes the first of ``tensors``; ``what`` says what ``sizes`` are.
+        """
         if fits:
             return
-        call = call_text(collective, None, None, _name(tensor), tensor.shape)
+        call = call_text(collective, None, None, _name(tensors[0]), tensors[0].shape)
         self._communicator.agree(f"{call} with {list(sizes)}")
-        problem = f"the tensors of this {collective} differ in dtype or device, or their sizes do not match."
-        raise ArgumentError.of(problem, f"{call}; sizes {list(sizes)}; {self._size} ranks", remedy)
+        if not _alike(tensors):
+            found = ", ".join(sorted({f"{_name(x)} on {x.device}" for x in tensors}))
+            problem = f"the tensors of this {collective} differ in dtype, or are not all on the CPU."
+            raise ArgumentError.of(problem, found, "CPU tensors of one dtype")
+        problem = f"the tensors of this {collective} do not match in number or size."
+        raise ArgumentError.of(problem, f"{call}; {what} {list(sizes)}; {self._size} ranks", remedy)
 
     @staticmethod
     def _run_in_gloo(function: Any, tensor: Any, options: Any) -> None:

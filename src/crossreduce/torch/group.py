@@ -31,7 +31,7 @@ from .rendezvous import StoreRendezvous
 _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
 _LEAVE_S: Final = 1.0  # the same for a group that is garbage collected, or whose process ends
-_UNSET: Final = timedelta(0)  # options without a timeout have a negative one
+_UNSET: Final = timedelta(0)  # a timeout of at most this means that the options have none
 _NAMES_OF_OPS: Final = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
@@ -128,7 +128,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._run("allgather", (outputs, inputs, opts), inputs, function, results)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        # Here the lists are transposed: outputs[rank][tensor].
+        # The lists of this method are those of ``allgather`` transposed: outputs[rank][tensor].
         return self.allgather([list(results) for results in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:

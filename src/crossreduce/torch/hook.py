@@ -43,7 +43,7 @@ class HookState:
           before: an earlier hook, called as ``before(before_state, bucket)``. The value of its future is reduced. It
             may change a bucket, observe it, or reduce it over another group.
           before_state: the first argument of ``before``.
-          timeout: for each reduction, and for the other ranks to call this.
+          timeout: the longest wait for the other ranks, in this call and in each reduction.
         """
         group = dist.group.WORLD if group is None else group
         if not isinstance(group, dist.ProcessGroup):

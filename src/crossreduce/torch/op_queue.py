@@ -1,7 +1,7 @@
 """The ops of one group, executed in the order of their calls.
 
 Input: functions to call. Output: ``torch.distributed.Work``. A synchronous call runs in the caller's thread if no op is
-before it; all others run in one thread of the group. Collectives are not handled here.
+before it; all others run in one thread of the group. This module implements no collective.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import CollectiveTimeout, ContextError
 
 
 class Finished(dist.Work):  # type: ignore[misc]
-    """The work of an op that has run. Subclasses, whose op may be pending, override ``wait`` and state methods."""
+    """The work of an op that has run. Subclasses override ``wait`` and others, since their op may be pending."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class OpQueue:
         _QUEUES.add(self)
 
     def run(self, function: Callable[[], None], tensors: Sequence[Any], asynchronous: bool) -> dist.Work:
-        """Run ``function`` and return its work; if ``asynchronous``, the queue's thread runs it after this returns.
+        """Run ``function`` and return its work; if ``asynchronous``, the queue's thread runs it and this does not wait.
 
         Raises:
           ContextError: see ``require_open``.
@@ -258,7 +258,7 @@ class OpQueue:
         self._refusal = _FORKED
 
 
-_FORKED: Final = "a process group cannot be used in a process that was forked from its own."
+_FORKED: Final = "a process group cannot be used in a process that was forked from the one that made it."
 _QUEUES: Final[weakref.WeakSet[OpQueue]] = weakref.WeakSet()
 
 

@@ -19,7 +19,7 @@ _PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query
 
 
 class StoreRendezvous:
-    """Where ``size`` ranks meet: at keys of a store that no other code uses."""
+    """A rendezvous of ``size`` ranks at keys of a store that no other code uses."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         """Use ``store`` (a ``PrefixStore`` of its own), and wait at most ``timeout_s`` seconds for other ranks."""

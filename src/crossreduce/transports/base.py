@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Rendezvous(Protocol):
-    """Where the ranks of one group exchange small messages before and beside the data."""
+    """Where the ranks of one group exchange small messages, apart from the data."""
 
     rank: int
     size: int
@@ -23,10 +23,10 @@ class Rendezvous(Protocol):
         """
 
     def publish_abort(self, cause: bytes) -> None:
-        """Make the reason of an abort readable on all hosts; the first one is kept. Never raises."""
+        """Make the reason of an abort readable on all hosts; only the first reason is kept. Never raises."""
 
     def abort_cause(self) -> bytes | None:
-        """Return the published reason, or ``None``. This is quick and never raises."""
+        """Return the published reason, or ``None`` if no rank has aborted. This is quick and never raises."""
 
 
 class PendingMessage(Protocol):

@@ -1,7 +1,7 @@
 """The gloo transport: messages between hosts through a ``ProcessGroupGloo``.
 
-Input: addresses. Output: see ``base.Transport``. gloo keeps the connections; its errors become built-in ones here. The
-caller creates the process group.
+Input: addresses. Output: see ``base.Transport``. gloo keeps the connections; its errors are translated into built-in
+exceptions. The caller creates the process group.
 """
 
 from __future__ import annotations

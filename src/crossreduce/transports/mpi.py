@@ -14,9 +14,10 @@ from typing import Any, Final
 
 from ..errors import CollectiveTimeout, message, rank_list
 
-_GATHER, _CAUSE = 1, 2  # tags of the communicator
+_GATHER, _CAUSE = 1, 2  # the tags of MpiRendezvous's messages
 _FIRST_TAG: Final = 16  # the smallest tag of the transport's messages
 _ABORTED: Final = "this rank has aborted the group"
+_REMEDY: Final = "make the same calls on all ranks; or crossreduce.mpi.join(timeout_s=...) with more seconds"
 _CHECK_S: Final = 0.25  # between two checks whether another rank has aborted
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # between two tests of a message: MPI itself can only wait by spinning
 UNFINISHED: Final[list[Any]] = []  # requests that MPI cannot cancel; they keep the arrays that MPI reads and writes
@@ -44,7 +45,7 @@ class MpiRendezvous:
                 found[rank] = self._comm.recv(source=rank, tag=_GATHER)
             if not arrived and time.monotonic() > deadline:
                 problem = f"{rank_list(missing)} did not reach the rendezvous within {self._timeout_s:g} s."
-                raise CollectiveTimeout(message(problem, remedy="a longer timeout"), missing)
+                raise CollectiveTimeout(message(problem, remedy=_REMEDY), missing)
             pause = _SHORTEST_S if arrived else min(2 * pause, _LONGEST_S)
             time.sleep(pause)
         for rank, send in sends.items():
@@ -52,7 +53,7 @@ class MpiRendezvous:
                 if time.monotonic() > deadline:
                     UNFINISHED.append(send)
                     problem = f"rank {rank} did not receive a rendezvous message within {self._timeout_s:g} s."
-                    raise CollectiveTimeout(message(problem, remedy="a longer timeout"), [rank])
+                    raise CollectiveTimeout(message(problem, remedy=_REMEDY), [rank])
                 time.sleep(_SHORTEST_S)
         return [found[rank] for rank in range(self.size)]
 

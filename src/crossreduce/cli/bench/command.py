@@ -1,6 +1,6 @@
-"""The options of ``crossreduce bench``, which are those of nccl-tests.
+"""The options of ``crossreduce bench``. Those that nccl-tests has, too, have the same names.
 
-Input: options. Output: a ``BenchRequest``, which either the devices of this process or ranks run.
+Input: options. Output: a ``BenchRequest``, and its measurement on devices of this process or on ranks.
 """
 
 from __future__ import annotations
@@ -151,10 +151,11 @@ def _rank_count(
     }
     wrong = ", ".join(option for option, is_given in given.items() if is_given)
     if wrong:
-        raise ArgumentError(f"{wrong} cannot be used with ranks: a rank is a process with one tensor in host memory.")
+        raise ArgumentError(f"{wrong} cannot be used with ranks: a rank has one torch tensor in host memory.")
     count = int(os.environ["WORLD_SIZE"]) if launch is None else at_least(1, "--launch", launch)
     if count > MAX_DEVICES:
-        raise ArgumentError(f"--launch must be at most {MAX_DEVICES} ranks, not {count}.")
+        source = "torchrun's WORLD_SIZE" if launch is None else "--launch"
+        raise ArgumentError(f"{source} must be at most {MAX_DEVICES} ranks, not {count}.")
     return count
 
 

@@ -76,7 +76,7 @@ def _measure(trainer: Trainer, request: BenchRequest, ops: AllReduceCrossDeviceO
                 times.append(time.perf_counter() - before)
         if not request.validation:
             return times, None
-        if in_place:  # each call above overwrote its inputs: check one on new inputs
+        if in_place:  # the calls above overwrote their inputs: check another call, on new inputs
             result = prepare(patterns, count, root, True)[1]()
         expected = patterns[root] if collective == "broadcast" else reduced
         return times, sum(exact.wrong(trainer.get(x), expected, count) for x in result)

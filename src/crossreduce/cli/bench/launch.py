@@ -27,9 +27,9 @@ _SHOWN_NBYTES: Final = 20_000  # the most bytes of the failed rank's standard er
 def launch(command: list[str], count: int) -> int:
     """Run a command ``count`` times in parallel, as the ranks of one group, wait for them, and return the exit code.
 
-    This is 0, or the code of the first failed rank; 1 if a signal terminated it. The standard output of rank 0 is that
-    of this process. Standard error is shown at the end: that of the first rank that failed, else that of rank 0. All
-    ranks have ended when this returns or raises, also after Ctrl-C.
+    The exit code is 0, or that of the first rank that failed; 1 if a signal terminated this rank. Rank 0 writes to the
+    standard output of this process. Standard error is shown at the end: that of the first rank that failed, else that
+    of rank 0. All ranks have ended when ``launch`` returns or raises, also after Ctrl-C.
     """
     with ExitStack() as stack:
         # This socket is bound but does not listen: no other process gets the port, and rank 0, which also sets

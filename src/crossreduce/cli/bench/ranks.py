@@ -171,7 +171,8 @@ def is_rank() -> bool:
 def measure(request: BenchRequest, count: int | None) -> int:
     """Start ``count`` ranks, or run as one of them if ``count`` is ``None``; return the exit code."""
     if request.op == "mean" and "int" in request.dtype:
-        raise UnsupportedError.of("ranks reduce in place, so the mean of integers is not supported.", remedy="-d float")
+        problem = "ranks reduce in place, so the mean of integers is not supported."
+        raise UnsupportedError.of(problem, f"-d {request.dtype}", "-d float")
     if find_spec("torch") is None:
         raise BackendError.of("ranks need PyTorch, which is not installed.", remedy="pip install torch")
     if "mpi" in request.backends:
@@ -217,7 +218,7 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
                 times.append(time.perf_counter() - before)
         nwrong = None
         if request.validation:
-            if in_place:  # each call above overwrote its inputs: check one on new inputs
+            if in_place:  # each call above overwrote its inputs: check a call on new inputs
                 source = backend.array(given)
                 backend.call(collective, request.op, source, result, root, True)()
             written = source if in_place or collective == "broadcast" else result
@@ -300,7 +301,7 @@ def _rows_of_mpi(request: BenchRequest) -> Iterator[Row]:
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     with ExitStack() as stack:
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave the stack, which terminates mpiexec
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the stack then ends mpiexec
         stack.callback(signal.signal, signal.SIGTERM, before)
         running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**settings, **inherited})
         stack.callback(terminate, [running], 10.0)  # mpiexec then terminates its ranks

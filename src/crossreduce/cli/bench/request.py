@@ -78,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One run of ``crossreduce bench``; sizes in bytes, names as in the ``config`` of nccl-tests."""
+    """The settings of one run; sizes in bytes, fields named as in the ``config`` of nccl-tests' JSON report."""
 
     framework: str
     collective: str
@@ -131,12 +131,12 @@ class BenchRequest:
             nbytes = nbytes * self.step_factor if self.step_factor > 1 else nbytes + self.step_bytes
 
     def rows(self, name: str, measure: Measure) -> Iterator[Row]:
-        """Measure every size and root of the algorithm or backend ``name``, on the inputs of ``exact``."""
+        """Yield the measurements of the algorithm or backend ``name``, by size and root, on the inputs of ``exact``."""
         n = len(self.devices)
         patterns = exact.inputs(self.op, self.dtype, n)
         reduced = exact.result(self.op, patterns)
         shared = self.collective in ("all_gather", "reduce_scatter")
-        # The mean of integers is a float, which an array of integers cannot store.
+        # In place is not possible for a mean of integers: it is a float, which an array of integers cannot store.
         fits = self.op != "mean" or patterns[0].dtype.kind not in "iu"
         writable = fits and self.framework in ("numpy", "torch") and self.collective in ("all_reduce", "reduce")
         # busbw / algbw, as defined in nccl-tests' doc/PERFORMANCE.md

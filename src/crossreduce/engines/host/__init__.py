@@ -41,10 +41,11 @@ class ArrayMemory(Protocol):
     def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
         """Return memory for ``count`` results of each shape: new arrays, or buffers of which ``wrap`` makes arrays."""
 
-    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+    def writable(self, arrays: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """Return the form in which the kernels write into allocated memory."""
+        return arrays
 
-    def writable_outputs(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+    def writable_outputs(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
         """Return the form in which the kernels write into a user's arrays.
 
         Raises:
@@ -55,32 +56,28 @@ class ArrayMemory(Protocol):
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:
         """Return filled memory as arrays: for each tensor one array per device."""
+        return list(map(tuple, blanks))
 
     def threads(self) -> int | None:
         """Return the framework's own limit of threads on the host; ``None``: unlimited."""
+        return None
 
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
         """Tell the framework that a user's arrays were written into."""
 
 
-class SharedResults:
-    """Mixin for frameworks with immutable arrays: one result is computed, and all devices' arrays share its memory."""
+class SharedResults(ArrayMemory, Protocol):
+    """For frameworks with immutable arrays: one result is computed, and all devices' arrays share its memory."""
 
-    shares_results = True
+    shares_results: bool = True
 
     def allocate(self, shapes: Sequence[tuple[int, ...]], dtype: str, count: int) -> list[list[Any]]:
         assert count == 1
         size = itemsize(dtype)
         return [[kernels.memory(math.prod(shape) * size)] for shape in shapes]
 
-    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        return blanks
-
-    def writable_outputs(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+    def writable_outputs(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
         raise BufferError("these arrays are immutable")
-
-    def threads(self) -> int | None:
-        return None
 
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
         raise AssertionError("immutable arrays are never written into")

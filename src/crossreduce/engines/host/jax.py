@@ -46,10 +46,10 @@ class JaxMemory(SharedResults):
     def wrap(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:
-        # JAX uses memory that is aligned to 64 bytes without copying it.
+        # If memory is aligned to 64 bytes, JAX uses it without a copy.
         kind = np.dtype(dtype)
         filled = [np.frombuffer(memory, kind).reshape(shape) for (memory,), shape in zip(blanks, shapes, strict=True)]
-        # Arrays that were made while x64 was enabled keep their dtype.
+        # Arrays that were made while x64 was enabled keep 64-bit dtypes; their results need x64, too.
         wide = kind.name in _X64 and not jax.config.jax_enable_x64
         with jax.enable_x64(True) if wide else nullcontext():
             return _on_all(filled, devices)

@@ -12,6 +12,7 @@ import numpy as np
 from ... import kernels
 from ...frameworks import Array
 from ...frameworks.numpy import DTYPES_BY_NAME
+from . import ArrayMemory
 
 
 def _empty_in_python(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[Any]:
@@ -24,7 +25,7 @@ except ImportError:
     _empty = _empty_in_python
 
 
-class NumPyMemory:
+class NumPyMemory(ArrayMemory):
     """See ``ArrayMemory``. Arrays have the buffer protocol, so the kernels read and write them as they are."""
 
     shares_results = False
@@ -39,14 +40,6 @@ class NumPyMemory:
         return [_allocate(shape, kind, count) for shape in shapes]
 
     writable = writable_outputs = readable
-
-    def wrap(
-        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
-    ) -> list[tuple[Array, ...]]:
-        return list(map(tuple, blanks))
-
-    def threads(self) -> int | None:
-        return None
 
     def mark_dirty(self, outs: Sequence[Sequence[Array]]) -> None:
         pass

@@ -12,11 +12,12 @@ import torch
 from ... import kernels
 from ...frameworks import Array
 from ...frameworks.torch import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
+from . import ArrayMemory
 
 _MOST_AXES: Final = 64  # the kernels read strided sources of at most this many dimensions
 
 
-class TorchMemory:
+class TorchMemory(ArrayMemory):
     """See ``ArrayMemory``. The kernels get addresses; strided tensors are read where they are."""
 
     shares_results = False
@@ -35,18 +36,15 @@ class TorchMemory:
         kind = DTYPES_BY_NAME[dtype]
         return [_allocate(shape, kind, count) for shape in shapes]
 
-    def writable(self, blanks: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        return [[x.data_ptr() for x in row] for row in blanks]
+    def writable(self, arrays: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        return [[x.data_ptr() for x in row] for row in arrays]
 
-    def writable_outputs(self, outs: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        if not all(x.is_cpu and x.is_contiguous() for row in outs for x in row) or any(map(is_frozen, chain(*outs))):
+    def writable_outputs(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
+        if not all(x.is_cpu and x.is_contiguous() for row in arrays for x in row) or any(
+            map(is_frozen, chain(*arrays))
+        ):
             raise BufferError("a tensor cannot be written into")
-        return [[x.data_ptr() for x in row] for row in outs]
-
-    def wrap(
-        self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
-    ) -> list[tuple[Array, ...]]:
-        return list(map(tuple, blanks))
+        return [[x.data_ptr() for x in row] for row in arrays]
 
     def threads(self) -> int | None:
         return int(torch.get_num_threads())

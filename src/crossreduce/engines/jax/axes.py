@@ -61,7 +61,8 @@ def read_axes(axis_name: Any) -> MeshAxes:
         checked = any(varying(lax.axis_index(name)) for name in names)
     except (NameError, TypeError) as error:
         remedy = "a name of the mesh's axes, inside jax.shard_map (or jax.pmap and jax.vmap with axis_name=)"
-        raise AxisError.of("this axis does not exist here.", shown(axis_name), remedy) from error
+        problem = "the calling function is not mapped over every axis in axis_name."
+        raise AxisError.of(problem, shown(axis_name), remedy) from error
     mesh = jax.sharding.get_abstract_mesh()
     mapped = not set(names) <= set(mesh.manual_axes)  # vmap may use the name of another mesh axis
     order = range(len(names)) if mapped else sorted(range(len(names)), key=lambda k: mesh.axis_names.index(names[k]))

@@ -26,8 +26,8 @@ from .axes import MeshAxes
 from .permutations import Pair, Permutation, PermutationProgram, Place, Table, compile_permutations, ranges
 
 _SELECTED: Final = 2
-"""If rows are in at most this many blocks, a device selects its own with ``where``. It joins more blocks, and cuts its
-rows out of the joined array."""
+"""If the rows that the devices read are in at most this many blocks, each device selects its rows with ``where``. If
+they are in more blocks, it joins the blocks and cuts its rows out of the joined array."""
 
 
 def run(program: Program, x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
@@ -63,7 +63,7 @@ def _run(x: Array, *, program: Program, op: ReduceOp, axes: MeshAxes) -> Array:
 
 
 def _stacked(flat: Array, spans: list[tuple[int, int]]) -> Array:
-    """Return ranges of a flat array as rows of the same length; shorter ranges are padded."""
+    """Return ranges of a flat array as a stack: rows of the same length; shorter ranges are padded."""
     longest = max(stop - start for start, stop in spans)
     if _is_even(spans):
         return flat[spans[0][0] : spans[-1][1]].reshape(len(spans), longest)
@@ -167,7 +167,7 @@ def _consecutive(places: Sequence[Place]) -> tuple[Place, ...]:
 
 
 def _cut(rows: Array, block: int, firsts: Sequence[Place], size: int, position: Array) -> Array:
-    """Return ``size`` rows of a block from this device's first place; any rows if that place is in another block."""
+    """Return ``size`` rows of a block from this device's first place; unused rows if that place is in another block."""
     if size == len(rows):
         return rows
     default = next(row for number, row in firsts if number == block)

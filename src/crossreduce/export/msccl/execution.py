@@ -31,7 +31,7 @@ SLOTS: Final = {"Simple": 2, "LL": 8, "LL128": 8}
 # lines x 8 bytes (LL) and 256 x 28 x 8 x 7/8 (LL128).
 SLOT_BYTES: Final = {"Simple": 1 << 19, "LL": 1 << 14, "LL128": 50_176}
 MOST_FUSED: Final = 16  # the runtimes' MSCCL_MAX_REDUCE_FUSION
-# The largest file that is verified, which takes minutes and 1 GB. The runtimes' own limits are far below.
+# Larger files are not verified: at these limits it takes minutes and 1 GB. The runtimes' own limits are far lower.
 MOST_STEPS: Final = 1 << 16
 MOST_WORK: Final = 20_000_000
 
@@ -201,7 +201,7 @@ class _ThreadblockParser:
 
 
 def chunks_per_slot(algo: Algo) -> int:
-    """Return how many chunks of a step fit into a slot, for the largest message that the file allows; at least 1."""
+    """Return how many chunks of a step fit into a slot if the buffer has ``max_bytes`` bytes; at least 1."""
     if not algo.max_bytes:
         return 1
     chunk = -(-algo.max_bytes // algo.chunks)

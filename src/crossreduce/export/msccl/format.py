@@ -103,7 +103,7 @@ class Algo(NamedTuple):
 
 
 def read_msccl_xml(text: str) -> Algo:
-    """Return the elements and attributes of an MSCCL XML file, each checked separately.
+    """Return the content of an MSCCL XML file, after checks of its elements and attributes.
 
     Document types and entities are refused, so reading takes time and memory in proportion to the text.
 
@@ -118,7 +118,7 @@ def read_msccl_xml(text: str) -> Algo:
     if not isinstance(text, str):
         raise ScheduleError.of("MSCCL XML must be a str.", shown(text), "the content of a .xml file")
     if len(text) > LONGEST_TEXT:
-        raise ScheduleError.of(f"this text is longer than {LONGEST_TEXT} characters.", str(len(text)))
+        raise ScheduleError.of(f"this text is longer than {LONGEST_TEXT} characters.", f"{len(text)} characters")
     top = _parse(text)
     at = f"algo {quoted(top.attributes.get('name', ''))}"
     missing = tuple(name for name in ("name", "outofplace", "minBytes", "maxBytes") if name not in top.attributes)
@@ -126,9 +126,9 @@ def read_msccl_xml(text: str) -> Algo:
     gpus = [_read_gpu(child, at, count) for child in _ordered(top.children, "gpu", count, at)]
     proto, coll = top.text("proto", at), top.text("coll", at)
     if proto not in PROTOCOLS:
-        raise ScheduleError.of(f"{at}: unknown protocol.", shown(proto), "proto: " + ", ".join(PROTOCOLS))
+        raise ScheduleError.of(f"{at}: unknown protocol.", shown(proto), "one of " + ", ".join(PROTOCOLS))
     if coll not in KNOWN:
-        raise ScheduleError.of(f"{at}: unknown collective.", shown(coll), "coll: " + ", ".join(sorted(KNOWN)))
+        raise ScheduleError.of(f"{at}: unknown collective.", shown(coll), "one of " + ", ".join(sorted(KNOWN)))
     inplace = top.flag("inplace", at)
     outofplace = not inplace if "outofplace" in missing else top.flag("outofplace", at)
     if not inplace and not outofplace:
@@ -137,7 +137,7 @@ def read_msccl_xml(text: str) -> Algo:
     chunks = top.number("nchunksperloop", at, least=1, most=MOST_CHUNKS)
     if coll in ("reducescatter", "allgather", "alltoall") and chunks % count:
         problem = f"{at}: all ranks must have the same number of chunks in {coll}."
-        raise ScheduleError.of(problem, f"{chunks} chunks, {count} ranks", f"a multiple of {count}")
+        raise ScheduleError.of(problem, f"{chunks} chunks, {count} ranks", f"nchunksperloop: a multiple of {count}")
     name, channels = top.attributes.get("name", ""), top.number("nchannels", at)
     least, most = (0 if key in missing else top.number(key, at) for key in ("minBytes", "maxBytes"))
     return Algo(name, proto, channels, chunks, coll, inplace, outofplace, least, most, tuple(gpus), missing)
@@ -160,9 +160,9 @@ class _XmlElement:
         text = self.text(key, at)
         value = int(text) if _NUMBER.fullmatch(text) else None
         if value is None or value < least or (most is not None and value > most):
-            limits = f"at least {least}" if most is None else f"{least} to {most}"
-            problem = f"{at} (line {self.line}): {key} is not a valid integer."
-            raise ScheduleError.of(problem, shown(text), limits)
+            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+            problem = f"{at} (line {self.line}): {key} must be an integer {limits}, without leading zeros."
+            raise ScheduleError.of(problem, shown(text))
         return value
 
     def flag(self, key: str, at: str) -> bool:
@@ -226,7 +226,7 @@ def _read_gpu(element: _XmlElement, algo: str, ranks: int) -> Gpu:
         here = f"{at}, tb {child.attributes['id']}"
         send, recv = (child.number(key, here, least=-1, most=ranks - 1) for key in ("send", "recv"))
         if element.attributes["id"] in (str(send), str(recv)):
-            raise ScheduleError(f"{here}: a GPU cannot send to itself: send={send}, recv={recv}.")
+            raise ScheduleError(f"{here}: a GPU cannot send to itself, nor receive from itself: {send=}, {recv=}.")
         channel = child.number("chan", here, least=-1)
         steps = tuple(_read_step(step, number, here, send, recv) for number, step in enumerate(child.children))
         blocks.append(Threadblock(send, recv, channel, steps))
@@ -236,7 +236,8 @@ def _read_gpu(element: _XmlElement, algo: str, ranks: int) -> Gpu:
 def _read_step(element: _XmlElement, number: int, block: str, send: int, recv: int) -> XmlStep:
     at = f"{block}, step {number}"
     if element.number("s", at) != number:
-        raise ScheduleError.of(f"{at}: steps must be numbered 0, 1, 2, ...", f's="{element.attributes["s"]}"')
+        given = f's="{element.attributes["s"]}"'
+        raise ScheduleError.of(f"{at}: steps must be numbered 0, 1, 2, ...", given, f's="{number}"')
     kind = element.text("type", at)
     if kind not in TYPES:
         raise ScheduleError.of(f"{at}: unknown type.", shown(kind), "one of " + ", ".join(sorted(TYPES)))
@@ -246,7 +247,7 @@ def _read_step(element: _XmlElement, number: int, block: str, send: int, recv: i
     for end in ("src", "dst"):
         buffer = element.text(f"{end}buf", at)
         if buffer not in BUFFERS:
-            raise ScheduleError.of(f"{at}: unknown buffer.", shown(buffer), "i, o or s")
+            raise ScheduleError.of(f"{at}: unknown buffer in {end}buf.", shown(buffer), "one of i, o, s")
         spans.append(Location(buffer, element.number(f"{end}off", at, least=-1)))
     count = element.number("cnt", at, least=0 if kind == "nop" else 1)
     threadblock, step = (element.number(key, at, least=-1) for key in ("depid", "deps"))

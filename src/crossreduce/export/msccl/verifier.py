@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...errors import ArgumentError, ScheduleError, shown
-from ..collective import Location
+from ..collective import Location, require_integers
 from .execution import SLOTS, Execution, MscclProgram, RuntimeStep, chunks_per_slot
 from .format import (
     BUFFERS,
@@ -91,11 +91,14 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
     if algo.coll not in VERIFIABLE:
         problem = f"collectives of this kind cannot be verified: {algo.coll}."
         raise ScheduleError.of(problem, quoted(algo.name), "a file for " + ", ".join(sorted(VERIFIABLE)))
-    if root is not None and (algo.coll not in ("reduce", "broadcast") or root not in range(len(algo.gpus))):
-        remedy = f"0 to {len(algo.gpus) - 1}; root=None for another collective"
-        raise ArgumentError.of("a root must be a rank of a reduce or broadcast.", f"{shown(root)}, {algo.coll}", remedy)
-    if slots is not None and not (isinstance(slots, int) and slots >= 1):
-        raise ArgumentError.of("the number of slots must be an int of at least 1.", shown(slots), "slots=8")
+    require_integers(root=root, slots=slots)
+    if root is not None and algo.coll not in ("reduce", "broadcast"):
+        raise ArgumentError.of(f"the file's collective, {algo.coll}, has no root.", shown(root), "root=None")
+    if root is not None and root not in range(len(algo.gpus)):
+        remedy = f"0 to {len(algo.gpus) - 1}, or None"
+        raise ArgumentError.of("the root must be a rank of the file.", shown(root), remedy)
+    if slots is not None and slots < 1:
+        raise ArgumentError.of("the number of slots must be at least 1.", shown(slots), "slots=8")
     slots = slots or SLOTS[algo.proto]
     program = MscclProgram(algo)
     order = Execution(program, slots, chunks_per_slot(algo)).order()
@@ -140,7 +143,7 @@ def _combined(a: _Contents, b: _Contents) -> _Contents:
 
 
 class _Memory:
-    """The buffers of all GPUs during one call, in place or out of place; only the input of ``sources`` may be read."""
+    """The buffers of all GPUs during one call, in place or not; only inputs of the ranks ``sources`` may be read."""
 
     def __init__(self, program: MscclProgram, inplace: bool, sources: range) -> None:
         self.program, self.inplace = program, inplace
@@ -158,9 +161,9 @@ class _Memory:
                 self.cells[self.key(rank, "i", k)].value = _Contents(chunk, 1 << rank, 0)
 
     def key(self, gpu: int, buffer: str, chunk: int) -> Key:
-        """Return the one name of a chunk of a buffer, which may have two names in calls in place.
+        """Return the key of a chunk of a buffer; a chunk that two buffers share, in place, has one key.
 
-        An all-gather's input is then a part of its output, a reduce-scatter's output a part of its input.
+        In place, an all-gather's input is a part of its output, and a reduce-scatter's output a part of its input.
         """
         smaller, larger = ("i", "o") if self.coll == "allgather" else ("o", "i")
         if not self.inplace or buffer != smaller:
@@ -268,7 +271,7 @@ class _Clocks:
         self.uses = Counter(other for step in steps for other in (step.previous, *step.waits, step.sender))
 
     def run(self, number: int) -> tuple[int, int]:
-        """Return the steps that are done when this one starts, and when its message arrives."""
+        """Return the steps that are done when step ``number`` starts, and when the message that it receives arrives."""
         step = self.steps[number]
         start = 0
         for other in (step.previous, *step.waits):

@@ -1,9 +1,10 @@
 """Write a schedule as MSCCL XML, which msccl-executor-nccl, microsoft/msccl and RCCL run.
 
 Each GPU has, on each channel, one threadblock for each rank that it sends to and one for each rank that it receives
-from, so that receives never wait for sends. A block belongs to one channel. An instruction of several operands becomes
-one message from each other device, in the listed order; each is added as it arrives (``rrc``). If the device's own
-operand is third or later, the messages before it are added up in scratch memory first.
+from, so that receives never wait for sends. A block, a part of a chunk whose units move together, belongs to one
+channel. An instruction of several operands becomes one message from each other device, in the listed order; each is
+added as it arrives (``rrc``). If the device's own operand is third or later, the messages before it are added up in
+scratch memory first.
 
 The order in which operations are added proves that no threadblocks wait for each other in a cycle. Round by round,
 chunk by chunk and block by block, all sends are added before the receives, so the values that the previous round left
@@ -52,8 +53,8 @@ def to_msccl_xml(
     """Return a schedule as MSCCL XML.
 
     Rank k is the schedule's k-th device. The buffer is divided into equal chunks, as small as the shares need; the
-    runtimes use the file for messages whose element count is a multiple of the chunks' number. The file does not store
-    ``pieces``: the runtimes divide a long message into slices and run all steps for each slice, one after the other.
+    runtimes use the file for messages whose element count is a multiple of the number of chunks. ``pieces`` is not in
+    the file: the runtimes divide a long message into slices and run all steps for each slice, one after the other.
 
     Args:
       schedule: an all-reduce, reduce-scatter, all-gather, broadcast or reduce of all its devices.
@@ -92,20 +93,23 @@ def to_msccl_xml(
     if channels is not None and channels < 1:
         raise ArgumentError.of("channels must be at least 1.", shown(channels), "channels=None: the fewest")
     if not (inplace or outofplace):
-        raise ArgumentError("a file must be for calls in place, calls out of place, or both.")
-    if min_bytes < 0 or (max_bytes and max_bytes < min_bytes):
+        problem = "a file must be for calls in place, calls out of place, or both."
+        raise ArgumentError.of(problem, "inplace=False, outofplace=False", "outofplace=True")
+    if min_bytes < 0:
+        raise ArgumentError.of("min_bytes must not be negative.", shown(min_bytes), "min_bytes=0")
+    if max_bytes and max_bytes < min_bytes:
         given = f"min_bytes={min_bytes}, max_bytes={max_bytes}"
-        raise ArgumentError.of("sizes must satisfy 0 <= min_bytes <= max_bytes.", given, "max_bytes=0: no limit")
+        raise ArgumentError.of("max_bytes must not be below min_bytes.", given, "max_bytes=0: no limit")
     made = collective(schedule, LARGEST_COUNT)
     title = f"{made.kind}_{schedule.algorithm}_{made.ranks}" if name is None else name
     title = re.sub(r"[^A-Za-z0-9_.:+/@-]", "_", title) if name is None else title
     if not _NAME.fullmatch(title):
         remedy = "up to 200 letters, digits and _ . : + / @ -"
-        raise ArgumentError.of("the runtimes' parsers cannot read this name.", shown(name), remedy)
+        raise ArgumentError.of("the runtimes' parsers cannot read this name.", shown(title), remedy)
     if made.units > MOST_CHUNKS:
         problem = f"the shares need {made.units} equal chunks, but the runtimes count up to {MOST_CHUNKS}."
-        given = f"{len(made.blocks)} blocks of 1/{made.units} of the buffer"
-        raise PlanError.of(problem, given, "a plan with fewer trees or rounder shares")
+        given = f"{len(schedule.chunks)} shares of the buffer, multiples of 1/{made.units}"
+        raise PlanError.of(problem, given, "fewer packs, another algorithm, or shares of a smaller denominator")
     limits = list(RUNTIMES.values()) if runtime == "both" else [RUNTIMES[runtime]]
     broken: list[str] = []
     for count in CHANNELS if channels is None else (channels,):
@@ -208,7 +212,7 @@ class _XmlWriter:
         device, operands = instruction.device, instruction.operands
         placement, chunk = self.placement, self.made.program.chunks[self.made.blocks[b].chunk]
         own = next((operand for operand in operands if chunk.devices[operand] == device), None)
-        total = None  # the location of the combination so far
+        total = None  # the location of the operands combined so far
         if own is not None:
             total = placement.locations[b, own]
             placement.read(b, own)
@@ -247,7 +251,7 @@ class _XmlWriter:
                 self._op((rank, self._channel(b), -1, -1), "cpy", src, dst, block.size)
 
     def _units(self, rank: int, location: Location, size: int) -> list[tuple[int, Location]]:
-        """Return a location's units of memory; a unit that has two names in calls in place always gets the same one."""
+        """Return a location's units of memory; of a unit that has two names in calls in place, always the same name."""
         buffer, offset = self.placement.memory(rank, location)
         return [(rank, Location(buffer, offset + k)) for k in range(size)]
 
@@ -258,7 +262,7 @@ class _XmlWriter:
         writes = [] if kind == "s" else self._units(rank, dst, size)
         if kind == "re":
             reads = reads + writes
-        # A write waits for the old value's readers. They have waited for its writer, so the write need not do so.
+        # A write waits for the old value's readers. They have waited for the old value's writer: the write need not.
         earlier = {id(op): op for unit in reads if (op := self.writers.get(unit))}
         earlier.update((id(op), op) for unit in writes for op in self.readers[unit])
         mine = self.blocks[block]

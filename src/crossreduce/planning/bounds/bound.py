@@ -25,8 +25,8 @@ def bound(topology: Topology, collective: str, root: Roots = None, devices: Iter
     Args:
       topology: any in which data can get from the sources to the destinations.
       collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
-      root: for a broadcast or reduce, the root; a mapping gives the bytes of several roots that run together, whose sum
-        is the buffer that ``algbw`` counts; ``None``: the root with the greatest rate.
+      root: for a broadcast or reduce, the root; or a mapping from several roots to their bytes, which move at the same
+        time, and whose sum ``algbw`` counts; ``None``: the root with the greatest rate.
       devices: the devices that take part; the others only forward and combine. ``None``: all.
     Raises:
       ArgumentError: an unknown collective, an invalid root, a root for a collective without one, or invalid bytes.
@@ -51,7 +51,7 @@ def _read_roots(members: tuple[str, ...], collective: str, root: Roots) -> tuple
     if root is None:
         return None
     if collective not in ("broadcast", "reduce"):
-        raise ArgumentError.of(f"{collective} has no root.", f"root={shown(root)}", "broadcast or reduce")
+        raise ArgumentError.of(f"{collective} has no root.", f"root={shown(root)}", "root=None")
     if not isinstance(root, (str, Mapping)):
         problem = "a root must be a device, or a mapping from devices to bytes."
         raise ArgumentError.of(problem, shown(root), '"cuda:0"')

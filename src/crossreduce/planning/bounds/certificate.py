@@ -1,9 +1,9 @@
 """``Bound``: a rate that no schedule can exceed, and the certificate that proves it.
 
-Input: the parts of a certificate. Output: nothing, or PlanError. The check shares no code with the search.
+Input: the parts of a certificate. Output: nothing, or PlanError. The check shares no code with the search for bounds.
 
-M is the bytes of the whole buffer, T the time, algbw is M / T; S is a set of nodes that lacks a device, B(S) the
-bandwidth of the links that leave S, w(S) the bytes that start in S.
+M is the bytes of the whole buffer, T the time, algbw is M / T; S is a set of nodes without at least one of the devices,
+B(S) the bandwidth of the links that leave S, w(S) the bytes that start in S.
 
 - Parts of one buffer start at several roots, w_r bytes at root r, and all devices need all parts. (In an all-gather,
   each of the N devices is a root with M / N bytes; in a broadcast, one root has M bytes.) Then algbw <= sum(w) B(S) /
@@ -31,9 +31,9 @@ COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "al
 
 
 class Cut(NamedTuple):
-    """A set of nodes that lacks a device, and its weight in a proof.
+    """A set of nodes without at least one of the devices, and its weight in a proof.
 
-    ``outward``: roots inside send to devices outside; otherwise the contributions of the devices outside must enter.
+    ``outward``: whether data must leave the set, to devices outside; else contributions from outside must enter it.
     """
 
     nodes: frozenset[str]
@@ -50,7 +50,7 @@ class Bound:
     devices: tuple[str, ...]  # the devices that take part
     roots: tuple[tuple[str, Fraction], ...]  # the bytes that start at (or end on) each root; their sum is the buffer
     algbw: Fraction | None  # the rate in GB/s, exact; None: nothing has to move, so the rate is unlimited
-    cuts: tuple[Cut, ...]  # the certificate. One cut, except for an all-reduce
+    cuts: tuple[Cut, ...]  # the certificate: one cut; for an all-reduce, any number
     # For an all-reduce, the shifts of prices at switches: (switch, in broadcasts, in reductions).
     potentials: tuple[tuple[str, Fraction, Fraction], ...] = ()
 
@@ -60,15 +60,20 @@ class Bound:
         return max(self.cuts, key=lambda cut: cut.weight).nodes if self.cuts else frozenset()
 
     def check(self) -> None:
-        """Raise PlanError unless the certificate proves the bound; this shares no code with the search."""
-        known = set(self.topology.devices)
+        """Raise PlanError unless the certificate proves the bound."""
         numbers = [self.algbw or 0, *(weight for _, weight in self.roots), *(cut.weight for cut in self.cuts)]
         numbers += [shift for _, *two in self.potentials for shift in two]
-        if self.collective not in COLLECTIVES or not self.devices or not known.issuperset(self.devices):
-            raise PlanError.of("a bound needs a collective and devices of the topology.", shown(self))
-        exact = all(isinstance(number, (int, Fraction)) for number in numbers)
-        if not exact or len(set(self.devices)) < len(self.devices):
-            raise PlanError.of("a certificate must have exact numbers, and each device once.", shown(self))
+        if self.collective not in COLLECTIVES:
+            remedy = "one of " + ", ".join(COLLECTIVES)
+            raise PlanError.of("no collective has this name.", shown(self.collective), remedy)
+        unknown = [device for device in self.devices if device not in self.topology.devices]
+        if unknown or not self.devices:
+            raise PlanError.of("a bound must have one or more devices of its topology.", shown(unknown or self.devices))
+        inexact = [number for number in numbers if not isinstance(number, (int, Fraction))]
+        if inexact:
+            raise PlanError.of("the numbers of a certificate must be ints or Fractions.", shown(inexact[0]))
+        if len(set(self.devices)) < len(self.devices):
+            raise PlanError.of("a bound must list each device once.", shown(self.devices))
         if self.collective not in ("broadcast", "reduce") and dict(self.roots) != dict.fromkeys(self.devices, 1):
             problem = f"every device must be a root of {self.collective}, with the weight 1."
             raise PlanError.of(problem, shown(self.roots))
@@ -77,8 +82,11 @@ class Bound:
         if self.algbw is None:
             return
         everyone = set(self.devices)
-        if any(cut.weight < 0 or everyone <= cut.nodes for cut in self.cuts):
-            raise PlanError.of("a cut must lack a device and have a weight of 0 or more.", shown(self.cuts))
+        for cut in self.cuts:
+            if cut.weight < 0:
+                raise PlanError.of("a cut must have a weight of 0 or more.", f"weight {cut.weight}")
+            if everyone <= cut.nodes:
+                raise PlanError.of("a cut must leave out at least one of the devices.", shown(sorted(cut.nodes)))
         proved = self._proved_by_weights() if self.collective == "all_reduce" else self._proved_by_one_cut()
         if proved != self.algbw:
             given = f"{self.collective}: {self.algbw} GB/s claimed, {proved} proved"
@@ -95,8 +103,10 @@ class Bound:
             crossing = [link for link in self.topology.links if (link.dst in nodes) > (link.src in nodes)]
         width = sum((link.bandwidth for link in crossing), Fraction(0))
         inside = sum((weight for root, weight in self.roots if root in nodes), Fraction(0))
-        if inside <= 0 or any(weight < 0 or root not in self.devices for root, weight in self.roots):
-            problem = "roots must be devices with 0 bytes or more; the cut must contain one with more than 0 bytes."
+        if any(weight < 0 or root not in self.devices for root, weight in self.roots):
+            raise PlanError.of("roots must be devices of the bound, with 0 bytes or more.", shown(self.roots))
+        if inside <= 0:
+            problem = "the cut must contain a root with more than 0 bytes."
             raise PlanError.of(problem, f"roots {shown(self.roots)}, cut {shown(sorted(nodes))}")
         return sum((weight for _, weight in self.roots), Fraction(0)) * width / inside
 
@@ -105,8 +115,9 @@ class Bound:
             if sum((cut.weight for cut in self.cuts if root in cut.nodes), Fraction(0)) < 1:
                 raise PlanError.of("the cuts that contain a root must have a total weight of at least 1.", root)
         shift = {switch: two for switch, *two in self.potentials}
-        if not shift.keys() <= {switch.name for switch in self.topology.switches if not switch.reduces}:
-            raise PlanError.of("potentials must belong to switches that do not reduce.", shown(self.potentials))
+        wrong = shift.keys() - {switch.name for switch in self.topology.switches if not switch.reduces}
+        if wrong:
+            raise PlanError.of("potentials must belong to switches that do not reduce.", ", ".join(sorted(wrong)))
         total = Fraction(0)
         for src, dst, bandwidth, _ in self.topology.links:
             prices = [Fraction(0), Fraction(0)]  # in broadcasts and in reductions

@@ -1,4 +1,4 @@
-"""The cut that limits a rate: the set of nodes that needs the longest time to send its bytes out."""
+"""The cut that limits a rate: the set of nodes that needs the longest time to send out (or receive) its bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from .flows import Network
 def tightest_cut(
     topology: Topology, weights: Mapping[str, Fraction], *, outward: bool
 ) -> tuple[frozenset[str], Fraction]:
-    """Return the set S that needs the longest to send its bytes out (or in), and its exact seconds per GB: w(S) / B(S).
+    """Return the set S of nodes with the greatest w(S) / B(S), and this quotient: exact seconds per GB of the buffer.
 
-    This is Newton's method on cuts: start from the set of all nodes but one device that needs the longest; if the flow
-    to some device is too small for that time, the minimum cut is a set that needs longer; continue with that set.
+    w(S) is the sum of the weights in S, B(S) the bandwidth of the links out of S (into S if not ``outward``).
+
+    This is Newton's method on cuts: start from the set of all nodes but one device that has the greatest quotient; if
+    the flow to some device is too small for that time, the minimum cut is a set that needs longer; continue with it.
     """
     numbers = {node: number for number, node in enumerate(topology.nodes)}
     scale = lcm(*(link.bandwidth.denominator for link in topology.links))

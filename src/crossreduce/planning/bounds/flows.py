@@ -1,6 +1,7 @@
 """Maximum flows and minimum cuts with integer capacities, of arcs between nodes 0, 1, ...
 
-SciPy's Dinic does the work if the capacities fit its 32 bits and the network is not tiny; else ``_augment`` does.
+SciPy computes a flow (Dinic's algorithm) if the sum of the capacities fits its 32 bits and the network has more than
+``SMALL`` nodes; else ``_augment`` does.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Final
 
-# For networks of at most so many nodes ``_augment`` is faster than SciPy (0.2 ms per flow, measured with SciPy 1.17).
+# For networks of at most this many nodes ``_augment`` is faster than SciPy (0.2 ms per flow, measured with SciPy 1.17).
 SMALL: Final = 24
 _LARGEST: Final = 2**31 - 1
 
 
 class Network:
-    """Nodes 0 to n - 1 and the capacities of arcs.
+    """A directed graph of the nodes 0 to n - 1 whose arcs have capacities.
 
     >>> network = Network(4, {(0, 1): 3, (0, 2): 1, (1, 3): 2, (2, 3): 5})
     >>> network.flow(0, 3), network.cut(0, 3)

@@ -45,8 +45,9 @@ class Optimum(NamedTuple):
     rate: Fraction  # the upper bound of its rate in GB/s
     cuts: tuple[tuple[frozenset[str], Fraction, bool], ...]  # (nodes, weight, whether outward): the proof
     potentials: tuple[tuple[str, Fraction, Fraction], ...]  # (switch, in broadcasts, in reductions): also the proof
-    # The rate of ``roots``, ``down`` and ``up``; it equals ``rate`` unless rounding failed (-1: no solution). If equal
-    # rates of all roots and half of every link in each of ``down`` and ``up`` reach ``rate``, the fields have these.
+    # The rate of ``roots``, ``down`` and ``up``; it equals ``rate`` unless rounding failed (-1: no solution). If
+    # equal rates of all roots, with half of every bandwidth for ``down`` and half for ``up``, reach ``rate``, they are
+    # the solution.
     reached: Fraction
     roots: dict[str, Fraction]  # the rate rooted at each device
     down: dict[Pair, Fraction]  # the bandwidth of each link that broadcasts use, GB/s, by (src, dst)
@@ -228,14 +229,14 @@ class _LinearProgram:
         return solution
 
     def network(self, values: list[int], columns: list[int], *, outward: bool) -> Network:
-        """Return the used links (backwards unless ``outward``), and a source, the last node, that feeds the roots."""
+        """Return the network of used links, reversed unless ``outward``; a source, the last node, feeds the roots."""
         pairs = zip(self.arcs, columns, strict=True)
         capacities = {(arc if outward else arc[::-1]): values[column] for arc, column in pairs}
         source = len(self.topology.nodes)
         return Network(source + 1, capacities | {(source, r): values[r] for r in range(self.n)})
 
     def violated(self, solution: Any) -> list[_Cut]:
-        """Return cuts that a solution violates: for each device the least one, in each direction."""
+        """Return cuts that a solution violates: for each device, in each direction, a minimum cut from the roots."""
         values = solution.x.tolist()
         needed, source = sum(values[: self.n]), len(self.topology.nodes)
         found: dict[_Cut, None] = {}
@@ -314,7 +315,7 @@ class _LinearProgram:
         return Fraction(total) / self.scale, weights, potentials
 
     def fits(self, values: list[Fraction]) -> bool:
-        """Return whether an exact solution respects the links, and switches that cannot reduce forward all data."""
+        """Return whether a solution keeps to the bandwidths, and switches that cannot reduce send what they receive."""
         within = all(
             sum(values[c] for c in shared) <= Fraction(b, self.scale)
             for shared, b in zip(self.sharing, self.width, strict=True)

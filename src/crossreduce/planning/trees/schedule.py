@@ -1,4 +1,4 @@
-"""Schedules made of trees: each share of the buffer has a tree into its root and a tree out of it."""
+"""Schedules made of trees: each share of the buffer has a tree into its root, a tree out of it, or both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...schedule import Chunk, Route, Schedule, Step
 from ..planners import Request
 
-Through = tuple[int, ...]  # the nodes that data passes between two nodes of a tree
+Through = tuple[int, ...]  # the nodes that data passes through between two nodes of a tree
 
 
 class Tree(NamedTuple):
@@ -22,7 +22,7 @@ class Tree(NamedTuple):
 
 
 class TreeShare(NamedTuple):
-    """A share of the buffer, in proportion to ``weight``, the tree that reduces it, and the tree that copies it."""
+    """A share of the buffer, in proportion to ``weight``, the tree that reduces it and the tree that copies it."""
 
     root: int
     weight: Fraction
@@ -46,7 +46,7 @@ def depth(tree: Tree) -> int:
 def trees_to_schedule(
     algorithm: str, request: Request, nodes: Sequence[str], devices: int, shares: list[TreeShare]
 ) -> Schedule:
-    """Return the schedule of trees: a device combines once all its children's values are complete, and copies at once.
+    """Return the schedule of trees: devices combine when all their children's values are complete, and copy at once.
 
     The first ``devices`` of the nodes are the devices of the schedule. Branches without a source (in a tree that
     reduces) or without a destination (in a tree that copies) are left out. In a reduce-scatter or all-gather, the part
@@ -65,7 +65,7 @@ def trees_to_schedule(
         gives = [share.root] if collective == "all_gather" else sources
         takes = [share.root] if collective == "reduce_scatter" else destinations
         chunks.append(Chunk(share.weight / whole, tuple(gives), tuple(takes)))
-        ready = dict.fromkeys(gives, 0)  # the round in which the sum of all sources below a device is complete
+        ready = dict.fromkeys(gives, 0)  # the first round at whose start a device has the sum of its subtree
         if share.into is not None:
             children: defaultdict[int, list[int]] = defaultdict(list)
             for node, parent, _ in share.into.parents:
@@ -96,7 +96,7 @@ def trees_to_schedule(
 
 
 def _routes(routes: dict[tuple[int, int, int], dict[int, Through]], nodes: Sequence[str]) -> list[Route]:
-    """Return the routes: one for all rounds of a transfer if these are equal, else one per round."""
+    """Return the routes of transfers: one for all rounds if a transfer takes the same in all, else one per round."""
     listed = []
     for (chunk, src, dst), by_round in routes.items():
         same = len(set(by_round.values())) == 1

@@ -1,6 +1,7 @@
-"""Capacities between devices instead of capacities through switches.
+"""Replace capacities through switches by capacities between devices, in which the trees of all roots have room.
 
-Every device can still receive one unit per unit tree; by Edmonds' theorem, trees within the capacities exist then.
+Each root has a number of trees, and each tree takes one unit of capacity. The maximum flow from all roots together to
+each device stays at least the number of all trees; by Edmonds' theorem, trees within the capacities exist then.
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, SIAM J. Discrete Math. 8(2), 1995
 (splitting off a node without loss); Zhao et al., ForestColl, arXiv:2402.06787 (for collectives).
@@ -52,7 +53,7 @@ class Capacities(dict[Arc, dict[Through, int]]):
 
 
 def all_reached(capacities: dict[Arc, int], roots: dict[int, int], sinks: Sequence[int], n: int) -> bool:
-    """Return whether the units of all roots together can reach every sink."""
+    """Return whether the maximum flow from all roots together to each single sink has the units of all roots."""
     whole = sum(roots.values())
     network = Network(n + 1, capacities | {(n, root): units for root, units in roots.items()})
     return all(network.flow(n, sink) >= whole for sink in sinks)
