@@ -61,10 +61,11 @@ def test_an_exception_keeps_its_traceback_and_names_the_replica(n):
 def test_waiting_replicas_end_at_once(wait):
     """When one replica fails, the others' all_reduce and merge_call end these replicas at once, although the replicas
     handle ``Exception``."""
-    ended = []
+    ended, begun = [], threading.Barrier(5)
 
     def step():
         k = number()
+        begun.wait(20)  # a replica that has not begun when another one fails is not run
         if k == 0:
             time.sleep(0.05)
             raise OwnError("own")
