@@ -41,7 +41,7 @@ class Theme(NamedTuple):
     peer: str
     reduce: str
     copy: str
-    replicas: tuple[str, ...]  # the colours of replicas: Tol's bright scheme (personal.sron.nl/~pault)
+    replicas: tuple[str, ...]  # the colours of replicas: Tol's bright scheme (personal.sron.nl/~pault), adapted on dark
 
 
 LIGHT = Theme(

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-# The pattern of parsers of nccl-tests' output: a row of numbers without a leading "#".
+# Matches a row of results in the format of nccl-tests, as parsers of that output do; other lines begin with "#".
 ROW = re.compile(
     r"^ *(?P<size>\d+) +(?P<count>\d+) +(?P<type>\w+) +(?P<redop>\w+) +(?P<root>-?\d+)"
     r" +(?P<time>[\d.e+]+) +(?P<algbw>[\d.]+) +(?P<busbw>[\d.]+) +(?P<wrong>\d+|N/A)"

@@ -64,7 +64,7 @@ def forked(threads):
 
 
 def run(code):
-    """Return the words that a program prints after ``BEGIN`` in a new process; it must succeed without errors."""
+    """Run ``BEGIN`` and then ``code`` in a new process, which must succeed; return the words that it prints."""
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=120, check=False
     )

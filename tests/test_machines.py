@@ -187,7 +187,7 @@ def test_joined():
 
 
 def test_names_are_unambiguous():
-    """No two machines have a name or alias that differs only in its dashes or capitals."""
+    """No two machines have a name or alias that differs only in capitals and punctuation."""
     spellings = [spelling for content in FILES.values() for spelling in (content["name"], *content["aliases"])]
     plain = ["".join(letter for letter in spelling.lower() if letter.isalnum()) for spelling in spellings]
     assert len(set(plain)) == len(plain)

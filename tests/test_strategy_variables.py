@@ -85,7 +85,7 @@ def test_a_mirrored_variable_without_aggregation_cannot_be_assigned_in_a_replica
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
-    """A replica reads and writes its component of a sync-on-read variable; a read elsewhere combines all components."""
+    """A replica reads and writes its component of a sync-on-read variable; a read elsewhere aggregates."""
     strategy = cr.MirroredStrategy(n)
     xs = [x.astype(float) for x in digits(n, (2,))]
     made = {
@@ -193,8 +193,17 @@ def test_update_runs_for_each_component(library):
     assert strategy.extended.update(var, lambda w: w.assign_add(1.0)) is None
 
 
+def test_a_variable_as_a_numpy_array_without_a_copy(library):
+    """``copy=False`` returns the elements in the variable's dtype, and is an error for a dtype that needs a copy."""
+    kept = variable(cr.MirroredStrategy(2), library.array(np.arange(3, dtype="float32")), aggregation="mean")
+    assert (kept.__array__(copy=False) == np.arange(3)).all()
+    assert kept.__array__(np.dtype("float32"), copy=False).dtype == np.float32
+    with pytest.raises(ValueError, match="cannot be converted to float64 without a copy"):
+        kept.__array__(np.dtype("float64"), copy=False)
+
+
 def test_numbers_shapes_and_dtypes(library):
-    """A variable keeps its framework, shape and dtype; numbers can be added to any, and assigned to scalars."""
+    """A variable keeps its framework, shape and dtype; numbers that keep the dtype can be added and assigned."""
     strategy = cr.MirroredStrategy(2)
     scalar = variable(strategy, library.array(np.float32(1)), aggregation="mean")
     assert components(library, scalar.assign(4)) == [4, 4]

@@ -2,7 +2,7 @@
 calls raise errors.
 
 Each defect has a test that names it: D2 and D12 in test_tensorflow_ops.py (test_reduction_and_broadcast), the others
-here, except for D7 and D16, which are in code of TensorFlow that calls no op.
+here. D7 and D16 have none: they are in functions of TensorFlow that call no cross-device op.
 """
 
 import numpy as np

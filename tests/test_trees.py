@@ -199,7 +199,7 @@ def test_python_numbers_are_leaves():
 
 
 def test_python_numbers_are_in_host_memory():
-    """Python numbers have the devices of NumPy arrays, so a tree may contain both under a topology of cpu:0, cpu:1."""
+    """Python numbers have the devices of NumPy arrays, so a tree may contain both under a topology of CPUs."""
     assert cr.PerReplica([1.0, 2.0]).devices == cr.PerReplica([np.ones(1), np.ones(1)]).devices == ("cpu:0", "cpu:1")
     topology = cr.Topology.ring(["cpu:0", "cpu:1", "cpu:2"])
     trees = [{"array": np.full(2, float(k)), "number": float(k)} for k in range(3)]

@@ -139,7 +139,9 @@ def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | No
     if idle:
         problem = "in NCCL's collectives every rank must be a source or a destination, but some nodes are neither."
         given = ", ".join(schedule.devices[rank] for rank in sorted(idle))
-        raise PlanError.of(problem, given, "a plan that does not need these nodes; for a switch: without --in-network")
+        raise PlanError.of(
+            problem, given, "a plan that does not need these nodes; for a switch: a machine without in_network"
+        )
     starts, ends = (sorted({len(group) for group in groups}) for groups in (sources, destinations))
     given = f"{schedule.head}: a chunk has {starts} sources and {ends} destinations, of {len(everyone)} ranks"
     remedy = "for every chunk all devices as sources and all or one as destinations, or the reverse"

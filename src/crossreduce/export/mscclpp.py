@@ -269,7 +269,7 @@ class _GpuPlan:
 
 
 class _ThreadblockPlan:
-    """The operations of one threadblock; adjacent events of one kind become one operation."""
+    """The operations of one threadblock; adjacent puts, signals or waits become one operation if the format allows."""
 
     def __init__(self, gpu: _GpuPlan, events: list[_Event], channels: dict[Pair, int], bases: list[int]) -> None:
         self.gpu, self.number, self.bases = gpu, channels, bases

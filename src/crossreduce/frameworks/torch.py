@@ -345,7 +345,9 @@ def _unsupported(value: Any) -> UnsupportedError:
     if is_lazy(value):
         return UnsupportedError.of("a lazy parameter has no elements yet.", given, "run the module once")
     if value.is_meta:
-        return UnsupportedError.of("meta tensors have no elements.", given, "tensor.to_empty, or load the values")
+        return UnsupportedError.of(
+            "meta tensors have no elements.", given, "module.to_empty(device=...), and then load the values"
+        )
     if value.is_quantized:
         return UnsupportedError.of("quantized tensors cannot be reduced.", given, "tensor.dequantize()")
     if value.is_nested:

@@ -1,11 +1,11 @@
 """Kernels for host memory: compiled ones, and the same functions in NumPy as fallback and oracle.
 
 Input: fused programs (which operands are combined, in which order), element ranges, and arrays as buffers or
-addresses. Output: filled results. A ``Kernel`` reads every source once and writes every result once, a cache line at
-a time, regardless of the number of steps in a program; tensors stay where they are in memory. This package does not
-use schedules, devices or frameworks.
+addresses. Output: filled results. A compiled ``Kernel`` reads every source once and writes every result once, a cache
+line at a time, regardless of the number of steps in a program; tensors stay where they are in memory. This package does
+not use schedules, devices or frameworks.
 
-The compiled kernels choose their instruction set when they are loaded: ``avx512``, ``avx2`` or ``baseline``. Two
+The instruction set is chosen when the first kernel is compiled: ``avx512``, ``avx2`` or ``baseline``. Two
 environment variables override the defaults: ``CROSSREDUCE_KERNELS`` names an instruction set, or ``numpy``;
 ``CROSSREDUCE_NUM_THREADS`` sets the number of threads of one reduction.
 """

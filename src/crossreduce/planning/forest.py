@@ -34,7 +34,7 @@ class Forest(NamedTuple):
     schedule: Schedule  # one chunk per tree
     k: Fraction  # the average number of unit trees per root; a tree with w units of bandwidth counts as w
     trees: int  # the number of different trees
-    depth: int  # links from root to leaf, without switches, in the deepest tree
+    depth: int  # edges between devices from root to leaf in the deepest tree; a route through switches is one edge
 
 
 def forest_schedules(request: Request) -> list[Schedule]:

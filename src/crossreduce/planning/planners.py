@@ -33,7 +33,7 @@ class Request(NamedTuple):
     topology: Topology | None = None  # the links that may be used; None: any two devices are linked equally
     nbytes: int = 0  # the size of one replica's buffer; for an all-gather, the size of all parts together
     packs: int = 1  # the number of equal packs of the buffer, each with its own root, if the algorithm has roots
-    first: int = 0  # the position of the first pack's root among the devices that may be roots
+    first: int = 0  # the number of the device that is the first pack's root, owner or start
     root: str | None = None  # the root of all packs; None: roots rotate over the devices
     devices: tuple[str, ...] = ()  # the devices of the schedule; (): sources, then other destinations, then the root
 

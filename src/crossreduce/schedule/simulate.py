@@ -149,7 +149,10 @@ def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...]
     if nodes is None or any(pair not in topology.by_ends for pair in pairs):
         out = ", ".join(link.dst for link in topology.out_links(src)) or "none"
         by = "" if through is None else f" through {', '.join(through)}"
-        raise PlanError.of(f"the topology has no route from {src} to {dst}{by}.", f"links out of {src}: {out}")
+        gap = next((f"no link from {a} to {b}" for a, b in pairs if (a, b) not in topology.by_ends), "")
+        remedy = "the topology for which the schedule was planned, or one with the missing links"
+        given = gap or f"links out of {src}: {out}"
+        raise PlanError.of(f"the topology has no route from {src} to {dst}{by}.", given, remedy)
     return pairs
 
 

@@ -270,7 +270,7 @@ class ReplicaContext:
     def _differentiable_gather(
         self, x: Array, result: Array, axis: int, start: int, hints: CommunicationOptions
     ) -> Array:
-        """Return a gathered array whose gradient is this replica's part of the sum of the replicas' gradients."""
+        """Return the gathered array; the gradient of ``x`` is its part of the sum of the replicas' gradients."""
         part = (*(slice(None),) * axis, slice(start, start + x.shape[axis]))
 
         def gradient(grads: Sequence[Array]) -> list[Array]:

@@ -200,7 +200,7 @@ class MirroredStrategy(Strategy):
         Returns:
           The tree with a ``PerReplica`` of shares for each array. Joined in order, they are the array. Their sizes
           differ by at most one sample; the first shares are the larger ones, and if there are fewer samples than
-          replicas, the last shares are empty. In host memory shares are views.
+          replicas, the last shares are empty. Shares of NumPy arrays and torch tensors are views.
         Raises:
           ContextError: inside a replica.
           MismatchError: arrays of different size along ``axis``.

@@ -232,8 +232,8 @@ class Variable(_Assignable, DistributedVariable):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         value = self.value()
         array = value.__array__() if dtype is None else value.__array__(dtype)
-        if copy is False and array is not value:
-            raise ValueError(f"{self} has no array of dtype {array.dtype} to return without a copy: use copy=None")
+        if copy is False and array.dtype != value.__array__().dtype:
+            raise ValueError(f"{self} cannot be converted to {array.dtype} without a copy: use copy=None")
         return array.copy() if copy else array
 
     @property

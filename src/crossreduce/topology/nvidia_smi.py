@@ -48,9 +48,9 @@ def read_nvidia_smi(
     """Return the wiring in the text of ``nvidia-smi topo -m``.
 
     The table does not distinguish NVLinks between GPUs from NVLinks to an NVSwitch: any two of 8 A100 have ``NV12``.
-    They are distinguished by their number: a GPU with more links in its row than ``nvlinks_per_gpu`` reaches its peers
-    through a switch, ``nvswitch``, by the largest number of links in its row. For three or four V100 of a DGX-2,
-    ``NV6``, set ``nvlinks_per_gpu=6``.
+    So the numbers in a GPU's row are added up. If a sum exceeds ``nvlinks_per_gpu``, all GPUs that NVLinks join with
+    this one are linked to a switch, ``nvswitch``, each by as many links as the largest number in its row. Three or four
+    V100 of a DGX-2 (``NV6``) have sums of only 12 or 18: set ``nvlinks_per_gpu=6``.
 
     Args:
       text: the output of the command.

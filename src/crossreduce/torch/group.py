@@ -308,5 +308,8 @@ def wait_in_backward(work: Any) -> None:
 
 
 def _is_called_by_backward() -> bool:
-    """Return whether C++ called the method in a backward pass: its calling Python frame then began that pass."""
+    """Return whether C++ called this group's collective in a backward pass.
+
+    If so, the next Python frame outside of this class is the one that started the backward pass.
+    """
     return sys._getframe(3).f_code.co_name == "_engine_run_backward"

@@ -36,8 +36,8 @@ class GlooTransport:
         assert 0 <= tag < _ABORT_TAG - FIRST_TAG, tag
         if not nbytes:
             return _GlooMessage(None, peer)
-        # A failure is reported by ``wait``, also if the message could not be started: gloo closes all connections at
-        # once.
+        # ``wait`` reports every failure, also that a message could not be started: after a failure gloo has closed all
+        # connections of the group.
         if self._aborted:
             return _GlooMessage(ConnectionError("this rank has aborted the group"), peer)
         memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)

@@ -43,8 +43,8 @@ class Optimum(NamedTuple):
     """The best all-reduce by trees."""
 
     rate: Fraction  # the upper bound of its rate in GB/s
-    cuts: tuple[tuple[frozenset[str], Fraction, bool], ...]  # (nodes, weight, whether outward): the proof
-    potentials: tuple[tuple[str, Fraction, Fraction], ...]  # (switch, in broadcasts, in reductions): also the proof
+    cuts: tuple[tuple[frozenset[str], Fraction, bool], ...]  # (nodes, weight, outward); see ``Cut``
+    potentials: tuple[tuple[str, Fraction, Fraction], ...]  # (switch, in broadcasts, in reductions); see ``Bound``
     # The rate of ``roots``, ``down`` and ``up``; it equals ``rate`` unless rounding failed (-1: no solution). If
     # equal rates of all roots, with half of every bandwidth for ``down`` and half for ``up``, reach ``rate``, they are
     # the solution.
