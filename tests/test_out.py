@@ -389,10 +389,13 @@ def test_conjugated_views_are_rejected(torch_):
     """A lazily conjugated or negated view is rejected as out, since its memory has other values."""
     arrays = Arrays(torch_)
     x = arrays.put(np.array([1 + 2j, 3 + 4j]))
-    for view in (x.conj(), x.conj().imag):
+    for view, words in (
+        (x.conj(), "without a pending conjugation or negation"),
+        (x.conj().imag, "that are contiguous"),
+    ):
         value = arrays.value([np.ones(2, oracle.dtype_of(str(view.dtype).removeprefix("torch.")))] * 2)
         out = PerReplica([view, arrays.blank((2,), str(view.dtype).removeprefix("torch."))])
-        refused(arrays, UnsupportedError, "contiguous tensors", OPS.reduce, "sum", value, value, out=out)
+        refused(arrays, UnsupportedError, words, OPS.reduce, "sum", value, value, out=out)
 
 
 NO_MEMORY = """
