@@ -1,7 +1,7 @@
 """How close are plans to their bounds, on complete, partial and damaged machines, and how long does planning take?
 
 All results except the times are exact and the same on every machine. Expected values were computed by other code: the
-optima of all-gathers by ForestColl (Zhao et al., arXiv:2402.06787), the others by linear programs and by hand. Times
+optima of all-gathers by ForestColl (Zhao et al., arXiv:2402.06787), the others by linear programs and manually. Times
 are medians of cold runs in one process, with empty caches and SciPy loaded. The limits are for wall time; CPU time is
 also reported, since machines that run benchmarks are often shared.
 Run: python benchmarks/planning.py [--quick] [--json PATH]

@@ -39,7 +39,7 @@ class Job(NamedTuple):
       ours: the name of the row of crossreduce with which the others are compared.
       peers: the names of the rows of other libraries, and their labels in the table.
       chart: the title of the job in the chart of the README; "": it is not in the chart.
-      context: the names of further rows, which are no reductions by another library, and their labels.
+      context: the names of further rows, which are not reductions by another library, and their labels.
     """
 
     text: str

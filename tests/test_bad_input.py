@@ -37,7 +37,7 @@ def test_destinations_of_a_wrong_type(ops, wrong):
 
 
 def framework_objects():
-    """Return (framework, function, words): the function creates an object that is no array; its error has the words."""
+    """Return (framework, function, words): the function returns an object that is not an array; its error has words."""
     tensor = "this is not a tensor that can be reduced"
     cases = {
         "numpy": [

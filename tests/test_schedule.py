@@ -140,7 +140,7 @@ def test_malformed_json_raises_schedule_error(text):
 
 
 def test_faults_in_json_are_stated():
-    """The error states the expected format, or the parts that the text lacks; an argument that is no str is refused."""
+    """The error states the expected format, or the parts that the text lacks; an argument must be a str."""
     for text, words in (
         ("{}", r'its format is not "crossreduce.schedule/1"\.'),
         ("[1]", r'its format is not "crossreduce.schedule/1"\.'),

@@ -122,7 +122,7 @@ def test_an_instruction_with_several_tensors_raises():
         (0, 0, SLOT, 0.0, 1),  # invalid numbers of ranks
         (0, -3, SLOT, 0.0, 1),
         (0, 10**6, SLOT, 0.0, 1),
-        (0, 2, SLOT + 1, 0.0, 1),  # invalid sizes of slots: no multiple of 8192, negative, too large
+        (0, 2, SLOT + 1, 0.0, 1),  # invalid sizes of slots: not a multiple of 8192, negative, too large
         (0, 2, SLOT + 4096, 0.0, 1),
         (0, 2, -SLOT, 0.0, 1),
         (0, 2, 1 << 62, 0.0, 1),

@@ -414,7 +414,7 @@ def test_bytes_are_a_whole_number(nbytes):
 
 @pytest.mark.parametrize("itemsize", [0, -4, 3, 16, True, 4.0, None])
 def test_elements_are_whole(itemsize):
-    """A number of bytes that is no multiple of the item size, or an item size that is no integer above 0, raises."""
+    """Bytes that are not a multiple of the item size, or an item size that is not an integer above 0, raise."""
     fault = "nbytes must be a multiple of itemsize" if itemsize in (3, 16) else "itemsize must be an integer from 1 to"
     with pytest.raises(ArgumentError, match=rf"{fault}[\s\S]*given: .*itemsize="):
         simulate(PAIR, Topology.ring(2), 8, itemsize)

@@ -54,7 +54,7 @@ def to_nccl_graph_xml(
     Raises:
       PlanError: the schedule does not consist of rings of the GPUs of one host, or needs more than 32 channels.
       ScheduleError: ``verify`` rejects the schedule.
-      ArgumentError: no speed, two speeds or an invalid one, an unknown path, or copies that are no integer above 0.
+      ArgumentError: no speed, two speeds or an invalid one, an unknown path, or copies that are not an integer above 0.
 
     >>> from crossreduce.planning import ring
     >>> print(to_nccl_graph_xml(ring(["cuda:0", "cuda:2", "cuda:1"]), gb_per_s=20))

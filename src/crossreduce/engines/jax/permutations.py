@@ -156,7 +156,7 @@ class _Compiler:
         return self._table(sent)
 
     def combine(self, instructions: Sequence[Numbered]) -> tuple[RowCombination, ...]:
-        """Return the combinations of a round. A copy is no operation: it gets the place of its operand."""
+        """Return the combinations of a round. A copy is not an operation: it gets the place of its operand."""
         # Rows whose operands are from the same devices are combined in one operation.
         runs: defaultdict[tuple[int, int, tuple[int, ...]], list[Numbered]] = defaultdict(list)
         for chunk, value, instruction in instructions:
