@@ -225,7 +225,7 @@ def test_broadcast_takes_one_array(ops):
 
 @with_ops("axis", [2, -3, None, "0", 0.0, True, (0,)])
 def test_gather_needs_an_axis(ops, axis):
-    """Gather rejects an axis that is no integer, or that the components lack; the error states the range of axes."""
+    """Gather rejects an axis that is not an integer or that the components lack; the error states the valid range."""
     x = cr.PerReplica([np.zeros((2, 3))] * 2)
     problem = "the components do not have this axis" if type(axis) is int else "axis must be an integer"
     with pytest.raises(cr.ArgumentError, match=rf"{problem}(.|\n)*an axis from -2 to 1"):

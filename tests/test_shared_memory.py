@@ -131,7 +131,7 @@ def test_an_instruction_with_several_tensors_raises():
         (0, 2, SLOT, math.nan, 1),
         (0, 2, SLOT, 0.0, 0),  # the number of threads is 0, then missing
         (0, 2, SLOT, 0.0),
-        ("0", 2, SLOT, 0.0, 1),  # a rank that is no integer, and a number of ranks beyond 32 bits
+        ("0", 2, SLOT, 0.0, 1),  # a rank that is not an integer, and a number of ranks beyond 32 bits
         (0, 2**40, SLOT, 0.0, 1),
     ],
 )

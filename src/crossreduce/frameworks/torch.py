@@ -203,16 +203,16 @@ class Torch:
 
     def writable_array(self, value: Any, device: str) -> Array:
         x = self._plain(value)
-        if x.device != _place(device) or is_transformed() or has_no_memory(x) or is_frozen(value):
-            problem = (
-                "results need tensors that are on their destination."
-                if x.device != _place(device)
-                else "results cannot be written into tensors while torch transforms, traces or compiles."
-                if is_transformed()
-                else "results need tensors that have memory."
-                if has_no_memory(x)
-                else "results cannot be written into tensors of an inference mode that has ended."
-            )
+        problem = ""
+        if x.device != _place(device):
+            problem = "results need tensors that are on their destination."
+        elif is_transformed():
+            problem = "results cannot be written into tensors while torch transforms, traces or compiles."
+        elif has_no_memory(x):
+            problem = "results need tensors that have memory."
+        elif is_frozen(value):
+            problem = "results cannot be written into tensors of an inference mode that has ended."
+        if problem:
             remedy = "torch.empty(shape, dtype=..., device=...), outside torch.func, dispatch and inference modes"
             raise UnsupportedError.of(problem, f"{type(value).__name__} on {value.device}, for {device}", remedy)
         if x.data_ptr() != value.data_ptr() or not x.is_contiguous():

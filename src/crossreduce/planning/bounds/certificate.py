@@ -66,7 +66,8 @@ class Bound:
         if self.collective not in COLLECTIVES:
             remedy = "one of " + ", ".join(COLLECTIVES)
             raise PlanError.of("no collective has this name.", shown(self.collective), remedy)
-        unknown = [device for device in self.devices if device not in self.topology.devices]
+        known = set(self.topology.devices)
+        unknown = [device for device in self.devices if device not in known]
         if unknown or not self.devices:
             raise PlanError.of("a bound must have one or more devices of its topology.", shown(unknown or self.devices))
         inexact = [number for number in numbers if not isinstance(number, (int, Fraction))]
