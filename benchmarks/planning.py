@@ -87,8 +87,8 @@ EXPECTED_OPTIMA = {
     "4x4x4 torus": (partial(box, "tpu-v4"), "6400/21", "2", None),
     "GB200 NVL72": (partial(box, "gb200-nvl72"), "64800/71", "1", None),
 }
-# Machine: GB/s of an all-reduce on TensorFlow's trees (all stages at once; four stages in turn; four stages in turn for
-# one tensor, slowest root), and the all-reduce's bound.
+# By machine, GB/s of an all-reduce on TensorFlow's trees: one tree for each root, with all rounds at the same time; the
+# same trees, with the four rounds one after another; one tree, for one tensor, with the slowest root; and the bound.
 EXPECTED_TENSORFLOW = {"dgx-1v": ("50.0", "100/3", "6.25", "85.71"), "dgx-1p": ("40.0", "80/3", "5.0", "45.71")}
 EXPECTED_MESHES = {4: ("32/15", "8/5"), 5: ("25/12", "5/3"), 6: ("72/35", "12/7")}
 

@@ -213,7 +213,7 @@ def nvml(monkeypatch, tmp_path):
 
 
 def bricks(name, one):
-    """Return for each GPU of a machine the peers of its NVLinks, each of ``one`` GB/s: a number per NVLink."""
+    """Return for each GPU of a machine the number of the peer of each of its NVLinks, each of ``one`` GB/s."""
     out = [machine(name).out_links(f"cuda:{k}") for k in range(8)]
     return [[int(link.dst[5:]) for link in links for _ in range(int(link.bandwidth / one))] for links in out]
 

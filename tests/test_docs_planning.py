@@ -240,7 +240,7 @@ def others():
     yield f"24 / {len(four.devices)} of the buffer over {width} GB/s: {ratio(rate)} GB/s"
     assert rate == width / Fraction(24, len(four.devices))
     yield f"more than {fitting.MOST_TREES} trees per root"
-    yield f"within {int(fitting.TOLERANCE * 100)} % of the bound. Beyond {schedules.MOST_TREES} devices"
+    yield f"within {int(fitting.TOLERANCE * 100)} % of the bound. Beyond {schedules.FOREST_DEVICES} devices"
 
 
 def parts_table():

@@ -213,7 +213,7 @@ def test_halves_are_rounded_once(dtype, step, traced, jax, jax_):
 
 
 def test_combine_keeps_the_listed_order(framework, jax_):
-    """combine adds from left to right; no other order of these numbers gives the same bits."""
+    """combine adds from left to right: three orders of the same numbers give three different sums."""
     xs = [np.float32([1e8]), np.float32([1]), np.float32([-1e8]), np.float32([1])]
     numbers = Numbers(cr.ReduceOp.SUM, "float32", "float32", "float32", 1)
     for order, wanted in [((0, 1, 2, 3), 1.0), ((0, 2, 1, 3), 2.0), ((3, 1, 0, 2), 0.0)]:

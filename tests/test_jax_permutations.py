@@ -125,7 +125,7 @@ def test_permutation_counts(algorithm, n, count):
 
 @given(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1))
 def test_pairs_split_into_as_few_matchings_as_possible(pairs):
-    """There are as many matchings as the busiest device has partners; in each, a device sends and receives once."""
+    """The number of matchings is the largest number of pairs with the same sender, or with the same receiver."""
     found = matchings(sorted(pairs))
     assert sorted(pair for matching in found for pair in matching) == sorted(pairs)
     assert len(found) == max(max(Counter(pair[side] for pair in pairs).values()) for side in (0, 1))

@@ -330,7 +330,7 @@ def crowded(draw):
     outs = [[draw(offset) for _ in range(results)] for _ in sizes]
     for row, out in zip(rows, outs, strict=True):
         if draw(st.booleans()) and isinstance(row[0], int):
-            out[-1] = row[0]  # the result overwrites the source if both have the same size
+            out[-1] = row[0]  # in place; rejected if the items of the result and of the source differ in size
     return case, rows, outs
 
 

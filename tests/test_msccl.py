@@ -337,7 +337,7 @@ def test_bad_arguments(options, text):
 
 
 def test_names():
-    """A given name is used unchanged; the default has the collective, algorithm and ranks, in readable characters."""
+    """A given name is used unchanged; in the default name, "_" replaces characters that are not letters or digits."""
     assert '<algo name="mine-1" ' in to_msccl_xml(ring(names(2)), name="mine-1")
     named = Schedule(*("all_reduce", 'my "ring" & <eye>'), *shares("1")._parts[2:])
     assert '<algo name="allreduce_my__ring_____eye__2" ' in to_msccl_xml(named)

@@ -248,7 +248,7 @@ def test_roots():
 
 
 def test_only_the_root_has_an_output_in_a_reduce():
-    """Out of place, a reduce may use only the root's output buffer; other ranks may not have one."""
+    """A reduce out of place that uses the output buffer of another rank than the root is rejected."""
     give = (0, (1, -1, 0, "cpy i0 o0 1", "s o0 o0 1"))
     take = (0, (-1, 0, 0, "rrc i0 o0 1"))
     verify_msccl_xml(file("reduce", 1, give, take))

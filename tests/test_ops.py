@@ -471,7 +471,7 @@ def test_broadcast(framework, ops, dtype):
 
 
 def test_broadcast_of_bits(framework):
-    """Broadcast copies bits: the payload of NaN, -0.0 and denormals are unchanged."""
+    """Broadcast copies bits: NaN keeps its payload, and -0.0 and denormals stay as they are."""
     x = np.array([0x7FC12345, 0x80000000, 0x00000001, 0xFF800000], "uint32").view("float32")
     for ops in OPS.values():
         for y in ops.broadcast(framework.array(x, 1), on(0, 1, 2)):

@@ -330,7 +330,7 @@ def _fill_unknown(places: _Places, others: _Places) -> _Places:
 def _names(places: _Places) -> tuple[str, ...]:
     """Return crossreduce's names of places.
 
-    An unknown place counts as ``cpu:0``, so that TensorFlow chooses the device (see ``frameworks/tensorflow.py``).
+    An unknown place counts as ``cpu:0``: ``to_device`` sets no device for it, so TensorFlow chooses one.
     """
     return default_devices([canonical(place) if place else None for place in places])
 

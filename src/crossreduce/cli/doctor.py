@@ -43,7 +43,7 @@ class RankState:
     sequence: int  # the number of the rank's last call; 0: it made none
     text: str  # the op, dtype and shape of this call
     state: str  # "running" or "finished" (the call), "left" (the group), "idle" (no call), "unknown" (no information)
-    seconds: float | None  # from the start of the call, or its end if it finished, until the host's first rank aborted
+    seconds: float | None  # from the call's start (its end, if it finished) to the first abort by a rank of the host
     dumped: bool  # whether the rank wrote a dump
     stack: tuple[str, ...]  # the innermost functions of its main thread, the innermost first
 

@@ -71,7 +71,7 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     <BLANKLINE>
     """
     if path not in PATHS:
-        raise ArgumentError.of("unknown path, the kind of connection between GPUs.", shown(path), ", ".join(PATHS))
+        raise ArgumentError.of("no kind of connection between GPUs has this name.", shown(path), ", ".join(PATHS))
     require_integers(copies=copies)
     if copies < 1:
         raise ArgumentError.of("copies must be at least 1.", shown(copies), "copies=1")

@@ -86,7 +86,7 @@ class Framework(Protocol):
         """
 
     def to_device(self, x: Array, device: str) -> Array:
-        """Return ``x`` on ``device``: ``x`` itself if it is there already, or if both devices share memory."""
+        """Return ``x`` on ``device``. The result may be ``x`` itself, or share its memory."""
 
     def pack(self, xs: Sequence[Array]) -> Array:
         """Return the elements of arrays of one dtype and device, in C order, as one flat array.

@@ -21,7 +21,7 @@ from .planners import Request, collective_between
 from .topologies import reachable, require_routes
 
 MOST_DEVICES: Final = 128  # beyond it, a schedule with n**2 steps has more than 16,384 of them
-MOST_TREES: Final = 256  # beyond it, packing trees takes minutes
+FOREST_DEVICES: Final = 256  # with more devices, packing trees takes minutes
 
 # Below this many bytes per replica the fewest messages are the fastest, above it a balanced load. It is between the
 # 128 KB up to which a one-shot all-reduce was faster than a two-shot one on V100s linked by PCIe, and the 384 KB at
@@ -78,7 +78,7 @@ REGISTRY: Final[dict[str, Algorithm]] = {
     "recursive_doubling": Algorithm(_one(planners.recursive_doubling_schedule), planners.recursive_doubling),
     "direct": Algorithm(_one(planners.direct_schedule), planners.direct, scatter=(1, 0)),
     "one_shot": Algorithm(_one(planners.one_shot_schedule), planners.one_shot),
-    "forest": Algorithm(_forest, None, scatter=None, most_devices=MOST_TREES),
+    "forest": Algorithm(_forest, None, scatter=None, most_devices=FOREST_DEVICES),
 }
 
 CHOICES: Final = ("nccl", "auto")  # names that stand for one of the algorithms: see ``plan``
@@ -174,7 +174,7 @@ def _tried(topology: Topology, request: Request) -> list[Request]:
         if (entry.has_root or root is None) and (entry.most_devices is None or n <= entry.most_devices)
     ]
     several = min(len(request.sources), len(request.destinations)) > 1
-    if request.packs == 1 and root is None and several and n <= MOST_TREES:
+    if request.packs == 1 and root is None and several and n <= FOREST_DEVICES:
         from .hierarchies import centre
 
         # One tree per device, like TensorFlow's rotating roots; and one tree with its root in the middle.

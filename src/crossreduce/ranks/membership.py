@@ -110,7 +110,8 @@ class Member(StageRunner):
             given = "; ".join(f"rank {rank}: {peer.problem}" for rank, peer in named if peer.problem)
             problem = "some ranks cannot map the memory that their host shares."
             raise ReductionError.of(problem, given, "ulimit -v unlimited, if memory could not be allocated")
-        # A process cannot detect its own locks, so another rank of this process seems to have ended.
+        # alive() looks for the file lock that a rank's process holds. A process cannot detect its own locks, so a rank
+        # with this process's pid that is not alive is a second rank of this process.
         same = [rank for rank in self.host if self.peers[rank].pid == os.getpid() and not self.memory.alive(rank)]
         if same:
             ranks = ", ".join(str(self.global_ranks[rank]) for rank in sorted([*same, self.rank]))

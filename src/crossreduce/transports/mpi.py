@@ -182,7 +182,7 @@ class MpiMessage:
                 if self._transport.abort_cause() is not None:
                     raise ConnectionError("another rank has aborted the group")
             if now > began + timeout_s:
-                raise TimeoutError(f"no message within {timeout_s:g} s")
+                raise TimeoutError(f"the message did not arrive, or was not taken, within {timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_S)
         if self._failure is not None:

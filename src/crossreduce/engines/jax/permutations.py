@@ -1,8 +1,8 @@
 """Compile a program into permutations and combinations that every device executes alike.
 
 Input: a ``Program`` whose devices are the positions along mesh axes. Output: a ``PermutationProgram`` of plain numbers,
-without arrays. A round becomes as few permutations as its busiest device has partners, since in one permutation a
-device sends to at most one other device and receives from at most one. A row of an array holds a value of a chunk.
+without arrays. In one permutation a device sends to at most one other device and receives from at most one, so a
+round becomes as many permutations as one device sends to, or receives from, at most. A row of an array holds a value of a chunk.
 Which rows a device reads depends on its position, so tables list them, with one column per device; if all columns are
 equal, the position is not needed.
 
@@ -227,8 +227,8 @@ def _repeated(chunk: ChunkProgram) -> frozenset[int]:
 def matchings(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """Split different pairs ``(src, dst)`` into as few matchings as possible.
 
-    The number of matchings is the number of partners of the busiest device. A matching is an edge color of the
-    bipartite graph of senders and receivers. Each pair gets the first color that is free at both ends, so pairs that
+    Their number is the largest number of pairs with the same ``src``, or with the same ``dst``. A matching is an edge
+    color of the bipartite graph of senders and receivers. Each pair gets the first color that is free at both ends, so pairs that
     are close together in ``pairs`` are likely to share a matching.
 
     >>> matchings([(0, 1), (1, 2), (2, 0), (0, 2)])

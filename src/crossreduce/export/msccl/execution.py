@@ -35,7 +35,7 @@ MOST_FUSED: Final = 16  # the runtimes' MSCCL_MAX_REDUCE_FUSION
 MOST_STEPS: Final = 1 << 16
 MOST_WORK: Final = 20_000_000
 
-ThreadblockId = tuple[int, int]  # a GPU and the number of its threadblock
+ThreadblockId = tuple[int, int]  # a GPU and the number of one of its threadblocks
 Connection = tuple[int, int, int]  # the sending GPU, the receiving GPU and the channel
 
 
