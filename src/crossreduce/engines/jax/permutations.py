@@ -2,9 +2,9 @@
 
 Input: a ``Program`` whose devices are the positions along mesh axes. Output: a ``PermutationProgram`` of plain numbers,
 without arrays. In one permutation a device sends to at most one other device and receives from at most one, so a
-round becomes as many permutations as one device sends to, or receives from, at most. A row of an array holds a value of a chunk.
-Which rows a device reads depends on its position, so tables list them, with one column per device; if all columns are
-equal, the position is not needed.
+round becomes as many permutations as one device sends to, or receives from, at most. A row of an array holds a value of
+a chunk. Which rows a device reads depends on its position, so tables list them, with one column per device; if all
+columns are equal, the position is not needed.
 
 Rows are immutable: each permutation and each combination makes a new block of rows. So copies are free, and XLA does
 not need to protect rows that later rounds read: when rows were updated in place, a ring over 8 CPU devices copied its
@@ -228,8 +228,8 @@ def matchings(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """Split different pairs ``(src, dst)`` into as few matchings as possible.
 
     Their number is the largest number of pairs with the same ``src``, or with the same ``dst``. A matching is an edge
-    color of the bipartite graph of senders and receivers. Each pair gets the first color that is free at both ends, so pairs that
-    are close together in ``pairs`` are likely to share a matching.
+    color of the bipartite graph of senders and receivers. Each pair gets the first color that is free at both ends, so
+    pairs that are close together in ``pairs`` are likely to share a matching.
 
     >>> matchings([(0, 1), (1, 2), (2, 0), (0, 2)])
     [[(0, 1), (1, 2), (2, 0)], [(0, 2)]]
