@@ -9,7 +9,7 @@ import numpy as np
 from common import samples, summary
 from contenders import Contender, address
 
-MIN_S = 0.02  # a faster contender is called repeatedly, until one measurement takes this long
+MIN_S = 0.02  # a faster contender is called repeatedly, so that one measurement takes about this long
 REST_S = 0.005  # the pause before a measurement: OpenMP's threads use CPU for some milliseconds after their work
 
 

@@ -22,13 +22,13 @@ def in_turn(runs: dict[str, Callable[[], object]], repeats: int, inner: int = 1)
 def samples(
     runs: dict[str, Callable[[], object]], repeats: int, inner: int = 1, least_s: float = 0.0, rest_s: float = 0.0
 ) -> dict[str, list[float]]:
-    """Return for each contender the seconds of one call in each repeat. They run in turn, after one warm-up each.
+    """Return for each contender the seconds of one call in each repeat. They run in turn, after a warm-up each.
 
     Args:
       runs: the contenders by name.
       repeats: how many times each contender is measured.
       inner: the least number of calls per measurement.
-      least_s: the least time of a measurement; a contender that is faster is called more often.
+      least_s: about the least time of a measurement; a contender that is faster is called more often.
       rest_s: a pause before each measurement, during which waiting threads of the previous contender go to sleep.
     """
     inners, times = {}, {}

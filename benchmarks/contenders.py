@@ -98,7 +98,7 @@ class Contender(NamedTuple):
       read: converts what ``run`` returns to NumPy arrays, without a copy.
       exact: whether the results must equal those of a plain loop bit for bit or only within the tolerance; ``None``:
         they are not compared with the loop.
-      check: raises if the results are wrong; needed if ``exact`` is ``None``.
+      check: a further check, which raises if the results are wrong.
     """
 
     batch: Batch

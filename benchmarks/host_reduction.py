@@ -1,10 +1,11 @@
 """How close are reductions on host memory to the rate of the memory, and how fast are other libraries?
 
-8 replicas in one process, steady state, random data (memory that contains only zeros is faster on some CPUs). The
-contenders of a case run in turn; a ratio is the median of the ratios within the turns, and is printed beside its
-target. Rates count the bytes of the sources, read once, and of the results that have their own memory, written once.
-Results are filled with NaN, reduced again and compared with a plain NumPy loop: bit for bit if they add in the same
-order, else within the bound of Higham (The accuracy of floating point summation, 1993).
+8 replicas (2 to 64 in the last two cases) in one process, steady state, random data (memory that contains only zeros
+is faster on some CPUs). The contenders of a case, except Open MPI, run in turn; a ratio is the median of the ratios
+within the turns, and is printed beside its target. Rates count the bytes of the sources, read once, and of the results
+that have their own memory, written once. Writable results are filled with NaN, reduced again and compared with a plain
+NumPy loop: bit for bit if they add in the same order, else within the bound of Higham (The accuracy of floating point
+summation, 1993).
 
 gloo and Open MPI run in 8 processes on this machine. A library that is not installed is left out.
 Run: python benchmarks/host_reduction.py [--quick] [--sizes] [--json PATH]
@@ -116,7 +117,7 @@ def error_ulp(batch: Batch) -> float:
 
     A result has two errors: rounding to the half type, of half an ulp, and the additions in float32, of at most
     gamma(7) sum |x|. Their total is checked for all sums. The returned error is that of sums of at least an eighth of
-    sum |x|, for which the additions are at most 0.007 ulp in float16; in ulp of a smaller sum they are more.
+    sum |x|, for which the additions are at most 0.007 ulp in float16; in ulp of a smaller sum they can be more.
     """
     (xs,), (outs,) = batch.tensors, batch.outs
     assert all(np.array_equal(out.view(np.uint16), outs[0].view(np.uint16)) for out in outs[1:])

@@ -55,7 +55,7 @@ DARK = Theme(
 
 
 class Sheet:
-    """A page of ``width`` x ``height`` inches, whose coordinates are inches from its lower left corner."""
+    """A page that fills a figure; its coordinates are inches from the lower left corner."""
 
     def __init__(self, figure: Figure, theme: Theme):
         self.theme = theme
@@ -106,7 +106,7 @@ def sheet(name: str, theme: Theme, size: tuple[float, float], title: str, folder
     """Yield a page, and write it as an SVG when the block ends."""
     with mpl.rc_context():
         mpl.rcdefaults()
-        # SVG files contain text, not outlines: a viewer takes a font of this list. The widest, DejaVu Sans, has room.
+        # SVG files contain text, not outlines: a viewer takes a font of this list. Even the widest, DejaVu Sans, fits.
         fonts = ["DejaVu Sans", "Segoe UI", "Helvetica", "Arial"]
         mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "crossreduce", "font.sans-serif": fonts})
         figure = Figure(figsize=size, facecolor=theme.paper)

@@ -1,9 +1,9 @@
 """How close are plans to their bounds, on complete, partial and damaged machines, and how long does planning take?
 
-All results except the times are exact and the same on every machine. Expected values were computed by other code: the
-optima of all-gathers by ForestColl (Zhao et al., arXiv:2402.06787), the others by linear programs and manually. Times
-are medians of cold runs in one process, with empty caches and SciPy loaded. The limits are for wall time; CPU time is
-also reported, since machines that run benchmarks are often shared.
+All results except the times are the same on every machine. Expected values were computed by other code: the optima of
+all-gathers by ForestColl (Zhao et al., arXiv:2402.06787), the others by linear programs and manually. Times are medians
+of cold runs in one process, with empty caches and SciPy loaded, except those of cached plans. The limits of times are
+for wall time; CPU time is also reported, since machines that run benchmarks are often shared.
 Run: python benchmarks/planning.py [--quick] [--json PATH]
 """
 
@@ -235,7 +235,7 @@ def compared(name: str, expected: str | None, ours: Fraction | None) -> dict[str
 
 
 def reference(most: int) -> list[dict[str, object]]:
-    """Compare our results with all expected values, on machines of up to ``most`` devices."""
+    """Compare our results with the expected values of machines of up to ``most`` devices, and of all meshes."""
     lines = []
     for name, (make, gather, reduce, root, inside) in EXPECTED_BOUNDS.items():
         topology = make()

@@ -91,7 +91,7 @@ def gloo_rank(rank: int, world: int, rendezvous: str, tensor: Any, pipe: Any) ->
 
 
 def open_mpi(size: int, repeats: int) -> dict[str, float] | None:
-    """Return the times of MPI_Allreduce of ``size`` float32, or ``None`` where Open MPI is not installed.
+    """Return the times of MPI_Allreduce of ``size`` float32, or ``None`` if Open MPI is not installed or fails.
 
     MPI processes wait actively, so they run alone instead of in turn with other contenders.
     """

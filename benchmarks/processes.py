@@ -3,11 +3,12 @@
 One host: all-reduces of 2, 4 and 8 ranks, and steps of DistributedDataParallel on 8. Crossreduce and gloo are two
 process groups of the same processes and alternate; ratios are medians of the ratios of adjacent calls. Open MPI has
 other processes, started afterwards with the same loop; its ratio is that of the medians. Several hosts: network
-namespaces joined by links of 1 Gbit/s (tests/namespaces.py, requires root). The time of an all-reduce is compared with
-a lower limit: the time of the bytes that must cross a link or, with unequal links, the planner's bound. Both assume the
-links' raw rates, of which headers take 4.6 % at this MTU.
+namespaces joined by links of 1 Gbit/s, in one case also one of 200 Mbit/s (tests/namespaces.py, requires root). The
+time of an all-reduce is compared with a lower limit: the time of the bytes that must cross a link or, with unequal
+links, the planner's bound. Both assume the links' raw rates, of which headers take 4.6 % at an MTU of 1500.
 
-Data is random and renewed before each measurement; the slowest rank's time counts. Every element is checked.
+Data is random, and renewed before each measurement of an all-reduce; the slowest rank's time counts. Every element is
+checked once per case, before the measurements.
 Run: python benchmarks/processes.py [--quick] [--only NAME] [--repeats N] [--json PATH]
 """
 
@@ -332,7 +333,7 @@ def judged(title: str, case: Case, times: dict[str, list[float]]) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few repeats, to see that it runs")
-    parser.add_argument("--repeats", type=int, help="calls of each case")
+    parser.add_argument("--repeats", type=int, help="measurements of each case")
     parser.add_argument("--only", default="", help="only sets of ranks with this text in their name")
     parser.add_argument("--json", type=Path, default=RESULTS / "processes.json")
     parser.add_argument("--rank", help=argparse.SUPPRESS)

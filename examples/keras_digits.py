@@ -27,7 +27,7 @@ import crossreduce.tensorflow as crt
 
 EPOCHS = 8
 BATCH = 120  # samples per step, over all replicas
-STEPS = 14  # a whole number of batches, so every epoch's loss is a mean over batches of one size
+STEPS = 14  # per epoch; all batches are full, so every epoch's loss is a mean over batches of one size
 
 keras = tf.keras
 
@@ -64,8 +64,8 @@ def main(replicas):
     print(f"epoch  1 replica  {replicas} replicas")
     for epoch, (a, b) in enumerate(zip(one, several, strict=True)):
         print(f"{epoch + 1:5}  {a:9.6f}  {b:10.6f}")
-    # Each sum of a step has 120 terms, so n replicas and one differ by about 120 roundings of 2**-24 at most, 7e-6 in
-    # all; training does not amplify the difference here, since the loss decreases.
+    # A sum over the 120 samples of a step, in another order, differs by about 120 roundings of 2**-24 at most, 7e-6.
+    # The training here does not amplify the difference.
     difference = float(np.max(np.abs(several - one)) / one[0])
     agree = difference < BATCH * 2.0**-24
     print(f"recognized: {accuracy:.1%}; largest difference: {difference:.1e} of the first loss")

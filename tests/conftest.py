@@ -1,4 +1,4 @@
-"""Fixtures: one that runs a test on every framework, and the settings of hypothesis.
+"""Fixtures, such as those that run a test on every framework, and the settings of hypothesis.
 
 By default tests run on all four frameworks. If one is not installed, its tests fail: they are not skipped, since a
 skipped test proves nothing. ``CROSSREDUCE_TEST_FRAMEWORKS=numpy,torch,jax`` leaves TensorFlow out on purpose.

@@ -60,7 +60,7 @@ def check_places(framework, result, devices):
 
 
 def check_memory(framework, result, inputs):
-    """Assert that the components of a result do not share memory with each other or with an input."""
+    """Assert that a result's components share no memory with each other or an input, if the arrays are mutable."""
     if not framework.mutable:
         return
     own = [framework.memory(component) for component in result]

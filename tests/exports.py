@@ -45,7 +45,7 @@ def synchronous(draw, kinds=KINDS):
     """Draw a schedule whose rounds have many steps per chunk; some read a device that another step of the round writes.
 
     Thus devices swap values, rotate them in circles, exchange and add them, and pass a value on in the round that
-    replaces it. Some steps are needless. Shares are uneven where NCCL's collective allows it.
+    replaces it. Some steps are needless. Shares can be uneven where NCCL's collective allows it.
     """
     kind = draw(st.sampled_from(kinds))
     n = draw(st.integers(2, 5))
@@ -120,7 +120,7 @@ def uneven(schedule):
     return replace(schedule, chunks=chunks)
 
 
-# Schedules with rounds in which two or more devices read each other's values.
+# Schedules with rounds in which steps read values that other steps of the round replace.
 EXCHANGES = [
     schedule
     for make in (one_shot, recursive_doubling, rotation)

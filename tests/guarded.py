@@ -1,4 +1,4 @@
-"""Arrays of NumPy and torch for tests of ``out=``: all memory around them is guarded, so that stray writes are found.
+"""Arrays of NumPy and torch for tests of ``out=``, with guard bytes around each, so that writes beside it are found.
 
 Input: NumPy arrays. Output: writable arrays of a framework with the same elements, and an assertion that a call raises
 an error and writes nothing.
@@ -19,7 +19,7 @@ SHARED = "results cannot be written into arrays that share memory"
 
 
 class Arrays:
-    """Creates arrays of NumPy or torch in memory blocks with guards, and compares all memory with earlier contents."""
+    """Creates arrays of NumPy or torch in memory blocks with guards, and returns the bytes of all blocks."""
 
     def __init__(self, framework):
         self.framework, self.blocks = framework, []
@@ -37,7 +37,7 @@ class Arrays:
         return torch.from_numpy(block)[GUARD : GUARD + x.nbytes].view(getattr(torch, x.dtype.name)).reshape(x.shape)
 
     def blank(self, shape, dtype):
-        """Return an array filled with poison bytes."""
+        """Return an array filled with poison bytes; one of bools with ``True``."""
         kind = oracle.dtype_of(dtype)
         size = int(np.prod(shape)) * kind.itemsize
         poison = np.full(size, POISON, np.uint8) if dtype != "bool" else np.ones(size, np.uint8)

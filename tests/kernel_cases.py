@@ -324,7 +324,7 @@ def expected(case, setup):
 def contents(case, made):
     """Return the bytes around each result.
 
-    If several factors of a complex product are NaN, the compiler chooses the payload. All NaNs are made equal here.
+    If several factors of a complex product are NaN, the compiler chooses the payload. So their NaNs are made equal.
     """
     if case.op == "product" and case.dtypes[2] in strategies.COMPLEX:
         for _, part in made.blocks:

@@ -59,7 +59,7 @@ with mpi.join(timeout_s=30) as group:
             x = every[me]
             kind = np.dtype(dtype).kind
             ops = ["max", "min"] if kind == "b" else ["sum", "product"] if kind == "c" else ["sum", "max", "min"]
-            for op in ops:  # of small integers, so all results are exact except complex products
+            for op in ops:  # of small integers: results are compared to the bit, complex products approximately
                 wide = np.stack(every).astype(
                     "complex128" if kind == "c" else "float64" if kind in "fV" else every[0].dtype
                 )

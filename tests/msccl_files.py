@@ -50,8 +50,8 @@ def fused_ring(n, **attributes):
 def one_step(n, **attributes):
     """Return a file in the style of msccl-tools' allreduce_allpairs and RCCL's allreduce-1step.
 
-    Every GPU sends its buffer to the scratch memory of every other GPU. Then each threadblock adds one
-    part, after a chain of nops that wait for the other threadblocks.
+    Every GPU sends its buffer to the scratch memory of every other GPU. Then threadblock t adds up chunk t of all
+    buffers, after a chain of nops that wait for the other threadblocks.
     """
     gpus = []
     for g in range(n):

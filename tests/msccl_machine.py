@@ -16,7 +16,7 @@ STORING = {"r", "rcs", "rrc", "rrcs", "cpy", "re"}
 
 
 class RunError(Exception):
-    """The file performs an invalid access, or is not done although no event is possible."""
+    """The file is invalid, performs an invalid access, does not finish, or leaves a wrong result."""
 
 
 class Transmission:

@@ -13,7 +13,7 @@ DATA = ("put", "re", "copy")
 
 
 class RunError(Exception):
-    """The plan performs an invalid access, or is not done although no operation can run."""
+    """A fault of a plan: an invalid access, a missing nop, a wrong result, an unused signal, or a deadlock."""
 
 
 def check_form(content):
@@ -68,7 +68,7 @@ def check_form(content):
 
 
 def check_threads(ops):
-    """Require the nops, which synchronise threads: after waits, between operations on data, and before signals."""
+    """Require nops, which synchronise threads, after waits, between data operations (not two puts), before signals."""
     waited = dirty = ""
     for op in ops:
         kind = op["name"]

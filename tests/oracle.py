@@ -35,8 +35,9 @@ def name_of(array: np.ndarray[Any, Any]) -> str:
 def reduce(op: str, arrays: Sequence[Any], result: str | None = None) -> np.ndarray[Any, Any]:
     """Reduce arrays of one shape and dtype, element by element.
 
-    Finite numbers are combined exactly (as fractions) and rounded once. Integer sums and products wrap around as in
-    two's complement. The mean of integers is their true mean.
+    Finite real numbers are combined exactly (as fractions) and then rounded, to float64 and to the result's dtype;
+    complex products are computed in complex128. Integer sums and products wrap around as in two's complement. The mean
+    of integers is their true mean.
 
     Args:
       op: "sum", "mean", "min", "max" or "product".
@@ -166,7 +167,7 @@ def contributions(n: int, dtype: str = "int64", shape: tuple[int, ...] = ()) -> 
     """Return one array per device, filled with ``(n + 1) ** device``.
 
     In base n + 1, each digit of the sum is the number of times that a device's contribution was added. So a lost, a
-    doubled and a swapped contribution are all visible. The sum fits into int64 up to n = 15, into float64 up to 13.
+    doubled and a swapped contribution are all visible. The sum fits into int64 up to n = 16, into float64 up to 14.
     """
     made = dtype_of(dtype)
     most = sum((n + 1) ** device for device in range(n))
@@ -229,7 +230,7 @@ def right(schedule: Any) -> bool:
 
 
 def depth(schedule: Any) -> int:
-    """Return the most additions that a contribution passes on its way to a destination."""
+    """Return a number of additions that no contribution exceeds on its way to a destination."""
     passed: dict[tuple[int, int], int] = {}
     for steps in schedule.rounds:
         before = dict(passed)

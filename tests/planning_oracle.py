@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-# Bandwidths, in this order: integers, fractions with a common denominator, decimals as in measurements, the binary
+# Bandwidths, in this order: integers, fractions with small denominators, decimals as in measurements, the binary
 # fractions nearest to decimals, and numbers so different in size that a float cannot hold their sum exactly.
 WHOLE = (1, 2, 3, 25)
 ODD = (1, 2, Fraction(1, 3), Fraction(5, 2), Fraction(64, 3), 450)
@@ -322,7 +322,7 @@ def wirings(
             a, b = (
                 nodes[k],
                 nodes[draw(st.integers(0, min(k, len(devices)) - 1))],
-            )  # a switch is not linked to another one
+            )  # every switch is joined to a device
             if kind == SYMMETRIC or (kind == DIRECTED and a in names):
                 add((a, b), (b, a))
             else:

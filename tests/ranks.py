@@ -273,7 +273,7 @@ class _Pending:
 
     def wait(self, timeout_s):
         if not self.done.wait(timeout_s):
-            raise TimeoutError(f"no message in {timeout_s} s")
+            raise TimeoutError(f"a message was not sent or received within {timeout_s} s")
         if self.error is not None:
             raise self.error
 
@@ -381,7 +381,7 @@ class Moment:
     def seconds_since(self, earlier):
         """Return the seconds since another moment, without those for which ranks waited for a CPU.
 
-        On an idle machine this is the elapsed time. On a busy one the work of other programs does not count.
+        If each rank has a CPU of its own, this is the elapsed time. The work of other programs does not count.
         """
         waited = sum(max(0.0, total - earlier.waits.get(pid, total)) for pid, total in self.waits.items())
         return self.time - earlier.time - waited

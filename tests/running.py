@@ -17,7 +17,7 @@ from crossreduce.packing import Buffer, Span
 sys.modules["crossreduce.engines.recording"] = recording  # so that the library finds this engine of the tests
 
 ENGINES = ("host", "loop", "recording")
-"""Every engine that computes on NumPy arrays; test_engines.py and a test of test_laws.py run on each."""
+"""Every engine that computes on NumPy arrays; test_engines.py runs on each, a test of test_laws.py on each but host."""
 
 
 def bounds(schedule, size):

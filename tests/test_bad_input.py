@@ -99,7 +99,7 @@ MISSING = [(framework, name) for framework in NAMES for name in MISSING] + [
     ("framework", "name", "ops"), [(*case, ops) for case, ops in each(MISSING, OPS)], indirect=["framework"], ids=label
 )
 def test_devices_that_do_not_exist(ops, name, framework):
-    """A device that the framework does not have raises an error with its name, before anything is moved."""
+    """A device that the framework does not have raises an error with its name."""
     xs = cr.PerReplica(framework.arrays([np.zeros(2, "float32")] * 2))
     for call in (
         lambda: ops.reduce("sum", xs, name),
@@ -116,7 +116,8 @@ def test_devices_that_do_not_exist(ops, name, framework):
 
 
 def test_each_device_may_be_listed_once():
-    """A device that is listed twice, in any spelling, raises an error that recommends logical devices."""
+    """Devices are a list of one name per component; one that is listed twice, in any spelling, raises an error that
+    recommends logical devices."""
     with pytest.raises(cr.ArgumentError, match=r'only once: cpu:0 is listed more than once(.|\n)*"cpu:0#1"'):
         cr.PerReplica([1, 2], ["cpu:0", "/device:CPU:0"])
     with pytest.raises(cr.ArgumentError, match=r"one device for each component(.|\n)*2 components, 1 devices"):

@@ -1,4 +1,4 @@
-"""Invalid values: each is rejected before an array is read, with a message that states what to do."""
+"""Invalid values: each is rejected, with an error that states the fault."""
 
 import importlib
 

@@ -20,7 +20,7 @@ def bytes_for(count):
 
 
 def numbered(rendezvous):
-    """Share memory, write this rank's number into it, and read the numbers of the other ranks of the host."""
+    """Share memory, write this rank's number into it, and read the numbers of all ranks of the host."""
     before = set(Path("/proc/self/fd").iterdir())
     found = bootstrap.bootstrap(rendezvous, bytes_for)
     here = next(host for host in found.hosts if rendezvous.rank in host)
@@ -117,7 +117,7 @@ def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
 
 
 def test_other_hosts_are_not_split():
-    """The ranks of another host still share their memory."""
+    """If one host is split, the ranks of another host still share their memory."""
     names = [{"CROSSREDUCE_HOST": name} for name in "abab"]
     found = ranks(4, broken, {3}, "_received", environment=names)
     assert [result[0] for result in found] == [((0, 2), (1,), (3,))] * 4
@@ -139,7 +139,7 @@ def test_a_lack_of_memory_is_an_error_on_every_rank():
 
 
 def test_requests_beyond_the_available_memory_raise(monkeypatch):
-    """A request beyond the available memory raises, since the kernel would kill processes; a smaller one succeeds."""
+    """A request beyond the available memory raises, since the kernel would kill processes; one up to it succeeds."""
     assert 1 << 20 < bootstrap._available() < 1 << 50
     with pytest.raises(OSError, match="are available"):
         bootstrap._memory(bootstrap._available() + 1)

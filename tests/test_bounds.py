@@ -51,7 +51,7 @@ def requests(draw, kinds=(*ANY, LOOSE), speeds=WHOLE + ODD + WILD):
 
 
 def weights(topology, roots, members):
-    """Return the bytes that start at each root."""
+    """Return the bytes of each root."""
     if roots is None:
         return dict.fromkeys(members or topology.devices, ONE)
     return {roots: ONE} if isinstance(roots, str) else {root: Fraction(weight) for root, weight in roots.items()}
@@ -184,8 +184,8 @@ def test_less_wiring_is_never_faster(wiring, data):
 
 @given(wirings(ANY, WHOLE + ODD, reducing=(False, True)))
 def test_an_all_reduce_lies_between(wiring):
-    """The bound of an all-reduce is at least that of a reduce-scatter and an all-gather on half of each link, and at
-    most that of any broadcast or reduce."""
+    """The bound of an all-reduce is at least the rate of a reduce-scatter followed by an all-gather, if each switch has
+    the same bandwidth in and out, and at most the bound of any broadcast or reduce."""
     topology = Topology(*wiring)
     rate = bound(topology, "all_reduce").algbw
     alone = [bound(topology, collective).algbw for collective in ("reduce_scatter", "all_gather")]
@@ -246,7 +246,7 @@ def test_bounds_of_machines(row):
     ("hosts", "gather"), [(16, Fraction(1280, 3)), (32, Fraction(12800, 31)), (128, Fraction(51200, 127))]
 )
 def test_bounds_of_many_hosts(hosts, gather):
-    """On 128, 256 and 1,024 GPUs in HGX H100 machines, the tight cut of an all-gather has whole machines of 8 GPUs."""
+    """On 16, 32 and 128 HGX H100 machines of 8 GPUs, the tight cut of an all-gather has a multiple of 8 GPUs."""
     topology = Topology.machine("hgx-h100", hosts)
     found = bound(topology, "all_gather")
     assert found.algbw == gather

@@ -202,7 +202,7 @@ def test_an_interruption_is_never_lost(name, code, in_callback):
 
 
 def test_signal_handlers_are_restored(crossreduce):
-    """A command that runs in a Python program leaves its signal handlers and timers as they were."""
+    """A command that runs in a Python program leaves its handlers of signals and unraisable exceptions as they were."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
     before = [signal.getsignal(number) for number in numbers], sys.unraisablehook
     assert crossreduce("topology", "ncv4")[0] == 0

@@ -106,7 +106,7 @@ def test_bench_per_iteration_columns(crossreduce):
 
 
 def test_bench_json_has_the_keys_of_nccl_tests_and_no_environment(crossreduce, tmp_path, monkeypatch):
-    """The JSON has nccl-tests' keys; env is empty, and no variable's value is anywhere in it."""
+    """The JSON has nccl-tests' keys; env is empty, and secrets in environment variables are not in the output."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "fake-5f1d0a-secret")
     monkeypatch.setenv("NCCL_FAKE_TOKEN", "fake-77c3e9-token")
     path = tmp_path / "bench.json"

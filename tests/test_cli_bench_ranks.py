@@ -215,7 +215,7 @@ def test_peers_are_compared_by_their_medians():
     assert nccl_tests.ratio_lines(found)[-1].split() == ["#", "8", "-1", "3.00x"]
 
 
-# Real ranks: one group of three ranks runs every case over both backends, and prints the rows of its table.
+# Real ranks: one group of three ranks runs every case over every backend, and rank 0 prints the rows of the results.
 CASES = [
     ("all_reduce", "sum", "float32", (-1,)),
     ("all_reduce", "mean", "bfloat16", (-1,)),
@@ -296,7 +296,7 @@ def measured():
 @pytest.mark.parametrize("case", CASES, ids=[" ".join(case[:3]) for case in CASES])
 @pytest.mark.parametrize("backend", ["crossreduce", "gloo"])
 def test_every_collective_is_right_on_real_ranks(measured, backend, case):
-    """Every element of every rank's result is right, for each root, out of place and in place."""
+    """Every element of every rank's result is right, for each root, in each measured form (out of place, in place)."""
     collective, _, dtype, roots = case
     found = [row for row in measured if (row["case"], row["algorithm"]) == (CASES.index(case), backend)]
     assert [(row["root"], row["type"]) for row in found] == [(root, dtype) for root in roots]

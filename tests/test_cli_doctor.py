@@ -142,7 +142,7 @@ def test_each_group_is_reported(dump_directory, doctor):
 
 
 def test_a_dump_cannot_control_the_terminal(dump_directory, doctor):
-    """Control characters and markup in a dump are printed as text."""
+    """Control characters in a dump are not printed, and markup is printed as text."""
     op = Op(1, "\x1b[2Jall_reduce [bold]x[/bold]", 0.0, None)
     flight_recorder.write(new_dump(0, History(0, (op,)), hosts=((0,),)))
     out = doctor(dump_directory)[1]

@@ -140,7 +140,7 @@ def test_a_topology_in_pieces_is_shown(printed):
 
 
 def test_a_topology_can_be_exported_and_loaded(printed, tmp_path):
-    """--export writes the topology's JSON, which every command accepts as FILE."""
+    """--export writes the topology's JSON, which the commands topology and plan accept as a file."""
     path = tmp_path / "box.json"
     printed("topology", "hgx-h100", "--hosts", 2, "--in-network", "--export", path)
     topology = cr.Topology.load(path)
@@ -153,7 +153,7 @@ def test_a_topology_can_be_exported_and_loaded(printed, tmp_path):
 
 
 def test_a_file_and_a_machine_are_distinguished(printed, crossreduce, tmp_path, monkeypatch):
-    """A name without a suffix is a file unless a machine has this name; a name with a / is always a file."""
+    """A file needs no suffix, but a machine's name means the machine; a name with a / is always a file."""
     monkeypatch.chdir(tmp_path)
     for name in ("wiring", "dgx-1v"):
         Path(name).write_text(TOPO_M)

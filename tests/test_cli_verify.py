@@ -118,7 +118,7 @@ def test_an_unreadable_file_is_rejected(crossreduce, tmp_path, fault):
 
 @pytest.mark.parametrize(("name", "text", "_"), list(forms()), ids=lambda value: str(value)[:12])
 def test_a_truncated_file_is_rejected(crossreduce, tmp_path, name, text, _):
-    """A file that is truncated anywhere exits with 2: it is neither proved nor called wrong."""
+    """A truncated file exits with 2: it is neither proved nor called wrong."""
     path = tmp_path / name
     for end in range(0, len(text.rstrip()), len(text) // 12):
         path.write_text(text[:end])

@@ -118,7 +118,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
 def test_wrong_returns(wrong):
-    """An implementation that does not return a Mirrored on the destinations raises a TypeError with its name."""
+    """If an implementation does not return a Mirrored on the destinations, an UnsupportedError names it."""
 
     class Custom(cr.CrossDeviceOps):
         def reduce_implementation(self, op, value, destinations, options):
@@ -159,7 +159,7 @@ def test_wrong_batches(wrong):
 
 
 def test_the_base_class_does_not_reduce():
-    """CrossDeviceOps itself can broadcast and gather; a reduction raises an error that recommends a subclass."""
+    """CrossDeviceOps itself can broadcast; it reduces only empty batches: its error recommends a subclass."""
     value = PerReplica([np.ones(2), np.ones(2)])
     for call in (
         lambda: cr.CrossDeviceOps().reduce("sum", value, value),
@@ -207,7 +207,7 @@ class CustomError(cr.ReductionError):
 
 @pytest.mark.parametrize("error", [KeyError("custom"), CustomError(7, "no"), cr.ArgumentError("pair 99: custom")])
 def test_exceptions_of_an_implementation_are_not_changed(error):
-    """An exception that a custom implementation raises reaches the caller unchanged, for every type and text."""
+    """An exception that a custom implementation raises, even one of this library, reaches the caller unchanged."""
 
     class Custom(cr.CrossDeviceOps):
         def reduce_implementation(self, op, value, destinations, options):

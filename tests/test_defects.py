@@ -214,7 +214,7 @@ def test_d14_means_of_small_types(framework):
 
 @pytest.mark.parametrize("group", [0, 1, 2, 3, 10, 12])
 def test_d15_groups_of_small_tensors(monkeypatch, group):
-    """D15: agg_small_grads_max_group=g joins at most g tensors, and 25 scalars need ceil(25/g) runs; 0 joins none."""
+    """D15: agg_small_grads_max_group=g joins at most g tensors: 25 scalars are in ceil(25/g) buffers; 0 joins none."""
     runs = []
     layouts = pipeline.layouts
 

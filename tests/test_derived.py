@@ -221,7 +221,7 @@ def test_chunks_stay_where_they_are_first_complete(algorithm):
 
 
 def test_owners_in_turn():
-    """If one device completes all chunks, they are assigned to the devices in turn."""
+    """If one device completes all chunks, the same number of them is assigned to each device."""
     whole = PLANNERS["one_device"](names(3), root="cpu:1", packs=6)
     scattered = reduce_scatter(whole)
     assert owners(scattered, 2) == [0, 0, 1, 1, 2, 2]

@@ -86,7 +86,7 @@ OTHERS = [None, 3, 0, 1.5, b"cpu:0", ("cpu", 0), object, ["cpu:0"], {"cpu": 0}, 
 @pytest.mark.parametrize("wrong", [*INVALID, *OTHERS], ids=lambda wrong: repr(wrong)[:40])
 def test_invalid_names_are_rejected(wrong):
     """An invalid name, or another object, hashable or not, raises a DeviceError that shows the object, its type and the
-    accepted spellings. Digits are ASCII, blanks are not stripped, and no text is too long."""
+    accepted spellings. Digits are ASCII, blanks are not stripped, and 5,000 digits raise this error, too."""
     problem = r"a device's name must not be empty\." if wrong == "" else r"this device name cannot be parsed\."
     given_ = re.escape(f"given: {shown(wrong)}\n  try:   a name such as {SPELLINGS}")
     with pytest.raises(DeviceError, match=rf"^{problem}\n  {given_}$") as caught:
@@ -206,7 +206,7 @@ def test_a_sharded_array_is_rejected():
 )
 def test_default_devices(places, wanted):
     """Each array gets a device of its own: the one that it is on, or a further logical device of that. Array k in host
-    memory gets ``cpu:k``."""
+    memory is on ``cpu:k``, an array without a device on ``cpu:0``."""
     assert default_devices(places) == wanted
 
 

@@ -111,7 +111,7 @@ def test_late_ranks_are_named_with_their_last_calls():
     assert end.startswith(f'ranks 3, 5-7 did not complete op 17, {SUM}, of group "world", within the timeout of 30 s. ')
     for text in (warning, end):
         assert "rank 3 has not begun it: its last call was op 16, barrier" in text
-        assert "rank 5 has begun it, but has stopped since" in text
+        assert "rank 5 has begun it, but not completed it" in text
         assert "rank 6 has not answered" in text
         assert "rank 7 has made no call so far" in text
     assert "crossreduce doctor" in end

@@ -262,8 +262,8 @@ def test_a_workstation_is_found(nvml):
     ],
 )
 def test_a_pcie_machine_is_found(nvml, pcie, gb_per_s):
-    """PCIe switches and CPUs are derived from which part of PCIe joins two GPUs; an invalid generation or width becomes
-    the nearest valid one."""
+    """PCIe switches and CPUs are derived from which part of PCIe joins two GPUs; an invalid generation becomes the
+    nearest valid one, an invalid width x16."""
     nvml([[]] * 8, lambda i, j: "PIX" if i // 2 == j // 2 else "NODE" if i // 4 == j // 4 else "SYS", pcie=pcie)
     topology = discover()
     assert topology.route("cuda:0", "cuda:1") == ("cuda:0", "pcie0", "cuda:1")

@@ -133,7 +133,7 @@ def test_the_page_on_jax_has_the_thresholds_and_versions_of_the_code(jax_):
 
 
 def test_ci_runs_readmes_commands():
-    """.ci/run contains each command of the README unchanged, in the README's order."""
+    """.ci/run contains each bash block of the README unchanged, in the README's order."""
     commands = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
     script = (ROOT / ".ci" / "run").read_text()
     assert len(commands) == 2
@@ -153,7 +153,7 @@ def test_links_have_targets():
 
 
 def test_architecture_lists_existing_files():
-    """Every file and folder in the tables of ARCHITECTURE.md exists."""
+    """Every test in the tables of ARCHITECTURE.md exists, and every source file and folder in the first columns."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
     tables = "\n".join(line for line in text.splitlines() if line.startswith("|"))
     for name in re.findall(r"`(tests/\w+\.py)`", tables):

@@ -86,7 +86,7 @@ def chance(rng):
     everyone = tuple(range(n))
     rounds = [[(0, rng.randrange(n), tuple(rng.sample(everyone, rng.randint(1, n))))] for _ in range(rng.randint(1, 4))]
     root = rng.randrange(n)
-    if rng.random() < 0.8:  # collect along a chain of devices, with copies and needless steps in between
+    if rng.random() < 0.8:  # collect along a chain of devices, with up to two random steps in between
         chain = rng.sample(everyone, n)
         rounds = [[(0, chain[k], (chain[k - 1], chain[k])[:: rng.choice([1, -1])])] for k in range(1, n)]
         root = chain[-1]
@@ -134,7 +134,7 @@ def test_contributions_all_arrive_once(engine, algorithm):
 
 @each_engine
 def test_half_types_are_rounded_once(engine):
-    """The mean of equal float16 or bfloat16 numbers is that number, however large: they are summed in float32."""
+    """The mean of equal large float16 or bfloat16 numbers is that number: they are summed in float32."""
 
     @settings(max_examples=40)
     @given(named, device_counts, st.sampled_from(["float16", "bfloat16"]))

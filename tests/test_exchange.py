@@ -351,7 +351,7 @@ def test_hosts_whose_digests_differ_detect_it():
 
 
 def test_pieces_cover_the_array_within_their_limits():
-    """Pieces cover the array and keep to the size limit; of more than 3, the first and the last are small.
+    """Pieces cover the array and keep to the size limit; if there are more than 3, the first and the last are small.
 
     Only an empty array has an empty piece.
     """

@@ -204,8 +204,8 @@ def test_the_trees(name):
 
 @each_plan
 def test_the_others(name):
-    """The text has the times and rates of TensorFlow's trees in their four stages and of the algorithms "ring" and
-    "one_device", and the ratios of their times to that of the plan."""
+    """The text has the times and rates of "ring" and "one_device", for an all-reduce also those of TensorFlow's trees,
+    and the ratios of these times to that of the plan."""
     made = PLANS[name]()
     chunk, devices = made.schedule.chunks[0], made.schedule.devices
     sources, takes = ([devices[k] for k in end] for end in (chunk.sources, chunk.destinations))
@@ -233,8 +233,8 @@ def test_the_others(name):
 
 
 def test_tensorflows_plan_on_a_dgx_1v():
-    """On its own machine TensorFlow's plan reaches 50 of the possible 600/7 GB/s if its stages overlap, and 33.3 GB/s
-    if they do not."""
+    """On a DGX-1V TensorFlow's trees reach 50 of the possible 600/7 GB/s if their rounds overlap, and 33.3 GB/s if they
+    do not."""
     made = cr.plan(DGX, nbytes=GIB)
     seconds, rate = made.others()["TensorFlow's trees"]
     assert rate == 50
@@ -261,7 +261,7 @@ def proved(text, limit):
     if limit.collective in ("broadcast", "reduce"):
         ((root, _),) = limit.roots
         inward = (limit.collective == "broadcast") == (way == "into")
-        assert (root in inside) != inward  # data of the root must cross the cut
+        assert (root in inside) != inward  # data from or to the root must cross the cut
         return width
     gives = n - len(inside) if (limit.collective == "all_gather") == (way == "into") else len(inside)
     return n * width / gives
@@ -418,7 +418,7 @@ def test_durations_in_words(seconds, text):
 
 @given(st.fractions(0, 1))
 def test_percents_are_rounded_down(ratio):
-    """A percentage has at most two decimals, is never above the ratio, and is 100 only for a ratio of 1."""
+    """A percentage is less than 0.01 below 100 times the ratio, never above it, and 100 only for a ratio of 1."""
     number = Fraction(percent(ratio).removesuffix(" %"))
     assert 0 <= ratio * 100 - number < Fraction(1, 100)
     assert (number == 100) == (ratio == 1)

@@ -39,12 +39,13 @@ def both(n, arcs, src, dst):
 @settings(max_examples=200)
 @given(networks())
 def test_the_greatest_flow_is_the_least_cut(case):
-    """On up to 7 nodes the flow is the least capacity out of any set, and the cut is the smallest such set."""
+    """On up to 7 nodes the flow is the least capacity out of any set with src and without dst, and the cut is the
+    smallest such set."""
     assert both(*case) == planning_oracle.least_cut(*case)
 
 
 def test_a_path_can_be_redirected():
-    """The flow is 2, though 0-3-2-1, the shortest path, blocks all others: 0-3-5-1 leaves room for 0-4-2-1."""
+    """The flow is 2, though the path 0-3-2-1 blocks all others: 0-3-5-1 leaves room for 0-4-2-1."""
     arcs = dict.fromkeys([(3, 2), (3, 5), (0, 3), (0, 4), (2, 1), (4, 2), (5, 1)], 1)
     assert both(6, arcs, 0, 1) == (2, frozenset({0}))
 
@@ -61,7 +62,7 @@ def test_scipy_and_the_loop_agree(case):
 
 @given(networks(13, 20, 100), st.sampled_from([2**24, 2**31, 2**40, 10**30 + 57]))
 def test_capacities_of_any_size(case, factor):
-    """Capacities beyond 32 bits scale the flow and do not change the cut."""
+    """If all capacities are multiplied, even beyond 32 bits, the flow is, too, and the cut does not change."""
     n, arcs, src, dst = case
     value, cut = both(*case)
     assert both(n, {arc: c * factor for arc, c in arcs.items()}, src, dst) == (value * factor, cut)

@@ -197,7 +197,7 @@ def test_lopsided_switches_that_multicast(wiring):
 @pytest.mark.parametrize("hub", ["s", "cpu:3"])
 @pytest.mark.parametrize(("collective", "rate"), [("broadcast", 1), ("reduce", 1), ("all_gather", Fraction(3, 2))])
 def test_one_way_collectives_branch_where_they_can(hub, collective, rate):
-    """A hub with one link in and two out, which can copy and combine, supplies both receivers at the full rate."""
+    """A hub with one link in and two out, which can copy and combine, could supply both receivers at the full rate."""
     devices = ("cpu:0", "cpu:1", "cpu:2")
     links = [("cpu:0", hub, 1), (hub, "cpu:1", 1), (hub, "cpu:2", 1), ("cpu:1", "cpu:0", 1), ("cpu:2", "cpu:0", 1)]
     topology = Topology([*devices, *([hub] * (hub != "s"))], links, [("s", True)] * (hub == "s"))
@@ -215,7 +215,7 @@ def test_one_way_collectives_branch_where_they_can(hub, collective, rate):
 @settings(max_examples=40, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), DECIMAL))
 def test_decimal_bandwidths(wiring):
-    """With decimal bandwidths of large ratios, as in measurements, no plan exceeds the bound; all-reduces reach it."""
+    """With decimal bandwidths of large ratios, as measured, no plan exceeds the bound; all-reduces should reach it."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         with planning_oracle.at_most(5):
@@ -230,7 +230,7 @@ def test_decimal_bandwidths(wiring):
 @settings(max_examples=30, phases=UNSHRUNK)
 @given(wirings((SYMMETRIC, DIRECTED, LOPSIDED), BINARY))
 def test_bandwidths_that_nearly_add_up(wiring):
-    """With bandwidths that differ from sums of others by 1e-17, no plan exceeds the bound; all-reduces come close."""
+    """With bandwidths that differ from sums of others by 1e-17, no plan beats the bound; all-reduces should be near."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         with planning_oracle.at_most(5):
@@ -258,7 +258,7 @@ def test_bandwidths_no_float_holds_together(wiring):
 @settings(max_examples=60)
 @given(wirings((SYMMETRIC, DIRECTED), WHOLE, reducing=(False, True)), st.integers(0, 40))
 def test_parts_lie_in_the_devices_order(wiring, size):
-    """After a reduce-scatter the k-th device has the k-th part of the sum, and all parts have one length; an all-gather
+    """After a reduce-scatter the k-th device has the k-th part of the sum, and all shares are equal; an all-gather
     collects the parts in this order."""
     topology = Topology(*wiring)
     n = len(topology.devices)

@@ -37,7 +37,7 @@ MACHINES = [
 
 @pytest.mark.parametrize(("name", "options"), MACHINES, ids=[f"{name}-{o.get('hosts', 1)}" for name, o in MACHINES])
 def test_forests_of_machines(name, options):
-    """On complete machines of up to 16 devices all five collectives reach the bound exactly."""
+    """On these complete machines all five collectives reach the bound exactly."""
     topology = Topology.machine(name, **options)
     for collective in COLLECTIVES:
         assert check_close(forest_of_all(topology, collective), topology, limit(topology, collective)), collective

@@ -244,7 +244,8 @@ def test_integers_wrap(dtype, jax_):
 
 
 def test_numbers_follow_x64(jax, framework):
-    """The accumulator and the mean's dtype depend on whether x64 is enabled, which may change at run time."""
+    """A mean of integers is accumulated in float64 if x64 is enabled, which may change, else in float32; its dtype is
+    that of JAX's own division."""
     mean = cr.ReduceOp.MEAN
     for x64 in (True, False, True):
         with jax.enable_x64(x64):

@@ -95,7 +95,7 @@ def test_each_contribution_counts_once(algorithm: str, n: int) -> None:
 @pytest.mark.parametrize("n", [2, 9, 10, 12])
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float16])
 def test_the_order_of_additions(n: int, dtype: tf.DType) -> None:
-    """A sum of any number of replicas adds in their order, from left to right."""
+    """ReductionToOneDevice adds any number of replicas in their order, from left to right."""
     rng = np.random.default_rng(n)
     xs = [rng.standard_normal(1000).astype(dtype.as_numpy_dtype) * np.float16(10.0 ** (k % 3)) for k in range(n)]
     want = functools.reduce(operator.add, [x.astype(np.float32) for x in xs]).astype(dtype.as_numpy_dtype)
@@ -144,7 +144,7 @@ def test_devices_that_do_not_exist(name: str) -> None:
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
 def test_nan_wins(op: str, dtype: tf.DType) -> None:
-    """A NaN in any replica makes the minimum and the maximum NaN, eagerly and compiled."""
+    """A NaN in any replica makes this element of the minimum and the maximum NaN, and no other."""
     for lost in range(4):
         rows = np.ones((4, 33), np.float32) * np.arange(4)[:, None]
         rows[lost, 5] = np.nan

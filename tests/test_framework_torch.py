@@ -95,7 +95,7 @@ def test_every_op_dtype_and_shape(algorithm: str, n: int, packs: int) -> None:
 @pytest.mark.parametrize("n", range(1, 10))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_each_contribution_counts_once(algorithm: str, n: int) -> None:
-    """Powers of n + 1 make a lost, doubled or swapped contribution visible in the sum."""
+    """Each replica counts once in the sum: powers of n + 1 would show a lost or doubled contribution."""
     value = cr.PerReplica([torch.full((5,), (n + 1) ** k) for k in range(n)])
     for x in cr.AllReduceCrossDeviceOps(algorithm).reduce("sum", value, value):
         assert x.tolist() == [sum((n + 1) ** k for k in range(n))] * 5
@@ -281,7 +281,7 @@ UNSUPPORTED = {
 @pytest.mark.filterwarnings("ignore:.*(beta|prototype|deprecated|invariant)")
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_kinds_that_cannot_be_reduced(kind: str) -> None:
-    """A tensor without plain elements is rejected, and the message has a remedy."""
+    """A tensor of an unsupported kind or dtype is rejected, with an error that states the reason or a remedy."""
     make, text = UNSUPPORTED[kind]
     value = make()
     with pytest.raises(cr.UnsupportedError, match=text):

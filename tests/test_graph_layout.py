@@ -28,7 +28,7 @@ def test_a_topology_shows_its_nodes_and_speeds(tmp_path):
 
 
 def test_one_way_links_have_their_own_lines(tmp_path):
-    """Links without a reverse link of the same bandwidth are counted as one way, and drawn with arrow heads."""
+    """The legend counts links without a reverse link of the same bandwidth as one way."""
     links = [("cpu:0", "cpu:1", 10), ("cpu:1", "cpu:0", 20), ("cpu:1", "cpu:2", 10), *both_ways(("cpu:0", "cpu:2", 5))]
     draw_topology(Topology(names(3), links), tmp_path / "a.svg")
     assert words(tmp_path / "a.svg")[4:] == ["20 GB/s one way: 1", "10 GB/s one way: 2", "5 GB/s each way: 1"]
@@ -45,14 +45,14 @@ def test_many_speeds_share_six_shades(tmp_path):
 
 
 def test_switches_that_reduce_are_black(tmp_path):
-    """A switch that reduces in the network is black with a white name; a switch that only forwards is not."""
+    """The name of a switch that reduces in the network is white; that of a switch that only forwards is not."""
     for reduces in (False, True):
         draw_topology(Topology.star(4).with_switches(reducing=reduces), tmp_path / "a.svg")
         assert panels(tmp_path / "a.svg")[0].white == ["switch"] * reduces
 
 
 def test_faster_links_are_thicker_and_darker(tmp_path):
-    """The larger of two bandwidths has the thicker line, in another colour."""
+    """The larger of two bandwidths has the thicker line, in a darker colour."""
     draw_topology(PART, tmp_path / "a.svg")
     styles = set(re.findall(r"stroke: (#\w+); stroke-width: ([\d.]+)\"", (tmp_path / "a.svg").read_text()))
     (slow, thin), (fast, thick) = sorted(styles, key=lambda style: float(style[1]))
@@ -99,7 +99,7 @@ def test_links_between_the_ends_of_a_row_are_curves(tmp_path):
 
 @pytest.mark.parametrize("topology", [Topology.torus(2, 2, 2), Topology.torus(3, 3, 3), Topology.torus(2, 3, 4)])
 def test_a_third_dimension_is_drawn_diagonally(tmp_path, topology):
-    """A third dimension is drawn up and to the right, so each device has its own position."""
+    """Along a third dimension the next device is drawn above and to the right."""
     found = places(topology, tmp_path / "a.svg")
     (x0, y0), (x1, y1) = found[0], found[len(found) // (3 if len(found) == 27 else 2)]
     assert x1 > x0

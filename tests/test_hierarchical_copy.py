@@ -91,7 +91,7 @@ def test_hierarchical_copy_has_tensorflows_four_stages(n):
 
 @pytest.mark.parametrize("n", [3, 5, 7, 9, 11, 13, 15, 17])
 def test_hierarchical_copy_on_odd_counts_loses_no_contribution(n):
-    """On odd counts a sum contains every device's 2**d (TensorFlow's lacks the last: D1 in docs/contract.md)."""
+    """On odd counts a sum contains every device's contribution (TensorFlow's omits the last: D1, docs/contract.md)."""
     schedule = hierarchical_copy(names(n), packs=n)
     for chunk, (sums, copies) in enumerate(trees(schedule)):
         sums_of = {device: 2**device for device in range(n)}

@@ -114,7 +114,7 @@ def test_kernels_give_the_bits_of_the_loop_on_topologies(data, packing, algorith
 @pytest.mark.parametrize("algorithm", strategies.NAMED)
 @pytest.mark.parametrize(("op", "dtype"), [("sum", "float32"), ("mean", "float16"), ("product", "complex64")])
 def test_17_devices(algorithm, op, dtype):
-    """The kernels give the bits of the loop engine for more devices than they keep in registers at a time."""
+    """For 17 devices, more than one pass reads, the kernels give the bits of the loop engine ("forest": 5 devices)."""
     n = 5 if algorithm == "forest" else 17
     rng = np.random.default_rng(17)
     rows = []
@@ -303,7 +303,7 @@ def test_results_do_not_depend_on_the_callers_mode(torch_):
 
 
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
-    """However many threads share the work, each element is computed by one of them, in one order."""
+    """The results have the same bits, however many threads share the work."""
     rng = np.random.default_rng(5)
     values = [
         PerReplica([(rng.normal(size=size) * 2.0 ** rng.integers(-9, 9, size)).astype(dtype) for _ in range(5)])

@@ -132,7 +132,7 @@ def test_results_outlive_everything_else(framework):
 
 
 def test_small_results_are_the_frameworks_own(framework):
-    """Results below the pool's threshold come from the framework's own allocator, if it can allocate empty arrays."""
+    """Results below the pool's threshold come from the framework's own allocator, if its arrays can be written."""
     value = put(framework, [np.ones(LARGE // 4 - 1, "float32")] * 2)
     with blocks() as made:
         OPS.reduce("sum", value, value)
@@ -176,7 +176,7 @@ def numpy_layouts(x):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "complex64", "bfloat16"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_numpy_arrays_of_any_layout(numpy_, dtype, op):
-    """Positive, negative and zero strides, foreign byte order, unaligned and read-only arrays are read in place."""
+    """Arrays of any strides or byte order, unaligned and read-only ones are reduced; strided ones are read in place."""
     x = (np.arange(30).reshape(3, 10) - 11).astype(np_dtype(dtype))
     for name, array in numpy_layouts(x):
         if "foreign" in name and dtype == "bfloat16":
@@ -209,7 +209,7 @@ def torch_layouts(torch, x):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "complex64"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_torch_tensors_of_any_layout(torch_, dtype, op):
-    """Strides, memory formats, lazy conjugates and negatives, and parameters are reduced by value."""
+    """Tensors of any strides or memory format, lazy conjugates and negatives, and parameters are reduced correctly."""
     torch = torch_.torch
     x = torch_.array((np.arange(30).reshape(3, 10) - 11).astype(np_dtype(dtype)))
     for name, tensor in torch_layouts(torch, x):

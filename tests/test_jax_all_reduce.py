@@ -441,7 +441,7 @@ def test_the_topology_selects_the_collective():
         text = jax.jit(run).lower(x).as_text()
         assert ("all_reduce" in text, "collective_permute" in text) == (xla, not xla)
         assert float(jax.jit(run)(x)) == 6
-    # Only neighbours exchange messages: devices of this line do not forward for others.
+    # Only neighbours exchange messages: no message passes through another device.
     text = jax.jit(spread(lambda x: all_reduce(x, "d", topology=LINE, algorithm="forest"), 4)).lower(x).as_text()
     found = re.findall(r"\[(\d+), (\d+)\]", " ".join(re.findall(PAIRS, text)))
     assert {abs(int(src) - int(dst)) for src, dst in found} == {1}
@@ -453,7 +453,7 @@ def test_the_topology_selects_the_collective():
 
 
 def test_a_machine_of_eight():
-    """On a DGX-1, whose topology has switches besides the devices, the plan is correct."""
+    """On a DGX-1, in which some pairs of GPUs have no link, the plans of forest and auto give the right sum."""
     x = np.stack(oracle.contributions(8, "int32", (100,)))
     box = cr.Topology.machine("dgx-1v")
     for algorithm in ("forest", "auto"):
@@ -531,7 +531,7 @@ def test_invalid_arguments_are_rejected_while_tracing():
 
 
 def test_symbolic_sizes_are_rejected():
-    """A schedule cannot divide an array whose size an export leaves open: the error states the leaf and its shape."""
+    """An array whose size an export leaves open is rejected: the error states the leaf and its shape."""
     from jax import export
 
     (size,) = export.symbolic_shape("b")

@@ -55,8 +55,8 @@ def run(compiled, combine, start):
 
 
 def check(schedule):
-    """Check that a compiled schedule adds every contribution once, and that a round has as many permutations as its
-    busiest device has partners."""
+    """Check that a compiled schedule adds every contribution once, and that the rounds have as few permutations
+    as possible: the largest number of devices that one device sends to, or receives from."""
     program, n = lower(schedule), len(schedule.devices)
     compiled = compile_permutations(program)
 

@@ -141,7 +141,7 @@ ALIGNED = [
 @pytest.mark.parametrize(("numbers", "isa", "streaming"), pairs(ALIGNED, SETS, [True, False]), ids=joined)
 def test_every_alignment(isa, numbers, streaming):
     """Results may have any offset in a cache line, and sources any other; streamed lines start at whole elements."""
-    size = 17_000 // oracle.dtype_of(numbers[1]).itemsize  # enough traffic for streaming stores
+    size = 17_000 // oracle.dtype_of(numbers[1]).itemsize  # enough lines for streaming stores
     case = reduction(*numbers, 2, size, results=2)._replace(segments=(Segment(0, 1, size, 0),))
     for offset in range(65):
         offsets = offset * 7 % 65, offset * 11 % 65, offset, offset if offset % 3 else offset + 16
@@ -211,7 +211,7 @@ def spacing(x, dtype):
 @pytest.mark.parametrize(("dtype", "n", "op", "isa"), pairs(["float16", "bfloat16"], [2, 3, 8], ["sum", "mean"], SETS))
 def test_halves_are_rounded_once(isa, dtype, n, op):
     """The sum of up to 8 halves with the magnitudes of gradients has the error of one rounding: at most 0.51 units in
-    the last place. It can exceed 0.5, since an addition in float32 may lose 2**-24 of a term."""
+    the last place. It can exceed 0.5, since an addition in float32 may lose 2**-24 of its result."""
     rng = np.random.default_rng(n)
     layers = np.exp2(rng.uniform(-18, -2, 50_000))
     xs = [(rng.normal(size=layers.size) * layers).astype(oracle.dtype_of(dtype)) for _ in range(n)]

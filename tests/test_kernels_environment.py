@@ -53,7 +53,7 @@ def test_the_environment_sets_the_number_of_threads(cpus, monkeypatch, own, open
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " ", "4097", "9" * 30, "9" * 5000, "²", "٣"])
 def test_an_invalid_number_of_threads_is_an_error(cpus, monkeypatch, text):
-    """The message names the variable, its value and the accepted values; an invalid ``OMP_NUM_THREADS`` is ignored."""
+    """The message names the variable and the accepted values; an invalid ``OMP_NUM_THREADS`` is ignored."""
     name = "CROSSREDUCE_NUM_THREADS"
     monkeypatch.setenv(name, text)
     with pytest.raises(ArgumentError, match=rf"{name} must be an integer from 1 to 4096[\s\S]*try:   {name}=4"):

@@ -226,7 +226,7 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 
 @linux
 def test_signals_do_not_reach_the_pool():
-    """Helpers block every signal, so that the program's threads handle Ctrl-C; those keep their signal masks."""
+    """Helpers block signals, so that the program's threads handle Ctrl-C; those keep their signal masks."""
     code = """
 def masks():
     found = {}

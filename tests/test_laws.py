@@ -28,7 +28,7 @@ class Call(NamedTuple):
 
 
 def dtypes_of(framework):
-    """Return the dtypes of a framework: the common ones; for NumPy also the wider unsigned integers."""
+    """Return a strategy for the dtypes of a framework: the common ones; for NumPy also the wider unsigned integers."""
     return strategies.dtypes if framework.name == "numpy" else st.sampled_from(DTYPES)
 
 
@@ -209,7 +209,7 @@ def test_gather_undoes_a_split(framework):
 
 
 def test_trees_equal_their_leaves(framework):
-    """all_reduce of a tree gives the results that reduce gives for each of its leaves."""
+    """all_reduce of a tree gives the oracle's result for each of its leaves."""
     leaves = st.tuples(st.sampled_from(["float32", "int32"]), FEW_SHAPES)
     trees = st.recursive(
         leaves,

@@ -69,7 +69,7 @@ def test_the_rate_is_that_of_the_flow_program(wiring):
 
 @pytest.mark.xfail(strict=False, reason="cuts narrower than 1/50,000 of the widest link are lost in rounding")
 @example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 2-4 1/8"))  # the result is 7/60 instead of 1/10
-@example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 1-4 1/8"))  # the exact solution reaches only 1/16 of the rate 1/10
+@example(both_ways("0-1 1/8, 0-2 1/10, 0-3 5000, 1-4 1/8"))  # the rate is 1/10, but the solution reaches only 1/16
 @settings(max_examples=60)
 @given(wirings(ANY, DECIMAL, reducing=(False, True)))
 def test_decimal_bandwidths(wiring):
@@ -81,7 +81,7 @@ def test_decimal_bandwidths(wiring):
 @given(wirings(ANY, BINARY, reducing=(False, True)))
 def test_binary_bandwidths(wiring):
     """For bandwidths that are the exact values of floats, such as 0.1 and 0.3, the rate is that of the oracle. The
-    returned use of the links is feasible, but may not reach that rate."""
+    returned use of the links is feasible, but does not always reach that rate."""
     topology = Topology(*wiring)
     found = optimum(topology)
     assert float(found.rate) == near(planning_oracle.all_reduce_bound(topology))

@@ -362,8 +362,8 @@ def test_fused_programs_on_topologies_are_minimal(ask, data, algorithm):
 
 @st.composite
 def wasteful(draw):
-    """Draw a right schedule of one chunk with several destinations, each of which may combine the sources in another
-    order; with devices that only forward, and needless steps."""
+    """Draw a right schedule of one chunk with one or more destinations, each of which may combine the sources in
+    another order; some steps are needless."""
     n, copies, scratch = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(0, 2))
     steps = [Step(0, u * n + s, (s,)) for u in range(1, copies) for s in range(n)]
     whole = []
@@ -403,7 +403,7 @@ def wasteful(draw):
 
 @st.composite
 def sharing(draw):
-    """Draw a right schedule of one chunk whose destinations share some intermediate values."""
+    """Draw a right schedule of one chunk whose destinations may share intermediate values."""
     n, scratch, ends = draw(st.integers(2, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
     held = {s: frozenset([s]) for s in range(n)}  # the sources in each device's value; None: a source is in it twice
     steps = []

@@ -103,11 +103,11 @@ IDS = [f"{row[0]}-{row[1]}" for row in BOUNDS]
 @pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "out", "gather", "_"), BOUNDS, ids=IDS)
 def test_all_gather_bounds(name, hosts, speeds, nics, out, gather, _):
     """The given set S of nodes has the expected N B(S) / d(S), and a flow of that rate reaches every device, so no set
-    has a smaller one."""
+    has a smaller one. On more than 4 hosts, which are equal, devices of the first one are tried."""
     topology = machine(name, hosts, speeds=speeds, nics=nics)
     n, inside = len(topology.devices), all_but(topology, out)
     assert n * leaving(topology, inside) / len(inside.intersection(topology.devices)) == gather
-    sinks = topology.devices if hosts <= 4 else topology.devices[: n // hosts]  # hosts are equal
+    sinks = topology.devices if hosts <= 4 else topology.devices[: n // hosts]
     for sink in sinks if hosts < 128 else sinks[:2]:
         assert flow(topology, topology.devices, sink, gather / n) == gather
 
@@ -123,7 +123,8 @@ def test_all_gather_bounds_by_every_set(name, hosts, speeds, nics, _, gather, __
 
 @pytest.mark.parametrize(("name", "hosts", "speeds", "nics", "_", "__", "broadcast"), BOUNDS, ids=IDS)
 def test_broadcast_bounds(name, hosts, speeds, nics, _, __, broadcast):
-    """The expected bound of a broadcast is the least maximum flow from the first device to another device."""
+    """The expected bound of a broadcast is the least maximum flow from the first device to another device; of more than
+    72 devices, the second and the last are tried."""
     topology = machine(name, hosts, speeds=speeds, nics=nics)
     root, devices = topology.devices[0], topology.devices
     others = devices[1:] if len(devices) <= 72 else (devices[1], devices[-1])
@@ -204,7 +205,7 @@ def test_all_the_machines_are_there():
 @pytest.mark.parametrize("speeds", ["raw", "effective"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_machine_is_whole(name, speeds):
-    """Links are equal in both directions, have a latency, and join all devices; a single host has no network."""
+    """Links are equal in both directions, have a latency, join all devices, and are at most as fast as specified."""
     topology = machine(name, speeds=speeds)
     raw = machine(name)
     kind, number = FILES[f"{name}.json"]["devices"]
@@ -240,7 +241,7 @@ def test_hosts_are_joined(name, nics):
 
 # Differences between machines.
 
-# BRICKS: msccl-tools' numbers of NVLinks between the GPUs of a DGX-1V. ORDER: their numbers in nvidia-smi's order.
+# BRICKS: msccl-tools' numbers of NVLinks between the GPUs of a DGX-1V. ORDER: the GPUs' numbers in nvidia-smi's order.
 BRICKS = ["02112000", "20120100", "11020020", "12200001", "20000211", "01002012", "00201102", "00011220"]
 ORDER = [0, 3, 1, 2, 4, 7, 5, 6]
 
@@ -360,7 +361,7 @@ def test_spellings(spelling):
 
 
 def test_topology_machine_is_the_same():
-    """All arguments of ``Topology.machine`` have an effect."""
+    """Each option of ``Topology.machine`` has an effect."""
     options = {"speeds": "effective", "nics": "hdr", "in_network": True}
     for name in options:
         assert machine("p4d", 2, **options) != machine("p4d", 2, **{k: v for k, v in options.items() if k != name})

@@ -112,7 +112,7 @@ def without_time(rendezvous):
 
 
 def test_a_time_of_zero_raises():
-    """Measuring for 0 seconds raises before any rank waits."""
+    """Measuring for 0 seconds raises an ArgumentError."""
     ranks(1, without_time)
 
 
@@ -128,7 +128,7 @@ def deserted(rendezvous):
 
 
 def test_a_host_that_is_lost_during_a_measurement_is_named():
-    """The error names the lost rank, and the group is aborted."""
+    """If a rank is lost during a measurement, the error of the other host's rank names it."""
     found = ranks(2, deserted, environment=on("a", "b"))
     assert list(found[0]) == [1]
 

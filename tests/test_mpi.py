@@ -135,7 +135,7 @@ def test_without_mpi_the_error_names_the_packages(monkeypatch):
 
 
 def test_importing_the_module_imports_no_mpi():
-    """The module can be imported without MPI, which starts only when a group is joined."""
+    """Importing ``crossreduce.mpi`` does not import mpi4py."""
     code = "import sys; import crossreduce.mpi; print('mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 

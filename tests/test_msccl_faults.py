@@ -103,8 +103,8 @@ def exported(planner, n, **options):
     ],
 )
 def test_faults_are_named(text, words):
-    """The error states the algorithm and the fault, and the GPU, threadblock and step of a fault in one of them; a
-    file whose ``words`` are None is accepted."""
+    """The error states the algorithm's name, the fault, and its GPU, threadblock and step, if it is in one; a file
+    whose ``words`` are None is accepted."""
     if words is None:
         verify_msccl_xml(text)
         return
@@ -170,8 +170,8 @@ def test_steps_stay_within_their_buffers():
 
 
 def test_a_message_orders_writes_but_not_reads():
-    """The writes of a receiving step come after all that the sender did before, but its reads may not: LL may read
-    before it waits for the message."""
+    """The writes of a receiving step come after all that the sender did before, but its reads can come earlier: LL
+    can read before it waits for the message."""
     ends = [(-1, 1, 0), (1, -1, 1), (-1, -1, 0)]
 
     def gpu0(last):
@@ -379,7 +379,7 @@ def test_malformed_texts_are_refused(text, words):
 
 
 def test_hostile_texts_are_refused_quickly():
-    """Deep and long texts, and texts that need much memory, are refused in a few seconds."""
+    """Deep and long texts, and texts that need much memory, are refused in less than 10 s."""
     start = time.perf_counter()
     deep = "<algo>" * 100_000
     steps = (
@@ -404,7 +404,7 @@ def test_hostile_texts_are_refused_quickly():
 
 
 def test_a_large_file_takes_seconds():
-    """A file of 16 GPUs with 32 threadblocks of 64 steps each is proved in a few seconds."""
+    """A file of 16 GPUs with 32 threadblocks of 64 steps each is proved in less than 30 s."""
     text = big(16, 32, 64)
     start = time.perf_counter()
     assert verify_msccl_xml(text).steps == 16 * 32 * 64

@@ -21,7 +21,7 @@ from crossreduce.planning import PLANNERS, direct, one_device, one_shot, plan, r
 @pytest.mark.parametrize("planner", ALGORITHMS)
 @pytest.mark.parametrize("n", range(2, 10))
 def test_every_planner_exports(planner, n):
-    """Every planner's all-reduce of 2 to 9 devices is right, in place and out of place, in random orders."""
+    """On 2 to 9 devices every planner's all-reduce is right in random orders, in or out of place (up to 5: in both)."""
     for packs, inplace in ((1, True), (2, False)) if n < 6 else ((1, n % 2 == 0),):
         text = to_mscclpp_json(PLANNERS[planner](names(n), packs=packs), inplace=inplace)
         assert fault(text, n, 3 if n < 6 else 1) is None
@@ -193,7 +193,7 @@ def test_arguments_are_in_the_plan():
 
 
 def test_the_number_of_threadblocks_can_be_given():
-    """With threadblocks=, chunks are spread over that many threadblocks; by default each chunk has its own."""
+    """With threadblocks=, chunks are spread over at most that many threadblocks; by default each chunk has its own."""
     schedule = ring(names(4), packs=3)
     for number, count in ((None, 12), (5, 5), (80, 12)):
         content = json.loads(to_mscclpp_json(schedule, threadblocks=number))

@@ -61,7 +61,7 @@ def canonical(cycle):
 
 @given(st.integers(2, 9), st.data())
 def test_rings_are_recognised(n, data):
-    """``rings`` returns the rings along which chunks travel, from any first device, and their shares."""
+    """``rings`` returns the rings along which chunks travel, wherever they start, and their shares."""
     cycles = data.draw(st.lists(st.permutations(range(n)), min_size=1, max_size=4))
     parts = data.draw(st.lists(st.integers(1, 5), min_size=len(cycles), max_size=len(cycles)))
     shares = [Fraction(part, sum(parts)) for part in parts]
@@ -101,7 +101,7 @@ def test_the_ring_planner_is_one_ring(n, packs):
 
 
 def test_devices_by_their_numbers():
-    """The file has the numbers of the GPUs, not of the ranks; all versions of NCCL read numbers of GPUs."""
+    """The file has the numbers of the GPUs, not of the ranks, in a form that all versions of NCCL read alike."""
     schedule = ring(["cuda:3", "cuda:11", "cuda:10", "cuda:0"])
     text = to_nccl_graph_xml(schedule, gb_per_s=20, path="SYS")
     graph, channels = read(text)
@@ -210,7 +210,7 @@ def test_a_wrong_schedule_is_not_exported():
     ],
 )
 def test_bad_arguments(options, text):
-    """The error names the invalid argument."""
+    """The error states the rule that the arguments break."""
     with pytest.raises(ArgumentError, match=text):
         to_nccl_graph_xml(ring(gpus(3)), **options)
 

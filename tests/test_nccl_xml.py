@@ -291,7 +291,7 @@ WITHOUT_GPU = system(f'<pci busid="{bus(1)}" class="0x030200" link_speed="16 GT/
     ],
 )
 def test_invalid_xml(text, words):
-    """An incomplete or invalid file raises an ArgumentError with the line, the missing part and a remedy."""
+    """An incomplete or invalid file, or one that is not text, raises an ArgumentError that states the fault."""
     with pytest.raises(ArgumentError) as caught:
         read_nccl_xml(text)
     for word in words:

@@ -44,7 +44,7 @@ def test_uniform():
 
 
 def test_uniform_requires_a_tuple():
-    """``uniform`` raises a SystemError for an argument that is not a tuple, since only this package calls it."""
+    """``uniform``, which only this package calls, raises a SystemError for an argument that is not a tuple."""
     with pytest.raises(SystemError, match="bad argument to internal function"):
         framework._uniform([np.zeros(3)])
 

@@ -216,7 +216,7 @@ GOOD = table(["X NV1 SYS", "NV1 X SYS", "SYS SYS X"], cores="0-7")
     ],
 )
 def test_invalid_tables(text, options, words):
-    """An invalid or incomplete table raises an ArgumentError with the line and a remedy."""
+    """An invalid table or option raises an ArgumentError that states the fault and, if it is in a line, the line."""
     with pytest.raises(ArgumentError) as caught:
         read_nvidia_smi(text, **options)
     for word in words:

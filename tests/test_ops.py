@@ -76,7 +76,8 @@ def test_every_contribution_counts_once(framework, ops, n):
 
 @table(dtype=DTYPES)
 def test_every_dtype(framework, ops, dtype):
-    """Every reduction keeps shape and dtype and equals the oracle, or is refused if it is not defined for the dtype."""
+    """Every reduction keeps the shape and (means of integers excepted) the dtype, and equals the oracle; one that is
+    not defined for the dtype is refused."""
     xs = small(dtype, (3, 2), 3)
     given = value(framework, xs)
     for op in REDUCTIONS:
@@ -283,7 +284,7 @@ def test_pairs_may_be_any_iterable(ops, numpy_):
 
 
 def test_one_value_twice_in_a_batch(framework):
-    """The same value, or one array as two replicas, may be in a batch more than once."""
+    """The same value may be in a batch more than once, and one array may be two replicas of a value."""
     xs = digits(3, (4,))
     given = value(framework, xs)
     results = cr.HierarchicalCopyAllReduce().batch_reduce("sum", [(given, given)] * 3)
@@ -322,7 +323,7 @@ def test_packing_changes_no_result(numpy_, algorithm):
 
 @pytest.mark.parametrize("packs", [0, 1, 2, 5, 20])
 def test_packing_on_every_framework(accelerated, packs):
-    """Tensors are cut at a pack's boundary and joined again on every framework."""
+    """Tensors are cut at a pack's boundary and joined again on every framework (NumPy: the test above)."""
     rows = mixed_batch(accelerated)
     values = [value(accelerated, xs) for xs, _ in rows]
     for options in (None, cr.CommunicationOptions(bytes_per_pack=10)):
@@ -429,7 +430,7 @@ def test_halves_are_rounded_once(framework, ops, dtype):
 
 
 def test_jax_without_x64(jax_):
-    """If 64-bit numbers are disabled in JAX, the mean of integers is float32, as of JAX's own division."""
+    """If 64-bit numbers are disabled in JAX, the mean of integers is float32, like the result of JAX's own division."""
     with jax_.jax.enable_x64(False):
         for dtype, op in (
             ("int32", "mean"),

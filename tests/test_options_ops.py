@@ -80,7 +80,7 @@ def test_unknown_dtypes_are_errors(op, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accumulators_are_not_narrower_than_the_dtype(dtype):
-    """An accumulator has at least as many bytes as the dtype of the components, so no conversion loses bits."""
+    """An accumulator has at least as many bytes as the dtype of the components."""
     for op in OPS:
         if wanted(op, dtype):
             wide = dtype_of(ACCUMULATORS[ReduceOp(op), dtype])

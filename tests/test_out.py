@@ -94,7 +94,7 @@ def test_any_batch_into_any_arrays(writable):
     indirect=["writable"],
 )
 def test_large_values_in_place(arrays, op, dtype, monkeypatch):
-    """Values larger than the cache, reduced by several threads, are read before they are overwritten."""
+    """Large values, reduced by several threads, are read before they are overwritten."""
     monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "3")
     xs = [x + (np.arange(500_001) % 7).astype(dtype) for x in small(dtype, (500_001,), 3)]
     value = arrays.value(xs)
@@ -289,7 +289,7 @@ def test_results_of_accumulation_fn_are_written_into_out(arrays, op, in_place):
 
 
 def test_a_function_that_returns_another_dtype(arrays):
-    """If the dtype of accumulation_fn's result is not that of out, nothing is written."""
+    """If the dtype of accumulation_fn's result is not that of out, a MismatchError is raised and nothing is written."""
     wide = (lambda x: x.astype("float64")) if arrays.framework.name == "numpy" else (lambda x: x.double())
     value, out = arrays.value([np.ones(5, "float32")] * 2), arrays.blanks(2, (5,), "float32")
     ops = cr.ReductionToOneDevice(accumulation_fn=lambda xs: wide(added(xs)))
@@ -350,7 +350,7 @@ def test_parameters_in_and_out(torch_):
 @pytest.mark.parametrize("ops", [OPS, cr.ReductionToOneDevice(accumulation_fn=added), Adding()])
 @pytest.mark.parametrize("size", [3, 100_000])
 def test_a_write_increments_the_version(torch_, ops, size):
-    """Writing into a tensor increments its version, so a backward pass that saved it raises, as after any write."""
+    """Writing into a tensor increments its version, so a backward pass that saved the old values raises."""
     torch = torch_.torch
     w = torch.ones(size, requires_grad=True)
     saved = w * 2

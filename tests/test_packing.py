@@ -69,8 +69,8 @@ def test_packs_join_all_tensors_of_a_dtype(batch, packing):
 @settings(max_examples=300)
 @given(specs | few, st.integers(1, 600), st.integers(0, 20), algorithms, st.integers(1, 5))
 def test_bytes_per_pack_is_honoured(batch, nbytes, num_packs, algorithm, n):
-    """No pack has more bytes than the limit, except for a single element that is larger; the number of packs is
-    minimal."""
+    """No pack has more bytes than the limit, except for a single element that is larger; there are no more
+    packs than that and num_packs require."""
     for buffer in layout(batch, Packing(num_packs, nbytes)):
         schedule = PLANNERS[algorithm](names(n), packs=buffer.packs)
         per_pack = len(schedule.chunks) // buffer.packs
@@ -143,8 +143,8 @@ def test_small_runs_are_maximal(batch, most, group):
 
 @pytest.mark.parametrize("packs", [1, 2, 3, 8, 13, 14, 20])
 def test_fewer_elements_than_packs(packs):
-    """There are never more packs than elements, and the sizes of packs differ by at most one element. (TensorFlow cuts
-    13 elements into 19 empty packs and one of 13.)"""
+    """There are never more packs than elements, but at least one; their sizes differ by at most one element.
+    (TensorFlow cuts 13 elements into 19 empty packs and one of 13.)"""
     for size in (0, 1, 5, 13):
         (buffer,) = layout(f32(size), Packing(packs))
         assert buffer.packs == max(1, min(packs, size))

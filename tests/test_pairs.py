@@ -56,14 +56,14 @@ def test_pairs_are_close_to_the_product_of_the_two_largest_factors(lengths, most
 
 
 def test_values_may_be_equal_or_unhashable():
-    """Factors may list dicts, equal values and generators; only the positions count."""
+    """A factor may be a generator, and may have equal or unhashable values; only the positions count."""
     assert pairs([{}, {}], (k for k in "ab")) == [({}, "a"), ({}, "b"), ({}, "a"), ({}, "b")]
 
 
 @pytest.mark.parametrize("design", [pairs, each])
 @pytest.mark.parametrize("factors", [[], [[]], [[1, 2], []]])
 def test_a_factor_without_values_is_refused(design, factors):
-    """An empty factor would leave a test without cases, which would pass silently."""
+    """No factors, or an empty one, raise an AssertionError, since a test without cases would pass silently."""
     with pytest.raises(AssertionError, match=r"no factors were given|a factor has no values"):
         design(*factors)
 

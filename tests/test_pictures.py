@@ -1,4 +1,4 @@
-"""Pictures: SVG and PNG files of every node, link and tree, with the same bytes each time, written atomically."""
+"""Pictures: SVG and PNG files of nodes, links and trees, with the same bytes each time, written atomically."""
 
 import os
 import subprocess

@@ -16,7 +16,8 @@ from crossreduce.schedule.simulate import LEAST_PIECE
 
 
 def fastest(schedule, topology, nbytes, most=64):
-    """Return the least simulated time of 1 to 64 pieces, of which none has less than ``LEAST_PIECE`` bytes."""
+    """Return the least simulated time of 1 to ``most`` pieces; several are tried only if they have LEAST_PIECE bytes
+    in an average chunk."""
     allowed = max(1, nbytes // len(schedule.chunks) // LEAST_PIECE)
     return min(
         simulate(replace(schedule, pieces=p), topology, nbytes).seconds for p in range(1, min(most, allowed) + 1)
@@ -51,7 +52,7 @@ LATENT = Topology(DGX_1V.devices, [link._replace(latency_s=MICRO) for link in DG
     ],
 )
 def test_plans_are_cut_into_the_best_number_of_pieces(algorithm, packs, topology, nbytes):
-    """For the planners' schedules, no number of pieces from 1 to 64 is faster than the chosen one."""
+    """For the planners' schedules, no number of pieces that ``fastest`` tries is faster than the chosen one."""
     schedule = PLANNERS[algorithm](topology.devices, packs=packs)
     best, seconds = pipelined(schedule, topology, nbytes)
     assert seconds == simulate(best, topology, nbytes).seconds
@@ -60,8 +61,8 @@ def test_plans_are_cut_into_the_best_number_of_pieces(algorithm, packs, topology
 
 @given(algorithms, st.integers(1, 6), st.integers(0, 10**6), st.integers(1, 4))
 def test_no_piece_is_too_small(algorithm, n, nbytes, packs):
-    """If an average chunk is cut, no piece is below LEAST_PIECE bytes; the number of pieces of the given schedule has
-    no effect."""
+    """If an average chunk is cut, its pieces have at least LEAST_PIECE bytes; the number of pieces of the given
+    schedule has no effect."""
     schedule = PLANNERS[algorithm](names(n), packs=packs)
     best, seconds = pipelined(replace(schedule, pieces=77), Topology.full_mesh(n), nbytes)
     assert (best, seconds) == pipelined(schedule, Topology.full_mesh(n), nbytes)

@@ -164,7 +164,7 @@ def test_the_bound_is_that_of_the_request(collective):
 
 
 def test_the_bound_of_different_sources_and_destinations():
-    """The bound is the least rate at which a destination can receive or a source can send."""
+    """The bound is the least bandwidth of links that separate a destination from a source."""
     lopsided = TOPOLOGIES["lopsided"]  # cpu:3 can receive 7 GB/s and send 3 GB/s
     for sources, destinations, due in (
         (["cpu:0", "cpu:1"], ["cpu:0", "cpu:3"], 7),
@@ -202,7 +202,7 @@ def drawn_requests(draw, both_ways=True):
 @settings(max_examples=60)
 @given(drawn_requests(), st.sampled_from([0, 1, 1000, 10 * MIB]))
 def test_some_devices_of_any_topology(ask, nbytes):
-    """Sources and destinations may be any devices; the others forward and combine data."""
+    """Any devices can be sources and destinations, and "auto" is at least as fast as every algorithm."""
     topology, collective, given, gives, takes = ask
     best = cr.plan(topology, collective, nbytes, **given)
     check(best, topology, collective, nbytes, gives, takes)
@@ -373,7 +373,7 @@ H100S = Topology.machine("hgx-h100", hosts=2)
 
 
 def test_sizes_have_their_own_plans():
-    """Larger buffers have more pieces and take more time; the predicted rate approaches ``Plan.rate`` from below."""
+    """Larger buffers have no fewer pieces and take more time; their rate approaches ``Plan.rate`` from below."""
     before = None
     for power in range(10, 32, 2):
         made = cr.plan(TOPOLOGIES["line"], nbytes=1 << power, algorithm="hierarchical_copy")
@@ -394,7 +394,7 @@ def test_a_plan_prints_its_head_and_its_time():
     """A plan prints as one line: the schedule's head, its bytes, its microseconds."""
     made = cr.plan(TOPOLOGIES["ring"], nbytes=5 * 10**6, algorithm="ring")
     assert str(made) == f"{made.schedule.head}; 5000000 bytes in {made.seconds * 1e6:.1f} us"
-    # 10 chunks in two directions, so 8 rounds of 1 us and 500 kB over 25 GB/s
+    # two rings of 5 chunks each: 2 (5 - 1) rounds of 1 us and 500 kB over 25 GB/s
     assert made.seconds == pytest.approx(8 * (1e-6 + 5e5 / 25e9), rel=1e-12)
     assert (made.rate, made.ratio) == (Fraction(125, 4), 1)
 
@@ -408,7 +408,7 @@ def test_a_plan_cannot_be_changed():
 
 
 def test_one_device_has_nothing_to_move():
-    """With one device every plan takes no time and has no bound."""
+    """With one device every plan takes no time, and its rate has no bound."""
     for collective in COLLECTIVES:
         for algorithm in (*NAMED, "auto"):
             made = cr.plan(Topology.full_mesh(1), collective, GIB, algorithm)

@@ -52,8 +52,8 @@ def plan(algorithm, ask):
 
 
 def test_every_planner_is_in_the_tables():
-    """The registry is the one list of algorithms: the tables of these tests, ``plan``, the ops and the command line
-    have its names."""
+    """The tables of these tests have the registry's names, in its order; ``NAMES`` and ``options.ALGORITHMS`` have
+    these names, "nccl" and "auto"."""
     assert tuple(PLANNERS) == ALGORITHMS
     assert tuple(REGISTRY) == NAMED
     assert (*NAMED, "nccl", "auto") == NAMES == options.ALGORITHMS
@@ -135,8 +135,8 @@ def test_roots_rotate(algorithm, n):
 
 @pytest.mark.parametrize("n", range(2, 10))
 def test_shares_rotate(n):
-    """The ring of chunk c of pack p starts at device first + p + c, which owns the chunk in "direct"; so small packs
-    are spread over the devices."""
+    """The ring of chunk c of pack p starts at device (first + p + c) mod n, which owns the chunk in "direct"; so the
+    first chunks of the packs are on different devices."""
     for first in (0, 3):
         way = ring(names(n), packs=n, first=first).rounds[0]
         assert [step.srcs[0] for step in way] == [(first + p + c) % n for p in range(n) for c in range(n)]
@@ -151,7 +151,7 @@ def test_packs_spread_the_load(n):
     algorithm treats all n devices alike."""
     for algorithm in ALGORITHMS:
         if algorithm in ("halving_doubling", "recursive_doubling") and n & (n - 1):
-            continue  # devices beyond the power of two send and receive less
+            continue  # partners of devices beyond the power of two send and receive more
         if algorithm == "hierarchical_copy" and n % 2:
             continue  # its two groups of devices differ in size
         moved = counts(PLANNERS[algorithm](names(n), packs=n), n * n * 4).bytes

@@ -1,4 +1,4 @@
-"""Planners on topologies: every algorithm plans every request that has routes, and uses only links of the topology."""
+"""Planners on topologies: on a connected one every algorithm plans every request; all use only its links."""
 
 import itertools
 import re
@@ -65,7 +65,7 @@ def links(topology):
 
 @st.composite
 def one_way(draw):
-    """Draw a topology with links in any direction, which may not join all devices."""
+    """Draw a topology with links in any direction; they need not join all devices."""
     n = draw(st.integers(1, 7))
     entries = draw(st.lists(st.sampled_from([0, 1, 1, 10, 10]), min_size=n * n, max_size=n * n))
     return Topology.from_matrix([[0 if i == j else entries[i * n + j] for j in range(n)] for i in range(n)])
@@ -254,7 +254,7 @@ def test_a_topology_of_other_names_is_matched_by_position():
 
 
 def test_data_may_pass_other_devices():
-    """If two devices have no link, their data passes other devices, which do not store it."""
+    """If two devices have no link, their data passes other devices. Only a forest may store it there."""
     for algorithm in NAMED:
         schedule = planned_for(Topology.ring(4), algorithm, ("cpu:0", "cpu:2"), ("cpu:0", "cpu:2"), 8)
         assert oracle.right(schedule)
@@ -289,8 +289,8 @@ def test_auto_plans_if_any_algorithm_does(ask):
 
 
 def test_auto_finds_the_root_that_is_near_to_all():
-    """On a star whose hub is not the first device, "auto" is as fast as a reduction on the hub, which has the fewest
-    hops."""
+    """On a star whose hub is not the first device, "auto" is at least as fast as a reduction on the hub, which has the
+    fewest hops."""
     cells = [[int(2 in (i, j) and i != j) for j in range(5)] for i in range(5)]
     star = Topology.from_matrix(cells, latency_s=1e-6)
     hub = simulate(one_device(names(5), root="cpu:2"), star, 8).seconds

@@ -202,8 +202,8 @@ def test_a_rank_that_stops_for_a_while():
 
 
 def test_a_rank_that_stops_beyond_the_timeout(dumps, capsys, monkeypatch):
-    """After the timeout all others raise a CollectiveTimeout that names it, and write dumps of all ranks' last calls,
-    which ``crossreduce doctor`` reads; the rank itself raises the same when it continues."""
+    """If a rank stops for longer than the timeout, all others raise a CollectiveTimeout that names it, and write dumps
+    of all ranks' last calls, which ``crossreduce doctor`` reads; the rank raises the same when it continues."""
     with starter(4) as started:
         found = ranks(4, stopped, started, 1.5, begun=pause(started, 2, 3.5))
     texts = {one[0] for one in found}

@@ -268,8 +268,8 @@ def drawn_ops(ranks):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_successive_ops_give_the_results_of_the_oracle_without_races(data):
-    """Three ops of any kinds in a row give the oracle's bits on every rank, write nothing else, and no byte of a slot
-    is written by one rank while another may read or write it."""
+    """One to three ops of any kinds in a row give the oracle's bits on every rank and write nothing else; no byte of a
+    slot is written by one rank while another may read or write it."""
     ranks = data.draw(st.integers(1, 9), "ranks")
     ops = data.draw(st.lists(drawn_ops(ranks), min_size=1, max_size=3), "ops")
     piece = data.draw(st.sampled_from([128, 512, 1024, 1 << 12]), "piece bytes")
@@ -395,7 +395,8 @@ def used(stages):
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_slots_are_large_enough(data):
-    """No instruction reaches beyond half of a slot, for any collective and schedule, for up to 300 ranks."""
+    """No instruction reaches beyond half of a slot, for any collective and schedule, for up to 300 ranks
+    (40 in an all-to-all or with a named algorithm)."""
     collective = data.draw(st.sampled_from(COLLECTIVES), "collective")
     algorithm = None
     if collective == "all_reduce":
@@ -454,7 +455,8 @@ def copied(op, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_the_least_stages_and_bytes(ranks):
-    """An all-reduce or reduce of p pieces takes p + 2 stages, a one-round collective p + 1; nothing is copied twice."""
+    """An all-reduce or reduce of p pieces takes p + 2 stages, a one-round collective, or a single rank, p + 1;
+    nothing is copied twice."""
     n, size = ranks, 1 << 20
     pieces = size * 4 // programs.PIECE_BYTES
     nbytes = size * 4

@@ -124,7 +124,7 @@ def test_a_ring_for_each_rail():
 
 
 def test_wide_links_are_taken_first():
-    """A ring uses no narrow link if the wide ones make a ring."""
+    """The first ring uses no narrow link if the wide ones make a ring."""
     wide = [Link(f"cpu:{k}", f"cpu:{(k + 2) % 5}", 10) for k in range(5)]
     narrow = [Link(f"cpu:{k}", f"cpu:{(k + 1) % 5}", 3) for k in range(5)]
     first = ring_orders(Topology(names(5), wide + narrow), names(5))[0]

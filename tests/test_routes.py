@@ -1,4 +1,4 @@
-"""Routes of a schedule: the switches that a chunk passes if it does not take the route of the topology."""
+"""Routes of a schedule: the switches and devices that a chunk passes if it does not take the route of the topology."""
 
 import json
 import pickle

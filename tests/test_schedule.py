@@ -140,7 +140,7 @@ def test_malformed_json_raises_schedule_error(text):
 
 
 def test_faults_in_json_are_stated():
-    """The error states the expected format, or the parts that the text lacks; an argument must be a str."""
+    """The error states the expected format or the parts that the text lacks, or that the argument is not a str."""
     for text, words in (
         ("{}", r'its format is not "crossreduce.schedule/1"\.'),
         ("[1]", r'its format is not "crossreduce.schedule/1"\.'),
@@ -269,7 +269,7 @@ def test_one_line_per_step(algorithm, ask):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("n", "packs"), [(1, 1), (2, 3), (3, 1), (5, 4), (8, 1), (9, 20)])
 def test_spans_cover_every_size(algorithm, n, packs):
-    """For any size the spans are consecutive, cover the buffer, and differ by at most one element."""
+    """Spans of equal shares are consecutive, cover a buffer of any size, and differ by at most one element."""
     schedule = PLANNERS[algorithm](names(n), packs=packs)
     assert len({chunk.share for chunk in schedule.chunks}) == 1
     for size in range(1001):

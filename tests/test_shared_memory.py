@@ -203,7 +203,7 @@ def test_malformed_calls_raise_and_do_not_count(pair):
 
 
 def test_closed_memory_raises(pair):
-    """All methods of closed memory raise, except that closing it again does nothing."""
+    """Methods of closed memory raise, except that closing it again does nothing and ``running`` returns False."""
     one, other = pair
     one.close()
     one.close()

@@ -247,7 +247,7 @@ def test_uncoalesced_and_hybrid_coo(torch_):
 
 
 def test_bcoo_of_every_shape(jax_):
-    """JAX's BCOO arrays may be sparse in all axes or in the first ones, and padded beyond the shape."""
+    """JAX's BCOO arrays may be sparse in all axes or in the first ones."""
     rng = np.random.default_rng(0)
     for sparse_axes, shape in ((1, (6,)), (2, (6, 2)), (1, (6, 2, 3)), (2, (4, 3, 2))):
         xs, wanted = [], np.zeros(shape, "float32")

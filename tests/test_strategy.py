@@ -23,7 +23,7 @@ def values(library, xs):
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_all_reduce_in_replicas_gives_each_the_reduction(library, n):
-    """Each replica's all_reduce returns the reduction of all replicas' arrays, for every op, on its own device."""
+    """Each replica's all_reduce returns the sum, maximum or minimum of all replicas' arrays, on its own device."""
     xs = digits(n, (2, 3))
     strategy = cr.MirroredStrategy(n)
     for op in ("sum", "max", "min"):

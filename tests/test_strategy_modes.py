@@ -261,7 +261,7 @@ def test_devices_of_another_framework_do_not_affect_torch(torch_, kind):
 
 @pytest.mark.gpu
 def test_replicas_on_one_gpu(torch_):
-    """Replicas can be logical devices of one GPU; gradients and results stay there, and None means every GPU."""
+    """Replicas can be logical devices of one GPU; results stay there, gradients through all_reduce are refused."""
     assert cr.MirroredStrategy().devices == tuple(f"cuda:{k}" for k in range(torch.cuda.device_count()))
     strategy = cr.MirroredStrategy(["cuda:0", "cuda:0#1", "cuda:0#2"])
     model = strategy.replicate(torch.nn.Linear(3, 1))

@@ -73,7 +73,7 @@ def test_mirrored_variables_are_assigned_to_all_in_the_cross_replica_context(lib
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_mirrored_variable_without_aggregation_cannot_be_assigned_in_a_replica(n):
-    """Without aggregation a replica's assignment raises an error, also for one replica: the copies would diverge."""
+    """Without aggregation a replica's assignment raises an error, since copies could differ; also for one replica."""
     strategy = cr.MirroredStrategy(n)
     var = variable(strategy, np.zeros(2), name="w")
     with pytest.raises(
@@ -117,7 +117,7 @@ def test_each_replica_has_its_component_of_a_sync_on_read_variable(library, n):
 @pytest.mark.parametrize("n", COUNTS)
 def test_sync_on_read_variables_are_assigned_in_the_cross_replica_context(library, n):
     """In the cross-replica context a sync-on-read variable reads as the value assigned to it, also if it aggregates by
-    sum; assign_add to such a sum raises an error, as in TensorFlow."""
+    sum; assign_add to such a sum of several replicas raises an error, as in TensorFlow."""
     strategy = cr.MirroredStrategy(n)
     seven = library.array(np.full(2, 7))
     total = variable(strategy, library.array(np.ones(2, np.int64)), synchronization="on_read", aggregation="sum")

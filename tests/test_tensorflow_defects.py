@@ -1,8 +1,8 @@
 """The ops of ``crossreduce.tensorflow`` do not have the defects D1 to D17 of TensorFlow's (docs/contract.md), and wrong
 calls raise errors.
 
-Each defect has a test that names it: D2 and D12 in test_tensorflow_ops.py (test_reduction_and_broadcast), the others
-here. D7 and D16 have none: they are in functions of TensorFlow that call no cross-device op.
+Each defect except D7 and D16 has a test that names it: D2 and D12 in test_tensorflow_ops.py
+(test_reduction_and_broadcast), the others here. D7 and D16 are in functions of TensorFlow that call no cross-device op.
 """
 
 import numpy as np
@@ -170,7 +170,7 @@ BAD_DESTINATIONS = [
 
 @pytest.mark.parametrize("op", ["to one", "hierarchical"])
 def test_bad_destinations(op):
-    """An invalid destination raises a ValueError that shows the given value, before any data is moved."""
+    """An invalid destination raises a ValueError that shows the given value, and in a batch the number of the pair."""
     op, value = OPS[op], per_replica([1.0, 2.0])
     for bad in BAD_DESTINATIONS:
         for call in (

@@ -159,7 +159,7 @@ def test_every_algorithm_on_every_number_of_devices(algorithm, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ops_plan_on_their_topology(mode):
-    """The op plans on its topology, whose i-th device stands for the device of the i-th replica."""
+    """An op with a topology, whose i-th device stands for that of the i-th replica, gives the right sums."""
     part = cr.Topology.machine("dgx-1v").subset(["cuda:0", "cuda:1", "cuda:2", "cuda:4", "cuda:6"])
     value = per_replica([2.0**k * np.ones(5, "float32") for k in range(5)])
     for op in (crt.AllReduceCrossDeviceOps("forest", topology=part), crt.HierarchicalCopyAllReduce(2, part)):
@@ -229,7 +229,7 @@ def test_variables_are_read():
         )
     strategy.run(
         lambda: on_read.assign_add(1.0)
-    )  # each component is now 2, or 1 if TensorFlow gave the initial value to the first component only
+    )  # the components are 2, 2, 2; or 2, 1, 1 if TensorFlow gave the initial value to the first component only
     total = sum(float(x) for x in on_read.values)
     for mode in MODES:
         made = outcomes(mode, lambda: SMALL.batch_reduce(SUM, [(mirrored, mirrored), (on_read, on_read)]))
@@ -254,7 +254,7 @@ def test_keras_variables_count_as_their_tensorflow_variables(mode):
 
 
 def test_arguments_of_functions_have_no_device():
-    """An argument of a tf.function has no device: the result is right, and no operation is pinned to a device."""
+    """An argument of a tf.function has no device: results are right, and are on a device only if another value is."""
 
     @tf.function
     def plain(*xs):
@@ -368,7 +368,7 @@ def test_gather(op, mode):
 
 
 def test_gather_of_unknown_sizes_while_tracing():
-    """Unknown sizes match any size: only known sizes that differ are refused."""
+    """While tracing, a gather accepts unknown sizes; it is right when the function runs."""
 
     @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([3, None]), tf.TensorSpec([None, None])])
     def gathered(*xs):

@@ -176,7 +176,7 @@ def test_gather_has_gradients():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gather_errors(mode):
-    """Components of different shapes raise a ValueError, eagerly and while tracing; slices cannot be gathered."""
+    """Shapes that differ in more than the gathered axis raise a ValueError, also while tracing; slices raise, too."""
     strategy = strategy_of(2)
     for rows in ([np.ones((1, 1)), np.ones((1, 2))], [np.ones(1), np.ones((1, 2))]):
         value = distributed(strategy, rows)
@@ -245,7 +245,7 @@ def test_merge_call_and_variables_with_aggregation():
 
 
 def test_a_strategy_can_be_copied():
-    """A coordinator deep-copies strategies, which copies the op, too."""
+    """A coordinator deep-copies strategies with their ops: a deep copy of an op works in another strategy."""
     strategy = strategy_of(3, "ring on a ring")
     assert strategy.extended._cross_device_ops is OPS["ring on a ring"]
     again = copy.deepcopy(OPS["ring on a ring"])

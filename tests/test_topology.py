@@ -48,7 +48,7 @@ def test_from_matrix_takes_any_numbers():
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "int32", "uint8"])
 def test_from_matrix_takes_a_numpy_matrix(dtype):
-    """A matrix of bandwidths may be a NumPy array of any dtype."""
+    """A matrix of bandwidths can be a NumPy array of integers or floats."""
     topology = Topology.from_matrix(np.array([[0, 25], [25, 0]], dtype))
     assert pairs(topology) == {("cpu:0", "cpu:1"): 25, ("cpu:1", "cpu:0"): 25}
 

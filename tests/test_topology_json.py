@@ -36,8 +36,8 @@ def test_json_is_this_text():
 
 
 def test_json_written_by_people():
-    """Numbers may be JSON numbers or decimals, a latency and the switches may be left out, names may have any
-    spelling."""
+    """Numbers may be JSON numbers or decimals, a latency and the switches may be left out, and a device's name need not
+    be canonical (GPU:0)."""
     text = """{"format": "crossreduce.topology/1", "devices": ["GPU:0", "cuda:1"],
                "links": [["cuda:0", "cuda:1", 25], ["cuda:1", "cuda:0", "12.5", 1e-6]], "made by": "a person"}"""
     wanted = Topology(["cuda:0", "cuda:1"], [("cuda:0", "cuda:1", 25), ("cuda:1", "cuda:0", 12.5, 1e-6)])

@@ -216,7 +216,7 @@ def test_the_plan_follows_the_size():
 
 @pytest.mark.parametrize("packs", [1, 2, 8, 20])
 def test_packs_of_hierarchical_copy_have_different_roots(packs):
-    """num_packs packs use trees with different roots, so that the load is spread over the links of all devices."""
+    """Every pack is reduced and copied along one tree; if there are several, they do not all combine on one device."""
     null = NullFramework()
     value = PerReplica([null.zeros((40 * 1024,), "float32", device) for device in DGX.devices])
     HierarchicalCopyAllReduce(packs, topology=DGX).reduce("sum", value, value)

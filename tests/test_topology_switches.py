@@ -144,7 +144,7 @@ def test_without_link_takes_switches_too(topology, data):
 
 
 def test_without_link_lists_the_existing_links():
-    """A missing link or node raises an ArgumentError that lists the links out of the first node."""
+    """A missing link raises an ArgumentError that lists the links out of the first node; a missing node, all nodes."""
     star = Topology.star(3)
     with pytest.raises(
         ArgumentError, match=r"no such link[\s\S]*switch - switch[\s\S]*out of switch: cpu:0, cpu:1, cpu:2"
@@ -244,8 +244,8 @@ def test_route_is_the_best_of_all_routes(topology):
 @settings(max_examples=100)
 @given(topologies(most_devices=3, most_switches=3, speeds=st.just(25)))
 def test_of_equal_routes_the_first_in_order(topology):
-    """If all links are equal, route() returns, of the routes with the fewest devices and then the fewest links, the
-    first one in the order of the nodes."""
+    """If all links have the same bandwidth, route() returns, of the routes with the fewest devices and then the fewest
+    links, the first one in the order of the nodes."""
     for src, dst in product(topology.nodes, repeat=2):
         found = list(all_routes(topology, src, dst))
         assert topology.route(src, dst) == min(found, key=lambda nodes: rank(topology, nodes), default=None)

@@ -216,9 +216,9 @@ def test_only_the_first_pieces_are_shown(monkeypatch):
 
 
 def test_the_size_of_a_trace_is_limited(monkeypatch):
-    """A schedule of very many pieces gives at most EVENTS transfers, and a file of the documented size."""
+    """A schedule of very many pieces gives at most EVENTS transfers, which need less than 45 MB."""
     topology = Topology.ring(2, 25, MICRO)
-    documented = trace.EVENTS / 45e6  # the documented transfers per byte of a file
+    documented = trace.EVENTS / 45e6  # transfers per byte of a file of 45 MB
     monkeypatch.setattr(trace, "EVENTS", 10_000)
     text = to_chrome_trace(replace(ring(topology.devices), pieces=60_000), topology, 10**9)
     assert text.count('"cat":"transfer"') == 10_000

@@ -1,4 +1,4 @@
-"""jax.jit, tf.function and torch.jit: a traced call has the result of the eager one, for every algorithm."""
+"""jax.jit, tf.function and torch.jit: a traced call has the result of the eager one."""
 
 import warnings
 

@@ -300,7 +300,7 @@ def test_variables(tensorflow_):
 
 
 def test_a_custom_subclass():
-    """all_reduce calls a custom CrossDeviceOps with one batch: each leaf's value with its own devices."""
+    """all_reduce reduces each leaf by a custom CrossDeviceOps, which gets the op, the devices and the options."""
     calls = []
 
     class Custom(cr.CrossDeviceOps):

@@ -129,7 +129,7 @@ def test_values_are_immutable():
 
 @pytest.mark.parametrize("value", [PerReplica([A, B]), Mirrored([A]), IndexedSlices(np.ones((2, 3)), np.arange(2))])
 def test_values_can_be_pickled(value):
-    """A pickled value keeps its components and devices."""
+    """A pickled value keeps its type, its devices, and the dtypes and shapes of its components."""
     again = pickle.loads(pickle.dumps(value))
     assert type(again) is type(value)
     assert repr(again) == repr(value)

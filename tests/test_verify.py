@@ -324,7 +324,7 @@ def custom(n, *rounds, sources=None, destinations=None):
     ],
 )
 def test_messages_name_step_chunk_device_and_contribution(schedule, text):
-    """An error names what went wrong, the step, the chunk, the device and the contribution."""
+    """An error names what went wrong, the chunk and the device, and the step and the contribution if there is one."""
     assert not oracle.right(schedule)
     with pytest.raises(ScheduleError, match=text):
         verify(schedule)

@@ -1,4 +1,4 @@
-"""The transport that records which message a rank waits for."""
+"""The transport that records which other rank this rank waits for, and its thread."""
 
 import gc
 import threading

@@ -1,6 +1,6 @@
 """The program of each rank in tests/test_torch_backend.py: every collective, in every form, compared with an oracle.
 
-``python torch_checks.py FOLDER [CHECK ...]`` with RANK and WORLD_SIZE set runs all checks in order and writes the
+``python torch_checks.py FOLDER [CHECK ...]`` with RANK and WORLD_SIZE set runs the named checks, or all, and writes the
 failures, and digests of results that all ranks must share, to FOLDER. The oracle makes all ranks' inputs from seeds and
 reduces them in double precision with plain torch, without communication.
 """
@@ -38,7 +38,7 @@ def check(function):
 
 @check
 def all_reduce_every_op_dtype_and_shape(c):
-    """all_reduce gives all ranks the same bits, those of the reduction of all inputs."""
+    """all_reduce gives all ranks the same bits, which are the oracle's result up to rounding errors."""
     cases = [(op, dtype) for op in (SUM, AVG, MIN, MAX, PRODUCT) for dtype in FLOATS]
     cases += [(op, dtype) for op in (SUM, MIN, MAX, PRODUCT) for dtype in INTEGERS]
     cases += [(op, dtype) for op in (SUM, AVG) for dtype in COMPLEX] + [
@@ -253,7 +253,7 @@ def all_to_all_forms(c):
 
 @check
 def messages_between_two_ranks(c):
-    """The inner backend carries messages between two ranks, with tags and from any source."""
+    """gloo, the inner backend, carries messages between two ranks, with tags and from any source."""
     after, before = (c.rank + 1) % c.size, (c.rank - 1) % c.size
     sent, got = given(c.rank, (100,), torch.float32, 110), torch.empty(100)
     works = [dist.isend(sent, after, tag=4), dist.irecv(got, before, tag=4)]

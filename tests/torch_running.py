@@ -34,7 +34,7 @@ def start(argv, n, environment=None):
 
 
 def finish(running, timeout_s):
-    """Return the exit status and output of each rank; after ``timeout_s`` ranks and their children are killed."""
+    """Return the exit status and output of each rank; kill ranks after ``timeout_s``, and their children at the end."""
     deadline, outputs = time.monotonic() + timeout_s, []
     try:
         for process in running:

@@ -1,7 +1,7 @@
 """The program of each rank in tests/test_torch_ddp.py: training with torch's tools for several processes.
 
-``python torch_training.py FOLDER [CHECK ...]``, like torch_checks.py. The oracle is the same model on all ranks'
-samples in one process, in float64, so that differences are due to rounding only.
+``python torch_training.py FOLDER [CHECK ...]``, like torch_checks.py. The oracle of most checks is the same
+model on all ranks' samples in one process, in float64, so that rounding differences are tiny.
 """
 
 import sys
@@ -241,7 +241,7 @@ def compiled_replica(c):
 
 @check
 def differentiable(c):
-    """The differentiable collectives of torch.distributed.nn run on the backend."""
+    """The differentiable all_reduce of torch.distributed.nn runs on the backend, and so does its gradient."""
     from torch.distributed.nn.functional import all_reduce
 
     x = given(c.rank, (5,), torch.float64).requires_grad_()

@@ -14,7 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def unconverted(function: Function) -> Function:
-    """Mark a function, and the functions that it calls, so that AutoGraph does not rewrite them.
+    """Mark a function, so that AutoGraph rewrites neither it nor the functions that it calls.
 
     TensorFlow does not have to be installed. Source: tf.autograph.experimental.do_not_convert sets the same
     attribute (``do_not_convert`` in tensorflow/python/autograph/impl/api.py).

@@ -295,8 +295,8 @@ class ReductionToOneDevice(_BatchReducing):
       reduce_to_device: the device that reduces; ``None``: the first destination. It does not have to be a source or a
         destination.
       accumulation_fn: takes the list of components, all copied to that device, and returns their sum, or a replacement
-        for it of the same shape; ``None``: adds them in the order of the replicas. A mean divides the returned array
-        by the number of components. It is not called for sparse values, whose slices are only concatenated.
+        for it of the same shape; ``None``: combines them in the order of replicas. A mean divides the returned array by
+        the number of components. It is not called for sparse values, whose slices are concatenated.
     Raises:
       ArgumentError: ``accumulation_fn`` is not callable.
       DeviceError: ``reduce_to_device`` cannot be parsed.
@@ -366,8 +366,8 @@ class AllReduceCrossDeviceOps(_BatchReducing):
     Args:
       all_reduce_alg: "one_device", "hierarchical_copy", "ring", "halving_doubling", "recursive_doubling", "direct",
         "one_shot", "forest", "auto" or "nccl" (plans "auto" if NCCL cannot be used, and logs that once, at INFO).
-      num_packs: the number of packs into which the tensors of each dtype are joined and cut; packs are reduced by
-        trees with different roots. 0: no packing.
+      num_packs: the number of packs into which the tensors of each dtype are joined and cut; if the
+        algorithm has roots, those of the packs rotate. 0: no packing.
       agg_small_grads_max_bytes: without packs, neighbouring tensors of one dtype with at most this many bytes each are
         joined. 0: none are.
       agg_small_grads_max_group: the largest number of tensors that are joined in this way.
@@ -452,7 +452,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 class NcclAllReduce(AllReduceCrossDeviceOps):
     """Reduces with NCCL if it can be used; otherwise it plans "auto" and logs that once, at INFO.
 
-    This release has no binding to NCCL yet, so it always plans "auto".
+    This release has no binding to NCCL yet, so it plans "auto", or the ``implementation`` of the call's options.
 
     Args:
       num_packs: as for ``AllReduceCrossDeviceOps``.

@@ -14,7 +14,7 @@ from typing import Final
 
 from .errors import DeviceError, shown
 
-# TensorFlow writes GPU; torch and JAX write CUDA. The other kinds have one spelling everywhere.
+# TensorFlow writes GPU, torch writes cuda, JAX writes both. The other kinds have one spelling everywhere.
 KINDS: Final = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "mps": "mps", "xpu": "xpu"}
 SPELLINGS: Final = '"cpu:0", "cuda:3", "host1/cuda:3", "cuda:0#2", "GPU:3", "/job:worker/task:1/device:GPU:3"'
 

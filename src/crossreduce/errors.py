@@ -8,7 +8,7 @@
     ├── UnsupportedError   (TypeError)    an operation is not defined for this kind of argument
     ├── PlanError          (ValueError)   no schedule exists for this request
     ├── ScheduleError      (ValueError)   a schedule does not compute its collective
-    ├── ContextError       (RuntimeError) a call from the wrong context: inside or outside a replica
+    ├── ContextError       (RuntimeError) a call in a wrong replica context, thread or process, or of a closed group
     ├── StalledError       (TimeoutError) replicas waited too long for other replicas
     ├── CollectiveTimeout  (TimeoutError) ranks waited too long for other ranks; .ranks: which
     ├── PeerLostError      (ConnectionError) ranks died, left or were interrupted; .ranks: which
@@ -35,7 +35,7 @@ class ReductionError(Exception):
         return cls(message(problem, given, remedy))
 
     def prefix(self, where: str, pair: int | None = None) -> None:
-        """Put the position of the error in front of its text; an earlier position is replaced."""
+        """Put the position of the error in front of its text, in place of the number of a pair if it has one."""
         text = str(self).removeprefix(f"pair {self.pair}: ")
         self.args = (f"{where}: {text}",)
         self.pair = pair
@@ -75,7 +75,7 @@ class ScheduleError(ReductionError, ValueError):
 
 
 class ContextError(ReductionError, RuntimeError):
-    """A call from the wrong context: inside a replica instead of outside, or the other way round."""
+    """A call in a wrong replica context, thread or process, or of a closed group."""
 
 
 class StalledError(ReductionError, TimeoutError):
@@ -141,7 +141,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def shown(value: object, limit: int = 120) -> str:
-    """Return ``repr(value)`` with its type, on one line and cut to ``limit`` characters.
+    """Return ``repr(value)``, on one line and cut to ``limit`` characters, and then its type.
 
     >>> shown([1, 2])
     '[1, 2] (list)'

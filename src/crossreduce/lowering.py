@@ -1,8 +1,8 @@
 """The one lowering: a verified schedule becomes a ``Program``, which every engine and every exporter consumes.
 
 Input: a ``Schedule``. Output: a ``Program`` in static single assignment: each chunk has numbered values, and each
-instruction makes one value on one device. Instructions that no destination needs are removed, the instruction that
-produces the fully reduced chunk is marked as final, and the last use of every value is known. The program stores no
+instruction makes one value on one device. Instructions that no destination needs are removed, the combinations that
+produce the fully reduced chunk are marked as final, and the last use of every value is known. The program stores no
 sizes, dtypes or arrays, so one program serves every size.
 
 Two functions convert it for two kinds of engine: ``fused`` if devices share memory (no copies; chains of
@@ -33,8 +33,8 @@ class Instruction(NamedTuple):
       final: the combination contains every contribution once: divide and round here, and only here.
       last_uses: the operands that no later instruction reads and that are not results.
       donated: the position, 0 or 1, of an operand whose memory the result may take over; -1: none. Such an operand
-        is a combination that is not final and that no later instruction reads, also not as a copy that may share
-        its memory.
+        is a combination that is not final, or a copy of one; no later instruction reads it or another value that may
+        share its memory.
     """
 
     device: int
@@ -101,7 +101,7 @@ class Program:
     """A verified schedule in static single assignment.
 
     ``devices`` are canonical names, numbered by their position; ``pieces`` is the number of pipelined pieces per chunk.
-    Both, and the collective, the algorithm and the routes through switches, are those of the schedule.
+    Both, and the collective, the algorithm and the routes, are those of the schedule.
 
     >>> from crossreduce.planning import one_device
     >>> print(lower(one_device(["cpu:0", "cpu:1"])))
@@ -120,7 +120,7 @@ class Program:
 
     @cached_property
     def by_round(self) -> tuple[tuple[Numbered, ...], ...]:
-        """The instructions of each round, chunk by chunk. All of them read values of earlier rounds."""
+        """The instructions of each round, chunk by chunk. They read only inputs and values of earlier rounds."""
         rounds: list[list[Numbered]] = [[] for _ in range(self.round_count)]
         for c, chunk in enumerate(self.chunks):
             for value, instruction in enumerate(chunk.instructions, start=len(chunk.sources)):
@@ -196,7 +196,7 @@ def element_ranges(program: Program, size: int) -> tuple[tuple[int, int, int], .
 
 @lru_cache(maxsize=1024)
 def lower(schedule: Schedule) -> Program:
-    """Verify a schedule and return its program; both are done once for each schedule.
+    """Verify a schedule and return its program, which is cached.
 
     Raises:
       ScheduleError: ``verify`` rejects the schedule.

@@ -42,8 +42,8 @@ class CommunicationOptions:
     Args:
       bytes_per_pack: the largest pack, in bytes of one replica; tensors are joined and cut into packs of this size.
         0: the op's own ``num_packs`` decides.
-      timeout_seconds: how long replicas of a ``MirroredStrategy`` (``None``: 600 s), or of several processes, may wait
-        for each other. Other reductions do not wait.
+      timeout_seconds: how long replicas of a ``MirroredStrategy`` wait for each other at most; ``None``: 600 s, or what
+        its ``run`` was given. Other reductions do not use it.
       implementation: the algorithm for ops whose own is "auto" or "nccl"; other ops ignore it.
     Raises:
       ArgumentError: a number of bytes that is negative or not an integer, a timeout that is not a positive number, an
@@ -70,7 +70,7 @@ class CommunicationOptions:
 
 @dataclass(frozen=True)
 class CollectiveHints(CommunicationOptions):
-    """The older name of ``CommunicationOptions``, accepted wherever that class is.
+    """The older form of ``CommunicationOptions``, without ``implementation``; accepted wherever that class is.
 
     >>> CollectiveHints(bytes_per_pack=1024)
     CollectiveHints(bytes_per_pack=1024, timeout_seconds=None)

@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A flat buffer of one dtype, the tensors in it, the number of packs, and the root of the first pack.
+    """A flat buffer of one dtype: its tensors, its number of packs, and where the rotation of their roots starts.
 
     ``size`` is ``None`` for a tensor whose shape tracing leaves unknown; it is not packed and not cut.
     """

@@ -44,8 +44,8 @@ def reduce_batch(
 ) -> list[Mirrored]:
     """Reduce a batch: values with the same sources and destinations are packed and planned together.
 
-    The whole batch is planned before any of it runs, so a batch that cannot be planned moves nothing. ``root`` is the
-    device on which sparse values are concatenated and ``one_device`` reduces; ``None``: the first destination.
+    The whole batch is planned before any of it runs, so a batch that cannot be planned moves nothing. ``root`` is where
+    ``one_device`` reduces (``None``: it rotates) and sparse values are concatenated (``None``: first destination).
 
     Raises:
       PlanError: the topology has no route for some of the data.
@@ -154,7 +154,7 @@ def _plan(
         start, stop = pack * size // buffer.packs, (pack + packs) * size // buffer.packs
         schedule = schedule_for(request._replace(nbytes=nbytes * packs // buffer.packs, packs=packs))
         if topology is not None:
-            framework.require(schedule.devices)  # a topology may route through devices without a value
+            framework.require(schedule.devices)  # on a topology a schedule may also use devices without a value
         if _LOG.isEnabledFor(logging.INFO):
             log_once(f"new plan: {schedule.head}; devices {', '.join(schedule.devices)}")
         ranges.append(ProgramRange(lower(schedule), start, stop))
@@ -193,7 +193,7 @@ def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> Sequence[Sequen
     except OverlapError as overlap:
         raise in_pair(overlap_error(overlap.result), layout.tensors[overlap.tensor], len(jobs)) from None
     except (BufferError, ValueError):
-        check_overlap(jobs)  # raises an error that names the array and the reason
+        check_overlap(jobs)  # if an array of out is at fault, this error names it and the reason
         raise
 
 

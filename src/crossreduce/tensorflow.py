@@ -152,12 +152,12 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
 class ReductionToOneDevice(_Adapter):
     """``crossreduce.ReductionToOneDevice`` for ``tf.distribute``: copies to one device, reduces there, copies back.
 
-    A batch is packed and planned together.
+    A batch is planned as a whole, unless ``accumulation_fn`` is given.
 
     Args:
       reduce_to_device: the device to reduce on; ``None``: the first destination.
       accumulation_fn: takes the list of components, all on that device, and returns the result that replaces their sum.
-        It is called in the scope of that device. ``None``: adds the components in the order of the replicas.
+        It is called in the scope of that device. ``None``: combines the components in the order of the replicas.
     Raises:
       ArgumentError: ``accumulation_fn`` is not callable.
       DeviceError: ``reduce_to_device`` cannot be parsed.
@@ -175,8 +175,8 @@ class AllReduceCrossDeviceOps(_Adapter):
     """``crossreduce.AllReduceCrossDeviceOps`` for ``tf.distribute``: reduces along a planned, verified schedule.
 
     Args:
-      all_reduce_alg: "one_device", "hierarchical_copy", "ring", "halving_doubling", "direct", "forest", "auto" or
-        "nccl" (which plans "auto").
+      all_reduce_alg: "one_device", "hierarchical_copy", "ring", "halving_doubling", "recursive_doubling", "direct",
+        "one_shot", "forest", "auto" or "nccl" (which plans "auto").
       num_packs: the number of packs into which the tensors of each dtype are joined and cut; 0: no packing.
       agg_small_grads_max_bytes: without packs, consecutive tensors of one dtype are joined if each has at most this
         many bytes. 0: none are joined.

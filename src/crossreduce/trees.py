@@ -51,8 +51,8 @@ def all_reduce(
         With the inputs themselves as ``out`` the reduction is in place.
     Returns:
       n trees of the same structure, with the leaves of ``out`` if it is given. Leaf k of tree i is the reduction of
-      leaf k of all trees, on the device of tree i's leaf; all n have the same bits, and none shares memory with
-      another or with an input. Numbers become 0-d NumPy arrays.
+      leaf k of all trees, on the device of tree i's leaf, or ``devices[i]``; all n have the same bits. Without ``out``,
+      results share memory only if their arrays are immutable. Numbers become 0-d NumPy arrays.
     Raises:
       MismatchError: trees of different structure, or leaves that differ in shape, dtype or framework; the leaf's path
         and all replicas are named.

@@ -1,4 +1,4 @@
-"""Argument validation: every argument is checked here, before an array is read.
+"""Argument validation of the cross-device ops, before anything is reduced; ``outputs.py`` checks ``out``.
 
 Input: the caller's arguments. Output: ``Checked`` values and canonical device names, or an error that states what was
 given and what to do.
@@ -82,10 +82,10 @@ def read_options(options: object) -> CommunicationOptions:
 
 
 def per_replica(value: Any) -> PerReplica:
-    """Return a distributed value unchanged, and a single array or number as the value of one replica.
+    """Return a distributed value as a ``PerReplica``, and a single array or number as the value of one replica.
 
     Raises:
-      ArgumentError: it is anything else, including a list of arrays.
+      ArgumentError: it is anything else, including a list of arrays; UnsupportedError: it is a class.
     """
     if isinstance(value, PerReplica):
         return value

@@ -235,7 +235,7 @@ def default_devices(places: list[str | None]) -> tuple[str, ...]:
     """Return a device name for each of several arrays, given the device that each of them reports.
 
     Array number k is on ``cpu:k`` if it reports host memory (``"cpu"``). Arrays on the same accelerator get different
-    logical devices of it, so that one GPU can emulate several. An array that reports no device is on ``cpu:0``.
+    logical devices of it, so that one GPU can emulate several. An array without a device counts as on ``cpu:0``.
 
     >>> default_devices(["cpu", "cpu"]), default_devices(["cuda:0", "cuda:0", "cuda:1"])
     (('cpu:0', 'cpu:1'), ('cuda:0', 'cuda:0#1', 'cuda:1'))
@@ -255,7 +255,7 @@ def default_devices(places: list[str | None]) -> tuple[str, ...]:
 
 
 def describe(value: Any) -> str:
-    """Return an array's dtype and shape as a short text; any other object as its repr.
+    """Return an array's dtype and shape as a short text; for any other object its repr, cut short, and type.
 
     >>> describe(3)
     '3 (int)'

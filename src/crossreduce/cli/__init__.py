@@ -1,8 +1,8 @@
 """The command line: ``crossreduce topology``, ``plan``, ``verify``, ``train``, ``bench``, ``doctor`` and ``info``.
 
-Input: arguments. Output: text, files, and an exit code: 0: success; 1: the command found a fault (a wrong sum, replicas
-that differ, a wrong schedule); 2: it did not run (a wrong argument, an unreadable file, a missing module); 130, 143:
-interrupted or terminated, without half-written files. Importing this needs neither typer nor a framework.
+Input: arguments. Output: text, files, and an exit code: 0: success; 1: a fault was found (a wrong sum, replicas that
+differ, a wrong schedule), or no dump by ``doctor``; 2: it could not finish (a wrong argument, a missing module); 129,
+130, 143: ended by SIGHUP, Ctrl-C, SIGTERM, without half-written files. The import needs neither typer nor a framework.
 """
 
 from __future__ import annotations

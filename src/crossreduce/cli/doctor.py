@@ -26,9 +26,9 @@ from ..ranks.shared_memory import LEFT
 from .output import print_lines
 
 _MAX_FRAMES: Final = 3
-_UNKNOWN: Final = "which wrote no dump and is in no other rank's dump."
+_UNKNOWN: Final = "which no rank's dump describes."
 _NO_DUMP_BECAUSE: Final = ": it was stopped, busy or dead"
-# Frames of this library and of torch.distributed, which are not shown.
+# Frames of crossreduce.ranks, crossreduce.torch and torch.distributed: shown only if a stack has no others.
 _INTERNAL: Final = re.compile(r"[/\\](crossreduce[/\\](ranks|torch)|torch[/\\]distributed)[/\\]")
 
 
@@ -135,7 +135,7 @@ def _state(rank: int, first: Dump, dumps: dict[int, Dump]) -> RankState:
     recorded = next((history for dump in sources for history in dump.histories if history.rank == rank), None)
     history = recorded or History(rank, ())
     # A late rank may write its dump after it has made the missing call. The ranks of a host share a clock, so all
-    # histories are cut at the time at which the first rank aborted.
+    # histories of a host are cut at the time of its first abort.
     now_s = min((dump.now_s for dump in beside), default=0.0)
     ops = [op._replace(ended_s=None if op.ended_s is None or op.ended_s > now_s else op.ended_s) for op in history.ops]
     before = [op for op in ops if op.started_s <= now_s]
@@ -183,7 +183,7 @@ def _finding(state: RankState, last: int, text: str, because: str) -> str:
 
 
 def _stack(threads: tuple[Thread, ...]) -> tuple[str, ...]:
-    """Return the main thread's innermost functions that are not internal, the innermost first."""
+    """Return the main thread's innermost functions, the innermost first; internal ones only if there are no others."""
     frames = list(threads[0].stack) if threads else []
     external = [frame for frame in frames if not _INTERNAL.search(frame.file)]
     shown = reversed((external or frames)[-_MAX_FRAMES:])

@@ -1,7 +1,7 @@
-"""``crossreduce info``: list the installed frameworks and the devices that are available to them.
+"""``crossreduce info``: list the frameworks, installed or not, and the devices that are available to them.
 
-Output: a table or JSON. Versions are read without imports. Each framework is then imported in a process of its own,
-all in parallel, so that a framework that is broken, or crashes its process, is reported like any other.
+Output: a table or JSON. Versions are read without imports. Each installed framework is then imported in a process of
+its own, all in parallel, so that a framework that is broken, or crashes its process, is reported like any other.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def framework_info(name: str) -> dict[str, Any]:
 
 
 def installed(name: str) -> str | None:
-    """Return a framework's version without importing it; ``None``: it is not installed."""
+    """Return a framework's version, or "unknown", without importing it; ``None``: it is not installed."""
     for distribution in TENSORFLOW if name == "tensorflow" else (name,):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)

@@ -1,7 +1,7 @@
 """``crossreduce plan``: plan a collective on a topology, compare it with its bound, and export the schedule.
 
 Input: a machine, a file or ``this`` machine, a collective, a number of bytes. Output: an explanation or JSON, the
-steps, a picture, a file in the format of another tool.
+steps, a picture, a file in one of the formats of ``EXPORTERS``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def plan(
     nbytes: Annotated[str, Option(help="Bytes of the buffer; K, M, G are powers of 1024.")] = "64M",
     algorithm: Annotated[str, Option(help=", ".join(ALGORITHMS))] = "auto",
     root: Annotated[str | None, Option(help="Root, by number or name. Default: the best one.")] = None,
-    packs: Annotated[int, Option(help="Number of trees of one_device, hierarchical_copy; others keep their time.")] = 1,
+    packs: Annotated[int, Option(help="Number of trees, for one_device and hierarchical_copy.")] = 1,
     devices: Devices = None,
     without_link: WithoutLink = None,
     hosts: Hosts = 1,

@@ -27,8 +27,8 @@ from .output import atomic_file, bound_json, grouped, progress
 
 MAX_LINES: Final = 200  # the most lines of the list of links; the JSON contains all links
 
-# Options of every command that plans: they select the topology. Numbers of devices are those of the complete machine,
-# whatever --devices and --without-link remove.
+# Options of the commands ``topology`` and ``plan``; all but Picture select the topology. Numbers of devices are those
+# of the complete machine, whatever --devices and --without-link remove.
 MACHINE: Final = "a machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m) or: this"
 Hosts = Annotated[int, Option("--hosts", help="Connect this number of machines by their network.")]
 Speeds = Annotated[

@@ -36,7 +36,7 @@ class Trainer:
         """Import the framework and create these devices (canonical names)."""
 
     def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
-        """Return a copy of an array on a device."""
+        """Return the framework's array on a device with the elements of a NumPy array."""
         return x.copy()
 
     def get(self, x: Array) -> np.ndarray[Any, Any]:
@@ -222,11 +222,11 @@ def available_devices(name: str) -> str:
 def _quiet() -> None:
     """Disable TensorFlow's log messages by variables that it reads at import, unless the user has set them."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # TensorFlow 2.21 logs at every level if it is on
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # with oneDNN, TensorFlow 2.21 logs whatever the level
 
 
 def _cpus(devices: tuple[str, ...]) -> int:
-    """Return how many devices in host memory are needed for the highest of these indices."""
+    """Return the least number of CPU devices with which all of these CPU devices exist; at least 1."""
     return 1 + max((parse(device).index for device in devices if parse(device).kind == "cpu"), default=0)
 
 

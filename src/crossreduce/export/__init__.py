@@ -1,7 +1,7 @@
 """Exporters: plans in the formats of other tools.
 
 ``EXPORTERS`` is the registry of text formats; ``crossreduce plan --export`` offers exactly these. A new exporter is a
-file in this folder and one line here. ``pictures.py`` is not in the registry, since its output is not text.
+file in this folder and one line here. ``pictures.py`` is not in the registry, since it returns no text.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def to_mscclpp_json(
         have access to the memory of the others.
       name: the executor distinguishes plans by it; ``None``: made of the collective, algorithm and number of ranks.
       inplace: whether the plan is for calls whose input and output are the same memory, or for other calls.
-      threadblocks: the number per GPU, over which the chunks are spread; ``None``: one per chunk, at most 80.
+      threadblocks: at most this number per GPU, over which the chunks are spread; ``None``: at most 80.
       threads: the number of threads per threadblock.
       min_bytes: the smallest message that the plan is for.
       max_bytes: the largest.

@@ -118,8 +118,8 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
 def rings(schedule: Schedule) -> dict[tuple[int, ...], Fraction]:
     """Return the rings along which chunks travel, and the share of the buffer that each carries.
 
-    A ring is a tuple of the devices' numbers in the order of travel, beginning with device 0. A chunk that does not
-    complete its ring belongs to the only ring that contains its path.
+    A ring is a tuple of positions in ``schedule.devices``, in the order of travel, beginning with 0. A chunk that does
+    not complete its ring belongs to the only ring that contains its path.
 
     Raises:
       PlanError: a chunk does not travel along a ring; the message has the chunk, the devices and the reason.
@@ -142,7 +142,7 @@ def rings(schedule: Schedule) -> dict[tuple[int, ...], Fraction]:
 
 
 def _ring(schedule: Schedule, chunk: int, arcs: set[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the ring that contains the transfers of a chunk, beginning with device 0."""
+    """Return the ring that contains the transfers of a chunk; see ``rings``."""
     names = schedule.devices
 
     def refuse(reason: str) -> PlanError:

@@ -32,7 +32,7 @@ _INK, _GREY, _PALE = "#1b1f24", "#c3cad2", "#eef1f4"
 # Shades of bandwidth, from slow to fast: ColorBrewer's YlGnBu without its palest (colorbrewer2.org).
 _SHADES: Final = ("#c7e9b4", "#7fcdbb", "#41b6c4", "#1d91c0", "#225ea8", "#0c2c84")
 _READABLE: Final = 0.45  # names can be read at this scale or a larger one
-_DPI, _PIXELS = 150, 8000  # dots per inch of a PNG, and its longest side: drawing it takes less than 200 MB
+_DPI, _PIXELS = 150, 8000  # dots per inch of a PNG, and the most pixels of a side: its bitmap takes at most 256 MB
 
 
 def draw_topology(topology: Topology, path: str | os.PathLike[str], *, title: str | None = None) -> None:
@@ -86,9 +86,9 @@ def draw_schedule(
 ) -> None:
     """Draw the trees of a schedule, each on a small map of the topology, and the use of each link.
 
-    Chunks with the same transfers share a panel. Black nodes are roots: devices that produce the result, or the only
-    source. Blue arrows are transfers of partial results, orange ones of results. The last panel shades each link by the
-    time that its bytes need, relative to the busiest link. The first ``PANELS`` trees are drawn, the others counted.
+    Chunks with the same transfers share a panel. Black nodes are roots (devices that produce the result, or the only
+    source) and reducing switches. Blue arrows are partial results, orange ones results. The last panel shades each link
+    by the time that its bytes need, relative to the busiest. The first ``PANELS`` trees are drawn, the others counted.
 
     Args:
       schedule: the schedule.

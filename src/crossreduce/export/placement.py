@@ -17,8 +17,8 @@ from .collective import Collective, Location
 class MemoryPlacement:
     """The locations of the values of some blocks of a collective, for calls in place or out of place.
 
-    Values are numbered within their chunk, as in ``ChunkProgram``. A value is stored in the rank's output, if the rank
-    is a destination and the output is free, else in scratch memory.
+    Values are numbered within their chunk, as in ``ChunkProgram``. A new value is stored in the rank's output if the
+    rank is a destination and the output is free, else in scratch memory.
 
     >>> from crossreduce.planning import one_device
     >>> from crossreduce.export.collective import collective

@@ -1,8 +1,8 @@
 """Array operations of each framework: one file per framework, with the same functions in the same order.
 
-Input: an array, or a framework's name. Output: its ``Framework``. A framework is imported when its first array arrives,
-not before. Elsewhere, a framework is imported only by the code that is made for it (``crossreduce.torch`` or the like,
-modules in ``engines/`` and ``transports/``), and by the command line.
+Input: an array, or a framework's name. Output: its ``Framework``. A framework is imported at the first such input, not
+before. Elsewhere, a framework other than NumPy is imported only by the code that is made for it (``crossreduce.torch``
+or the like, modules in ``engines/`` and ``transports/``), and by the command line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FRAMEWORKS: Final = ("numpy", "torch", "jax", "tensorflow")
 _ROOTS: Final = {name: name for name in FRAMEWORKS} | {"jaxlib": "jax"}
 _SCALARS: Final = (bool, int, float, complex)
 KNOWN: Final[dict[type, Framework]] = {}
-"""The framework of each type of array passed to ``framework_of`` so far; callers look up every leaf of a call here."""
+"""The framework of each type for which ``_of_type`` found one; callers look up every leaf of a call here."""
 
 
 @cache

@@ -29,7 +29,7 @@ from .base import Array, Immutable, Sparse, ThreadModes
 from .numpy import beyond
 
 FUNCTIONS: Final[dict[ReduceOp, Any]] = {op: getattr(jnp, name) for op, name in ELEMENTWISE.items()}
-# For each setting that JAX stores per thread, the context manager that sets it. Older releases lack some.
+# Settings that JAX stores per thread, each with the context manager that sets it. Older releases lack some.
 _MODES: Final[dict[str, Any]] = {
     f"jax_{name}": getattr(jax, name)
     for name in (

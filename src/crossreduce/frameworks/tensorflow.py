@@ -4,8 +4,8 @@ Each operation runs on the device of its operands, whatever ``tf.device`` scope 
 gradients, so a tape can record a reduction. Most are raw ops, since the Python code of other calls takes most of the
 time of an eager batch of small tensors.
 
-Inside ``tf.function`` the device of an argument is not known: it counts as on ``cpu:0``, and TensorFlow's placer
-assigns its device.
+Inside ``tf.function`` the device of an argument is not known: the argument counts as on ``cpu:0``, and TensorFlow's
+placer chooses its device.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class TensorFlow(Immutable):
 
 
 def _divided(x: Array, divisor: int) -> Array:
-    """Return ``x / divisor``, rounded once, so that the mean of n equal numbers is that number."""
+    """Return ``x / divisor``, rounded once; a multiplication by the reciprocal would round twice."""
     if x.dtype.is_complex:  # TensorFlow's complex division rounds several times, and turns inf into NaN
         return tf.complex(_divided(tf.math.real(x), divisor), _divided(tf.math.imag(x), divisor))
     y = tf.constant(divisor, x.dtype)

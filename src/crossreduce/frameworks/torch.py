@@ -27,7 +27,7 @@ _BINARY: Final[dict[ReduceOp, Any]] = {op: getattr(torch, name) for op, name in 
 _KINDS: Final = ("cuda", "xpu", "mps")
 _NAMES: Final[dict[Any, str]] = {getattr(torch, name): name for name in DTYPES}
 DTYPES_BY_NAME: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
-# torch can store and copy these dtypes, but has no kernels that add or compare them.
+# torch can store and copy these dtypes, but has no kernels for their sums, minima and maxima.
 _INERT: Final = frozenset({"uint16", "uint32", "uint64"})
 
 
@@ -127,7 +127,7 @@ class Torch:
     def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
         binary, wide = _BINARY[numbers.op], DTYPES_BY_NAME[numbers.accumulator]
         if wide.is_complex and binary is torch.add:
-            # torch adds a + 1 * b with a complex 1, which makes both parts of a sum NaN if one of them is NaN or inf.
+            # torch adds a + 1 * b with a complex 1: if one part of b is NaN or inf, the other part of the sum is NaN.
             part = _NAMES[wide.to_real()]
             real = numbers._replace(dtype=part, accumulator=part, result=part)
             return torch.view_as_complex(self.combine([torch.view_as_real(x) for x in xs], real, final, donated))
@@ -240,7 +240,7 @@ class Torch:
         )
         casts = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in ("cpu", "cuda", "xpu")  # the kinds that torch 2.4's autocast functions accept
+            for kind in ("cpu", "cuda", "xpu")  # not mps, which torch 2.4's autocast functions reject
             if torch.is_autocast_enabled(kind)
         ]
 
@@ -262,7 +262,7 @@ class Torch:
 
     def is_recorded(self, x: Any) -> bool:
         if is_transformed():
-            problem = "tensors under torch.func, torch.compile or a dispatch mode cannot be reduced across threads."
+            problem = "tensors that torch transforms, traces or compiles cannot be reduced across threads."
             remedy = "reduce outside of it: the result of torch.func.grad, not the function that it differentiates"
             raise UnsupportedError.of(problem, f"a {type(x).__name__} inside such a transformation", remedy)
         if not torch.is_grad_enabled():
@@ -308,7 +308,7 @@ class _AcrossReplicas(torch.autograd.Function):  # type: ignore[misc]
 
 
 def is_transformed() -> bool:
-    """Return whether tensors may be tracers: under torch.func, torch.compile, torch.jit.trace or a dispatch mode."""
+    """Return whether tensors may be tracers: in torch.func, forward_ad, torch.compile, jit.trace or dispatch modes."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack() > 0
@@ -329,11 +329,11 @@ def has_no_memory(x: Array) -> bool:
 
 
 def _divide_in_place(x: Array, divisor: int) -> None:
-    """Divide and round once, so that the mean of n equal numbers is that number."""
+    """Divide and round once, so that the mean of n ones is 1."""
     if x.is_complex():  # torch's complex division rounds several times, and turns inf into NaN
         x = torch.view_as_real(x)
-    # Given a Python number, accelerators multiply by its rounded reciprocal, and 49 * (1 / 49) is not 1; given a tensor
-    # on the same accelerator, they divide.
+    # Given a Python number, accelerators multiply by its rounded reciprocal, and 41 * (1 / 41) is not 1 in float32;
+    # given a tensor on the same accelerator, they divide.
     x.div_(divisor if x.device.type == "cpu" else x.new_full((), divisor))
 
 

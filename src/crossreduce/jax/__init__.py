@@ -220,7 +220,7 @@ def _program(spec: _ReduceSpec, op: ReduceOp, nbytes: int) -> Program | None:
         if op is not ReduceOp.PRODUCT:
             _log_plan(axes, "XLA's own all-reduce")
             return None
-        algorithm = "halving_doubling"  # XLA has no all-reduce of products
+        algorithm = "halving_doubling"  # jax.lax has no all-reduce of products
     if axes.mapped and len(axes.names) > 1:
         # If one of several axes is vmap's, lax.ppermute silently ignores that axis (JAX 0.10.2).
         problem = "no schedule can run over several axes of which one is vmap's, only XLA's own all-reduce."

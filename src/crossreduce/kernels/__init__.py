@@ -2,10 +2,10 @@
 
 Input: fused programs (which operands are combined, in which order), element ranges, and arrays as buffers or
 addresses. Output: filled results. A compiled ``Kernel`` reads every source once and writes every result once, a cache
-line at a time, regardless of the number of steps in a program; tensors stay where they are in memory. This package does
-not use schedules, devices or frameworks.
+line or a tile of at most 4 KiB at a time, for any number of steps in a program; tensors stay where they are in memory.
+This package does not use schedules, devices or frameworks.
 
-The instruction set is chosen when the first kernel is compiled: ``avx512``, ``avx2`` or ``baseline``. Two
+The instruction set is chosen once, when it is first needed: ``avx512``, ``avx2`` or ``baseline``. Two
 environment variables override the defaults: ``CROSSREDUCE_KERNELS`` names an instruction set, or ``numpy``;
 ``CROSSREDUCE_NUM_THREADS`` sets the number of threads of one reduction.
 """
@@ -25,8 +25,8 @@ from ..errors import ArgumentError, BackendError, shown
 _LOG: Final = logging.getLogger("crossreduce")
 _Rows = Sequence[Sequence[Any]]  # for each tensor, its sources or its results
 
-# Results of at least this many bytes, of all replicas together, are written with streaming stores: they do not fit into
-# the cache anyway.
+# Results of at least this many bytes, of all replicas together, are written with streaming stores, unless in place:
+# they do not fit into the cache anyway.
 STREAMING_BYTES: Final = 1 << 22
 # Results of at least this many bytes use memory from a pool (see ``memory``). Smaller ones come from the framework's
 # allocator; the C library itself reuses blocks below its mmap threshold, 128 KiB at first.
@@ -146,7 +146,7 @@ def compile_kernel(
 def memory(nbytes: int) -> Any:
     """Return new memory with the buffer protocol, aligned to 64 bytes; its content is undefined.
 
-    Freed memory is kept in a pool and reused for requests of the same size (see ``usage``).
+    The compiled module keeps freed memory in a pool, for requests of the same size (see ``usage``).
     """
     if native():
         return native().Memory(nbytes)
@@ -173,7 +173,7 @@ def threads() -> int:
     """Return the number of threads of one reduction.
 
     This is ``CROSSREDUCE_NUM_THREADS``; else the number of CPUs that the process may use, but at most
-    ``OMP_NUM_THREADS`` (of a list its first number; values that OpenMP would reject are ignored).
+    ``OMP_NUM_THREADS`` (of a list its first number; other values than integers from 1 to 4096 are ignored).
 
     Raises:
       ArgumentError: ``CROSSREDUCE_NUM_THREADS`` is not an integer from 1 to 4096.

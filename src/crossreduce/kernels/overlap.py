@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 def find_overlap(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int] | None:
-    """Return the first result that shares memory with another result or with a source.
+    """Return a result that shares memory with another result or with a source.
 
     Args:
       extents: ``(start, stop, tensor, result)``: the addresses of an array's first byte and of the byte after its
@@ -20,7 +20,7 @@ def find_overlap(extents: Iterable[tuple[int, int, int, int]]) -> tuple[int, int
     >>> find_overlap([(0, 8, 0, 0), (8, 16, 0, 1), (0, 4, 1, -1)])
     (0, 0)
     """
-    reached = reached_by_result = (0, 0, -1)  # (stop, tensor, result) of greatest stop: among all, among results
+    reached = reached_by_result = (0, 0, -1)  # what ends last so far (stop, tensor, result): of all, of results
     for start, stop, tensor, result in sorted(extent for extent in extents if extent[1] > extent[0]):
         other = reached if result >= 0 else reached_by_result
         if other[0] > start:

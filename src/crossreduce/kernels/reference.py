@@ -58,7 +58,7 @@ _OPS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 
 
 def _rounded(x: Any, dtype: np.dtype[Any]) -> Any:
-    """Return ``x`` in another dtype, rounded once; NumPy would round float64 to float32 and then to a half dtype."""
+    """Return ``x`` in another dtype, rounded once; NumPy would round float64 to float32 and then to bfloat16."""
     if x.dtype == np.float64 and dtype.name in ("float16", "bfloat16"):
         single = x.astype(np.float32)
         wide = single.astype(np.float64)

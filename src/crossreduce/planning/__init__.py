@@ -1,7 +1,7 @@
 """Planning: from a request to a verified schedule.
 
 Input: a collective, devices, bytes, perhaps a topology and an algorithm. Output: a ``Plan`` or a ``Schedule`` that
-``verify`` accepted. Planning uses no arrays, I/O or clock, so the same request gives the same schedule everywhere.
+``verify`` accepted. Planning depends on no array, file or clock, so equal requests give equal schedules everywhere.
 ``planners.py`` plans without a topology; ``hierarchies.py``, ``rings.py`` and ``forest.py`` plan with one.
 """
 

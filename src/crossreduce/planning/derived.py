@@ -13,7 +13,7 @@ def reduce_scatter(schedule: Schedule) -> Schedule:
     """Return the steps of an all-reduce that bring each chunk to one device, the same number of chunks to each.
 
     A chunk belongs to the device on which it is first complete, if that gives every device the same number of chunks;
-    otherwise chunks are assigned to the devices in turn. The chunks are sorted by the devices that they belong to.
+    otherwise equally many consecutive chunks belong to each. The chunks are sorted by the devices that they belong to.
 
     >>> from crossreduce.planning import direct
     >>> print(reduce_scatter(direct(["cpu:0", "cpu:1"])))

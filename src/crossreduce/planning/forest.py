@@ -1,8 +1,8 @@
-"""``forest``: trees that together reach the bound, each with a share of the buffer.
+"""``forest``: trees that together reach the bound or nearly do, each with a share of the buffer.
 
-Input: a request. Output: a ``Forest``: a schedule whose fluid rate is that of the bound. Broadcasts and all-gathers use
-trees out of their roots; reductions and reduce-scatters use the same on the reversed links; an all-reduce has trees
-into and out of each root, which share the links as the linear program determines.
+Input: a request. Output: a ``Forest``: a schedule whose fluid rate is that of the bound or slightly less. Broadcasts
+and all-gathers use trees out of their roots; reductions and reduce-scatters use the same on the reversed links; an
+all-reduce has trees into and out of each root, which share the links as the linear program determines.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def forest_schedules(request: Request) -> list[Schedule]:
 
 @lru_cache(maxsize=512)
 def forest(request: Request) -> Forest:
-    """Plan trees that together reach the rate of the bound.
+    """Plan trees that together reach the rate of the bound or nearly do: see "Limits" in docs/planning.md.
 
     "all_reduce", "reduce" and "broadcast" have one buffer from all sources to all destinations; "reduce_scatter" and
     "all_gather" have a part of it on each device. Other devices of the topology only forward, or reduce if that helps.
@@ -130,7 +130,7 @@ def _forest(seen: NeutralTopology, request: Request) -> Forest:
 def _all_reduce(topology: Topology, links: dict[Pair, Fraction]) -> tuple[list[TreeShare], Fraction]:
     """Return the trees of an all-reduce, into and out of the same roots, and k."""
     found = optimum(topology)
-    if found.reached <= 0:  # the program has no exact solution: use half of every link to reduce, half to broadcast
+    if found.reached <= 0:  # no exact solution was found: use half of every link to reduce, half to broadcast
         half = {pair: bandwidth / 2 for pair, bandwidth in links.items()}
         found = found._replace(roots=dict.fromkeys(topology.devices, Fraction(1)), down=half, up=half)
     roots = {k: found.roots[device] for k, device in enumerate(topology.devices) if found.roots[device]}

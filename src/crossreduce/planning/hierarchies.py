@@ -34,7 +34,7 @@ def hierarchies(topology: Topology, request: Request) -> list[Schedule]:
     """Return the schedules of a request by ``hierarchical_copy``; which is the fastest depends on the buffer's bytes.
 
     They are ``one_device``; two halves as groups, as in TensorFlow; the islands of the topology as groups, such as the
-    boards of a DGX-1; and spanning trees of the links: see ``tree_schedules``. If the request has a root, only the
+    hosts of a cluster; and spanning trees of the links: see ``tree_schedules``. If the request has a root, only the
     first and the last kind are possible, and only the first one if the root is neither a source nor a destination.
     """
     root = request.root
@@ -58,7 +58,7 @@ def tree_schedules(topology: Topology, request: Request) -> list[Schedule]:
       link between islands;
     - shortest: each device has the fewest hops to the root; of equal numbers of hops, the fastest link is added first;
     - load_aware: like widest, but a link that the tree already uses k times counts as k + 1 times slower. If one switch
-      joins all devices, this is a chain.
+      joins all devices, this is a chain with the root in its middle.
     """
     members, packs = request.members, request.packs
     if len(members) > MOST_DEVICES or len(members) * packs > MOST_NODES:

@@ -72,8 +72,8 @@ def one_device(
 ) -> Schedule:
     """Plan that one device, the root, combines everything and sends the result to all destinations.
 
-    The schedule has at most two rounds and the fewest steps, but all bytes pass through one device. TensorFlow's
-    ``ReductionToOneDevice`` does the same.
+    The schedule has at most two rounds and the fewest steps, but all bytes of a pack pass through its root.
+    TensorFlow's ``ReductionToOneDevice`` does the same.
 
     Args:
       devices: the names of all devices.
@@ -127,8 +127,8 @@ def hierarchical_copy(
     The devices of each group are summed on its main device, and the mains are summed on the root; the root copies to
     the mains, and these to their groups: at most 4 rounds. On 8 devices and without ``groups`` these are the trees of
     TensorFlow's ``HierarchicalCopyAllReduce`` on a DGX-1 (``aggregate_gradients_using_hierarchical_copy`` in its
-    cross_device_utils.py): halves 0-3 and 4-7, root ``i`` and its partner ``i + 4``. If the number of devices is odd,
-    the second half has one more device, and no contribution is lost.
+    cross_device_utils.py): halves 0-3 and 4-7, root ``i`` and its partner ``i + 4``. If the number of sources is odd,
+    the second half has one more of them, and no contribution is lost.
 
     Args, in addition to those of ``one_device`` except ``root``:
       first: the number of the device that is the root of the first pack, among the sources that are destinations (if

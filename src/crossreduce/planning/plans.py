@@ -1,6 +1,6 @@
 """``plan``: the fastest verified schedule of a collective on a topology, with a proof of how good it is.
 
-Schedules are verified, pipelined for their bytes and simulated; "auto" is the fastest of all algorithms in simulation.
+Schedules are verified, pipelined and simulated; "auto" takes the fastest (above 128 devices, not of all algorithms).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Plan:
 
     @cached_property
     def bound(self) -> Bound:
-        """The greatest rate that a schedule of this request can have, with its proof."""
+        """The rate that no schedule of this request can exceed, with its proof."""
         sources, destinations = self.request.sources, self.request.destinations
         if self.collective == "all_reduce":
             return _request_bound(self.topology, sources, destinations)
@@ -110,7 +110,7 @@ class Plan:
     def others(self) -> dict[str, tuple[float, Fraction | None]]:
         """Return seconds and rate in GB/s of other schedules of this request, for comparison.
 
-        For an all-reduce: TensorFlow's hierarchical copy with one tree per root. For all: "ring" and "one_device".
+        For an all-reduce: TensorFlow's hierarchical copy with a tree per device. If possible: "ring", "one_device".
         """
         request = self.request._replace(packs=1, first=0, root=None)
         found: dict[str, tuple[float, Fraction | None]] = {}
@@ -155,11 +155,11 @@ def plan(
         all-gather. 0 is valid and takes no time.
       algorithm: the name of an algorithm, or "auto" (or "nccl"): the fastest one in simulation.
       sources: the devices that contribute; ``None``: all (the root, for a broadcast).
-      destinations: the devices that need the result; ``None``: all (the root, for a reduce). Other devices may forward
-        data.
+      destinations: the devices that need the result; ``None``: all (the root, for a reduce). Other devices can forward
+        data. A reduce-scatter or all-gather has the same sources and destinations: list either.
       root: the root of a reduce or broadcast; ``None``: the one with the greatest bound. For an all-reduce by
         one_device or hierarchical_copy: the device that reduces.
-      packs: for one_device and hierarchical_copy: the number of trees, with different roots, that share the buffer.
+      packs: for one_device and hierarchical_copy: the number of trees that share the buffer; roots rotate unless given.
     Returns:
       A plan whose schedule is verified; the same request costs one lookup.
     Raises:
@@ -235,8 +235,8 @@ def _read_devices(
 def _request_bound(topology: Topology, sources: tuple[str, ...], destinations: tuple[str, ...]) -> Bound:
     """Return the bound of a reduction from some devices to others.
 
-    For the same devices it is that of the all-reduce; else the least rate at which each destination can receive and
-    each source can send, which a plan between overlapping sets may not reach.
+    For the same devices it is that of the all-reduce; else the least of the rates at which a destination can receive
+    or a source can send. If the sets overlap, perhaps no plan reaches it.
     """
     if set(sources) == set(destinations):
         return bound_of_members(topology, "all_reduce", sources)

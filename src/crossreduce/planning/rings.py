@@ -1,7 +1,7 @@
-"""Rings on a topology: orders of devices in which each has a link, or a route through switches, to the next one.
+"""Rings on a topology: orders of devices in which each has a link or route to the next that passes none of the others.
 
 Input: a topology and a request. Output: a schedule of rings that run side by side. Each ring takes the bandwidth of the
-narrowest link from every link that it uses; rings are added until the bandwidth that is left has no room for another.
+narrowest link from every link that it uses; rings are added, at most 16, until the search finds no room for another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .planners import Request, ring_schedule
 
 # The search for one ring stops after so many steps: finding a Hamiltonian cycle is NP-complete (Karp 1972).
 _MOST_STEPS: Final = 5_000
-_MOST_RINGS: Final = 16  # NCCL uses as many channels on its widest machines
+_MOST_RINGS: Final = 16  # of one schedule, also if the links have room for more
 _MOST_CHUNKS: Final = 512  # of all rings together; a ring of n devices has n chunks
 
 Pair = tuple[str, str]

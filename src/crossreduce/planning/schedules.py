@@ -1,7 +1,7 @@
 """Verified schedules of requests: the registry of algorithms, and the fastest of their schedules on a topology.
 
-Input: a ``Request``. Output: a schedule; the same request costs one lookup. ``plan``, the ops, the command line and the
-tables of the tests all take the algorithms from ``REGISTRY``. Files that only topologies need are imported when they
+Input: a ``Request``. Output: a schedule; a repeated request costs one lookup. ``plan``, the ops, the command line and
+the tables of the tests take the algorithms from ``REGISTRY``. Files that only topologies need are imported when they
 are first used, so that ``import crossreduce`` stays quick.
 """
 
@@ -32,7 +32,7 @@ DIRECT_FROM_BYTES: Final = 1 << 18
 class Algorithm(NamedTuple):
     """The functions that plan with an algorithm, and its properties.
 
-    ``schedules`` returns the schedules of a request for any number of bytes, at least one, or raises PlanError. If
+    ``schedules`` returns one or more schedules of a request, which are for any number of bytes, or raises PlanError. If
     there are several, the fastest depends on the number of bytes. A reduce-scatter is derived from an all-reduce whose
     ``packs`` (0: one per device) and ``first`` are ``scatter``; if that is None, ``schedules`` plans it directly.
     """
@@ -127,7 +127,7 @@ def schedule_for(request: Request) -> Schedule:
 
 @lru_cache(maxsize=256)
 def _matched(topology: Topology, devices: tuple[str, ...]) -> Topology:
-    """Return a topology with the names of the devices, without the devices that are not needed."""
+    """Return a topology with the names of these devices; other devices are removed unless they must forward data."""
     topology = topology.with_switches(reducing=False)
     missing = [device for device in devices if device not in topology.devices]
     if len(missing) == len(devices) and len(devices) <= len(topology.devices):

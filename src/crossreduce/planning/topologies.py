@@ -1,6 +1,6 @@
-"""Views of topologies: the nodes that data can reach, and the same links under neutral names.
+"""Views of topologies: the nodes that data can reach, and the same bandwidths under neutral names.
 
-Devices with equal links have equal neutral topologies, so their plans are made once.
+Devices whose links have equal bandwidths have equal neutral topologies, so their plans are made once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NeutralTopology(NamedTuple):
 
 @lru_cache(maxsize=512)
 def neutral(topology: Topology, members: tuple[str, ...], helpers: tuple[str, ...] | None = None) -> NeutralTopology:
-    """Return a topology whose devices are members and helpers (both may reduce), and whose other nodes are switches.
+    """Return a topology without latencies: members and helpers are devices (both may reduce), other nodes switches.
 
     ``helpers=None``: every other node that can reduce (a reducing switch or a device) is a switch that reduces.
     """

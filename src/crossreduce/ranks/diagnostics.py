@@ -126,7 +126,7 @@ def timeout_text(timeout_s: float, call: CallSignature, late: Mapping[int, CallS
     >>> call = CallSignature(17, "barrier")
     >>> print(timeout_text(0.5, call, {0: call, 2: None}, "world"))  # doctest: +ELLIPSIS
     ranks 0, 2 did not complete op 17, barrier, of group "world", within the timeout of 0.5 s. The group cannot be ...
-      given: rank 0 has begun it, but has stopped since; rank 2 has not answered
+      given: rank 0 has begun it, but not completed it; rank 2 has not answered
       try:   crossreduce doctor DIR shows the last calls of each rank; or a longer timeout
     """
     return message(
@@ -196,7 +196,7 @@ def _late_text(call: CallSignature, late: Mapping[int, CallSignature | None]) ->
         elif not last.sequence:
             texts.append(f"{rank_list(ranks)} {have} made no call so far")
         elif last.sequence >= call.sequence:
-            texts.append(f"{rank_list(ranks)} {have} begun it, but {have} stopped since")
+            texts.append(f"{rank_list(ranks)} {have} begun it, but not completed it")
         else:
             texts.append(f"{rank_list(ranks)} {have} not begun it: {calls} {last.words}")
     if len(ranks_of) > _MAX_CALLS:

@@ -1,12 +1,12 @@
-"""The exchange between hosts: one rank of each host runs the hosts' schedule over a transport, piece by piece.
+"""The exchange of a stripe between hosts: one rank of each runs the hosts' schedule over a transport, piece by piece.
 
 Input: a lowered program whose devices are hosts, a transport, and this host's partial result of each piece. Output: the
 fully reduced pieces. The other ranks of the host are not involved.
 
-Pieces are pipelined: in stage t of the exchange, piece j executes round r where t = j + ROUND_LAG * r. The order of all
-messages is fixed, so messages need no names. A message is sent ROUND_LAG - 1 stages before the receiver waits for it,
-so that the link always has something to carry; receives are posted one stage early. A round sends values that were
-complete when it began, as ``verify`` proves. No value of a piece is replaced before the piece is complete.
+Pieces are pipelined: in stage t of the exchange, piece j executes round r where t = j + lag * r; the lag is ROUND_LAG,
+or 1 for a single piece. The order of all messages is fixed, so messages need no names. A message is sent lag - 1 stages
+before the receiver waits for it, so that the link is not idle; receives are posted one stage early. A round sends what
+was complete when it began, as ``verify`` proves. No value of a piece is replaced before the piece is complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .instructions import kernel
 from .programs import LINE
 
 ROUND_LAG: Final = 2
-"""Stages from one round of a piece to its next. With 1 the link would idle while a round is combined."""
+"""Stages from a round to the next, if there are several pieces. With 1 the link would idle during combinations."""
 
 
 class PeerError(OSError):
@@ -58,7 +58,7 @@ class PieceMemory(NamedTuple):
 
 
 class ExchangeProgram(NamedTuple):
-    """One host's part in an op of several pieces. It is made once and serves any number of calls."""
+    """One host's part in an op. It is made once and serves any number of calls."""
 
     part: DeviceProgram  # the host's part in the program
     peers: tuple[int, ...]  # for each host the rank that runs the exchange there
@@ -226,7 +226,7 @@ class Exchange:
 
 
 def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
-    """Wait for a message from or to a rank, and raise a ``PeerError`` if it does not complete in time."""
+    """Wait for a message from or to a rank, and raise a ``PeerError`` if it fails or does not complete in time."""
     try:
         pending.wait(timeout_s)
     except TimeoutError as error:
@@ -258,9 +258,9 @@ def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int)
 
     Args:
       size: elements, of ``nbytes`` bytes each.
-      smallest: bytes of the first and the last pieces, unless one element is larger.
+      smallest: the most bytes of the first and the last pieces, unless one element is larger.
       largest: the most bytes of any piece, with the same exception.
-      depth: the number of smallest pieces at either end, as many as the stages that the first piece needs.
+      depth: how many such small pieces a large array has at either end: the stages that the first piece needs.
 
     >>> piece_sizes(1000, 4, 400, 1200, 1), piece_sizes(90, 4, 400, 1200, 1), piece_sizes(0, 4, 400, 1200, 1)
     ((100, 200, 200, 200, 200, 100), (90,), (0,))

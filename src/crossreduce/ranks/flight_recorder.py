@@ -225,7 +225,7 @@ def version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of the platform and of the libraries that are already imported."""
+    """Return the versions of Python, the platform and crossreduce, and of NumPy, torch and mpi4py if imported."""
     found = {"python": platform.python_version(), "platform": platform.platform(), "crossreduce": version()}
     for name in ("numpy", "torch", "mpi4py"):
         if name in sys.modules:

@@ -1,9 +1,9 @@
 """Measures how fast the links between hosts are, over the transport that the ranks use.
 
-Input: a communicator. Output: the same ``Topology`` on all ranks, on which the group's reductions are planned from then
-on. The first rank of each host measures: pairs of hosts one after the other (pairs without a common host at the same
-time), each direction by itself; then all hosts at once, which shows whether a host's links share one cable. Numbers are
-rounded to three digits.
+Input: a communicator. Output: the same ``Topology`` on all ranks; the group's reductions are planned on its links
+between hosts from then on. The first rank of each host measures these: pairs of hosts one after the other (pairs
+without a common host at the same time), each direction by itself; then all hosts at once, which shows whether a host's
+links share one cable. Numbers are rounded to three digits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIRST_BYTES: Final = 1 << 20  # of the first stream; a token bucket may let som
 _MESSAGES: Final = 8
 _STREAMS: Final = 5  # the median counts: other work may slow one down, a token bucket speed one up
 _ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts
-_MAX_BYTES: Final = 1 << 25  # the most bytes that are sent in one direction
+_MAX_BYTES: Final = 1 << 25  # the most bytes of a stream, and of what a host receives at once
 _SHARED: Final = 0.75  # a host that receives less than this share of its links' sum has one cable
 _COPIED_BYTES: Final = 1 << 22  # copied to measure the bandwidth of memory
 _LOCAL_LATENCY_S: Final = 1e-6
@@ -42,7 +42,7 @@ class Speeds(NamedTuple):
 
     gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, of two hosts at a time; 0 on the diagonal
     latency_s: tuple[tuple[float, ...], ...]  # row src, column dst, one way
-    cables: tuple[float, ...]  # for each host the bandwidth from all others at once; 0: no shared cable
+    cables: tuple[float, ...]  # for each host the bandwidth of the cable that its links share; 0: they share none
     memory: tuple[float, ...]  # for each host the bandwidth of a copy by one of its ranks while all of them copy
 
 

@@ -73,7 +73,7 @@ class Member(StageRunner):
         self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s
         self.rendezvous, self.transport = rendezvous, transport
         self.global_ranks = tuple(global_ranks or range(self.size))
-        self.warn_s = WARN_AFTER_S  # or half the timeout, if that is shorter
+        self.warn_s = WARN_AFTER_S  # a rank warns after this time, or after half the timeout if that is shorter
         self._broken: ReductionError | None = None
         found = bootstrap(rendezvous, lambda ranks: RankMemory.nbytes(ranks, SLOT_BYTES))
         self.hosts, self.host = found.hosts, found.host
@@ -189,7 +189,7 @@ class Member(StageRunner):
         return PeerLostError(diagnostics.lost_text(places, self._current_call(), self.name, how), places)
 
     def _abort(self, error: ReductionError) -> None:
-        """Make all ranks, of this host and of others, stop with this error."""
+        """Make all ranks, of this host and of others, stop with this error, or with that of an earlier abort."""
         self.memory.abort(error)
         if len(self.hosts) > 1:
             self.rendezvous.publish_abort(encoded(self.memory.abort_cause() or error))

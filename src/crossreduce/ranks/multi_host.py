@@ -4,7 +4,7 @@ Input: a collective, the ranks of the hosts, and the links between hosts if they
 for each rank. If the smallest host has n ranks, the first n ranks of each host are its rail leaders. Each leader owns a
 stripe of every piece: it reduces the stripe on its host and exchanges it with the same leader of the other hosts. The
 reduction to the leaders and the distribution of the results are rank programs. They are pipelined with the exchange:
-while a piece is exchanged, the next one is reduced, and the one before is distributed. Partial results travel in the
+while a piece is exchanged, later ones are reduced, and earlier ones are distributed. Partial results travel in the
 accumulator's dtype; where they become final they are divided and rounded, once.
 """
 
@@ -34,7 +34,7 @@ from .shared_memory import RankMemory, StageRunner
 
 TAG: Final = 0
 SMALLEST_PIECE: Final = 1 << 17
-"""Bytes of the first and the last pieces, of all leaders together; the others have up to ``PIECE_BYTES``."""
+"""Bytes of a large array's first and last pieces, of all leaders together; the others have up to ``PIECE_BYTES``."""
 COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast")  # these run over several hosts
 
 # Words at the start of each slot: whether all hosts made the same call; whether the rank waits for another host.

@@ -26,9 +26,9 @@ from ..ops import Numbers, copying
 from ..packing import itemsize
 from .instructions import ArrayPlaces, BufferReference, RankInstruction, joined, pipelined
 
-# The bytes that a rank contributes to a piece. Measured for 2, 4 and 8 ranks on 2 cores: 128 KiB takes 1.6 to 2.9 times
-# as long, 2 MiB up to 1.3 times; beside the ranks' own work (DDP on 8 ranks) 512 KiB takes 1.2 times, since all ranks
-# must be scheduled for each piece.
+# The most bytes that a rank contributes to a piece. Measured for 2, 4 and 8 ranks on 2 cores: 128 KiB takes 1.6 to 2.9
+# times as long, 2 MiB up to 1.3 times; beside the ranks' own work (DDP on 8 ranks) 512 KiB takes 1.2 times, since all
+# ranks must be scheduled for each piece.
 PIECE_BYTES: Final = 1 << 20
 # Each rank's slot. Ops of even and odd number use one half each, so that an op can begin while other ranks still read
 # the results of the previous one. A half has room for two pieces, which is what the programs of ``one_host`` need,

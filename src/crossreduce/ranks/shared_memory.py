@@ -1,7 +1,7 @@
 """``RankMemory``: the memory that the ranks of one host share, with barriers, liveness and the abort reason.
 
 Input: a file descriptor that all of these ranks have, and compiled rank programs. Output: executed programs, or the
-outcome (see ``DONE``) with which a call stopped. The kernels move the data; this module serves a rank that waits.
+outcome (see ``DONE``) with which a call stopped. The kernels move the data; this module handles the waits.
 
 Each rank holds a record lock on its own byte of the memory's file. The operating system releases the lock when the
 process ends, for any reason, so other ranks can detect the end.
@@ -111,7 +111,7 @@ class RankMemory:
         return [rank for k, rank in enumerate(self.host) if arrivals[k] < arrivals[self.place]]
 
     def alive(self, rank: int) -> bool:
-        """Return whether the process of a rank of this host exists, running or stopped."""
+        """Return whether a rank of this host, running or stopped, has neither ended nor closed its memory."""
         if self.host[self.place] == rank:
             return True
         query = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, self.host.index(rank), 1, 0)

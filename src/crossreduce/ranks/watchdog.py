@@ -1,6 +1,6 @@
-"""``WatchedTransport``: a transport that records which message a rank waits for, and a thread that checks long waits.
+"""``WatchedTransport``: a transport that records which other rank this rank waits for, and a thread that calls a check.
 
-Input: a transport. Output: the same transport; a function is called from time to time, which can warn of a long wait.
+Input: a transport; and the check, a method that can warn of a long wait. Output: a transport with the same messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RemoteWait(NamedTuple):
 
 
 class WatchedTransport:
-    """A ``transports.base.Transport`` that records the message that this rank waits for, and calls ``check``.
+    """A ``transports.base.Transport`` that records which other rank this rank waits for, and calls ``check``.
 
     ``check``: a method that a thread calls every 0.2 s; its object is not kept alive by this. If the system cannot
     start the thread, the method is never called, and messages are carried all the same.

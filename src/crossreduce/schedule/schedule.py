@@ -25,8 +25,8 @@ class Chunk(NamedTuple):
     """A share of the flat buffer, the devices that contribute to it and the devices that need its result.
 
     Devices are numbers: positions in the schedule's ``devices``. The five collectives differ only here: an
-    all-reduce has every device in both lists, a broadcast has one source, a reduce-scatter has one destination per
-    chunk, an all-gather one source per chunk.
+    all-reduce has several devices in both lists, a broadcast one source, a reduce one destination, a reduce-scatter
+    one destination per chunk, an all-gather one source per chunk.
     """
 
     share: Fraction
@@ -77,7 +77,7 @@ class Schedule:
         not depend on them.
     Raises:
       ScheduleError: a number that is not a position, a share below 0, shares that do not add up to 1, two
-        routes for the same chunk and devices.
+        routes for the same chunk, devices and round.
 
     >>> pair = Chunk(Fraction(1), sources=(0, 1), destinations=(0, 1))
     >>> schedule = Schedule("all_reduce", "custom", ("cpu:0", "cpu:1"), (pair,),
@@ -299,7 +299,7 @@ def _malformed(what: str, given: object, remedy: str, n: int) -> ScheduleError:
 
 
 def _share(value: object) -> Fraction:
-    if not re.fullmatch(r"[0-9]{1,100}(/[0-9]{1,100})?", typed(str, value)):  # converting "1e99999999" takes hours
+    if not re.fullmatch(r"[0-9]{1,100}(/[0-9]{1,100})?", typed(str, value)):  # converting "1e99999999" takes minutes
         raise ValueError(f'{value!r} is not the share of a chunk, such as "1/3"')
     return Fraction(typed(str, value))
 

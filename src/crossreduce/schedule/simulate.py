@@ -27,14 +27,14 @@ from ..errors import ArgumentError, PlanError, shown
 from ..topology import Topology
 from .schedule import Schedule
 
-# The least bytes of a piece: far below latency x bandwidth of every link (0.7 us x 25 GB/s is 17 KB), so smaller pieces
-# would not be faster.
+# The least bytes of a piece: every kind of link in links.json carries more in the time of its latency, at least 1.5 KB.
 LEAST_PIECE: Final = 1024
 
-# The greatest number of pieces; more would hardly change the time: R rounds cost (R - 1) / p more than the links' time.
+# The greatest number of pieces p; more would save little time: apart from latencies, R rounds take at most
+# 1 + (R - 1) / p times as long as the busiest link needs for all its data.
 MOST_PIECES: Final = 1 << 16
 
-# The largest buffer that is simulated, an exbibyte: floats cannot distinguish the pieces of larger ones.
+# The largest buffer that is simulated: an exbibyte, more memory than any machine has.
 MOST_BYTES: Final = 1 << 60
 
 Pair = tuple[str, str]
@@ -45,8 +45,8 @@ class Simulation:
     """The predicted execution of a schedule on a topology."""
 
     seconds: float  # from the start of the first transfer to the end of the last one
-    busy: dict[Pair, float]  # for each used link, by (src, dst), its bytes divided by its bandwidth, in seconds
-    bytes: dict[Pair, int]  # for each of these links, the bytes that it carries: whole elements
+    busy: dict[Pair, float]  # for each used link, by (src, dst), the seconds that it needs for its data
+    bytes: dict[Pair, int]  # for each of these links, the bytes that it carries, in whole elements
     ticks: tuple[float, ...]  # the seconds of each tick; in tick t piece j does round t - j
 
 
@@ -127,7 +127,7 @@ def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Sche
     most = max(1, min(nbytes // len(schedule.chunks) // LEAST_PIECE, MOST_PIECES))
     tried = {1, deep, most, *range(2, min(deep, 33)), *(1 << k for k in range(deep.bit_length()))}
     windows = timing.windows(deep)
-    latency, transfer = windows[deep - 1]  # the times of a tick in which all rounds are in progress
+    latency, transfer = windows[deep - 1]  # of a tick in which all rounds are in progress; not yet divided by pieces
     if latency:
         ramps = sum(seconds for _, seconds in windows) - deep * transfer
         best = math.sqrt(max(ramps, 0.0) / latency)

@@ -33,9 +33,9 @@ def verify(schedule: Schedule) -> None:
     chunk on the same device. Intermediate values, and values on devices that are not destinations, do not matter.
 
     Raises:
-      ScheduleError: the error names the round and step, the chunk, the device and the contribution: lost (it never
-        arrives), stale (it was read before the contribution had arrived), doubled (added twice), read from a
-        device that does not store the chunk yet, or overwritten by another step of the same round.
+      ScheduleError: a contribution is lost (it never arrives), stale (a value was read before it had arrived) or
+        doubled (added twice), a step reads from a device that does not store the chunk yet, or two steps of a round
+        write the same chunk on the same device. The error names the chunk, the devices and any step at fault.
 
     >>> from crossreduce.planning import ring
     >>> verify(ring(["cpu:0", "cpu:1", "cpu:2"]))

@@ -3,8 +3,8 @@
 Files, each importing only the ones before it: ``replica_group.py``: threads, waiting and failures; ``regroup.py``: n
 trees into one tree of per-replica values, and back; ``base.py``: a strategy's devices and ops; ``contexts.py``: the
 current context, and a replica's view of its strategy; ``splitting.py``, ``variables.py`` and ``extended.py``: parts of
-a strategy; ``mirrored.py``: the strategy, and the default one outside all strategies. Frameworks are used through
-``frameworks.ReplicaFramework`` only.
+a strategy; ``mirrored.py``: the strategy, and the default one outside all strategies. Frameworks are used only
+through the protocols of ``frameworks``.
 """
 
 from .contexts import ReplicaContext, has_strategy, in_cross_replica_context

@@ -63,7 +63,7 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether this call is inside ``scope`` or ``merge_call``, and not in a replica."""
+    """Return whether this call is in a strategy's cross-replica context, such as inside ``scope`` or ``merge_call``."""
     here = current()
     return here is not None and here.replica is None
 
@@ -366,7 +366,7 @@ def _with_hints(hints: CommunicationOptions) -> str:
 
 
 def _host_names(lists: list[list[Any]], devices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the replicas' devices if they and all arrays are in host memory; ``None``: the arrays imply them."""
+    """Return devices that arrays in host memory do not imply, such as cpu:5 and cpu:3; ``None``: arrays imply them."""
     if devices == host_devices(len(devices)) or any(locate(x) != "cpu" for own in lists for x in own):
         return None
     return devices if all(name.startswith("cpu:") for name in devices) else None

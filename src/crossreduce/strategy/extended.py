@@ -80,7 +80,7 @@ class Extended:
           The results of the calls, regrouped as by ``run``.
         Raises:
           ContextError: inside a replica.
-          ArgumentError: ``var`` is not a distributed value, or has another number of components.
+          ArgumentError: ``var`` is not a distributed value with one component per replica.
 
         >>> import numpy as np
         >>> from crossreduce import MirroredStrategy, PerReplica

@@ -1,4 +1,4 @@
-"""``MirroredStrategy``, with the names and the contract of ``tf.distribute``; and the strategy of the current call.
+"""``MirroredStrategy``, with the names and the contract of ``tf.distribute``, and the current strategy and context.
 
 Input: functions that run in replicas, and per-replica values. Output: the functions' results, and their reductions.
 """
@@ -145,12 +145,12 @@ class MirroredStrategy(Strategy):
 
         Args:
           reduce_op: a ``ReduceOp`` or its name.
-          value: a tree. A leaf may also be a single array, which counts as the same on all replicas. It is its own
-            mean, minimum and maximum; its sum and product are defined only for one replica or for the number 0.
+          value: a tree. A leaf may also be a single array: without ``axis`` it counts as the same on all replicas, so
+            it is its own mean, minimum and maximum; its sum and product are defined only for one replica or for 0.
           axis: an axis of the arrays that is reduced, too. Components may differ in size along it, and some may be
             empty: a mean divides by the number of all elements.
         Returns:
-          The tree of results, each on the first replica's device.
+          The tree of results, each on the first device of its value.
         Raises:
           ContextError: inside a replica.
           ArgumentError, MismatchError, UnsupportedError: as ``CrossDeviceOps.reduce``; an invalid axis; the mean,
@@ -200,7 +200,7 @@ class MirroredStrategy(Strategy):
         Returns:
           The tree with a ``PerReplica`` of shares for each array. Joined in order, they are the array. Their sizes
           differ by at most one sample; the first shares are the larger ones, and if there are fewer samples than
-          replicas, the last shares are empty. Shares of NumPy arrays and torch tensors are views.
+          replicas, the last shares are empty. Shares of NumPy arrays and, if not moved, torch tensors are views.
         Raises:
           ContextError: inside a replica.
           MismatchError: arrays of different size along ``axis``.
@@ -243,8 +243,8 @@ class MirroredStrategy(Strategy):
 
         Args:
           value: a tree of arrays and of objects such as a ``torch.nn.Module`` and its optimizer. Each replica receives
-            a deep copy of the entire tree, so references between its objects are preserved. Modules are moved by their
-            method ``to``.
+            a deep copy of the entire tree, so references between its objects are preserved. Modules are moved to
+            accelerators by their method ``to``; if the device is a CPU, they stay where they are.
         Returns:
           The tree of per-replica values.
 
@@ -278,7 +278,7 @@ class MirroredStrategy(Strategy):
             if not inside or isinstance(axis, bool):
                 remedy = "axis=None or axis=0" if x.shape else "axis=None"
                 raise ArgumentError.of("axis must be None or an axis of the value.", given, remedy)
-        check_value(None, value, axis=axis)  # the components may only differ in their sizes along the axis
+        check_value(None, value, axis=axis)  # the components must be alike, except for their sizes along the axis
         sizes = [int(x.shape[axis]) for x in arrays]
         places = value.devices
         if op in (ReduceOp.MIN, ReduceOp.MAX):  # empty components do not have a minimum or maximum
@@ -347,7 +347,7 @@ def _run_replica(context: ReplicaContext, modes: list[ThreadModes], fn: Any, arg
 
 
 def _to_device(leaf: Any, device: str) -> Any:
-    """Return an array or a module on a device; other values are returned unchanged."""
+    """Return an array or a module on a device; other values, and modules for a CPU, are returned unchanged."""
     if isinstance(leaf, DistributedVariable):
         raise ArgumentError.of("a variable cannot be replicated again.", repr(leaf), "pass it to run() unchanged")
     try:

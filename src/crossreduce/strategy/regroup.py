@@ -24,8 +24,8 @@ class DistributedVariable(DistributedValues):
 def per_replica_on(devices: tuple[str, ...], components: Sequence[Any]) -> PerReplica:
     """Return a ``PerReplica`` of components, on the replicas' devices or on those that the framework reports.
 
-    The replicas' devices are used if a component is not an array (such as a module), or if all components and devices
-    are in host memory.
+    The replicas' devices are used if a component has no single device (such as a module), or if they are in host memory
+    and all components report "cpu" without an index (arrays of NumPy and PyTorch do).
     """
     places = [_location(x) for x in components]
     anywhere = None in places or (set(places) == {"cpu"} and all(parse(name).kind == "cpu" for name in devices))
@@ -33,7 +33,7 @@ def per_replica_on(devices: tuple[str, ...], components: Sequence[Any]) -> PerRe
 
 
 def _location(x: Any) -> str | None:
-    """Return an array's device; ``None`` if it is not an array, or is spread over several devices."""
+    """Return an array's device; ``None`` if it is not an array, or reports no single device."""
     try:
         framework_of(x)
         return locate(x)

@@ -1,7 +1,7 @@
 """The threads of one run's replicas: how they start, wait for each other and end.
 
 Input: one function per replica. Output: the value that each function returned, or the first error, once all threads
-have ended. This module does not handle arrays.
+have ended or the timeout is over. This module does not handle arrays.
 
 A replica that needs the others calls ``ReplicaGroup.rendezvous`` and sleeps. The thread that called ``run`` sleeps too,
 until all replicas wait, and then executes their call and wakes them; or until they can no longer all arrive, because
@@ -27,7 +27,7 @@ TIMEOUT_S: Final = 600.0
 
 
 class Stopped(BaseException):
-    """Ends a replica because another one failed. Not an ``Exception``, so handlers in replicas do not catch it."""
+    """Ends a replica if the run failed elsewhere. Not an ``Exception``, so handlers in replicas do not catch it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class ReplicaGroup:
         self._devices = devices
         self._timeout_s = timeout_s
         self._process = os.getpid()
-        self._lock = threading.Lock()  # guards all attributes below
+        self._lock = threading.Lock()  # guards _calls and _ended, and is held to add a failure or to stop
         self._wakeups: SimpleQueue[None] = SimpleQueue()  # wakes the caller
         self._replies: list[SimpleQueue[tuple[Any, BaseException | None]]] = [SimpleQueue() for _ in range(n)]
         self._calls: list[CollectiveCall | None] = [None] * n  # the calls of the replicas that wait

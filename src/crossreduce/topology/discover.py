@@ -29,8 +29,8 @@ def discover() -> Wiring:
     This needs the package nvidia-ml-py.
 
     NUMA nodes: ``cpu:k`` is the k-th node that has CPUs and memory. Linux reports distances; that of a node to itself
-    is 10. A distance of 20 stands for 16 GB/s, which NCCL assumes between the nodes of an EPYC, and 0.2 us, a typical
-    value; twice the distance is half the speed and twice the latency.
+    is 10. A distance of 20 stands for 16 GB/s, which NCCL assumes between the nodes of a Zen 2 EPYC, and 0.2 us, a
+    typical value; twice the distance is half the speed and twice the latency.
     """
     return _gpus() or _numa(NODES)
 
@@ -102,7 +102,7 @@ def _visible(nvml: Any, handles: list[Any]) -> list[Any]:
             found = [handle for handle in handles if _text(nvml.nvmlDeviceGetUUID(handle)).startswith(name)]
         else:
             found = handles[int(name) : int(name) + 1] if name.isdecimal() else []
-        if len(found) != 1 or found[0] in chosen:  # CUDA ignores the rest of the list, too
+        if len(found) != 1 or found[0] in chosen:  # CUDA also ignores what follows an invalid entry
             break
         chosen += found
     return chosen

@@ -1,6 +1,6 @@
 """Machines as data: common multi-GPU machines, one or several of them, from the files in data/.
 
-Input: a name and the number of hosts. Output: a ``Wiring``. A file has these entries:
+Input: a name and the number of hosts. Output: a ``Wiring``. A file has a name, a description and some of these:
 
 - ``devices``: their kind and number.
 - ``links``: ``[a, b, number, kind]``: links each node of ``a`` to each node of ``b`` by so many links of a kind of
@@ -48,7 +48,7 @@ def machine(
 ) -> Wiring:
     """Return a machine of the library, or several of them and the network between them: see ``Topology.machine``.
 
-    Devices are called ``cuda:0``, or ``host0/cuda:0`` if there are several hosts. The switches of a host are called
+    Names are such as these: devices ``cuda:0``, or ``host0/cuda:0`` if there are several hosts; switches of a host
     ``nvswitch`` or ``host0/nvswitch``, those of the network ``ib`` or ``rail0``. A single host has no network. A
     network card that belongs to one device is a link to the network; a card that several devices share is a switch with
     one such link. Only letters and digits of the name are compared.

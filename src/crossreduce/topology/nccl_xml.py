@@ -5,8 +5,8 @@ and with it any entity, is refused, and so is text that is too long or too deepl
 
 ``<nvlink>`` and ``<xgmi>`` entries join GPUs: each is a number of links, whose kind follows from the GPU's ``sm`` or
 ``gcn``. All NVLinks to devices of the PCI class of an NVSwitch lead to one switch, ``nvswitch``. The wiring includes
-PCIe switches and CPUs only if these links do not join all GPUs. A PCI bridge with GPUs on one branch only is no node,
-but part of a link. Network cards have no peer in a file of one host and are left out.
+links of PCIe and between CPUs only if the entries do not join all GPUs. A PCI bridge with GPUs on one branch only is no
+node, but part of a link. Network cards are left out: the file does not state to which other cards they lead.
 
 Source: NVIDIA/nccl src/graph/xml.cc, topo.cc and topo.h for the format, the meaning of absent values and the models of
 CPUs; ROCm/rccl src/graph/topo.cc for ``<xgmi>``; ROCm/rccl tools/topo_expl/models has files for comparison.

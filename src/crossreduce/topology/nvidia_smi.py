@@ -75,7 +75,7 @@ def read_nvidia_smi(
         raise ArgumentError.of("nvlink_gb_per_s must be a finite number of GB/s above 0.", shown(nvlink_gb_per_s), "25")
     speed = Fraction(nvlink_gb_per_s)
     if not isinstance(nvlinks_per_gpu, int) or isinstance(nvlinks_per_gpu, bool) or nvlinks_per_gpu < 1:
-        raise ArgumentError.of("nvlinks_per_gpu must be a number of links, 1 or more.", shown(nvlinks_per_gpu), "18")
+        raise ArgumentError.of("nvlinks_per_gpu must be a whole number of links above 0.", shown(nvlinks_per_gpu), "18")
     if pcie not in ("pcie3", "pcie4", "pcie5", "pcie6"):
         raise ArgumentError.of("this kind of PCIe is not known.", shown(pcie), '"pcie3", "pcie4", "pcie5" or "pcie6"')
     names, rows = _table(text)

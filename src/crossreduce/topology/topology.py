@@ -344,8 +344,8 @@ class Topology:
     def islands(self) -> tuple[tuple[str, ...], ...]:
         """The groups of devices that the fastest links join.
 
-        Two devices are in one group if a path of links of the greatest bandwidth joins them. A topology whose links
-        all have the same bandwidth, or whose fastest links join all devices, is one group.
+        Two devices are in one group if a path of links of the greatest bandwidth joins them. A topology whose
+        fastest links join all devices is one group.
 
         >>> Topology.from_matrix([[0, 10, 1, 1], [10, 0, 1, 1], [1, 1, 0, 10], [1, 1, 10, 0]]).islands
         (('cpu:0', 'cpu:1'), ('cpu:2', 'cpu:3'))

@@ -64,7 +64,7 @@ class Collectives:
         result = tensor if result is None else result
         op = self._op("reduce", kind, tensor, root)
         if op is None:
-            copied = tensor.detach().clone()  # gloo also writes into the tensors of other ranks
+            copied = tensor.detach().clone()  # gloo also writes into the tensors of ranks that are not the root
             self._run_in_gloo(self._gloo.reduce, copied, _options(c10d.ReduceOptions, reduceOp=kind, rootRank=root))
             if root == self._rank:
                 result.detach().copy_(copied.reshape(result.shape))

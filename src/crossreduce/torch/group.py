@@ -245,7 +245,7 @@ def connect(
 ) -> tuple[Any, Communicator]:
     """Return gloo's process group and the communicator of a group whose ranks meet at ``store``.
 
-    The communicator uses gloo as its transport between hosts; this is the only place that chooses a transport.
+    The communicator uses gloo as its transport between hosts; no other code of ``crossreduce.torch`` chooses one.
     ``global_ranks``: the ranks' numbers in the world, for errors; empty: the group is the world.
     """
     seconds = timeout.total_seconds()
@@ -292,7 +292,7 @@ def _each(function: Callable[..., None], *lists: Any) -> Callable[[], None]:
 
 
 def _received(tensors: Sequence[Any], buffers: Sequence[Any], work: Any) -> Any:
-    """Return the work of receiving ``tensors``; those that are not contiguous are received into other ``buffers``."""
+    """Return the work of receiving ``tensors``; those that are not plain use other memory: ``buffers``."""
     if all(map(operator.is_, tensors, buffers)):
         return work
     return CopyBackWork(work, partial(copy_back_all, tensors, buffers), tensors)

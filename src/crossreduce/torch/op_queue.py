@@ -1,7 +1,7 @@
 """The ops of one group, executed in the order of their calls.
 
-Input: functions to call. Output: ``torch.distributed.Work``. A synchronous call runs in the caller's thread if no op is
-before it; all others run in one thread of the group. This module implements no collective.
+Input: functions to call. Output: ``torch.distributed.Work``. With ``inline``, a synchronous call runs in the caller's
+thread if no op is before it; all others run in one thread of the group. This module implements no collective.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class OpQueue:
         self._inline = inline
         self._refusal: str | None = None
         self._lock = threading.Lock()
-        self._pending = 0  # ops that wait or run
+        self._pending = 0  # ops of the queue's thread that wait or run
         self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         _QUEUES.add(self)
@@ -241,7 +241,7 @@ class OpQueue:
         return self._refusal == _FORKED
 
     def close(self, drain_s: float) -> bool:
-        """Refuse new ops, wait up to ``drain_s`` seconds for pending ones, and return whether all have ended."""
+        """Refuse new ops; wait for the queue's thread to end, unless called in it; return False after ``drain_s`` s."""
         with self._lock:
             if self._refusal is None:
                 self._refusal = "this process group was destroyed."

@@ -1,7 +1,7 @@
 """Protocols of what a group of ranks needs from its environment: a rendezvous, and a transport between hosts.
 
-Input and output: see ``Rendezvous`` and ``Transport``. Each implementation has a file of its own in this folder, or is
-an object of the caller; the caller creates it and passes it to a ``Communicator``, which creates none itself.
+Input and output: see ``Rendezvous`` and ``Transport``. ``mpi.py`` implements both, ``gloo.py`` a transport and
+``torch/rendezvous.py`` a rendezvous; the caller of a ``Communicator`` creates them, and passes them to it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Rendezvous(Protocol):
         """
 
     def publish_abort(self, cause: bytes) -> None:
-        """Make the reason of an abort readable on all hosts; only the first reason is kept. Never raises."""
+        """Make the reason of an abort readable on all hosts, unless one is known already. Never raises."""
 
     def abort_cause(self) -> bytes | None:
-        """Return the published reason, or ``None`` if no rank has aborted. This is quick and never raises."""
+        """Return the published reason, or ``None`` if none can be read here. This is quick and never raises."""
 
 
 class PendingMessage(Protocol):

@@ -80,5 +80,5 @@ class _GlooMessage:
 def _translated(error: RuntimeError, peer: int) -> Exception:
     text = str(error)
     if "Timed out" in text:
-        return TimeoutError(f"no message to or from rank {peer} in time")
+        return TimeoutError(f"the message to or from rank {peer} did not complete in time")
     return ConnectionError(f"the connection to rank {peer} was lost: {text}")

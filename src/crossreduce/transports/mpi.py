@@ -20,7 +20,7 @@ _ABORTED: Final = "this rank has aborted the group"
 _REMEDY: Final = "make the same calls on all ranks; or crossreduce.mpi.join(timeout_s=...) with more seconds"
 _CHECK_S: Final = 0.25  # between two checks whether another rank has aborted
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # between two tests of a message: MPI itself can only wait by spinning
-UNFINISHED: Final[list[Any]] = []  # requests that MPI cannot cancel; they keep the arrays that MPI reads and writes
+UNFINISHED: Final[list[Any]] = []  # abandoned requests; they keep the memory that MPI may still access
 
 
 class MpiRendezvous:
@@ -79,9 +79,9 @@ class MpiRendezvous:
 class MpiTransport:
     """Messages over an MPI communicator. See ``base.Transport``.
 
-    MPI makes progress with large messages only while one of its functions is called. So a thread tests all messages
-    regularly: this rank may wait for a rank of its host that waits for another host, which waits for this rank's
-    message.
+    MPI makes progress with large messages only while one of its functions is called. So a thread, if MPI supports it,
+    tests all messages regularly: this rank may wait for a rank of its host that waits for another host, which waits
+    for this rank's message.
     """
 
     def __init__(self, comm: Any, abort_cause: Callable[[], bytes | None] = lambda: None) -> None:

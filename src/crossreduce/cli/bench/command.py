@@ -71,9 +71,9 @@ def bench(
 
     Time is the mean over the calls, each until its results are ready; the
     JSON also contains median and p99. In place, results are written over the
-    inputs (out=). In-place times are N/A (null in JSON) for broadcasts, for
-    means of integers, and for JAX and TensorFlow, whose arrays cannot be
-    written.
+    inputs (out=). In-place times are N/A (null in JSON) for collectives
+    other than all_reduce and reduce, for means of integers, and for JAX and
+    TensorFlow, whose arrays cannot be written.
 
     Devices in host memory are an emulation, which compares algorithms; their
     times do not predict those of GPUs.

@@ -44,7 +44,7 @@ def measure(request: BenchRequest, topology: Topology | None, topology_name: str
 
 
 def _measure(trainer: Trainer, request: BenchRequest, ops: AllReduceCrossDeviceOps) -> Measure:
-    """Return the function that times the calls of one algorithm and checks the last result."""
+    """Return the function that times the calls of one algorithm and checks a result."""
     devices, collective, op = request.devices, request.collective, request.op
 
     def prepare(

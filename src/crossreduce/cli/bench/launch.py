@@ -18,10 +18,10 @@ from contextlib import ExitStack
 from subprocess import DEVNULL
 from typing import IO, Any, Final
 
-_GRACE_S: Final = 1.0  # after one rank failed, the others of its group have time to report their own errors
+_GRACE_S: Final = 1.0  # after one rank failed, the others have this time to end by themselves
 _TERMINATE_S: Final = 3.0
 _PAUSE_S: Final = 0.02
-_SHOWN_NBYTES: Final = 20_000  # the most bytes of the failed rank's standard error that are shown
+_SHOWN_NBYTES: Final = 20_000  # the most bytes of a rank's standard error that are shown: its last ones
 
 
 def launch(command: list[str], count: int) -> int:

@@ -236,7 +236,7 @@ def _widths(request: BenchRequest) -> list[int]:
 
 
 def _fit(value: float, width: int) -> str:
-    """Return a number in at most ``width`` characters, like getFloatStr of nccl-tests.
+    """Return a number in ``width`` characters at most, one more if rounding adds a digit, like nccl-tests' getFloatStr.
 
     >>> [_fit(x, 6) for x in (1.234, 123.456, 1234.56, 123456.7)]
     ['1.23', '123.46', '1234.6', '123457']

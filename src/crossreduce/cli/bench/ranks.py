@@ -62,9 +62,9 @@ class Backend(Protocol):
         """Return every rank's value, on every rank."""
 
     def call(self, collective: str, op: str, source: Any, result: Any, root: int, in_place: bool) -> Call:
-        """Return a function that runs a collective on this rank's ``source``, which may be reduced in place.
+        """Return a function that runs a collective on this rank's ``source``.
 
-        ``root`` is that of reduce and broadcast. In place, the result is written to ``source`` and not to ``result``.
+        ``root`` is that of reduce and broadcast. In place, and by broadcast, the result is written to ``source``.
         """
 
 

@@ -78,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """The settings of one run; sizes in bytes, fields named as in the ``config`` of nccl-tests' JSON report."""
+    """The settings of one run; sizes in bytes. Those in the ``config`` of nccl-tests' JSON report have its names."""
 
     framework: str
     collective: str
@@ -152,7 +152,7 @@ class BenchRequest:
                 yield Row(name, size, shown, self.nccl_type, self.redop, root, out_of_place, in_place)
 
 
-# Runs a collective. Arguments: the patterns of the inputs, the pattern of their reduction, the elements of the complete
-# buffer, the root, whether the result is written over the inputs. Returns the seconds of each call, and how many
-# elements are wrong; ``None``: they were not checked.
+# Runs a collective. Arguments: the patterns of the inputs, the pattern of their reduction, the number of elements in
+# the complete buffer, the root, whether the result is written over the inputs. Returns the seconds of each call, and
+# how many elements are wrong; ``None``: they were not checked.
 Measure = Callable[[list[NDArray[Any]], NDArray[Any], int, int, bool], tuple[Sequence[float], int | None]]

@@ -23,7 +23,7 @@ class MeshAxes:
 
     names: tuple[Hashable, ...]  # in the order in which the caller lists them
     sizes: tuple[int, ...]  # the number of positions along each axis
-    mesh_order: tuple[int, ...]  # indices of ``names``, in the order in which the mesh lists its axes
+    mesh_order: tuple[int, ...]  # indices of ``names`` in the mesh's order of its axes; unused if ``mapped``
     checked: bool  # shard_map tracks the axes over which values vary (check_vma=True)
     mapped: bool  # at least one axis belongs to vmap, not to a mesh
 
@@ -64,6 +64,6 @@ def read_axes(axis_name: Any) -> MeshAxes:
         problem = "the calling function is not mapped over every axis in axis_name."
         raise AxisError.of(problem, shown(axis_name), remedy) from error
     mesh = jax.sharding.get_abstract_mesh()
-    mapped = not set(names) <= set(mesh.manual_axes)  # vmap may use the name of another mesh axis
+    mapped = not set(names) <= set(mesh.manual_axes)  # vmap's axis may have the name of a mesh axis that is not manual
     order = range(len(names)) if mapped else sorted(range(len(names)), key=lambda k: mesh.axis_names.index(names[k]))
     return MeshAxes(names, sizes, tuple(order), checked, mapped)

@@ -1,10 +1,10 @@
 """Compile a program into permutations and combinations that every device executes alike.
 
 Input: a ``Program`` whose devices are the positions along mesh axes. Output: a ``PermutationProgram`` of plain numbers,
-without arrays. In one permutation a device sends to at most one other device and receives from at most one, so a
-round becomes as many permutations as one device sends to, or receives from, at most. A row of an array holds a value of
-a chunk. Which rows a device reads depends on its position, so tables list them, with one column per device; if all
-columns are equal, the position is not needed.
+without arrays. In one permutation a device sends to at most one other device and receives from at most one, so the
+number of a round's permutations is the largest number of devices that any device sends to, or receives from. A row of
+an array holds a value of a chunk. Which rows a device reads depends on its position, so tables list them, with one
+column per device; if all columns are equal, the position is not needed.
 
 Rows are immutable: each permutation and each combination makes a new block of rows. So copies are free, and XLA does
 not need to protect rows that later rounds read: when rows were updated in place, a ring over 8 CPU devices copied its
@@ -57,7 +57,7 @@ class PermutationProgram(NamedTuple):
 
     Args:
       devices: the number of devices.
-      stacks: the chunks, grouped by share. A chunk is a row of its stack, so the lengths of a stack's rows differ by at
+      stacks: the chunks, grouped by share, each one row of the input; the lengths of chunks of equal share differ by at
         most one element.
       by_round: for each round its permutations, independent of each other, and the combinations that follow them.
       results: for each stack the places of its chunks' results.
@@ -171,7 +171,7 @@ class _Compiler:
                 instruction = instruction._replace(operands=operands[::-1])
             srcs = tuple(self._devices[chunk][operand] for operand in instruction.operands)
             runs[self._stack[chunk], device, srcs].append(Numbered(chunk, value, instruction))
-        # Runs of different devices that differ only in their rows become one combination.
+        # Runs of different devices with equally many operands and rows become one combination.
         groups: defaultdict[tuple[int, int, int, int], dict[int, list[Numbered]]] = defaultdict(dict)
         seen: Counter[tuple[int, int, int, int]] = Counter()
         for (stack, device, srcs), run in sorted(runs.items()):
@@ -207,7 +207,7 @@ class _Compiler:
         return self._blocks[stack] - 1
 
     def _table(self, places: dict[int, list[Place]]) -> Table:
-        """Return a column for each device. Devices without places get those of the first device, as a placeholder."""
+        """Return a column for each device; one without places gets those of the first device that has some."""
         first = places[min(places)] if places else []
         return tuple(tuple(places.get(device, first)) for device in range(len(self._program.devices)))
 
@@ -228,8 +228,8 @@ def matchings(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """Split different pairs ``(src, dst)`` into as few matchings as possible.
 
     Their number is the largest number of pairs with the same ``src``, or with the same ``dst``. A matching is an edge
-    color of the bipartite graph of senders and receivers. Each pair gets the first color that is free at both ends, so
-    pairs that are close together in ``pairs`` are likely to share a matching.
+    color of the bipartite graph of senders and receivers. Each pair gets the first color that is free at both ends, if
+    there is one, so pairs that are close together in ``pairs`` are likely to share a matching.
 
     >>> matchings([(0, 1), (1, 2), (2, 0), (0, 2)])
     [[(0, 1), (1, 2), (2, 0)], [(0, 2)]]

@@ -26,8 +26,8 @@ from .axes import MeshAxes
 from .permutations import Pair, Permutation, PermutationProgram, Place, Table, compile_permutations, ranges
 
 _SELECTED: Final = 2
-"""If the rows that the devices read are in at most this many blocks, each device selects its rows with ``where``. If
-they are in more blocks, it joins the blocks and cuts its rows out of the joined array."""
+"""If each device reads consecutive rows of one block, and all devices together read at most this many blocks, each
+selects its rows with ``where``. Otherwise it joins the blocks and cuts its rows out of the joined array."""
 
 
 def run(program: Program, x: Array, op: ReduceOp, axes: MeshAxes) -> Array:

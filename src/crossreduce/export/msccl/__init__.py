@@ -1,1 +1,1 @@
-"""MSCCL XML: the format, its writer, and the verifier, which accepts the files of any tool."""
+"""MSCCL XML: the format, its writer, and the verifier, which reads the files of any tool."""

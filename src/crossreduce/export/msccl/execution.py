@@ -5,7 +5,7 @@ ScheduleError for a connection with one end, a dependency that no step meets, or
 
 - A ``nop`` only carries a dependency: the next step of another type waits for it. A step with ``hasdep`` signals when
   it is done; the first such signal at or after step k meets a dependency on step k. Adjacent ``re`` steps (local
-  reductions) with the same destination run as one.
+  reductions) with the same destination and source buffer run as one if no wait or signal is between them.
 - The k-th send of a connection (source, destination, channel) is received by its k-th receive. A connection has a few
   slots for messages that are not yet received, and a send waits for a free one; a step of many chunks may need several.
 

@@ -1,7 +1,7 @@
 """Prove that an MSCCL XML file, of any tool, computes its collective.
 
-No GPU runs; contributions are counted (never, once, more than once), as in ``schedule/verify.py``. Steps mean what the
-runtimes' own interpreters do, see ``execution.py``.
+No GPU runs; contributions are counted (never, once, more than once), as in ``schedule/verify.py``. Steps have the same
+effect as in the runtimes' own interpreters, see ``execution.py``.
 
 - All threadblocks of all GPUs run at the same time. Two accesses to the same memory race if one of them writes and
   they are not ordered by their threadblock, by dependencies or by a chain of messages. The message that a step
@@ -50,7 +50,7 @@ class MscclReport:
     chunks: int  # the number of equal parts of the full buffer
     threadblocks: int  # the largest number of threadblocks of a GPU
     steps: int  # the number of steps of all threadblocks of all GPUs
-    inplace: bool  # right for calls whose input and output are the same memory
+    inplace: bool  # right for calls whose input and output share memory
     outofplace: bool  # right for calls whose input and output are different memory
     slots: int  # the number of slots per connection with which deadlocks were excluded
     notes: tuple[str, ...]  # limits of the runtimes that the file exceeds, and other facts for the user
@@ -77,7 +77,7 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
       The facts about the file, and notes on limits of the runtimes that it breaks.
     Raises:
       ScheduleError: the file is malformed, has a deadlock or a race, reads memory that was never written, or leaves a
-        wrong result; the message has the algorithm, GPU, threadblock and step. Also for a collective other than
+        wrong result; the message names the step at fault, if there is one. Also for a collective other than
         all-reduce, reduce, reduce-scatter, broadcast, all-gather and all-to-all.
       ArgumentError: an invalid root or number of slots.
 

@@ -1,10 +1,10 @@
 """Write a schedule as MSCCL XML, which msccl-executor-nccl, microsoft/msccl and RCCL run.
 
 Each GPU has, on each channel, one threadblock for each rank that it sends to and one for each rank that it receives
-from, so that receives never wait for sends. A block, a part of a chunk whose units move together, belongs to one
+from, so that no receive is queued behind a send. A block, a part of a chunk whose units move together, belongs to one
 channel. An instruction of several operands becomes one message from each other device, in the listed order; each is
-added as it arrives (``rrc``). If the device's own operand is third or later, the messages before it are added up in
-scratch memory first.
+added as it arrives (``rrc``). If the device's own operand is third or later, the messages before it are added up
+first, in other memory.
 
 The order in which operations are added proves that no threadblocks wait for each other in a cycle. Round by round,
 chunk by chunk and block by block, all sends are added before the receives, so the values that the previous round left
@@ -61,8 +61,8 @@ def to_msccl_xml(
       name: the name in the file, for readers; ``None``: made of the collective, algorithm and number of ranks.
       proto: "Simple", "LL" or "LL128".
       runtime: the runtime whose limits must hold: "msccl" (msccl-executor-nccl), "rccl", or "both".
-      channels: the number of channels over which the chunks are spread; ``None``: the fewest that the limits allow. A
-        channel has one threadblock for each rank to send to, and one threadblock alone does not fill a fast link.
+      channels: the number of channels over which the chunks are spread; ``None``: the fewest of ``CHANNELS`` that the
+        limits allow. A channel has one threadblock for each rank to send to, and one alone does not fill a fast link.
       inplace: whether the file is for calls whose input and output are the same memory.
       outofplace: whether the file is for calls whose input and output are different memory.
       min_bytes: the smallest message that the runtimes use the file for.
@@ -105,7 +105,7 @@ def to_msccl_xml(
     title = re.sub(r"[^A-Za-z0-9_.:+/@-]", "_", title) if name is None else title
     if not _NAME.fullmatch(title):
         remedy = "up to 200 letters, digits and _ . : + / @ -"
-        raise ArgumentError.of("the runtimes' parsers cannot read this name.", shown(title), remedy)
+        raise ArgumentError.of("the name must have 1 to 200 plain characters.", shown(title), remedy)
     if made.units > MOST_CHUNKS:
         problem = f"the shares need {made.units} equal chunks, but the runtimes count up to {MOST_CHUNKS}."
         given = f"{len(schedule.chunks)} shares of the buffer, multiples of 1/{made.units}"

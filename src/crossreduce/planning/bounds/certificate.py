@@ -48,7 +48,7 @@ class Bound:
     topology: Topology
     collective: str
     devices: tuple[str, ...]  # the devices that take part
-    roots: tuple[tuple[str, Fraction], ...]  # the bytes that start at (or end on) each root; their sum is the buffer
+    roots: tuple[tuple[str, Fraction], ...]  # the data from (or to) each root, in any unit; all-reduce: 1 each
     algbw: Fraction | None  # the rate in GB/s, exact; None: nothing has to move, so the rate is unlimited
     cuts: tuple[Cut, ...]  # the certificate: one cut; for an all-reduce, any number
     # For an all-reduce, the shifts of prices at switches: (switch, in broadcasts, in reductions).
@@ -69,7 +69,7 @@ class Bound:
         known = set(self.topology.devices)
         unknown = [device for device in self.devices if device not in known]
         if unknown or not self.devices:
-            raise PlanError.of("a bound must have one or more devices of its topology.", shown(unknown or self.devices))
+            raise PlanError.of("a bound needs devices, all of them in its topology.", shown(unknown or self.devices))
         inexact = [number for number in numbers if not isinstance(number, (int, Fraction))]
         if inexact:
             raise PlanError.of("the numbers of a certificate must be ints or Fractions.", shown(inexact[0]))

@@ -13,9 +13,9 @@ from .flows import Network
 def tightest_cut(
     topology: Topology, weights: Mapping[str, Fraction], *, outward: bool
 ) -> tuple[frozenset[str], Fraction]:
-    """Return the set S of nodes with the greatest w(S) / B(S), and this quotient: exact seconds per GB of the buffer.
+    """Return the set S of nodes with the greatest w(S) / B(S), and this quotient: exact seconds, for weights in GB.
 
-    w(S) is the sum of the weights in S, B(S) the bandwidth of the links out of S (into S if not ``outward``).
+    S lacks a device. w(S) is the sum of its weights, B(S) the bandwidth out of it (if not ``outward``: into it).
 
     This is Newton's method on cuts: start from the set of all nodes but one device that has the greatest quotient; if
     the flow to some device is too small for that time, the minimum cut is a set that needs longer; continue with it.

@@ -173,7 +173,7 @@ class _LinearProgram:
         return {_Cut(nodes, outward): None for _, outward in self.directions for nodes in sets}
 
     def islands(self) -> list[frozenset[int]]:
-        """Return the islands of the topology, each with the switches whose links lead to this island only."""
+        """Return the islands, if there are several, each with the switches whose links lead to this island only."""
         number = {node: k for k, node in enumerate(self.topology.nodes)}
         groups = [frozenset(number[device] for device in island) for island in self.topology.islands]
         near = {switch: {self.arcs[k][1] for k in self.leaving[switch]} for switch in range(self.n, len(number))}

@@ -34,7 +34,7 @@ def fit_trees(
     """Return trees out of roots that together respect the bandwidths, and k: the average number of unit trees per root.
 
     A tree of weight w counts as w unit trees. ``used`` has the bandwidth of each link that may be used, ``weights`` the
-    weight of each root, by its number. The topology has neutral names. PlanError: no such trees were found.
+    weight of each root, by its number. Names are neutral (``topologies.neutral``). PlanError: no such trees were found.
     """
     number = {node: k for k, node in enumerate(topology.nodes)}
     n, devices = len(topology.devices), range(len(topology.devices))

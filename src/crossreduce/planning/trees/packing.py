@@ -18,11 +18,11 @@ Batch = tuple[int, int, list[Arc]]  # equal trees: their root, their number, and
 def pack_trees(
     capacities: dict[Arc, int], roots: dict[int, int], n: int, most: int | None = None
 ) -> list[Batch] | None:
-    """Return batches of trees out of all roots that reach nodes 0 to n - 1; ``None``: more than ``most`` are needed.
+    """Return batches of trees out of all roots that reach nodes 0 to n - 1; ``None``: they would be more than ``most``.
 
-    Trees grow one after another, as batches of equal trees. An arc is used for as many trees of the batch as possible
-    without taking capacity that the other trees need (a minimum cut gives that number); if no arc has room for the
-    whole batch, the batch is divided. Arcs near the root come first, so that trees stay low.
+    Unless all can grow at once, trees grow one after another, as batches of equal trees. An arc is used for as many
+    trees of the batch as possible without taking capacity that the other trees need (a minimum cut gives that number);
+    if no arc has room for the whole batch, the batch is divided. Arcs near the root come first, so trees stay low.
     """
     simple = _all_at_once(capacities, roots, n)
     if simple is not None:

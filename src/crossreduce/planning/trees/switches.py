@@ -69,9 +69,9 @@ def without_switches(
 ) -> Capacities:
     """Replace every switch by arcs between its neighbours, so that the unit trees of all roots still reach all devices.
 
-    At each switch, the capacities in and out must be equal. First every two neighbours of a switch get an even share
-    (those of different groups of near devices, if the switch joins several groups). If a unit tree then cannot reach a
-    device, ``_split_off`` instead replaces one pair of arcs (into and out of the switch) after the other.
+    At each switch, the capacities in and out must be equal. Its neighbours get even shares: first only between groups
+    of near devices, if it joins several; then between any two. If a unit tree cannot reach a device with either,
+    ``_split_off`` instead replaces one pair of arcs (into and out of the switch) after the other.
     """
     for switch in switches:
         entering = {u: capacities.total((u, switch)) for (u, w) in list(capacities) if w == switch}
