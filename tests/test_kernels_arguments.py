@@ -2,8 +2,12 @@
 
 import numpy as np
 import pytest
-from kernel_cases import NATIVE, SETS, run_python
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import NATIVE, SETS, Case, run_python
 from pairs import each
+
+from crossreduce.kernels import FusedProgram, Segment
 
 GOOD = {
     "op": "sum",
@@ -110,10 +114,12 @@ def test_a_sequence_longer_than_memory_is_refused():
 
 
 X = np.arange(8, dtype="float32")
+X8 = np.arange(8, dtype="float64")
 TALL = np.zeros((8, 2), "float32")
 TENSORS = "the number of tensors"
 COUNT = "the number of sources or results"
 SIZE = "the size of an array"
+ITEM = "the item size of an array"
 SHAPE = "the shape and strides of a source"
 BUFFER = "a bytes-like object is required"
 
@@ -137,6 +143,10 @@ OPERANDS = {
     "more sources than results": (TENSORS, lambda a, out: ([[a, a]] * 2, [[out]])),
     "a source of another size": (SIZE, lambda a, out: ([[a, a[:7]]], [[out]])),
     "a source of another itemsize": (SIZE, lambda a, out: ([[a, a.astype("float64")]], [[out]])),
+    "a source of another itemsize and the same size in bytes": (ITEM, lambda a, out: ([[a, X8[:4]]], [[out]])),
+    "a strided source of another itemsize": (ITEM, lambda a, out: ([[a, X8[::2]]], [[out]])),
+    "a strided source of bytes": (ITEM, lambda a, out: ([[a, X8.view("uint8")[::2]]], [[out]])),
+    "a result of another itemsize": (ITEM, lambda a, out: ([[a, a]], [[np.zeros(4)]])),
     "a strided source of another size": (SIZE, lambda a, out: ([[a, TALL[:7, 0]]], [[out]])),
     "a result of another size": (SIZE, lambda a, out: ([[a, a]], [[np.zeros(9, "float32")]])),
     "None": (BUFFER, lambda a, out: ([[a, None]], [[out]])),
@@ -160,6 +170,7 @@ OPERANDS = {
         SHAPE,
         lambda a, out: ([[a, (a.ctypes.data, (3, (2**64 + 8) // 3), (0, 0))]], [[out]]),
     ),
+    "a stride beyond all memory": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (8,), (2**61,))]], [[out]])),
     "too many axes": (SHAPE, lambda a, out: ([[a, (a.ctypes.data, (8, *[1] * 64), (4, *[4] * 64))]], [[out]])),
     "text in a shape": ("as an integer", lambda a, out: ([[a, (a.ctypes.data, ("8",), (4,))]], [[out]])),
     "an array as address": ("int", lambda a, out: ([[a, (a, (8,), (4,))]], [[out]])),
@@ -175,6 +186,47 @@ def test_malformed_operands_are_refused_and_nothing_is_written(isa, name):
     with pytest.raises(ERRORS, match=fault):
         NATIVE.Kernel(isa, *GOOD.values()).run(sources, results, 1, False, False)
     assert out.tolist() == [7.0] * 8
+
+
+ITEMS = st.sampled_from(["int8", "float16", "float32", "float64", "complex128"])
+
+
+@st.composite
+def layouts(draw, nbytes):
+    """Draw an array of any dtype and layout, of ``nbytes`` bytes or about that."""
+    dtype = np.dtype(draw(ITEMS))
+    size = nbytes // dtype.itemsize + draw(st.sampled_from([0, 0, 0, -1, 1]))
+    step, gap = draw(st.sampled_from([1, 2, 3, -1, -2])), draw(st.integers(0, 2))
+    kind = draw(st.sampled_from(["flat", "columns", "transposed", "broadcast"]))
+    if kind == "flat":
+        return np.arange(size * abs(step)).astype(dtype)[::step]
+    if kind == "columns":
+        return np.arange(size * (1 + gap)).astype(dtype).reshape(size, 1 + gap)[:, gap]
+    if kind == "transposed":
+        return np.arange((size + 1) // 2 * 2).astype(dtype).reshape(2, -1).T
+    return np.broadcast_to(np.ones(1, dtype), (size,))
+
+
+@pytest.mark.parametrize("isa", [*SETS, "numpy"])
+@settings(max_examples=300)
+@given(data=st.data())
+def test_buffers_are_read_in_full_or_refused(isa, data):
+    """A kernel copies buffers of its size and item size, and bytes, whatever their layout; all others raise."""
+    nbytes, dtype = data.draw(st.sampled_from([32, 9600])), data.draw(ITEMS)
+    source, out = data.draw(layouts(nbytes)), data.draw(layouts(nbytes))
+    itemsize, before = np.dtype(dtype).itemsize, out.tobytes()
+    size = nbytes // itemsize
+    case = Case("max", (dtype,) * 3, 1, 1, 1, (size,), (FusedProgram(0, (), (0,)),), (Segment(0, 0, size, 0),))
+    kernel = case.reference() if isa == "numpy" else case.native(isa)
+    plain = [x.flags.c_contiguous for x in (source, out)]
+    fits = [x.itemsize == itemsize or (x.itemsize == 1 and c) for x, c in zip((source, out), plain, strict=True)]
+    if source.nbytes == out.nbytes == nbytes and all(fits) and plain[1] and out.flags.writeable:
+        kernel.run([[source]], [[out]], 1, False, False)
+        assert out.tobytes() == source.tobytes()
+        return
+    with pytest.raises((ValueError, BufferError), match=r"size of an array|contiguous|read-only"):
+        kernel.run([[source]], [[out]], 1, False, False)
+    assert out.tobytes() == before
 
 
 def test_the_number_of_threads_must_be_positive():

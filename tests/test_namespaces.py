@@ -47,7 +47,7 @@ def test_links_have_their_bandwidth():
         for src, dst, rate, nbytes in ((0, 1, 125e6, 16 << 20), (2, 0, 25e6, 4 << 20)):
             before = bed.sent(src)
             took = seconds(bed, src, dst, nbytes)
-            # The token bucket passes 256 KiB at once, the first read is not counted, and headers are 4.6 % at this MTU.
+            # The token bucket passes 256 KiB at once, the first read is not counted, and headers are 4.6 % of a packet.
             assert 0.9 * nbytes / rate < took < 1.5 * nbytes / rate
             after = bed.sent(src)
             other = 3 - src - dst

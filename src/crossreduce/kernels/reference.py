@@ -85,12 +85,14 @@ def _array(operand: Any, dtype: np.dtype[Any], size: int) -> Any:
         high = sum(max(0, (n - 1) * stride) for n, stride in zip(shape, strides, strict=True))
         memory = (ctypes.c_char * (high - low + dtype.itemsize)).from_address(address + low)
         return np.ndarray(shape, dtype, memory, -low, strides)
-    if isinstance(operand, np.ndarray):
-        return operand.view(dtype)
-    view = memoryview(operand)
-    if not view.contiguous:
-        return np.asarray(view).view(dtype)
-    return np.frombuffer(view.cast("B") if view.nbytes else b"", dtype)
+    array = operand if isinstance(operand, np.ndarray) else np.asarray(memoryview(operand))
+    if array.nbytes != size * dtype.itemsize:
+        raise ValueError("the size of an array is not the kernel's")
+    if array.itemsize == 1 and array.flags.c_contiguous:  # memory without a dtype
+        return array.reshape(-1).view(dtype)
+    if array.itemsize != dtype.itemsize:
+        raise ValueError("the item size of an array is not the kernel's")
+    return array.view(dtype)
 
 
 class ReferenceKernel:
@@ -118,6 +120,8 @@ class ReferenceKernel:
         dtype, _, result = self._dtypes
         ins = [self._views(row, dtype, size) for row, size in zip(sources, self._sizes, strict=True)]
         outs = [self._views(row, result, size) for row, size in zip(results, self._sizes, strict=True)]
+        if not all(x.flags.c_contiguous and x.flags.writeable for row in outs for x in row):
+            raise ValueError("a result is read-only, or not contiguous")
         outs = [[x.reshape(-1) for x in row] for row in outs]
         if check_overlap and (found := _overlap(ins, outs)) is not None:
             return found
@@ -128,9 +132,7 @@ class ReferenceKernel:
         return None
 
     def _views(self, operands: Sequence[Any], dtype: np.dtype[Any], size: int) -> list[Any]:
-        arrays = [_array(operand, dtype, size) for operand in operands]
-        assert all(array.size == size for array in arrays)
-        return arrays
+        return [_array(operand, dtype, size) for operand in operands]
 
     def _tile(self, ins: list[Any], outs: list[Any], start: int, stop: int, program: Any) -> None:
         _, accumulator, result = self._dtypes

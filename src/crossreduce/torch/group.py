@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -310,6 +311,9 @@ def wait_in_backward(work: Any) -> None:
 def _is_called_by_backward() -> bool:
     """Return whether C++ called this group's collective in a backward pass.
 
-    If so, the next Python frame outside of this class is the one that started the backward pass.
+    If so, the next Python frame outside of this file is the one that started the backward pass.
     """
-    return sys._getframe(3).f_code.co_name == "_engine_run_backward"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"

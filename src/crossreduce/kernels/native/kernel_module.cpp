@@ -136,6 +136,10 @@ bool read_strided(PyObject *object, int64_t size, size_t itemsize, Operands &ope
         fits = fits && one >= 0 && (count == 0 || one <= std::numeric_limits<int64_t>::max() / count);
         if (fits) count *= one;
     }
+    for (size_t axis = 0; fits && count > 0 && axis < sizes.size(); axis++) {
+        const int64_t most = std::numeric_limits<int64_t>::max() / (2 * MAX_AXES) / sizes[axis]; // extents do not overflow
+        fits = sizes[axis] == 1 || (-most <= steps[axis] && steps[axis] <= most);
+    }
     if (!fits || count != size) return value_error("the shape and strides of a source do not fit the kernel");
     bool contiguous = true; // in C order
     for (size_t axis = sizes.size(); axis-- > 0; along *= sizes[axis])
@@ -148,8 +152,11 @@ bool read_strided(PyObject *object, int64_t size, size_t itemsize, Operands &ope
 bool read_buffer(PyObject *object, int flags, int64_t size, size_t itemsize, Operands &operands, Py_buffer &view) {
     if (PyObject_GetBuffer(object, &view, flags) < 0) return false;
     operands.buffers.push_back(view);
-    if (view.len == size * static_cast<Py_ssize_t>(itemsize)) return true;
-    return value_error("the size of an array is not the kernel's");
+    if (view.len != size * static_cast<Py_ssize_t>(itemsize))
+        return value_error("the size of an array is not the kernel's");
+    const bool bytes = view.itemsize == 1 && PyBuffer_IsContiguous(&view, 'C'); // memory without a dtype
+    return bytes || view.itemsize == static_cast<Py_ssize_t>(itemsize) ||
+           value_error("the item size of an array is not the kernel's");
 }
 
 bool read_source(PyObject *object, int64_t size, size_t itemsize, Operands &operands) {
