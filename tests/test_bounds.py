@@ -30,7 +30,7 @@ def outward(collective):
     return collective in ("broadcast", "all_gather")
 
 
-# An oracle that compares all cuts.
+# Bounds of broadcasts, all-gathers and their reverses, compared with the best of all cuts (planning_oracle.cut_bound).
 
 
 @st.composite

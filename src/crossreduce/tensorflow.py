@@ -300,7 +300,7 @@ def _read_destinations(destinations: Any, places: _Places) -> _Destinations:
         found = (destinations,)
     if not found:
         problem = "destinations must be distributed values, a tensor, a variable or a device name, and not empty."
-        remedy = 'a name such as "CPU:0"; for several devices, the value itself or any PerReplica on those devices'
+        remedy = 'a name such as "CPU:0"; for several devices, any PerReplica on them'
         raise ArgumentError.of(problem, shown(destinations), remedy)
     found = _fill_unknown(found, places)
     return _Destinations(Mirrored.on((), _names(found)), found)

@@ -116,7 +116,7 @@ def device_names(destinations: Any) -> tuple[str, ...]:
             check_array(destinations)
             return PerReplica([destinations]).devices
     problem = "destinations must be distributed values, a device's name, or an array, variable or parameter."
-    remedy = 'a name such as "cpu:0"; for several devices, the PerReplica itself or any other on those devices'
+    remedy = 'a name such as "cpu:0"; for several devices, any PerReplica on them'
     raise ArgumentError.of(problem, shown(destinations), remedy)
 
 

@@ -146,7 +146,7 @@ class RankMemory:
             os.close(fd)
 
     def __del__(self) -> None:
-        """Close the descriptor; in a forked process nothing else, since the rest belongs to the parent."""
+        """Close the descriptor. The compiled object unmaps the memory, except in a forked process."""
         if getattr(self, "fd", -1) >= 0:
             os.close(self.fd)
 

@@ -275,7 +275,7 @@ class Topology:
         devices = read_devices(devices)
         if len(devices) != len(self.devices):
             given = f"{len(devices)} names, {len(self.devices)} devices"
-            raise ArgumentError.of("each device needs a name.", given, repr(self))
+            raise ArgumentError.of("there must be one name for each device.", given, f"{len(self.devices)} names")
         names = dict(zip(self.devices, devices, strict=True))
         names.update((switch.name, switch.name) for switch in self.switches)
         links = (link._replace(src=names[link.src], dst=names[link.dst]) for link in self.links)

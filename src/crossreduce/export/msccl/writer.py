@@ -251,7 +251,7 @@ class _XmlWriter:
                 self._op((rank, self._channel(b), -1, -1), "cpy", src, dst, block.size)
 
     def _units(self, rank: int, location: Location, size: int) -> list[tuple[int, Location]]:
-        """Return a location's units of memory; of a unit that has two names in calls in place, always the same name."""
+        """Return a location's units of memory. If input and output share a unit, its name is the same for both."""
         buffer, offset = self.placement.memory(rank, location)
         return [(rank, Location(buffer, offset + k)) for k in range(size)]
 
