@@ -20,7 +20,7 @@ import optree
 import crossreduce as cr
 
 N = 8
-THREADS = 2  # the number of threads of NumPy's contenders
+THREADS = 2  # the number of threads of NumPy's contenders copy and chunked
 IN_GRAPH = ", tf.function"
 HCA, R2O = "TensorFlow HierarchicalCopyAllReduce", "TensorFlow ReductionToOneDevice"
 HCA_GRAPH, R2O_GRAPH = HCA + IN_GRAPH, R2O + IN_GRAPH

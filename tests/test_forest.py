@@ -106,7 +106,7 @@ def check_close(found, topology, wanted):
 
 @st.composite
 def requested(draw, kinds=(SYMMETRIC, DIRECTED, LOOSE)):
-    """Draw a topology and a request: some sources and some destinations; the other devices only forward."""
+    """Draw a topology and a request: some sources and some destinations; other devices may forward and reduce."""
     topology = Topology(*draw(wirings(kinds, WHOLE, reducing=(False, False, True))))
     collective = draw(st.sampled_from(COLLECTIVES))
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple)

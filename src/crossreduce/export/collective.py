@@ -142,7 +142,7 @@ def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | No
         raise PlanError.of(
             problem, given, "a plan that does not need these nodes; for a switch: a machine without in_network"
         )
-    starts, ends = (sorted({len(group) for group in groups}) for groups in (sources, destinations))
-    given = f"{schedule.head}: a chunk has {starts} sources and {ends} destinations, of {len(everyone)} ranks"
+    counts = (" or ".join(map(str, sorted({len(group) for group in groups}))) for groups in (sources, destinations))
+    given = "{}: a chunk has {} sources and {} destinations, of {} ranks".format(schedule.head, *counts, len(everyone))
     remedy = "for every chunk all devices as sources and all or one as destinations, or the reverse"
     raise PlanError.of("no collective of NCCL has these sources and destinations.", given, remedy)

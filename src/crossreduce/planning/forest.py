@@ -102,7 +102,7 @@ def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ..
 
 
 def _forest(seen: NeutralTopology, request: Request) -> Forest:
-    """Return the forest on a neutral topology. Its devices, members and helpers, may reduce; switches only forward."""
+    """Return the forest on a neutral topology. All its devices may reduce; its switches only forward."""
     topology, collective = seen.topology, request.collective
     sources, destinations, members = request.sources, request.destinations, len(request.members)
     position = {seen.names[name]: k for k, name in enumerate(topology.devices)}

@@ -106,7 +106,8 @@ def exchange_program(
     # If this host is the only source, its partial result is the result, and it keeps no results from other hosts.
     has_results = program.chunks[0].sources == (host,)
     pieces = tuple(_piece_memory(part, program, size, numbers, has_results) for size in sizes)
-    # Receives are posted a stage early, and memory is used again when its last sends are ROUND_LAG stages old.
+    # The memory of a piece is used from the stage before its first, which posts its receives, to the one that completes
+    # it: late + 2 stages. When it is used again, its last sends are ROUND_LAG stages old.
     window = min(len(sizes), late + 2)
     room = max(piece.nbytes for piece in pieces)
     return ExchangeProgram(part, peers, pieces, numbers, _lag(len(sizes)), late, window, room)

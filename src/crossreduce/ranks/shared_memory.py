@@ -121,7 +121,7 @@ class RankMemory:
     def record_leaving(self) -> None:
         """Record that this rank leaves the group on purpose."""
         if not self._native.cause():
-            with suppress(ValueError):  # raised during an op, whose failure is already recorded
+            with suppress(ValueError):  # raised if an interrupted op of this rank has not ended
                 self._native.begin(kernels.native().RankProgram([[], []]), (), LEFT, 0, 0.0)
 
     def abort(self, error: ReductionError) -> None:

@@ -424,7 +424,7 @@ def _switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
         if count[name] > 1:
             raise ArgumentError.of("each switch may be listed only once.", f"{name!r} {count[name]} times", repr(name))
         if not isinstance(reduces, bool):
-            problem = "the reduces of a switch must be True or False."
+            problem = "Switch.reduces must be True or False."
             raise ArgumentError.of(problem, shown(reduces), f"Switch({name!r}, True)")
     return tuple(switches)
 

@@ -52,7 +52,7 @@ class MscclReport:
     steps: int  # the number of steps of all threadblocks of all GPUs
     inplace: bool  # right for calls whose input and output share memory
     outofplace: bool  # right for calls whose input and output are different memory
-    slots: int  # the number of slots per connection with which deadlocks were excluded
+    slots: int  # the unreceived messages that a connection can hold, assumed when deadlocks were excluded
     notes: tuple[str, ...]  # limits of the runtimes that the file exceeds, and other facts for the user
 
     def __str__(self) -> str:
