@@ -149,8 +149,8 @@ def test_forests_reach_the_bound():
 @settings(max_examples=60)
 @given(wirings((LOPSIDED,), WHOLE + ODD))
 def test_switches_that_take_in_more_than_they_give_out(wiring):
-    """If the bandwidth into a switch is not that out of it, an all-reduce reaches its bound, and the other
-    collectives reach the best rate of any trees. It may be less than their bound, which considers cuts only."""
+    """If the bandwidth into a switch is not that out of it, an all-reduce reaches its bound within the tolerance, and
+    the others the best rate of any trees, which may be less than their bound, since bounds consider cuts only."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         found, wanted = forest_of_all(topology, collective), limit(topology, collective)

@@ -211,7 +211,7 @@ class HierarchicalCopyAllReduce(_Adapter):
 
     Args:
       num_packs: the number of trees, with different roots, that share the load; 0: one tree per tensor, no packing.
-      topology: the links that data may use, and from which the hierarchy is derived; ``None``: any, in two halves.
+      topology: the links that data may use, which define the groups; ``None``: any links, and two halves as groups.
     Raises:
       ArgumentError: ``num_packs`` is negative or not an integer; ``topology`` is not a ``crossreduce.Topology``.
 

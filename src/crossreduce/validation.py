@@ -281,7 +281,7 @@ def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str
 
 
 def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: list[Any]) -> TensorSpec:
-    """Check sparse components against each other and against dense ones, and return their common spec."""
+    """Check that components, some or all sparse, agree; return their spec, or that of the slices if all are sparse."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         problem = "sparse values can only be reduced by sum or mean."
         sparse_at = next(k for k, x in enumerate(arrays) if isinstance(x, Sparse))

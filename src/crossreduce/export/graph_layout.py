@@ -89,8 +89,8 @@ def half_width(node: str) -> float:
 def graph_layout(topology: Topology) -> GraphLayout:
     """Return the positions of a topology's nodes.
 
-    The devices of a mesh or torus of 2 or 3 dimensions are placed on a grid, others on a circle, clockwise, with the
-    switches inside. Several hosts are placed in two rows with the network between the rows.
+    On one host, the devices of a mesh or torus of 2 or 3 dimensions are placed on a grid, others clockwise on a circle,
+    with the switches inside. Several hosts are placed in two rows with the network between the rows.
 
     >>> graph_layout(Topology.mesh(2, 2)).positions["cpu:3"]
     (1-1j)

@@ -88,7 +88,7 @@ def _lag(pieces: int) -> int:
 
 
 def delay(program: Program, pieces: int) -> int:
-    """Return the number of stages from a piece's first to the one that completes it, at least 1."""
+    """Return how many stages after its first one a piece is complete; each round takes ``lag`` stages. At least 1."""
     return max(1, _lag(pieces) * program.round_count - 1)
 
 
@@ -255,7 +255,7 @@ def all_equal(
 
 
 def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int) -> tuple[int, ...]:
-    """Return the sizes of pieces: small ones first and last, so that the pipeline fills and drains quickly.
+    """Return the elements of each piece: small pieces first and last, so that the pipeline fills and drains quickly.
 
     Args:
       size: elements, of ``nbytes`` bytes each.

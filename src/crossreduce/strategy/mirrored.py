@@ -53,7 +53,7 @@ class MirroredStrategy(Strategy):
       cross_device_ops: how to reduce; ``None``: ``AllReduceCrossDeviceOps("auto")``.
     Raises:
       UnsupportedError: ``cross_device_ops`` is a class, or not a ``CrossDeviceOps``.
-      ArgumentError: no devices, or a device is listed twice.
+      ArgumentError: no devices, an invalid one, or one that is listed twice.
 
     >>> import numpy as np
     >>> strategy = MirroredStrategy(4)
