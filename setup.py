@@ -37,7 +37,7 @@ class Build(build_ext):
         except CompileError:
             if not flags:
                 raise
-            # The compiler does not support the instruction set. Without the flags, the source defines a null pointer.
+            # The compiler lacks the instruction set. Without its flags, the source defines null: the set is not used.
             return self.compiler.compile([source], extra_postargs=FLAGS, **options)
 
 

@@ -28,7 +28,7 @@ QUICK = Sizes(large=1 << 16, sources=1 << 20, repeats=2, many_repeats=2, quick=T
 
 
 class Case:
-    """Times contenders in turn, checks their results, and compares ratios of their times with targets."""
+    """Times contenders in turn, checks their results, and compares measured values with targets."""
 
     def __init__(self, name: str, contenders: dict[str, Contender], repeats: int, sizes: Sizes):
         self.name, self.judged, self.targets = name, not sizes.quick, []

@@ -20,7 +20,7 @@ import optree
 import crossreduce as cr
 
 N = 8
-THREADS = 2  # the number of threads of NumPy's contenders
+THREADS = 2  # the number of threads of NumPy's contenders copy and chunked
 IN_GRAPH = ", tf.function"
 HCA, R2O = "TensorFlow HierarchicalCopyAllReduce", "TensorFlow ReductionToOneDevice"
 HCA_GRAPH, R2O_GRAPH = HCA + IN_GRAPH, R2O + IN_GRAPH
@@ -66,8 +66,9 @@ class Batch:
 
     @cached_property
     def tolerance(self) -> list[np.ndarray]:
-        """The greatest difference between two orders of summation: twice gamma(n - 1) sum |x|.
+        """A bound on the difference between sums of n components in two orders: twice gamma(n - 1) sum |x|.
 
+        gamma(k) is k u / (1 - k u) with u = 2**-24; 2.001, not 2, since the bound itself is rounded.
         Source: Higham, The accuracy of floating point summation, SISC 14(4), 1993.
         """
         u = float(np.finfo(np.float32).eps) / 2
@@ -75,7 +76,7 @@ class Batch:
         return [plain_sum([np.abs(x) for x in xs]) * np.float32(2.001 * d * u / (1 - d * u)) for xs in self.tensors]
 
     def check(self, results: Arrays, exact: bool) -> None:
-        """Raise unless every element of every result is the sum of the components."""
+        """Raise unless each element of each result equals the plain loop's: exactly, or else within the tolerance."""
         assert len(results) == len(self.tensors)
         for t, components in enumerate(results):
             for k, x in enumerate(components):
@@ -179,7 +180,7 @@ def on_threads(work: Callable[[int, int], None], size: int) -> None:
 
 
 def copy(batch: Batch) -> Contender:
-    """Return a contender that copies each array, to measure the memory's rate; each thread copies an equal share."""
+    """Return a contender that copies the first tensor, to measure the memory's rate; each thread copies a share."""
 
     def share(thread: int, _: int) -> None:
         for x, out in pairs:
@@ -208,7 +209,7 @@ def loop(batch: Batch) -> Contender:
 
 
 def chunked(batch: Batch) -> Contender:
-    """Return NumPy's fastest contender: several threads reduce pieces that fit the L2 cache into existing results."""
+    """Return NumPy's fastest way: threads reduce the first tensor into ``outs`` in pieces that fit the L2 cache."""
     piece = 1 << 15
 
     def share(begin: int, end: int) -> None:

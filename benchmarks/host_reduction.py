@@ -5,9 +5,9 @@ is faster on some CPUs). The contenders of a case, except Open MPI, run in turn;
 within the turns, and is printed beside its target. Rates count the bytes of the sources, read once, and of the results
 that have their own memory, written once. Writable results are filled with NaN, reduced again and compared with a plain
 NumPy loop: bit for bit if they add in the same order, else within the bound of Higham (The accuracy of floating point
-summation, 1993).
+summation, 1993). Sums of half types are compared with exact sums (``error_ulp``).
 
-gloo and Open MPI run in 8 processes on this machine. A library that is not installed is left out.
+gloo and Open MPI run in 8 processes on this machine, not with --quick. A library that is not installed is left out.
 Run: python benchmarks/host_reduction.py [--quick] [--sizes] [--json PATH]
 """
 
@@ -265,7 +265,7 @@ def sources(sizes: Sizes, to_one: bool) -> Case:
 
 
 def sweep(sizes: Sizes) -> dict[str, Any]:
-    """Return the times of this library, of its peers in one process and of a copy, from 1 KiB to 64 MiB per replica."""
+    """Return the times of this library, its peers in one process and a copy; 1 KiB to ``sizes.large`` per replica."""
     kept = {}
     exponents = range(10, sizes.large.bit_length(), 2)
     for nbytes in (1 << exponent for exponent in exponents):

@@ -51,7 +51,7 @@ CUT_BOUNDS = ("all_gather", "reduce_scatter", "broadcast", "reduce")
 MOST_MIXED = 8  # all directed rings are listed for at most so many devices: 8 have 5,040
 
 # Expected values in GB/s. A result equals an expected decimal if it rounds to it.
-# Machine: (topology, all-gather, all-reduce, broadcast from any root, all-reduce if switches reduce).
+# Machine: (topology, all-gather, all-reduce, broadcast from any root, all-reduce if switches reduce; None: unknown).
 EXPECTED_BOUNDS = {
     "DGX-1P": (partial(box, "dgx-1p"), "91.43", "45.71", "80", "45.71"),
     "DGX-1V": (partial(box, "dgx-1v"), "171.43", "85.71", "150", "85.71"),
@@ -121,8 +121,8 @@ def staged_rate(schedule: cr.Schedule, topology: cr.Topology) -> Fraction:
 def rings(topology: cr.Topology) -> tuple[Fraction | None, str]:
     """Return the GB/s of an all-reduce on rings over links and switches, and which rings these are.
 
-    For up to ``MOST_MIXED`` devices it is the best combination of all directed rings whose hops do not pass through
-    other devices (``None``: no such ring exists); for more devices it is that of the planner's rings.
+    For up to ``MOST_MIXED`` devices the rate is that of the best combination of all directed rings whose hops do not
+    pass through other devices (``None``: no such ring exists); for more devices it is that of the planner's rings.
     """
     devices, n = topology.devices, len(topology.devices)
     if n > MOST_MIXED:
@@ -303,7 +303,7 @@ def planned(name: str, topology: cr.Topology, collective: str, runs: int) -> dic
 
 
 def with_others(name: str, topology: cr.Topology, runs: int) -> dict[str, object]:
-    """Return the result of ``planned`` for an all-reduce, and the rates of TensorFlow, rings and "one_device"."""
+    """Return the result of ``planned`` for an all-reduce, and rates of TensorFlow's trees, rings and "one_device"."""
     devices = topology.devices
     rotated = hierarchical_copy(devices, packs=len(devices))
     around, how = rings(topology)
@@ -338,7 +338,7 @@ def on_many_devices(name: str, topology: cr.Topology) -> dict[str, object]:
 
 
 def many(cases: Iterable[tuple[str, cr.Topology]]) -> dict[str, object]:
-    """Plan an all-reduce on each topology, only once on those with equal links, and combine the results."""
+    """Plan an all-reduce on each topology, once on those that differ only in device names, and combine the results."""
     made: dict[cr.Topology, dict[str, object] | None] = {}
     first: dict[cr.Topology, str] = {}
     counts: Counter[cr.Topology] = Counter()

@@ -74,7 +74,7 @@ def in_jax(name: str, batch: Batch, sizes: Sizes, least: float) -> Case:
 
 
 def along_schedules(name: str, batch: Batch, sizes: Sizes) -> Case:
-    """Return the case that compares schedules with XLA's own all-reduce on equal links; it requires no speed."""
+    """Return the case that compares schedules for equal links with XLA's own all-reduce; no speed is required."""
     jax_mesh()
     from crossreduce.jax import all_reduce
 

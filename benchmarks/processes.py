@@ -1,7 +1,7 @@
 """Are ranks faster with crossreduce than with gloo and Open MPI, on one host and between hosts?
 
 One host: all-reduces of 2, 4 and 8 ranks, and steps of DistributedDataParallel on 8. Crossreduce and gloo are two
-process groups of the same processes and alternate; ratios are medians of the ratios of adjacent calls. Open MPI has
+process groups of the same processes and alternate; ratios are medians of the ratios of adjacent turns. Open MPI has
 other processes, started afterwards with the same loop; its ratio is that of the medians. Several hosts: network
 namespaces joined by links of 1 Gbit/s, in one case also one of 200 Mbit/s (tests/namespaces.py, requires root). The
 time of an all-reduce is compared with a lower limit: the time of the bytes that must cross a link or, with unequal
@@ -41,7 +41,7 @@ import namespaces
 
 OURS, GLOO, MPI, ALONE = "crossreduce", "gloo", "Open MPI", "no reduction"
 LARGE, SMALL, BETWEEN = 1 << 26, 1 << 10, 1 << 25
-LIMIT_S = 240  # the time limit of one set of processes
+LIMIT_S = 240  # the timeout of crossreduce's calls, and the time limit of a run under mpiexec or on several hosts
 BLOCK = 1_048_573  # an input repeats this many random elements; a prime, so that the pieces of an all-reduce differ
 GBIT_BPS = 125e6
 SLOW = "200mbit"
@@ -220,7 +220,7 @@ def ddp(groups: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Callabl
 
     made = {name: step_of(group) for name, group in (groups | {ALONE: None}).items()}
     for _, step in made.values():
-        step(), step()  # DDP rearranges its buckets after the first step
+        step(), step()  # before the measurements, since DDP rearranges its buckets after the first step
     ours, theirs = (list(made[name][0].parameters()) for name in groups)
     for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x, y)
@@ -257,7 +257,7 @@ def command(kind: str, cases: list[Case], path: Path) -> list[str]:
 
 
 def on_one_host(ranks: int, cases: list[Case], path: Path) -> dict[str, dict[str, list[float]]]:
-    """Run the cases, crossreduce and gloo in the same processes, then Open MPI in others; return times by case."""
+    """Run crossreduce and gloo in the same processes, then (if it is installed) Open MPI; return times by case."""
     code = launch(command("torch", cases, path), ranks)
     assert code == 0, f"a rank ended with exit code {code}"
     found = json.loads(path.read_text())
@@ -308,7 +308,7 @@ def judged(title: str, case: Case, times: dict[str, list[float]]) -> dict[str, A
         if name not in times:
             print(f"  {name} is not installed")
             continue
-        # Calls of crossreduce and gloo alternate in the same processes; Open MPI's are separate.
+        # Only gloo's calls alternate with crossreduce's, so only they are compared turn by turn.
         each = [b / a for a, b in zip(times[OURS], times[name], strict=True)] if name == GLOO else []
         ratio = statistics.median(each) if each else statistics.median(times[name]) / ours
         require(f"{name} / ours", ratio, least, ratio >= least)

@@ -10,7 +10,7 @@ from crossreduce import Topology
 SVG = "{http://www.w3.org/2000/svg}"
 BLUE, ORANGE = "#2166ac", "#e08214"
 GPUS = tuple(f"cuda:{k}" for k in range(5))
-# Five devices, not all joined, with links of two speeds as in a DGX-1V.
+# Five devices; some pairs of them have links, of two speeds as in a DGX-1V.
 PART = Topology.from_matrix(
     [[0, 50, 25, 50, 0], [50, 0, 25, 0, 25], [25, 25, 0, 0, 0], [50, 0, 0, 0, 50], [0, 25, 0, 50, 0]], GPUS
 )

@@ -98,7 +98,7 @@ def programs(draw, sources, results):
 
 @st.composite
 def cases(draw):
-    """Draw a ``Case``: several tensors, cut into segments with gaps; each segment has one of several programs."""
+    """Draw a ``Case``: 1 to 3 tensors, some cut into segments with gaps; each segment has one of 1 to 3 programs."""
     name, *dtypes = draw(st.sampled_from(NUMBERS))
     sources = draw(st.one_of(st.integers(1, 5), st.integers(1, 40)))
     results = draw(st.integers(1, 4))
@@ -310,7 +310,7 @@ def copies(case, made):
 
 
 def expected(case, setup):
-    """Return the bytes around each result after the kernel in NumPy has run on copies of the sources."""
+    """Return the bytes of each result and around it after the kernel in NumPy has run on copies of the sources."""
     made = batch(case, setup)
     results = case.dtypes[2]
     outs = [np.array(view(part, results)) for _, part in made.blocks]
@@ -322,9 +322,9 @@ def expected(case, setup):
 
 
 def contents(case, made):
-    """Return the bytes around each result.
+    """Return the bytes of each result and around it.
 
-    If several factors of a complex product are NaN, the compiler chooses the payload. So their NaNs are made equal.
+    If several factors of a complex product are NaN, the compiler chooses the payload. So all NaNs become equal.
     """
     if case.op == "product" and case.dtypes[2] in strategies.COMPLEX:
         for _, part in made.blocks:

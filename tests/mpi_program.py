@@ -59,7 +59,7 @@ with mpi.join(timeout_s=30) as group:
             x = every[me]
             kind = np.dtype(dtype).kind
             ops = ["max", "min"] if kind == "b" else ["sum", "product"] if kind == "c" else ["sum", "max", "min"]
-            for op in ops:  # of small integers: results are compared to the bit, complex products approximately
+            for op in ops:  # inputs are small integers: all bits are compared, except of complex products
                 wide = np.stack(every).astype(
                     "complex128" if kind == "c" else "float64" if kind in "fV" else every[0].dtype
                 )
@@ -93,7 +93,7 @@ with mpi.join(timeout_s=30) as group:
             out = np.empty(shape, dtype)
             assert group.scatter(rows if me == 0 else None, out) is out
             same(out, part(me, shape, dtype))
-    # Means of integers are true means, half types are rounded once, and any layout and byte order is accepted.
+    # Means of integers are floats, means of half types do not overflow, and any layout and byte order is accepted.
     same(group.all_reduce(np.full(3, me), "mean"), np.full(3, (n - 1) / 2))
     same(group.all_reduce(np.full(3, 40000, "float16"), "mean"), np.full(3, 40000, "float16"))
     grid = np.arange(12.0).reshape(3, 4)

@@ -242,7 +242,7 @@ class Machine:
             self.do(*chosen)
 
     def check(self):
-        """Raise unless all transmissions are done and every output is right."""
+        """Raise unless all transmissions are done, all messages were received and every output is right."""
         for place, program in self.programs.items():
             if self.at[place] < len(program):
                 raise RunError("stuck")

@@ -30,7 +30,7 @@ def outward(collective):
     return collective in ("broadcast", "all_gather")
 
 
-# An oracle that compares all cuts.
+# Bounds of broadcasts, all-gathers and their reverses, compared with the least rate of all cuts (cut_bound).
 
 
 @st.composite
@@ -114,7 +114,7 @@ def test_without_a_root_the_best_is_taken(wiring, collective):
 
 @pytest.mark.parametrize(("collective", "root"), [("broadcast", "cpu:0"), ("reduce", "cpu:2")])
 def test_without_a_root_one_that_reaches_all_is_found(collective, root):
-    """On a line in one direction only one device can be the root, and it is chosen."""
+    """On a line in one direction, only one device can be the root of a broadcast or a reduce, and it is chosen."""
     topology = line(3, 2)
     assert bound(topology, collective, root).algbw == 2
     found = bound(topology, collective)
@@ -301,8 +301,8 @@ def test_members_may_have_others_between_them():
 
 
 def test_weighted_roots():
-    """Roots may be given with their bytes: a single one has the bound of that root, and equal bytes on all devices that
-    of a reduce-scatter."""
+    """Roots may be given with their bytes: a single one has the bound of that root; a reduce to all devices with equal
+    bytes has the bound of a reduce-scatter."""
     topology = Topology.ring(4, 10)
     assert bound(topology, "reduce", {"cpu:0": 1}).algbw == bound(topology, "reduce", "cpu:0").algbw == 20
     even = bound(topology, "reduce", dict.fromkeys(topology.devices, 3))
@@ -312,7 +312,7 @@ def test_weighted_roots():
 
 
 def test_every_subset_of_a_dgx_1():
-    """On each of the 247 subsets of two GPUs or more, an all-reduce is at least as fast as a reduce-scatter and an
+    """On each connected subset of the GPUs, an all-reduce is at least as fast as a reduce-scatter followed by an
     all-gather, and on some it is faster. If no link joins two parts of a subset, the error names the parts."""
     faster = apart = 0
     for count in range(2, 9):

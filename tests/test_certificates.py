@@ -34,7 +34,7 @@ def truth(claim):
 
 @st.composite
 def forgeries(draw, one_way=True):
-    """Draw a bound with another certificate: cuts moved, removed, added, with other weights; any potentials."""
+    """Draw a bound with another certificate: one cut (``one_way``), or changed cuts, weights and potentials."""
     topology = Topology(*draw(wirings(ANY, WHOLE, most_devices=4, reducing=(False, True))))
     collective = draw(st.sampled_from(ONE_WAY if one_way else COLLECTIVES[:1]))
     root = draw(st.sampled_from(topology.devices)) if collective in ("broadcast", "reduce") else None

@@ -134,7 +134,7 @@ runpy.run_module("crossreduce", run_name="__main__", alter_sys=True)
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGINT cannot be sent to one process")
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_stops_a_command(tmp_path, name, code):
-    """Ctrl-C or SIGTERM during training exits with its code, without a traceback and without a file."""
+    """Ctrl-C or SIGTERM during training exits with the signal's code, without a traceback and without a file."""
     line = ["train", "--epochs", "100000", "--json", str(tmp_path / "run.json")]
     with subprocess.Popen(
         [sys.executable, "-c", INTERRUPTIBLE, *line], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -64,7 +64,7 @@ def test_bench_rows_parse_and_their_numbers_agree(crossreduce):
         assert row["wrong_in"] == "0"
         for place in ("", "_in"):
             algbw = int(row["size"]) / float(row["time" + place]) / 1e3
-            # Time is printed to a hundredth or a tenth of a microsecond.
+            # Times are printed to a hundredth or a tenth of a microsecond, so they give the rates only roughly.
             assert float(row["algbw" + place]) == pytest.approx(algbw, abs=0.006, rel=0.002)
             assert float(row["busbw" + place]) == pytest.approx(1.5 * algbw, abs=0.006, rel=0.002)
     assert not [line for line in out.splitlines() if not line.startswith("#") and not ROW.match(line)]

@@ -42,7 +42,7 @@ def asymmetric(n):
 
 
 def test_a_topology_is_a_matrix(printed, tmp_path):
-    """Each cell of the matrix is the link from the row's node to the column's; the table has the exact bounds."""
+    """Each cell of the matrix is the bandwidth from the row's node to the column's; the table has the exact bounds."""
     path = tmp_path / "a.json"
     for name, topology in (("dgx-1v", DGX), (path, asymmetric(8))):
         path.write_text(topology.to_json())

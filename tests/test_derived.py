@@ -164,8 +164,8 @@ def test_half_of_an_all_reduce(algorithm, n):
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_halving_then_doubling(n):
-    """For n a power of 2 the reduce-scatter of halving_doubling is its halving: log2 n rounds, each with half the
-    additions of the previous one."""
+    """For n a power of 2 the reduce-scatter of halving_doubling is its halving: log2 n rounds, of which one
+    has n**3 / 2 additions, one n**3 / 4, and so on."""
     scattered = reduce_scatter(PLANNERS["halving_doubling"](names(n), packs=n))
     assert len(scattered.rounds) == n.bit_length() - 1
     assert {sum(len(step.srcs) - 1 for step in steps) for steps in scattered.rounds} == {
@@ -231,7 +231,7 @@ def test_owners_in_turn():
 
 
 def test_a_reduce_scatter_takes_half_the_time_of_an_all_reduce():
-    """On a full mesh an all-reduce by the algorithm direct is a reduce-scatter and an all-gather, each of one round."""
+    """On a full mesh, by the algorithm direct, reduce-scatter and all-gather each take half as long as all-reduce."""
     mesh = Topology.full_mesh(6, 25, 1e-6)
     seconds = {c: cr.plan(mesh, c, 6 * MIB, "direct").seconds for c in ("all_reduce", "reduce_scatter", "all_gather")}
     assert seconds["reduce_scatter"] == pytest.approx(1e-6 + MIB / 25e9, rel=1e-12)

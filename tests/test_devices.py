@@ -175,7 +175,7 @@ class Tracer:
 
 
 def test_locate_reads_the_device_of_each_framework():
-    """locate returns the text of ``x.device``, a JAX device's platform and number, "cpu" for a number, or ``None``."""
+    """locate returns ``x.device`` as text, a JAX device's platform and number, "cpu" for a number, else ``None``."""
     assert locate(Placed("cpu")) == "cpu"
     assert (
         locate(Placed("/job:localhost/replica:0/task:0/device:CPU:1")) == "/job:localhost/replica:0/task:0/device:CPU:1"

@@ -138,7 +138,7 @@ class Nvml(ModuleType):
     Args:
       peers: for each GPU, the peer of each of its NVLinks: the number of a GPU, "switch", "hidden" (a switch, in a
         virtual machine), "cpu", "other" (a GPU that is not visible), or None for an inactive link.
-      level: the part of PCIe that joins two GPUs.
+      level: returns the part of PCIe that joins two GPUs, a key of ``LEVELS``.
     """
 
     NVML_NVLINK_MAX_LINKS = 18
@@ -221,7 +221,7 @@ def bricks(name, one):
 @pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.parametrize(("name", "one", "sm"), [("dgx-1v", 25, (7, 0)), ("dgx-1p", 20, (6, 0))])
 def test_a_dgx_1_is_found(nvml, name, one, sm, as_bytes):
-    """From the NVLinks of a DGX-1, discover makes the topology of this machine in the library, and shuts NVML down."""
+    """From the NVLinks of a DGX-1, discover makes the library's topology of a DGX-1, and shuts NVML down."""
     driver = nvml(bricks(name, one), sm=sm, as_bytes=as_bytes)
     assert discover() == machine(name)
     assert driver.up == 0
@@ -272,7 +272,7 @@ def test_a_pcie_machine_is_found(nvml, pcie, gb_per_s):
 
 
 def test_a_switch_is_as_wide_as_its_widest_gpu(nvml):
-    """GPUs with different PCIe links share a switch, whose link upwards is the widest of these."""
+    """GPUs with different PCIe links share a switch, whose link to the CPU is as fast as the fastest of these."""
     driver = nvml([[]] * 3, lambda i, j: "PIX" if i + j == 1 else "PHB")
     driver.nvmlDeviceGetMaxPcieLinkGeneration = lambda handle: (3, 5, 3)[handle.k]
     driver.nvmlDeviceGetMaxPcieLinkWidth = lambda handle: (16, 8, 16)[handle.k]
@@ -306,7 +306,7 @@ def test_links_that_lead_elsewhere(nvml):
     ],
 )
 def test_cuda_visible_devices(nvml, monkeypatch, value, found):
-    """Devices are the GPUs that CUDA_VISIBLE_DEVICES selects, numbered as CUDA does; if it selects none, cpu:0."""
+    """Devices are the GPUs that CUDA_VISIBLE_DEVICES selects, numbered as CUDA does; cpu:0 if none; all for MIG-*."""
     nvml([[1, 3], [0, 2, 2], [1, 1, 3, 3, 3], [0, 2, 2, 2]])
     links = {(0, 1): 1, (0, 3): 1, (1, 2): 2, (2, 3): 3}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
@@ -347,7 +347,7 @@ SPARE = {"nvmlShutdown", "nvmlDeviceGetUUID", "nvmlDeviceGetNvLinkRemoteDeviceTy
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("how", ["refuses", "missing"])
 def test_a_driver_that_refuses(nvml, monkeypatch, name, how):
-    """A function that the driver refuses or lacks is not an error; only its information is missing."""
+    """A function that the driver refuses or lacks is not an error; unless it is in NEEDED, all GPUs are still found."""
     driver = nvml([[1, 1], [0, 0], []], lambda i, j: "PHB")
     whole = discover()
 

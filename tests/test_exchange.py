@@ -30,7 +30,7 @@ SUM = Numbers(ReduceOp.SUM, "float32", "float32", "float32", 1)
 
 
 class ThreadTransport:
-    """Transports between threads that stand for hosts; each message is delayed for a random time."""
+    """Transports between threads that stand for hosts; each message is delayed for up to ``most_s`` seconds."""
 
     def __init__(self, seed=0, most_s=0.0):
         self.lock, self.draw, self.most_s = threading.Lock(), random.Random(seed), most_s

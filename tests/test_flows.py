@@ -25,7 +25,7 @@ def networks(draw, least=2, most=7, widest=5):
 
 
 def both(n, arcs, src, dst):
-    """Return (flow, cut) of the Python loop, and check that SciPy's are equal."""
+    """Return (flow, cut) of the Python loop, and check that SciPy's are equal, if SciPy supports the capacities."""
     found = []
     for small in (1 << 30, 0):
         with patch.object(flows, "SMALL", small):
@@ -40,7 +40,7 @@ def both(n, arcs, src, dst):
 @given(networks())
 def test_the_greatest_flow_is_the_least_cut(case):
     """On up to 7 nodes the flow is the least capacity out of any set with src and without dst, and the cut is the
-    smallest such set."""
+    smallest set with this capacity."""
     assert both(*case) == planning_oracle.least_cut(*case)
 
 

@@ -106,7 +106,7 @@ def check_close(found, topology, wanted):
 
 @st.composite
 def requested(draw, kinds=(SYMMETRIC, DIRECTED, LOOSE)):
-    """Draw a topology and a request: some sources and some destinations; the other devices only forward."""
+    """Draw a topology and a request: some sources and some destinations; other devices may forward and reduce."""
     topology = Topology(*draw(wirings(kinds, WHOLE, reducing=(False, False, True))))
     collective = draw(st.sampled_from(COLLECTIVES))
     some = st.lists(st.sampled_from(topology.devices), min_size=1, unique=True).map(tuple)
@@ -149,8 +149,8 @@ def test_forests_reach_the_bound():
 @settings(max_examples=60)
 @given(wirings((LOPSIDED,), WHOLE + ODD))
 def test_switches_that_take_in_more_than_they_give_out(wiring):
-    """If the bandwidth into a switch is not that out of it, an all-reduce reaches its bound, and the other
-    collectives reach the best rate of any trees. It may be less than their bound, which considers cuts only."""
+    """If the bandwidth into a switch is not that out of it, an all-reduce reaches its bound within the tolerance, and
+    the others the best rate of any trees, which may be less than their bound, since bounds consider cuts only."""
     topology = Topology(*wiring)
     for collective in COLLECTIVES:
         found, wanted = forest_of_all(topology, collective), limit(topology, collective)

@@ -66,7 +66,7 @@ def test_devices_that_are_not_joined(ask):
 @given(requested((SYMMETRIC,)))
 def test_relays_do_not_slow_one_way_collectives(ask):
     """Devices that are neither sources nor destinations forward data, so collectives other than all-reduce reach the
-    bound if links are equal in both directions."""
+    bound, or nearly, if links are equal in both directions."""
     topology, collective, sources, destinations = ask
     assume(collective != "all_reduce" and len({*sources, *destinations}) > 1)
     single = {"broadcast": sources[0], "reduce": destinations[0]}.get(collective)

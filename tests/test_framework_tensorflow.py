@@ -144,7 +144,7 @@ def test_devices_that_do_not_exist(name: str) -> None:
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
 def test_nan_wins(op: str, dtype: tf.DType) -> None:
-    """A NaN in any replica makes this element of the minimum and the maximum NaN, and no other."""
+    """A NaN in any replica makes the same element of the minimum and the maximum NaN, and no other element."""
     for lost in range(4):
         rows = np.ones((4, 33), np.float32) * np.arange(4)[:, None]
         rows[lost, 5] = np.nan
@@ -247,7 +247,7 @@ def test_slices_are_concatenated() -> None:
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_indices_beyond_the_shape(index: int) -> None:
-    """An index outside the dense shape raises an error; the slice is not dropped."""
+    """An index outside the dense shape raises an error when slices are made dense; the slice is not dropped."""
     value = cr.PerReplica(
         [tf.IndexedSlices(tf.ones([1, 2]), tf.constant([index]), tf.constant([4, 2])), tf.ones([4, 2])]
     )
@@ -402,7 +402,7 @@ def test_gradients(algorithm: str, traced: bool) -> None:
 
 
 def test_gradients_of_other_ops_and_of_half_types() -> None:
-    """The gradient of a max is 1 for the largest value, that of a product the other values' product, of a sum 1."""
+    """The gradient of a max is 1 for the largest value, else 0; of a product, the others' product; of a sum, 1."""
     xs = [on(k, x) for k, x in enumerate((2.0, 5.0, 3.0))]
     halves = [on(k, 1.0, tf.float16) for k in range(3)]
     wanted = [("max", xs, [0.0, 1.0, 0.0]), ("product", xs, [15.0, 6.0, 10.0]), ("sum", halves, [1.0] * 3)]

@@ -189,7 +189,7 @@ def test_subclasses_give_plain_tensors() -> None:
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_nan_wins(op: str, dtype: torch.dtype) -> None:
-    """A NaN in any replica makes the minimum and the maximum NaN."""
+    """A NaN in any replica makes the same element of the minimum and the maximum NaN, and no other element."""
     for place in range(4):
         xs = [torch.ones(33, dtype=dtype) * k for k in range(4)]
         xs[place][5] = float("nan")
@@ -277,7 +277,7 @@ UNSUPPORTED = {
 }
 
 
-# torch warns once per process that these are beta or deprecated, so whether it warns depends on earlier tests.
+# torch warns once per process that some of these kinds are beta or deprecated: here, or in an earlier test.
 @pytest.mark.filterwarnings("ignore:.*(beta|prototype|deprecated|invariant)")
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_kinds_that_cannot_be_reduced(kind: str) -> None:

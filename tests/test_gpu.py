@@ -76,8 +76,8 @@ def test_every_dtype_on_gpu(gpu, algorithm, dtype):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_random_floats_on_gpu(gpu, algorithm):
-    """Results of random float32 arrays are within the derived tolerance, with the same bits on all devices and in every
-    run."""
+    """Results of random float32 arrays are within the oracle's tolerance, with the same bits on all devices and in
+    every run."""
     rng = np.random.default_rng(0)
     xs = [rng.normal(size=2000).astype("float32") for _ in range(8)]
     given = put(gpu, xs)

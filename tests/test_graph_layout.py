@@ -61,7 +61,7 @@ def test_faster_links_are_thicker_and_darker(tmp_path):
 
 
 def places(topology, path):
-    """Draw a topology, and return the position of each node's label, in order."""
+    """Draw a topology, and return the positions of its nodes' labels, in the order of the texts in the picture."""
     draw_topology(topology, path)
     labels = [node.rpartition("/")[2] for node in topology.nodes]
     found = [(text, place) for text, place in texts(path) if text in labels]

@@ -209,7 +209,7 @@ def test_slow_links_are_used_once_per_island(name):
 
 
 def test_two_hosts_exchange_each_pack_once():
-    """On two hosts of 8 GPUs, each with a network card of its own, each of 16 packs crosses the network once per
+    """On two hosts of 8 GPUs and 8 network cards, each of 16 packs crosses the network once per
     direction, and all 8 cards of a host carry the same number of bytes."""
     label = {device: device.split("/")[0] for device in H100S.devices}
     made = cr.plan(H100S, nbytes=GIB, algorithm="hierarchical_copy", packs=16)
@@ -268,7 +268,7 @@ def test_never_slower_than_one_device_on_any_machine(name):
 @pytest.mark.parametrize("count", range(2, 9))
 def test_never_slower_than_one_device_on_any_part_of_a_dgx_1v(count):
     """Between any set of a DGX-1V's GPUs, with or without the others, hierarchical_copy is not slower than one_device;
-    on a set that its own links do not connect, it raises a PlanError."""
+    without the others, on a set that its own links do not connect, it raises a PlanError."""
     plain, apart = {"algorithm": "one_device"}, 0
     for some in itertools.combinations(DGX.devices, count):
         part = DGX.subset(some)

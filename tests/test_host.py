@@ -114,7 +114,7 @@ def test_kernels_give_the_bits_of_the_loop_on_topologies(data, packing, algorith
 @pytest.mark.parametrize("algorithm", strategies.NAMED)
 @pytest.mark.parametrize(("op", "dtype"), [("sum", "float32"), ("mean", "float16"), ("product", "complex64")])
 def test_17_devices(algorithm, op, dtype):
-    """For 17 devices, more than one pass reads, the kernels give the bits of the loop engine ("forest": 5 devices)."""
+    """With more sources than one pass can read, the kernels give the bits of the loop engine ("forest": 5 devices)."""
     n = 5 if algorithm == "forest" else 17
     rng = np.random.default_rng(17)
     rows = []

@@ -427,7 +427,7 @@ def test_small_leaves_share_a_collective(op):
     ],
 )
 def test_a_schedule_takes_as_few_permutations_as_possible(algorithm, n, count, check):
-    """For any leaves, a ring of n takes 2(n - 1) permutations, halving and doubling 2 log2(n), one_shot n - 1."""
+    """For any leaves together, a ring of n takes 2(n - 1) permutations, halving_doubling 2 log2(n), one_shot n - 1."""
     xs = [np.ones((n, size), "float32") for size in (5, 64, 1 << 14)]
     found = collectives(lambda *xs: all_reduce(xs, "d", algorithm=algorithm), n, *xs, check=check)
     assert found == {"collective_permute": count}

@@ -84,7 +84,7 @@ MALFORMED = {
 ERRORS = ValueError, TypeError, OverflowError, BufferError
 
 
-# Arguments are checked by the same code for every instruction set.
+# The same code checks the arguments for every instruction set, so each fault is tested on one set.
 @pytest.mark.parametrize(("name", "isa"), each(MALFORMED, SETS))
 def test_malformed_kernels_are_refused(isa, name):
     """Malformed arguments raise when a kernel is made, so no kernel can read or write out of bounds."""

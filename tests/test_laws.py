@@ -14,7 +14,7 @@ from running import ENGINES, only
 
 import crossreduce as cr
 
-# JAX compiles for each shape, so it gets few shapes; the others get any.
+# Few shapes, since JAX compiles for each of them.
 FEW_SHAPES = st.sampled_from([(), (0,), (5,), (3, 2)])
 
 
@@ -156,7 +156,7 @@ def test_halves_err_by_one_rounding(framework):
             cr.ReductionToOneDevice() if algorithm == "ReductionToOneDevice" else cr.AllReduceCrossDeviceOps(algorithm)
         )
         got = framework.to_numpy(ops.reduce(op, value, "cpu:0")[0]).astype("float64")
-        wide = [x.astype("float64") for x in xs]  # halves sum exactly in float64
+        wide = [x.astype("float64") for x in xs]  # these halves sum exactly in float64
         exact, size = sum(wide), sum(np.abs(x) for x in wide)
         if op == "mean":
             exact, size = exact / n, size / n

@@ -241,7 +241,7 @@ def test_hosts_are_joined(name, nics):
 
 # Differences between machines.
 
-# BRICKS: msccl-tools' numbers of NVLinks between the GPUs of a DGX-1V. ORDER: the GPUs' numbers in nvidia-smi's order.
+# BRICKS: msccl-tools' numbers of NVLinks between the GPUs of a DGX-1V. ORDER: nvidia-smi's numbers of these GPUs.
 BRICKS = ["02112000", "20120100", "11020020", "12200001", "20000211", "01002012", "00201102", "00011220"]
 ORDER = [0, 3, 1, 2, 4, 7, 5, 6]
 
@@ -356,7 +356,7 @@ def test_latencies_of_paths():
     "spelling", ["dgx-1v", "DGX-1V", "dgx1v", "DGX_1V", " dgx 1v ", "dgx-1", "P3.16xLarge", "ndv2"]
 )
 def test_spellings(spelling):
-    """Only letters and digits of a name are compared; aliases of a machine differ only in their network."""
+    """Capitals and punctuation in a name do not matter; aliases of a machine differ only in their network."""
     assert machine(spelling) == machine("dgx-1v")
 
 

@@ -18,7 +18,7 @@ REPLICAS, NBYTES = 8, 1 << 20
 
 def peak(run):
     """Return the most bytes that a run uses at once, its results included."""
-    run()  # programs and kernels are compiled and cached
+    run()  # compiles and caches programs and kernels, whose memory is not counted
     gc.collect()
     before = kernels.usage()["live"]
     tracemalloc.start()
@@ -36,7 +36,7 @@ def peak(run):
     pairs(strategies.ALGORITHMS, [0, 1, 3], ["float32", "float16", "int8"], [1, 20]),
 )
 def test_a_batch_needs_only_the_memory_of_its_results(algorithm, packs, dtype, tensors):
-    """The peak of a batch is the size of its results for any packing: tensors are read in place, without packing."""
+    """For any num_packs, a batch's peak is the size of its results: tensors are read in place, not copied to packs."""
     size = NBYTES // tensors // np.dtype(dtype).itemsize
     values = [cr.PerReplica([np.ones(size, dtype) for _ in range(REPLICAS)]) for _ in range(tensors)]
     ops = cr.AllReduceCrossDeviceOps(algorithm, num_packs=packs)

@@ -79,7 +79,7 @@ def test_more_links_than_a_gpu_has_are_a_switch(name, n, links, gb_per_s):
     ],
 )
 def test_links_that_a_gpu_can_have_are_its_own(n, links, most, direct):
-    """If a row has at most the number of NVLinks that a GPU can have, they join pairs of GPUs."""
+    """If a row has no more NVLinks than a GPU can have, they join pairs of GPUs, else GPUs and a switch."""
     topology = read_nvidia_smi(table(uniform(n, f"NV{links}")), nvlinks_per_gpu=most)
     assert (topology.switches == ()) == direct
     peer = "cuda:1" if direct else "nvswitch"

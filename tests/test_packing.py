@@ -102,12 +102,12 @@ def test_bytes_per_pack_is_honoured(batch, nbytes, num_packs, algorithm, n):
         ((1,) * 5, Packing(0, 0, 40, 0), [1] * 5),
         ((1,) * 5, Packing(0, 0, 0, 10), [1] * 5),
         ((1,) * 5, Packing(), [1] * 5),
-        ((1,) * 5, Packing(1, 0, 40, 2), [5]),  # small tensors are joined only without packs
+        ((1,) * 5, Packing(1, 0, 40, 2), [5]),  # with packs, all tensors share a buffer
         ((1,) * 5, Packing(0, 8, 40, 2), [5]),
     ],
 )
 def test_small_tensors_are_joined(batch, packing, wanted):
-    """Without packs, neighbours of at most small_bytes bytes share a buffer, at most small_group of them."""
+    """Without packs, neighbours of at most small_bytes bytes each share a buffer, at most small_group of them."""
     assert sizes(layout(f32(*batch), packing)) == wanted
 
 

@@ -225,7 +225,7 @@ def test_links_that_differ_in_the_two_directions(ask, nbytes):
 @pytest.mark.parametrize("packs", [1, 2, 5])
 @pytest.mark.parametrize("algorithm", ["one_device", "hierarchical_copy"])
 def test_packs_have_different_roots(algorithm, packs):
-    """``packs`` trees have equal shares, and the first devices as roots, in turn. The root of a single tree of
+    """``packs`` trees have equal shares, and the destinations as roots, in turn. The root of a single tree of
     hierarchical_copy may instead be a device in the middle. A given root is the root of all trees."""
     for topology in (DGX, TOPOLOGIES["grid"], TOPOLOGIES["two hosts"]):
         some = topology.devices[:4]
@@ -356,7 +356,7 @@ def test_auto_is_the_fastest_on_every_machine(name):
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_auto_reaches_the_bound_of_every_collective(collective):
-    """On a DGX-1V and two hosts of eight H100 plans for 1 GiB reach 90 % of each collective's known bound."""
+    """On a DGX-1V, and on two hosts of eight H100, plans for 1 GiB reach 90 % of each collective's known bound."""
     known = {"all_reduce": Fraction(600, 7), "reduce": 150, "broadcast": 150}
     boxes = {"all_reduce": Fraction(800, 3), "reduce": 400, "broadcast": 400}
     for topology, due in (

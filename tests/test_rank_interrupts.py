@@ -55,7 +55,7 @@ def interrupted(rendezvous, started, state):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("state", ["waiting", "between", "long"])
 def test_an_interrupted_rank_releases_everything(state, number):
-    """Ctrl-C or SIGTERM in or between calls makes that rank leave, and ends the calls of the others, long before the
+    """Ctrl-C or SIGTERM in or between calls makes a rank leave, and ends the calls of the others, long before the
     timeout; all of them release their threads, descriptors, mappings and files."""
     with starter(3) as started:
 

@@ -46,7 +46,7 @@ class Op(NamedTuple):
 
 @contextlib.contextmanager
 def limits(piece, small=one_host.SMALL_BYTES, slot=programs.SLOT_BYTES):
-    """Make pieces and slots small, so that small arrays have many pieces."""
+    """Set the bytes of a piece, of a small array and of a slot, so that few elements make many pieces."""
     before = programs.PIECE_BYTES, one_host.SMALL_BYTES, programs.SLOT_BYTES
     programs.PIECE_BYTES, one_host.SMALL_BYTES, programs.SLOT_BYTES = piece, small, slot
     try:
@@ -481,7 +481,7 @@ def test_the_least_stages_and_bytes(ranks):
 
 
 def test_neighbouring_chunks_are_copied_at_once():
-    """A rank's input is copied into its slot by one instruction on each side of its own share, for 2 to 16 ranks."""
+    """One instruction on each side of a rank's own share copies its input into its slot, for 2, 4 and 16 ranks."""
     for ranks in (2, 4, 16):
         for rank, stages in enumerate(compiled(Op("all_reduce", 1 << 15, "float32"), ranks)):
             assert len(stages[0]) == (1 if rank in (0, ranks - 1) else 2)
@@ -507,7 +507,7 @@ def test_programs_of_many_ranks_are_compiled_quickly():
 
 
 def test_numbers_of_ranks():
-    """Results have the inputs' dtype; a mean is divided by the number of ranks."""
+    """Results have the inputs' dtype; a mean is divided by the number of ranks, and refused for integers."""
     found = numbers("bfloat16", ReduceOp.MEAN, 3)
     assert found == Numbers(ReduceOp.MEAN, "bfloat16", "float32", "bfloat16", 3)
     with pytest.raises(UnsupportedError, match="ranks cannot compute the mean of integers"):

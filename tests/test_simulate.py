@@ -430,8 +430,8 @@ def test_a_schedule_and_a_topology(wrong):
 
 
 def test_a_missing_route_is_named():
-    """A transfer that has no path over links raises a PlanError with its devices, the switches of its Route, and the
-    links out of its source."""
+    """A transfer that has no path over links raises a PlanError with its two devices: with a Route also the switches of
+    the Route, without one the links out of its source."""
     alone = Topology(names(3), [Link("cpu:0", "cpu:2", 1), Link("cpu:1", "cpu:0", 1)])
     with pytest.raises(PlanError, match=r"no route from cpu:0 to cpu:1\.[\s\S]*links out of cpu:0: cpu:2"):
         simulate(PAIR, alone, 8)

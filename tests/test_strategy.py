@@ -302,7 +302,7 @@ def test_without_accelerators_the_default_is_one_host_replica():
 
 
 def test_host_arrays_are_reduced_under_the_strategys_devices(numpy_):
-    """Arrays in host memory are reduced under the strategy's device names, so its topology's links are used."""
+    """Arrays in host memory are reduced under the strategy's device names, so the links of the op's topology apply."""
     seen = []
 
     class Spy(cr.AllReduceCrossDeviceOps):

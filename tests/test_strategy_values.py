@@ -68,7 +68,7 @@ def test_reduce_along_an_axis_accumulates_like_other_reductions(library):
 
 
 def test_reduce_of_a_single_array():
-    """A single array is its own mean, min and max; its sum is defined only for one replica, or for the number 0."""
+    """A single array is its own mean, min and max; its sum raises an error, unless it is 0 or there is one replica."""
     x = np.array([1.0, 2.0])
     strategy = cr.MirroredStrategy(3)
     for op in ("mean", "min", "max"):
@@ -89,7 +89,7 @@ def test_reduce_of_a_single_array():
 
 @pytest.mark.parametrize("other", [np.ones(2, np.float32), np.ones(2, np.int64), np.ones((2, 1))])
 def test_replicas_that_differ_are_not_reduced_along_an_axis(library, other):
-    """Along an axis, too, different dtypes or shapes raise an error that lists them; nothing is cast."""
+    """Along an axis, components that differ in dtype or number of axes raise an error that lists dtypes and shapes."""
     value = values(library, [np.ones(2), np.ones(3), other])
     with pytest.raises(cr.MismatchError, match=r"(?s)replica 1 on cpu:1: float64\[3\]; replica 2 on cpu:2"):
         cr.MirroredStrategy(3).reduce("sum", value, axis=0)

@@ -61,7 +61,7 @@ def test_d4_d6_dtypes_mix_in_a_batch(mode):
 
 
 def test_d5_nccl_plans_auto():
-    """D5: if NCCL is not available, "nccl" selects another algorithm, which works."""
+    """D5: "nccl" works without NCCL, since it plans "auto"."""
     value = per_replica([1.0, 2.0, 4.0])
     assert float(crt.AllReduceCrossDeviceOps("nccl").reduce(SUM, value, "CPU:0")) == 7.0
 
@@ -110,7 +110,7 @@ def test_d11_the_rest_of_the_batch_has_no_effect(mode):
 
 
 def test_d13_two_replicas_on_one_device():
-    """D13: two replicas on one device are both summed; on a device name the result is one tensor, on the value two."""
+    """D13: two replicas on one device are both summed, to one tensor on a device's name and two on the value itself."""
     value = PerReplica([on(0, 1.0), on(0, 2.0)])
     for call in (
         lambda where: SMALL.reduce(SUM, value, where),
@@ -133,7 +133,7 @@ def test_d14_means_neither_overflow_nor_wrap(mode):
 
 @pytest.mark.parametrize(("group", "joined"), [(10, 3), (1, 25), (25, 1), (0, 25)])
 def test_d15_a_group_has_at_most_the_given_number(group, joined):
-    """D15: small tensors are joined in groups of at most ``agg_small_grads_max_group``: one AddN per group."""
+    """D15: at most ``agg_small_grads_max_group`` small tensors (0: only 1) form a group, which has one AddN."""
     op = crt.AllReduceCrossDeviceOps("one_device", 0, 100, group)
     values = [per_replica([float(k), 2.0]) for k in range(25)]
     pairs = [(value, value) for value in values]

@@ -379,7 +379,7 @@ def test_gather_of_unknown_sizes_while_tracing():
 
 
 def test_any_tensor_can_be_moved():
-    """Text can be broadcast and gathered, though not reduced; a Mirrored is broadcast by its first component."""
+    """Text can be broadcast and gathered, and a Mirrored can be broadcast; None raises an error."""
     text = per_replica([["a"], ["b"], ["c"]])
     assert SMALL._gather(text, "CPU:1", 0).numpy().tolist() == [b"a", b"b", b"c"]
     copies = SMALL.broadcast(tf.constant("a"), text)
@@ -403,7 +403,7 @@ def test_a_subclass_may_override_an_implementation():
 
 
 def test_eager_batches_run_in_the_host_engine(monkeypatch):
-    """The host engine reduces eager tensors into one array that all results share, but none that a tape records."""
+    """The host engine reduces eager tensors into one array that all results share, unless a tape records them."""
     runs = []
     run = HostExecutable.run
     monkeypatch.setattr(HostExecutable, "run", lambda *args: runs.append(1) or run(*args))

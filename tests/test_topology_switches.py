@@ -57,7 +57,7 @@ def test_a_switch_is_a_node():
 
 @pytest.mark.parametrize("name", ["nvswitch", "host0/nic3", "0", "a.b_c-d#1", "plx/0/1", "cpu0", "cpu/1", "X"])
 def test_names_of_switches(name):
-    """The name of a switch may have letters, digits and . _ / # -, cannot be a device's name, and is not changed."""
+    """The name of a switch may have letters, digits and . _ / # -, and is not changed."""
     topology = Topology([A], [(A, name, 1)], [name])
     assert topology.switches == (Switch(name),)
     assert topology.link(A, name).dst == name
@@ -86,7 +86,7 @@ def test_names_of_switches(name):
     ],
 )
 def test_a_switch_cannot_have_a_device_name(name):
-    """A name that is also a device's, or that has other characters, raises an ArgumentError that shows it."""
+    """A switch's name that is also a device's, or is otherwise invalid, raises an ArgumentError that shows it."""
     with pytest.raises(ArgumentError, match=r"(name of a switch must be|cannot have a device's name)[\s\S]*given: "):
         Topology([A], [], [name])
 
@@ -96,9 +96,9 @@ def test_a_switch_cannot_have_a_device_name(name):
     [
         (["a", "a"], r"each switch may be listed only once[\s\S]*given: 'a' 2 times"),
         ([Switch("a"), Switch("a", True)], "each switch may be listed only once"),
-        ([("a", 1)], r"reduces of a switch must be True or False[\s\S]*given: 1"),
-        ([("a", None)], "reduces of a switch must be True or False"),
-        ([("a", "yes")], "reduces of a switch must be True or False"),
+        ([("a", 1)], r"Switch\.reduces must be True or False[\s\S]*given: 1"),
+        ([("a", None)], r"Switch\.reduces must be True or False"),
+        ([("a", "yes")], r"Switch\.reduces must be True or False"),
         ([(3, True)], r"the name of a switch must be ASCII letters[\s\S]*given: 3"),
         ([None], r"switches must be a list of Switches or names[\s\S]*given: None"),
         ([("a", True, 3)], r"switches must be a list of Switches or names[\s\S]*given: \('a', True, 3\)"),
@@ -380,6 +380,6 @@ def test_shapes_give_every_link_the_latency():
     ],
 )
 def test_bad_shapes_are_refused(make, text):
-    """A grid without devices, or with the wrong number of speeds, raises an ArgumentError that shows it."""
+    """A shape with an invalid size, number of speeds, bandwidth or device raises an ArgumentError."""
     with pytest.raises(ArgumentError, match=text):
         make()

@@ -16,7 +16,7 @@ def start(argv, n, environment=None):
     """Start n ranks of a Python program; return their processes."""
     running = []
     for rank in range(n):
-        # The variables that torchrun sets, and PYTHONFAULTHANDLER, with which a rank that crashes prints its stack.
+        # Variables that torchrun also sets, and PYTHONFAULTHANDLER, with which a rank that crashes prints its stack.
         own = {"RANK": str(rank), "WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
         own |= environment(rank) if environment else {}
         running.append(

@@ -14,7 +14,7 @@ from typing import Final
 
 from .errors import DeviceError, shown
 
-# TensorFlow writes GPU, torch writes cuda, JAX writes both. The other kinds have one spelling everywhere.
+# TensorFlow writes GPU, torch writes cuda, JAX writes both. The other kinds have one spelling, except for capitals.
 KINDS: Final = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "mps": "mps", "xpu": "xpu"}
 SPELLINGS: Final = '"cpu:0", "cuda:3", "host1/cuda:3", "cuda:0#2", "GPU:3", "/job:worker/task:1/device:GPU:3"'
 
@@ -52,8 +52,8 @@ class Device:
 def parse(name: str) -> Device:
     """Parse a device's name.
 
-    Missing parts default to this host, index 0 and logical device 0. TensorFlow's job and task become a host,
-    ``worker-1``; task 0 of ``/job:localhost`` is this host. The replica in TensorFlow's names is ignored.
+    Missing parts default to this host, index 0 and logical device 0. TensorFlow's job and task become a host
+    such as ``worker-1``; task 0 of ``/job:localhost`` is this host. The replica in TensorFlow's names is ignored.
 
     Raises:
       DeviceError: the name is empty or cannot be parsed.

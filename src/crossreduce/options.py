@@ -42,8 +42,8 @@ class CommunicationOptions:
     Args:
       bytes_per_pack: the largest pack, in bytes of one replica; tensors are joined and cut into packs of this size.
         0: the op's own ``num_packs`` decides.
-      timeout_seconds: how long replicas of a ``MirroredStrategy`` wait for each other at most; ``None``: 600 s, or what
-        its ``run`` was given. Other reductions do not use it.
+      timeout_seconds: how long replicas of a ``MirroredStrategy`` wait for each other at most; ``None``: 600 s for
+        ``run``, and for a call inside it the timeout of ``run``. Other reductions do not use it.
       implementation: the algorithm for ops whose own is "auto" or "nccl"; other ops ignore it.
     Raises:
       ArgumentError: a number of bytes that is negative or not an integer, a timeout that is not a positive number, an
@@ -62,7 +62,7 @@ class CommunicationOptions:
         object.__setattr__(self, "bytes_per_pack", nbytes)
         seconds = self.timeout_seconds
         if seconds is not None and not (isinstance(seconds, Real) and not isinstance(seconds, bool) and seconds > 0):
-            raise ArgumentError.of("timeout_seconds must be a positive number.", shown(seconds), "None, for 600 s")
+            raise ArgumentError.of("timeout_seconds must be a positive number.", shown(seconds), "None for the default")
         if isinstance(self.implementation, str):
             object.__setattr__(self, "implementation", self.implementation.lower())
         algorithm_name(self.implementation)

@@ -55,7 +55,7 @@ def reduce_batch(
     for number, (value, destinations) in enumerate(jobs):
         if not value.sparse:
             route = value.framework, value.devices, destinations, value.mixed
-            if route != last:  # a shortcut: mostly, the previous pair has the same route
+            if route != last:  # a shortcut: mostly, these four are those of the previous pair
                 last, members = route, routes.setdefault(route, [])
             members.append(number)
     runs: list[tuple[Layout, list[int]]] = []
@@ -132,7 +132,7 @@ def _plan(
     topology: Topology | None,
     root: str | None,
 ) -> tuple[ProgramRange, ...]:
-    """Plan and lower one buffer: the roots of its packs rotate, starting at ``buffer.first``.
+    """Plan and lower one buffer: unless ``root`` is given, its packs' roots rotate, starting at ``buffer.first``.
 
     The schedule repeats after as many packs as there are devices (after one pack, if it has no root), so further
     packs use the same schedule again: a plan does not grow with the number of packs.
@@ -177,7 +177,7 @@ def _compiled(engine: Engine, layout: Layout, numbers: Numbers, with_out: bool) 
 
 
 def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> Sequence[Sequence[Array]]:
-    """Reduce the values of one layout with the first of its engines that accepts their arrays.
+    """Reduce the values of one layout with the first engine that accepts their arrays.
 
     Returns for each value the result's components: the arrays of its ``out`` if ``with_out``.
     """
@@ -193,7 +193,7 @@ def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> Sequence[Sequen
     except OverlapError as overlap:
         raise in_pair(overlap_error(overlap.result), layout.tensors[overlap.tensor], len(jobs)) from None
     except (BufferError, ValueError):
-        check_overlap(jobs)  # if an array of out is at fault, this error names it and the reason
+        check_overlap(jobs)  # raises an error that names an array of out and its fault, if one has a fault
         raise
 
 

@@ -211,7 +211,7 @@ class HierarchicalCopyAllReduce(_Adapter):
 
     Args:
       num_packs: the number of trees, with different roots, that share the load; 0: one tree per tensor, no packing.
-      topology: the links that data may use, and from which the hierarchy is derived; ``None``: any, in two halves.
+      topology: the links that data may use, which define the groups; ``None``: any links, and two halves as groups.
     Raises:
       ArgumentError: ``num_packs`` is negative or not an integer; ``topology`` is not a ``crossreduce.Topology``.
 
@@ -300,7 +300,7 @@ def _read_destinations(destinations: Any, places: _Places) -> _Destinations:
         found = (destinations,)
     if not found:
         problem = "destinations must be distributed values, a tensor, a variable or a device name, and not empty."
-        remedy = 'a name such as "CPU:0"; for several devices, the value itself or any PerReplica on those devices'
+        remedy = 'a name such as "CPU:0"; for several devices, any PerReplica on them'
         raise ArgumentError.of(problem, shown(destinations), remedy)
     found = _fill_unknown(found, places)
     return _Destinations(Mirrored.on((), _names(found)), found)

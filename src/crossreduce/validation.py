@@ -116,7 +116,7 @@ def device_names(destinations: Any) -> tuple[str, ...]:
             check_array(destinations)
             return PerReplica([destinations]).devices
     problem = "destinations must be distributed values, a device's name, or an array, variable or parameter."
-    remedy = 'a name such as "cpu:0"; for several devices, the PerReplica itself or any other on those devices'
+    remedy = 'a name such as "cpu:0"; for several devices, any PerReplica on them'
     raise ArgumentError.of(problem, shown(destinations), remedy)
 
 
@@ -281,7 +281,7 @@ def _dense(framework: Framework, x: Array | Sparse, spec: TensorSpec, dtype: str
 
 
 def _sparse_spec(op: ReduceOp, value: PerReplica, framework: Framework, arrays: list[Any]) -> TensorSpec:
-    """Check sparse components against each other and against dense ones, and return their common spec."""
+    """Check that components, some or all sparse, agree; return their spec, or that of the slices if all are sparse."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         problem = "sparse values can only be reduced by sum or mean."
         sparse_at = next(k for k, x in enumerate(arrays) if isinstance(x, Sparse))

@@ -1,6 +1,6 @@
 """Values of command-line options.
 
-Input: the text or number of one option. Output: its value, or an ``ArgumentError`` of one line.
+Input: the text or number of one option. Output: its value, or an ``ArgumentError``.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
         yield None
         return
     target = Path(os.path.realpath(path))
-    # A rename would replace /dev/null, or a pipe, by a regular file.
+    # A rename would replace even a write-protected file, and would put a regular file in place of /dev/null or a pipe.
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
         reason = "write-protected" if target.is_file() else "not a regular file"
         raise ArgumentError(f"{option} {path} cannot be written: it is {reason}.")
@@ -110,7 +110,7 @@ def grouped(names: Iterable[str]) -> str:
     >>> grouped(["host0/cuda:0", "host0/cuda:1", "host0/cuda:2", "host0/cuda:5", "nvswitch"])
     'host0/cuda:0-2,5 nvswitch'
     """
-    groups: list[tuple[str, list[list[int]]]] = []  # a prefix, and the first and last number of each range
+    groups: list[tuple[str, list[list[int]]]] = []  # a prefix or name, and its ranges: [first, last] or [number]
     for name in names:
         match = _NUMBERED.fullmatch(name)
         if match is None:

@@ -120,9 +120,9 @@ class JaxTrainer(Trainer):
 
         self._jax = jax
         self.version = jax.__version__
-        with contextlib.suppress(RuntimeError):  # JAX is in use already: then load() raises if a device is missing
+        with contextlib.suppress(RuntimeError):  # if JAX is in use already, load() raises if a device is missing
             jax.config.update("jax_num_cpu_devices", _cpus(devices))
-        jax.config.update("jax_enable_x64", True)  # without it int64 and float64 arrays have 32 bits
+        jax.config.update("jax_enable_x64", True)  # without it JAX makes int32 and float32 of int64 and float64
         self._gradient: Gradient = jax.jit(jax.value_and_grad(self._loss))
         self._update: Update = jax.jit(super().update)
 
@@ -153,7 +153,7 @@ class TensorFlowTrainer(Trainer):
 
         self._tf = tf
         self.version = tf.__version__
-        with contextlib.suppress(RuntimeError):  # TensorFlow is in use: then load() raises if a device is missing
+        with contextlib.suppress(RuntimeError):  # if TensorFlow is in use, load() raises if a device is missing
             tf.config.set_logical_device_configuration(
                 tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * _cpus(devices)
             )

@@ -76,5 +76,5 @@ def _read(file: Path) -> Callable[[], str]:
     kind = read_msccl_xml(text).coll
     if kind not in VERIFIABLE:
         problem = f"{file} cannot be verified: its collective is {kind}"
-        raise ArgumentError(f"{problem}, not {', '.join(sorted(VERIFIABLE))}.")
+        raise ArgumentError(f"{problem}, not one of {', '.join(sorted(VERIFIABLE))}.")
     return lambda: str(verify_msccl_xml(text))

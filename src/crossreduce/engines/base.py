@@ -80,7 +80,7 @@ class Layout:
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of one replica's tensors."""
+        """The bytes of one replica's tensors; 0 if their size is unknown."""
         return sum((buffer.size or 0) * itemsize(buffer.dtype) for buffer, _ in self.buffers)
 
     @cached_property
@@ -90,7 +90,7 @@ class Layout:
 
 
 class OverlapError(Exception):
-    """Result number ``result`` of tensor ``tensor`` shares memory with another result or with an input."""
+    """Result ``result`` of tensor ``tensor`` overlaps another one, or an input that is not exactly its memory."""
 
     def __init__(self, tensor: int, result: int) -> None:
         super().__init__(tensor, result)
@@ -109,7 +109,7 @@ class Executable(Protocol):
         Returns:
           For each tensor its results, in the order of the destinations; ``out`` itself if it was given.
         Raises:
-          OverlapError: arrays of ``out`` share memory, if the engine ``checks_overlap``. Nothing was written.
+          OverlapError: arrays of ``out`` overlap others or inputs, if ``checks_overlap``. Nothing was written.
           BufferError, ValueError: an array of ``out`` cannot be written into (same condition). Nothing was written.
         """
 

@@ -1,7 +1,7 @@
 """The loop engine: runs programs instruction by instruction with a framework's own operations.
 
-Input: a layout. Output: results. It runs any arrays of any framework on any devices, also traced or recorded ones: all
-known sizes and indices are Python ints, so ``jax.jit`` and ``tf.function`` can trace it.
+Input: a layout. Output: results. It reduces arrays of any framework on any devices, also while they are traced or
+recorded for gradients: all known sizes and indices are Python ints, so ``jax.jit`` and ``tf.function`` can trace it.
 """
 
 from __future__ import annotations

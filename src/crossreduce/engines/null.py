@@ -36,7 +36,7 @@ class NullEngine:
 
 
 class NullExecutable:
-    """Counts one run of a layout. See ``engines.base.Executable``."""
+    """Counts the transfers and combinations of each run. See ``engines.base.Executable``."""
 
     def __init__(self, layout: Layout, numbers: Numbers) -> None:
         self._layout, self._numbers = layout, numbers

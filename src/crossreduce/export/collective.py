@@ -65,7 +65,7 @@ class Collective:
         return Location("o", block.offset - rank * self.outputs if self.kind == "reducescatter" else block.offset)
 
     def in_place(self, rank: int, location: Location) -> Location:
-        """Return where a location is in calls in place, whose smaller buffer (input or output) is a part of the larger.
+        """Return a location in calls in place: input and output are one buffer, or the smaller is a part of the larger.
 
         >>> from crossreduce.planning import ring
         >>> made = collective(ring(["cpu:0", "cpu:1"]))
@@ -84,14 +84,14 @@ def require_integers(**numbers: object) -> None:
     """Raise an ArgumentError unless each number is an int or ``None``."""
     for name, number in numbers.items():
         if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
-            raise ArgumentError.of(f"{name} must be an integer.", shown(number), f"{name}=32")
+            raise ArgumentError.of(f"{name} must be an integer.", shown(number), f"an int for {name}")
 
 
 def collective(schedule: Schedule, largest: int | None = None) -> Collective:
     """Return a schedule as one of NCCL's collectives, with blocks of at most ``largest`` units.
 
     A chunk of a reduce-scatter is placed in its destination's part of the buffer, a chunk of an all-gather in its
-    source's part. PlanError: the schedule is none of the five collectives; ScheduleError: ``verify`` rejects it.
+    source's part. PlanError: only one device, or none of the five collectives; ScheduleError: ``verify`` rejects it.
 
     >>> from crossreduce.planning import ring
     >>> made = collective(ring(["cpu:0", "cpu:1", "cpu:2"]))
@@ -142,7 +142,7 @@ def _kind(schedule: Schedule, chunks: list[ChunkProgram]) -> tuple[str, int | No
         raise PlanError.of(
             problem, given, "a plan that does not need these nodes; for a switch: a machine without in_network"
         )
-    starts, ends = (sorted({len(group) for group in groups}) for groups in (sources, destinations))
-    given = f"{schedule.head}: a chunk has {starts} sources and {ends} destinations, of {len(everyone)} ranks"
-    remedy = "for every chunk all devices as sources and all or one as destinations, or the reverse"
+    counts = (" or ".join(map(str, sorted({len(group) for group in groups}))) for groups in (sources, destinations))
+    given = "{}: a chunk has {} sources and {} destinations, of {} ranks".format(schedule.head, *counts, len(everyone))
+    remedy = "for all chunks alike: all devices as sources and all or one as destinations, or the reverse"
     raise PlanError.of("no collective of NCCL has these sources and destinations.", given, remedy)

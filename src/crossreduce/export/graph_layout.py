@@ -89,8 +89,8 @@ def half_width(node: str) -> float:
 def graph_layout(topology: Topology) -> GraphLayout:
     """Return the positions of a topology's nodes.
 
-    The devices of a mesh or torus of 2 or 3 dimensions are placed on a grid, others on a circle, clockwise, with the
-    switches inside. Several hosts are placed in two rows with the network between the rows.
+    On one host, the devices of a mesh or torus of 2 or 3 dimensions are placed on a grid, others clockwise on a circle,
+    with the switches inside. Several hosts are placed in two rows with the network between the rows.
 
     >>> graph_layout(Topology.mesh(2, 2)).positions["cpu:3"]
     (1-1j)
@@ -235,8 +235,8 @@ def _spread(
     nodes: Sequence[str], radius: float, positions: dict[str, complex], near: dict[str, set[str]]
 ) -> dict[str, complex]:
     """Place nodes evenly on a circle, each near the direction of its neighbours."""
-    # Nodes are sorted clockwise from this angle. It is beside the top, where many directions are: rounding could move a
-    # node with this very direction from one end of the order to the other.
+    # Nodes are sorted clockwise from this angle. Rounding could move a node that is exactly there from one end of the
+    # order to the other, and many nodes are exactly at the top, so the angle is beside the top.
     seam = _TOP + 0.1
     directions = {
         node: sum((positions[other] / abs(positions[other]) for other in sorted(near[node] & positions.keys())), 0j)

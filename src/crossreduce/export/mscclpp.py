@@ -13,8 +13,8 @@ put into the memory where its value stays, once the owner of that memory has sig
 content. Nothing is put before the receiver has signalled that it has begun, since its memory may still belong to an
 earlier call.
 
-Events are made in one order, in which everything that is waited for is signalled before. So no threadblocks wait for
-each other in a cycle, provided that all of them run at the same time. Within a round and block, the order is: puts of
+Events are made in one order, in which each signal precedes the waits for it. So no threadblocks wait for each other
+in a cycle, provided that all of them run at the same time. Within a round and block, the order is: puts of
 operands, then copies, then combinations. A copy is put into scratch memory if the value that it replaces is still to
 be read, as when two devices swap their values.
 
@@ -40,8 +40,8 @@ MOST_OPERATIONS: Final = 64  # MSCCL++'s MAX_OPERATION of a threadblock
 MOST_CHANNELS: Final = 16  # MSCCL++'s MAX_CHANNEL of a threadblock; also the limit of its remote buffers
 MOST_AT_ONCE: Final = 8  # MSCCL++'s MAX_CHANNEL_PER_OPERATION
 MOST_ADDED: Final = 10  # MAX_LOCAL_BUFFER_PER_OPERATION + MAX_CHANNEL_PER_OPERATION: inputs of a ``re``
-MOST_THREADBLOCKS: Final = 80  # threadblocks wait for each other, so all must be resident: V100 has 80 multiprocessors
-ALIGNMENT: Final = 16  # bytes; the executor requires each chunk's size to be a multiple of it
+MOST_THREADBLOCKS: Final = 80  # each waits for some of other GPUs: all must be resident; V100 has 80 multiprocessors
+ALIGNMENT: Final = 16  # bytes; the executor requires each unit's size to be a multiple of it
 
 
 def to_mscclpp_json(
@@ -56,7 +56,7 @@ def to_mscclpp_json(
 ) -> str:
     """Return a schedule as an MSCCL++ execution plan.
 
-    Rank k is the schedule's k-th device. The buffer is divided into equal chunks, as small as the shares need; the
+    Rank k is the schedule's k-th device. The buffer is divided into equal units, as small as the shares need; the
     size of each in bytes must be a multiple of 16. The executor adds, so plans are for sums. The plan does not store
     ``pieces``.
 

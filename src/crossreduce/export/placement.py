@@ -32,7 +32,7 @@ class MemoryPlacement:
         self.inplace: Final = inplace
         self.locations: Final[dict[tuple[int, int], Location]] = {}  # where each (block, value) is stored
         self.scratch: Final = [0] * made.ranks  # units of scratch memory, by rank
-        self._reads_left: Final[Counter[tuple[int, int]]] = Counter()  # by block and value; a result has one more read
+        self._reads_left: Final[Counter[tuple[int, int]]] = Counter()  # by block and value; a result's never reach 0
         self._stored: Final[dict[tuple[int, int, Location], int]] = {}  # the last value by rank, block and memory
         self._spares: Final[dict[tuple[int, int], list[Location]]] = {}  # scratch memory by rank and block
         for b in blocks:
@@ -56,7 +56,7 @@ class MemoryPlacement:
         return self._put(rank, b, value, self.spare(rank, b))
 
     def spare(self, rank: int, b: int) -> Location:
-        """Return scratch memory of the size of a block, whose last value has no reads left."""
+        """Return scratch memory of the size of a block: memory whose last value has no reads left, or new memory."""
         spares = self._spares.setdefault((rank, b), [])
         for spare in spares:
             if self._free(rank, b, spare):

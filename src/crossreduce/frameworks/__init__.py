@@ -41,7 +41,7 @@ def get(name: str) -> Framework:
 
     Raises:
       ArgumentError: the name is unknown.
-      BackendError: the framework is not installed; the message has the command that installs it.
+      BackendError: the framework cannot be imported; the message has the command that installs it.
 
     >>> get("numpy").name
     'numpy'

@@ -1,4 +1,4 @@
-"""Derive reduce-scatters from all-reduces, by removing the steps that copy results, and reverse them to all-gathers."""
+"""Derive reduce-scatters from all-reduces, by removing steps that they do not need, and reverse them to all-gathers."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def _by_number(name: str) -> tuple[str, ...]:
 
 
 def tree_lines(found: Shape) -> list[str]:
-    """Return a line for each different tree, its share of the buffer and the tree; after 16, how many are left."""
+    """Return a line for each different tree: its share of the buffer, and the tree; after 16, how many are left."""
     drawn: dict[str, Fraction] = {}
     for share, root, parents in found.trees:
         text = nested(root, parents)

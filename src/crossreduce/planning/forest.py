@@ -33,8 +33,8 @@ class Forest(NamedTuple):
 
     schedule: Schedule  # one chunk per tree
     k: Fraction  # the average number of unit trees per root; a tree with w units of bandwidth counts as w
-    trees: int  # the number of different trees
-    depth: int  # edges between devices from root to leaf in the deepest tree; a route through switches is one edge
+    trees: int  # a tree of any weight counts as one; so does a tree into a root with the tree out of it
+    depth: int  # of the deepest tree, in edges from root to leaf; a route through nodes that only forward is one edge
 
 
 def forest_schedules(request: Request) -> list[Schedule]:
@@ -51,10 +51,10 @@ def forest(request: Request) -> Forest:
     """Plan trees that together reach the rate of the bound or nearly do: see "Limits" in docs/planning.md.
 
     "all_reduce", "reduce" and "broadcast" have one buffer from all sources to all destinations; "reduce_scatter" and
-    "all_gather" have a part of it on each device. Other devices of the topology only forward, or reduce if that helps.
+    "all_gather" have a part of it on each device. Other devices forward; in an all-reduce they also reduce if it helps.
 
     Raises:
-      PlanError: a destination cannot be reached; the error names the cut.
+      PlanError: no route leads to a destination (or source, if there are several of both); the error names the cut.
 
     >>> box = Topology.star([f"cuda:{k}" for k in range(8)], 450)
     >>> found = forest(Request("all_gather", box.devices, box.devices, topology=box))
@@ -102,7 +102,7 @@ def _helpers(topology: Topology, members: tuple[str, ...]) -> list[tuple[str, ..
 
 
 def _forest(seen: NeutralTopology, request: Request) -> Forest:
-    """Return the forest on a neutral topology, whose devices (the members and helpers) all reduce."""
+    """Return the forest on a neutral topology. All its devices may reduce; its switches only forward."""
     topology, collective = seen.topology, request.collective
     sources, destinations, members = request.sources, request.destinations, len(request.members)
     position = {seen.names[name]: k for k, name in enumerate(topology.devices)}

@@ -121,7 +121,7 @@ def _edges(topology: Topology, members: tuple[str, ...], number: dict[str, int])
 def _tree(topology: Topology, edges: list[dict[int, _Edge]], start: int, kind: str) -> tuple[Tree, Tree] | None:
     """Return a tree into a root and the same tree out of it, built best edge first; ``None``: it misses a member."""
     speeds, counts = topology.speeds, kind == "load_aware"
-    # A multiple of each number of uses up to the number of members, so that the speed of each use is an integer.
+    # A link's speed is divided by the number of edges that use it; for numbers up to that of members without rounding.
     scale = lcm(*range(1, len(edges) + 1)) if counts else 1
     load: defaultdict[tuple[str, str], int] = defaultdict(int)
     depth = {start: 0}

@@ -1,7 +1,7 @@
 """Rings on a topology: orders of devices in which each has a link or route to the next that passes none of the others.
 
-Input: a topology and a request. Output: a schedule of rings that run side by side. Each ring takes the bandwidth of the
-narrowest link from every link that it uses; rings are added, at most 16, until the search finds no room for another.
+Input: a topology and a request. Output: a schedule of rings that run side by side. Each ring takes the same bandwidth,
+that of the narrowest link of all routes, from every link that it uses; rings are added, at most 16, while one is found.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from .topologies import reachable, require_routes
 MOST_DEVICES: Final = 128  # beyond it, a schedule with n**2 steps has more than 16,384 of them
 FOREST_DEVICES: Final = 256  # with more devices, packing trees takes minutes
 
-# Below this many bytes per replica the fewest messages are the fastest, above it a balanced load. It is between the
-# 128 KB up to which a one-shot all-reduce was faster than a two-shot one on V100s linked by PCIe, and the 384 KB at
-# which it was slower (sglang-V100, issue 2); not measured here.
+# Without a topology, "auto" takes "one_device" (the fewest messages) below this many bytes per replica, and "direct" (a
+# balanced load) above. The limit was not measured here, but taken from a similar case: on V100s linked by PCIe, a
+# one-shot all-reduce was faster than a two-shot one up to 128 KB, and slower at 384 KB (sglang-V100, issue 2).
 DIRECT_FROM_BYTES: Final = 1 << 18
 
 

@@ -47,7 +47,7 @@ class BootstrapResult(NamedTuple):
 
 
 class _HostInfo(NamedTuple):
-    """What a rank sends to all others. Ranks of equal ``identity`` may share memory, sent to the socket ``name``."""
+    """What a rank sends to all others. Ranks of equal ``identity`` may share memory; ``name`` is the rank's socket."""
 
     identity: list[str]
     name: str
@@ -63,7 +63,7 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
       rendezvous: where the ranks meet; its all_gather is called three times.
       nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks.
     Raises:
-      ReductionError: a rank cannot allocate memory even for itself alone.
+      ReductionError: this rank cannot allocate memory even for itself alone.
       CollectiveTimeout: some ranks did not reach the rendezvous in time.
     """
     name, cpus = f"crossreduce-{secrets.token_hex(16)}", sorted(os.sched_getaffinity(0))

@@ -277,7 +277,8 @@ class Communicator(Member):
         if self._caller == thread:
             problem = f'this thread is already in a call of group "{self.name}".'
             raise ContextError.of(problem, "a call in a signal handler", "only close() or abort() in a handler")
-        self._require_open()  # before the lock, too: a signal handler may run while this thread closes the group
+        # While this thread is in close(), it has the lock; a call in a signal handler would wait for the lock forever.
+        self._require_open()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -88,7 +88,7 @@ def _lag(pieces: int) -> int:
 
 
 def delay(program: Program, pieces: int) -> int:
-    """Return the number of stages from a piece's first to the one that completes it, at least 1."""
+    """Return how many stages after its first one a piece is complete; each round takes ``lag`` stages. At least 1."""
     return max(1, _lag(pieces) * program.round_count - 1)
 
 
@@ -106,7 +106,8 @@ def exchange_program(
     # If this host is the only source, its partial result is the result, and it keeps no results from other hosts.
     has_results = program.chunks[0].sources == (host,)
     pieces = tuple(_piece_memory(part, program, size, numbers, has_results) for size in sizes)
-    # Receives are posted a stage early, and memory is used again when its last sends are ROUND_LAG stages old.
+    # The memory of a piece is used from the stage before its first, which posts its receives, to the one that completes
+    # it: late + 2 stages. When it is used again, its last sends are ROUND_LAG stages old.
     window = min(len(sizes), late + 2)
     room = max(piece.nbytes for piece in pieces)
     return ExchangeProgram(part, peers, pieces, numbers, _lag(len(sizes)), late, window, room)
@@ -254,7 +255,7 @@ def all_equal(
 
 
 def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int) -> tuple[int, ...]:
-    """Return the sizes of pieces: small ones first and last, so that the pipeline fills and drains quickly.
+    """Return the elements of each piece: small pieces first and last, so that the pipeline fills and drains quickly.
 
     Args:
       size: elements, of ``nbytes`` bytes each.

@@ -27,12 +27,14 @@ from .multi_host import host_names
 
 _TAG: Final = 1  # the tag of messages; reductions, which may run at the same time, have another
 _PINGS: Final = 9
-_FIRST_BYTES: Final = 1 << 20  # of the first stream; a token bucket may let some of them pass at full speed
+_FIRST_BYTES: Final = 1 << 20  # of the first stream, the least of any; a token bucket may let some pass at full speed
 _MESSAGES: Final = 8
 _STREAMS: Final = 5  # the median counts: other work may slow one down, a token bucket speed one up
 _ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts
 _MAX_BYTES: Final = 1 << 25  # the most bytes of a stream, and of what a host receives at once
-_SHARED: Final = 0.75  # a host that receives less than this share of its links' sum has one cable
+_SHARED: Final = (
+    0.75  # if a host receives less than this share of its links' sum while all send, its links share a cable
+)
 _COPIED_BYTES: Final = 1 << 22  # copied to measure the bandwidth of memory
 _LOCAL_LATENCY_S: Final = 1e-6
 
@@ -40,7 +42,7 @@ _LOCAL_LATENCY_S: Final = 1e-6
 class Speeds(NamedTuple):
     """Measured speeds. Bandwidths are in GB/s."""
 
-    gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, of two hosts at a time; 0 on the diagonal
+    gb_per_s: tuple[tuple[float, ...], ...]  # row src, column dst, each link measured by itself; 0 on the diagonal
     latency_s: tuple[tuple[float, ...], ...]  # row src, column dst, one way
     cables: tuple[float, ...]  # for each host the bandwidth of the cable that its links share; 0: they share none
     memory: tuple[float, ...]  # for each host the bandwidth of a copy by one of its ranks while all of them copy
@@ -56,7 +58,7 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
       seconds: about how long it may take in all. Slow links take longer, since a minimum of bytes must be sent.
     Returns:
       A device for each rank, in order, named after its host ("host1/cpu:2"). The ranks of a host are joined by a switch
-      with the bandwidth of its memory, hosts by links with the measured speeds. It is the same on all ranks.
+      with the bandwidth of the host's memory, hosts by links with the measured speeds. It is the same on all ranks.
     Raises:
       ArgumentError: ``seconds`` is not above 0.
       PeerLostError, CollectiveTimeout: as for every call of the group.
@@ -220,7 +222,7 @@ def _gathered(communicator: Communicator, found: dict[str, object]) -> Speeds:
 
 
 def _cables(speeds: Speeds, received: Sequence[float]) -> tuple[float, ...]:
-    """Return for each host its cable's bandwidth, if its links are slower all at once than one by one; else 0."""
+    """Return for each host its cable's bandwidth, if its links share one: see ``_SHARED``; else 0."""
     cables = []
     for dst, together in enumerate(received):
         singly = [row[dst] for row in speeds.gb_per_s]

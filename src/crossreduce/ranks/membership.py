@@ -122,7 +122,7 @@ class Member(StageRunner):
         return min(self.warn_s, self.timeout_s / 2)
 
     def _check_peers(self, timer: WaitTimer) -> None:
-        """Raise if a missing rank has ended, if another host has aborted, or if the timeout has passed."""
+        """Raise if a missing rank has ended, another host has aborted or the timeout has passed; warn of late ranks."""
         missing = self.memory.missing()
         waited_s = timer.waited_s(self.memory.arrivals())
         gone = [rank for rank in missing if not self.memory.alive(rank)]
@@ -210,7 +210,7 @@ class Member(StageRunner):
     def _abort_cause(self) -> ReductionError:
         """Return the error for which the group was aborted, the same on all ranks of this host.
 
-        The aborting rank may still be writing it. If that rank dies meanwhile, the error names that rank.
+        The aborting rank may still be writing it. If that rank dies, or the timeout passes, the error names that rank.
         """
         deadline = time.monotonic() + self.timeout_s
         while (error := self.memory.abort_cause()) is None:

@@ -26,7 +26,7 @@ from .programs import rank_stages
 from .shared_memory import StageRunner
 
 SMALL_BYTES: Final = 1 << 13
-"""Up to this many bytes, each rank of an all-reduce reduces everything itself."""
+"""Up to this many bytes, each rank that needs the result of an all-reduce or reduce reduces everything itself."""
 
 
 class RankExecutable(NamedTuple):

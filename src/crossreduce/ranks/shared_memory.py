@@ -121,7 +121,7 @@ class RankMemory:
     def record_leaving(self) -> None:
         """Record that this rank leaves the group on purpose."""
         if not self._native.cause():
-            with suppress(ValueError):  # raised during an op, whose failure is already recorded
+            with suppress(ValueError):  # raised if an interrupted op of this rank has not ended
                 self._native.begin(kernels.native().RankProgram([[], []]), (), LEFT, 0, 0.0)
 
     def abort(self, error: ReductionError) -> None:
@@ -146,7 +146,7 @@ class RankMemory:
             os.close(fd)
 
     def __del__(self) -> None:
-        """Close the descriptor; in a forked process nothing else, since the rest belongs to the parent."""
+        """Close the descriptor. The compiled object unmaps the memory, except in a forked process."""
         if getattr(self, "fd", -1) >= 0:
             os.close(self.fd)
 

@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The switches (or devices that only forward) between ``src`` and ``dst``, for one chunk."""
+    """The switches and devices that transfers of one chunk from ``src`` to ``dst`` pass."""
 
     chunk: int
     src: int
@@ -69,15 +69,15 @@ class Schedule:
     Args:
       collective: its name, for readers; the sources and destinations of the chunks define the collective.
       algorithm: the planner's name.
-      devices: canonical names; all numbers below are positions in this tuple.
+      devices: canonical names; chunks, steps and routes contain positions in this tuple.
       chunks: shares that add up to 1.
       rounds: the steps of each round.
       pieces: the number of pipelined pieces that each chunk may be cut into; results do not depend on it.
       routes: where a chunk takes another route between two devices than ``Topology.route`` returns; results do
         not depend on them.
     Raises:
-      ScheduleError: a number that is not a position, a share below 0, shares that do not add up to 1, two
-        routes for the same chunk, devices and round.
+      ScheduleError: a device twice, a number out of range, a malformed chunk, step or route, shares that do not
+        add up to 1, or two routes for the same chunk, devices and round.
 
     >>> pair = Chunk(Fraction(1), sources=(0, 1), destinations=(0, 1))
     >>> schedule = Schedule("all_reduce", "custom", ("cpu:0", "cpu:1"), (pair,),
@@ -210,7 +210,7 @@ class Schedule:
         """Read a schedule back from ``to_json``'s text.
 
         Raises:
-          ScheduleError: the text is not JSON, is of another format, or lacks a part.
+          ScheduleError: the text is not JSON, is of another format, lacks a part, or has an invalid one.
           ArgumentError: it is not text.
         """
         if not isinstance(text, (str, bytes)):
@@ -268,7 +268,7 @@ def spans(shares: Iterable[Fraction], size: int) -> tuple[tuple[int, int], ...]:
 
 
 def live_rounds(schedule: Schedule) -> list[list[Step]]:
-    """Return the steps of each round that the result of some destination depends on; rounds may be empty.
+    """Return, for each round, the steps on which the result of some destination depends; rounds may be empty.
 
     Steps that copy a device's value to itself are dropped too.
 

@@ -27,7 +27,7 @@ from ..errors import ArgumentError, PlanError, shown
 from ..topology import Topology
 from .schedule import Schedule
 
-# The least bytes of a piece: every kind of link in links.json carries more in the time of its latency, at least 1.5 KB.
+# The least bytes of a piece; smaller ones would save little: any link in links.json carries 1.5 KB in its latency.
 LEAST_PIECE: Final = 1024
 
 # The greatest number of pieces p; more would save little time: apart from latencies, R rounds take at most
@@ -178,7 +178,7 @@ def _traffic(schedule: Schedule, topology: Topology) -> _Traffic:
     chunks_of: dict[Pair, dict[int, list[int]]] = {}
     latencies = _collect(schedule, topology, chunks_of)
     equal = len({chunk.share for chunk in schedule.chunks}) == 1
-    amounts: dict[int | tuple[int, ...], tuple[int, tuple[int, ...]]] = {}  # the number and the chunks of an amount
+    amounts: dict[int | tuple[int, ...], tuple[int, tuple[int, ...]]] = {}  # the position and the chunks of an amount
     loads: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[int, _Load]] = {}
     load_of: dict[Pair, int] = {}
     for pair, by_round in chunks_of.items():

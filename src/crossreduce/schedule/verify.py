@@ -113,7 +113,7 @@ def _explain(schedule: Schedule, c: int, dst: int, everyone: int) -> str:
                     f"{schedule.devices[source]} a second time, and it reaches destination {device} doubled."
                 )
             value = earlier
-    missing = everyone & ~value.once  # not 0: the value is wrong, but adds no contribution twice
+    missing = everyone & ~value.once  # cannot be 0: the value is wrong, but adds nothing twice
     source = (missing & -missing).bit_length() - 1
     inputs = {dst} if value.made_by is None else set(history[value.made_by][0].srcs) | {dst}
     since = (-1, -1) if value.made_by is None else value.made_by

@@ -176,8 +176,8 @@ class ReplicaContext:
           MismatchError: the replicas make different calls; the message lists them.
           StalledError: other replicas did not call within the timeout.
           ContextError: this is not the context of the calling replica.
-          ArgumentError, UnsupportedError: as ``crossreduce.all_reduce``; also for values that JAX traces, for min, max
-            and product of tensors that require gradients, and for TensorFlow's tensors.
+          ArgumentError, UnsupportedError: as ``crossreduce.all_reduce``; also for traced values, TensorFlow's tensors,
+            and tensors that require gradients, if the op is min, max or product or replicas share an accelerator.
         """
         self._require_current("all_reduce")
         op = read_op(reduce_op)
@@ -366,7 +366,7 @@ def _with_hints(hints: CommunicationOptions) -> str:
 
 
 def _host_names(lists: list[list[Any]], devices: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return devices that arrays in host memory do not imply, such as cpu:5 and cpu:3; ``None``: arrays imply them."""
+    """Return ``devices`` if these and all arrays are in host memory, but not cpu:0, cpu:1, ...; else ``None``."""
     if devices == host_devices(len(devices)) or any(locate(x) != "cpu" for own in lists for x in own):
         return None
     return devices if all(name.startswith("cpu:") for name in devices) else None

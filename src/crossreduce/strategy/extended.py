@@ -77,7 +77,7 @@ class Extended:
           args: trees; for a distributed value in them, ``fn`` receives the component of the same replica.
           kwargs: the same for keyword arguments.
         Returns:
-          The results of the calls, regrouped as by ``run``.
+          The results of the calls, regrouped as by ``run``; a ``Component`` counts as ``None``.
         Raises:
           ContextError: inside a replica.
           ArgumentError: ``var`` is not a distributed value with one component per replica.

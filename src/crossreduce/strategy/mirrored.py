@@ -53,7 +53,7 @@ class MirroredStrategy(Strategy):
       cross_device_ops: how to reduce; ``None``: ``AllReduceCrossDeviceOps("auto")``.
     Raises:
       UnsupportedError: ``cross_device_ops`` is a class, or not a ``CrossDeviceOps``.
-      ArgumentError: no devices, or a device is listed twice.
+      ArgumentError: no devices, an invalid one, or one that is listed twice.
 
     >>> import numpy as np
     >>> strategy = MirroredStrategy(4)
@@ -146,7 +146,7 @@ class MirroredStrategy(Strategy):
         Args:
           reduce_op: a ``ReduceOp`` or its name.
           value: a tree. A leaf may also be a single array: without ``axis`` it counts as the same on all replicas, so
-            it is its own mean, minimum and maximum; its sum and product are defined only for one replica or for 0.
+            it is its own mean, minimum and maximum; its sum and product need one replica, or the number 0 as the leaf.
           axis: an axis of the arrays that is reduced, too. Components may differ in size along it, and some may be
             empty: a mean divides by the number of all elements.
         Returns:

@@ -169,7 +169,7 @@ class ReplicaGroup:
                 self._release()
             if self._stopping or all(self._ended) or any(call is not None for call in self._calls):
                 self._wakeups.put(None)
-        failure = None  # its traceback refers to this frame
+        failure = None  # its traceback refers to this frame: a reference cycle
 
     def _serve(self) -> None:
         """Execute the replicas' calls, in the caller's thread, until all have returned or one has failed."""
@@ -179,7 +179,7 @@ class ReplicaGroup:
                 self._wakeups.get(timeout=min(wait_s, threading.TIMEOUT_MAX))
             with self._lock:
                 calls = [call for call in self._calls if call is not None]
-                if self._stopping or (all(self._ended) and not calls):  # threads started by replicas may call, too
+                if self._stopping or (all(self._ended) and not calls):  # a thread that a replica started may wait
                     return
                 now = monotonic()
                 error = self._obstacle(calls, now)
@@ -215,7 +215,7 @@ class ReplicaGroup:
             return MismatchError.of("the replicas make different calls.", self._states(), remedy)
         late = [call for call in calls if now >= call.deadline]
         if late and len(calls) < len(self._calls):
-            self._timeout_s = min(call.timeout_s or self._timeout_s for call in late)  # also for waits after this error
+            self._timeout_s = min(call.timeout_s or self._timeout_s for call in late)  # ``_join`` waits as long, too
             remedy = f"CommunicationOptions(timeout_seconds=...) if the others need more than {self._timeout_s:g} s"
             return StalledError.of("replicas waited for others until the timeout.", self._states(), remedy)
         return None

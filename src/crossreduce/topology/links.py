@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import ArgumentError, shown
 
-_MOST: Final = 10**12  # GB/s or seconds, so that floats can still represent the values
+_MOST: Final = 10**12  # GB/s or seconds; so far below the limits of floats that calculated times and rates are in range
 _LEAST: Final = Fraction(1, _MOST)
 
 

@@ -86,14 +86,14 @@ class _Gpu(NamedTuple):
 def read_nccl_xml(text: str, *, speeds: str = "raw") -> Wiring:
     """Return the wiring in NCCL's ``<system version="1">`` or RCCL's ``version="2"``.
 
-    PCIe links have the speed and width in the file, which lacks them on some virtual machines; NCCL's default is x16 at
-    8 GT/s. Links between CPUs have the speed that NCCL assumes for their vendor and model.
+    PCIe links have the speed and width in the file; where it lacks them, as on some virtual machines, they have NCCL's
+    default, x16 at 8 GT/s. Links between CPUs have the speed that NCCL assumes for their vendor and model.
 
     Args:
       text: the content of the file.
       speeds: the speeds of NVLink, xGMI and PCIe: "raw" as specified, "effective" as NCCL and RCCL assume.
     Raises:
-      ArgumentError: the text is not such XML, or lacks the GPUs or their NVLinks, which NCCL reads from the driver.
+      ArgumentError: the text is not such XML, has no GPUs, or has no NVLink or xGMI though its GPUs always have them.
 
     >>> text = '''<system version="1"><cpu numaid="0">
     ... <pci busid="0000:01:00.0" link_speed="16.0 GT/s PCIe" link_width="16"><gpu dev="0" sm="89"/></pci>

@@ -22,7 +22,7 @@ def matrix(gb_per_s: Sequence[Sequence[Number]], devices: Iterable[str] | None, 
         problem = "a matrix of bandwidths must be a list of rows."
         raise ArgumentError.of(problem, shown(gb_per_s), "[[0, 25], [25, 0]]") from error
     if any(len(row) != len(rows) for row in rows):
-        given = f"{len(rows)} rows of {sorted({len(row) for row in rows})} entries"
+        given = f"{len(rows)} rows, whose lengths are {sorted({len(row) for row in rows})}"
         problem = "a matrix of bandwidths must be square."
         raise ArgumentError.of(problem, given, "one row and one column for each device")
     for i, row in enumerate(rows):

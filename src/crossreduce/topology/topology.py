@@ -24,7 +24,7 @@ from .routes import groups, routes_from
 from .shapes import Number
 
 _SHOWN: Final = 16  # devices in a topology's repr
-_SWITCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#-]*")  # no colon, so a switch cannot have a device's name
+_SWITCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#-]*")  # no colon, so it is no canonical name of a device
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Topology:
     def torus(cls, *shape: int, gb_per_s: Number | tuple[Number, ...] = 1, latency_s: Number = 0) -> Topology:
         """Return a torus of any number of dimensions: a grid whose ends are linked.
 
-        A dimension of two devices has one link between them, not two.
+        A dimension of two devices has one link between them per direction, not two.
 
         Args:
           shape: devices along each dimension; the last varies fastest.
@@ -209,7 +209,7 @@ class Topology:
         """Read a topology from a file: this library's JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
 
         Raises:
-          ArgumentError: the file has another format, is malformed or truncated, or lacks devices or links.
+          ArgumentError: a wrong format, malformed or cut data, no devices, or XML without NVLink or xGMI of its GPUs.
           OSError: the file cannot be read.
         """
         from .formats import parse, read_file
@@ -247,7 +247,7 @@ class Topology:
         names = read_devices(devices)
         self._require(names)
         if not names:
-            raise ArgumentError.of("at least one device must be named.", shown(devices), repr(self))
+            raise ArgumentError.of("at least one device must be named.", shown(devices), f'["{self.devices[0]}"]')
         return names
 
     def without_link(self, a: str, b: str) -> Topology:
@@ -256,7 +256,7 @@ class Topology:
         self._require(tuple(pair))
         left = tuple(link for link in self.links if {link.src, link.dst} != pair)
         if len(left) == len(self.links):
-            neighbours = ", ".join(link.dst for link in self.out_links(a))
+            neighbours = ", ".join(link.dst for link in self.out_links(a)) or "none"
             given, remedy = f"{a} - {b}", f"links out of {self._node(a)}: {neighbours}"
             raise ArgumentError.of("there is no such link.", given, remedy)
         return Topology.unchecked(self.devices, left, self.switches)
@@ -275,7 +275,7 @@ class Topology:
         devices = read_devices(devices)
         if len(devices) != len(self.devices):
             given = f"{len(devices)} names, {len(self.devices)} devices"
-            raise ArgumentError.of("each device needs a name.", given, repr(self))
+            raise ArgumentError.of("there must be one name for each device.", given, f"{len(self.devices)} names")
         names = dict(zip(self.devices, devices, strict=True))
         names.update((switch.name, switch.name) for switch in self.switches)
         links = (link._replace(src=names[link.src], dst=names[link.dst]) for link in self.links)
@@ -424,7 +424,7 @@ def _switches(given: Iterable[Switch | str]) -> tuple[Switch, ...]:
         if count[name] > 1:
             raise ArgumentError.of("each switch may be listed only once.", f"{name!r} {count[name]} times", repr(name))
         if not isinstance(reduces, bool):
-            problem = "the reduces of a switch must be True or False."
+            problem = "Switch.reduces must be True or False."
             raise ArgumentError.of(problem, shown(reduces), f"Switch({name!r}, True)")
     return tuple(switches)
 

@@ -37,7 +37,7 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
     Returns:
       A device for each rank ("host1/cpu:2") and the links between them, the same on all ranks; ``cr.plan`` accepts it.
     Raises:
-      ArgumentError: the group has another backend, or ``seconds`` is not above 0.
+      ArgumentError: there is no default group, the group has another backend, or ``seconds`` is not above 0.
       PeerLostError, CollectiveTimeout: as for every call of the group.
     """
     found = dist.group.WORLD if group is None else group

@@ -125,7 +125,7 @@ class Collectives:
         remedy = "one output per rank, as large as that rank's input"
         self._require(fits, "all_gather", tensors, "elements of the outputs:", sizes, remedy)
         if len(set(sizes)) > 1:
-            self._communicator.agree(f"all_gather {_name(tensor)} of sizes {sizes}")  # every rank has all sizes
+            self._communicator.agree(f"all_gather {_name(tensor)} of sizes {sizes}")  # every rank's list has all sizes
             padded = tensor.new_zeros(max(sizes))
             padded[: tensor.numel()] = tensor.detach().reshape(-1)
             rows = padded.new_empty(self._size, max(sizes))
@@ -355,7 +355,7 @@ def _finish(run: Callable[..., Any], *arguments: Any) -> None:
     finally:
         deadline = time.monotonic() + _RELEASE_S
         while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < deadline:
-            time.sleep(0)  # lets that thread use the interpreter
+            time.sleep(0)  # lets gloo's thread use the interpreter
 
 
 def _tensors(given: Any) -> list[Any]:

@@ -60,7 +60,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             choices._timeout = timeout
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, choices)
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-        self._timeout, self._settings = timeout, gloo.options  # _set_pg_timeout and set_timeout change gloo's options
+        # torch's set_timeout and _set_pg_timeout change the timeout in gloo's options, so every call reads it there.
+        self._timeout, self._settings = timeout, gloo.options
         self._collectives = Collectives(self.communicator, gloo)
         self._timeout_lock = threading.RLock()
         # Ctrl-C does not end waits for other hosts, so ops of several hosts do not run in the caller's thread.

@@ -151,7 +151,7 @@ class Queued(Finished):
 def exclude_from_compile(*classes: type) -> None:
     """Make torch.compile skip the methods of classes.
 
-    C++ calls them while a compiled model runs, as DDP's reducer does, and torch.compile would trace them.
+    C++ code such as DDP's reducer calls them while a compiled model runs, and torch.compile would trace them.
     """
     frames: Any = torch._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):  # torch is older than 2.8

@@ -41,7 +41,7 @@ class MpiRendezvous:
         deadline, pause = time.monotonic() + self._timeout_s, _SHORTEST_S
         while missing := [rank for rank in others if rank not in found]:
             arrived = [rank for rank in missing if self._comm.iprobe(rank, _GATHER)]
-            for rank in arrived:  # messages of one rank arrive in the order in which they were sent
+            for rank in arrived:  # a rank's messages keep their order, so the next one belongs to this call
                 found[rank] = self._comm.recv(source=rank, tag=_GATHER)
             if not arrived and time.monotonic() > deadline:
                 problem = f"{rank_list(missing)} did not reach the rendezvous within {self._timeout_s:g} s."
@@ -58,7 +58,7 @@ class MpiRendezvous:
         return [found[rank] for rank in range(self.size)]
 
     def publish_abort(self, cause: bytes) -> None:
-        """Send the reason of an abort to all ranks."""
+        """Send the reason of an abort to all other ranks, unless one is known already."""
         if self._cause is None:
             self._cause = cause
             with contextlib.suppress(Exception):  # MPI's own errors: it may be shutting down

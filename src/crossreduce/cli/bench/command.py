@@ -151,7 +151,7 @@ def _rank_count(
     }
     wrong = ", ".join(option for option, is_given in given.items() if is_given)
     if wrong:
-        raise ArgumentError(f"{wrong} cannot be used with ranks: a rank has one torch tensor in host memory.")
+        raise ArgumentError(f"{wrong} cannot be used with ranks: omit {wrong}, or start without --launch and torchrun.")
     count = int(os.environ["WORLD_SIZE"]) if launch is None else at_least(1, "--launch", launch)
     if count > MAX_DEVICES:
         source = "torchrun's WORLD_SIZE" if launch is None else "--launch"

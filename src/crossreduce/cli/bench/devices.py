@@ -24,7 +24,7 @@ COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast")
 
 
 def measure(request: BenchRequest, topology: Topology | None, topology_name: str | None) -> int:
-    """Measure every algorithm, print, and return the exit code: 1 if an element is wrong."""
+    """Measure every algorithm, print the tables, and return the exit code: 1 if an element is wrong."""
     with atomic_json("--json", request.json) as write:
         start_time = nccl_tests.now()
         trainer = load(request.framework, request.devices)

@@ -13,7 +13,7 @@ import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
 from numpy.typing import NDArray
 
-# Arrays repeat this number of elements. It is prime, so an array that is shifted by a chunk or a pack is wrong.
+# Arrays repeat this number of elements. It is prime, so that a shift by a chunk or a pack changes the elements.
 PERIOD: Final = 65_537
 # The number of devices that may contribute a factor of 2 to a product; the largest power of 2 in float16 is 2**15.
 _DOUBLINGS: Final = 8
@@ -70,7 +70,7 @@ def result(op: str, arrays: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 def wrong(got: NDArray[Any], pattern: NDArray[Any], count: int) -> int:
-    """Return how many of ``count`` elements differ from the repeated pattern. NaN always differs.
+    """Return how many of ``count`` elements differ from the repeated pattern; all, if the shape does. NaN differs.
 
     The result of a mean of integers may be a float of any width: the pattern's values are exact in all of them.
     """

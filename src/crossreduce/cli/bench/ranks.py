@@ -234,9 +234,9 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
 def run(request: BenchRequest) -> int:
     """Run one rank: measure crossreduce and the peers one after another, print on rank 0, and return the exit code.
 
-    All process groups are destroyed before this returns: a thread of gloo would abort an interpreter that ends
-    (torch 2.13). ``_measure`` refers to them, and not this function, which imports torch: the import leaves reference
-    cycles that keep the variables of its callers until the next garbage collection.
+    All process groups are destroyed before this returns: a thread of gloo that remains aborts the interpreter at its
+    exit (torch 2.13). The variables that refer to groups are in ``_measure``, not here, where torch is imported: the
+    import leaves reference cycles that keep the variables of its callers until the next garbage collection.
     """
     import torch
     import torch.distributed as dist

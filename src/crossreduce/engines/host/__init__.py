@@ -42,11 +42,11 @@ class ArrayMemory(Protocol):
         """Return memory for ``count`` results of each shape: new arrays, or buffers of which ``wrap`` makes arrays."""
 
     def writable(self, arrays: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        """Return the form in which the kernels write into allocated memory."""
+        """Return allocated memory in the form that the kernels accept: writable buffers or addresses."""
         return arrays
 
     def writable_outputs(self, arrays: Sequence[Sequence[Array]]) -> Sequence[Sequence[Any]]:
-        """Return the form in which the kernels write into a user's arrays.
+        """Return a user's arrays in the form that the kernels accept, as for ``writable``.
 
         Raises:
           BufferError, ValueError: an array cannot be written into. Some frameworks leave this check to the kernel.
@@ -85,7 +85,7 @@ class SharedResults(ArrayMemory, Protocol):
 
 @lru_cache(maxsize=16)
 def array_memory(framework: str) -> ArrayMemory | None:
-    """Return a framework's ``ArrayMemory``, importing it on first use; ``None``: its arrays have no elements."""
+    """Return a framework's ``ArrayMemory``, importing it on first use; ``None`` for "null", which has no memory."""
     if framework not in FRAMEWORKS:
         return None
     memory: ArrayMemory = importlib.import_module(f".{framework}", __package__).MEMORY
@@ -99,7 +99,7 @@ class HostEngine:
     checks_overlap = True
 
     def supports(self, layout: Layout) -> bool:
-        """Return whether all sizes are known, all devices are CPUs, no array was sparse, and memory is accessible."""
+        """Return whether sizes are known, devices are CPUs, no sparse array was made dense, and arrays have memory."""
         known = layout.is_sized and layout.on_host and not layout.mixed
         return known and array_memory(layout.framework.name) is not None
 

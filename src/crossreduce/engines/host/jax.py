@@ -46,7 +46,7 @@ class JaxMemory(SharedResults):
     def wrap(
         self, blanks: list[list[Any]], shapes: Sequence[tuple[int, ...]], dtype: str, devices: tuple[str, ...]
     ) -> list[tuple[Array, ...]]:
-        # If memory is aligned to 64 bytes, JAX uses it without a copy.
+        # JAX uses the memory without a copy, since ``kernels.memory`` aligns it to 64 bytes.
         kind = np.dtype(dtype)
         filled = [np.frombuffer(memory, kind).reshape(shape) for (memory,), shape in zip(blanks, shapes, strict=True)]
         # Arrays that were made while x64 was enabled keep 64-bit dtypes; their results need x64, too.

@@ -23,7 +23,7 @@ class MeshAxes:
 
     names: tuple[Hashable, ...]  # in the order in which the caller lists them
     sizes: tuple[int, ...]  # the number of positions along each axis
-    mesh_order: tuple[int, ...]  # indices of ``names`` in the mesh's order of its axes; unused if ``mapped``
+    mesh_order: tuple[int, ...]  # indices into ``names``, sorted in the mesh's order of axes; unused if ``mapped``
     checked: bool  # shard_map tracks the axes over which values vary (check_vma=True)
     mapped: bool  # at least one axis belongs to vmap, not to a mesh
 

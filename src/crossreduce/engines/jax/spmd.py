@@ -1,7 +1,7 @@
 """Run a program in SPMD code: cut rows out of an array, permute them, combine them and join them again.
 
 Input: a ``Program`` whose devices are the positions along mesh axes, and this device's array. Output: the reduced
-array. Every device executes the same operations; only the rows that it reads depend on its position.
+array. Every device executes the same operations; only which rows it reads and writes depends on its position.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _result(blocks: list[Array], table: Table, position: Array) -> Array:
 
 
 def _consecutive(places: Sequence[Place]) -> tuple[Place, ...]:
-    """Return ``len(places)`` consecutive rows of one block, starting with the first place."""
+    """Return the places of ``len(places)`` consecutive rows of one block, starting with the first place."""
     block, first = places[0]
     return tuple((block, first + k) for k in range(len(places)))
 

@@ -1,7 +1,7 @@
 """The steps of an MSCCL XML file as the runtimes run them, and a proof that all of them end.
 
 Input: an ``Algo`` as read from a file. Output: an ``MscclProgram``, and an order in which its steps can run; or
-ScheduleError for a connection with one end, a dependency that no step meets, or a deadlock.
+ScheduleError, for example for a connection with one end, a dependency that no step meets, or a deadlock.
 
 - A ``nop`` only carries a dependency: the next step of another type waits for it. A step with ``hasdep`` signals when
   it is done; the first such signal at or after step k meets a dependency on step k. Adjacent ``re`` steps (local
@@ -248,7 +248,7 @@ class Execution:
         return next((target for target in self.program.steps[number].waits if not self.done[target]), -1)
 
     def _transmit(self, number: int) -> bool:
-        """Transmit as many parts of a message as its sender and free slots allow; return whether all have been sent."""
+        """Move as many parts of a message as its sender and free slots allow; return whether none are left."""
         steps = self.program.steps
         step = steps[number]
         parts = -(-step.count // self.per_slot)

@@ -52,7 +52,7 @@ class MscclReport:
     steps: int  # the number of steps of all threadblocks of all GPUs
     inplace: bool  # right for calls whose input and output share memory
     outofplace: bool  # right for calls whose input and output are different memory
-    slots: int  # the number of slots per connection with which deadlocks were excluded
+    slots: int  # the unreceived messages that a connection can hold, assumed when deadlocks were excluded
     notes: tuple[str, ...]  # limits of the runtimes that the file exceeds, and other facts for the user
 
     def __str__(self) -> str:
@@ -71,13 +71,13 @@ def verify_msccl_xml(text: str, *, root: int | None = None, slots: int | None = 
 
     Args:
       text: the file's content.
-      root: the destination of a reduce or the source of a broadcast; ``None``: any. The format does not store it.
+      root: the destination of a reduce or the source of a broadcast; ``None``: found, as the format does not store it.
       slots: the number of messages that a connection holds before they are received; ``None``: as in NCCL's protocol.
     Returns:
       The facts about the file, and notes on limits of the runtimes that it breaks.
     Raises:
-      ScheduleError: the file is malformed, has a deadlock or a race, reads memory that was never written, or leaves a
-        wrong result; the message names the step at fault, if there is one. Also for a collective other than
+      ScheduleError: the file is malformed or too large, has a deadlock or race, reads memory that was never written, or
+        leaves a wrong result; the message names the step at fault, if there is one. Also for a collective other than
         all-reduce, reduce, reduce-scatter, broadcast, all-gather and all-to-all.
       ArgumentError: an invalid root or number of slots.
 
@@ -171,7 +171,7 @@ class _Memory:
         return gpu, larger, chunk + (gpu * self.part if self.sizes["i"] != self.sizes["o"] else 0)
 
     def run(self, order: list[int]) -> None:
-        """Run all steps, one by one; raise for a race, or for a read of memory that was never written."""
+        """Run all steps, one by one; raise for a race or another invalid access to memory."""
         clocks = _Clocks(self.program.steps)
         messages: dict[int, list[_Contents]] = {}
         for number in order:
@@ -234,7 +234,7 @@ class _Memory:
         return f"chunk {key[2]} of the {BUFFERS[key[1]]} buffer ({mode})"
 
     def broadcast_root(self) -> int:
-        """Return a broadcast's root: the source of the first output of the last rank."""
+        """Return a broadcast's root: the rank whose input is in chunk 0 of the last rank's output; 0: none."""
         value = self.cells[self.key(self.ranks - 1, "o", 0)].value
         return value.once.bit_length() - 1 if value is not None and value.once else 0
 

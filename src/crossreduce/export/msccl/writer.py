@@ -9,10 +9,10 @@ first, in other memory.
 The order in which operations are added proves that no threadblocks wait for each other in a cycle. Round by round,
 chunk by chunk and block by block, all sends are added before the receives, so the values that the previous round left
 are sent before new values take their memory, and a connection has at most one message that is not yet received. A
-message of one unit needs one slot, so each operation can run when all operations before it are done. A message of more
-units may need more slots than there are, and then its send ends only after its receive has begun. In a block of more
-units, values that a round sends therefore keep their memory until the round ends, so that no receive of a round waits
-for a send of the same round other than its own.
+message of one unit needs one of the connection's slots, so each operation can run when all operations before it are
+done. A message of more units may need more slots than the connection has, and then its send ends only after its receive
+has begun. In a block of more units, values that a round sends therefore keep their memory until the round ends, so that
+no receive of a round waits for a send of the same round other than its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def to_msccl_xml(
 ) -> str:
     """Return a schedule as MSCCL XML.
 
-    Rank k is the schedule's k-th device. The buffer is divided into equal chunks, as small as the shares need; the
+    Rank k is ``schedule.devices[k]``. The buffer is divided into equal chunks, as small as the shares need; the
     runtimes use the file for messages whose element count is a multiple of the number of chunks. ``pieces`` is not in
     the file: the runtimes divide a long message into slices and run all steps for each slice, one after the other.
 
@@ -145,7 +145,7 @@ class _XmlOp:
     dst: Location
     size: int  # the number of units
     waits: list[_XmlOp]  # operations of other threadblocks of the GPU that must be done before it starts
-    past: dict[Threads, int]  # how many operations of each threadblock of the GPU are done when this one is done
+    past: dict[Threads, int]  # how many operations of each threadblock of the GPU are surely done when it is done
     order: int  # its position among all operations
     place: int  # its position in its threadblock
     number: int = -1  # the number of its <step> element in the threadblock; ``nop`` elements count, too
@@ -251,7 +251,7 @@ class _XmlWriter:
                 self._op((rank, self._channel(b), -1, -1), "cpy", src, dst, block.size)
 
     def _units(self, rank: int, location: Location, size: int) -> list[tuple[int, Location]]:
-        """Return a location's units of memory; of a unit that has two names in calls in place, always the same name."""
+        """Return a location's units of memory. If input and output share a unit, its name is the same for both."""
         buffer, offset = self.placement.memory(rank, location)
         return [(rank, Location(buffer, offset + k)) for k in range(size)]
 

@@ -43,12 +43,12 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Bound:
-    """The greatest rate of a collective on a topology, and the proof."""
+    """A rate that no schedule of a collective on a topology can exceed, and the proof."""
 
     topology: Topology
     collective: str
     devices: tuple[str, ...]  # the devices that take part
-    roots: tuple[tuple[str, Fraction], ...]  # the data from (or to) each root, in any unit; all-reduce: 1 each
+    roots: tuple[tuple[str, Fraction], ...]  # the data from (or to) each root; broadcast, reduce: in any unit; else 1
     algbw: Fraction | None  # the rate in GB/s, exact; None: nothing has to move, so the rate is unlimited
     cuts: tuple[Cut, ...]  # the certificate: one cut; for an all-reduce, any number
     # For an all-reduce, the shifts of prices at switches: (switch, in broadcasts, in reductions).

@@ -15,10 +15,10 @@ def tightest_cut(
 ) -> tuple[frozenset[str], Fraction]:
     """Return the set S of nodes with the greatest w(S) / B(S), and this quotient: exact seconds, for weights in GB.
 
-    S lacks a device. w(S) is the sum of its weights, B(S) the bandwidth out of it (if not ``outward``: into it).
-
-    This is Newton's method on cuts: start from the set of all nodes but one device that has the greatest quotient; if
-    the flow to some device is too small for that time, the minimum cut is a set that needs longer; continue with it.
+    S lacks at least one device. w(S) is the sum of the weights in S, B(S) the bandwidth out of S (if not
+    ``outward``: into S). This is Newton's method on cuts: start with the set of all nodes but one device that has the
+    greatest quotient; if the weights cannot all flow to some device in that many seconds, the minimum cut of this flow
+    has a greater quotient: continue with it.
     """
     numbers = {node: number for number, node in enumerate(topology.nodes)}
     scale = lcm(*(link.bandwidth.denominator for link in topology.links))

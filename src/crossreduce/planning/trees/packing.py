@@ -18,7 +18,7 @@ Batch = tuple[int, int, list[Arc]]  # equal trees: their root, their number, and
 def pack_trees(
     capacities: dict[Arc, int], roots: dict[int, int], n: int, most: int | None = None
 ) -> list[Batch] | None:
-    """Return batches of trees out of all roots that reach nodes 0 to n - 1; ``None``: they would be more than ``most``.
+    """Return batches of trees from every root to all nodes 0 to n - 1; ``None``: more than ``most`` batches are needed.
 
     Unless all can grow at once, trees grow one after another, as batches of equal trees. An arc is used for as many
     trees of the batch as possible without taking capacity that the other trees need (a minimum cut gives that number);

@@ -46,7 +46,7 @@ def depth(tree: Tree) -> int:
 def trees_to_schedule(
     algorithm: str, request: Request, nodes: Sequence[str], devices: int, shares: list[TreeShare]
 ) -> Schedule:
-    """Return the schedule of trees: devices combine when all their children's values are complete, and copy at once.
+    """Return the schedule of trees: each step is in the first round in which the values that it reads are complete.
 
     The first ``devices`` of the nodes are the devices of the schedule. Branches without a source (in a tree that
     reduces) or without a destination (in a tree that copies) are left out. In a reduce-scatter or all-gather, the part
