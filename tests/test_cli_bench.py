@@ -230,6 +230,7 @@ def test_all_algorithms_are_all_planners():
     """ "all" is every algorithm that is a planner, the forest included; auto and nccl only select one."""
     assert read_algorithms("-A", "all") == [name for name in ALGORITHMS if name not in ("auto", "nccl")]
     assert "forest" in read_algorithms("-A", "all")
+    assert read_algorithms("-A", "ring, all") == read_algorithms("-A", "all")
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])

@@ -327,6 +327,7 @@ def test_a_wrong_schedule_is_not_exported():
         ({"min_bytes": 2, "max_bytes": 1}, "max_bytes must not be below min_bytes"),
         ({"name": 'a"b'}, "1 to 200 plain characters"),
         ({"name": "x" * 256}, "1 to 200 plain characters"),
+        ({"name": 3}, "1 to 200 plain characters"),
         ({"channels": 0}, "channels"),
     ],
 )
@@ -341,3 +342,5 @@ def test_names():
     assert '<algo name="mine-1" ' in to_msccl_xml(ring(names(2)), name="mine-1")
     named = Schedule(*("all_reduce", 'my "ring" & <eye>'), *shares("1")._parts[2:])
     assert '<algo name="allreduce_my__ring_____eye__2" ' in to_msccl_xml(named)
+    long = Schedule("all_reduce", "x" * 300, *shares("1")._parts[2:])
+    assert f'<algo name="allreduce_{"x" * 190}" ' in to_msccl_xml(long)

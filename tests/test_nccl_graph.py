@@ -207,6 +207,7 @@ def test_a_wrong_schedule_is_not_exported():
         ({"gb_per_s": float("nan")}, "speed of a channel must be above 0"),
         ({"gb_per_s": 1, "path": "nvlink"}, "no kind of connection between GPUs has this name"),
         ({"gb_per_s": 1, "copies": 0}, "at least 1"),
+        ({"gb_per_s": 1, "copies": None}, "at least 1"),
     ],
 )
 def test_bad_arguments(options, text):

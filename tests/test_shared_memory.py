@@ -14,7 +14,7 @@ import time
 import pytest
 
 from crossreduce import kernels
-from crossreduce.errors import CollectiveTimeout, PeerLostError
+from crossreduce.errors import CollectiveTimeout, PeerLostError, ReductionError
 from crossreduce.kernels import FusedProgram, Segment
 from crossreduce.ranks.communicator import encoded_text
 from crossreduce.ranks.shared_memory import (
@@ -346,6 +346,8 @@ def test_a_rank_that_never_waits_returns_after_its_slice(fd):
 
 def test_errors_are_encoded_and_decoded():
     """A decoded error equals the encoded one; a text or a list of ranks that is too long is cut."""
+    other = decoded(encoded(ReductionError("no memory")))
+    assert (type(other), str(other)) == (ReductionError, "no memory")
     for error in (CollectiveTimeout("late: ü", [3, 1]), PeerLostError('rank 3 "died"\n  given: x', [3])):
         found = decoded(encoded(error))
         assert (type(found), str(found), found.ranks) == (type(error), str(error), error.ranks)

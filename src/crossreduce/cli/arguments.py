@@ -51,7 +51,7 @@ def read_device_list(option: str, text: str) -> tuple[str, ...]:
     >>> read_device_list("--devices", "2"), read_device_list("--devices", "cpu:1,GPU:0")
     (('cpu:0', 'cpu:1'), ('cpu:1', 'cuda:0'))
     """
-    if re.fullmatch(r"[+-]?[0-9]+", text.strip()):
+    if re.fullmatch(r"[+-]?[0-9]{1,99}", text.strip()):
         count = at_least(1, option, int(text))
         if count > MAX_DEVICES:
             raise ArgumentError(f"{option} must be at most {MAX_DEVICES} devices, not {count}.")
@@ -73,9 +73,8 @@ def read_algorithms(option: str, text: str) -> list[str]:
     >>> read_algorithms("--algorithm", "ring, forest")
     ['ring', 'forest']
     """
-    if text == "all":
-        return [name for name in ALGORITHMS if name not in ("auto", "nccl")]
-    return [one_of([*ALGORITHMS, "all"], option, name.strip()) for name in text.split(",")]
+    names = [one_of([*ALGORITHMS, "all"], option, name.strip()) for name in text.split(",")]
+    return [name for name in ALGORITHMS if name not in ("auto", "nccl")] if "all" in names else names
 
 
 def read_nbytes(option: str, text: str) -> int:

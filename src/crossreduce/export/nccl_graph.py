@@ -73,7 +73,7 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     if path not in PATHS:
         raise ArgumentError.of("no kind of connection between GPUs has this name.", shown(path), ", ".join(PATHS))
     require_integers(copies=copies)
-    if copies < 1:
+    if copies is None or copies < 1:
         raise ArgumentError.of("copies must be at least 1.", shown(copies), "copies=1")
     if (topology is None) == (gb_per_s is None):
         fault, remedy = ("neither is", "gb_per_s=20") if topology is None else ("both are", "gb_per_s=None")

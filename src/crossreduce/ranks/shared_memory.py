@@ -28,6 +28,7 @@ SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time
 MAX_TEXT_BYTES: Final = 232  # the limit of a call's description; as in the native shared_memory.hpp
 MAX_CAUSE_BYTES: Final = 2040
 LEFT: Final = "left the group"
+_KINDS: Final = {"timeout": CollectiveTimeout, "lost": PeerLostError, "other": ReductionError}
 _LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY = range(5)
@@ -165,7 +166,7 @@ def encoded(error: ReductionError) -> bytes:
     >>> decoded(encoded(PeerLostError("rank 3 died.", [3])))
     PeerLostError('rank 3 died.')
     """
-    kind = "timeout" if isinstance(error, CollectiveTimeout) else "lost"
+    kind = next(kind for kind, error_class in _KINDS.items() if isinstance(error, error_class))
     ranks, text = list(getattr(error, "ranks", ())), str(error)
     while len(made := json.dumps([kind, ranks, text]).encode()) > MAX_CAUSE_BYTES:
         ranks, text = ranks[:64], text[: max(0, len(text) - 64)]
@@ -175,7 +176,7 @@ def encoded(error: ReductionError) -> bytes:
 def decoded(cause: bytes) -> ReductionError:
     """Return the error that ``encoded`` encoded."""
     kind, ranks, text = json.loads(cause)
-    return {"timeout": CollectiveTimeout, "lost": PeerLostError}[kind](text, ranks)
+    return ReductionError(text) if kind == "other" else _KINDS[kind](text, ranks)
 
 
 class WaitTimer:

@@ -102,7 +102,9 @@ def _visible(nvml: Any, handles: list[Any]) -> list[Any]:
             found = [handle for handle in handles if _text(nvml.nvmlDeviceGetUUID(handle)).startswith(name)]
         else:
             found = handles[int(name) : int(name) + 1] if name.isdecimal() else []
-        if len(found) != 1 or found[0] in chosen:  # CUDA also ignores what follows an invalid entry
+        if found and found[0] in chosen:  # a repeated entry: CUDA then uses no GPU (as torch.cuda describes it)
+            return []
+        if len(found) != 1:  # CUDA also ignores what follows an invalid entry
             break
         chosen += found
     return chosen

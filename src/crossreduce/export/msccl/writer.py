@@ -102,8 +102,8 @@ def to_msccl_xml(
         raise ArgumentError.of("max_bytes must not be below min_bytes.", given, "max_bytes=0: no limit")
     made = collective(schedule, LARGEST_COUNT)
     title = f"{made.kind}_{schedule.algorithm}_{made.ranks}" if name is None else name
-    title = re.sub(r"[^A-Za-z0-9_.:+/@-]", "_", title) if name is None else title
-    if not _NAME.fullmatch(title):
+    title = re.sub(r"[^A-Za-z0-9_.:+/@-]", "_", title)[:200] if name is None else title
+    if not isinstance(title, str) or not _NAME.fullmatch(title):
         remedy = "up to 200 letters, digits and _ . : + / @ -"
         raise ArgumentError.of("the name must have 1 to 200 plain characters.", shown(title), remedy)
     if made.units > MOST_CHUNKS:
