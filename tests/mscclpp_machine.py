@@ -1,4 +1,4 @@
-"""An interpreter of MSCCL++ execution plans, which runs them on numbers, one operation at a time, in any order.
+"""An interpreter of MSCCL++ execution plans, which runs them on numbers in random orders that the plans allow.
 
 It shares no code with the library, and reads a plan as MSCCL++'s execution_plan.cc and executor.cc do: rank a's k-th
 channel to rank b and b's k-th channel to a are the two ends of one channel, and operations refer to channels and remote
@@ -68,7 +68,7 @@ def check_form(content):
 
 
 def check_threads(ops):
-    """Require nops, which synchronise threads, after waits, between data operations (not two puts), before signals."""
+    """Require a nop, which synchronises threads, from waits to data, data to data (not put to put), data to signals."""
     waited = dirty = ""
     for op in ops:
         kind = op["name"]

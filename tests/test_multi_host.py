@@ -28,8 +28,8 @@ def joined(rendezvous, timeout_s=20.0):
 
 
 def parts(n, size, dtype, seed=0):
-    """Return the arrays of all ranks: random floats, or integers with powers of n + 1, whose sums show
-    lost and doubled ones."""
+    """Return the arrays of all ranks: random floats, or integers made of powers of n + 1, whose sums
+    show lost and doubled contributions."""
     draw = np.random.default_rng(seed + size)
     if dtype.startswith("int"):
         return [((n + 1) ** k * (draw.integers(1, 2, size)) + 0).astype(dtype) + np.arange(size) % 3 for k in range(n)]

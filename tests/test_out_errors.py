@@ -42,7 +42,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_an_invalid_out(arrays, name):
-    """An invalid out raises an error with the given object and a remedy; in a batch, a PerReplica also its pair."""
+    """An invalid out raises an error with the given object and a remedy; for a PerReplica of a batch, also its pair."""
     make, error, words = WRONG[name]
     value, good = arrays.value(two()), arrays.value(two())
     out = make(arrays, value)

@@ -163,7 +163,7 @@ class Communicator(Member):
             raise
 
     def supports(self, collective: str, op: ReduceOp | None = None, dtype: str = "uint8") -> bool:
-        """Return whether this communicator can run a call. The caller has to run any other call, after ``agree``."""
+        """Return whether this communicator can run a call. If not, the caller has to run it itself, after ``agree``."""
         if self._remote is not None and collective not in COLLECTIVES:
             return False
         with suppress(UnsupportedError):
@@ -223,7 +223,7 @@ class Communicator(Member):
     def _run(self, key: Any, compiled: Callable[[], RankExecutable], addresses: tuple[int, ...]) -> None:
         """Run a call. ``compiled``: returns its executable; called if none is cached under ``key``."""
         thread = threading.get_ident()
-        self._require_usable(thread)  # before the lock, which may have been held when this process was forked
+        self._require_usable(thread)  # before the lock, which is never released if it was held during a fork
         with self._lock:
             self._caller = thread
             try:
@@ -309,7 +309,7 @@ class Communicator(Member):
             raise ArgumentError.of(f"{who} pass all parts or the result.", given)
 
     def _check(self, first: ArrayView | None = None, *others: ArrayView, count: int | None = None) -> None:
-        """Raise unless all arrays have the same size and dtype, and ``others`` are ``count`` arrays."""
+        """Raise unless all arrays have the same size and dtype, and ``others`` are ``count`` arrays (``None``: any)."""
         if count is not None and len(others) != count:
             raise ArgumentError.of("there must be one array per rank.", f"{len(others)} arrays for {count} ranks")
         assert first is not None, "a group has at least one rank"

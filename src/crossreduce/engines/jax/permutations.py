@@ -26,9 +26,9 @@ Pair = tuple[int, int]
 """The positions of a sender and a receiver."""
 
 Place = tuple[int, int]
-"""A row: the number of its block, and its number in the block. The blocks of each stack are numbered in the order in
-which they are made: first the device's input, then in each round what each permutation receives and what each
-combination makes."""
+"""A row: the number of its block, and its number in the block. The blocks of each stack (see ``PermutationProgram``)
+are numbered in the order in which they are made: first the device's input, then in each round what each permutation
+receives and what each combination makes."""
 
 Table = tuple[tuple[Place, ...], ...]
 """For each device the places of some rows, the same number of rows on all devices."""

@@ -108,7 +108,7 @@ def read_msccl_xml(text: str) -> Algo:
     Document types and entities are refused, so reading takes time and memory in proportion to the text.
 
     Raises:
-      ScheduleError: the text is not MSCCL XML; an attribute is missing or not a number; ids are not 0, 1, 2, ...
+      ScheduleError: the text is not MSCCL XML; an attribute is missing or invalid; ids are not 0, 1, 2, ...
 
     >>> from crossreduce.planning import ring
     >>> from crossreduce.export.msccl.writer import to_msccl_xml
