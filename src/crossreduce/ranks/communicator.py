@@ -277,8 +277,7 @@ class Communicator(Member):
         if self._caller == thread:
             problem = f'this thread is already in a call of group "{self.name}".'
             raise ContextError.of(problem, "a call in a signal handler", "only close() or abort() in a handler")
-        # While this thread is in close(), it has the lock; a call in a signal handler would wait for the lock forever.
-        self._require_open()
+        self._require_open()  # before _run takes the lock: a signal handler during close() would wait for it forever
 
     def _require_open(self) -> None:
         if self._closed:
