@@ -68,7 +68,7 @@ def check_form(content):
 
 
 def check_threads(ops):
-    """Require a nop, which synchronises threads, from waits to data, data to data (not put to put), data to signals."""
+    """Require a nop, which synchronises threads, between waits, accesses to data (but not two puts) and signals."""
     waited = dirty = ""
     for op in ops:
         kind = op["name"]

@@ -273,7 +273,7 @@ class _LinearProgram:
         return Optimum(rate, tuple(named), shifts, reached, roots, down, up)
 
     def rounded(self, solution: Any, limit: int) -> list[Fraction]:
-        """Return a solution in GB/s, with denominators up to ``limit`` if bandwidths are integers."""
+        """Return the solver's values as fractions in GB/s, with denominators of at most ``limit * self.scale``."""
         return [
             max(Fraction(0), Fraction(float(value) * self.largest).limit_denominator(limit)) / self.scale
             for value in solution.x
