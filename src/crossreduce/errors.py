@@ -94,7 +94,7 @@ class _RanksError(ReductionError):
 
 
 class CollectiveTimeout(_RanksError, TimeoutError):  # noqa: N818 - a timeout is an error
-    """``ranks``, if known, were late. Their group cannot be used any more, unless only a ``wait(timeout)`` ended."""
+    """``ranks``, if known, were late. The group cannot be used any more, except after torch's ``wait(timeout)``."""
 
 
 class PeerLostError(_RanksError, ConnectionError):

@@ -213,7 +213,7 @@ class Communicator(Member):
             numbers = copying(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size)
             if self._remote is not None and name not in COLLECTIVES:
                 problem = f"{name} is not supported between hosts."
-                remedy = "another library for this call, whenever supports() returns False; call agree() before"
+                remedy = "if supports() returns False, call agree(text) on all ranks, and then another library"
                 raise UnsupportedError.of(problem, f"{len(self.hosts)} hosts", remedy)
             text = call_text(name, op and op.value, root, array.dtype, array.shape)
             return self.engine.compile(name, array.size, numbers, root, encoded_text(text))

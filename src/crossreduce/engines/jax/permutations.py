@@ -157,7 +157,7 @@ class _Compiler:
 
     def combine(self, instructions: Sequence[Numbered]) -> tuple[RowCombination, ...]:
         """Return the combinations of a round. A copy is not an operation: it gets the place of its operand."""
-        # Rows whose operands are from the same devices are combined in one operation.
+        # Instructions of one device and stack, with operands from the same devices, run as one operation.
         runs: defaultdict[tuple[int, int, tuple[int, ...]], list[Numbered]] = defaultdict(list)
         for chunk, value, instruction in instructions:
             device, operands = instruction[:2]

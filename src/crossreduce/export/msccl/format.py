@@ -49,9 +49,9 @@ class Runtime:
     elements: int
 
 
-# MAXCHANNELS in nccl's device.h; MSCCL_MAX_NUM_THREAD_BLOCKS and MSCCL_MAX_NUM_STEPS in msccl_struct.h, where earlier
-# versions had more; MAX_NODES in msccl_parser.h. A GPU needs one element for the algo, one for each gpu, and one for
-# each of its own threadblocks and steps.
+# In this order: MAXCHANNELS (in nccl's device.h), MSCCL_MAX_NUM_THREAD_BLOCKS and MSCCL_MAX_NUM_STEPS (msccl_struct.h;
+# earlier versions had more), MAX_NODES (msccl_parser.h), the most XML elements that count for a GPU: the algo, each
+# gpu, and the GPU's own threadblocks and steps.
 RUNTIMES: Final = {
     "msccl": Runtime("msccl-executor-nccl", 32, 1024, 64, 32768),
     "rccl": Runtime("RCCL", 128, 64, 64, 4096),
