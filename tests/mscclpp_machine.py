@@ -203,7 +203,7 @@ class Machine:
             for span in op["src_buff"][1:]:
                 total = [self.combine(a, b) for a, b in zip(total, self.load(rank, span), strict=True)]
             self.store(rank, op["dst_buff"][0], op["dst_buff"][0]["type"], total)
-        elif name == "put":  # one block at a time, so that other operations may run in between
+        elif name == "put":  # one source per call, so that other operations may run in between
             k = self.part_of_op[rank][t]
             remote = block["remote_buffer_refs"][0]["remote_buffer_ids"][op["dst_buff"][k]["buffer_id"]]
             target = self.gpus[rank]["remote_buffers"][remote]

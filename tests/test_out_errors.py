@@ -260,7 +260,7 @@ def check_refused(arrays, make, path):
     indirect=["writable"],
 )
 def test_out_is_checked_before_anything_is_written(arrays, make, path):
-    """On every code path, arrays that cannot be written, or that share memory, are errors before the first write."""
+    """On every code path, an unsupported layout of ``out``, or shared memory, is an error before the first write."""
     check_refused(arrays, make, path)
 
 

@@ -109,7 +109,7 @@ class Framework(Protocol):
         """Return ``x`` divided by ``numbers.divisor``, in the result's dtype; this may be ``x`` itself."""
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
-        """Split a flat buffer's parts into tensors (see ``packing.cuts``), each with its own memory.
+        """Split a flat buffer's parts into tensors (see ``packing.cuts``); only immutable ones may share memory.
 
         ``fresh``: no other reference to the parts exists, so a part that is exactly one tensor may be returned.
         """
@@ -184,4 +184,4 @@ class ReplicaFramework(Framework, Protocol):
         """Return what a variable stores once ``x`` is assigned: a copy of ``x``, or ``old``, overwritten with ``x``."""
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
-        """Return an array reduced along one of its axes, in ``numbers.accumulator``."""
+        """Return an array reduced along an axis, in ``numbers.accumulator``; for a mean, the sum."""

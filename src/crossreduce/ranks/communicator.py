@@ -213,7 +213,7 @@ class Communicator(Member):
             numbers = copying(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size)
             if self._remote is not None and name not in COLLECTIVES:
                 problem = f"{name} is not supported between hosts."
-                remedy = "if supports() returns False, call agree(text) on all ranks, and then another library"
+                remedy = 'another library, after agree("the call") on all ranks, whenever supports() returns False'
                 raise UnsupportedError.of(problem, f"{len(self.hosts)} hosts", remedy)
             text = call_text(name, op and op.value, root, array.dtype, array.shape)
             return self.engine.compile(name, array.size, numbers, root, encoded_text(text))
@@ -304,8 +304,8 @@ class Communicator(Member):
             raise ArgumentError.of(problem, str(root), f"0 to {self.size - 1}")
         if has_all is not None and has_all != (self.rank == root):
             who, given = ("only the root may", "passed") if has_all else ("the root must", "did not pass")
-            given = f"rank {self.rank} {given} them; the root is rank {root}"
-            raise ArgumentError.of(f"{who} pass all parts or the result.", given)
+            problem = f"{who} pass the result of a reduce, the results of a gather, the sources of a scatter."
+            raise ArgumentError.of(problem, f"rank {self.rank} {given} it; the root is rank {root}")
 
     def _check(self, first: ArrayView | None = None, *others: ArrayView, count: int | None = None) -> None:
         """Raise unless all arrays have the same size and dtype, and ``others`` are ``count`` arrays (``None``: any)."""

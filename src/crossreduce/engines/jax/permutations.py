@@ -150,7 +150,7 @@ class _Compiler:
         for (src, dst), values in messages.items():
             for row, value in enumerate(values):
                 self._places[*value, dst] = block, row
-            if values:  # a shorter message repeats its last row, which no device reads
+            if values:  # shorter messages end in copies of their last row; no device reads these
                 padded = values + values[-1:] * (longest - len(values))
                 sent[src] = [self._places[*value, src] for value in padded]
         return self._table(sent)
