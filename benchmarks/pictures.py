@@ -88,7 +88,7 @@ class Sheet:
         self.text(at.real, at.imag, str(number), 10, ink, ha="center", va="center_baseline", zorder=5)
 
     def card(self, at: complex, number: int, colors: Sequence[str]) -> None:
-        """Draw a device and its array, in one stripe for each replica that contributed to it."""
+        """Draw a device, and one stripe for each replica that contributed to its array; no stripe: it has no array."""
         ink = self.theme.ink if colors else self.theme.line
         corner = (at.real - 0.22, at.imag - 0.17)
         box = FancyBboxPatch(corner, 0.44, 0.34, "round,pad=0.06", facecolor=self.theme.paper, zorder=4)

@@ -91,7 +91,7 @@ def gloo_rank(rank: int, world: int, rendezvous: str, tensor: Any, pipe: Any) ->
 
 
 def open_mpi(size: int, repeats: int) -> dict[str, float] | None:
-    """Return the times of MPI_Allreduce of ``size`` float32, or ``None`` if Open MPI is not installed or fails.
+    """Return a ``summary`` of times of MPI_Allreduce of ``size`` float32; ``None``: MPI or mpi4py is missing or fails.
 
     MPI processes wait actively, so they run alone instead of in turn with other contenders.
     """

@@ -51,7 +51,7 @@ class Job(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The times of one library for a job, in seconds.
+    """The times of a job in seconds: those of one library, or others to compare them with (see ``Job.context``).
 
     A star in a label marks results that share memory; each result of crossreduce has its own.
     """
@@ -159,7 +159,7 @@ def read(results: Path) -> dict[str, dict[str, Any]]:
 def rows_of(kept: dict[str, Any], job: Job) -> list[Row]:
     """Return the rows of a job: first that of crossreduce, then all others, the fastest first.
 
-    Rows that were not measured are left out.
+    Rows that ``kept`` does not contain are left out.
     """
     case = kept["cases"][job.case]
     times = dict(case["rows"] if "rows" in case else case["seconds"])

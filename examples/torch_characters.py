@@ -88,7 +88,8 @@ def train(replicas, steps, dtype):
 def main(replicas, steps):
     """Train with one replica and several, in float64 and float32, and print the float32 losses.
 
-    Return whether the losses are equal up to rounding and decrease, and all copies of the model are equal.
+    Return whether the two loss curves are equal up to rounding, the last loss is less than the first (if there are
+    several steps), and all copies of the model are equal.
     """
     torch.set_num_threads(1)  # each replica has its own thread
     runs = {}
@@ -107,7 +108,7 @@ def main(replicas, steps):
     print(f"\n step   1 replica   {replicas} replicas")
     for at in sorted({*range(0, steps, max(1, steps // 10)), steps - 1}):
         print(f"{at:5}   {runs[torch.float32, 1][at]:.7f}   {runs[torch.float32, replicas][at]:.7f}")
-    # Either run also rounds its loss, about 4, to float32: an error of up to 2**-22.
+    # Each run also rounds its loss, about 4, to float32: an error of up to 2**-22, so a difference of up to 2**-21.
     allowed = MARGIN * (apart[torch.float64] * FINER) + 2**-21
     print(f"\nlargest difference {apart[torch.float32]:.1e}, of which rounding explains up to {allowed:.1e}")
     agree = apart[torch.float32] <= allowed < 0.01

@@ -149,7 +149,7 @@ class Torch(Framework):
     def sparse(self, kind, values, indices, shape, k=0):
         if kind == "IndexedSlices":
             return self.indexed(values, indices, shape, k)
-        rows = np.atleast_2d(np.asarray(indices).T)  # of shape (d, number of slices)
+        rows = np.atleast_2d(np.asarray(indices).T)  # of shape (number of indexed axes, number of slices)
         return self.torch.sparse_coo_tensor(self.array(rows), self.array(values), tuple(shape), check_invariants=False)
 
     def parts(self, x):

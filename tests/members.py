@@ -71,7 +71,7 @@ class Warnings(logging.Handler):
 
 
 class Resources:
-    """The resources of this process: descriptors and mappings of shared memory, sockets, threads."""
+    """The descriptors, mappings of shared memory and threads of this process, and the library's files in /dev/shm."""
 
     def __init__(self):
         self.files = sorted(_links())

@@ -1,4 +1,4 @@
-"""An interpreter of MSCCL++ execution plans, which runs them on numbers, one operation at a time, in any order.
+"""An interpreter of MSCCL++ execution plans, which runs them on numbers in random orders that the plans allow.
 
 It shares no code with the library, and reads a plan as MSCCL++'s execution_plan.cc and executor.cc do: rank a's k-th
 channel to rank b and b's k-th channel to a are the two ends of one channel, and operations refer to channels and remote
@@ -68,7 +68,7 @@ def check_form(content):
 
 
 def check_threads(ops):
-    """Require nops, which synchronise threads, after waits, between data operations (not two puts), before signals."""
+    """Require a nop, which synchronises threads, between waits, accesses to data (but not two puts) and signals."""
     waited = dirty = ""
     for op in ops:
         kind = op["name"]
@@ -203,7 +203,7 @@ class Machine:
             for span in op["src_buff"][1:]:
                 total = [self.combine(a, b) for a, b in zip(total, self.load(rank, span), strict=True)]
             self.store(rank, op["dst_buff"][0], op["dst_buff"][0]["type"], total)
-        elif name == "put":  # one block at a time, so that other operations may run in between
+        elif name == "put":  # one source per call, so that other operations may run in between
             k = self.part_of_op[rank][t]
             remote = block["remote_buffer_refs"][0]["remote_buffer_ids"][op["dst_buff"][k]["buffer_id"]]
             target = self.gpus[rank]["remote_buffers"][remote]

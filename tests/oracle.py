@@ -230,7 +230,7 @@ def right(schedule: Any) -> bool:
 
 
 def depth(schedule: Any) -> int:
-    """Return a number of additions that no contribution exceeds on its way to a destination."""
+    """Return an upper bound of the additions that a contribution passes on its way to a destination."""
     passed: dict[tuple[int, int], int] = {}
     for steps in schedule.rounds:
         before = dict(passed)

@@ -161,7 +161,7 @@ def all_reduce_bound(topology: Any) -> float:
 def trees_bound(
     topology: Any, weights: Mapping[str, Fraction], outward: bool, members: Iterable[str] | None = None
 ) -> float:
-    """Return the rate of the best trees out of (or into) weighted roots, with balanced switches that cannot reduce.
+    """Return the rate of the best trees out of (or into) weighted roots, with switches as in ``_balance``.
 
     It is ``cut_bound`` if each switch can send as much as it can receive, else it may be less.
     """

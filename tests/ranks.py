@@ -294,7 +294,7 @@ def ranks(n, function, *args, timeout_s=60.0, environment=None, check=True, begu
     Args:
       timeout_s: after this time the remaining processes are killed, and the test fails.
       environment: for each rank, variables to set in its environment.
-      check: raise if a rank raised or died; else its exception, or a ``Died``, is its result.
+      check: raise if a rank raised or died; ``False``: its exception, or a ``Died``, is its result.
       begun: called in a thread with the list of process numbers when all processes run.
     """
     store = Store()
@@ -379,7 +379,7 @@ class Moment:
                     self.waits[pid] = _cpu_wait_s(pid)
 
     def seconds_since(self, earlier):
-        """Return the seconds since another moment, without those for which ranks waited for a CPU.
+        """Return the seconds since another moment, less the sum of the ranks' times of waiting for a CPU.
 
         If each rank has a CPU of its own, this is the elapsed time. The work of other programs does not count.
         """

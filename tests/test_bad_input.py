@@ -37,7 +37,7 @@ def test_destinations_of_a_wrong_type(ops, wrong):
 
 
 def framework_objects():
-    """Return (framework, function, words): the function returns an object that is not an array; its error has words."""
+    """Return cases (framework, function, words): the function returns no array, and the error has these words."""
     tensor = "this is not a tensor that can be reduced"
     cases = {
         "numpy": [
@@ -263,7 +263,7 @@ def test_constructors_validate_their_arguments():
     "wrong", [cr.HierarchicalCopyAllReduce, "ring", 3, object(), False], ids=["class", "str", "int", "object", "False"]
 )
 def test_cross_device_ops_of_a_wrong_type(wrong):
-    """cross_device_ops must be an instance of CrossDeviceOps; a class, a name or another object raises a TypeError."""
+    """cross_device_ops must be an instance of CrossDeviceOps; a class or another object raises an UnsupportedError."""
     remedy = r"HierarchicalCopyAllReduce\(\)" if isinstance(wrong, type) else r'AllReduceCrossDeviceOps\("ring"\)'
     with pytest.raises(cr.UnsupportedError, match=rf"cross_device_ops must be(.|\n)*{remedy}"):
         cr.all_reduce([1.0, 2.0], cross_device_ops=wrong)

@@ -111,7 +111,7 @@ def broken(rendezvous, failing, problem):
     ("failing", "problem"), [({0}, "_memory"), ({0}, "_send_to_all"), ({2}, "_received"), ({1, 2}, "_received")]
 )
 def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
-    """If one rank of a host does not get the memory, each rank of the host is treated as a separate host."""
+    """If a rank cannot make, send or receive its host's memory, each rank of the host is treated as a separate host."""
     found = ranks(3, broken, failing, problem)
     assert found == [(((0,), (1,), (2,)), [1000 + rank], 4096) for rank in range(3)]
 

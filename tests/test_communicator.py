@@ -90,7 +90,7 @@ class Checks:
 
 
 def table(rendezvous, dtypes):
-    """Run every collective for dtypes, ops, and sizes of small and large arrays; return digests of the results."""
+    """Run every collective for dtypes, ops, and sizes of small and large arrays; return digests of the all-reduces."""
     comm = member(rendezvous)
     checks = Checks(comm)
     for seed, dtype in enumerate(dtypes):

@@ -53,7 +53,7 @@ def test_stacks_of_all_threads_are_written_but_no_values(dump_directory, monkeyp
     assert any(frame.function == "stands_here" for each in dump.threads for frame in each.stack)
     assert {each.name for each in dump.threads} >= {"MainThread", "the waiting one"}
     assert "hunter2" not in content
-    assert "tiger5tiger5" not in content.replace('\\"tiger5tiger5\\"', "")  # the source line above may be quoted
+    assert "tiger5tiger5" not in content.replace('\\"tiger5tiger5\\"', "")  # a stack may quote it
     assert dump.versions.keys() >= {"python", "crossreduce", "platform"}
 
 

@@ -93,8 +93,8 @@ def check_right(found, topology):
 
 
 def check_close(found, topology, wanted):
-    """Check that the rate is the wanted one, or within the tolerance of it with few trees per root; return whether it
-    is exact."""
+    """Check that the rate is the wanted one, or is less by at most the tolerance and has few trees. Return whether it
+    is the wanted one."""
     rate = check_right(found, topology)
     assert rate <= wanted
     if rate < wanted:

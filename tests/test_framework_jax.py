@@ -244,8 +244,8 @@ def test_integers_wrap(dtype, jax_):
 
 
 def test_numbers_follow_x64(jax, framework):
-    """A mean of integers is accumulated in float64 if x64 is enabled, which may change, else in float32; its dtype is
-    that of JAX's own division."""
+    """A mean of integers is accumulated in float64 if x64 is enabled, else in float32, also if the setting changes
+    between calls; its dtype is that of JAX's own division."""
     mean = cr.ReduceOp.MEAN
     for x64 in (True, False, True):
         with jax.enable_x64(x64):
@@ -306,7 +306,8 @@ def test_jit_with_a_constant_on_another_device(jax, jax_):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_gradients(traced, jax, jax_):
-    """If a loss weights the n copies of a mean, each replica's gradient is sum(weights) / n, on its own device."""
+    """If a loss weights the n copies of a mean, each replica's gradient is sum(weights) / n; without jit it is on
+    the replica's device."""
 
     def loss(xs):
         results = cr.all_reduce(xs, "mean", devices=["cpu:0", "cpu:1", "cpu:2"])

@@ -8,7 +8,7 @@ from strategies import names
 
 from crossreduce.planning import hierarchical_copy
 
-# Dumped from a graph of TensorFlow 2.21: for packs 0 to 8 on 8 devices the mains, which sum a group; first the root.
+# Dumped from a graph of TensorFlow 2.21: for packs 0 to 8 on 8 devices the root and the other device that sums a half.
 MAINS_OF_8 = [(0, 4), (1, 5), (2, 6), (3, 7), (4, 0), (5, 1), (6, 2), (7, 3), (0, 4)]
 
 

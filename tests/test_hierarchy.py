@@ -123,7 +123,7 @@ def test_any_sources_and_destinations(data, n, both_ways):
             assert tuple(schedule.devices[k] for k in chunk.destinations) == destinations
 
 
-# There are candidates of the widest links, of the fewest links, and with few links between islands or hosts.
+# Some candidates are trees of the widest links, some have short paths to the root, others few links between hosts.
 
 
 def widest(topology):

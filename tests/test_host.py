@@ -41,8 +41,8 @@ def equal(a, b, op):
     """Return whether two results have the same bits, with two exceptions.
 
     0 and -0 are equal, so either is the minimum of both: the kernels keep the first, and NumPy keeps it for halves and
-    returns the second of wider floats, as the processor's own minimum does. And NumPy's complex multiplication may fuse
-    a product and a sum, which are then rounded once; the kernels round each product.
+    returns the second of wider floats, as the processor's own minimum does. And all complex products count as equal:
+    NumPy may fuse a multiplication and an addition, which are then rounded once; the kernels round each.
     """
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
@@ -114,7 +114,7 @@ def test_kernels_give_the_bits_of_the_loop_on_topologies(data, packing, algorith
 @pytest.mark.parametrize("algorithm", strategies.NAMED)
 @pytest.mark.parametrize(("op", "dtype"), [("sum", "float32"), ("mean", "float16"), ("product", "complex64")])
 def test_17_devices(algorithm, op, dtype):
-    """With more sources than one pass can read, the kernels give the bits of the loop engine ("forest": 5 devices)."""
+    """With 17 sources, too many for one pass, the kernels give the bits of the loop engine ("forest" has only 5)."""
     n = 5 if algorithm == "forest" else 17
     rng = np.random.default_rng(17)
     rows = []
@@ -149,7 +149,7 @@ def test_special_numbers(op, dtype):
 
 @st.composite
 def batch_layouts(draw):
-    """Draw the arguments of ``pipeline.layouts``."""
+    """Draw arguments of ``pipeline.layouts``: algorithm, sources, destinations, specs and packing."""
     ask = draw(strategies.requests(st.integers(1, 9), most_packs=1))
     dtypes = draw(st.sampled_from([["float32"], ["float32", "int8"], ["float16", "float64", "bool"]]))
     some = st.builds(TensorSpec, strategies.shapes, st.sampled_from(dtypes))

@@ -97,8 +97,8 @@ def test_results_may_be_different_values_in_any_order(isa, divisor, wanted):
         assert (out == value / np.float32(divisor)).all()
 
 
-# Integers run the same code on every instruction set, so each of their rows is tested on one set only; rows of floats
-# are tested on every set.
+# Integers have the same source code for every instruction set, so each of their rows is tested on one set only; rows of
+# floats are tested on every set.
 EXACT = [row for row in SAME if row[1] not in (*strategies.FLOATS, *strategies.COMPLEX)]
 MEANS = pairs(strategies.INTEGERS, ("float64", "float32"), strategies.FLOATS, SETS)
 TABLE = [
@@ -140,7 +140,7 @@ ALIGNED = [
 
 @pytest.mark.parametrize(("numbers", "isa", "streaming"), pairs(ALIGNED, SETS, [True, False]), ids=joined)
 def test_every_alignment(isa, numbers, streaming):
-    """Results may have any offset in a cache line, and sources any other; streamed lines start at whole elements."""
+    """Results may have any offset in a cache line, and sources any other, with and without streaming stores."""
     size = 17_000 // oracle.dtype_of(numbers[1]).itemsize  # enough lines for streaming stores
     case = reduction(*numbers, 2, size, results=2)._replace(segments=(Segment(0, 1, size, 0),))
     for offset in range(65):
@@ -225,7 +225,8 @@ def test_halves_are_rounded_once(isa, dtype, n, op):
 
 
 def rounded(exact, bits, least, most):
-    """Return a fraction as the nearest number of ``bits`` bits, ties to even, with a spacing of at least 2**least."""
+    """Return a fraction as the nearest number of ``bits`` bits, ties to even, in steps of 2**least or more; an infinity
+    if this number exceeds ``most``."""
     if exact == 0:
         return 0.0
     exponent = math.floor(math.log2(abs(exact)))

@@ -47,7 +47,7 @@ def test_every_planner_exports(planner, n):
 @given(algorithms, requests(st.integers(2, 6), most_packs=3), st.integers(0, 99))
 @settings(max_examples=60)
 def test_the_five_collectives_are_exported(algorithm, ask, seed):
-    """A planner's schedule from all devices to all or one, or from one to all, is exported; any other is refused."""
+    """A planner's schedule of 2 or more devices, from all to all or one, or from one to all, is exported, no other."""
     schedule = PLANNERS[algorithm](ask.devices, ask.sources, ask.destinations, packs=ask.packs, first=ask.first)
     n = len(ask.devices)
     fits = (len(ask.sources) == n and len(ask.destinations) in (1, n)) or (
@@ -144,7 +144,7 @@ def test_plans_on_a_topology_export(kind):
 
 @pytest.mark.parametrize("which", ["reduce_scatter", "all_gather"])
 def test_chunks_are_placed_in_the_parts_of_their_owners(which):
-    """Rank k owns the k-th part of the buffer, and its chunks are placed there, in any order of the schedule."""
+    """Rank k owns the k-th part of the buffer, and its chunks are placed there, whatever their order."""
     schedule = rotated(which)
     made = collective(schedule)
     assert [(block.chunk, block.offset) for block in made.blocks] == [(0, 2), (1, 4), (2, 0), (3, 3)]

@@ -21,7 +21,7 @@ from crossreduce.planning import PLANNERS, direct, one_device, one_shot, plan, r
 @pytest.mark.parametrize("planner", ALGORITHMS)
 @pytest.mark.parametrize("n", range(2, 10))
 def test_every_planner_exports(planner, n):
-    """On 2 to 9 devices every planner's all-reduce is right in random orders, in or out of place (up to 5: in both)."""
+    """On 2 to 9 devices every planner's all-reduce is right in random orders, in or out of place (on 2 to 5: both)."""
     for packs, inplace in ((1, True), (2, False)) if n < 6 else ((1, n % 2 == 0),):
         text = to_mscclpp_json(PLANNERS[planner](names(n), packs=packs), inplace=inplace)
         assert fault(text, n, 3 if n < 6 else 1) is None

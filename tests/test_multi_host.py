@@ -28,8 +28,8 @@ def joined(rendezvous, timeout_s=20.0):
 
 
 def parts(n, size, dtype, seed=0):
-    """Return the arrays of all ranks: random floats, or integers with powers of n + 1, whose sums show
-    lost and doubled ones."""
+    """Return the arrays of all ranks: random floats, or integers made of powers of n + 1, whose sums
+    show lost and doubled contributions."""
     draw = np.random.default_rng(seed + size)
     if dtype.startswith("int"):
         return [((n + 1) ** k * (draw.integers(1, 2, size)) + 0).astype(dtype) + np.arange(size) % 3 for k in range(n)]
@@ -81,7 +81,7 @@ def table(rendezvous):
     assert "crossreduce watchdog" in {thread.name for thread in threading.enumerate()}
     assert comm.supports("all_reduce", ReduceOp.SUM, "bfloat16")
     assert not comm.supports("all_gather", None, "float32")
-    with pytest.raises(UnsupportedError, match="another library for this call"):
+    with pytest.raises(UnsupportedError, match="another library, after agree"):
         comm.all_gather(memory(np.zeros(1)), [memory(np.zeros(1)) for _ in range(n)])
     comm.close()
     transport.close()

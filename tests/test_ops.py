@@ -265,7 +265,7 @@ def test_a_batch_of_all_frameworks(numpy_, torch_, jax_, tensorflow_):
 
 @ops_table
 def test_pairs_may_be_any_iterable(ops, numpy_):
-    """Pairs may be in a list, tuple, generator or zip, and be lists; an empty batch returns an empty list."""
+    """Pairs may be in any iterable, and each may be a list of two; an empty batch returns an empty list."""
     xs = digits(3, (4,))
     given = value(numpy_, xs)
     for batch in (

@@ -115,7 +115,7 @@ def test_reduce_in_place(arrays):
 
 
 def test_out_may_be_mirrored(arrays):
-    """out may be a Mirrored or a PerReplica, on any destinations."""
+    """out may be a Mirrored, on a destination that is not a device of the value."""
     value, out = arrays.value(two()), Mirrored([arrays.blank((6,), "float64")], ["cpu:7"])
     result = cr.ReductionToOneDevice().reduce("mean", value, "cpu:7", out=out)
     assert result[0] is out[0]

@@ -42,7 +42,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_an_invalid_out(arrays, name):
-    """An invalid out raises an error with the given object and a remedy; in a batch, a PerReplica also its pair."""
+    """An invalid out raises an error with the given object and a remedy; for a PerReplica of a batch, also its pair."""
     make, error, words = WRONG[name]
     value, good = arrays.value(two()), arrays.value(two())
     out = make(arrays, value)
@@ -260,7 +260,7 @@ def check_refused(arrays, make, path):
     indirect=["writable"],
 )
 def test_out_is_checked_before_anything_is_written(arrays, make, path):
-    """On every code path, arrays that cannot be written, or that share memory, are errors before the first write."""
+    """On every code path, an unsupported layout of ``out``, or shared memory, is an error before the first write."""
     check_refused(arrays, make, path)
 
 

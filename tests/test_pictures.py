@@ -100,8 +100,8 @@ def test_a_schedule_shows_each_tree(tmp_path):
     ids=["ring", "star", "reduce", "broadcast", "root"],
 )
 def test_roots_and_directions(tmp_path, schedule, topology, roots, heads):
-    """A tree's root is the device that produces the result. Links of transfers before the result have a blue arrow
-    each, links of transfers of the result an orange one."""
+    """A tree's root is the device that produces the result. A link that carries contributions to the root has a blue
+    arrow, a link that carries the result an orange one."""
     trees, _ = drawn(schedule, topology, tmp_path / "a.svg")
     assert [tree.white for tree in trees] == [[f"cpu:{root}"] for root in roots]
     assert [(tree.heads[BLUE], tree.heads[ORANGE]) for tree in trees] == [heads] * len(roots)
@@ -158,7 +158,7 @@ def test_the_use_of_links_is_shaded_by_time(tmp_path):
 
 @pytest.mark.parametrize("algorithm", [*PLANNERS])
 def test_every_planner_can_be_drawn(tmp_path, algorithm):
-    """Every planner's schedules are drawn, through a switch and between hosts; each tree has a root."""
+    """Every planner's schedules are drawn, between hosts and through a switch, where each tree has a root."""
     hosts = two_hosts()
     for topology in (Topology.star(5), hosts):
         trees, _ = drawn(PLANNERS[algorithm](topology.devices), topology, tmp_path / "a.svg")

@@ -16,8 +16,8 @@ from crossreduce.schedule.simulate import LEAST_PIECE
 
 
 def fastest(schedule, topology, nbytes, most=64):
-    """Return the least simulated time of 1 to ``most`` pieces; several are tried only if they have LEAST_PIECE bytes
-    in an average chunk."""
+    """Return the least simulated time over all numbers of pieces up to ``most`` with which a piece of an average chunk
+    has at least LEAST_PIECE bytes, and over 1."""
     allowed = max(1, nbytes // len(schedule.chunks) // LEAST_PIECE)
     return min(
         simulate(replace(schedule, pieces=p), topology, nbytes).seconds for p in range(1, min(most, allowed) + 1)

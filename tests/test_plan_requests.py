@@ -109,8 +109,8 @@ HALVES = Topology(
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_unreachable_devices_cannot_be_planned(collective):
-    """If one device cannot be reached from another one, every algorithm raises a PlanError with the collective, both
-    devices and the cut between them; the connected parts can be planned."""
+    """If one device cannot be reached from another one, every algorithm raises a PlanError with the collective, a
+    device, those that it cannot reach, and the cut between them; the connected parts can be planned."""
     src, dst, inside = (
         ("cpu:2", "cpu:0", "cpu:2, cpu:3") if collective == "reduce" else ("cpu:0", "cpu:2, cpu:3", "cpu:0, cpu:1")
     )

@@ -93,7 +93,7 @@ def test_all_reduce_of_any_count(algorithm, n):
 
 @pytest.mark.parametrize(("algorithm", "packs"), pairs(ALGORITHMS, (1, 2, 3, 5, 8, 13, 20)))
 def test_any_number_of_packs(algorithm, packs):
-    """Up to 20 packs are equal parts of the buffer, each reduced by its own steps."""
+    """A schedule of p packs has the rounds of one pack, and p times as many chunks and steps."""
     schedule = PLANNERS[algorithm](names(6), packs=packs)
     verify(schedule)
     one = PLANNERS[algorithm](names(6))
@@ -177,7 +177,7 @@ def test_ring_costs(n):
 
 @pytest.mark.parametrize("n", range(2, 18))
 def test_direct_costs(n):
-    """In "direct", of 2 rounds, each device sends 2/n of the buffer to each other device, 2(n-1)/n in total."""
+    """direct has 2 rounds; each device sends 2/n of the buffer to each other device, 2(n-1)/n in total."""
     schedule = direct(names(n))
     assert len(schedule.rounds) == 2
     nbytes = 12 * n
@@ -330,14 +330,14 @@ def test_every_destination_receives_the_same_bits(algorithm, ask):
 @settings(max_examples=60)
 @given(ask=requests(most_packs=3))
 def test_no_step_is_dead(algorithm, ask):
-    """Some destination depends on every step of a planned schedule."""
+    """Each step of a planned schedule contributes to the result of at least one destination."""
     schedule = plan(algorithm, ask)
     assert live_rounds(schedule) == [list(steps) for steps in schedule.rounds]
 
 
 @given(requests(most_packs=3), st.data())
 def test_direct_with_owners(ask, data):
-    """Each owner reduces one share of each pack, in turn from the first, and sends it to the destinations; owners need
+    """Of n owners, number (first + p + s) mod n reduces share s of pack p and sends it to the destinations; owners need
     be neither sources nor destinations."""
     owners = data.draw(st.lists(st.sampled_from(ask.devices), min_size=1, unique=True))
     schedule = direct(

@@ -159,7 +159,7 @@ DOWN = Topology(names(4), [Link(a, b, 1) for a in names(4)[:2] for b in names(4)
 @example((APART, ("forest", names(2), names(2), 8, 1, 0)))
 @example((DOWN, ("forest", names(4)[:2], names(4)[2:], 8, 1, 0)))
 def test_what_cannot_be_planned_names_devices_that_no_way_joins(ask):
-    """With links in one direction only, an algorithm plans, or a PlanError names a device that another one cannot
+    """With some links in one direction only, an algorithm plans, or a PlanError names a device that another one cannot
     reach. If a source cannot reach a destination no algorithm plans; if all devices reach each other every algorithm
     does."""
     topology, (_, sources, destinations, *_) = ask
@@ -282,7 +282,7 @@ def test_auto_is_never_slower_than_any_algorithm(ask):
 @example((APART, ("auto", names(2), names(2), 8, 1, 0)))
 @example((DOWN, ("auto", names(4)[:2], names(4)[2:], 8, 1, 0)))
 def test_auto_plans_if_any_algorithm_does(ask):
-    """With links in one direction only, "auto" plans if some algorithm does, and otherwise raises a PlanError."""
+    """With some links in one direction only, "auto" plans if some algorithm does, and otherwise raises a PlanError."""
     topology, (_, *rest) = ask
     texts = [refused(topology, (algorithm, *rest)) for algorithm in NAMED]
     assert (refused(topology, ("auto", *rest)) is None) == (None in texts)
@@ -302,7 +302,7 @@ def test_auto_finds_the_root_that_is_near_to_all():
 
 
 def test_auto_plans_packs():
-    """Every algorithm and "auto" plan two packs, also with links in one direction only."""
+    """Every algorithm and "auto" plan two packs, also with some links in one direction only."""
     cells = [[0, 1, 0], [1, 0, 1], [1, 0, 0]]  # 0 <-> 1, 1 -> 2, 2 -> 0
     topology = Topology.from_matrix(cells)
     for algorithm in (*NAMED, "auto"):

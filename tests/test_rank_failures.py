@@ -295,7 +295,7 @@ def killed_while_it_writes(rendezvous):
     comm = member(rendezvous, 8)
     if comm.rank == 2:
         with mmap.mmap(comm.memory.fd, 0) as mapped:
-            mapped[128] = 2 + 2  # rank 2 is writing a reason (see shared_memory.hpp)
+            mapped[128] = 2 + 2  # 2 + rank: rank 2 is writing a reason (see shared_memory.hpp)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.2)
     try:

@@ -44,8 +44,8 @@ def used(topology, found):
 
 
 def check(topology, found, members):
-    """Check that each order lists each member once and is a ring, and that each link has the bandwidth of the narrowest
-    link for each hop over it; or that the only order is that of the members, which is not a ring."""
+    """Check that each order lists each member once and is a ring, and that a link's bandwidth is at least that of the
+    narrowest link times the number of hops over it. Without rings, the only order is that of the members."""
     assert found
     assert all(sorted(order) == sorted(members) for order in found)
     if not is_ring(topology, found[0]):

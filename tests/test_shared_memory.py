@@ -141,8 +141,8 @@ def test_malformed_memory_arguments_raise(fd, arguments):
 
 
 def test_descriptors_that_cannot_be_mapped_raise(fd, tmp_path):
-    """A descriptor that is closed, too small or not memory raises OSError; with a mapping, an access would kill the
-    process. Invalid sizes raise ValueError."""
+    """A descriptor that is closed, too small or not memory raises OSError; if it were mapped, an access would
+    kill the process. Invalid sizes raise ValueError."""
     raises(OSError, native.SharedMemory, fd, 0, 3, SLOT, 0.0, 1)
     raises(OSError, native.SharedMemory, 1 << 20, 0, 2, SLOT, 0.0, 1)
     raises(OSError, native.SharedMemory, -1, 0, 2, SLOT, 0.0, 1)

@@ -213,7 +213,7 @@ def test_shapes_and_dtypes_that_differ_are_listed():
 
 
 def test_an_error_of_merge_call_is_raised_at_the_call():
-    """An exception of merge_call's function reaches the caller with both tracebacks; no replica continues."""
+    """The caller gets an exception of merge_call's function, with its and the call's traceback; all replicas end."""
     continued = []
 
     def merge(strategy):

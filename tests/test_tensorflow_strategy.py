@@ -310,9 +310,9 @@ def trained(strategy, eager=False):
     return np.array(history.history["loss"]), [np.asarray(w) for w in model.get_weights()]
 
 
-# A step adds the gradients of 120 samples in another order, with an error of at most 120 units in the last place of the
-# largest partial sum (Higham, SISC 1993); tanh and momentum of 4 steps at rate 0.5 multiply it by less than 4 each:
-# 120 * 2**-24 * 4**4 = 1.8e-3 of the largest weight.
+# A step adds the gradients of 120 samples in another order, with an error of at most about 120 roundings, each 2**-24
+# of the largest partial sum (Higham, SISC 1993); in each of 4 steps at rate 0.5, tanh and momentum multiply it by less
+# than 4: 120 * 2**-24 * 4**4 = 1.8e-3 of the largest weight.
 CLOSE = 120 * 2.0**-24 * 4**4
 
 

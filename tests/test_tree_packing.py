@@ -46,7 +46,7 @@ def drawn_capacities(draw, most_nodes=5):
 @st.composite
 def full(draw, most_nodes=5):
     """Draw (capacities, roots, n) as in ``drawn_capacities``, whose trees fit: the capacities are those that random
-    trees need, and a little more."""
+    trees need, and sometimes more."""
     n = draw(st.integers(2, most_nodes))
     arcs, roots = Counter(), Counter()
     for _ in range(draw(st.integers(1, 5))):
@@ -92,7 +92,7 @@ def test_all_reached_is_edmonds_condition(case):
 @settings(max_examples=200)
 @given(full(), st.booleans())
 def test_the_trees_of_capacities_are_found_again(case, thorough):
-    """pack_trees finds all trees in capacities that were made of trees, grown all at once or one after another."""
+    """pack_trees finds all trees in capacities made of trees, whether it grows them all at once or one by one."""
     arcs, roots, n = case
     assert all_reached(arcs, roots, range(n), n)
     given_ = dict(arcs)

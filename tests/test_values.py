@@ -204,7 +204,7 @@ def test_dense_shape_must_agree_with_the_slices(dense_shape):
 
 
 def test_dense_shape_of_vectors():
-    """If slices have one element, the error suggests a dense_shape in Python's notation of a tuple of one: (rows,)."""
+    """If each slice is a number, the error suggests a dense_shape in Python's notation of a tuple of one: (rows,)."""
     with pytest.raises(ArgumentError, match=r"\(rows,\)$"):
         IndexedSlices(np.zeros(2), np.zeros(2, int), (5, 1))
     assert IndexedSlices(np.zeros(2), np.zeros(2, int), (5,)).dense_shape == (5,)

@@ -1,6 +1,6 @@
 """``verify`` accepts a schedule if and only if running it gives the right sums.
 
-The right sums are those of ``oracle.run``, an independent interpreter, on the data ``(n + 1) ** device``.
+``oracle.run``, an independent interpreter, runs it on the data ``(n + 1) ** device``; ``oracle.right`` checks the sums.
 """
 
 import random

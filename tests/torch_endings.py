@@ -165,7 +165,7 @@ def killed_in_hook(folder):
 
 
 def late(folder):
-    """Rank 1 makes no call; the others raise after the timeout."""
+    """Rank 1 makes no further call; the others raise after the timeout of one wait, then after that of the group."""
     from crossreduce import CollectiveTimeout
 
     begin(folder, 2)

@@ -226,7 +226,7 @@ def compiled(c):
 
 @check
 def compiled_replica(c):
-    """torch.compile compiles a model under DDP, but not the library, which C++ code calls during backward."""
+    """A model under DDP and torch.compile gets the gradients of the same model in one process, up to rounding."""
     alone, model = Model().float(), Model().float()
     replica = torch.compile(DistributedDataParallel(model), backend="aot_eager")
     for step in range(3):

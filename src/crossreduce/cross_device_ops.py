@@ -209,7 +209,7 @@ class CrossDeviceOps:
           One copy per destination.
         Raises:
           ArgumentError: the axis does not exist, or the components are scalars.
-          MismatchError: components that differ in another axis, in dtype or framework.
+          MismatchError: components that differ in size along another axis, in dtype or in framework.
 
         >>> import numpy as np
         >>> value = PerReplica([np.array([[1, 2]]), np.array([[3, 4], [5, 6]])])
@@ -418,7 +418,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
         return broadcast_array(tensor, destinations, self._planner(read_options(None)), self._topology)
 
     def _planner(self, options: CommunicationOptions) -> str:
-        """Return the op's algorithm, or that of the options if it is "auto" or "nccl"; "auto" instead of "nccl"."""
+        """Return the op's algorithm, or, if that is "auto" or "nccl", the options' algorithm; "nccl" becomes "auto"."""
         chosen = options.implementation if self._algorithm in ("auto", "nccl") else self._algorithm
         if chosen == "nccl" or (chosen == "auto" and self._algorithm == "nccl"):
             log_once('"nccl" plans "auto": this release has no binding to NCCL')
@@ -434,8 +434,8 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     (``crossreduce.planning.hierarchical_copy``).
 
     Args:
-      num_packs: the number of trees, with different roots, that share the load; 0: one tree per tensor, no packing.
-      topology: the links that data may use; ``None``: any.
+      num_packs: the number of trees that share the load; their roots rotate. 0: one tree per tensor, no packing.
+      topology: as for ``AllReduceCrossDeviceOps``.
     Raises:
       ArgumentError: ``num_packs`` is negative or not an integer.
 

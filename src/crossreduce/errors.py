@@ -4,10 +4,10 @@
     ├── ArgumentError      (ValueError)   an argument is invalid: a value, a name, a count, a destination
     │   ├── AxisError      (NameError)    a JAX program has no axis with this name
     │   ├── DeviceError                   a device's name cannot be parsed, or the device does not exist here
-    │   └── MismatchError                 the replicas of one value, or the calls of ranks, differ
+    │   └── MismatchError                 arrays, trees, or calls of replicas or ranks, are not alike
     ├── UnsupportedError   (TypeError)    an operation is not defined for this kind of argument
-    ├── PlanError          (ValueError)   no schedule exists for this request
-    ├── ScheduleError      (ValueError)   a schedule does not compute its collective
+    ├── PlanError          (ValueError)   a schedule, its simulation or its export is not possible
+    ├── ScheduleError      (ValueError)   a schedule does not compute its collective, or is malformed
     ├── ContextError       (RuntimeError) a call in a wrong replica context, thread or process, or of a closed group
     ├── StalledError       (TimeoutError) replicas waited too long for other replicas
     ├── CollectiveTimeout  (TimeoutError) ranks waited too long for other ranks; .ranks: which
@@ -35,7 +35,7 @@ class ReductionError(Exception):
         return cls(message(problem, given, remedy))
 
     def prefix(self, where: str, pair: int | None = None) -> None:
-        """Put the position of the error in front of its text, in place of the number of a pair if it has one."""
+        """Put the position of the error in front of its text; it replaces ``pair k:`` if the text starts with that."""
         text = str(self).removeprefix(f"pair {self.pair}: ")
         self.args = (f"{where}: {text}",)
         self.pair = pair
@@ -59,7 +59,7 @@ class DeviceError(ArgumentError):
 
 
 class MismatchError(ArgumentError):
-    """The replicas of one value differ in shape, dtype, framework or structure, or ranks differ in their calls."""
+    """What must be alike differs: arrays, trees, the calls of replicas or ranks, or the versions of ranks."""
 
 
 class UnsupportedError(ReductionError, TypeError):
@@ -67,7 +67,7 @@ class UnsupportedError(ReductionError, TypeError):
 
 
 class PlanError(ReductionError, ValueError):
-    """No schedule exists for these devices, links and this algorithm."""
+    """A request for a schedule, its simulation or its export is invalid or cannot be fulfilled."""
 
 
 class ScheduleError(ReductionError, ValueError):
@@ -94,7 +94,7 @@ class _RanksError(ReductionError):
 
 
 class CollectiveTimeout(_RanksError, TimeoutError):  # noqa: N818 - a timeout is an error
-    """Ranks waited for ``ranks`` for longer than the timeout; their group cannot be used any more."""
+    """``ranks``, if known, were late. The group cannot be used any more, except after torch's ``wait(timeout)``."""
 
 
 class PeerLostError(_RanksError, ConnectionError):

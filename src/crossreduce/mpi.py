@@ -128,7 +128,7 @@ class MpiGroup:
         given, result = _with_result(given, given.shape[1:], out)
         if self._communicator.supports("reduce_scatter", op, given.dtype.name):
             self._communicator.reduce_scatter(op, _rows(given), _memory(result))
-        else:  # with several hosts, all-reduce and keep this rank's row
+        else:  # several hosts: all-reduce and keep this rank's row; all_reduce rejects an undefined op
             np.copyto(result, self.all_reduce(given, op)[self.rank])
         return result
 

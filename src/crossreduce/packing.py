@@ -122,7 +122,7 @@ def cuts(spans: tuple[Span, ...], bounds: tuple[tuple[int, int], ...]) -> tuple[
 
 
 def _small_runs(specs: tuple[TensorSpec, ...], packing: Packing) -> list[list[int]]:
-    """Split the batch into runs: neighbours that are small and of one dtype are joined."""
+    """Split the batch into runs: at most ``small_group`` neighbours that are small and of one dtype are joined."""
     runs: list[list[int]] = []
     for tensor, spec in enumerate(specs):
         if (

@@ -210,7 +210,7 @@ class HierarchicalCopyAllReduce(_Adapter):
     the number is odd (1.14 to 2.21).
 
     Args:
-      num_packs: the number of trees, with different roots, that share the load; 0: one tree per tensor, no packing.
+      num_packs: the number of trees whose roots rotate, that share the load; 0: one tree per tensor, no packing.
       topology: the links that data may use, which define the groups; ``None``: any links, and two halves as groups.
     Raises:
       ArgumentError: ``num_packs`` is negative or not an integer; ``topology`` is not a ``crossreduce.Topology``.

@@ -197,7 +197,7 @@ def leaf_paths(structure: Any) -> list[str]:
 
 
 def _outline(structures: list[Any], replica: int) -> str:
-    """Return how a replica's tree differs from replica 0's (replica 0's from replica 1's): by leaves, else by nodes."""
+    """Return, for an error, a tree's number of leaves and those that the other tree lacks; if none, its structure."""
     paths, others = leaf_paths(structures[replica]), set(leaf_paths(structures[int(replica == 0)]))
     own = [path for path in paths if path not in others]
     if not own and set(paths) == others:

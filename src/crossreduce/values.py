@@ -148,7 +148,7 @@ class PerReplica(DistributedValues):
         arrays in host memory are on ``cpu:0``, ``cpu:1``, ... (see ``default_devices``). A component that is not on the
         named device is copied there when it is reduced.
     Raises:
-      ArgumentError: there are no components, the number of devices differs, or a device is listed twice.
+      ArgumentError: ``values`` is empty or no list of arrays, the number of devices differs, or one is listed twice.
       DeviceError: a device's name cannot be parsed.
 
     >>> import numpy as np
@@ -196,7 +196,7 @@ def read_devices(devices: Iterable[str]) -> tuple[str, ...]:
 
 
 def locate(array: object) -> str | None:
-    """Return the device that an array reports, or ``None`` if it reports none (a tracer, a list).
+    """Return the device that an array reports, or ``None`` if it reports none (a tracer of jit, a list).
 
     This reads the ``device`` attribute of the array API standard: NumPy's and torch's "cpu" without an index is all of
     host memory; torch's and TensorFlow's other names are single devices; JAX's is an object with a platform and an id.

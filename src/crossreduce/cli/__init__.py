@@ -1,8 +1,8 @@
 """The command line: ``crossreduce topology``, ``plan``, ``verify``, ``train``, ``bench``, ``doctor`` and ``info``.
 
 Input: arguments. Output: text, files, and an exit code: 0: success; 1: a fault was found (a wrong sum, replicas that
-differ, a wrong schedule), or no dump by ``doctor``; 2: it could not finish (a wrong argument, a missing module); 129,
-130, 143: ended by SIGHUP, Ctrl-C, SIGTERM, without half-written files. The import needs neither typer nor a framework.
+differ, a wrong schedule), or ``doctor`` can read no dump; 2: it could not finish (a wrong argument, a missing module);
+129, 130, 143: ended by SIGHUP, Ctrl-C, SIGTERM, without half-written files. The import needs no typer or framework.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class _Terminated(SystemExit):
 
 @contextmanager
 def ending_signals() -> Iterator[None]:
-    """Let signals raise exceptions within the block: KeyboardInterrupt, or SystemExit with 128 + the signal's number.
+    """Let Ctrl-C, SIGTERM and SIGHUP raise exceptions in the block: KeyboardInterrupt, or SystemExit(128 + its number).
 
-    An orderly exit removes temporary files. In a thread other than the main thread this does nothing.
+    An orderly exit removes temporary files. In a thread other than the main thread, and on Windows, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield

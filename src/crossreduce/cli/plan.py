@@ -67,7 +67,7 @@ def plan(
         else format_of(export.name)
     )
     if kind is None:
-        raise ArgumentError(f"--export must end in {', '.join(SUFFIXES)}, or be used with --format, not {export}.")
+        raise ArgumentError(f"--export {export} must end in {', '.join(SUFFIXES)}, or --format must be given.")
     complete = read_machine(machine, hosts, speeds, nics, in_network)
     chosen = select(complete, devices, without_link)
     main = None if root is None else read_node("--root", root, complete)

@@ -27,8 +27,8 @@ from .output import atomic_file, bound_json, grouped, progress
 
 MAX_LINES: Final = 200  # the most lines of the list of links; the JSON contains all links
 
-# Options of the commands ``topology`` and ``plan``; all but Picture select the topology. Numbers of devices are those
-# of the complete machine, whatever --devices and --without-link remove.
+# Options of the commands ``topology`` and ``plan``; all but Picture select the topology. A device's number is its
+# position in the complete machine, whatever --devices and --without-link remove.
 MACHINE: Final = "a machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m) or: this"
 Hosts = Annotated[int, Option("--hosts", help="Connect this number of machines by their network.")]
 Speeds = Annotated[
@@ -77,8 +77,8 @@ def topology(
 ) -> None:
     """Show the links of a topology and the bounds of the five collectives.
 
-    Without an argument, list the machines of the library. A bound is the
-    highest rate that any schedule can reach: bytes of the buffer per time.
+    Without an argument, list the machines of the library. A bound is a
+    rate that no schedule can exceed: bytes of the buffer per time.
     """
     if machine is None:
         if devices or without_link or picture or export or nics or in_network or (hosts, speeds) != (1, "raw"):

@@ -143,8 +143,8 @@ class _BlockEvents:
         self.placement = MemoryPlacement(made, blocks, inplace=inplace)
         self.time = 0
         self.events = [[_Event("begin", 0)] for _ in range(made.ranks)]
-        # ``touched``, by rank and block: the rank's last event that uses the block's memory.
-        # ``cleared``, by sender and receiver: the receiver's last event whose end it signals to the sender.
+        # Positions in ``events``. ``touched``, by rank and block: the rank's last event that uses the block's memory.
+        # ``cleared``, by sender and receiver: the last event of the receiver that it has signalled to the sender.
         self.touched: dict[tuple[int, int], int] = {}
         self.cleared: dict[Pair, int] = {}
         for b in blocks:

@@ -25,7 +25,7 @@ from ..schedule.simulate import Pair, route_links
 from ..topology import Topology
 from .collective import collective, require_integers
 
-MOST_CHANNELS: Final = 32  # NCCL's MAXCHANNELS; from NCCL 2.24 on it is 64
+MOST_CHANNELS: Final = 32  # NCCL's MAXCHANNELS before NCCL 2.24 (64 since then), so any version can read the file
 # NCCL's names of the slowest connection in a ring: NVLink, NVLink through another GPU, one PCIe bridge, several
 # bridges, the host bridge, between sockets.
 PATHS: Final = ("NVL", "NVB", "PIX", "PXB", "PHB", "SYS")
@@ -52,7 +52,7 @@ def to_nccl_graph_xml(
       copies: multiplies the number of channels of each ring; a channel is one threadblock, and fast links need
         several.
     Raises:
-      PlanError: the schedule does not consist of rings of the GPUs of one host, or needs more than 32 channels.
+      PlanError: the schedule is not of rings of one host's GPUs, needs over 32 channels, or the topology lacks a link.
       ScheduleError: ``verify`` rejects the schedule.
       ArgumentError: no speed, two speeds or an invalid one, an unknown path, or copies that are not an integer above 0.
 
@@ -94,7 +94,7 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     channels = [cycle for cycle, count in counts.items() for _ in range(count // divisor * copies)]
     if len(channels) > MOST_CHANNELS:
         given = f"{len(shares)} rings with shares {', '.join(map(str, shares.values()))}, {copies} copies"
-        problem = f"NCCL has {MOST_CHANNELS} channels, these rings need {len(channels)}."
+        problem = f"NCCL before 2.24 has {MOST_CHANNELS} channels, these rings need {len(channels)}."
         remedy = f"shares whose common denominator is at most {MOST_CHANNELS}"
         raise PlanError.of(problem, given, remedy if parts > MOST_CHANNELS else f"copies={MOST_CHANNELS // parts}")
     speed = float(_speed(lower(schedule), topology, channels) if topology is not None else gb_per_s or 0)

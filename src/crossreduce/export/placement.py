@@ -70,7 +70,7 @@ class MemoryPlacement:
         return Location("s", self.scratch[rank] - self.made.blocks[b].size)
 
     def memory(self, rank: int, location: Location) -> Location:
-        """Return the location itself; in place, one name for memory that belongs to both the input and the output."""
+        """Return the location; if input and output share its memory, the same location for both."""
         return self.made.in_place(rank, location) if self.inplace else location
 
     def _free(self, rank: int, b: int, location: Location) -> bool:

@@ -101,15 +101,15 @@ class Framework(Protocol):
         """Return ``xs`` combined in the listed order, left to right, in ``numbers.accumulator``.
 
         All are on one device; each is of ``numbers.dtype`` or ``numbers.accumulator``. If ``final``, the result is
-        finished (see ``finish``). If ``donated`` is 0 or 1, that array is of ``numbers.accumulator`` and its memory may
-        become the result's; if it is -1, the result is a new array.
+        finished (see ``finish``). If ``donated`` is 0 or 1, ``xs[donated]`` is of ``numbers.accumulator``, and its
+        memory may become the result's; if ``donated`` is -1, the result is a new array.
         """
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
         """Return ``x`` divided by ``numbers.divisor``, in the result's dtype; this may be ``x`` itself."""
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
-        """Split a flat buffer's parts into tensors (see ``packing.cuts``), each with its own memory.
+        """Split a flat buffer's parts into tensors (see ``packing.cuts``); only immutable ones may share memory.
 
         ``fresh``: no other reference to the parts exists, so a part that is exactly one tensor may be returned.
         """
@@ -131,7 +131,7 @@ class Framework(Protocol):
         """Return a new dense array of ``dtype``; slices with the same index are added.
 
         Raises:
-          ArgumentError: an index is outside the shape; not raised for traced indices, whose values are unknown.
+          ArgumentError: an index is outside the shape; not for traced indices, or a BCOO's, where it means padding.
         """
 
     def rebuild_sparse(self, sparse: Sparse) -> Any:
@@ -141,7 +141,7 @@ class Framework(Protocol):
         """Convert a user's array that a result will be written into.
 
         Raises:
-          UnsupportedError: it is read-only, is not contiguous in C order, or is not on the device.
+          UnsupportedError: it cannot be written as it is (read-only, not in C order, not on the device, ...).
         """
 
     def memory_range(self, x: Array) -> tuple[int, int, bool]:
@@ -184,4 +184,4 @@ class ReplicaFramework(Framework, Protocol):
         """Return what a variable stores once ``x`` is assigned: a copy of ``x``, or ``old``, overwritten with ``x``."""
 
     def reduce_axis(self, op: ReduceOp, x: Array, axis: int, numbers: Numbers) -> Array:
-        """Return an array reduced along one of its axes, in ``numbers.accumulator``."""
+        """Return an array reduced along an axis, in ``numbers.accumulator``; for a mean, the sum."""

@@ -101,7 +101,7 @@ def _require(devices: tuple[str, ...]) -> None:
 
 
 def _is_somewhere(x: Array) -> bool:
-    """Return whether a value is an array or a tracer around one: ``jit``'s tracers are not, those of ``grad`` are."""
+    """Return whether a value is an array or a tracer around one, such as one of ``grad`` outside of ``jit``."""
     while isinstance(x, jax.core.Tracer):
         x = getattr(x, "primal", getattr(x, "val", None))
     return isinstance(x, jax.Array)

@@ -21,10 +21,10 @@ from .base import Array, Sparse
 
 @dataclass
 class Counts:
-    """The operations of a run. Copies inside one device are not counted."""
+    """Counts of operations. Copies inside one device are not counted."""
 
     copies: int = 0
-    """The number of transfers of a chunk from one device to another."""
+    """The number of transfers from one device to another."""
     additions: int = 0
     """The number of elements that were combined with another element, for any op."""
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -31,7 +31,7 @@ _RAW: Final = tf.raw_ops
 # All of these ops propagate NaN.
 _RAW_NAMES: Final = {"minimum": "Minimum", "maximum": "Maximum", "multiply": "Mul"}
 _RAW_NAMES_OF_BOOLS: Final = {"minimum": "LogicalAnd", "maximum": "LogicalOr", "multiply": "LogicalAnd"}
-# AddN adds up to 9 tensors from left to right; if there are more, it adds groups of 8 first.
+# AddN adds up to 9 tensors from left to right; of more, it would first add groups of 8. So it is given 9 at most.
 _ADDN: Final = 9
 _NAMES: Final[dict[Any, str]] = {tf.as_dtype(name): name for name in DTYPES}
 _DTYPES: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}

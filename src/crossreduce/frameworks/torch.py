@@ -75,7 +75,7 @@ class Torch:
         if isinstance(value, IndexedSlices):
             return Sparse("IndexedSlices", self._plain(value.values), self._plain(value.indices), value.dense_shape)
         if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
-            # The tensor is not coalesced: coalescing sorts, and to_dense sums the values of equal indices anyway.
+            # Do not coalesce the tensor: that would sort, and to_dense sums the values of equal indices anyway.
             value = value.detach()
             return Sparse("torch.sparse_coo", self._plain(value._values()), value._indices().t(), tuple(value.shape))
         return self._plain(value)
@@ -272,14 +272,14 @@ class Torch:
         parts = (x.values, x.indices) if isinstance(x, IndexedSlices) else (x,)
         if any(isinstance(part, torch.Tensor) and part.requires_grad for part in parts):
             raise UnsupportedError.of(
-                "an all-reduce of sparse values has no gradient.", shown(x), "value.detach(), or dense values"
+                "an all-reduce of sparse values has no gradient.", shown(x), "tensor.detach(), or dense values"
             )
         return False
 
     def differentiable(
         self, xs: Sequence[Array], results: Sequence[Array], gradient: Callable[[Sequence[Array]], Sequence[Array]]
     ) -> list[Array]:
-        # A result is an inference tensor if the thread that computed it was in inference mode.
+        # autograd cannot save a result for a later backward if the thread that computed it was in inference mode.
         usual = [x.clone() if x.is_inference() else x for x in results]
         return list(_AcrossReplicas.apply(gradient, usual, *xs))
 

@@ -72,7 +72,7 @@ def all_reduce(
       algorithm: a planner's name. "auto" (and "nccl"): the algorithm with the shortest simulated time on the topology.
         Without a topology, or if it joins all pairs of devices equally: XLA's own collective, and "halving_doubling"
         for products. Without a topology, "hierarchical_copy" over several axes reduces over the last one first.
-      num_packs: for "one_device" and "hierarchical_copy": the number of trees, with different roots, that share the
+      num_packs: for "one_device" and "hierarchical_copy": the number of trees whose roots rotate, that share the
         buffer; at most one per device.
     Returns:
       The same tree. Half types are accumulated in float32, the mean of integers is a float; with ``check_vma=True``
@@ -177,7 +177,7 @@ def _sparse(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Any:
 def _gathered(x: Array, axes: MeshAxes) -> Array:
     if not axes.checked:
         return lax.all_gather(x, axes.names, tiled=True)
-    # shard_map's check treats the result of a gather as varying. So sum buffers of one device's slices and zeros.
+    # shard_map's check treats a gather's result as varying, a sum's as replicated. So sum buffers padded with zeros.
     x = axes.vary(x)
     zeros = axes.vary(jnp.zeros((axes.devices, *x.shape), x.dtype))
     placed = lax.dynamic_update_index_in_dim(zeros, x, lax.axis_index(axes.names), 0)
@@ -188,7 +188,7 @@ def _gathered(x: Array, axes: MeshAxes) -> Array:
 
 
 def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
-    """Reduce arrays of one dtype. For a program all of them are joined, for XLA's collective only the small ones."""
+    """Reduce arrays of one dtype. For a program all of them are joined, for XLA's collective at most the small ones."""
     program = _program(spec, numbers.op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
     # Along mesh axes that are not Manual, XLA itself partitions arrays, and would gather those that are joined.
     kinds = jax.sharding.get_abstract_mesh().axis_types or ()
@@ -213,7 +213,7 @@ def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array
 
 
 def _program(spec: _ReduceSpec, op: ReduceOp, nbytes: int) -> Program | None:
-    """Return the program for a buffer, or ``None`` if XLA's own collective is as good as any program."""
+    """Return the program for a buffer, or ``None`` if XLA's own collective reduces it."""
     axes, algorithm, topology, packs = spec
     names = host_devices(axes.devices)
     if algorithm == "auto" and (topology is None or _is_uniform(topology)):

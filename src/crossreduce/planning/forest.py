@@ -33,7 +33,7 @@ class Forest(NamedTuple):
 
     schedule: Schedule  # one chunk per tree
     k: Fraction  # the average number of unit trees per root; a tree with w units of bandwidth counts as w
-    trees: int  # a tree of any weight counts as one; so does a tree into a root with the tree out of it
+    trees: int  # the number of shares of the buffer; in an all-reduce, a share has a tree into a root and one out of it
     depth: int  # of the deepest tree, in edges from root to leaf; a route through nodes that only forward is one edge
 
 

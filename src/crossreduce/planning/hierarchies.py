@@ -57,8 +57,8 @@ def tree_schedules(topology: Topology, request: Request) -> list[Schedule]:
     - widest: the fastest link that leads out of the tree is added next, so the tree contains all of an island before a
       link between islands;
     - shortest: each device has the fewest hops to the root; of equal numbers of hops, the fastest link is added first;
-    - load_aware: like widest, but a link that the tree already uses k times counts as k + 1 times slower. If one switch
-      joins all devices, this is a chain with the root in its middle.
+    - load_aware: like widest, but a link that the tree already uses k times has its speed divided by k + 1. If one
+      switch joins all devices by equal links, this is a chain with the root in its middle.
     """
     members, packs = request.members, request.packs
     if len(members) > MOST_DEVICES or len(members) * packs > MOST_NODES:
@@ -121,7 +121,7 @@ def _edges(topology: Topology, members: tuple[str, ...], number: dict[str, int])
 def _tree(topology: Topology, edges: list[dict[int, _Edge]], start: int, kind: str) -> tuple[Tree, Tree] | None:
     """Return a tree into a root and the same tree out of it, built best edge first; ``None``: it misses a member."""
     speeds, counts = topology.speeds, kind == "load_aware"
-    # A link's speed is divided by the number of edges that use it; for numbers up to that of members without rounding.
+    # Speeds are multiplied by ``scale``: their division by 1 to len(edges) uses of a link then has no remainder.
     scale = lcm(*range(1, len(edges) + 1)) if counts else 1
     load: defaultdict[tuple[str, str], int] = defaultdict(int)
     depth = {start: 0}

@@ -33,7 +33,7 @@ class Request(NamedTuple):
     topology: Topology | None = None  # the links that may be used; None: any two devices are linked equally
     nbytes: int = 0  # the size of one replica's buffer; for an all-gather, the size of all parts together
     packs: int = 1  # the number of equal packs of the buffer, each with its own root, if the algorithm has roots
-    first: int = 0  # the number of the device that is the first pack's root, owner or start
+    first: int = 0  # the first pack's root, owner or start: its number among the devices that can be it
     root: str | None = None  # the root of all packs; None: roots rotate over the devices
     devices: tuple[str, ...] = ()  # the devices of the schedule; (): sources, then other destinations, then the root
 
@@ -86,7 +86,7 @@ def one_device(
     Returns:
       A schedule that ``verify`` accepts.
     Raises:
-      PlanError: no devices; a source, destination or root that is not one of them; fewer than one pack.
+      PlanError: no devices; a source, destination or root that is not one of them; invalid ``packs`` or ``first``.
 
     >>> print(one_device(["cpu:0", "cpu:1", "cpu:2"], destinations=["cpu:1"]))
     reduce one_device: 3 devices, 1 chunk, 1 round, 1 step
@@ -242,10 +242,10 @@ def halving_doubling(
 ) -> Schedule:
     """Plan a reduce-scatter by recursive halving and an all-gather by recursive doubling.
 
-    It sends as few bytes as a ring, in 2 log2(n) rounds. If the number of sources is not a power of two, each source
-    beyond the largest power first adds its data to that of a partner, and receives the result from it at the end, in
-    2 more rounds. If one of the sources that halve is not a destination, every destination copies all chunks from the
-    devices that reduced them. Sources are paired in their order in ``sources``.
+    On 2**k devices it sends as few bytes as a ring, in 2 k rounds. If the number of sources is not a power of two, each
+    source beyond the largest power first adds its data to that of a partner, and receives the result from it at the
+    end, in 2 more rounds. If one of the sources that halve is not a destination, every destination copies all chunks
+    from the devices that reduced them. Sources are paired in their order in ``sources``.
 
     >>> len(halving_doubling([f"cpu:{k}" for k in range(8)]).rounds)
     6
@@ -296,8 +296,8 @@ def recursive_doubling(
 ) -> Schedule:
     """Plan pairwise exchanges of the whole buffer, at distances 1, 2, 4, ...
 
-    An all-reduce takes log2(n) rounds, the fewest in which every device sends to one device at a time; in each of
-    them every device sends its whole buffer. If the number of sources is not a power of two, each source beyond the
+    An all-reduce on 2**k devices takes k rounds, the fewest if every device sends to one device at a time; in each
+    of them every device sends its whole buffer. If the number of sources is not a power of two, each source beyond the
     largest power first adds its data to that of a partner, and receives the result from it at the end, in 2 more
     rounds. Both devices of a pair combine their values in the same order, so every destination receives the same bits.
     Sources are paired in their order in ``sources``. Destinations that are not sources receive the result at the end,

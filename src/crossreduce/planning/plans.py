@@ -108,9 +108,9 @@ class Plan:
         return "\n".join(lines)
 
     def others(self) -> dict[str, tuple[float, Fraction | None]]:
-        """Return seconds and rate in GB/s of other schedules of this request, for comparison.
+        """Return seconds and GB/s of other schedules, for comparison. They ignore the request's ``packs`` and ``root``.
 
-        For an all-reduce: TensorFlow's hierarchical copy with a tree per device. If possible: "ring", "one_device".
+        If possible: "ring", "one_device", and for an all-reduce TensorFlow's hierarchical copy with a tree per device.
         """
         request = self.request._replace(packs=1, first=0, root=None)
         found: dict[str, tuple[float, Fraction | None]] = {}
@@ -157,13 +157,13 @@ def plan(
       sources: the devices that contribute; ``None``: all (the root, for a broadcast).
       destinations: the devices that need the result; ``None``: all (the root, for a reduce). Other devices can forward
         data. A reduce-scatter or all-gather has the same sources and destinations: list either.
-      root: the root of a reduce or broadcast; ``None``: the one with the greatest bound. For an all-reduce by
-        one_device or hierarchical_copy: the device that reduces.
+      root: the root of a reduce or broadcast; ``None``: its listed destination or source, else the one with the
+        greatest bound. For an all-reduce by one_device or hierarchical_copy: the device that reduces.
       packs: for one_device and hierarchical_copy: the number of trees that share the buffer; roots rotate unless given.
     Returns:
       A plan whose schedule is verified; the same request costs one lookup.
     Raises:
-      ArgumentError: an unknown name, an invalid number, a root that is not a device.
+      ArgumentError: an unknown name, an invalid number, a root that is not a device, arguments that contradict others.
       PlanError: a destination cannot be reached (the error names the cut), or the algorithm cannot do the collective.
 
     >>> square = Topology.ring(4, gb_per_s=25, latency_s=1e-6)
@@ -193,7 +193,7 @@ def _read_devices(
     destinations: Iterable[str] | None,
     root: str | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...], str | None]:
-    """Return the sources, the destinations, and the root of an all-reduce, as canonical names."""
+    """Return canonical names: the sources, the destinations, and for an all-reduce the given root, else ``None``."""
     gives = topology.devices if sources is None else topology.members(sources)
     takes = topology.devices if destinations is None else topology.members(destinations)
     main = None if root is None else canonical(root)

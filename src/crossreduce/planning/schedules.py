@@ -23,9 +23,9 @@ from .topologies import reachable, require_routes
 MOST_DEVICES: Final = 128  # beyond it, a schedule with n**2 steps has more than 16,384 of them
 FOREST_DEVICES: Final = 256  # with more devices, packing trees takes minutes
 
-# Without a topology, "auto" takes "one_device" (the fewest messages) below this many bytes per replica, and "direct" (a
-# balanced load) above. The limit was not measured here, but taken from a similar case: on V100s linked by PCIe, a
-# one-shot all-reduce was faster than a two-shot one up to 128 KB, and slower at 384 KB (sglang-V100, issue 2).
+# Without a topology, "auto" takes "one_device" (the fewest messages) below this many bytes per replica, and may take
+# "direct" (a balanced load; see ``choose``) from there on. The limit was not measured here, but taken from a similar
+# case: on V100s with PCIe, one-shot all-reduces beat two-shot ones up to 128 KB, not at 384 KB (sglang-V100, issue 2).
 DIRECT_FROM_BYTES: Final = 1 << 18
 
 
@@ -188,7 +188,7 @@ def _tried(topology: Topology, request: Request) -> list[Request]:
 def candidates(request: Request) -> tuple[Schedule, ...]:
     """Return the verified schedules of a request to a named algorithm, at least one; each is different.
 
-    They do not depend on ``request.nbytes``, so callers set it to 0.
+    They do not depend on ``request.nbytes``; callers set it to 0, so that one cache entry serves all sizes.
     """
     made = tuple(dict.fromkeys(_schedules(request)))
     for schedule in made:

@@ -1,6 +1,6 @@
 """Views of topologies: the nodes that data can reach, and the same bandwidths under neutral names.
 
-Devices whose links have equal bandwidths have equal neutral topologies, so their plans are made once.
+Topologies that differ only in names and latencies have equal neutral topologies, so their plans are made once.
 """
 
 from __future__ import annotations

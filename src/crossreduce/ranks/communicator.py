@@ -163,7 +163,7 @@ class Communicator(Member):
             raise
 
     def supports(self, collective: str, op: ReduceOp | None = None, dtype: str = "uint8") -> bool:
-        """Return whether this communicator can run a call. The caller has to run any other call, after ``agree``."""
+        """Return whether this communicator can run a call. If not, the caller has to run it itself, after ``agree``."""
         if self._remote is not None and collective not in COLLECTIVES:
             return False
         with suppress(UnsupportedError):
@@ -213,7 +213,7 @@ class Communicator(Member):
             numbers = copying(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size)
             if self._remote is not None and name not in COLLECTIVES:
                 problem = f"{name} is not supported between hosts."
-                remedy = "another library for this call, whenever supports() returns False; call agree() before"
+                remedy = 'another library, after agree("the call") on all ranks, whenever supports() returns False'
                 raise UnsupportedError.of(problem, f"{len(self.hosts)} hosts", remedy)
             text = call_text(name, op and op.value, root, array.dtype, array.shape)
             return self.engine.compile(name, array.size, numbers, root, encoded_text(text))
@@ -223,7 +223,7 @@ class Communicator(Member):
     def _run(self, key: Any, compiled: Callable[[], RankExecutable], addresses: tuple[int, ...]) -> None:
         """Run a call. ``compiled``: returns its executable; called if none is cached under ``key``."""
         thread = threading.get_ident()
-        self._require_usable(thread)  # before the lock, which may have been held when this process was forked
+        self._require_usable(thread)  # before the lock, which is never released if it was held during a fork
         with self._lock:
             self._caller = thread
             try:
@@ -277,8 +277,7 @@ class Communicator(Member):
         if self._caller == thread:
             problem = f'this thread is already in a call of group "{self.name}".'
             raise ContextError.of(problem, "a call in a signal handler", "only close() or abort() in a handler")
-        # While this thread is in close(), it has the lock; a call in a signal handler would wait for the lock forever.
-        self._require_open()
+        self._require_open()  # before _run takes the lock: a signal handler during close() would wait for it forever
 
     def _require_open(self) -> None:
         if self._closed:
@@ -305,11 +304,11 @@ class Communicator(Member):
             raise ArgumentError.of(problem, str(root), f"0 to {self.size - 1}")
         if has_all is not None and has_all != (self.rank == root):
             who, given = ("only the root may", "passed") if has_all else ("the root must", "did not pass")
-            given = f"rank {self.rank} {given} them; the root is rank {root}"
-            raise ArgumentError.of(f"{who} pass all parts or the result.", given)
+            problem = f"{who} pass the result of a reduce, the results of a gather, the sources of a scatter."
+            raise ArgumentError.of(problem, f"rank {self.rank} {given} it; the root is rank {root}")
 
     def _check(self, first: ArrayView | None = None, *others: ArrayView, count: int | None = None) -> None:
-        """Raise unless all arrays have the same size and dtype, and ``others`` are ``count`` arrays."""
+        """Raise unless all arrays have the same size and dtype, and ``others`` are ``count`` arrays (``None``: any)."""
         if count is not None and len(others) != count:
             raise ArgumentError.of("there must be one array per rank.", f"{len(others)} arrays for {count} ranks")
         assert first is not None, "a group has at least one rank"

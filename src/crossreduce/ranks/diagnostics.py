@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from ..errors import message, rank_list
 
-DOCTOR: Final = "crossreduce doctor"  # texts add DIR; membership.py replaces it by the folder of its dump
+DOCTOR: Final = "crossreduce doctor"  # texts append DIR, for which membership.py inserts its dump's folder
 UNUSABLE: Final = "The group cannot be used again. Restart the job."
 _MAX_CALLS: Final = 8  # one text lists at most this many different calls or lost ranks
 _ARRAY: Final = re.compile(r"(\w+)\[([\d, ]*)\]")

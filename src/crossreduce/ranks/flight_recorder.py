@@ -123,8 +123,8 @@ def new_dump(
 def write(dump: Dump) -> Path | None:
     """Write a dump and return its file; if that is not possible, log a warning and return ``None``.
 
-    The directory is CROSSREDUCE_DUMP_DIR; else one in the system's directory for temporary files, which all ranks of
-    the group on this host share and only this user can read. An existing file is kept; the new one gets a number.
+    The directory is CROSSREDUCE_DUMP_DIR; else one below the system's temporary directory: only this user can read it,
+    and, unless its name was taken, the group's ranks here share it. An existing file is kept; the new one is numbered.
     """
     try:
         directory = _directory(dump)
@@ -265,7 +265,7 @@ def _dump(found: Any) -> Dump:
 
 
 def _typed(kind: Any, value: Any, name: str) -> Any:
-    """Return parsed JSON as a value of type ``kind``, the type of the field ``name`` of a named tuple."""
+    """Return parsed JSON as a value of type ``kind``, or raise a ValueError that contains ``name``, the field's."""
     form, parts = get_origin(kind), get_args(kind)
     if form is UnionType:  # ``int | None``
         return None if value is None else _typed(parts[0], value, name)

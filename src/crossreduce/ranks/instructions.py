@@ -18,7 +18,7 @@ from ..packing import itemsize
 
 
 class BufferReference(NamedTuple):
-    """A place: ``offset`` bytes into rank ``region``'s slot, or, for region ``~k``, into the caller's buffer k."""
+    """``offset`` bytes into the slot of rank k of the host (region k), or into the caller's buffer k (region ~k)."""
 
     region: int
     offset: int
@@ -63,7 +63,7 @@ def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
 
 
 def joined(instructions: Iterable[RankInstruction]) -> list[RankInstruction]:
-    """Return the instructions, of which each that continues the previous one is joined to it (see ``_continues``)."""
+    """Return the instructions; one that continues the previous one is joined to it (see ``_continues``)."""
     made: list[RankInstruction] = []
     for following in instructions:
         if made and _continues(made[-1], following):
@@ -84,7 +84,7 @@ def _continues(one: RankInstruction, following: RankInstruction) -> bool:
 
 
 def pipelined(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[RankInstruction]]:
-    """Return the stages that execute all phases of ``pieces`` pieces. ``depth``: the largest delay of a phase."""
+    """Return the stages that execute all phases of ``pieces`` pieces; no phase has a delay above ``depth``."""
     stages: list[list[RankInstruction]] = [[] for _ in range(max(pieces, 1) + depth)]
     for piece in range(pieces):
         for delay, instructions in phases:
@@ -93,7 +93,7 @@ def pipelined(pieces: int, phases: Sequence[Phase], depth: int) -> list[list[Ran
 
 
 def native_program(stages: Sequence[Iterable[RankInstruction]]) -> Any:
-    """Return stages as the compiled ``RankProgram`` that shared memory executes."""
+    """Return stages as the compiled ``RankProgram``, which the native ``SharedMemory`` executes."""
 
     def native(each: RankInstruction) -> tuple[Any, ...]:
         run = kernel(each.numbers, each.size, len(each.operands), len(each.results))

@@ -32,9 +32,7 @@ _MESSAGES: Final = 8
 _STREAMS: Final = 5  # the median counts: other work may slow one down, a token bucket speed one up
 _ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts
 _MAX_BYTES: Final = 1 << 25  # the most bytes of a stream, and of what a host receives at once
-_SHARED: Final = (
-    0.75  # if a host receives less than this share of its links' sum while all send, its links share a cable
-)
+_SHARED: Final = 0.75  # a host's links share a cable if, all used at once, they carry less than this share of their sum
 _COPIED_BYTES: Final = 1 << 22  # copied to measure the bandwidth of memory
 _LOCAL_LATENCY_S: Final = 1e-6
 

@@ -201,7 +201,7 @@ class MultiHostEngine:
     def _waiting_for_hosts(self) -> Iterator[None]:
         word = self._word(_REMOTE)
         word.value = 1
-        yield  # an error breaks the group, and the word keeps its value
+        yield  # an error skips the next line; it breaks the group, so no later call reads the word
         word.value = 0
 
     def _word(self, which: int, rank: int | None = None) -> ctypes.c_int32:

@@ -182,7 +182,7 @@ class RankAnalysis:
                 contributed[source] += chunk.share
         demands = []
         for groups in self.groups:
-            # 4 lines suffice: a chunk exceeds its share by up to a line, two in a wider dtype; its room is whole lines.
+            # A chunk exceeds its share by up to a line (halves as float32: 2); its room is whole lines. So 4 suffice.
             rounding = sum(4 * LINE * group.copies * len(group.values) for group in groups)
             stored = sum(
                 group.copies * self.program.chunks[c].share * itemsize(self.values[c].dtypes[value])

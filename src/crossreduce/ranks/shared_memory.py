@@ -32,8 +32,8 @@ _KINDS: Final = {"timeout": CollectiveTimeout, "lost": PeerLostError, "other": R
 _LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY = range(5)
-"""Outcomes: all required stages are executed; other ranks are missing; the ranks' calls differ; the group is broken;
-the kernels could not allocate working memory."""
+"""Outcomes: all required stages are executed; ``SLICE_S`` ended before that; the ranks' calls differ; the group was
+aborted; the kernels could not allocate working memory."""
 
 
 class RankMemory:
@@ -161,7 +161,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def encoded(error: ReductionError) -> bytes:
-    """Return an error as bytes, at most ``MAX_CAUSE_BYTES``.
+    """Return an error as bytes, at most ``MAX_CAUSE_BYTES``; a longer text or list of ranks is cut.
 
     >>> decoded(encoded(PeerLostError("rank 3 died.", [3])))
     PeerLostError('rank 3 died.')
@@ -174,7 +174,7 @@ def encoded(error: ReductionError) -> bytes:
 
 
 def decoded(cause: bytes) -> ReductionError:
-    """Return the error that ``encoded`` encoded."""
+    """Return the error of these bytes: a CollectiveTimeout, or a PeerLostError in place of any other class."""
     kind, ranks, text = json.loads(cause)
     return ReductionError(text) if kind == "other" else _KINDS[kind](text, ranks)
 
@@ -236,7 +236,7 @@ class StageRunner:
 
         Raises:
           GroupAborted: a rank of this host has aborted the group.
-          ReductionError: other ranks cannot take part.
+          ReductionError, MemoryError: other ranks cannot take part; the kernels lack working memory.
         """
         self._timer = None
         outcome = self.memory.begin(program, addresses, text, until)

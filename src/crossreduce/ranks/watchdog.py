@@ -61,7 +61,7 @@ class WatchedTransport:
         """End the thread; the transport stays open."""
         self._closed.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            # 1 s at most: if a signal handler calls this, the thread may wait for a log's lock that this thread holds.
+            # 1 s at most: if a signal handler calls this, the watchdog may wait for a log's lock that the caller holds.
             self._thread.join(1)
 
 

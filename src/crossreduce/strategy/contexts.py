@@ -57,7 +57,7 @@ def enter(context: Current) -> Iterator[None]:
 
 
 def has_strategy() -> bool:
-    """Return whether this call is inside a strategy's ``scope`` or ``run``."""
+    """Return whether this call is inside the ``scope`` or ``run`` of a strategy other than the default one."""
     here = current()
     return here is not None and not here.strategy._is_default
 

@@ -179,7 +179,7 @@ class ReplicaGroup:
                 self._wakeups.get(timeout=min(wait_s, threading.TIMEOUT_MAX))
             with self._lock:
                 calls = [call for call in self._calls if call is not None]
-                if self._stopping or (all(self._ended) and not calls):  # a thread that a replica started may wait
+                if self._stopping or (all(self._ended) and not calls):  # a thread of a replica may call
                     return
                 now = monotonic()
                 error = self._obstacle(calls, now)

@@ -113,9 +113,9 @@ class Variable(_Assignable, DistributedVariable):
     values are combined by ``aggregation``. Sync-on-read (``ON_READ``): each replica reads and writes its own component,
     without waiting; in the cross-replica context, reading combines the components by ``aggregation``.
 
-    In the cross-replica context, an assigned array goes to all components. A ``PerReplica`` is combined first if the
-    variable is mirrored, and assigned component by component if it is not. A value that is assigned to a sync-on-read
-    sum becomes the sum: the first component receives it, and the others become 0.
+    In the cross-replica context, an assigned array goes to all components; in a sync-on-read sum, only to the first
+    one, and the others become 0, so that it is the sum. A ``PerReplica`` is combined first if the variable is mirrored,
+    and assigned component by component if it is not.
 
     Args:
       initial_value: an array or number, or a function that returns one.
@@ -123,7 +123,7 @@ class Variable(_Assignable, DistributedVariable):
       synchronization: a ``VariableSynchronization`` or its name.
       aggregation: a ``VariableAggregation`` or its name.
     Raises:
-      ArgumentError: the value is not an array; an unknown name; the mean of an integer variable.
+      ArgumentError: the value is neither an array nor a number; an unknown name; the mean of an integer variable.
 
     >>> import numpy as np
     >>> from crossreduce import MirroredStrategy, get_replica_context

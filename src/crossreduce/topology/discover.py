@@ -74,7 +74,7 @@ def _wiring(nvml: Any) -> Wiring | None:
 
 
 def _peers(nvml: Any, handle: Any, buses: list[str]) -> Counter[str]:
-    """Return the number of active NVLinks of a GPU, by the bus number of the peer GPU; "" is a switch."""
+    """Return the number of active NVLinks of a GPU, by the PCI bus id of the peer GPU or NPU; "": a switch."""
     peers: Counter[str] = Counter()
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         if _query(0, nvml, "nvmlDeviceGetNvLinkState", handle, link) == 1:

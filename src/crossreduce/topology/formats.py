@@ -27,7 +27,7 @@ def read_file(path: Any) -> bytes:
 def parse(data: bytes) -> Wiring:
     """Return the wiring in a file: JSON, NCCL's topology XML, or the text of ``nvidia-smi topo -m``.
 
-    The table of nvidia-smi has no speeds: an NVLink gets 25 GB/s, as of V100, A100 and H100, and PCIe is PCIe 3; for
+    The table of nvidia-smi has no speeds: an NVLink gets 25 GB/s, as on V100, A100 and H100, and PCIe is PCIe 3; for
     other links use ``Topology(*read_nvidia_smi(text, ...))``. ArgumentError: another format, malformed or cut data.
     """
     if len(data) > LARGEST:

@@ -75,5 +75,5 @@ def _exact(what: str, value: object) -> Fraction:
     if not re.fullmatch(
         r"[0-9]{1,40}(/[0-9]{1,40}|\.[0-9]{1,40})?", typed(str, value)
     ):  # converting "1e99999999" takes hours
-        raise ValueError(f'{value!r} is not written like "12.5" or "64/3", without a sign or an exponent')
+        raise ValueError(f'{value!r} must be like "12.5" or "64/3": no sign or exponent, at most 40 digits per part')
     return Fraction(typed(str, value))

@@ -46,7 +46,7 @@ def _kinds() -> dict[str, Kind]:
 
 @lru_cache(maxsize=1)
 def read_data() -> dict[str, Any]:
-    """Return the content of each file in data/ by its name, sorted; fractions are exact."""
+    """Return the content of each file in data/, by file name in sorted order; decimals become exact fractions."""
     from importlib.resources import files
 
     found = sorted(files(__package__).joinpath("data").iterdir(), key=lambda file: file.name)

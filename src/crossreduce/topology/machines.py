@@ -51,7 +51,7 @@ def machine(
     Names are such as these: devices ``cuda:0``, or ``host0/cuda:0`` if there are several hosts; switches of a host
     ``nvswitch`` or ``host0/nvswitch``, those of the network ``ib`` or ``rail0``. A single host has no network. A
     network card that belongs to one device is a link to the network; a card that several devices share is a switch with
-    one such link. Only letters and digits of the name are compared.
+    one such link. Of ``name``, only digits and letters count, in either case.
 
     >>> len(machine("hgx-h100", hosts=2).links)
     64
@@ -125,7 +125,7 @@ def _built(content: dict[str, Any], network: dict[str, Any], hosts: int, speeds:
         return node[1:] if node[0] == "@" else f"host{host}/{node}" if hosts > 1 else node
 
     box, net = list(_box(content)), list(_wires(network.get("links", ())))
-    # Whether each switch can combine: in ``own`` the switches that every host has, in ``shared`` those of all hosts.
+    # Whether each switch can combine: ``own`` has those that exist once per host, ``shared`` the rest.
     own = dict.fromkeys(_switches(box), content.get("reduces", False))
     own |= {node: False for node in _switches(net) if node[0] != "@" and node not in own}
     shared = {node: network.get("reduces", False) for node in _switches(net) if node[0] == "@"}

@@ -259,7 +259,7 @@ def _between_cpus(cpu: _Element) -> str:
         if family == 6 and model >= 0x8F:
             return "cpu-sapphire-rapids"
         return "cpu-skylake" if family == 6 and model >= 0x55 else "cpu-broadwell"
-    if vendor == "authenticamd":  # older versions write family 15 + 11 as 15 + 11 * 16 = 0xBF
+    if vendor == "authenticamd":  # older versions of NCCL write family 15 + 11 as 15 + 11 * 16 = 0xBF
         return {26: "cpu-zen5", 0xBF: "cpu-zen5", 25: "cpu-zen3", 0xAF: "cpu-zen3"}.get(family, "cpu-zen2")
     if vendor not in ("centaurhauls", "shanghai"):
         known = "arch arm64 or ppc64, or vendor GenuineIntel, AuthenticAMD, CentaurHauls or Shanghai"

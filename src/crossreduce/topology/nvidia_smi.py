@@ -130,7 +130,7 @@ def _pcie_links(
             if len({top[k] for k in group}) > 1:
                 gather(switch, group)
     tops = dict.fromkeys(top.values())
-    if len(tops) > 1:  # several CPUs, some of which may have a single GPU or switch
+    if len(tops) > 1:  # several CPUs; those with only one GPU or switch still lack a node
         for node in tops:
             if not node[0].startswith("cpu"):
                 gather("cpu", [k for k in top if top[k] == node])

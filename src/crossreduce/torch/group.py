@@ -43,7 +43,7 @@ def create(options: Any, backend_options: Any = None) -> Group:  # noqa: ARG001 
 
 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group that reduces CPU tensors through memory that ranks share."""
+    """A process group that reduces CPU tensors in memory that the ranks of a host share, and with gloo across hosts."""
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: timedelta, name: str, global_ranks: Sequence[int] = ()

@@ -160,7 +160,7 @@ def _rank_count(
 
 
 def _renamed(topology: Topology, names: tuple[str, ...]) -> Topology:
-    """Return the topology with its first devices renamed to the measured ones, unless it has devices of these names."""
+    """Return the topology if it has devices of these names; else the part of its first ones, renamed to them."""
     if set(names) <= set(topology.devices):
         return topology
     if len(names) > len(topology.devices):

@@ -49,7 +49,7 @@ def header(request: BenchRequest) -> list[str]:
 
 
 def devices(request: BenchRequest) -> list[dict[str, Any]]:
-    """Return the devices in nccl-tests' keys; ``device_hex`` is this library's name of the device."""
+    """Return a dict per device, with nccl-tests' keys; ``device_hex`` is this library's name of the device."""
     places = request.processes or [(os.getpid(), socket.gethostname())] * len(request.devices)
     host = "host memory" if request.processes else "host memory (in-process emulation)"
     return [
@@ -123,7 +123,7 @@ def footer(request: BenchRequest, rows: list[Row]) -> list[str]:
 
 
 def report(request: BenchRequest, rows: list[Row], start_time: str) -> dict[str, Any]:
-    """Return the run in nccl-tests' keys, where "true" and "false" are strings, with this library's keys added."""
+    """Return the run as a dict: nccl-tests' keys, with "true" and "false" as strings, and this library's own keys."""
     step = "step_factor" if request.step_factor > 1 else "step_bytes"
     return {
         "version": 2,  # the version of this layout: nccl-tests' JSON_FILE_VERSION
@@ -166,7 +166,7 @@ def report(request: BenchRequest, rows: list[Row], start_time: str) -> dict[str,
 
 
 def results(request: BenchRequest, rows: list[Row]) -> list[dict[str, Any]]:
-    """Return the rows in nccl-tests' keys."""
+    """Return a dict per row, with nccl-tests' keys and ``algorithm``."""
     return [
         {
             "size": row.size,

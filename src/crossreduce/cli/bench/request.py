@@ -78,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """The settings of one run; sizes in bytes. Those in the ``config`` of nccl-tests' JSON report have its names."""
+    """The settings of one run; sizes in bytes. Those in nccl-tests' JSON ``config`` have the same names there."""
 
     framework: str
     collective: str

@@ -26,9 +26,9 @@ Pair = tuple[int, int]
 """The positions of a sender and a receiver."""
 
 Place = tuple[int, int]
-"""A row: the number of its block, and its number in the block. The blocks of each stack are numbered in the order in
-which they are made: first the device's input, then in each round what each permutation receives and what each
-combination makes."""
+"""A row: the number of its block, and its number in the block. The blocks of each stack (see ``PermutationProgram``)
+are numbered in the order in which they are made: first the device's input, then in each round what each permutation
+receives and what each combination makes."""
 
 Table = tuple[tuple[Place, ...], ...]
 """For each device the places of some rows, the same number of rows on all devices."""
@@ -150,14 +150,14 @@ class _Compiler:
         for (src, dst), values in messages.items():
             for row, value in enumerate(values):
                 self._places[*value, dst] = block, row
-            if values:  # a shorter message repeats its last row, which no device reads
+            if values:  # shorter messages end in copies of their last row; no device reads these
                 padded = values + values[-1:] * (longest - len(values))
                 sent[src] = [self._places[*value, src] for value in padded]
         return self._table(sent)
 
     def combine(self, instructions: Sequence[Numbered]) -> tuple[RowCombination, ...]:
         """Return the combinations of a round. A copy is not an operation: it gets the place of its operand."""
-        # Rows whose operands are from the same devices are combined in one operation.
+        # Instructions of one device and stack, with operands from the same devices, run as one operation.
         runs: defaultdict[tuple[int, int, tuple[int, ...]], list[Numbered]] = defaultdict(list)
         for chunk, value, instruction in instructions:
             device, operands = instruction[:2]

@@ -49,9 +49,9 @@ class Runtime:
     elements: int
 
 
-# MAXCHANNELS in nccl's device.h; MSCCL_MAX_NUM_THREAD_BLOCKS and MSCCL_MAX_NUM_STEPS in msccl_struct.h, where earlier
-# versions had more; MAX_NODES in msccl_parser.h. A GPU needs one element for the algo, one for each gpu, and one for
-# each of its own threadblocks and steps.
+# In this order: MAXCHANNELS (in nccl's device.h), MSCCL_MAX_NUM_THREAD_BLOCKS and MSCCL_MAX_NUM_STEPS (msccl_struct.h;
+# earlier versions had more), MAX_NODES (msccl_parser.h), the most XML elements that count for a GPU: the algo, each
+# gpu, and the GPU's own threadblocks and steps.
 RUNTIMES: Final = {
     "msccl": Runtime("msccl-executor-nccl", 32, 1024, 64, 32768),
     "rccl": Runtime("RCCL", 128, 64, 64, 4096),
@@ -108,7 +108,7 @@ def read_msccl_xml(text: str) -> Algo:
     Document types and entities are refused, so reading takes time and memory in proportion to the text.
 
     Raises:
-      ScheduleError: the text is not MSCCL XML; an attribute is missing or not a number; ids are not 0, 1, 2, ...
+      ScheduleError: the text is not MSCCL XML; an attribute is missing or invalid; ids are not 0, 1, 2, ...
 
     >>> from crossreduce.planning import ring
     >>> from crossreduce.export.msccl.writer import to_msccl_xml

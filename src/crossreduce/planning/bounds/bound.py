@@ -107,7 +107,7 @@ def bound_of_members(
 
 def _best_root(topology: Topology, collective: str, members: tuple[str, ...]) -> Bound:
     """Return the bound of the root with the greatest rate."""
-    # If links are equal in both directions, the least cut between any two devices limits every root.
+    # If links are equal in both directions, every root has the same bound: the least cut that separates two members.
     choices = members[:1] if topology.symmetric else members
     bounds: list[Bound] = []
     for device in choices:

@@ -66,8 +66,7 @@ class Bound:
         if self.collective not in COLLECTIVES:
             remedy = "one of " + ", ".join(COLLECTIVES)
             raise PlanError.of("no collective has this name.", shown(self.collective), remedy)
-        known = set(self.topology.devices)
-        unknown = [device for device in self.devices if device not in known]
+        unknown = sorted(set(self.devices) - set(self.topology.devices))
         if unknown or not self.devices:
             raise PlanError.of("a bound needs devices, all of them in its topology.", shown(unknown or self.devices))
         inexact = [number for number in numbers if not isinstance(number, (int, Fraction))]

@@ -16,9 +16,9 @@ def tightest_cut(
     """Return the set S of nodes with the greatest w(S) / B(S), and this quotient: exact seconds, for weights in GB.
 
     S lacks at least one device. w(S) is the sum of the weights in S, B(S) the bandwidth out of S (if not
-    ``outward``: into S). This is Newton's method on cuts: start with the set of all nodes but one device that has the
-    greatest quotient; if the weights cannot all flow to some device in that many seconds, the minimum cut of this flow
-    has a greater quotient: continue with it.
+    ``outward``: into S). This is Newton's method on cuts: of the sets that lack exactly one device, start with one of
+    the greatest quotient; if, in that many seconds, the weights cannot all flow to some device (if not ``outward``:
+    from it), the minimum cut of this flow has a greater quotient: continue with it.
     """
     numbers = {node: number for number, node in enumerate(topology.nodes)}
     scale = lcm(*(link.bandwidth.denominator for link in topology.links))
@@ -38,7 +38,7 @@ def tightest_cut(
         needed = whole - starts.get(sink, 0)  # 0 for the only root, which may have no link into it
         return Fraction(needed, entering[sink]) if needed else Fraction(0)
 
-    # First the device into which the bytes of the others need the longest.
+    # First the device without which the set of all other nodes has the greatest quotient.
     sinks = sorted(range(len(topology.devices)), key=lambda sink: -without(sink))
     best, ratio = frozenset(range(source)) - {sinks[0]}, without(sinks[0])
     network = _at_rate(arcs, starts, source, ratio)

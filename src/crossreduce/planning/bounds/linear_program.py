@@ -5,12 +5,12 @@ exact.
 
 Variables: x_r, the rate rooted at device r; cB_e and cR_e, the bandwidth of link e that broadcasts and reductions use.
 Maximise sum(x) subject to cB_e + cR_e <= b_e; the flow into a switch that cannot reduce equals the flow out of it; and
-for every set S of nodes that lacks a device, the sum of x_r over the roots r in S is at most the sum of cB_e over the
-links that leave S, and at most the sum of cR_e over the links that enter S. Trees exist exactly then, by Edmonds'
-theorem. There are exponentially many sets S; minimum cuts find those that a solution violates, until it violates none.
-HiGHS solves each program in floating point; its solution and its dual are rounded to fractions, and each is then proved
-exactly, so the result does not depend on the rounding. If links are equal in both directions, reductions use the routes
-of the broadcasts backwards, which halves the program.
+for every set S of nodes that does not contain all devices, the sum of x_r over the roots r in S is at most the sum of
+cB_e over the links that leave S, and at most the sum of cR_e over the links that enter S. Trees exist exactly then, by
+Edmonds' theorem. There are exponentially many sets S; minimum cuts find those that a solution violates, until it
+violates none. HiGHS solves each program in floating point; its solution and its dual are rounded to fractions, and each
+is then proved exactly, so rounding cannot make a result wrong. If links are equal in both directions, reductions use
+the routes of the broadcasts backwards, which halves the program.
 
 Source: Edmonds, Edge-disjoint branchings, 1973; Bang-Jensen, Frank & Jackson, Preserving and increasing local
 edge-connectivity in mixed graphs, SIAM J. Discrete Math. 8(2), 1995 (switches); Huangfu & Hall, Parallelizing the dual
@@ -273,7 +273,7 @@ class _LinearProgram:
         return Optimum(rate, tuple(named), shifts, reached, roots, down, up)
 
     def rounded(self, solution: Any, limit: int) -> list[Fraction]:
-        """Return a solution in GB/s, with denominators up to ``limit`` if bandwidths are integers."""
+        """Return the solver's values as fractions in GB/s, with denominators of at most ``limit * self.scale``."""
         return [
             max(Fraction(0), Fraction(float(value) * self.largest).limit_denominator(limit)) / self.scale
             for value in solution.x

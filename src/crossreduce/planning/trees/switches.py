@@ -70,8 +70,8 @@ def without_switches(
     """Replace every switch by arcs between its neighbours, so that the unit trees of all roots still reach all devices.
 
     At each switch, the capacities in and out must be equal. Its neighbours get even shares: first only between groups
-    of near devices, if it joins several; then between any two. If a unit tree cannot reach a device with either,
-    ``_split_off`` instead replaces one pair of arcs (into and out of the switch) after the other.
+    of near devices, if it joins several; then between any two. If with both a unit tree cannot reach a device, or
+    another switch becomes unequal, ``_split_off`` instead replaces one pair of arcs (in and out) after the other.
     """
     for switch in switches:
         entering = {u: capacities.total((u, switch)) for (u, w) in list(capacities) if w == switch}
@@ -103,7 +103,7 @@ def _even_shares(
 ) -> dict[Arc, int]:
     """Share the capacity of each link into a switch among the links out of it, in proportion to their capacities.
 
-    Return the integer amount for each pair (node before the switch, node after it) that is ``allowed``.
+    Return the integer amount of each ``allowed`` pair (node before, node after); they also share what rounding leaves.
     """
     ends = sorted({*entering, *leaving})
     left_in, left_out = dict(entering), dict(leaving)
@@ -133,7 +133,7 @@ def _even_shares(
 
 
 def _bypass(capacities: Capacities, u: int, switch: int, t: int, amount: int) -> None:
-    """Replace ``amount`` of the capacity of the path from u over a switch to t by capacity of the arc from u to t."""
+    """Replace ``amount`` of the capacity from u over a switch to t by an arc from u to t; only remove it if u is t."""
     if not amount:
         return
     first, second = capacities.take((u, switch), amount), capacities.take((switch, t), amount)
@@ -179,7 +179,7 @@ def _split_off(
                     lacking = whole - Network(n + 1, tried).flow(n, sink)
                     if lacking <= 0:
                         break
-                    amount = max(0, amount - lacking)  # each unit reduces any cut by at most one
+                    amount = max(0, amount - lacking)  # one unit less adds at most 1 to the flow
             _bypass(capacities, u, switch, t, amount)
     for arc in [arc for arc in capacities if switch in arc]:
         del capacities[arc]
