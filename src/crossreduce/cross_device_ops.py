@@ -66,6 +66,7 @@ class CrossDeviceOps:
         options: CommunicationOptions | None = None,
         *,
         out: DistributedValues | None = None,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Mirrored:
         """Reduce one value and put the result on all destinations.
 
@@ -78,6 +79,7 @@ class CrossDeviceOps:
           out: arrays to write the result into, one per destination, in their order: NumPy arrays or torch tensors with
             the result's shape and dtype, writable and contiguous in C order. They may be the value's own components
             (in place); otherwise they must not share memory with each other or with the inputs.
+          experimental_hints: the older name of ``options``; only one of them can be given.
         Returns:
           The result, one component per destination, in the order of the destinations. If ``out`` is given, these are
           the arrays of ``out``. The shape is that of the components; the dtype too, except that the mean of integers
@@ -98,7 +100,7 @@ class CrossDeviceOps:
         array([4., 6.])
         """
         op = read_op(reduce_op)
-        hints = read_options(options)
+        hints = read_options(options, experimental_hints)
         value = check_value(op, per_replica(per_replica_value)).with_out(None)
         devices = device_names(destinations)
         value.framework.require(devices)
@@ -119,6 +121,7 @@ class CrossDeviceOps:
         options: CommunicationOptions | None = None,
         *,
         out: Iterable[DistributedValues] | None = None,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> list[Mirrored]:
         """Reduce several values, each to its own destinations; several tensors may be reduced together.
 
@@ -127,6 +130,7 @@ class CrossDeviceOps:
           value_destination_pairs: pairs of a value and its destinations, as for ``reduce``.
           options: hints for this call.
           out: one ``out`` per pair, as for ``reduce``.
+          experimental_hints: as for ``reduce``.
         Returns:
           One result per pair, in the order of the pairs. If there is an error, no result is written.
         Raises:
@@ -139,7 +143,7 @@ class CrossDeviceOps:
         array([4., 6.])
         """
         op = read_op(reduce_op)
-        hints = read_options(options)
+        hints = read_options(options, experimental_hints)
         jobs: list[Job] = []
         pairs = check_pairs(value_destination_pairs)
         outs = [] if out is None else check_outs(out, len(pairs))

@@ -27,7 +27,7 @@ from .ops import DTYPES, ReduceOp
 from .options import CommunicationOptions
 from .outputs import in_pair
 from .topology import Topology
-from .validation import check_pairs, read_op, read_options
+from .validation import check_pairs, given_options, read_op, read_options
 from .values import DistributedValues, Mirrored, PerReplica, default_devices
 
 __all__ = ["AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"]
@@ -56,7 +56,15 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         return f"crossreduce.tensorflow.{self._op!r}"
 
     @unconverted
-    def reduce(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any = None) -> Any:
+    def reduce(
+        self,
+        reduce_op: Any,
+        per_replica_value: Any,
+        destinations: Any,
+        options: Any = None,
+        *,
+        experimental_hints: Any = None,
+    ) -> Any:
         """Reduce one value and put the result on all destinations.
 
         Args:
@@ -66,6 +74,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
           destinations: a ``tf.distribute.DistributedValues``, tensor, variable or device name; only the devices count.
           options: ``tf.distribute.experimental.CommunicationOptions``, of which only ``bytes_per_pack`` has an effect;
             or ``crossreduce.CommunicationOptions``.
+          experimental_hints: the name of ``options`` in TensorFlow 2.2 and 2.3; only one of them can be given.
         Returns:
           A ``Mirrored`` with one component per destination, in the order of the destinations; for one destination a
           tensor (or ``tf.IndexedSlices``), as TensorFlow's ops return.
@@ -73,11 +82,17 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
           ArgumentError, MismatchError, DeviceError (ValueErrors), UnsupportedError (a TypeError): as crossreduce's
             op of the same name, before any data is moved.
         """
-        return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
+        given = given_options(options, experimental_hints)
+        return self.reduce_implementation(reduce_op, per_replica_value, destinations, given)
 
     @unconverted
     def batch_reduce(
-        self, reduce_op: Any, value_destination_pairs: Iterable[tuple[Any, Any]], options: Any = None
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: Any = None,
+        *,
+        experimental_hints: Any = None,
     ) -> list[Any]:
         """Reduce several values, each to its own destinations; tensors may share packs.
 
@@ -85,12 +100,14 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
           reduce_op: as for ``reduce``.
           value_destination_pairs: pairs of arguments of ``reduce``; any iterable, also an empty one.
           options: as for ``reduce``.
+          experimental_hints: as for ``reduce``.
         Returns:
           The result of ``reduce`` for each pair, in order. If a pair is invalid, no pair is reduced.
         Raises:
           As ``reduce``; the message names the pair.
         """
-        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+        given = given_options(options, experimental_hints)
+        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, given)
 
     @unconverted
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
@@ -203,7 +220,7 @@ class AllReduceCrossDeviceOps(_Adapter):
         super().__init__(own.AllReduceCrossDeviceOps(*given))
 
 
-class HierarchicalCopyAllReduce(_Adapter):
+class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """``crossreduce.HierarchicalCopyAllReduce`` for ``tf.distribute``: inside groups of devices, then between them.
 
     Results are right for any number of devices; TensorFlow's op of this name loses the last device's contribution if
@@ -226,7 +243,7 @@ class HierarchicalCopyAllReduce(_Adapter):
     """
 
     def __init__(self, num_packs: int = 1, topology: Topology | None = None) -> None:
-        super().__init__(own.HierarchicalCopyAllReduce(num_packs, topology))
+        _Adapter.__init__(self, own.HierarchicalCopyAllReduce(num_packs, topology))
 
 
 def _read_op(reduce_op: Any) -> ReduceOp:
