@@ -21,7 +21,7 @@ from .options import CommunicationOptions, algorithm_name, count
 from .outputs import Job, check_out, check_outs, check_overlap, write_results
 from .packing import Packing
 from .pipeline import broadcast_array, log_once, reduce_batch, reduce_to_one
-from .topology import Topology
+from .topology import TopologyLike, topology_of
 from .validation import (
     check_array,
     check_pairs,
@@ -375,9 +375,9 @@ class AllReduceCrossDeviceOps(_BatchReducing):
       agg_small_grads_max_bytes: without packs, neighbouring tensors of one dtype with at most this many bytes each are
         joined. 0: none are.
       agg_small_grads_max_group: the largest number of tensors that are joined in this way.
-      topology: the links that dense values may use; schedules are planned on it for the size of the values. ``None``:
-        any links. Its devices are those of the values, or, if none of the names agree, are matched by position. Sparse
-        values and gathers are sent directly.
+      topology: the links that dense values may use: a ``Topology``, a machine's name or a file's path. Schedules are
+        planned on it for the size of the values. ``None``: any links. Its devices are those of the values, or, if none
+        of the names agree, are matched by position. Sparse values and gathers are sent directly.
     Raises:
       ArgumentError: an unknown algorithm, a number that is negative or not an integer, an invalid topology.
 
@@ -393,7 +393,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
         num_packs: int = 1,
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
-        topology: Topology | None = None,
+        topology: TopologyLike | None = None,
     ) -> None:
         self._algorithm = algorithm_name(all_reduce_alg)
         self._packing = Packing(
@@ -402,9 +402,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
             count("agg_small_grads_max_bytes", agg_small_grads_max_bytes, "0 joins no small tensors"),
             count("agg_small_grads_max_group", agg_small_grads_max_group, "10"),
         )
-        if topology is not None and not isinstance(topology, Topology):
-            raise ArgumentError.of("topology must be a Topology.", shown(topology), 'Topology.machine("dgx-1v")')
-        self._topology = topology
+        self._topology = None if topology is None else topology_of(topology)
 
     def __repr__(self) -> str:
         named = "" if type(self) in (HierarchicalCopyAllReduce, NcclAllReduce) else f"{self._algorithm!r}, "
@@ -449,7 +447,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     array(511., dtype=float32)
     """
 
-    def __init__(self, num_packs: int = 1, topology: Topology | None = None) -> None:
+    def __init__(self, num_packs: int = 1, topology: TopologyLike | None = None) -> None:
         super().__init__("hierarchical_copy", num_packs, topology=topology)
 
 

@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache, wraps
 from typing import Any, Final, NamedTuple
 
-import tensorflow as tf
+try:
+    import tensorflow as tf
+except ImportError as error:
+    from .frameworks import missing
+
+    raise missing("crossreduce.tensorflow needs TensorFlow, but", "tensorflow", error) from error
 
 # TensorFlow's strategies require its class Mirrored, and no public function creates one.
 from tensorflow.python.distribute.values import Mirrored as _Mirrored
@@ -26,7 +31,7 @@ from .errors import ArgumentError, ReductionError, UnsupportedError, shown
 from .ops import DTYPES, ReduceOp
 from .options import CommunicationOptions
 from .outputs import in_pair
-from .topology import Topology
+from .topology import TopologyLike
 from .validation import check_pairs, given_options, read_op, read_options
 from .values import DistributedValues, Mirrored, PerReplica, default_devices
 
@@ -201,8 +206,7 @@ class AllReduceCrossDeviceOps(_Adapter):
       topology: the links that dense values may use; ``None``: any. Its devices are TensorFlow's ("cuda:0" is GPU:0)
         or, if none of the names match, are matched by position.
     Raises:
-      ArgumentError: an unknown algorithm; a number that is negative or not an integer; ``topology`` is not a
-        ``crossreduce.Topology``.
+      ArgumentError: an unknown algorithm; a number that is negative or not an integer; an invalid topology.
 
     >>> AllReduceCrossDeviceOps("ring", num_packs=2)
     crossreduce.tensorflow.AllReduceCrossDeviceOps('ring', num_packs=2)
@@ -214,7 +218,7 @@ class AllReduceCrossDeviceOps(_Adapter):
         num_packs: int = 1,
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
-        topology: Topology | None = None,
+        topology: TopologyLike | None = None,
     ) -> None:
         given = all_reduce_alg, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group, topology
         super().__init__(own.AllReduceCrossDeviceOps(*given))
@@ -230,7 +234,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
       num_packs: the number of trees, with different roots, that share the load; 0: one tree per tensor, no packing.
       topology: the links that data may use, and from which the hierarchy is derived; ``None``: any, in two halves.
     Raises:
-      ArgumentError: ``num_packs`` is negative or not an integer; ``topology`` is not a ``crossreduce.Topology``.
+      ArgumentError: ``num_packs`` is negative or not an integer; an invalid topology.
 
     >>> op = HierarchicalCopyAllReduce(num_packs=2)
     >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"], cross_device_ops=op)
@@ -242,7 +246,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     [7.0, 7.0, 7.0]
     """
 
-    def __init__(self, num_packs: int = 1, topology: Topology | None = None) -> None:
+    def __init__(self, num_packs: int = 1, topology: TopologyLike | None = None) -> None:
         _Adapter.__init__(self, own.HierarchicalCopyAllReduce(num_packs, topology))
 
 

@@ -14,9 +14,14 @@ from functools import lru_cache
 from itertools import pairwise, permutations
 from typing import Any, Final, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+try:
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+except ImportError as error:
+    from ..frameworks import missing
+
+    raise missing("crossreduce.jax needs JAX, but", "jax", error) from error
 
 from ..engines.jax import spmd
 from ..engines.jax.axes import MeshAxes, read_axes, varying
@@ -30,7 +35,7 @@ from ..options import algorithm_name, count
 from ..packing import itemsize
 from ..pipeline import log_once
 from ..planning import Request, hierarchical_copy, schedule_for
-from ..topology import Topology
+from ..topology import Topology, TopologyLike, topology_of
 from ..validation import read_op
 from ..values import IndexedSlices, host_devices
 
@@ -52,7 +57,7 @@ def all_reduce(
     x: Any,
     axis_name: Hashable | Sequence[Hashable],
     op: ReduceOp | str = "sum",
-    topology: Topology | None = None,
+    topology: TopologyLike | None = None,
     algorithm: str = "auto",
     *,
     num_packs: int = 1,
@@ -67,8 +72,8 @@ def all_reduce(
         in the order of the devices.
       axis_name: the name of an axis, or several names: these axes are reduced as one axis, in row-major order.
       op: a ``ReduceOp`` or its name.
-      topology: the links between the devices; its devices are the positions along the axis, in order. ``None``: all
-        links are equal.
+      topology: the links between the devices: a ``Topology``, a machine's name or a file's path. Its devices are the
+        positions along the axis, in order. ``None``: all links are equal.
       algorithm: a planner's name. "auto" (and "nccl"): the algorithm with the shortest simulated time on the topology.
         Without a topology, or if it joins all pairs of devices equally: XLA's own collective, and "halving_doubling"
         for products. Without a topology, "hierarchical_copy" over several axes reduces over the last one first.
@@ -128,9 +133,7 @@ class _ReduceSpec(NamedTuple):
 def _read_spec(axis_name: Any, topology: Any, algorithm: str, packs: int) -> _ReduceSpec:
     """Return the spec of a call, after checking its axes and the size of its topology."""
     axes = read_axes(axis_name)
-    if topology is not None and not isinstance(topology, Topology):
-        remedy = f"algorithm={topology!r}" if isinstance(topology, str) else 'Topology.machine("dgx-1v")'
-        raise ArgumentError.of("topology must be a Topology.", shown(topology), remedy)
+    topology = None if topology is None else topology_of(topology)
     if topology is not None and len(topology.devices) != axes.devices:
         problem = "the topology must have one device for each position along the axis."
         given = f"{len(topology.devices)} devices; {axes.devices} positions along {axes}"
