@@ -139,7 +139,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
 
     def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
         """Reduce one value: implements ``reduce``, and subclasses may override it."""
-        value, targets = _translate(per_replica_value, destinations)
+        value, targets = _with_rank(*_translate(per_replica_value, destinations))
         result = self._op.reduce(_read_op(reduce_op), value, targets.devices, _read_options(options))
         return targets.to_tensorflow(result)
 
@@ -149,7 +149,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         jobs = []
         for number, (value, destinations) in enumerate(pairs):
             try:
-                jobs.append(_translate(value, destinations))
+                jobs.append(_with_rank(*_translate(value, destinations)))
             except ReductionError as error:
                 raise in_pair(error, number, len(pairs)) from error.__cause__
         given = [(value, targets.devices) for value, targets in jobs]
@@ -178,8 +178,9 @@ class ReductionToOneDevice(_Adapter):
 
     Args:
       reduce_to_device: the device to reduce on; ``None``: the first destination.
-      accumulation_fn: takes the list of components, all on that device, and returns the result that replaces their sum.
-        It is called in the scope of that device. ``None``: combines the components in the order of the replicas.
+      accumulation_fn: takes the list of components, all on that device (as vectors, if their rank is unknown), and
+        returns the result that replaces their sum. It is called in the scope of that device. ``None``: combines the
+        components in the order of the replicas.
     Raises:
       ArgumentError: ``accumulation_fn`` is not callable.
       DeviceError: ``reduce_to_device`` cannot be parsed.
@@ -270,16 +271,20 @@ class _Destinations(NamedTuple):
     """The devices of a result.
 
     ``devices``: a distributed value on these devices, by crossreduce's names. ``places``: TensorFlow's names of them.
+    ``shape``: a tensor with the result's shape, if the value was flattened.
     """
 
     devices: PerReplica | Mirrored
     places: _Places
+    shape: Any = None
 
     def to_tensorflow(self, result: Mirrored) -> Any:
         """Return a result as TensorFlow's value: a tensor for one device, a ``Mirrored`` for several."""
         components = result.values
         if not tf.executing_eagerly():  # a component whose device was unknown may not be on its destination yet
             components = tuple(map(_on_place, components, self.places))
+        if self.shape is not None:
+            components = tuple(_at(x, tf.reshape, self.shape) for x in components)
         return components[0] if len(components) == 1 else _Mirrored(components)
 
 
@@ -288,6 +293,40 @@ def _on_place(x: Any, place: str) -> Any:
         return x
     with tf.device(place):
         return tf.nest.map_structure(tf.identity, x, expand_composites=True)
+
+
+def _at(x: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function with a tensor on the tensor's device."""
+    with tf.device(x.device or None):
+        return function(x, *arguments)
+
+
+def _with_rank(value: PerReplica, targets: _Destinations) -> tuple[PerReplica, _Destinations]:
+    """Return a value of known rank, and destinations that restore the shape of its result.
+
+    A tensor of unknown rank (of ``tf.numpy_function``) has the rank of another replica's component. If none is known,
+    all are flattened, once the function that runs has found that their shapes agree.
+    """
+    if tf.executing_eagerly():
+        return value, targets
+    ranks = [(x.values if isinstance(x, tf.IndexedSlices) else x).shape.rank for x in value]
+    if None not in ranks:
+        return value, targets
+    xs = tuple(tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x for x in value)
+    known = [rank for rank in ranks if rank is not None]
+    unknown = [isinstance(x, tf.Tensor) and rank is None for x, rank in zip(xs, ranks, strict=True)]
+    if known:
+        rank = [None] * known[0]
+        xs = tuple(_at(x, tf.ensure_shape, rank) if free else x for x, free in zip(xs, unknown, strict=True))
+        return PerReplica.on(xs, value.devices), targets
+    if not all(unknown):
+        return value, targets
+    shapes = [tf.concat([[tf.rank(x)], tf.shape(x)], 0) for x in xs]  # equal lengths alone would be broadcast
+    text = "the replicas of one value differ in shape"
+    checks = [tf.debugging.assert_equal(shape, shapes[0], message=text) for shape in shapes[1:]]
+    with tf.control_dependencies(checks):
+        flat = tuple(_at(x, tf.reshape, [-1]) for x in xs)
+    return PerReplica.on(flat, value.devices), targets._replace(shape=shapes[0][1:])
 
 
 def _translate(value: Any, destinations: Any) -> tuple[PerReplica, _Destinations]:
