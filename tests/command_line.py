@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 
 # Matches a row of results in the format of nccl-tests, as parsers of that output do; other lines begin with "#".
 ROW = re.compile(
@@ -25,6 +26,24 @@ def run_python(code, *args, **environment):
         check=False,
         env=inherited | environment,
     )
+
+
+def in_terminal(*args, **environment):
+    """Run a command line in a new process on a terminal, and return what it prints as plain text."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "crossreduce", *args], stdin=theirs, stdout=theirs, env=os.environ | environment
+    )
+    os.close(theirs)
+    out = b""
+    with process, suppress(OSError):  # Linux reports the end of a terminal as an error
+        while part := os.read(ours, 4096):
+            out += part
+    os.close(ours)
+    assert process.returncode == 0
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.decode())
 
 
 def run_without(module, *args):

@@ -130,7 +130,7 @@ def test_each_device_may_be_listed_once():
 # ---- ops, pairs, numbers ----------------------------------------------------------------------------------------
 
 
-@with_ops("wrong", ["avg", "", "MEANS", 3, None, 0, np.add, sum, b"sum", ["sum"], np.array([1, 2])])
+@with_ops("wrong", ["average", "", "MEANS", 3, None, 0, np.add, sum, b"sum", ["sum"], np.array([1, 2])])
 def test_unknown_reductions(ops, wrong):
     """An unknown reduction raises an error that lists the known ones, also for one replica and an empty batch."""
     for call in (
@@ -247,8 +247,8 @@ def test_gather_needs_components_that_agree(ops, framework):
 
 def test_constructors_validate_their_arguments():
     """An invalid topology, function or device raises an error when the op is created."""
-    with pytest.raises(cr.ArgumentError, match=r'topology must be a Topology(.|\n)*Topology.machine\("dgx-1v"\)'):
-        cr.HierarchicalCopyAllReduce(topology="dgx-1")
+    with pytest.raises(cr.ArgumentError, match=r"this is not a topology(.|\n)*a machine such as"):
+        cr.HierarchicalCopyAllReduce(topology=3)
     with pytest.raises(cr.ArgumentError, match="accumulation_fn must be a function"):
         cr.ReductionToOneDevice(accumulation_fn=3)
     for wrong, words in (("", "must not be empty"), ("foo", "cannot be parsed"), (3, "cannot be parsed")):

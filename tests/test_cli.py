@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from command_line import expanded, run_python, run_without
+from command_line import expanded, in_terminal, run_python, run_without
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +39,10 @@ ONE_OF_ALGORITHMS = f'--algorithm must be one of {", ".join(ALGORITHMS)}, not "b
         ("train --seed -1", "--seed must be 0 or more, not -1."),
         ("train --framework mxnet", '--framework must be one of numpy, torch, jax, tensorflow, not "mxnet".'),
         ("train --algorithm best", ONE_OF_ALGORITHMS),
-        ("train --json /nonexistent/run.json", "--json /nonexistent/run.json cannot be written: No such file"),
+        (
+            "train --json /nonexistent/run.json",
+            "--json /nonexistent/run.json cannot be written: there is no folder /nonexistent.",
+        ),
         ("train --json /dev/null", "--json /dev/null cannot be written: it is not a regular file"),
         ("bench -b 8x", '--minbytes must be a number of bytes such as 8, 64K or 128M, not "8x".'),
         ("bench -b 0", "--minbytes must be 1 or more, not 0."),
@@ -105,13 +108,13 @@ def test_a_failed_run_does_not_change_files(crossreduce, tmp_path, monkeypatch, 
     path = tmp_path / "run.json"
     path.write_text("earlier")
     monkeypatch.setattr(f"crossreduce.cli.{load}", fail)
-    assert crossreduce(command, "--json", path)[0] == 130
+    assert crossreduce(command, "--json", path) == (130, "", "crossreduce: interrupted\n")
     assert path.read_text() == "earlier"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_ctrl_c_during_imports_prints_nothing():
-    """Ctrl-C before a command starts exits with 130, without a traceback."""
+def test_ctrl_c_during_imports():
+    """Ctrl-C before a command starts exits with 130 and one line, without a traceback."""
     ran = run_python(
         "import sys\n"
         "class Interrupt:\n"
@@ -120,7 +123,7 @@ def test_ctrl_c_during_imports_prints_nothing():
         "sys.meta_path.insert(0, Interrupt())\n"
         "from crossreduce.cli import main; main(['info'])"
     )
-    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "crossreduce: interrupted\n")
 
 
 # If a shell started the tests in the background, they and their children ignore SIGINT. So enable it explicitly.
@@ -150,6 +153,7 @@ def test_a_signal_stops_a_command(tmp_path, name, code):
             process.kill()
     assert process.returncode == code
     assert out == ""
+    assert error.count("crossreduce: interrupted\n") == (code == 130)
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
 
@@ -197,8 +201,28 @@ def test_an_interruption_is_never_lost(name, code, in_callback):
     """A signal that arrives where exceptions are dropped or caught still ends the command."""
     began = time.monotonic()
     ran = run_python(LOSING.format(name, in_callback))
-    assert (ran.returncode, ran.stdout, ran.stderr) == (code, "raised\n", "")
+    assert (ran.returncode, ran.stdout) == (code, "raised\n")
+    assert ran.stderr == ("crossreduce: interrupted\n" if code == 130 else "")
     assert time.monotonic() - began < 50
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a terminal of POSIX")
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_tables_are_as_wide_as_columns(term):
+    """On a terminal of any kind, tables have the width of COLUMNS."""
+    out = in_terminal("topology", COLUMNS="50", TERM=term)
+    assert {len(line) for line in out.splitlines() if line[:1] in "┏┃└"} == {50}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a terminal of POSIX")
+def test_steps_are_paged_on_a_terminal():
+    """On a terminal ``plan --steps`` starts the user's pager, and ``plan`` does not."""
+    pager = {"PAGER": "sed s/^/paged:/", "TERM": "xterm"}
+    plan = cr.plan("ncv4")
+    assert in_terminal("plan", "ncv4", "--steps", **pager).splitlines() == [
+        f"paged:{line}" for line in f"{plan.explain()}\n{plan.schedule}".splitlines()
+    ]
+    assert in_terminal("plan", "ncv4", **pager).strip().splitlines() == plan.explain().splitlines()
 
 
 def test_signal_handlers_are_restored(crossreduce):

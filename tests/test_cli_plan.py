@@ -169,10 +169,10 @@ def test_pictures(printed, tmp_path, command, name, start, words):
         ("plan dgx-1v --export a.yaml", "--export a.yaml must end in .xml, .json, .trace.json, or --format must be"),
         ("plan dgx-1v --export a.xml --format yaml", "--format must be one of msccl, mscclpp, nccl-graph, schedule"),
         ("plan dgx-1v --format msccl", "--format requires a file: give it with --export."),
-        ("plan dgx-1v --picture no/a.svg", "--picture no/a.svg cannot be written: No such file or directory."),
-        ("plan dgx-1v --export file/a.xml", "--export file/a.xml cannot be written: Not a directory."),
+        ("plan dgx-1v --picture no/a.svg", "--picture no/a.svg cannot be written: there is no folder /"),
+        ("plan dgx-1v --export file/a.xml", "--export file/a.xml cannot be written: there is no folder /"),
         ("plan dgx-1v --export /dev/null --format trace", "--export /dev/null cannot be written: it is not a regular"),
-        ("topology dgx-1v --export no/a.json", "--export no/a.json cannot be written: No such file or directory."),
+        ("topology dgx-1v --export no/a.json", "--export no/a.json cannot be written: there is no folder /"),
         ("plan dgx-1v --devices 0,5", "needs a route from cuda:0 to cuda:5, but no link leads out of {cuda:0}."),
         (
             "plan dgx-1v --devices 0,1,4,5 --without-link 0-4 --without-link 1-5 --picture a.svg --export a.xml",
@@ -205,26 +205,27 @@ def test_a_failed_run_does_not_change_files(crossreduce, tmp_path, monkeypatch, 
     picture, export = tmp_path / "a.svg", tmp_path / "a.json"
     for path in (picture, export):
         path.write_text("earlier")
-    last = (
-        "crossreduce.export.pictures.draw_schedule"
-        if command == "plan"
-        else "crossreduce.cli.topology.Topology.to_json"
-    )
-    monkeypatch.setattr(last, fail)
+    last = "plan.Plan.explain" if command == "plan" else "topology.Topology.to_json"
+    monkeypatch.setattr(f"crossreduce.cli.{last}", fail)
     code, out, _ = crossreduce(command, "dgx-1v", "--export", export, "--picture", picture)
     assert (code, out) == (130 if isinstance(fault, KeyboardInterrupt) else 2, "")
     assert sorted(tmp_path.iterdir()) == [export, picture]
     assert [path.read_text() for path in (picture, export)] == ["earlier"] * 2
 
 
-def test_without_matplotlib_pictures_name_the_extra(crossreduce, tmp_path, monkeypatch):
-    """Without matplotlib, --picture names the extra to install, and the export is not written."""
+@pytest.mark.parametrize(("command", "export"), [("plan", "a.xml"), ("topology", "a.json")])
+def test_without_matplotlib_only_the_picture_is_missing(crossreduce, tmp_path, monkeypatch, command, export):
+    """Without matplotlib the text and the export come as always, and then one line that names the extra."""
+    line = [command, "dgx-1v", "--export", tmp_path / export]
+    _, text, _ = crossreduce(*line)
+    data = (tmp_path / export).read_bytes()
+    (tmp_path / export).unlink()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    line = ["plan", "dgx-1v", "--picture", tmp_path / "a.svg", "--export", tmp_path / "a.xml"]
-    code, out, error = crossreduce(*line)
-    assert (code, out) == (2, "")
-    assert "pip install 'crossreduce[plot]'" in error
-    assert list(tmp_path.iterdir()) == []
+    code, out, error = crossreduce(*line, "--picture", tmp_path / "a.svg")
+    assert (code, out) == (2, text)
+    assert error == "crossreduce: --picture needs matplotlib.  try: pip install 'crossreduce[plot]'\n"
+    assert list(tmp_path.iterdir()) == [tmp_path / export]
+    assert (tmp_path / export).read_bytes() == data
 
 
 def run(*args, code="from crossreduce.cli import main; main(sys.argv[1:])", **options):

@@ -88,7 +88,7 @@ def test_arguments_are_validated_before_an_implementation_is_called():
     spy, value = Spy(), PerReplica([np.ones(2), np.ones(2)])
     bad = PerReplica([np.ones(2), np.ones(3)])
     for words, call in (
-        ("not a known reduction", lambda: spy.reduce("avg", value, value)),
+        ("not a known reduction", lambda: spy.reduce("average", value, value)),
         ("differ in shape or dtype", lambda: spy.reduce("sum", bad, value)),
         ("destinations must be", lambda: spy.reduce("sum", value, [])),
         ("cuda:0", lambda: spy.reduce("sum", value, "cuda:0")),

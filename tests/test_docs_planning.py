@@ -162,7 +162,7 @@ def trees():
     packed = forest(Request("all_reduce", PART.devices, PART.devices, topology=PART))
     assert (packed.trees, [chunk.share for chunk in plan.schedule.chunks]) == (2, [Fraction(1, 2)] * 2)
     found = plan.explain().splitlines()
-    assert all(" 1/2 cuda:0(" in line for line in found[6:8])
+    assert all(" 1/2 cuda:0(" in line for line in found[7:9])
     yield f"both rooted at 0, each with half of the buffer, so each runs at {plan.rate / 2} GB/s"
     simulation = cr.simulate(plan.schedule, PART, 5 << 20)
     assert {simulation.bytes[link[:2]] / link.bandwidth for link in PART.links} == {

@@ -235,6 +235,7 @@ NEEDED = {
     "topology.machines": {"difflib"},  # finds the names that are nearest to a wrong one
     "topology.kinds": {"importlib"},  # reads the package's own data files
     "topology.formats": {"pathlib"},  # reads the given file
+    "topology.given": {"os", "pathlib"},  # whether a name is that of a file
     "topology.discover": {"os", "pathlib", "pynvml"},  # inspects this machine
     "topology.nccl_xml": {"xml"},
 }
@@ -330,6 +331,24 @@ except cr.BackendError as error:
     out = child(code)
     assert 'refused: leaf tree: framework "numpy" was requested, but numpy cannot be imported' in out
     assert "pip install" in out
+
+
+@pytest.mark.parametrize("plug_in", ["torch", "jax", "tensorflow"])
+def test_a_plug_in_without_its_framework(plug_in):
+    """The import of a plug-in without its framework raises a BackendError that names the extra to install."""
+    out = child(f"""
+import sys
+for blocked in {sorted(PACKAGES[plug_in])!r}:
+    sys.modules[blocked] = None
+import crossreduce as cr
+try:
+    import crossreduce.{plug_in}
+except cr.BackendError as error:
+    print("refused:", error)
+""")
+    assert f"refused: crossreduce.{plug_in} needs " in out
+    assert f"{plug_in} cannot be imported: " in out
+    assert out.endswith(f"\n  try:   pip install 'crossreduce[{plug_in}]'\n")
 
 
 def test_numpy_arrays_load_no_other_framework():

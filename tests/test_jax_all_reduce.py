@@ -520,7 +520,8 @@ def test_invalid_arguments_are_rejected_while_tracing():
     rejected(ValueError, "this is not a known reduction", op="average")
     rejected(ValueError, "no such algorithm", algorithm="rings")
     rejected(ValueError, "num_packs must be a whole number", num_packs=-1)
-    rejected(ValueError, r"(?s)topology must be a Topology.*algorithm='ring'", topology="ring")
+    rejected(ValueError, "there is no machine of this name", topology="ring")
+    rejected(ValueError, "this is not a topology", topology=4)
     rejected(
         ValueError,
         r"(?s)one device for each position.*4 devices; 3 positions along axis 'd'",
@@ -528,6 +529,66 @@ def test_invalid_arguments_are_rejected_while_tracing():
     )
     split = cr.Topology.from_matrix([[0, 1, 0], [1, 0, 0], [0, 0, 0]])
     rejected(cr.PlanError, "cpu:2", topology=split)
+
+
+# ---- explicit meshes ------------------------------------------------------------------------------------------------
+
+
+def explicitly(function, before, out=None):
+    """Run ``before`` and then ``function`` on each device of an explicit 2 x 2 mesh, on its part of 0 to 7."""
+    axes = jax.make_mesh((2, 2), ("d", "e"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(axes):
+        x = jax.sharding.reshard(jnp.arange(8.0), P(("d", "e")))
+        own = jax.shard_map(
+            lambda x: function(before(x)), in_specs=P(("d", "e")), out_specs=P() if out is None else out
+        )
+        return [np.asarray(shard.data).tolist() for shard in jax.jit(own)(x).addressable_shards]
+
+
+def unreduced(*axes):
+    return lambda x: lax.pcast(x, axes, to="unreduced")
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_unreduced_arrays(algorithm):
+    """Arrays that are unreduced over some axes are reduced over all given axes, alone and beside other leaves."""
+
+    def ours(axes, op="sum"):
+        return lambda x: all_reduce({"a": (x, 1.0)}, axes, op, algorithm=algorithm)["a"][0]
+
+    both = ("d", "e")
+    for before in (unreduced("d", "e"), unreduced("d"), unreduced("e"), lambda x: x):
+        assert explicitly(ours(both), before) == [[12.0, 16.0]] * 4
+        assert explicitly(ours(both, "mean"), before) == [[3.0, 4.0]] * 4
+    for before in (unreduced("d", "e"), unreduced("d")):  # the result is still unreduced over the other axis
+        still = P(unreduced={"d"})
+        assert explicitly(ours("e"), before, still) == explicitly(lambda x: lax.psum(x, "e"), before, still)
+    twice = explicitly(ours(both), lambda x: lax.psum(unreduced("d")(x), "e"))  # a replicated array counts per device
+    assert twice == [[24.0, 32.0]] * 4
+    half = explicitly(ours(both, "mean"), lambda x: unreduced("d", "e")((x * 0 + 30000).astype("float16")))
+    assert half == [[30000.0] * 2] * 4
+
+
+def test_gradients_of_unreduced_and_reduced_arrays():
+    """The gradients with respect to unreduced and reduced arrays are those of ``lax.psum`` and of replicated arrays."""
+
+    def gradient(reduce, before):
+        return lambda x: jax.grad(lambda x: (reduce(before(x), ("d", "e")) ** 2).sum())(x)
+
+    parts = P(("d", "e"))
+    want = explicitly(gradient(lax.psum, unreduced("d", "e")), lambda x: x, parts)
+    assert explicitly(gradient(all_reduce, unreduced("d", "e")), lambda x: x, parts) == want
+    total = explicitly(
+        lambda x: all_reduce(lax.pcast(lax.psum(x, ("d", "e")), ("d", "e"), to="reduced"), ("d", "e")), lambda x: x
+    )
+    assert total == [[48.0, 64.0]] * 4
+
+
+def test_what_unreduced_arrays_do_not_have():
+    """Reductions of parts of a sum, which are not defined, raise an error that says what to do."""
+    for op, axes in (("max", ("d", "e")), ("min", "d"), ("product", "e"), ("mean", "e")):
+        with pytest.raises(cr.UnsupportedError, match=rf"(?s)leaf x: the {op} over .*part of a sum.*psum over 'd'"):
+            explicitly(lambda x, op=op, axes=axes: all_reduce(x, axes, op), unreduced("d"))
 
 
 def test_symbolic_sizes_are_rejected():

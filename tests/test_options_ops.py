@@ -11,6 +11,7 @@ from oracle import dtype_of
 from pairs import each
 from strategies import COMPLEX, DTYPES, INTEGERS, OPS
 
+import crossreduce as cr
 from crossreduce import ArgumentError, CollectiveHints, CommunicationOptions, ReduceOp, UnsupportedError
 from crossreduce.ops import ACCUMULATORS
 from crossreduce.options import ALGORITHMS, DEFAULT, algorithm_name, count
@@ -27,13 +28,22 @@ def test_op_names_in_any_case(name):
     assert repr(member) == f"ReduceOp.{name.upper()}"
 
 
+@pytest.mark.parametrize(("name", "member"), [("avg", ReduceOp.MEAN), ("prod", ReduceOp.PRODUCT)])
+def test_torchs_names_of_ops(name, member):
+    """The names in torch and NCCL give the same members; the canonical names stay."""
+    assert ReduceOp(name) is ReduceOp(name.upper()) is ReduceOp[name.upper()] is member
+    values = cr.PerReplica([np.float32(2), np.float32(4)])
+    assert cr.ReductionToOneDevice().reduce(name, values, values)[1] == {"avg": 3, "prod": 8}[name]
+    assert (repr(member), member.value) == ({"avg": "ReduceOp.MEAN", "prod": "ReduceOp.PRODUCT"}[name], member.value)
+
+
 def test_there_are_five_ops():
     """There are exactly the five ops of the contract."""
     assert sorted(op.value for op in ReduceOp) == sorted(OPS)
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "summ", " sum", "avg", "ReduceOp.SUM", "SUM\n", 0, 1, None, True, b"sum", ["sum"], max]
+    "wrong", ["", "summ", " sum", "average", "ReduceOp.SUM", "SUM\n", 0, 1, None, True, b"sum", ["sum"], max]
 )
 def test_unknown_ops_are_errors(wrong):
     """An object that is not an op or its name raises an error that shows the object and lists the five ops."""

@@ -16,7 +16,7 @@ import crossreduce as cr
 from crossreduce import ArgumentError, Chunk, Link, PlanError, Route, Schedule, Simulation, Step, Topology, simulate
 from crossreduce.frameworks.null import NullFramework
 from crossreduce.planning import PLANNERS, direct, halving_doubling, hierarchical_copy, one_device, ring
-from crossreduce.schedule import fluid_rate, pipelined
+from crossreduce.schedule import byte_count, fluid_rate, pipelined
 
 GB = 10**9
 ONE = Fraction(1)
@@ -402,9 +402,12 @@ def test_elements_are_not_cut_but_time_is():
 PAIR = Schedule("broadcast", "custom", names(2), (Chunk(ONE, (0,), (0, 1)),), ((Step(0, 1, (0,)),),))
 
 
-@pytest.mark.parametrize("nbytes", [-1, True, False, 1.0, 1e6, "8", None, [8], math.nan, Fraction(8)])
+@pytest.mark.parametrize(
+    "nbytes",
+    [-1, True, False, 1.0, 1e6, None, [8], math.nan, Fraction(8), "", "M", "-1", "1T", "8x", "1e6", "2147483648G"],
+)
 def test_bytes_are_a_whole_number(nbytes):
-    """A number of bytes that is negative or not an integer raises an ArgumentError that shows it."""
+    """A number of bytes that is negative or not an integer, or other text, raises an ArgumentError that shows it."""
     topology = Topology.ring(2)
     with pytest.raises(ArgumentError, match=r"nbytes must be an integer[\s\S]*given: nbytes="):
         simulate(PAIR, topology, nbytes)
@@ -420,12 +423,21 @@ def test_elements_are_whole(itemsize):
         simulate(PAIR, Topology.ring(2), 8, itemsize)
 
 
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("8", 8), (" 1.5k", 1536), ("64M", 1 << 26), ("1GiB", 1 << 30), ("2 KB", 2048)]
+)
+def test_bytes_as_text(text, nbytes):
+    """In text, K, M and G are powers of 1024, as on the command line."""
+    assert byte_count(text) == nbytes == byte_count(nbytes)
+    assert simulate(PAIR, Topology.ring(2), text) == simulate(PAIR, Topology.ring(2), nbytes)
+
+
 @pytest.mark.parametrize("wrong", [None, "ring", 3, ring, []])
 def test_a_schedule_and_a_topology(wrong):
-    """Anything but a Schedule and a Topology raises an ArgumentError that names both types."""
-    with pytest.raises(ArgumentError, match="needs a Schedule and a Topology"):
+    """Anything but a schedule, and anything that does not give a topology, raises an ArgumentError."""
+    with pytest.raises(ArgumentError, match=r"simulate needs a Schedule\."):
         simulate(wrong, Topology.ring(2), 8)
-    with pytest.raises(ArgumentError, match="needs a Schedule and a Topology"):
+    with pytest.raises(ArgumentError, match=r"this is not a topology|there is no machine of this name"):
         simulate(PAIR, wrong, 8)
 
 

@@ -205,7 +205,7 @@ def test_shapes_and_dtypes_that_differ_are_listed():
     with pytest.raises(cr.ArgumentError, match=r"leaf tree\['a'\]: this is not an array"):
         strategy.run(lambda: context().all_reduce("mean", {"a": "text"}))
     with pytest.raises(cr.ArgumentError, match="not a known reduction"):
-        strategy.run(lambda: context().all_reduce("avg", 1.0))
+        strategy.run(lambda: context().all_reduce("average", 1.0))
     with pytest.raises(cr.ArgumentError, match="the components do not have this axis"):
         strategy.run(lambda: context().all_gather(np.ones(2), 1))
     with pytest.raises(cr.MismatchError, match=r"(?s)structure.*replica 1"):

@@ -78,7 +78,7 @@ def test_reduce_of_a_single_array():
     assert strategy.reduce("sum", {"a": 0, "b": 0.0})["b"] == 0.0
     assert cr.MirroredStrategy(1).reduce("sum", x) is x
     with pytest.raises(cr.ArgumentError, match="not a known reduction"):
-        strategy.reduce("avg", cr.PerReplica([1, 2, 3]))
+        strategy.reduce("average", cr.PerReplica([1, 2, 3]))
     with pytest.raises(cr.ArgumentError, match="axis must be None or an axis of the value"):
         strategy.reduce("sum", cr.PerReplica([x] * 3), axis=1)
     assert strategy.reduce("sum", cr.PerReplica([x] * 3), axis=np.int64(0)) == 9

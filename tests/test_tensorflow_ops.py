@@ -311,6 +311,84 @@ def test_unknown_sizes_while_tracing():
         summed(*[np.ones((1 + k, 2), "float32") for k in range(3)])
 
 
+def unranked(k, x):
+    """Return a tensor on a device whose rank TensorFlow does not know."""
+    with tf.device(f"CPU:{k}"):
+        return tf.numpy_function(lambda: np.asarray(x, "float32"), [], tf.float32)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3, 1)])
+@pytest.mark.parametrize("op", OPS)
+def test_unknown_ranks_while_tracing(op, shape):
+    """Tensors of unknown rank are reduced whole, as TensorFlow's ops do, alone and in a batch with others."""
+    op, given = OPS[op], [np.full(shape, 2.0**k) for k in range(3)]
+
+    @tf.function(autograph=False)
+    def reduced():
+        value = PerReplica([unranked(k, x) for k, x in enumerate(given)])
+        part = PerReplica([unranked(0, given[0]), on(1, given[1], "float32"), unranked(2, given[2])])
+        fixed = per_replica([1.0, 2.0, 4.0])
+        batch = op.batch_reduce(MEAN, [(value, value), (fixed, fixed), (part, "CPU:1")])
+        assert [place(x) for x in (*batch[0].values, batch[2])] == [name(k) for k in (0, 1, 2, 1)]
+        return op.reduce(SUM, value, value).values, batch[0].values, batch[1].values, batch[2]
+
+    total, mean, fixed, part = reduced()
+    for x in total:
+        np.testing.assert_array_equal(x, np.full(shape, 7.0, "float32"), strict=True)
+    for x in (*mean, part):
+        np.testing.assert_array_equal(x, np.full(shape, 7 / 3, "float32"), strict=True)
+    assert [float(x) for x in fixed] == [np.float32(7 / 3)] * 3
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (3, 2)), ((6,), (2, 3)), ((), (1,)), ((2,), (3,)), ((2, 2), (2,))])
+def test_unknown_ranks_that_differ(shapes):
+    """Shapes of unknown rank that differ between replicas raise an error when the function runs."""
+
+    @tf.function(autograph=False)
+    def reduced():
+        value = PerReplica([unranked(k, np.ones(shape)) for k, shape in enumerate(shapes)])
+        return SMALL.reduce("max", value, value).values
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"differ in shape|[Ii]ncompatible shapes"):
+        reduced()
+
+
+def test_unknown_ranks_of_variables_and_in_gradients():
+    """A variable may have no static shape; a tape differentiates the reduction of tensors of unknown rank."""
+    value = []
+    for k in range(2):
+        with tf.device(f"CPU:{k}"):
+            value.append(tf.Variable([[2.0, 4.0**k]], shape=tf.TensorShape(None)))
+
+    @tf.function(autograph=False)
+    def reduced():
+        with tf.GradientTape() as tape:
+            total = SMALL.reduce(SUM, PerReplica(value), "CPU:0")
+            loss = tf.reduce_sum(total * total)
+        return total, tape.gradient(loss, value)
+
+    assert [x.numpy().tolist() for x in SMALL.reduce(SUM, PerReplica(value), PerReplica(value)).values] == [
+        [[4, 5]]
+    ] * 2
+    total, gradients = reduced()
+    assert total.numpy().tolist() == [[4.0, 5.0]]
+    assert [x.numpy().tolist() for x in gradients] == [[[8.0, 10.0]]] * 2
+
+
+def test_unknown_ranks_in_a_strategy():
+    """Replicas of a strategy all-reduce results of ``tf.numpy_function``."""
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{k}" for k in range(3)], cross_device_ops=SMALL)
+
+    @tf.function
+    def step():
+        replica = tf.distribute.get_replica_context()
+        x = tf.numpy_function(lambda k: np.full([2, 2], 2.0**k), [replica.replica_id_in_sync_group], tf.float64)
+        return replica.all_reduce("sum", x)
+
+    found = strategy.experimental_local_results(strategy.run(step))
+    assert [x.numpy().tolist() for x in found] == [[[7.0, 7.0], [7.0, 7.0]]] * 3
+
+
 def test_options():
     """``bytes_per_pack`` divides a reduction into packs; TensorFlow's implementation and timeout have no effect."""
     value = per_replica([np.full(100, 2.0**k, "float32") for k in range(3)])

@@ -262,7 +262,7 @@ def test_invalid_arguments_are_refused():
     for nbytes in (-1, 1.5, True, None):
         with pytest.raises(ArgumentError, match="nbytes must be an integer"):
             to_chrome_trace(ring(names(3)), topology, nbytes)
-    with pytest.raises(ArgumentError, match="needs a Schedule and a Topology"):
+    with pytest.raises(ArgumentError, match="this is not a topology"):
         to_chrome_trace(topology, ring(names(3)), 8)
     with pytest.raises(PlanError, match="no route from"):
         to_chrome_trace(ring(names(3)), Topology(names(3), []), 8)

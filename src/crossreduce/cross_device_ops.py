@@ -21,7 +21,7 @@ from .options import CommunicationOptions, algorithm_name, count
 from .outputs import Job, check_out, check_outs, check_overlap, write_results
 from .packing import Packing
 from .pipeline import broadcast_array, log_once, reduce_batch, reduce_to_one
-from .topology import Topology
+from .topology import TopologyLike, topology_of
 from .validation import (
     check_array,
     check_pairs,
@@ -66,6 +66,7 @@ class CrossDeviceOps:
         options: CommunicationOptions | None = None,
         *,
         out: DistributedValues | None = None,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Mirrored:
         """Reduce one value and put the result on all destinations.
 
@@ -78,6 +79,7 @@ class CrossDeviceOps:
           out: arrays to write the result into, one per destination, in their order: NumPy arrays or torch tensors with
             the result's shape and dtype, writable and contiguous in C order. They may be the value's own components
             (in place); otherwise they must not share memory with each other or with the inputs.
+          experimental_hints: the older name of ``options``; only one of them can be given.
         Returns:
           The result, one component per destination, in the order of the destinations. If ``out`` is given, these are
           the arrays of ``out``. The shape is that of the components; the dtype too, except that the mean of integers
@@ -98,7 +100,7 @@ class CrossDeviceOps:
         array([4., 6.])
         """
         op = read_op(reduce_op)
-        hints = read_options(options)
+        hints = read_options(options, experimental_hints)
         value = check_value(op, per_replica(per_replica_value)).with_out(None)
         devices = device_names(destinations)
         value.framework.require(devices)
@@ -119,6 +121,7 @@ class CrossDeviceOps:
         options: CommunicationOptions | None = None,
         *,
         out: Iterable[DistributedValues] | None = None,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> list[Mirrored]:
         """Reduce several values, each to its own destinations; several tensors may be reduced together.
 
@@ -127,6 +130,7 @@ class CrossDeviceOps:
           value_destination_pairs: pairs of a value and its destinations, as for ``reduce``.
           options: hints for this call.
           out: one ``out`` per pair, as for ``reduce``.
+          experimental_hints: as for ``reduce``.
         Returns:
           One result per pair, in the order of the pairs. If there is an error, no result is written.
         Raises:
@@ -139,7 +143,7 @@ class CrossDeviceOps:
         array([4., 6.])
         """
         op = read_op(reduce_op)
-        hints = read_options(options)
+        hints = read_options(options, experimental_hints)
         jobs: list[Job] = []
         pairs = check_pairs(value_destination_pairs)
         outs = [] if out is None else check_outs(out, len(pairs))
@@ -371,9 +375,9 @@ class AllReduceCrossDeviceOps(_BatchReducing):
       agg_small_grads_max_bytes: without packs, neighbouring tensors of one dtype with at most this many bytes each are
         joined. 0: none are.
       agg_small_grads_max_group: the largest number of tensors that are joined in this way.
-      topology: the links that dense values may use; schedules are planned on it for the size of the values. ``None``:
-        any links. Its devices are those of the values, or, if none of the names agree, are matched by position. Sparse
-        values and gathers are sent directly.
+      topology: the links that dense values may use: a ``Topology``, a machine's name or a file's path. Schedules are
+        planned on it for the size of the values. ``None``: any links. Its devices are those of the values, or, if none
+        of the names agree, are matched by position. Sparse values and gathers are sent directly.
     Raises:
       ArgumentError: an unknown algorithm, a number that is negative or not an integer, an invalid topology.
 
@@ -389,7 +393,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
         num_packs: int = 1,
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
-        topology: Topology | None = None,
+        topology: TopologyLike | None = None,
     ) -> None:
         self._algorithm = algorithm_name(all_reduce_alg)
         self._packing = Packing(
@@ -398,9 +402,7 @@ class AllReduceCrossDeviceOps(_BatchReducing):
             count("agg_small_grads_max_bytes", agg_small_grads_max_bytes, "0 joins no small tensors"),
             count("agg_small_grads_max_group", agg_small_grads_max_group, "10"),
         )
-        if topology is not None and not isinstance(topology, Topology):
-            raise ArgumentError.of("topology must be a Topology.", shown(topology), 'Topology.machine("dgx-1v")')
-        self._topology = topology
+        self._topology = None if topology is None else topology_of(topology)
 
     def __repr__(self) -> str:
         named = "" if type(self) in (HierarchicalCopyAllReduce, NcclAllReduce) else f"{self._algorithm!r}, "
@@ -445,7 +447,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     array(511., dtype=float32)
     """
 
-    def __init__(self, num_packs: int = 1, topology: Topology | None = None) -> None:
+    def __init__(self, num_packs: int = 1, topology: TopologyLike | None = None) -> None:
         super().__init__("hierarchical_copy", num_packs, topology=topology)
 
 

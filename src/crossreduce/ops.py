@@ -15,26 +15,26 @@ from .errors import ArgumentError, UnsupportedError, shown
 class ReduceOp(enum.Enum):
     """An elementwise reduction of the components of a per-replica value.
 
-    Names are accepted in upper and lower case:
+    Names are accepted in upper and lower case, also "avg" and "prod", as in torch and NCCL:
 
-    >>> ReduceOp("Mean") is ReduceOp.MEAN
-    True
+    >>> ReduceOp("Mean"), ReduceOp("avg"), ReduceOp("prod")
+    (ReduceOp.MEAN, ReduceOp.MEAN, ReduceOp.PRODUCT)
     """
 
     SUM = "sum"
-    MEAN = "mean"
+    MEAN = AVG = "mean"
     MIN = "min"
     MAX = "max"
-    PRODUCT = "product"
+    PRODUCT = PROD = "product"
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call in every cache lookup
 
     @classmethod
     def _missing_(cls, value: object) -> ReduceOp:
         if isinstance(value, str):
-            for member in cls:
-                if member.value == value.lower():
-                    return member
+            found = cls.__members__.get(value.upper())
+            if found is not None:
+                return found
         remedy = "one of " + ", ".join(f'"{member.value}"' for member in cls) + ", or a ReduceOp"
         if type(value).__module__.startswith("tensorflow."):  # tf.distribute passes its ReduceOp to cross_device_ops
             remedy += "; as cross_device_ops of a tf.distribute.Strategy, crossreduce.tensorflow's op of the same name"

@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache, wraps
 from typing import Any, Final, NamedTuple
 
-import tensorflow as tf
+try:
+    import tensorflow as tf
+except ImportError as error:
+    from .frameworks import missing
+
+    raise missing("crossreduce.tensorflow needs TensorFlow, but", "tensorflow", error) from error
 
 # TensorFlow's strategies require its class Mirrored, and no public function creates one.
 from tensorflow.python.distribute.values import Mirrored as _Mirrored
@@ -26,8 +31,8 @@ from .errors import ArgumentError, ReductionError, UnsupportedError, shown
 from .ops import DTYPES, ReduceOp
 from .options import CommunicationOptions
 from .outputs import in_pair
-from .topology import Topology
-from .validation import check_pairs, read_op, read_options
+from .topology import TopologyLike
+from .validation import check_pairs, given_options, read_op, read_options
 from .values import DistributedValues, Mirrored, PerReplica, default_devices
 
 __all__ = ["AllReduceCrossDeviceOps", "HierarchicalCopyAllReduce", "ReductionToOneDevice"]
@@ -56,7 +61,15 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         return f"crossreduce.tensorflow.{self._op!r}"
 
     @unconverted
-    def reduce(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any = None) -> Any:
+    def reduce(
+        self,
+        reduce_op: Any,
+        per_replica_value: Any,
+        destinations: Any,
+        options: Any = None,
+        *,
+        experimental_hints: Any = None,
+    ) -> Any:
         """Reduce one value and put the result on all destinations.
 
         Args:
@@ -66,6 +79,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
           destinations: a ``tf.distribute.DistributedValues``, tensor, variable or device name; only the devices count.
           options: ``tf.distribute.experimental.CommunicationOptions``, of which only ``bytes_per_pack`` has an effect;
             or ``crossreduce.CommunicationOptions``.
+          experimental_hints: the name of ``options`` in TensorFlow 2.2 and 2.3; only one of them can be given.
         Returns:
           A ``Mirrored`` with one component per destination, in the order of the destinations; for one destination a
           tensor (or ``tf.IndexedSlices``), as TensorFlow's ops return.
@@ -73,11 +87,17 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
           ArgumentError, MismatchError, DeviceError (ValueErrors), UnsupportedError (a TypeError): as crossreduce's
             op of the same name, before any data is moved.
         """
-        return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
+        given = given_options(options, experimental_hints)
+        return self.reduce_implementation(reduce_op, per_replica_value, destinations, given)
 
     @unconverted
     def batch_reduce(
-        self, reduce_op: Any, value_destination_pairs: Iterable[tuple[Any, Any]], options: Any = None
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: Any = None,
+        *,
+        experimental_hints: Any = None,
     ) -> list[Any]:
         """Reduce several values, each to its own destinations; tensors may share packs.
 
@@ -85,12 +105,14 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
           reduce_op: as for ``reduce``.
           value_destination_pairs: pairs of arguments of ``reduce``; any iterable, also an empty one.
           options: as for ``reduce``.
+          experimental_hints: as for ``reduce``.
         Returns:
           The result of ``reduce`` for each pair, in order. If a pair is invalid, no pair is reduced.
         Raises:
           As ``reduce``; the message names the pair.
         """
-        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+        given = given_options(options, experimental_hints)
+        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, given)
 
     @unconverted
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
@@ -117,7 +139,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
 
     def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
         """Reduce one value: implements ``reduce``, and subclasses may override it."""
-        value, targets = _translate(per_replica_value, destinations)
+        value, targets = _with_rank(*_translate(per_replica_value, destinations))
         result = self._op.reduce(_read_op(reduce_op), value, targets.devices, _read_options(options))
         return targets.to_tensorflow(result)
 
@@ -127,7 +149,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         jobs = []
         for number, (value, destinations) in enumerate(pairs):
             try:
-                jobs.append(_translate(value, destinations))
+                jobs.append(_with_rank(*_translate(value, destinations)))
             except ReductionError as error:
                 raise in_pair(error, number, len(pairs)) from error.__cause__
         given = [(value, targets.devices) for value, targets in jobs]
@@ -156,8 +178,9 @@ class ReductionToOneDevice(_Adapter):
 
     Args:
       reduce_to_device: the device to reduce on; ``None``: the first destination.
-      accumulation_fn: takes the list of components, all on that device, and returns the result that replaces their sum.
-        It is called in the scope of that device. ``None``: combines the components in the order of the replicas.
+      accumulation_fn: takes the list of components, all on that device (as vectors, if their rank is unknown), and
+        returns the result that replaces their sum. It is called in the scope of that device. ``None``: combines the
+        components in the order of the replicas.
     Raises:
       ArgumentError: ``accumulation_fn`` is not callable.
       DeviceError: ``reduce_to_device`` cannot be parsed.
@@ -184,8 +207,7 @@ class AllReduceCrossDeviceOps(_Adapter):
       topology: the links that dense values may use; ``None``: any. Its devices are TensorFlow's ("cuda:0" is GPU:0)
         or, if none of the names match, are matched by position.
     Raises:
-      ArgumentError: an unknown algorithm; a number that is negative or not an integer; ``topology`` is not a
-        ``crossreduce.Topology``.
+      ArgumentError: an unknown algorithm; a number that is negative or not an integer; an invalid topology.
 
     >>> AllReduceCrossDeviceOps("ring", num_packs=2)
     crossreduce.tensorflow.AllReduceCrossDeviceOps('ring', num_packs=2)
@@ -197,13 +219,13 @@ class AllReduceCrossDeviceOps(_Adapter):
         num_packs: int = 1,
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
-        topology: Topology | None = None,
+        topology: TopologyLike | None = None,
     ) -> None:
         given = all_reduce_alg, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group, topology
         super().__init__(own.AllReduceCrossDeviceOps(*given))
 
 
-class HierarchicalCopyAllReduce(_Adapter):
+class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     """``crossreduce.HierarchicalCopyAllReduce`` for ``tf.distribute``: inside groups of devices, then between them.
 
     Results are right for any number of devices; TensorFlow's op of this name loses the last device's contribution if
@@ -213,7 +235,7 @@ class HierarchicalCopyAllReduce(_Adapter):
       num_packs: the number of trees whose roots rotate, that share the load; 0: one tree per tensor, no packing.
       topology: the links that data may use, which define the groups; ``None``: any links, and two halves as groups.
     Raises:
-      ArgumentError: ``num_packs`` is negative or not an integer; ``topology`` is not a ``crossreduce.Topology``.
+      ArgumentError: ``num_packs`` is negative or not an integer; an invalid topology.
 
     >>> op = HierarchicalCopyAllReduce(num_packs=2)
     >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"], cross_device_ops=op)
@@ -225,8 +247,8 @@ class HierarchicalCopyAllReduce(_Adapter):
     [7.0, 7.0, 7.0]
     """
 
-    def __init__(self, num_packs: int = 1, topology: Topology | None = None) -> None:
-        super().__init__(own.HierarchicalCopyAllReduce(num_packs, topology))
+    def __init__(self, num_packs: int = 1, topology: TopologyLike | None = None) -> None:
+        _Adapter.__init__(self, own.HierarchicalCopyAllReduce(num_packs, topology))
 
 
 def _read_op(reduce_op: Any) -> ReduceOp:
@@ -249,16 +271,20 @@ class _Destinations(NamedTuple):
     """The devices of a result.
 
     ``devices``: a distributed value on these devices, by crossreduce's names. ``places``: TensorFlow's names of them.
+    ``shape``: a tensor with the result's shape, if the value was flattened.
     """
 
     devices: PerReplica | Mirrored
     places: _Places
+    shape: Any = None
 
     def to_tensorflow(self, result: Mirrored) -> Any:
         """Return a result as TensorFlow's value: a tensor for one device, a ``Mirrored`` for several."""
         components = result.values
         if not tf.executing_eagerly():  # a component whose device was unknown may not be on its destination yet
             components = tuple(map(_on_place, components, self.places))
+        if self.shape is not None:
+            components = tuple(_at(x, tf.reshape, self.shape) for x in components)
         return components[0] if len(components) == 1 else _Mirrored(components)
 
 
@@ -267,6 +293,40 @@ def _on_place(x: Any, place: str) -> Any:
         return x
     with tf.device(place):
         return tf.nest.map_structure(tf.identity, x, expand_composites=True)
+
+
+def _at(x: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function with a tensor on the tensor's device."""
+    with tf.device(x.device or None):
+        return function(x, *arguments)
+
+
+def _with_rank(value: PerReplica, targets: _Destinations) -> tuple[PerReplica, _Destinations]:
+    """Return a value of known rank, and destinations that restore the shape of its result.
+
+    A tensor of unknown rank (of ``tf.numpy_function``) has the rank of another replica's component. If none is known,
+    all are flattened, once the function that runs has found that their shapes agree.
+    """
+    if tf.executing_eagerly():
+        return value, targets
+    ranks = [(x.values if isinstance(x, tf.IndexedSlices) else x).shape.rank for x in value]
+    if None not in ranks:
+        return value, targets
+    xs = tuple(tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x for x in value)
+    known = [rank for rank in ranks if rank is not None]
+    unknown = [isinstance(x, tf.Tensor) and rank is None for x, rank in zip(xs, ranks, strict=True)]
+    if known:
+        rank = [None] * known[0]
+        xs = tuple(_at(x, tf.ensure_shape, rank) if free else x for x, free in zip(xs, unknown, strict=True))
+        return PerReplica.on(xs, value.devices), targets
+    if not all(unknown):
+        return value, targets
+    shapes = [tf.concat([[tf.rank(x)], tf.shape(x)], 0) for x in xs]  # equal lengths alone would be broadcast
+    text = "the replicas of one value differ in shape"
+    checks = [tf.debugging.assert_equal(shape, shapes[0], message=text) for shape in shapes[1:]]
+    with tf.control_dependencies(checks):
+        flat = tuple(_at(x, tf.reshape, [-1]) for x in xs)
+    return PerReplica.on(flat, value.devices), targets._replace(shape=shapes[0][1:])
 
 
 def _translate(value: Any, destinations: Any) -> tuple[PerReplica, _Destinations]:

@@ -66,12 +66,26 @@ def read_op(op: object) -> ReduceOp:
     return ReduceOp._missing_(op)  # Enum would compare it with ==, which is elementwise for arrays
 
 
-def read_options(options: object) -> CommunicationOptions:
+def given_options(options: object, experimental_hints: object) -> object:
+    """Return the options of a call, which may have been given by their older name.
+
+    Raises:
+      ArgumentError: they were given by both names.
+    """
+    if options is not None and experimental_hints is not None:
+        problem = "options and its older name experimental_hints cannot both be given."
+        given = f"options={shown(options)}, experimental_hints={shown(experimental_hints)}"
+        raise ArgumentError.of(problem, given, "options=CommunicationOptions(bytes_per_pack=...)")
+    return options if experimental_hints is None else experimental_hints
+
+
+def read_options(options: object, experimental_hints: object = None) -> CommunicationOptions:
     """Return the options of a call; the default for ``None``.
 
     Raises:
-      ArgumentError: they are not ``CommunicationOptions``.
+      ArgumentError: they are not ``CommunicationOptions``, or were given by both names.
     """
+    options = given_options(options, experimental_hints)
     if options is None:
         return DEFAULT
     if isinstance(options, CommunicationOptions):

@@ -39,8 +39,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             _stop(f"{error.strerror or error}.  try: another file, or free space on the disk")
         except MemoryError:
             _stop("there is not enough memory for this.  try: smaller sizes or fewer devices")
-        except KeyboardInterrupt:
-            sys.exit(130)
+        except (KeyboardInterrupt, SystemExit) as ended:  # after Ctrl-C typer exits with 130
+            code = getattr(ended, "code", 130)
+            if code == 130:
+                print("crossreduce: interrupted", file=sys.stderr)
+            sys.exit(code)
     sys.exit(0)
 
 

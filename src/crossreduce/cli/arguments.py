@@ -5,25 +5,24 @@ Input: the text or number of one option. Output: its value, or an ``ArgumentErro
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 from .. import Topology
 from ..devices import canonical, parse
 from ..errors import ArgumentError
 from ..options import ALGORITHMS
+from ..schedule import byte_count
+from ..topology import topology_of
+from ..topology.given import is_path
 from ..topology.kinds import SPEEDS
 from ..values import host_devices, read_devices
 from .output import grouped
 
 # JAX and TensorFlow create every device up to the highest index, so a typing error must not create 10**9 of them.
 MAX_DEVICES: Final = 4096
-_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_NBYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([kmg]?)(?:i?b)?", re.IGNORECASE)
 
 
 def at_least(least: int, option: str, value: int) -> int:
@@ -83,47 +82,31 @@ def read_nbytes(option: str, text: str) -> int:
     >>> read_nbytes("-e", "128M")
     134217728
     """
-    match = _NBYTES.fullmatch(text.strip())
-    if match is None:
-        raise ArgumentError(f'{option} must be a number of bytes such as 8, 64K or 128M, not "{text}".')
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    try:
+        return byte_count(text)
+    except ArgumentError as error:
+        raise ArgumentError(f'{option} must be a number of bytes such as 8, 64K or 128M, not "{text}".') from error
 
 
 def read_machine(
     text: str, hosts: int = 1, speeds: str = "raw", nics: str | None = None, in_network: bool = False
 ) -> Topology:
-    """Return the topology of a machine of the library, of a file, or of ``this`` machine.
-
-    Text with a / or with the suffix .json, .xml or .txt is a file's name; so is the name of an existing file, unless a
-    machine of the library has this name.
+    """Return the topology of a machine of the library, of a file, or of ``this`` machine, as ``cr.plan`` reads it.
 
     >>> read_machine("DGX-1")
     Topology(8 devices, 32 links: cuda:0, cuda:1, cuda:2, cuda:3, cuda:4, cuda:5, cuda:6, cuda:7)
     """
     at_least(1, "--hosts", hosts)
     one_of(SPEEDS, "--speeds", speeds)
-    if text != "this" and not _is_file(text):
+    if text != "this" and not is_path(text):
         return Topology.machine(text, hosts, speeds=speeds, nics=nics, in_network=in_network)
     if (hosts, speeds, nics, in_network) != (1, "raw", None, False):
         options = "--hosts, --speeds, --nics and --in-network"
         raise ArgumentError(f"{options} can only be used with a machine of the library, not with {text}.")
     try:
-        return Topology.discover() if text == "this" else Topology.load(text)
+        return topology_of(text)
     except OSError as error:
         raise ArgumentError(f"{text} cannot be read: {error.strerror}.") from error
-
-
-def _is_file(text: str) -> bool:
-    path = Path(text)
-    if os.sep in text or path.suffix.lower() in (".json", ".xml", ".txt"):
-        return True
-    if not path.is_file():
-        return False
-    try:
-        Topology.machine(text)
-    except ArgumentError:
-        return True
-    return False
 
 
 def read_node(option: str, text: str, topology: Topology) -> str:

@@ -15,7 +15,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Final
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from typer import Argument, Exit, Option
@@ -23,7 +22,7 @@ from typer import Argument, Exit, Option
 from ..errors import rank_list
 from ..ranks.flight_recorder import Dump, History, Thread, read
 from ..ranks.shared_memory import LEFT
-from .output import print_lines
+from .output import print_lines, terminal
 
 _MAX_FRAMES: Final = 3
 _UNKNOWN: Final = "which no rank's dump describes."
@@ -205,7 +204,7 @@ def _show(each: Incident) -> None:
         cells = [*numbers, state.text or "-", state.state, elapsed, dumped, stack]
         style = "bold red" if state.rank in (*each.behind, *each.missing) else ""
         table.add_row(*(Text("\n".join(map(_printable, cell.split("\n")))) for cell in cells), style=style)
-    Console().print(table)
+    terminal().print(table)
 
 
 def _printable(text: str) -> str:

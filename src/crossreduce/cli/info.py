@@ -17,7 +17,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Annotated, Any, Final
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from typer import Option
@@ -25,6 +24,7 @@ from typer import Option
 from .. import __version__, kernels
 from ..frameworks import FRAMEWORKS
 from ..options import ALGORITHMS
+from .output import terminal
 
 TENSORFLOW: Final = ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel", "tf-nightly")
 TIMEOUT_S: Final = 120
@@ -75,7 +75,7 @@ def installed(name: str) -> str | None:
 
 def show(report: dict[str, Any]) -> None:
     """Print the report as a table."""
-    console = Console()
+    console = terminal()
     about = Table.grid(padding=(0, 2))
     about.add_row("crossreduce", report["crossreduce"])
     about.add_row("Python", report["python"])

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import pydoc
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import Bound
-from ..errors import ArgumentError
+from ..errors import ArgumentError, BackendError
 from ..planning.explain import limited_by
 
 _NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
@@ -36,6 +38,8 @@ def atomic_file(option: str, path: str | Path | None) -> Iterator[Path | None]:
         yield None
         return
     target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise ArgumentError(f"{option} {path} cannot be written: there is no folder {target.parent}.")
     # A rename would replace even a write-protected file, and would put a regular file in place of /dev/null or a pipe.
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
         reason = "write-protected" if target.is_file() else "not a regular file"
@@ -102,6 +106,35 @@ def progress(description: str, total: int) -> Iterator[Callable[[str], None]]:
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines and flush, so that a reader of a pipe sees them at once."""
     print("\n".join(lines), flush=True)
+
+
+def terminal(**options: Any) -> Console:
+    """Return a console for tables, as wide as the terminal or COLUMNS.
+
+    On terminals without capabilities (TERM=dumb) rich ignores COLUMNS unless a height is given.
+    """
+    return Console(height=25, **options)
+
+
+def print_paged(text: str) -> None:
+    """Print text; on a terminal in the user's pager."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        pydoc.pager(text)
+    else:
+        print(text)
+
+
+def draw(function: str, file: Path | None, *args: Any, **options: Any) -> None:
+    """Draw a picture with a function of ``export.pictures``; without a file do nothing."""
+    if file is None:
+        return
+    from ..export import pictures
+
+    try:
+        with progress("drawing", 1):
+            getattr(pictures, function)(*args, file, **options)
+    except BackendError as error:
+        raise BackendError("--picture needs matplotlib.  try: pip install 'crossreduce[plot]'") from error
 
 
 def grouped(names: Iterable[str]) -> str:

@@ -7,7 +7,6 @@ steps, a picture, a file in one of the formats of ``EXPORTERS``.
 from __future__ import annotations
 
 import json as json_module
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -21,7 +20,7 @@ from ..options import ALGORITHMS
 from ..planning.bounds import COLLECTIVES
 from ..planning.explain import shape
 from .arguments import at_least, one_of, read_machine, read_nbytes, read_node
-from .output import atomic_file, bound_json, progress, rate_json
+from .output import atomic_file, bound_json, draw, print_paged, progress, rate_json
 from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
 
 SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
@@ -44,7 +43,9 @@ def plan(
     picture: Picture = None,
     export: Annotated[Path | None, Option(help="Write the schedule to this file.")] = None,
     format: Annotated[str | None, Option(help=FORMATS)] = None,  # noqa: A002 - the option's name
-    steps: Annotated[bool, Option("--steps", help="Also print the steps of the schedule.")] = False,
+    steps: Annotated[
+        bool, Option("--steps", help="Also print the steps of the schedule; on a terminal in a pager.")
+    ] = False,
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plan a collective: its schedule, its predicted time and its bound.
@@ -71,24 +72,19 @@ def plan(
     complete = read_machine(machine, hosts, speeds, nics, in_network)
     chosen = select(complete, devices, without_link)
     main = None if root is None else read_node("--root", root, complete)
-    with ExitStack() as stack:
-        drawing = stack.enter_context(atomic_file("--picture", picture))
-        exported = stack.enter_context(atomic_file("--export", export))
-        advance = stack.enter_context(progress("planning", 4))
-        found = planned(chosen, collective, size, algorithm, root=main, packs=packs)
-        advance("comparing")
-        text = json_module.dumps(_report(machine, found, with_steps=steps), indent=2) if json else found.explain()
-        advance("exporting")
-        if exported is not None:
-            exported.write_text(EXPORTERS[kind].write(found), "utf-8")
-        advance("drawing")
-        if drawing is not None:
-            from ..export.pictures import draw_schedule
-
-            draw_schedule(found.schedule, found.topology, drawing)
-    print(text)
-    if steps and not json:
-        print(found.schedule)
+    with atomic_file("--picture", picture) as drawing:
+        with atomic_file("--export", export) as exported, progress("planning", 3) as advance:
+            found = planned(chosen, collective, size, algorithm, root=main, packs=packs)
+            advance("comparing")
+            text = json_module.dumps(_report(machine, found, with_steps=steps), indent=2) if json else found.explain()
+            advance("exporting")
+            if exported is not None:
+                exported.write_text(EXPORTERS[kind].write(found), "utf-8")
+        if steps:
+            print_paged(text if json else f"{text}\n{found.schedule}")
+        else:
+            print(text)
+        draw("draw_schedule", drawing, found.schedule, found.topology)
 
 
 def _report(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:

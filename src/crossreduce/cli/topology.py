@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json as json_module
 from collections import defaultdict
-from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
@@ -23,7 +21,7 @@ from ..errors import ArgumentError, PlanError
 from ..planning.bounds import COLLECTIVES
 from ..topology.machines import machine_names
 from .arguments import read_link, read_machine, read_subset
-from .output import atomic_file, bound_json, grouped, progress
+from .output import atomic_file, bound_json, draw, grouped, progress, terminal
 
 MAX_LINES: Final = 200  # the most lines of the list of links; the JSON contains all links
 
@@ -90,21 +88,17 @@ def topology(
         raise ArgumentError(f"--export must be a .json file, not {export}.")
     complete = read_machine(machine, hosts, speeds, nics, in_network)
     chosen = select(complete, devices, without_link)
-    with ExitStack() as files:
-        drawing = files.enter_context(atomic_file("--picture", picture))
-        exported = files.enter_context(atomic_file("--export", export))
-        report = _report(machine, chosen)
-        title = f"{machine}: {report['description']}" if report["description"] else machine
-        if drawing is not None:
-            from ..export.pictures import draw_topology
-
-            draw_topology(chosen, drawing, title=title)
-        if exported is not None:
-            exported.write_text(chosen.to_json() + "\n", "utf-8")
-    if json:
-        print(json_module.dumps(report, indent=2))
-    else:
-        _show(title, report, complete, chosen)
+    with atomic_file("--picture", picture) as drawing:
+        with atomic_file("--export", export) as exported:
+            report = _report(machine, chosen)
+            title = f"{machine}: {report['description']}" if report["description"] else machine
+            if exported is not None:
+                exported.write_text(chosen.to_json() + "\n", "utf-8")
+        if json:
+            print(json_module.dumps(report, indent=2))
+        else:
+            _show(title, report, complete, chosen)
+        draw("draw_topology", drawing, chosen, title=title)
 
 
 def _list(*, as_json: bool) -> None:
@@ -118,7 +112,7 @@ def _list(*, as_json: bool) -> None:
     table = Table("machine", "devices", "description")
     for entry in machines:
         table.add_row(*map(str, entry.values()))
-    Console(markup=False, emoji=False).print(table)
+    terminal(markup=False, emoji=False).print(table)
 
 
 def _report(machine: str, topology: Topology) -> dict[str, Any]:
@@ -146,7 +140,7 @@ def _report(machine: str, topology: Topology) -> dict[str, Any]:
 
 
 def _show(title: str, report: dict[str, Any], complete: Topology, topology: Topology) -> None:
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = terminal(highlight=False, markup=False, emoji=False)
     console.print(title)
     about = Table.grid(padding=(0, 2))
     reducing = [switch.name for switch in topology.switches if switch.reduces]

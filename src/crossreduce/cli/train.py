@@ -17,7 +17,6 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 from typer import Exit, Option
 
@@ -25,7 +24,7 @@ from .. import AllReduceCrossDeviceOps, __version__, all_reduce
 from ..frameworks.null import NullFramework
 from ..options import ALGORITHMS
 from .arguments import at_least, one_of, read_device_list
-from .output import atomic_json, progress
+from .output import atomic_json, progress, terminal
 from .trainers import TRAINERS, Trainer, Tree, load
 
 TEST_SIZE = 360
@@ -227,4 +226,4 @@ def show(report: dict[str, Any]) -> None:
     }
     for name, value in rows.items():
         table.add_row(name, value)
-    Console().print(table)
+    terminal().print(table)

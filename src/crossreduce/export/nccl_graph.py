@@ -22,7 +22,7 @@ from ..errors import ArgumentError, PlanError, shown
 from ..lowering import Program, lower
 from ..schedule import Schedule
 from ..schedule.simulate import Pair, route_links
-from ..topology import Topology
+from ..topology import Topology, TopologyLike, topology_of
 from .collective import collective, require_integers
 
 MOST_CHANNELS: Final = 32  # NCCL's MAXCHANNELS before NCCL 2.24 (64 since then), so any version can read the file
@@ -33,7 +33,7 @@ PATHS: Final = ("NVL", "NVB", "PIX", "PXB", "PHB", "SYS")
 
 def to_nccl_graph_xml(
     schedule: Schedule,
-    topology: Topology | None = None,
+    topology: TopologyLike | None = None,
     *,
     gb_per_s: float | Fraction | None = None,
     path: str = "NVL",
@@ -45,8 +45,8 @@ def to_nccl_graph_xml(
 
     Args:
       schedule: each chunk travels along one ring of all devices, which are GPUs of one host.
-      topology: determines the speed of a channel: each link's bandwidth is divided by the number of channels that use
-        it, and the least result is the speed.
+      topology: a ``Topology``, a machine's name or a file's path. It determines the speed of a channel: each link's
+        bandwidth is divided by the number of channels that use it, and the least result is the speed.
       gb_per_s: the speed of a channel, if no topology is given. NCCL predicts times with it.
       path: the connection between the GPUs: "NVL", "NVB", "PIX", "PXB", "PHB" or "SYS".
       copies: multiplies the number of channels of each ring; a channel is one threadblock, and fast links need
@@ -97,7 +97,8 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
         problem = f"NCCL before 2.24 has {MOST_CHANNELS} channels, these rings need {len(channels)}."
         remedy = f"shares whose common denominator is at most {MOST_CHANNELS}"
         raise PlanError.of(problem, given, remedy if parts > MOST_CHANNELS else f"copies={MOST_CHANNELS // parts}")
-    speed = float(_speed(lower(schedule), topology, channels) if topology is not None else gb_per_s or 0)
+    links = None if topology is None else topology_of(topology)
+    speed = float(gb_per_s or 0 if links is None else _speed(lower(schedule), links, channels))
     if not 0 < speed < math.inf:
         given = f"gb_per_s={shown(gb_per_s)}"
         raise ArgumentError.of("the speed of a channel must be above 0 and finite.", given, "gb_per_s=20")

@@ -6,6 +6,7 @@ matplotlib (the "plot" extra), open no window and do not depend on the caller's 
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
@@ -22,7 +23,7 @@ from ..errors import ArgumentError, BackendError, shown
 from ..lowering import lower
 from ..schedule import Schedule, fluid_rate, simulate
 from ..schedule.simulate import route_links
-from ..topology import Topology
+from ..topology import Topology, TopologyLike, topology_of
 from .graph_layout import NODE, GraphLayout, graph_layout, half_width, label, towards
 
 PANELS: Final = 12  # the largest number of trees in a picture of a schedule
@@ -35,13 +36,13 @@ _READABLE: Final = 0.45  # names can be read at this scale or a larger one
 _DPI, _PIXELS = 150, 8000  # dots per inch of a PNG, and the most pixels of a side: its bitmap takes at most 256 MB
 
 
-def draw_topology(topology: Topology, path: str | os.PathLike[str], *, title: str | None = None) -> None:
+def draw_topology(topology: TopologyLike, path: str | os.PathLike[str], *, title: str | None = None) -> None:
     """Draw devices, switches and links; thicker and darker lines are links of more GB/s.
 
     ``graph_layout`` determines the positions. If there are several hosts, each has a frame.
 
     Args:
-      topology: the topology.
+      topology: the topology, a machine's name or the path of its file.
       path: a file that ends in .svg or .png; an existing file is replaced.
       title: the picture's title; ``None``: the numbers of devices, switches and links.
     Raises:
@@ -49,8 +50,7 @@ def draw_topology(topology: Topology, path: str | os.PathLike[str], *, title: st
       BackendError: matplotlib is not installed.
       OSError: the file cannot be written.
     """
-    if not isinstance(topology, Topology):
-        raise ArgumentError.of("draw_topology requires a Topology.", shown(topology), "Topology.ring(4)")
+    topology = topology_of(topology)
     plurals = {"device": "devices", "switch": "switches", "link": "links"}
     counts = zip(map(len, (topology.devices, topology.switches, topology.links)), plurals, strict=True)
     head = ", ".join(f"{n} {noun if n == 1 else plurals[noun]}" for n, noun in counts if n)
@@ -82,7 +82,7 @@ def draw_topology(topology: Topology, path: str | os.PathLike[str], *, title: st
 
 
 def draw_schedule(
-    schedule: Schedule, topology: Topology, path: str | os.PathLike[str], *, title: str | None = None
+    schedule: Schedule, topology: TopologyLike, path: str | os.PathLike[str], *, title: str | None = None
 ) -> None:
     """Draw the trees of a schedule, each on a small map of the topology, and the use of each link.
 
@@ -92,7 +92,7 @@ def draw_schedule(
 
     Args:
       schedule: the schedule.
-      topology: has the schedule's devices.
+      topology: has the schedule's devices; given as for ``draw_topology``.
       path: a file that ends in .svg or .png; an existing file is replaced.
       title: the picture's title; ``None``: the schedule's kind and counts, and the rate that the busiest link allows.
     Raises:
@@ -102,9 +102,9 @@ def draw_schedule(
       BackendError: matplotlib is not installed.
       OSError: the file cannot be written.
     """
-    if not isinstance(schedule, Schedule) or not isinstance(topology, Topology):
-        given = f"{shown(schedule)}, {shown(topology)}"
-        raise ArgumentError.of("draw_schedule requires a Schedule and a Topology.", given, "plan.schedule, topology")
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError.of("draw_schedule requires a Schedule.", shown(schedule), "plan.schedule")
+    topology = topology_of(topology)
     trees = _trees(schedule, topology)
     layout = graph_layout(topology)
     rate = fluid_rate(schedule, topology)
@@ -301,6 +301,9 @@ def _figure(path: str | os.PathLike[str], width: float, height: float, title: st
     except ImportError as error:
         problem = f"pictures need matplotlib, which cannot be imported: {error}"
         raise BackendError.of(problem, remedy="pip install 'crossreduce[plot]'") from error
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "There is no such folder", str(target.parent))
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         # Text in files can be searched; names are not formulas; files do not contain a random salt.
@@ -311,7 +314,6 @@ def _figure(path: str | os.PathLike[str], width: float, height: float, title: st
         drawn = io.BytesIO()
         about = {"Date": None, "Creator": "crossreduce"} if kind == "svg" else {"Software": None}
         figure.savefig(drawn, format=kind, metadata=about | {"Title": title})
-    target = Path(os.path.realpath(path))
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         part = Path(folder) / target.name
         part.write_bytes(drawn.getvalue())

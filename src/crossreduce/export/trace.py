@@ -17,16 +17,16 @@ from operator import itemgetter
 from typing import Any, Final
 
 from ..lowering import Program, lower
-from ..schedule import Schedule, simulate
+from ..schedule import Schedule, byte_count, simulate
 from ..schedule.simulate import Pair, route_links
-from ..topology import Topology
+from ..topology import Topology, TopologyLike, topology_of
 
 # The largest number of transfers in a trace: more would need over 40 MB. If there are more, only the first
 # pieces are shown, at least one.
 EVENTS: Final = 200_000
 
 
-def to_chrome_trace(schedule: Schedule, topology: Topology, nbytes: int) -> str:
+def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | str) -> str:
     """Return the transfers over each link, with their times, as JSON text for a trace viewer.
 
     Transfers that share a link within a tick follow each other, each at the link's full bandwidth. If a schedule has
@@ -35,8 +35,8 @@ def to_chrome_trace(schedule: Schedule, topology: Topology, nbytes: int) -> str:
 
     Args:
       schedule: its devices and routes are nodes of the topology.
-      topology: the topology on which the schedule is simulated.
-      nbytes: bytes of the whole buffer, 0 or more.
+      topology: the topology on which the schedule is simulated, a machine's name or a file's path.
+      nbytes: bytes of the whole buffer, 0 or more, or text such as "64M".
     Raises:
       ArgumentError: an invalid number of bytes, schedule or topology.
       PlanError: the topology has no route for a transfer.
@@ -48,6 +48,7 @@ def to_chrome_trace(schedule: Schedule, topology: Topology, nbytes: int) -> str:
     >>> [(event["name"], event["ts"], event["dur"]) for event in events if event.get("cat") == "transfer"]
     [('chunk 0', 0.0, 1.0), ('chunk 1', 0.0, 1.0), ('chunk 0', 1.0, 1.0), ('chunk 1', 1.0, 1.0)]
     """
+    topology, nbytes = topology_of(topology), byte_count(nbytes)
     simulation = simulate(schedule, topology, nbytes)
     program = lower(schedule)
     sizes = [float(chunk.share) * nbytes / program.pieces for chunk in program.chunks]  # bytes per piece

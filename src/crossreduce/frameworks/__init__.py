@@ -26,6 +26,7 @@ __all__ = [
     "ThreadModes",
     "framework_of",
     "get",
+    "missing",
 ]
 
 FRAMEWORKS: Final = ("numpy", "torch", "jax", "tensorflow")
@@ -51,12 +52,15 @@ def get(name: str) -> Framework:
     try:
         importlib.import_module(name)
     except ImportError as error:
-        raise BackendError(
-            f'framework "{name}" was requested, but {name} cannot be imported: {error}\n'
-            f"  try:   pip install 'crossreduce[{name}]'"
-        ) from error
+        raise missing(f'framework "{name}" was requested, but', name, error) from error
     framework: Framework = importlib.import_module(f".{name}", __name__).FRAMEWORK
     return framework
+
+
+def missing(why: str, name: str, error: ImportError) -> BackendError:
+    """Return the error for a framework that cannot be imported; it names the extra that installs it."""
+    problem = f"{why} {name} cannot be imported: {error}"
+    return BackendError.of(problem, remedy=f"pip install 'crossreduce[{name}]'")
 
 
 def framework_of(value: Any) -> Framework:

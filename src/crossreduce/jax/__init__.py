@@ -14,12 +14,17 @@ from functools import lru_cache
 from itertools import pairwise, permutations
 from typing import Any, Final, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+try:
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+except ImportError as error:
+    from ..frameworks import missing
+
+    raise missing("crossreduce.jax needs JAX, but", "jax", error) from error
 
 from ..engines.jax import spmd
-from ..engines.jax.axes import MeshAxes, read_axes, varying
+from ..engines.jax.axes import MeshAxes, read_axes, unreduced, varying
 from ..engines.jax.permutations import compile_permutations
 from ..errors import ArgumentError, ReductionError, UnsupportedError, shown
 from ..frameworks import Array
@@ -30,7 +35,7 @@ from ..options import algorithm_name, count
 from ..packing import itemsize
 from ..pipeline import log_once
 from ..planning import Request, hierarchical_copy, schedule_for
-from ..topology import Topology
+from ..topology import Topology, TopologyLike, topology_of
 from ..validation import read_op
 from ..values import IndexedSlices, host_devices
 
@@ -52,7 +57,7 @@ def all_reduce(
     x: Any,
     axis_name: Hashable | Sequence[Hashable],
     op: ReduceOp | str = "sum",
-    topology: Topology | None = None,
+    topology: TopologyLike | None = None,
     algorithm: str = "auto",
     *,
     num_packs: int = 1,
@@ -67,8 +72,8 @@ def all_reduce(
         in the order of the devices.
       axis_name: the name of an axis, or several names: these axes are reduced as one axis, in row-major order.
       op: a ``ReduceOp`` or its name.
-      topology: the links between the devices; its devices are the positions along the axis, in order. ``None``: all
-        links are equal.
+      topology: the links between the devices: a ``Topology``, a machine's name or a file's path. Its devices are the
+        positions along the axis, in order. ``None``: all links are equal.
       algorithm: a planner's name. "auto" (and "nccl"): the algorithm with the shortest simulated time on the topology.
         Without a topology, or if it joins all pairs of devices equally: XLA's own collective, and "halving_doubling"
         for products. Without a topology, "hierarchical_copy" over several axes reduces over the last one first.
@@ -80,7 +85,8 @@ def all_reduce(
     Raises:
       AxisError: an axis does not exist (also a ``NameError``).
       ArgumentError: an unknown op or algorithm, or the topology's size differs from that of the axis.
-      UnsupportedError: the op is not defined for a leaf's dtype, or a leaf is not an array; the message has its path.
+      UnsupportedError: the op is not defined for a leaf's dtype, or for an unreduced leaf (on explicit meshes), or a
+        leaf is not an array; the message has its path.
       PlanError: the algorithm cannot run on the topology.
 
     Example, with ``P = jax.sharding.PartitionSpec``::
@@ -98,12 +104,16 @@ def all_reduce(
     for path, leaf in listed:
         try:
             leaves.append(_sparse(leaf, op, spec.axes) if _is_sparse(leaf) else _dense(leaf, op, spec.axes))
+            if not _is_sparse(leaf) and unreduced(leaves[-1]):
+                leaves[-1] = _Reduced(_sum_of_parts(leaves[-1], op, spec.axes))
         except ReductionError as error:
             error.prefix("leaf x" + jax.tree_util.keystr(path))
             raise
     groups: dict[tuple[str, frozenset[Hashable]], list[int]] = {}
     for number, leaf in enumerate(leaves):
-        if not _is_sparse(leaf):
+        if isinstance(leaf, _Reduced):
+            leaves[number] = leaf.array
+        elif not _is_sparse(leaf):
             # Leaves that vary over different axes are not joined: the joined array would vary over all of them.
             groups.setdefault((leaf.dtype.name, varying(leaf)), []).append(number)
     for (dtype, _), members in groups.items():
@@ -128,9 +138,7 @@ class _ReduceSpec(NamedTuple):
 def _read_spec(axis_name: Any, topology: Any, algorithm: str, packs: int) -> _ReduceSpec:
     """Return the spec of a call, after checking its axes and the size of its topology."""
     axes = read_axes(axis_name)
-    if topology is not None and not isinstance(topology, Topology):
-        remedy = f"algorithm={topology!r}" if isinstance(topology, str) else 'Topology.machine("dgx-1v")'
-        raise ArgumentError.of("topology must be a Topology.", shown(topology), remedy)
+    topology = None if topology is None else topology_of(topology)
     if topology is not None and len(topology.devices) != axes.devices:
         problem = "the topology must have one device for each position along the axis."
         given = f"{len(topology.devices)} devices; {axes.devices} positions along {axes}"
@@ -156,6 +164,28 @@ def _dense(leaf: Any, op: ReduceOp, axes: MeshAxes) -> Array:
         raise UnsupportedError.of(problem, str(array.shape), "an export for known sizes, or lax.psum")
     ACCUMULATORS[op, array.dtype.name]  # raises if the op is not defined
     return axes.vary(array) if axes.checked else array
+
+
+class _Reduced(NamedTuple):
+    """A leaf that is already reduced."""
+
+    array: Array
+
+
+def _sum_of_parts(x: Array, op: ReduceOp, axes: MeshAxes) -> Array:
+    """Reduce an array that JAX's types call unreduced, with XLA's own collective: only that accepts such arrays."""
+    parts = unreduced(x)
+    if op is not ReduceOp.SUM and (op is not ReduceOp.MEAN or not parts <= set(axes.names)):
+        over = ", ".join(sorted(map(repr, parts)))
+        problem = f"the {op.value} over {axes} needs an array, but each device has only its part of a sum."
+        raise UnsupportedError.of(
+            problem, f"{jax.typeof(x)}, unreduced over {over}", f"add the parts: psum over {over}"
+        )
+    numbers = FRAMEWORK.numbers(op, x.dtype.name, axes.devices)
+    total = x.astype(numbers.accumulator)
+    for names in ([a for a in axes.names if a in parts], [a for a in axes.names if a not in parts]):
+        total = lax.psum(total, tuple(names)) if names else total
+    return finish(numbers, total)
 
 
 def _is_sparse(leaf: Any) -> bool:

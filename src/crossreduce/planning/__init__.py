@@ -1,7 +1,8 @@
 """Planning: from a request to a verified schedule.
 
 Input: a collective, devices, bytes, perhaps a topology and an algorithm. Output: a ``Plan`` or a ``Schedule`` that
-``verify`` accepted. Planning depends on no array, file or clock, so equal requests give equal schedules everywhere.
+``verify`` accepted. Planning depends on no array, file (unless it is given as the topology) or clock, so equal requests
+give equal schedules everywhere.
 ``planners.py`` plans without a topology; ``hierarchies.py``, ``rings.py`` and ``forest.py`` plan with one.
 """
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from ..devices import canonical
 from ..errors import ArgumentError, PlanError, shown
 from ..packing import MOST_PACKS
-from ..schedule import MOST_BYTES, Schedule, fluid_rate, simulate
+from ..schedule import Schedule, byte_count, fluid_rate, simulate
 from ..schedule.schedule import many
-from ..topology import Topology
+from ..topology import Topology, TopologyLike, topology_of
 from .bounds.bound import bound_of_members
 from .bounds.certificate import COLLECTIVES, Bound
 from .planners import Request, hierarchical_copy_schedule
@@ -25,7 +24,11 @@ from .schedules import NAMES, fastest
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule of a request, its predicted time, and its bound."""
+    """A schedule of a request, its predicted time, and its bound.
+
+    A plan is a value and runs nothing: ``AllReduceCrossDeviceOps(plan.algorithm, topology=plan.topology)`` makes and
+    runs such plans for arrays, and ``crossreduce plan --export`` writes them for other tools.
+    """
 
     request: Request  # its topology is not None
     schedule: Schedule  # verified; cut into the number of pieces that suits ``nbytes``
@@ -97,6 +100,7 @@ class Plan:
             f"  predicted {duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
             f"  bound     {float(limit.algbw):.2f} GB/s ({limit.algbw}), {percent(self.ratio)} of it reached{loss}",
             f"  limited by {limited_by(limit)}",
+            f"  to run    {self._way_to_run}",
             f"  shares of the buffer, each with its tree, written as device(devices that {related})",
             *tree_lines(found),
             "  other algorithms, for the same request",
@@ -106,6 +110,12 @@ class Plan:
             times = seconds / self.seconds if self.seconds else 1.0
             lines.append(f"    {name:20s} {duration(seconds):>10s} ({times:.2f} x) {part}")
         return "\n".join(lines)
+
+    @property
+    def _way_to_run(self) -> str:
+        if self.collective in ("all_reduce", "reduce", "broadcast"):
+            return f'AllReduceCrossDeviceOps("{self.algorithm}", topology=...) plans and runs it for arrays'
+        return "export it for another tool (crossreduce plan --export)"
 
     def others(self) -> dict[str, tuple[float, Fraction | None]]:
         """Return seconds and GB/s of other schedules, for comparison. They ignore the request's ``packs`` and ``root``.
@@ -136,25 +146,26 @@ def planned(request: Request) -> Plan:
 
 
 def plan(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "all_reduce",
-    nbytes: int = 1 << 26,
+    nbytes: int | str = 1 << 26,
     algorithm: str = "auto",
-    sources: Iterable[str] | None = None,
-    destinations: Iterable[str] | None = None,
-    root: str | None = None,
+    sources: Iterable[str | int] | None = None,
+    destinations: Iterable[str | int] | None = None,
+    root: str | int | None = None,
     *,
     packs: int = 1,
 ) -> Plan:
     """Plan a collective on a topology.
 
     Args:
-      topology: any in which data can get from every source to every destination.
+      topology: any in which data can get from every source to every destination: a ``Topology``, the name of a machine
+        or the path of a file.
       collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
       nbytes: the size of the whole buffer: of one replica's, for an all-reduce; of all parts together, for an
-        all-gather. 0 is valid and takes no time.
+        all-gather. 0 is valid and takes no time; "64M" is 64 MiB.
       algorithm: the name of an algorithm, or "auto" (or "nccl"): the fastest one in simulation.
-      sources: the devices that contribute; ``None``: all (the root, for a broadcast).
+      sources: the devices that contribute, by name or number; ``None``: all (the root, for a broadcast).
       destinations: the devices that need the result; ``None``: all (the root, for a reduce). Other devices can forward
         data. A reduce-scatter or all-gather has the same sources and destinations: list either.
       root: the root of a reduce or broadcast; ``None``: its listed destination or source, else the one with the
@@ -165,7 +176,10 @@ def plan(
     Raises:
       ArgumentError: an unknown name, an invalid number, a root that is not a device, arguments that contradict others.
       PlanError: a destination cannot be reached (the error names the cut), or the algorithm cannot do the collective.
+      OSError: the file of the topology cannot be read.
 
+    >>> print(plan("dgx-1v", "broadcast", "1M", root=2))
+    broadcast ring: 8 devices, 48 chunks, 14 rounds, 336 steps; 1048576 bytes in 22.0 us
     >>> square = Topology.ring(4, gb_per_s=25, latency_s=1e-6)
     >>> best = plan(square, "all_reduce", nbytes=1 << 30)
     >>> best.ratio, str(best.bound.algbw)
@@ -173,30 +187,28 @@ def plan(
     >>> best.algorithm, round(plan(square, "all_reduce", nbytes=8).seconds * 1e6)  # two hops of 1 us
     ('ring', 2)
     """
-    if not isinstance(topology, Topology):
-        raise ArgumentError.of("a plan needs a Topology.", shown(topology), 'Topology.machine("dgx-1v")')
+    topology = topology_of(topology)
     for what, value, known in (("collective", collective, COLLECTIVES), ("algorithm", algorithm, NAMES)):
         if not isinstance(value, str) or value not in known:
             raise ArgumentError.of(f"there is no such {what}.", shown(value), "one of " + ", ".join(known))
-    for what, number, least, most in (("nbytes", nbytes, 0, MOST_BYTES), ("packs", packs, 1, MOST_PACKS)):
-        if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
-            problem = f"{what} must be an integer from {least} to {most}."
-            raise ArgumentError.of(problem, shown(number), "nbytes=1 << 20" if what == "nbytes" else "packs=1")
+    if not isinstance(packs, int) or isinstance(packs, bool) or not 1 <= packs <= MOST_PACKS:
+        raise ArgumentError.of(f"packs must be an integer from 1 to {MOST_PACKS}.", shown(packs), "packs=1")
+    size = byte_count(nbytes)
     gives, takes, main = _read_devices(topology, collective, sources, destinations, root)
-    return planned(Request(collective, gives, takes, algorithm, topology, nbytes, packs, root=main))
+    return planned(Request(collective, gives, takes, algorithm, topology, size, packs, root=main))
 
 
 def _read_devices(
     topology: Topology,
     collective: str,
-    sources: Iterable[str] | None,
-    destinations: Iterable[str] | None,
-    root: str | None,
+    sources: Iterable[str | int] | None,
+    destinations: Iterable[str | int] | None,
+    root: str | int | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...], str | None]:
     """Return canonical names: the sources, the destinations, and for an all-reduce the given root, else ``None``."""
     gives = topology.devices if sources is None else topology.members(sources)
     takes = topology.devices if destinations is None else topology.members(destinations)
-    main = None if root is None else canonical(root)
+    main = None if root is None else topology.node(root)
     if main is not None and main not in topology.devices:
         known = "one of " + ", ".join(topology.devices)
         raise ArgumentError.of("the root must be a device of the topology.", shown(root), known)

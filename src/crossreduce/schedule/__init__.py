@@ -1,16 +1,16 @@
 """Schedules: who sends what to whom, in which order, the proof of the result, and the predicted time."""
 
 from .schedule import Chunk, Route, Schedule, Step, live_rounds
-from .simulate import MOST_BYTES, Simulation, fluid_rate, pipelined, simulate
+from .simulate import Simulation, byte_count, fluid_rate, pipelined, simulate
 from .verify import verify
 
 __all__ = [
-    "MOST_BYTES",
     "Chunk",
     "Route",
     "Schedule",
     "Simulation",
     "Step",
+    "byte_count",
     "fluid_rate",
     "live_rounds",
     "pipelined",

