@@ -86,7 +86,7 @@ def flood(name, kept):
 
 @contextlib.contextmanager
 def attacker(attack):
-    """Run a process of the user nobody that attacks each of the sockets; yield the number of those it attacked."""
+    """Run a process of another user that attacks each of the sockets; yield the number of those it attacked."""
     count = mmap.mmap(-1, 8)
     pid = os.fork()
     if not pid:

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from crossreduce import kernels
-from crossreduce.errors import CollectiveTimeout, PeerLostError
+from crossreduce.errors import ArgumentError, CollectiveTimeout, PeerLostError, decoded, encoded
 from crossreduce.kernels import FusedProgram, Segment
 from crossreduce.ranks.communicator import encoded_text
 from crossreduce.ranks.shared_memory import (
@@ -26,8 +26,6 @@ from crossreduce.ranks.shared_memory import (
     WAITING,
     RankMemory,
     WaitTimer,
-    decoded,
-    encoded,
 )
 
 SLOT = 1 << 14
@@ -349,8 +347,10 @@ def test_errors_are_encoded_and_decoded():
     for error in (CollectiveTimeout("late: ü", [3, 1]), PeerLostError('rank 3 "died"\n  given: x', [3])):
         found = decoded(encoded(error))
         assert (type(found), str(found), found.ranks) == (type(error), str(error), error.ranks)
+    found = decoded(encoded(ArgumentError("x is wrong.")))
+    assert (type(found), str(found)) == (ArgumentError, "x is wrong.")
     long = PeerLostError("ü" * 5000, range(1000))
-    made = encoded(long)
+    made = encoded(long, MAX_CAUSE_BYTES)
     assert len(made) <= MAX_CAUSE_BYTES
     assert str(long).startswith(str(decoded(made)))
     assert decoded(made).ranks == tuple(range(64))
