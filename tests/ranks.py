@@ -22,6 +22,8 @@ import time
 import traceback
 from pathlib import Path
 
+from crossreduce.errors import CollectiveTimeout, decoded
+
 
 class Store:
     """A table of bytes that processes write and wait for, behind a socket in the file system, so that processes of
@@ -60,7 +62,10 @@ class Store:
                     for key in keys:
                         self.table.pop(key, None)
                 else:
-                    self.changed.wait_for(lambda: self.closed or self.table.keys() >= set(keys), timeout)
+                    wanted, cause = set(keys), (*keys[0][:1], "cause")
+                    self.changed.wait_for(
+                        lambda: self.closed or self.table.keys() >= wanted or cause in self.table, timeout
+                    )
                 found = [self.table.get(key) for key in keys]
             _write(connection, pickle.dumps(found))
 
@@ -110,13 +115,17 @@ class SocketRendezvous:
             return pickle.loads(_read(connection))
 
     def all_gather(self, payload):
+        if cause := self.abort_cause():
+            raise decoded(cause)
         self.calls += 1
         keys = [(self.name, self.calls, rank) for rank in range(self.size)]
         self.query("put", [keys[self.rank]], payload)
         found = self.query("get", keys, timeout=self.timeout_s)
         late = [rank for rank, value in enumerate(found) if value is None]
+        if late and (cause := self.abort_cause()):
+            raise decoded(cause)
         if late:
-            raise TimeoutError(f"ranks {late} did not reach all_gather {self.calls} of {self.name}")
+            raise CollectiveTimeout(f"ranks {late} did not reach all_gather {self.calls} of {self.name}", late)
         if self.calls > 2:  # all ranks have read the values of call self.calls - 2, so this rank drops its own
             self.query("drop", [(self.name, self.calls - 2, self.rank)])
         return found

@@ -1,5 +1,6 @@
 """Bootstrap: ranks find out which of them share a host, share memory, and leave nothing behind."""
 
+import contextlib
 import fcntl
 import os
 import random
@@ -108,7 +109,7 @@ def broken(rendezvous, failing, problem):
 
 
 @pytest.mark.parametrize(
-    ("failing", "problem"), [({0}, "_memory"), ({0}, "_send_to_all"), ({2}, "_received"), ({1, 2}, "_received")]
+    ("failing", "problem"), [({0}, "_memory"), ({0}, "_send"), ({2}, "_received"), ({1, 2}, "_received")]
 )
 def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
     """If a rank cannot make, send or receive its host's memory, each rank of the host is treated as a separate host."""
@@ -190,14 +191,86 @@ def test_ranks_of_another_user_are_on_another_host():
     assert found == ((0,), (1,))
 
 
-def test_memory_is_neither_sent_to_nor_received_from_another_user(monkeypatch):
-    """A connection to a process of another user raises an error."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    with ours, theirs:
-        bootstrap._require_same_user(ours)
-        monkeypatch.setattr(os, "getuid", lambda: 54321)
-        with pytest.raises(PermissionError, match="belongs to user"):
-            bootstrap._require_same_user(ours)
+@pytest.fixture
+def sockets():
+    """A sender, a receiver of its messages, the receiver's name, and a socket of another program."""
+    with (
+        bootstrap._sender(name := bootstrap._new_name()) as sender,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger,
+    ):
+        yield sender, receiver, bootstrap._receive_only_from(name, receiver), stranger
+
+
+def test_only_the_sender_can_send_to_a_receiver(sockets):
+    """Linux refuses messages of other sockets to a sender and to a receiver, so they can neither block nor fill them,
+    nor plant descriptors that are slow to close."""
+    sender, receiver, name, stranger = sockets
+    with pytest.raises(BrokenPipeError, match="Broken pipe"):
+        stranger.sendto(b"rubbish", sender.getsockname())
+    with pytest.raises(PermissionError, match="not permitted"):
+        stranger.sendto(b"rubbish", name)
+    with pytest.raises(PermissionError, match="not permitted"):
+        stranger.connect(name)
+    with pytest.raises(BlockingIOError, match="unavailable"):
+        bootstrap._received(receiver, 0)
+    fd = bootstrap._memory(4096)
+    bootstrap._send(sender, fd, [name])
+    with os.fdopen(bootstrap._received(receiver, 4096)) as received, os.fdopen(fd) as sent:
+        assert os.path.sameopenfile(received.fileno(), sent.fileno())
+        assert not os.get_inheritable(received.fileno())
+
+
+@pytest.mark.parametrize(("user", "nbytes", "text"), [(54321, 4096, "process of user"), (os.getuid(), 4097, "4097")])
+def test_memory_of_another_user_or_of_a_wrong_size_is_not_used(sockets, monkeypatch, user, nbytes, text):
+    """Received memory is used only if a process of this rank's user sent it and it is large enough."""
+    sender, receiver, name, _ = sockets
+    with os.fdopen(bootstrap._memory(4096)) as memory:
+        before = sorted(Path("/proc/self/fd").iterdir())
+        bootstrap._send(sender, memory.fileno(), [name])
+        monkeypatch.setattr(os, "getuid", lambda: user)
+        with pytest.raises(OSError, match=text):
+            bootstrap._received(receiver, nbytes)
+        assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_a_sender_has_room_for_two_batches_of_messages():
+    """A rank can send its memory to two batches of ranks before one of them reads its message."""
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(bootstrap._sender(name := bootstrap._new_name()))
+        fd = stack.enter_context(os.fdopen(bootstrap._memory(1))).fileno()
+        for _ in range(2 * bootstrap._MESSAGES):
+            receiver = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            bootstrap._send(sender, fd, [bootstrap._receive_only_from(name, receiver)])
+
+
+def in_small_batches(rendezvous):
+    bootstrap._MESSAGES = 2
+    return numbered(rendezvous)[:2]
+
+
+def test_memory_is_sent_in_batches():
+    """Each rank of a host gets the memory if there are more ranks than a rank can send messages to at once."""
+    names = [{"CROSSREDUCE_HOST": name} for name in "aaabaaa"]
+    found = ranks(7, in_small_batches, environment=names)
+    assert {hosts for hosts, _ in found} == {((0, 1, 2, 4, 5, 6), (3,))}
+    assert [read for _, read in found[:3]] == [[1000, 1001, 1002, 1004, 1005, 1006]] * 3
+
+
+def alone_without_memory(rendezvous):
+    if rendezvous.rank == 2:
+        bootstrap._available = lambda: 0
+    found = bootstrap.bootstrap(rendezvous, bytes_for)
+    return found.hosts, found.fd >= 0
+
+
+def test_a_rank_alone_on_its_host_needs_memory():
+    """A rank that is alone on its host and cannot allocate memory raises; the other hosts share their memory."""
+    names = [{"CROSSREDUCE_HOST": name} for name in "aab"]
+    *others, alone = ranks(3, alone_without_memory, environment=names, check=False)
+    assert others == [(((0, 1), (2,)), True)] * 2
+    assert isinstance(alone, ReductionError)
+    assert "memory could not be allocated.\n  given: 4096 bytes: [Errno 12] 0 bytes are available" in str(alone)
 
 
 def test_a_rank_whose_host_cannot_be_identified_is_its_own_host(monkeypatch):

@@ -127,6 +127,32 @@ def test_an_abort_reaches_other_hosts(tmp_path):
     assert output.count("lost [4] True") == 4, output
 
 
+FAULTY = """
+import os, time
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.Get_rank()
+if rank == 1:
+    os.environ["CROSSREDUCE_NUM_THREADS"] = "many"
+import crossreduce as cr
+import crossreduce.mpi
+began = time.monotonic()
+try:
+    crossreduce.mpi.join(timeout_s=30)
+except cr.ArgumentError as error:
+    print(str(error).splitlines()[0], time.monotonic() - began < 10, flush=True)
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+def test_a_fault_of_one_rank_is_raised_on_all(tmp_path):
+    """If one rank cannot join, all ranks raise its error, with its number, long before the timeout."""
+    program = tmp_path / "program.py"
+    program.write_text(FAULTY)
+    status, output = launched(3, str(program), timeout_s=60)
+    assert status == 0, output
+    assert output.count("rank 1: CROSSREDUCE_NUM_THREADS must be an integer from 1 to 4096. True") == 3, output
+
+
 def test_without_mpi_the_error_names_the_packages(monkeypatch):
     """If mpi4py is missing, the error states what to install."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)

@@ -13,9 +13,9 @@ from members import Warnings, member, memory, starter, summed
 from ranks import Died, Moment, ranks
 
 from crossreduce.cli import main
-from crossreduce.errors import CollectiveTimeout, PeerLostError
+from crossreduce.errors import CollectiveTimeout, PeerLostError, encoded
 from crossreduce.ops import ReduceOp
-from crossreduce.ranks import flight_recorder, programs, shared_memory
+from crossreduce.ranks import flight_recorder, programs
 
 
 @pytest.fixture(autouse=True)
@@ -277,7 +277,7 @@ def slow_to_write(rendezvous):
         with mmap.mmap(comm.memory.fd, 0) as mapped:
             mapped[128] = 2 + 2
             time.sleep(1.6)
-            reason = shared_memory.encoded(PeerLostError("the reason", [1]))
+            reason = encoded(PeerLostError("the reason", [1]))
             mapped[132:136] = len(reason).to_bytes(4, "little")
             mapped[136 : 136 + len(reason)] = reason
             mapped[128] = 1

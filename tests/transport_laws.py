@@ -11,6 +11,8 @@ import time
 
 import numpy as np
 
+from crossreduce.errors import PeerLostError, encoded
+
 
 def address(array):
     return array.ctypes.data
@@ -85,10 +87,12 @@ def an_abort_ends_waits(transport, rendezvous):
 
 
 def an_abort_is_noticed_by_other_ranks(transport, rendezvous):
-    """If a rank publishes a reason and aborts, ranks that wait for its messages get a ConnectionError soon."""
+    """If a rank publishes a reason and aborts, ranks that wait for its messages get a ConnectionError soon, and the
+    rendezvous raises the reason on all ranks."""
+    reason = encoded(PeerLostError("the reason", [0]))
     if rendezvous.rank == 0:
         time.sleep(0.2)
-        rendezvous.publish_abort(b"the reason")
+        rendezvous.publish_abort(reason)
         transport.abort()
     else:
         buffer, began = np.zeros(100, np.uint8), time.monotonic()
@@ -102,8 +106,13 @@ def an_abort_is_noticed_by_other_ranks(transport, rendezvous):
         while rendezvous.abort_cause() is None:
             assert time.monotonic() < deadline, "the reason is not published"
             time.sleep(0.01)
-        assert rendezvous.abort_cause() == b"the reason"
-    rendezvous.all_gather(b"")
+        assert rendezvous.abort_cause() == reason
+    try:
+        rendezvous.all_gather(b"")
+    except PeerLostError as error:
+        assert (str(error), error.ranks) == ("the reason", (0,))  # noqa: PT017 - no pytest under mpiexec
+    else:
+        raise AssertionError("the rendezvous did not raise the reason")
 
 
 LAWS = (

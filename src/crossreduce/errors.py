@@ -19,6 +19,7 @@ Each message states what was wrong, what was given, and what to do.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Self
 
@@ -103,6 +104,26 @@ class PeerLostError(_RanksError, ConnectionError):
 
 class BackendError(ReductionError, ImportError):
     """A call requires a framework, a library or a feature of the system or of this build that does not exist here."""
+
+
+def encoded(error: ReductionError, limit: int = 2040) -> bytes:
+    """Return an error as at most ``limit`` bytes for other processes; long texts and lists of ranks are cut.
+
+    >>> decoded(encoded(PeerLostError("rank 3 died.", [3])))
+    PeerLostError('rank 3 died.')
+    """
+    kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
+    ranks, text = list(getattr(error, "ranks", ())), str(error)
+    while len(made := json.dumps([kind, ranks, text]).encode()) > limit:
+        ranks, text = ranks[:64], text[: max(0, len(text) - 64)]
+    return made
+
+
+def decoded(data: bytes) -> ReductionError:
+    """Return the error that ``encoded`` encoded."""
+    name, ranks, text = json.loads(data)
+    kind: type[ReductionError] = globals()[name]
+    return kind(text, ranks) if issubclass(kind, _RanksError) else kind(text)
 
 
 def message(problem: str, given: str = "", remedy: str = "") -> str:

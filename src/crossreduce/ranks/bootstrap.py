@@ -17,10 +17,11 @@ import secrets
 import socket
 import stat
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ..errors import ReductionError, message
 from ..transports.base import Rendezvous
@@ -30,6 +31,8 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")  # names of abstract sockets belong to one network namespace
 _CGROUP: Final = Path("/proc/self/cgroup")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
+_CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process, user, group
+_MESSAGES: Final = 128  # sent before any is read: the buffer of a socket has room for 278, and two batches may be in it
 _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; kernels before 6.3 do not support it
 
 
@@ -47,7 +50,7 @@ class BootstrapResult(NamedTuple):
 
 
 class _HostInfo(NamedTuple):
-    """What a rank sends to all others. Ranks of equal ``identity`` may share memory; ``name`` is the rank's socket."""
+    """What a rank sends to all others. Ranks of equal ``identity`` may share memory; ``name`` is its socket's."""
 
     identity: list[str]
     name: str
@@ -60,63 +63,71 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
     ``CROSSREDUCE_HOST`` in the environment splits a host: only ranks with the same text can be on one.
 
     Args:
-      rendezvous: where the ranks meet; its all_gather is called three times.
+      rendezvous: where the ranks meet.
       nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks.
     Raises:
       ReductionError: this rank cannot allocate memory even for itself alone.
       CollectiveTimeout: some ranks did not reach the rendezvous in time.
     """
-    name, cpus = f"crossreduce-{secrets.token_hex(16)}", sorted(os.sched_getaffinity(0))
-    own = _HostInfo(_identity() or [name], name, cpus)  # without identifiers it shares no memory
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind("\0" + name)
-        listener.listen(1)
-        listener.setblocking(False)
+    rank, name, cpus = rendezvous.rank, _new_name(), sorted(os.sched_getaffinity(0))
+    with _sender(name) as sender, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        own = _HostInfo(_identity() or [name], name, cpus)  # without identifiers it shares no memory
         infos = [_HostInfo(*json.loads(info)) for info in rendezvous.all_gather(json.dumps(own).encode())]
-        ranks = [rank for rank, info in enumerate(infos) if info.identity == own.identity]
-        size, fd, problem = nbytes(len(ranks)), -1, ""
+        ranks = [other for other, info in enumerate(infos) if info.identity == own.identity]
+        size, fd, problem, name = nbytes(len(ranks)), -1, "", ""
         try:
             try:
-                if rendezvous.rank == ranks[0]:
+                if rank == ranks[0]:
                     fd = _memory(size)
-                    _send_to_all(fd, [infos[rank].name for rank in ranks[1:]])
+                else:
+                    name = _receive_only_from(infos[ranks[0]].name, receiver)
             except OSError as error:
-                problem = f"rank {rendezvous.rank} could not share {size} bytes: {error}"
-            rendezvous.all_gather(b"")  # after this each listener's queue contains the file descriptor sent to it
-            try:
-                if fd < 0 and not problem:
-                    fd = _received(listener, size)
-            except OSError as error:
-                problem = f"rank {rendezvous.rank} could not use another rank's memory: {error}"
+                problem = f"rank {rank} could not share {size} bytes: {error}"
+            names = [text.decode() for text in rendezvous.all_gather(name.encode())]
+            most = max(Counter(tuple(info.identity) for info in infos).values())
+            for start in range(1, most, _MESSAGES):
+                batch = ranks[start : start + _MESSAGES]
+                try:
+                    if rank == ranks[0] and not problem:
+                        _send(sender, fd, [names[other] for other in batch if names[other]])
+                except OSError as error:
+                    problem = f"rank {rank} could not send its memory: {error}"
+                rendezvous.all_gather(b"")  # after this each receiver of the batch has its message
+                try:
+                    if rank in batch and not problem:
+                        fd = _received(receiver, size)
+                except OSError as error:
+                    problem = f"rank {rank} could not use another rank's memory: {error}"
             problems = [text.decode() for text in rendezvous.all_gather(problem.encode())]
             hosts = _hosts(infos, problems)
-            if ranks not in map(list, hosts):
-                if rendezvous.rank == ranks[0]:
-                    listed = ", ".join(map(str, ranks))
-                    text = (
-                        f"ranks {listed} are on one host but could not share memory; "
-                        "each is now treated as if it were alone on a host."
-                    )
-                    why = "; ".join(problems[rank] for rank in ranks if problems[rank])
-                    remedy = (
-                        "more memory for the container, or a different CROSSREDUCE_HOST in each container that cannot "
-                        "share memory with the others"
-                    )
-                    _LOG.warning("%s", message(text, why, remedy))
+            if ranks not in map(list, hosts) and rank == ranks[0]:
+                listed = ", ".join(map(str, ranks))
+                text = (
+                    f"ranks {listed} are on one host but could not share memory; "
+                    "each is now treated as if it were alone on a host."
+                )
+                why = "; ".join(problems[rank] for rank in ranks if problems[rank])
+                remedy = (
+                    "more memory for the container, or a different CROSSREDUCE_HOST in each container that cannot "
+                    "share memory with the others"
+                )
+                _LOG.warning("%s", message(text, why, remedy))
+            if any(problems[other] for other in ranks):
                 if fd >= 0:
                     os.close(fd)
                 fd, size = -1, nbytes(1)
                 try:
                     fd = _memory(size)
                 except OSError as error:
-                    given = f"{size} bytes: {error}"
-                    raise ReductionError.of("memory could not be allocated.", given, "a larger memory limit") from error
+                    remedy = "ulimit -f unlimited" if error.errno == errno.EFBIG else "a larger memory limit"
+                    problem = "memory could not be allocated."
+                    raise ReductionError.of(problem, f"{size} bytes: {error}", remedy) from error
         except BaseException:
             if fd >= 0:
                 os.close(fd)
             raise
-        host = next(ranks for ranks in hosts if rendezvous.rank in ranks)
-        return BootstrapResult(hosts, host, fd, len({cpu for rank in host for cpu in infos[rank].cpus}))
+        host = next(ranks for ranks in hosts if rank in ranks)
+        return BootstrapResult(hosts, host, fd, len({cpu for other in host for cpu in infos[other].cpus}))
 
 
 def _identity() -> list[str]:
@@ -193,36 +204,58 @@ def _available() -> int:
     return min(found)
 
 
-def _send_to_all(fd: int, names: Sequence[str]) -> None:
-    """Send the memory to the listeners of other ranks; they need not accept it yet."""
+# A rank of a host sends the memory through datagram sockets that processes of other programs and users cannot reach,
+# although their names are public in /proc/net/unix: the sender is shut down for reading before it has a name, and a
+# receiver is connected to the sender, the only socket from which Linux then accepts messages for it, before it has one.
+
+
+def _new_name() -> str:
+    return f"\0crossreduce-{secrets.token_hex(16)}"
+
+
+def _sender(name: str) -> socket.socket:
+    """Return a datagram socket with a name, to which receivers can connect, and which receives nothing."""
+    sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        sender.shutdown(socket.SHUT_RD)
+        sender.bind(name)
+    except BaseException:
+        sender.close()
+        raise
+    return sender
+
+
+def _receive_only_from(sender: str, receiver: socket.socket) -> str:
+    """Let ``receiver`` receive messages of the socket named ``sender`` and of no other; return the receiver's name."""
+    name = _new_name()
+    receiver.connect(sender)
+    receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # not earlier: it gives an unconnected socket a name
+    receiver.bind(name)
+    return name
+
+
+def _send(sender: socket.socket, fd: int, names: Sequence[str]) -> None:
+    """Send the memory to the receivers of other ranks; they need not read it yet."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
     for name in names:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.setblocking(False)
-            connection.connect("\0" + name)
-            _require_same_user(connection)
-            socket.send_fds(connection, [b"m"], [fd])
+        sender.sendmsg([b"m"], rights, socket.MSG_DONTWAIT, name)
 
 
-def _received(listener: Any, nbytes: int) -> int:
-    """Return the file descriptor of the memory that another rank sent to this rank's listener."""
-    connection, _ = listener.accept()
-    with connection:
-        connection.setblocking(False)
-        _require_same_user(connection)
-        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
-        if not fds:
-            raise OSError(errno.EBADMSG, "the message contained no file descriptor")
-        os.set_inheritable(fds[0], False)
-        size = os.fstat(fds[0]).st_size
-        if size < nbytes:
-            os.close(fds[0])
-            problem = f"it has {size} bytes, and this rank needs {nbytes}"
-            raise OSError(errno.EBADMSG, f"{problem}; all ranks need the same version of crossreduce")
-        return int(fds[0])
-
-
-def _require_same_user(connection: socket.socket) -> None:
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+def _received(receiver: socket.socket, nbytes: int) -> int:
+    """Return the file descriptor of the memory that another rank sent to this rank's receiver."""
+    room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_LEN(struct.calcsize("i"))
+    _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+    found = {kind: data for _, kind, data in parts}
+    if socket.SCM_RIGHTS not in found:
+        raise OSError(errno.EBADMSG, "the message contained no file descriptor; see ulimit -n")
+    (fd,) = struct.unpack("i", found[socket.SCM_RIGHTS])
+    _, user, _ = _CREDENTIALS.unpack(found[socket.SCM_CREDENTIALS])
+    size, problem = os.fstat(fd).st_size, ""
     if user != os.getuid():
-        raise PermissionError(errno.EACCES, f"the other process belongs to user {user}")
+        problem = f"a process of user {user} sent it"
+    elif size < nbytes:
+        problem = f"it has {size} bytes, and this rank needs {nbytes}; all ranks need the same version of crossreduce"
+    if problem:
+        os.close(fd)
+        raise OSError(errno.EBADMSG, problem)
+    return int(fd)

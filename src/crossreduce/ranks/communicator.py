@@ -49,22 +49,25 @@ class Communicator(Member):
 
     Args:
       rendezvous: where the ranks meet.
-      transport: carries messages between hosts; it may be ``None`` if all ranks are on one host.
+      transport: carries messages between hosts; it may be ``None`` if all ranks are on one host. A function that
+        connects one is called, on all ranks, when all of them are there; its argument is set when it should give up.
       name: the group's name in messages.
       timeout_s: how long a call waits for other ranks, in seconds.
       global_ranks: the ranks' numbers in messages and errors, such as those in a larger group; ``None``: 0, 1, ...
-    Raises:
+    Raises, on all ranks if one has the fault:
+      ArgumentError: CROSSREDUCE_NUM_THREADS is invalid, or ranks on several hosts have no transport.
       BackendError: the compiled kernels are missing, or this system is not Linux.
       CollectiveTimeout: some ranks did not reach the rendezvous in time.
       ContextError: two ranks are in one process.
       MismatchError: the ranks have different versions of crossreduce.
-      ReductionError: a rank cannot allocate memory, or cannot map the memory that its host shares.
+      PeerLostError: a rank was interrupted, or the rendezvous cannot be reached any more.
+      ReductionError: a rank cannot allocate or map the memory that its host shares, or the ranks cannot connect.
     """
 
     def __init__(
         self,
         rendezvous: Rendezvous,
-        transport: Transport | None,
+        transport: Transport | Callable[[threading.Event], Transport] | None,
         *,
         name: str,
         timeout_s: float,

@@ -11,9 +11,12 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from _thread import start_new_thread
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple, NoReturn
 
 from .. import kernels
@@ -25,6 +28,8 @@ from ..errors import (
     MismatchError,
     PeerLostError,
     ReductionError,
+    decoded,
+    encoded,
     message,
 )
 from ..transports.base import Rendezvous, Transport
@@ -35,22 +40,24 @@ from .exchange import PeerDisconnected, PeerError
 from .multi_host import MultiHostEngine
 from .one_host import OneHostEngine
 from .programs import SLOT_BYTES
-from .shared_memory import LEFT, SPIN_S, RankMemory, StageRunner, WaitTimer, decoded, encoded, is_stopped
+from .shared_memory import LEFT, SPIN_S, RankMemory, StageRunner, WaitTimer, is_stopped
 from .watchdog import RemoteWait, WatchedTransport
 
 _LOG: Final = logging.getLogger("crossreduce")
 WARN_AFTER_S: Final = 30.0
+ALIVE_S: Final = 0.25  # how often a rank reports that it is alive while its transport connects
+CANCEL_S: Final = 0.3  # the longest wait for the end of a transport's cancelled attempt to connect
 REMOTE_CAUSE_S: Final = 0.3  # how long a rank waits for another host to publish why it aborted
+_CONNECTED, _CONNECTING = "connected", "connecting"
 
 
 class PeerInfo(NamedTuple):
-    """What a rank sends to all others. ``token``: rank 0's identifies the group. ``problem``: why it cannot join."""
+    """What a rank sends to all others. ``token``: rank 0's identifies the group."""
 
     pid: int
     hostname: str
     version: str
     token: str
-    problem: str
 
 
 class Member(StageRunner):
@@ -59,57 +66,63 @@ class Member(StageRunner):
     def __init__(
         self,
         rendezvous: Rendezvous,
-        transport: Transport | None,
+        transport: Transport | Callable[[threading.Event], Transport] | None,
         name: str,
         timeout_s: float,
         global_ranks: Sequence[int] | None,
     ) -> None:
+        self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s
+        self.rendezvous = rendezvous
+        self.global_ranks = tuple(global_ranks or range(self.size))
+        self.warn_s = WARN_AFTER_S  # a rank warns after this time, or after half the timeout if that is shorter
+        self._broken: ReductionError | None = None
+        self._remote: MultiHostEngine | None = None
+        self._watched: WatchedTransport | None = None
+        self._warned: RemoteWait | None = None
+        where, alone = f"rank {self.global_ranks[self.rank]}", True
+        try:
+            self._join_host()
+            alone = False  # the further checks have the same outcome on all ranks
+            self._require_same_version()
+            self.transport = self._connected(transport) if callable(transport) else transport
+            self._require_transport()
+        except Exception as error:
+            failure = self._shared_failure(error, where, alone)
+            if str(failure) == str(error):
+                raise
+            raise failure from error
+        except BaseException:  # such as Ctrl-C: this rank does not wait, but the others must not wait for it either
+            problem = f'{where} was interrupted while group "{name}" was made.'
+            given, remedy = f"pid {os.getpid()} on host {socket.gethostname()}", "restart the job"
+            lost = PeerLostError(message(problem, given, remedy), [self.global_ranks[self.rank]])
+            rendezvous.publish_abort(encoded(lost))
+            raise
+        if len(self.hosts) > 1:
+            assert self.transport is not None
+            self.transport = self._watched = WatchedTransport(self.transport, self._warn_of_remote_wait)
+            self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
+        self.engine = self._remote or OneHostEngine(self.rank, self.size)
+        _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, self._global_hosts())
+
+    def _join_host(self) -> None:
+        """Find this host's ranks, and map the memory that they share."""
         if not hasattr(os, "memfd_create"):
             problem = "ranks share memory by memfd_create, which this system does not have."
             raise BackendError.of(problem, f"system {sys.platform}", "ranks on Linux")
         if kernels.instruction_set() == "numpy":
             remedy = "unset CROSSREDUCE_KERNELS, or install crossreduce with a C++ compiler"
             raise BackendError.of("ranks need the compiled kernels.", "kernels in NumPy", remedy)
-        self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s
-        self.rendezvous, self.transport = rendezvous, transport
-        self.global_ranks = tuple(global_ranks or range(self.size))
-        self.warn_s = WARN_AFTER_S  # a rank warns after this time, or after half the timeout if that is shorter
-        self._broken: ReductionError | None = None
-        found = bootstrap(rendezvous, lambda ranks: RankMemory.nbytes(ranks, SLOT_BYTES))
+        found = bootstrap(self.rendezvous, lambda ranks: RankMemory.nbytes(ranks, SLOT_BYTES))
         self.hosts, self.host = found.hosts, found.host
-        self._remote: MultiHostEngine | None = None
-        self._watched: WatchedTransport | None = None
-        self._warned: RemoteWait | None = None
         spin_s = SPIN_S if len(self.host) <= found.cpus else 0.0
-        problem = ""
         try:
             self.memory = RankMemory(found.fd, self.host, self.rank, SLOT_BYTES, spin_s)
-        except OSError as error:  # such as a limit of this process; the others must not wait for this rank
-            problem = str(error)
-        own = PeerInfo(os.getpid(), socket.gethostname(), flight_recorder.version(), os.urandom(8).hex(), problem)
-        self.peers = [PeerInfo(*json.loads(info)) for info in rendezvous.all_gather(json.dumps(own).encode())]
+        except OSError as error:
+            problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
+            raise ReductionError.of(problem, str(error), remedy) from error
+        own = PeerInfo(os.getpid(), socket.gethostname(), flight_recorder.version(), os.urandom(8).hex())
+        self.peers = [PeerInfo(*json.loads(info)) for info in self.rendezvous.all_gather(json.dumps(own).encode())]
         self.token = self.peers[0].token
-        self._require_complete()
-        if len(self.hosts) > 1:
-            if transport is None:
-                given = f"hosts of ranks {', '.join(map(str, self._global_hosts()))}"
-                remedy = "transport=GlooTransport(...) or MpiTransport(...)"
-                raise ArgumentError.of("ranks on several hosts need a transport between them.", given, remedy)
-            self.transport = self._watched = WatchedTransport(transport, self._warn_of_remote_wait)
-            self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
-        self.engine = self._remote or OneHostEngine(self.rank, self.size)
-        _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, self._global_hosts())
-
-    def _require_complete(self) -> None:
-        """Raise unless all ranks can take part, each in a process of its own."""
-        named = list(zip(self.global_ranks, self.peers, strict=True))
-        if len({peer.version for peer in self.peers}) > 1:
-            given = "; ".join(f"rank {rank}: {peer.version}" for rank, peer in named)
-            raise MismatchError.of("the ranks have different versions of crossreduce.", given, "one version on all")
-        if any(peer.problem for peer in self.peers):
-            given = "; ".join(f"rank {rank}: {peer.problem}" for rank, peer in named if peer.problem)
-            problem = "some ranks cannot map the memory that their host shares."
-            raise ReductionError.of(problem, given, "ulimit -v unlimited, if memory could not be allocated")
         # alive() looks for the file lock that a rank's process holds. A process cannot detect its own locks, so a rank
         # with this process's pid that is not alive is a second rank of this process.
         same = [rank for rank in self.host if self.peers[rank].pid == os.getpid() and not self.memory.alive(rank)]
@@ -117,6 +130,84 @@ class Member(StageRunner):
             ranks = ", ".join(str(self.global_ranks[rank]) for rank in sorted([*same, self.rank]))
             given = f"ranks {ranks} in process {os.getpid()}"
             raise ContextError.of("several ranks of the group are in one process.", given, "one process per rank")
+
+    def _require_same_version(self) -> None:
+        if len({peer.version for peer in self.peers}) > 1:
+            named = zip(self.global_ranks, self.peers, strict=True)
+            given = "; ".join(f"rank {rank}: {peer.version}" for rank, peer in named)
+            raise MismatchError.of("the ranks have different versions of crossreduce.", given, "one version on all")
+
+    def _require_transport(self) -> None:
+        if len(self.hosts) > 1 and self.transport is None:
+            given = f"hosts of ranks {', '.join(map(str, self._global_hosts()))}"
+            remedy = "transport=GlooTransport(...) or MpiTransport(...)"
+            raise ArgumentError.of("ranks on several hosts need a transport between them.", given, remedy)
+
+    def _connected(self, connect: Callable[[threading.Event], Transport]) -> Transport:
+        """Return what ``connect`` returns; all ranks call it together.
+
+        It may block, so it runs in a thread. Meanwhile, the ranks tell each other at the rendezvous that they are
+        alive. So if a rank dies, the others do not wait for ``connect``, but for the timeout of the rendezvous, which
+        names that rank.
+        """
+        results: SimpleQueue[Transport | Exception] = SimpleQueue()
+        cancelled, deadline = threading.Event(), time.monotonic() + self.timeout_s
+
+        def run() -> None:
+            try:
+                results.put(connect(cancelled))
+            except Exception as error:  # noqa: BLE001 - it is raised on all ranks
+                results.put(error)
+
+        result: Transport | Exception | None = None
+        try:
+            start_new_thread(run, ())  # no Thread, whose end Python would await when it exits
+        except RuntimeError as error:  # too many threads
+            result = error
+        try:
+            while True:
+                if result is None:
+                    with suppress(Empty):
+                        result = results.get(timeout=ALIVE_S)
+                state = _CONNECTED if result is not None else _CONNECTING
+                if isinstance(result, Exception):
+                    state = f"{type(result).__name__}: {result}"[:300]
+                elif result is None and time.monotonic() > deadline:
+                    state = f"it did not connect to all ranks within {self.timeout_s:g} s"
+                states = [text.decode() for text in self.rendezvous.all_gather(state.encode())]
+                failed = {rank: text for rank, text in enumerate(states) if text not in (_CONNECTED, _CONNECTING)}
+                if failed:
+                    given = "; ".join(f"rank {self.global_ranks[rank]}: {text}" for rank, text in failed.items())
+                    remedy = "a network on which all ranks reach each other; GLOO_SOCKET_IFNAME names gloo's interface"
+                    raise ReductionError.of("the ranks could not connect to each other.", given, remedy)
+                if _CONNECTING not in states:
+                    assert result is not None
+                    assert not isinstance(result, Exception)
+                    return result
+        finally:
+            cancelled.set()
+            if result is None:  # the process may end soon: if a thread returned to Python then, it would be aborted
+                with suppress(Empty):
+                    results.get(timeout=CANCEL_S)
+
+    def _shared_failure(self, error: Exception, where: str, alone: bool) -> ReductionError:
+        """Return the error that all ranks raise because this rank, ``where``, cannot join the group.
+
+        ``alone``: whether ``error`` is about this rank only; then the text names it.
+        """
+        if not isinstance(error, ReductionError):
+            given, remedy = f"{type(error).__name__}: {error}", f"read the traceback of {where}"
+            failure = ReductionError.of(f"{where} cannot join the group.", given, remedy)
+        elif alone and not isinstance(error, (CollectiveTimeout, PeerLostError)):
+            failure = renewed(error, f"{where}: {error}")
+        else:
+            failure = error
+        self.rendezvous.publish_abort(encoded(failure))
+        try:
+            self.rendezvous.all_gather(b"")
+        except ReductionError as shared:  # the error that was published first, which may be another rank's
+            return shared
+        return failure
 
     def _warn_after_s(self) -> float:
         return min(self.warn_s, self.timeout_s / 2)
@@ -236,4 +327,7 @@ class Member(StageRunner):
 
 def renewed(error: ReductionError, text: str | None = None) -> ReductionError:
     """Return a new error of the same kind about the same ranks; one raised again would keep its old traceback."""
-    return type(error)(str(error) if text is None else text, getattr(error, "ranks", ()))
+    made = type(error)(str(error) if text is None else text)
+    if isinstance(made, (CollectiveTimeout, PeerLostError)):
+        made.ranks = getattr(error, "ranks", ())
+    return made

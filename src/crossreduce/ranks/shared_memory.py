@@ -10,7 +10,6 @@ process ends, for any reason, so other ranks can detect the end.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import struct
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import kernels
-from ..errors import CollectiveTimeout, PeerLostError, ReductionError
+from ..errors import ReductionError, decoded, encoded
 from .diagnostics import CallSignature
 
 SLICE_S: Final = 0.05  # a rank waits this long before it handles signals and checks the other ranks
@@ -28,7 +27,6 @@ SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time
 MAX_TEXT_BYTES: Final = 232  # the limit of a call's description; as in the native shared_memory.hpp
 MAX_CAUSE_BYTES: Final = 2040
 LEFT: Final = "left the group"
-_KINDS: Final = {"timeout": CollectiveTimeout, "lost": PeerLostError, "other": ReductionError}
 _LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY = range(5)
@@ -127,7 +125,7 @@ class RankMemory:
 
     def abort(self, error: ReductionError) -> None:
         """Abort the group for all ranks of this host. The first error becomes the reason."""
-        self._native.abort(encoded(error))
+        self._native.abort(encoded(error, MAX_CAUSE_BYTES))
 
     def abort_cause(self) -> ReductionError | None:
         """Return the error for which the group was aborted, the same on all ranks of this host, or ``None``."""
@@ -158,25 +156,6 @@ def is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
         return False
-
-
-def encoded(error: ReductionError) -> bytes:
-    """Return an error as bytes, at most ``MAX_CAUSE_BYTES``; a longer text or list of ranks is cut.
-
-    >>> decoded(encoded(PeerLostError("rank 3 died.", [3])))
-    PeerLostError('rank 3 died.')
-    """
-    kind = next(kind for kind, error_class in _KINDS.items() if isinstance(error, error_class))
-    ranks, text = list(getattr(error, "ranks", ())), str(error)
-    while len(made := json.dumps([kind, ranks, text]).encode()) > MAX_CAUSE_BYTES:
-        ranks, text = ranks[:64], text[: max(0, len(text) - 64)]
-    return made
-
-
-def decoded(cause: bytes) -> ReductionError:
-    """Return the error of these bytes: a CollectiveTimeout, or a PeerLostError in place of any other class."""
-    kind, ranks, text = json.loads(cause)
-    return ReductionError(text) if kind == "other" else _KINDS[kind](text, ranks)
 
 
 class WaitTimer:

@@ -27,7 +27,7 @@ from ..transports.gloo import GlooTransport
 from .collectives import Collectives
 from .memory import copy_back_all, readable, writable
 from .op_queue import CopyBackWork, OpQueue, exclude_from_compile
-from .rendezvous import StoreRendezvous
+from .rendezvous import CancellableStore, StoreRendezvous, reaching
 
 _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
@@ -51,7 +51,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """Connect the ranks, which meet at ``store``. ``timeout`` applies to every op and to this call."""
         super().__init__(rank, size)
         # A group may have the name, and so the keys in the store, of a destroyed one; the prefix makes keys unique.
-        store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
+        with reaching(store):
+            store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
         gloo, self.communicator = connect(store, rank, size, timeout, name, global_ranks)
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -247,14 +248,20 @@ def connect(
 ) -> tuple[Any, Communicator]:
     """Return gloo's process group and the communicator of a group whose ranks meet at ``store``.
 
-    The communicator uses gloo as its transport between hosts; no other code of ``crossreduce.torch`` chooses one.
+    The communicator uses gloo as its transport between hosts; no other code of ``crossreduce.torch`` chooses one. gloo
+    connects after the ranks have met, since it would wait for a missing rank 5 times as long, and could not name it.
     ``global_ranks``: the ranks' numbers in the world, for errors; empty: the group is the world.
     """
-    seconds = timeout.total_seconds()
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
-    rendezvous = StoreRendezvous(dist.PrefixStore("crossreduce/", store), rank, size, seconds)
-    transport = GlooTransport(gloo)
-    return gloo, Communicator(rendezvous, transport, name=name, timeout_s=seconds, global_ranks=global_ranks)
+    seconds, made = timeout.total_seconds(), []
+
+    def connected(cancelled: threading.Event) -> GlooTransport:
+        inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
+        made.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
+        return GlooTransport(made[0], inner)
+
+    rendezvous = StoreRendezvous(dist.PrefixStore("crossreduce/", store), rank, size, seconds, global_ranks)
+    communicator = Communicator(rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks)
+    return made[0], communicator
 
 
 def close(queue: OpQueue, communicator: Communicator) -> None:

@@ -7,56 +7,87 @@ ends a wait. It is used rarely, and not for data.
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeout, PeerLostError, message, rank_list
+from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded, message, rank_list
 
 _CAUSE: Final = "cause"
 _PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query of a local TCPStore takes 23 us
+_READ_S: Final = 1.0  # how long a rank waits for others to read the cause: its end may be the end of the store
 
 
 class StoreRendezvous:
     """A rendezvous of ``size`` ranks at keys of a store that no other code uses."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
-        """Use ``store`` (a ``PrefixStore`` of its own), and wait at most ``timeout_s`` seconds for other ranks."""
-        # A connection of its own: calls on one connection run one after another, and a user's call may take minutes.
-        self._store = store.clone() if hasattr(store, "clone") else store
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int] = ()) -> None:
+        """Use ``store`` (a ``PrefixStore`` of its own), and wait at most ``timeout_s`` seconds for other ranks.
+
+        ``global_ranks``: the ranks' numbers in errors; empty: 0, 1, ...
+        """
+        with reaching(store):
+            self._store = _with_own_connection(store, timeout_s)
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self._global_ranks = tuple(global_ranks) or tuple(range(size))
         self._calls = 0
+        self._failure: ReductionError | None = None
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks; see ``Rendezvous``. PeerLostError: the store cannot be reached."""
+        if self._failure is not None:  # the store may have ended since it was raised
+            raise self._failure
         self._calls += 1
         keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
-        try:
+        with reaching(self._store):
+            self._raise_cause()
             self._store.set(keys[self.rank], b"." + payload)  # some stores do not distinguish empty from missing values
             self._wait_for(keys)
-            found = [self._store.get(key)[1:] for key in keys]
+            found = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+            payloads = [bytes(value)[1:] for value in found]
             if self._calls > 1:  # every rank has begun this call, so every rank has read the previous one's payloads
                 with contextlib.suppress(RuntimeError):  # an old FileStore cannot delete
                     self._store.delete_key(f"{self._calls - 1}/{self.rank}")
-        except dist.DistError as error:
-            problem = "the store of this group's rendezvous cannot be reached."
-            remedy = "check the process that runs it: rank 0, or the torchrun that started the ranks"
-            raise PeerLostError.of(problem, str(error), remedy) from error
-        return found
+        return payloads
 
     def _wait_for(self, keys: list[str]) -> None:
         deadline, pause = time.monotonic() + self.timeout_s, _PAUSES_S[0]
         while not self._store.check(keys):
+            self._raise_cause()
             if time.monotonic() > deadline:
-                late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                late = [
+                    rank for key, rank in zip(keys, self._global_ranks, strict=True) if not self._store.check([key])
+                ]
                 if late:
                     problem = f"{rank_list(late)} did not reach the rendezvous within {self.timeout_s:g} s."
+                    given = f"rank {self._global_ranks[self.rank]} waited; the group has {self.size} ranks"
                     remedy = "start all ranks; the same calls in the same order on all of them; a longer timeout"
-                    raise CollectiveTimeout(message(problem, f"rank {self.rank} of {self.size} waited", remedy), late)
+                    error = CollectiveTimeout(message(problem, given, remedy), late)
+                    self.publish_abort(encoded(error))
+                    self._raise_cause()
+                    raise error
                 return
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES_S[1])
+
+    def _raise_cause(self) -> None:
+        """If a rank has published the reason of an abort, raise it once all ranks that can do so have read it."""
+        if (cause := self.abort_cause()) is None:
+            return
+        self._failure = error = decoded(cause)
+        lost = getattr(error, "ranks", ())
+        readers = [f"read/{rank}" for rank, number in enumerate(self._global_ranks) if number not in lost]
+        deadline = time.monotonic() + _READ_S
+        with contextlib.suppress(RuntimeError):  # the store has ended, since all ranks have read it
+            self._store.set(f"read/{self.rank}", b".")
+            while not self._store.check(readers) and time.monotonic() < deadline:
+                time.sleep(_PAUSES_S[1])
+        raise error
 
     def publish_abort(self, cause: bytes) -> None:
         """Store why the group was aborted; the first reason is kept."""
@@ -69,3 +100,65 @@ class StoreRendezvous:
             return bytes(self._store.get(_CAUSE)) if self._store.check([_CAUSE]) else None
         except RuntimeError:
             return None
+
+
+def _with_own_connection(store: Any, timeout_s: float) -> Any:
+    """Return a store with a connection of its own, if possible, to the same data.
+
+    Calls on one connection run one after another, and a user's call may take minutes. If the store has ended, this
+    raises in less than ``timeout_s`` seconds; torch tries to connect for up to 3 times the timeout of the store.
+    """
+    if not hasattr(store, "clone"):
+        return store
+    before = store.timeout
+    try:
+        store.set_timeout(min(before, timedelta(seconds=timeout_s / 4)))
+        own = store.clone()
+    finally:
+        store.set_timeout(before)
+    own.set_timeout(before)
+    return own
+
+
+class CancellableStore(dist.Store):  # type: ignore[misc]
+    """A store for gloo, which waits there for the addresses of other ranks, until ``cancelled`` is set."""
+
+    def __init__(self, store: Any, cancelled: threading.Event) -> None:
+        super().__init__()
+        self._store, self._cancelled = store, cancelled
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return a value, for which the caller has waited."""
+        return bytes(self._store.get(key))
+
+    def wait(self, keys: Sequence[str], _timeout: Any = None) -> None:
+        """Return when all values are there; the timeout is that of the caller who cancels."""
+        pause = _PAUSES_S[0]
+        while not self._store.check(keys):
+            if self._cancelled.wait(pause):
+                raise ConnectionError("another rank did not publish its address")
+            pause = min(2 * pause, _PAUSES_S[1])
+
+
+@contextlib.contextmanager
+def reaching(store: Any) -> Iterator[None]:
+    """Raise ``PeerLostError`` if ``store`` cannot be reached."""
+    try:
+        yield
+    except ReductionError:
+        raise
+    except RuntimeError as error:  # the class of all errors of stores
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        ranks, owner = [], "the process that runs it"
+        if isinstance(store, dist.TCPStore):
+            ranks, owner = [0], "rank 0, which runs it,"
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                ranks, owner = [], "torchrun, which runs it,"
+        problem = f"the store of this group's rendezvous cannot be reached; {owner} has probably ended."
+        remedy = f"read the last output of {owner.split(',')[0]}"
+        raise PeerLostError(message(problem, str(error), remedy), ranks) from error

@@ -20,10 +20,11 @@ class Rendezvous(Protocol):
 
         Raises:
           CollectiveTimeout: some ranks did not call it in time; the error names them.
+          ReductionError: a rank has published the reason of an abort, which is this error.
         """
 
     def publish_abort(self, cause: bytes) -> None:
-        """Make the reason of an abort readable on all hosts, unless one is known already. Never raises."""
+        """Make the reason of an abort, an encoded error, known on all hosts unless one is known. Never raises."""
 
     def abort_cause(self) -> bytes | None:
         """Return the published reason, or ``None`` if none can be read here. This is quick and never raises."""

@@ -20,9 +20,12 @@ _ABORT_TAG: Final = 0x4352FFFF
 class GlooTransport:
     """Messages over the connections of a ``ProcessGroupGloo``."""
 
-    def __init__(self, gloo: Any) -> None:
-        """Use ``gloo``, which may have other users at the same time, since their tags differ."""
-        self._gloo, self._aborted = gloo, False
+    def __init__(self, gloo: Any, store: Any = None) -> None:
+        """Use ``gloo``, which may have other users at the same time, since their tags differ.
+
+        ``store``: gloo's store, which is kept, since gloo does not keep one that is written in Python.
+        """
+        self._gloo, self._store, self._aborted = gloo, store, False
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> _GlooMessage:
         """Start to send ``nbytes`` to rank ``dst`` of the group."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..errors import CollectiveTimeout, message, rank_list
+from ..errors import CollectiveTimeout, decoded, message, rank_list
 
 _GATHER, _CAUSE = 1, 2  # the tags of MpiRendezvous's messages
 _FIRST_TAG: Final = 16  # the smallest tag of the transport's messages
@@ -35,6 +35,8 @@ class MpiRendezvous:
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks."""
+        if (cause := self.abort_cause()) is not None:
+            raise decoded(cause)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sends = {rank: self._comm.isend(payload, rank, _GATHER) for rank in others}
         found: dict[int, bytes] = {self.rank: payload}
@@ -43,7 +45,11 @@ class MpiRendezvous:
             arrived = [rank for rank in missing if self._comm.iprobe(rank, _GATHER)]
             for rank in arrived:  # a rank's messages keep their order, so the next one belongs to this call
                 found[rank] = self._comm.recv(source=rank, tag=_GATHER)
+            if not arrived and (cause := self.abort_cause()) is not None:
+                UNFINISHED.extend(sends.values())
+                raise decoded(cause)
             if not arrived and time.monotonic() > deadline:
+                UNFINISHED.extend(sends.values())
                 problem = f"{rank_list(missing)} did not reach the rendezvous within {self._timeout_s:g} s."
                 raise CollectiveTimeout(message(problem, remedy=_REMEDY), missing)
             pause = _SHORTEST_S if arrived else min(2 * pause, _LONGEST_S)

@@ -1,0 +1,140 @@
+"""Processes of another user, which try to disturb the ranks of a host while they share memory."""
+
+import contextlib
+import mmap
+import os
+import resource
+import signal
+import socket
+import struct
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+from members import Warnings
+from ranks import Moment, SocketRendezvous, ranks
+
+from crossreduce.ranks import bootstrap
+
+NOBODY = 65534
+GROUPS = 10
+KINDS = (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET)
+
+
+def names():
+    """Return the names of this library's sockets, which every user can read."""
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        if (name := line.rpartition(" ")[2]).startswith("@crossreduce-"):
+            yield "\0" + name[1:]
+
+
+def connected(kind, name):
+    one = socket.socket(socket.AF_UNIX, kind)
+    one.setblocking(False)
+    with contextlib.suppress(OSError):
+        one.connect(name)
+    return one
+
+
+def hold(name, kept):
+    kept += [connected(kind, name) for kind in KINDS]
+
+
+def close(name, _kept):
+    for kind in KINDS:
+        connected(kind, name).close()
+
+
+def rubbish(name, kept):
+    for kind in KINDS:
+        one = connected(kind, name)
+        kept.append(one)
+        for _ in range(20):
+            with contextlib.suppress(OSError):
+                one.send(b"m" * 100)
+
+
+def descriptors(name, kept):
+    """Send the descriptor of a connection whose last close waits for a minute, which discarding the message may be."""
+    slow = socket.socket()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        slow.connect(server.getsockname())
+        kept.append(server.accept()[0])
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
+    slow.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            slow.send(bytes(1 << 16))
+    slow.setblocking(True)
+    for kind in KINDS:
+        kept.append(connected(kind, name))
+        for _ in range(5):
+            with contextlib.suppress(OSError):
+                socket.send_fds(kept[-1], [b"m"], [slow.fileno()])
+    threading.Thread(target=slow.close, daemon=True).start()
+
+
+def flood(name, kept):
+    for kind in KINDS:
+        for _ in range(200):
+            kept.append(connected(kind, name))
+            with contextlib.suppress(OSError):
+                kept[-1].send(b"m")
+
+
+@contextlib.contextmanager
+def attacker(attack):
+    """Run a process of another user that attacks each of the sockets; yield the number of those it attacked."""
+    count = mmap.mmap(-1, 8)
+    pid = os.fork()
+    if not pid:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 14, 1 << 14))
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            seen, kept = set(), []
+            while True:
+                for name in names():
+                    if name not in seen:
+                        attack(name, kept)
+                        seen.add(name)
+                        count[:] = struct.pack("q", len(seen))
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    try:
+        yield lambda: struct.unpack("q", count[:])[0]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        count.close()
+
+
+def groups(rendezvous):
+    """Share memory many times, each time with ranks that come one after the other, as programs do."""
+    warnings, found, began = Warnings(), [], Moment()
+    for number in range(GROUPS):
+        time.sleep(0.02 * rendezvous.rank)
+        one = SocketRendezvous(rendezvous.path, rendezvous.rank, rendezvous.size, f"group {number}")
+        result = bootstrap.bootstrap(one, lambda count: 4096 * count)
+        os.close(result.fd)
+        found.append(result.hosts)
+    return found, warnings.texts, Moment().seconds_since(began)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.parametrize("attack", [hold, close, rubbish, descriptors, flood])
+def test_another_user_cannot_disturb_the_ranks_of_a_host(attack):
+    """Whatever a process of another user does with the sockets of starting ranks, these share memory as fast as
+    without it, and log nothing."""
+    calm = max(took for *_, took in ranks(3, groups))
+    with attacker(attack) as attacked:
+        results = ranks(3, groups)
+        assert attacked() >= GROUPS  # of at most 5 sockets for each group
+    for found, warnings, took in results:
+        assert set(found) == {((0, 1, 2),)}, warnings
+        assert warnings == []
+        assert took < 2 * calm + 0.5

@@ -1,0 +1,308 @@
+"""Groups of the torch backend that cannot be made: all ranks raise one error in time, which names the rank at fault."""
+
+import mmap
+import os
+import random
+import resource
+import signal
+import socket
+import struct
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from members import starter
+from ranks import Died, Moment, ranks
+
+import crossreduce.torch
+from crossreduce import kernels
+from crossreduce.errors import ArgumentError, BackendError, CollectiveTimeout, PeerLostError, ReductionError
+from crossreduce.ranks import bootstrap
+
+TIMEOUT_S = 2.0
+STORES = ("file", "tcp")
+
+
+@pytest.fixture
+def place(request, tmp_path):
+    """Return where ranks meet: a file, or a port at which another process than the ranks' runs a store."""
+    if request.param == "file":
+        yield str(tmp_path / "store")
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    if request.param == "tcp of rank 0":
+        yield -port
+        return
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        store = dist.TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False)
+        os.write(writer, b"runs")
+        signal.pause()
+        del store
+    os.read(reader, 4)
+    os.close(reader)
+    os.close(writer)
+    yield port
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def store_at(place, rank, size, timeout_s):
+    """Return the store of a place; it does not wait for the ranks. A negative port: rank 0 runs the store."""
+    if isinstance(place, str):
+        return dist.FileStore(place, size)
+    timeout, own = timedelta(seconds=timeout_s), place < 0 and rank == 0
+    return dist.TCPStore("127.0.0.1", abs(place), size, own, timeout, wait_for_workers=False)
+
+
+def begin(rendezvous, place, timeout_s=TIMEOUT_S):
+    rank, size = rendezvous.rank, rendezvous.size
+    store, timeout = store_at(place, rank, size, timeout_s), timedelta(seconds=timeout_s)
+    dist.init_process_group("crossreduce", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def failure(rendezvous, place, before=None, timeout_s=TIMEOUT_S):
+    """Begin, after ``before(rank)``; return the error's class, text and ranks, and the moments of begin and error."""
+    if before is not None:
+        before(rendezvous.rank)
+    begun = Moment()
+    try:
+        begin(rendezvous, place, timeout_s)
+    except ReductionError as error:
+        return type(error), str(error), getattr(error, "ranks", None), begun, Moment()
+    return None
+
+
+def same(found):
+    """Return the error that all ranks that did not die raised, or fail."""
+    errors = [one[:3] for one in found if not isinstance(one, Died)]
+    assert len(set(errors)) == 1, found
+    assert errors[0] is not None
+    return errors[0]
+
+
+# Ranks that die
+
+
+DIED_AT = mmap.mmap(-1, 8)  # shared with the ranks
+
+
+def dies(rank):
+    if rank == 1:
+        DIED_AT[:] = struct.pack("d", time.monotonic())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_in_gloo(rank):
+    """Let rank 1 die when gloo begins to connect."""
+    if rank == 1:
+        dist.ProcessGroupGloo = lambda *_args, **_options: dies(1)
+
+
+class PublishingStore(dist.Store):
+    """A store whose process dies as soon as it has published the address at which gloo listens."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+
+    def set(self, key, value):
+        self.store.set(key, value)
+        dies(1)
+
+
+def dies_when_published(rank):
+    """Let rank 1 die when it has published its address, to which the other ranks then connect."""
+    real = dist.ProcessGroupGloo
+    if rank == 1:
+        dist.ProcessGroupGloo = lambda store, *args, **options: real(PublishingStore(store), *args, **options)
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+@pytest.mark.parametrize("before", [dies, dies_in_gloo, dies_when_published])
+@pytest.mark.parametrize("place", STORES, indirect=True)
+def test_a_rank_that_dies_while_the_group_is_made(place, before, hosts):
+    """If a rank dies before it joins or while gloo connects the ranks, all others raise the same CollectiveTimeout
+    within a second of the timeout; it names that rank."""
+    environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
+    found = ranks(3, failure, place, before, environment=environment, check=False)
+    assert isinstance(found[1], Died)
+    kind, text, lost = same(found)
+    assert (kind, lost) == (CollectiveTimeout, (1,))
+    assert text.startswith("rank 1 did not reach the rendezvous within 2 s.")
+    (died_at,) = struct.unpack("d", DIED_AT[:])
+    for rank in (0, 2):
+        *_, begun, raised = found[rank]
+        waited_for_cpu = raised.time - begun.time - raised.seconds_since(begun)
+        assert raised.time - max(died_at, begun.time) - waited_for_cpu < TIMEOUT_S + 1
+
+
+def killed_at_random(rendezvous, started, place, pauses):
+    store = store_at(place, rendezvous.rank, rendezvous.size, TIMEOUT_S)
+    started.ready()
+    time.sleep(pauses[rendezvous.rank])
+    timeout = timedelta(seconds=TIMEOUT_S)
+    try:
+        dist.init_process_group(
+            "crossreduce", store=store, rank=rendezvous.rank, world_size=rendezvous.size, timeout=timeout
+        )
+        while True:
+            dist.barrier()
+    except ReductionError as error:
+        return str(error), error.ranks, Moment()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("place", [*STORES, "tcp of rank 0"], indirect=True)
+def test_a_rank_that_is_killed_at_a_random_moment_is_named(place, seed):
+    """Whenever a rank is killed while a group is made, all others raise an error that names it within a second of the
+    timeout."""
+    draw = random.Random(f"{seed} {place}")
+    n, killed = draw.randint(2, 4), []
+    victim, pauses = draw.randrange(n), [draw.random() * 0.05 for _ in range(n)]
+    environment = [{"CROSSREDUCE_HOST": draw.choice("aab")} for _ in range(n)]
+    with starter(n) as started:
+
+        def kill(pids):
+            started.wait()
+            time.sleep(draw.random() * 0.2)
+            os.kill(pids[victim], signal.SIGKILL)
+            killed.append(Moment())
+
+        found = ranks(
+            n, killed_at_random, started, place, pauses, environment=environment, check=False, begun=kill, timeout_s=40
+        )
+    for rank, one in enumerate(found):
+        if rank != victim:
+            text, lost, at = one
+            assert lost == (victim,), text
+            assert f"rank {victim}" in text
+            assert at.seconds_since(killed[0]) < TIMEOUT_S + 1
+
+
+@pytest.mark.parametrize("place", ["tcp of rank 0"], indirect=True)
+def test_the_rank_that_runs_the_store_is_named(place):
+    """If rank 0 runs the store and dies, all others raise a PeerLostError that names it."""
+
+    def before(rank):
+        real = crossreduce.torch.group.StoreRendezvous.all_gather
+
+        def dying(self, payload):
+            if self._calls == 2 and rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(self, payload)
+
+        crossreduce.torch.group.StoreRendezvous.all_gather = dying
+
+    found = ranks(3, failure, place, before, check=False)
+    for rank in (1, 2):
+        kind, text, lost, *_ = found[rank]
+        assert (kind, lost) == (PeerLostError, (0,))
+        assert "cannot be reached; rank 0, which runs it, has probably ended." in text
+
+
+@pytest.mark.parametrize("place", ["file"], indirect=True)
+def test_errors_of_subgroups_have_the_numbers_of_the_world(place):
+    """A rank that does not join a group of some ranks is named by its number in the world."""
+
+    def run(rendezvous):
+        begin(rendezvous, place)
+        if rendezvous.rank != 1:
+            return None
+        with pytest.raises(
+            CollectiveTimeout, match=r"^rank 2 did not reach the rendezvous.*\n.*rank 1 waited"
+        ) as error:
+            dist.new_group([1, 2], timeout=timedelta(seconds=1))
+        return error.value.ranks
+
+    assert ranks(3, run) == [None, (2,), None]
+
+
+# Faults of one rank
+
+
+def bad_threads():
+    os.environ["CROSSREDUCE_NUM_THREADS"] = "many"
+
+
+def no_kernels():
+    kernels.instruction_set.cache_clear()
+    os.environ["CROSSREDUCE_KERNELS"] = "numpy"
+
+
+def small_files():
+    os.environ["CROSSREDUCE_HOST"] = "own"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+
+def few_files():
+    def fails(_name):
+        raise OSError(24, "Too many open files")
+
+    bootstrap._sender = fails
+
+
+def no_interface():
+    os.environ["GLOO_SOCKET_IFNAME"] = "missing0"
+
+
+@pytest.mark.parametrize(("fault", "kind", "start"), [
+    (bad_threads, ArgumentError, "rank {}: CROSSREDUCE_NUM_THREADS must be an integer from 1 to 4096."),
+    (no_kernels, BackendError, "rank {}: ranks need the compiled kernels."),
+    (small_files, ReductionError, "rank {}: memory could not be allocated."),
+    (few_files, ReductionError, "rank {} cannot join the group.\n  given: OSError: [Errno 24] Too many open files"),
+    (no_interface, ReductionError, "the ranks could not connect to each other.\n  given: rank {}: "),
+])  # fmt: skip
+@pytest.mark.parametrize(("place", "faulty"), [("file", 1), ("tcp of rank 0", 0)], indirect=["place"])
+def test_a_fault_of_one_rank_is_raised_on_all(place, faulty, fault, kind, start):
+    """If one rank cannot join, all ranks raise the same error long before the timeout, with the reason and the rank;
+    also if that rank runs the store and then ends, and if another rank comes later."""
+
+    def before(rank):
+        time.sleep(0.3 * rank)
+        if rank == faulty:
+            fault()
+
+    found = ranks(3, failure, place, before, 60.0)
+    assert (kind, start.format(faulty)) == (same(found)[0], same(found)[1][: len(start.format(faulty))])
+    assert all(raised.seconds_since(begun) < 5 for *_, begun, raised in found)
+
+
+def test_a_limit_on_files_of_the_rank_that_allocates_is_raised_on_all(tmp_path):
+    """If the rank that allocates the memory of a host cannot do so, all ranks raise its error."""
+
+    def before(rank):
+        if rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    kind, text, _ = same(ranks(3, failure, str(tmp_path / "store"), before, 60.0))
+    assert kind is ReductionError
+    assert text.startswith("rank 0: memory could not be allocated.\n  given: ")
+    assert "File too large\n  try:   ulimit -f unlimited" in text
+
+
+def interrupted_in_gloo(rendezvous, place):
+    if rendezvous.rank == 1:
+        dist.ProcessGroupGloo = lambda *_args, **_options: time.sleep(60)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    began = Moment()
+    try:
+        begin(rendezvous, place, 60.0)
+    except (KeyboardInterrupt, PeerLostError) as error:
+        return type(error), str(error), Moment().seconds_since(began)
+
+
+@pytest.mark.parametrize("place", STORES, indirect=True)
+def test_an_interrupt_while_gloo_connects(place):
+    """Ctrl-C ends the wait for gloo at once on its rank, and all others raise a PeerLostError that names it."""
+    found = ranks(3, interrupted_in_gloo, place)
+    assert [kind for kind, *_ in found] == [PeerLostError, KeyboardInterrupt, PeerLostError]
+    assert all(took < 4 for *_, took in found)
+    assert found[0][1] == found[2][1]
+    assert found[0][1].startswith('rank 1 was interrupted while group "0" was made.')
