@@ -98,19 +98,6 @@ void *help(void *) {
     }
 }
 
-void start_helpers(int count) { // the caller holds the lock
-    sigset_t all, before;
-    sigfillset(&all); // only the program's own threads handle signals
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    pthread_attr_t detached;
-    pthread_attr_init(&detached);
-    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
-    pthread_t thread;
-    while (started < count && pthread_create(&thread, &detached, help, nullptr) == 0) started++;
-    pthread_attr_destroy(&detached);
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-}
-
 } // namespace
 
 bool run_parallel(ParallelTask &task) {
@@ -119,7 +106,7 @@ bool run_parallel(ParallelTask &task) {
     task.helpers = static_cast<int>(std::min<long>(task.helpers, task.shares - 1)); // more helpers would have no share
     if (task.helpers > 0) {
         pthread_mutex_lock(&lock);
-        if (started < task.helpers) start_helpers(task.helpers);
+        while (started < task.helpers && start_thread(help)) started++;
         ParallelTask **end = &tasks;
         while (*end != nullptr) end = &(*end)->next;
         *end = &task;
@@ -137,3 +124,17 @@ bool run_parallel(ParallelTask &task) {
 }
 
 int helpers_started() { return started; }
+
+bool start_thread(void *(*function)(void *)) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_attr_t detached;
+    pthread_attr_init(&detached);
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    pthread_t thread;
+    const bool done = pthread_create(&thread, &detached, function, nullptr) == 0;
+    pthread_attr_destroy(&detached);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return done;
+}
