@@ -28,6 +28,16 @@ def test_a_written_dump_is_read_back(dump_directory):
     assert [len(each.ops) for each in dump.histories] == [32] * 4
 
 
+def test_the_histories_of_ranks_without_a_dump_are_in_the_newest_dump_of_their_host(dump_directory):
+    """A dump that is read has its own rank's history; a host's newest one also has those of ranks that wrote none."""
+    for rank, now in ((0, 50.0), (1, 60.0), (4, 70.0)):
+        host = range(4) if rank < 4 else range(4, 6)
+        dump = new_dump(rank, *(history(other, 9) for other in host), hosts=((0, 1, 2, 3), (4, 5)))
+        flight_recorder.write(dump._replace(now_s=now))
+    found = flight_recorder.read(dump_directory).dumps
+    assert [[each.rank for each in dump.histories] for dump in found] == [[0], [1, 2, 3], [4, 5]]
+
+
 def test_stacks_of_all_threads_are_written_but_no_values(dump_directory, monkeypatch):
     """A dump contains each thread's stack, by function and line, but no environment and no values of variables."""
     monkeypatch.setenv("A_SECRET", "hunter2hunter2")
@@ -136,11 +146,11 @@ def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(dump_directory):
 
 BROKEN = {
     "empty": "",
-    "cut short": '{"format": "crossreduce dump", "version": 1, "group"',
+    "cut short": '{"format": "crossreduce dump", "version": 2, "group"',
     "not a dump": '{"format": "something else"}',
     "a list": "[1, 2]",
     "another version": '{"format": "crossreduce dump", "version": 99}',
-    "fields missing": '{"format": "crossreduce dump", "version": 1, "group": "world"}',
+    "fields missing": '{"format": "crossreduce dump", "version": 2, "group": "world"}',
     "deep": "[" * 100_000,
 }
 
@@ -159,8 +169,11 @@ def test_a_broken_file_is_a_problem(dump_directory, content):
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("rank", "0"), ("rank", True), ("rank", -1), ("rank", 4), ("size", 3), ("hosts", [[0, 1], [1, 2, 3]]),
-    ("hosts", [7]), ("histories", [3]), ("histories", [{"rank": 0, "ops": [{"sequence": 1}]}]), ("threads", {}),
+    ("rank", "0"), ("rank", True), ("rank", -1), ("rank", 4), ("size", 3), ("hosts", [[0, 1], [2, 3]]),
+    ("hosts", "0-1;1-3"), ("hosts", ""), ("hosts", "0-3;"), ("hosts", "3-0"), ("hosts", "0-999999999"),
+    ("histories", [3]), ("histories", [{"rank": 0, "ops": [{"sequence": 1}]}]), ("histories", [{"rank": [0]}]),
+    ("histories", [{"rank": 0, "ops": ["1 2 3"]}]), ("histories", [{"rank": 0, "ops": ["1 nan - x"]}]),
+    ("threads", {}), ("threads", [{"name": "x", "stack": [{"file": "f", "line": -1, "function": "g", "code": ""}]}]),
     ("now_s", None), pytest.param("now_s", 10**400, id="now_s-huge"), ("now_s", math.nan), ("now_s", -math.inf),
 ])  # fmt: skip
 def test_a_malformed_field_is_a_problem(dump_directory, field, value):
