@@ -106,11 +106,11 @@ void *watch(void *) {
 void before_fork() { pthread_mutex_lock(&mutex); }
 void after_fork() { pthread_mutex_unlock(&mutex); }
 void in_child() { // a child has no thread that would return the blocks to the system
-    pthread_mutex_init(&mutex, nullptr);
     watched = false;
     for (Blocks *blocks : {&pool, &leaving})
         while (!blocks->empty()) release(*blocks, blocks->begin());
     usage.pooled = 0;
+    pthread_mutex_unlock(&mutex);
 }
 [[maybe_unused]] const int registered = pthread_atfork(before_fork, after_fork, in_child);
 

@@ -38,11 +38,11 @@ char *own_scratch(size_t nbytes) {
 void before_fork() { pthread_mutex_lock(&lock); }
 void after_fork() { pthread_mutex_unlock(&lock); }
 void in_child() { // a child has neither the helpers nor the threads that wait for them
-    pthread_mutex_init(&lock, nullptr);
     pthread_cond_init(&task_added, nullptr);
     pthread_cond_init(&helpers_done, nullptr);
     tasks = nullptr;
     started = 0;
+    pthread_mutex_unlock(&lock);
 }
 // The handlers are registered when the module is loaded, which holds the GIL. If the first run registered them, another
 // thread could fork at that moment without them, and its child would count helpers that it does not have.
