@@ -1,5 +1,9 @@
-"""Build the compiled modules. If that fails, the package is installed without them and computes in NumPy."""
+"""Build the compiled modules. If that fails, the package is installed without them and computes in NumPy.
 
+Two builds of the same files with the same compiler give the same wheel, in any folder and at any time.
+"""
+
+import os
 import platform
 import sys
 import sysconfig
@@ -7,6 +11,7 @@ from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
@@ -14,6 +19,10 @@ X86 = platform.machine().lower() in ("x86_64", "amd64") and sys.platform != "dar
 NATIVE = "src/crossreduce/kernels/native"
 # With contraction, a * b + c would be rounded once, and results would depend on the compiler.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+if "-g" not in f"{os.environ.get('CFLAGS')} {os.environ.get('CXXFLAGS')}".split():
+    FLAGS.append("-g0")  # Python's own flags contain -g; debug information contains the paths of this machine
+FLAGS.append(f"-ffile-prefix-map={Path.cwd()}=.")
+os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")  # 1980, the earliest date of a file in a wheel
 SETS = {
     "baseline": [],
     "avx2": ["-mavx2", "-mf16c"],
@@ -23,6 +32,12 @@ SETS = {
 
 class Build(build_ext):
     """Compiles the kernels' passes over the data once for each instruction set."""
+
+    def build_extensions(self):
+        for name in ("linker_so", "linker_so_cxx"):  # Python's own flags may contain the path of its libraries
+            command = getattr(self.compiler, name, None) or []
+            setattr(self.compiler, name, [flag for flag in command if not flag.startswith("-Wl,-rpath")])
+        super().build_extensions()
 
     def build_extension(self, ext):
         if ext.name.endswith("kernels._native"):
@@ -39,6 +54,20 @@ class Build(build_ext):
                 raise
             # The compiler lacks the instruction set. Without its flags, the source defines null: the set is not used.
             return self.compiler.compile([source], extra_postargs=FLAGS, **options)
+
+
+class Wheel(bdist_wheel):
+    """Makes a wheel for every platform (py3-none-any) if nothing could be compiled."""
+
+    def run(self):
+        if not self.skip_build:
+            self.run_command("build")
+            self.skip_build = True
+        built = self.get_finalized_command("build_ext").get_outputs()
+        if not any(Path(file).exists() for file in built):
+            self.distribution.ext_modules = []
+            self.root_is_pure, self.py_limited_api = True, False
+        super().run()
 
 
 def extension(name, sources, **options):
@@ -66,7 +95,7 @@ arrays = extension(
 )
 free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # the stable ABI does not support these builds yet
 setup(
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
     ext_modules=[] if free_threaded else [kernels, arrays],
     options={} if free_threaded else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -25,6 +25,9 @@ NATIVE = kernels.native()
 # skipped.
 SETS = tuple(NATIVE.supported()) if NATIVE else ("baseline",)
 
+# Whether the payloads of NaNs may differ; scripts/sanitize sets it, since instrumented code chooses others.
+ANY_PAYLOAD = os.environ.get("CROSSREDUCE_TEST_NAN_PAYLOADS") == "any"
+
 GUARD = 64  # bytes before and after a result that must not change
 POISON = 0xA5
 
@@ -324,14 +327,19 @@ def expected(case, setup):
 def contents(case, made):
     """Return the bytes of each result and around it.
 
-    If several factors of a complex product are NaN, the compiler chooses the payload. So all NaNs become equal.
+    If several factors of a complex product are NaN, the compiler chooses the payload; with a sanitizer, also if several
+    operands of any op are. So their NaNs are made equal.
     """
-    if case.op == "product" and case.dtypes[2] in strategies.COMPLEX:
+    dtype = case.dtypes[2]
+    if ANY_PAYLOAD or (case.op == "product" and dtype in strategies.COMPLEX):
         for _, part in made.blocks:
-            array = view(part, case.dtypes[2])
+            array = view(part, dtype)
             numbers = np.array(array)
-            parts = numbers.view(f"f{numbers.itemsize // 2}")
-            parts[parts != parts] = np.nan
+            if dtype == "bfloat16":
+                numbers[numbers & 0x7FFF > 0x7F80] = 0x7FC0
+            elif dtype in (*strategies.FLOATS, *strategies.COMPLEX):
+                parts = numbers.view(f"f{numbers.itemsize // (1 + (dtype in strategies.COMPLEX))}")
+                parts[parts != parts] = np.nan
             array[...] = numbers
     return [whole.tobytes() for whole, _ in made.blocks]
 

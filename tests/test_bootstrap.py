@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from ranks import ranks
 
+from crossreduce import kernels
 from crossreduce.errors import ReductionError
 from crossreduce.ranks import bootstrap
 
@@ -141,45 +142,12 @@ def test_a_lack_of_memory_is_an_error_on_every_rank():
 
 def test_requests_beyond_the_available_memory_raise(monkeypatch):
     """A request beyond the available memory raises, since the kernel would kill processes; one up to it succeeds."""
-    assert 1 << 20 < bootstrap._available() < 1 << 50
     with pytest.raises(OSError, match="are available"):
-        bootstrap._memory(bootstrap._available() + 1)
-    monkeypatch.setattr(bootstrap, "_available", lambda: 4096)
+        bootstrap._memory(kernels.available_memory() + (1 << 40))
+    monkeypatch.setattr(kernels, "available_memory", lambda: 4096)
     os.close(bootstrap._memory(4096))
     with pytest.raises(OSError, match="4096 bytes are available"):
         bootstrap._memory(4097)
-
-
-@pytest.mark.parametrize(("line", "limit", "usage", "cache"), [
-    ("0::/slice/job", "memory.max", "memory.current", "inactive_file"),
-    ("4:cpu,memory:/slice/job", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-])  # fmt: skip
-def test_the_smallest_limit_of_all_control_groups_counts(tmp_path, monkeypatch, line, limit, usage, cache):
-    """The available memory is the least that any limit of this process's control group and its parent groups leaves."""
-    monkeypatch.setattr(bootstrap, "_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(bootstrap, "_CGROUPS", tmp_path)
-    Path(tmp_path, "cgroup").write_text(f"3:cpuset:/\n{line}\n")
-
-    def limited(group, most):
-        for name, text in (
-            (limit, str(most)),
-            (usage, "3000"),
-            (f"{Path(limit).parent}/memory.stat", f"{cache} 500\n"),
-        ):
-            path = Path(tmp_path, Path(name).parent, group, Path(name).name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-
-    limited("slice/job", "max")
-    assert bootstrap._available() > 1 << 20
-    limited("", 9000)
-    assert bootstrap._available() == 6500
-    limited("slice", 5000)
-    assert bootstrap._available() == 2500
-    limited("slice/job", 7000)
-    assert bootstrap._available() == 2500
-    limited("slice/job", 2000)
-    assert bootstrap._available() == 0
 
 
 def test_ranks_of_another_user_are_on_another_host():
@@ -259,7 +227,7 @@ def test_memory_is_sent_in_batches():
 
 def alone_without_memory(rendezvous):
     if rendezvous.rank == 2:
-        bootstrap._available = lambda: 0
+        kernels.available_memory = lambda: 0
     found = bootstrap.bootstrap(rendezvous, bytes_for)
     return found.hosts, found.fd >= 0
 

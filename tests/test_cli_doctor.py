@@ -54,7 +54,7 @@ BROKEN = {
     "not a dump": '{"format": "something else"}',
     "a list": "[1, 2]",
     "another version": '{"format": "crossreduce dump", "version": 99}',
-    "fields missing": '{"format": "crossreduce dump", "version": 1, "group": "world"}',
+    "fields missing": '{"format": "crossreduce dump", "version": 2, "group": "world"}',
     "deep": "[" * 100_000,
 }
 
@@ -81,6 +81,40 @@ def test_without_a_readable_dump_the_exit_code_is_1(doctor, tmp_path, created):
     assert (code, out) == (1, "")
     assert ("CollectiveTimeout or PeerLostError" if created else "cannot be read: No such file") in err
     assert doctor(tmp_path / "d", "--json")[0] == 1
+
+
+@pytest.mark.parametrize(("size", "dumps"), [(20_000, 5), (1200, 1199)])
+def test_large_groups_are_reported_in_seconds(dump_directory, doctor, size, dumps):
+    """The report on 20,000 ranks takes less than 5 s of a CPU, and its table is limited to 200 ranks."""
+    hosts = tuple(tuple(range(first, first + 8)) for first in range(0, size, 8))
+    late = 7  # behind in the histories of the first host
+    writers = [rank for rank in range(dumps + 1) if rank != late]
+    first = new_dump(0, hosts=hosts)
+    for rank in writers:
+        known = [history(other, 40 - (other == late), pid=other + 50) for other in hosts[rank // 8]]
+        flight_recorder.write(first._replace(rank=rank, histories=tuple(known)))
+    for form in ([], ["--json"]):
+        start = time.process_time()
+        code, out, err = doctor(dump_directory, *form)
+        assert time.process_time() - start < 5
+        assert (code, err) == (0, "")
+        if form:
+            (incident,) = json.loads(out)["incidents"]
+            assert len(incident["ranks"]) == size
+            assert incident["behind"] == [late]
+            assert len(incident["missing"]) == (size - 8 if dumps < 8 else 0)
+        else:
+            assert re.search(rf"rank {late} \(pid 57 on .*\) is behind: it was in op 39", out)
+            assert f"{size - 200} of {size} ranks are not in the table; --json has all of them." in out
+
+
+def test_many_ranks_that_are_behind_have_one_sentence(dump_directory, doctor):
+    """Up to 20 ranks that are behind have a sentence each, the others share one."""
+    known = [history(rank, 3 if rank else 4) for rank in range(100)]
+    flight_recorder.write(new_dump(0, *known, hosts=(tuple(range(100)),)))
+    out = doctor(dump_directory)[1]
+    assert len(re.findall(r"^rank \d+ \(.*\) is behind: ", out, re.MULTILINE)) == 20
+    assert "The same, or similar, is true of ranks 21-99." in out
 
 
 def test_a_rank_that_stopped_in_the_call_is_suspected(dump_directory, doctor):
@@ -170,8 +204,8 @@ def test_a_stopped_rank_is_found_in_the_dumps_of_the_others(dump_directory, doct
         assert isinstance(error, cr.CollectiveTimeout), error
         assert error.ranks == (2,)
         assert f"crossreduce doctor {dump_directory}" in str(error)
-    first = next(dump for dump in flight_recorder.read(dump_directory).dumps if dump.rank == 0)
-    assert [len(history.ops) for history in first.histories] == [32] * 3
+    first = json.loads((dump_directory / "rank0.json").read_text())
+    assert [len(history["ops"]) for history in first["histories"]] == [32] * 3
     code, out, err = doctor(dump_directory)
     assert (code, err) == (0, "")
     assert re.search(

@@ -1,8 +1,10 @@
 """The flight recorder: dumps that ranks write when their group breaks, and that are read back."""
 
+import itertools
 import json
 import math
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -26,6 +28,32 @@ def test_a_written_dump_is_read_back(dump_directory):
     assert [each.name for each in dump_directory.iterdir()] == ["rank2.json"]
     assert flight_recorder.read(dump_directory) == ((dump,), ())
     assert [len(each.ops) for each in dump.histories] == [32] * 4
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_hosts_are_read_back(dump_directory, seed):
+    """Hosts of any ranks, in any order, are written and read back unchanged."""
+    rng = random.Random(seed)
+    ranks = list(range(rng.randint(1, 60)))
+    if seed % 3 == 0:
+        rng.shuffle(ranks)
+    ends = sorted(
+        rng.sample(range(1, len(ranks)), rng.randint(0, len(ranks) - 1)) if seed % 2 else range(2, len(ranks), 2)
+    )
+    hosts = tuple(tuple(ranks[a:b]) for a, b in itertools.pairwise([0, *ends, len(ranks)]))
+    dump = new_dump(0, history(0, 1), hosts=hosts)
+    flight_recorder.write(dump)
+    assert flight_recorder.read(dump_directory) == ((dump,), ())
+
+
+def test_the_histories_of_ranks_without_a_dump_are_in_the_newest_dump_of_their_host(dump_directory):
+    """A dump that is read has its own rank's history; a host's newest one also has those of ranks that wrote none."""
+    for rank, now in ((0, 50.0), (1, 60.0), (4, 70.0)):
+        host = range(4) if rank < 4 else range(4, 6)
+        dump = new_dump(rank, *(history(other, 9) for other in host), hosts=((0, 1, 2, 3), (4, 5)))
+        flight_recorder.write(dump._replace(now_s=now))
+    found = flight_recorder.read(dump_directory).dumps
+    assert [[each.rank for each in dump.histories] for dump in found] == [[0], [1, 2, 3], [4, 5]]
 
 
 def test_stacks_of_all_threads_are_written_but_no_values(dump_directory, monkeypatch):
@@ -136,11 +164,11 @@ def test_a_rank_killed_while_it_writes_leaves_no_partial_dump(dump_directory):
 
 BROKEN = {
     "empty": "",
-    "cut short": '{"format": "crossreduce dump", "version": 1, "group"',
+    "cut short": '{"format": "crossreduce dump", "version": 2, "group"',
     "not a dump": '{"format": "something else"}',
     "a list": "[1, 2]",
     "another version": '{"format": "crossreduce dump", "version": 99}',
-    "fields missing": '{"format": "crossreduce dump", "version": 1, "group": "world"}',
+    "fields missing": '{"format": "crossreduce dump", "version": 2, "group": "world"}',
     "deep": "[" * 100_000,
 }
 
@@ -159,8 +187,12 @@ def test_a_broken_file_is_a_problem(dump_directory, content):
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("rank", "0"), ("rank", True), ("rank", -1), ("rank", 4), ("size", 3), ("hosts", [[0, 1], [1, 2, 3]]),
-    ("hosts", [7]), ("histories", [3]), ("histories", [{"rank": 0, "ops": [{"sequence": 1}]}]), ("threads", {}),
+    ("rank", "0"), ("rank", True), ("rank", -1), ("rank", 4), ("size", 3), ("hosts", [[0, 1], [2, 3]]),
+    ("hosts", "0-1;1-3"), ("hosts", ""), ("hosts", "0-3;"), ("hosts", "3-0"), ("hosts", "0-999999999"),
+    ("hosts", "0-3x0"), ("hosts", "0-3x2"), ("hosts", "0-1x2x2"), ("hosts", "0-99x9999999"), ("hosts", "0-1x1,3"),
+    ("histories", [3]), ("histories", [{"rank": 0, "ops": [{"sequence": 1}]}]), ("histories", [{"rank": [0]}]),
+    ("histories", [{"rank": 0, "ops": ["1 2 3"]}]), ("histories", [{"rank": 0, "ops": ["1 nan - x"]}]),
+    ("threads", {}), ("threads", [{"name": "x", "stack": [{"file": "f", "line": -1, "function": "g", "code": ""}]}]),
     ("now_s", None), pytest.param("now_s", 10**400, id="now_s-huge"), ("now_s", math.nan), ("now_s", -math.inf),
 ])  # fmt: skip
 def test_a_malformed_field_is_a_problem(dump_directory, field, value):

@@ -66,7 +66,7 @@ def blocks():
 def live(framework):
     """Return the bytes of results in use, after a call of the framework: JAX frees wrapped memory only in its calls."""
     framework.array(np.zeros(1))
-    return kernels.usage()["live"]
+    return kernels.memory_usage()["live"]
 
 
 def put(framework, xs):

@@ -27,7 +27,7 @@ PACKAGES = {
 
 # Lowest first: a file imports from its own top-level file or folder and from lower floors, never from others.
 FLOORS = (
-    ("errors", "autograph"),
+    ("errors", "autograph", "threads"),
     ("ops", "devices"),
     ("kernels",),
     ("values",),

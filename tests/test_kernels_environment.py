@@ -1,14 +1,12 @@
-"""The environment variables of the kernels, their instruction set, and the pool of result memory."""
+"""The environment variables of the kernels, and their instruction set."""
 
 import json
 import os
 
-import numpy as np
 import pytest
 from kernel_cases import SETS, run_python
 
 from crossreduce import ArgumentError, BackendError, kernels
-from crossreduce.kernels import reference
 
 
 @pytest.fixture
@@ -81,7 +79,7 @@ for _ in range(2):
     assert kernel.run([[np.float16([1, 2, 40000]), np.float16([3, 4, 40000])]], [[out]], 2, True, True) is None
 memory = kernels.memory(1000)
 address = np.frombuffer(memory, np.uint8).ctypes.data
-found = out.tolist(), address % 64, len(memory), kernels.usage(), logged
+found = out.tolist(), address % 64, len(memory), kernels.memory_usage(), logged
 kernels.empty_cache()
 print(json.dumps((kernels.instruction_set(), type(kernel).__module__, *found)))
 """
@@ -149,116 +147,3 @@ def test_nothing_is_printed_by_default():
     """A program that does not configure logging prints nothing."""
     done = run_python(ABSENT + "from crossreduce import kernels; kernels.instruction_set()")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-# Result memory
-
-
-def address(memory):
-    return np.frombuffer(memory, np.uint8).ctypes.data if len(memory) else 0
-
-
-@pytest.mark.parametrize("allocate", [kernels.memory, reference.memory], ids=["kernels", "reference"])
-def test_memory_is_aligned_and_writable(allocate):
-    """Memory has the requested size, starts at a cache line, and is shared with no other memory."""
-    for nbytes in (0, 1, 63, 64, 65, 1000, 4096, (1 << 21) - 1, 1 << 21, (1 << 22) + 5):
-        blocks = [allocate(nbytes) for _ in range(3)]
-        for k, memory in enumerate(blocks):
-            view = memoryview(memory)
-            assert (view.nbytes, view.readonly, len(memory)) == (nbytes, False, nbytes)
-            assert address(memory) % 64 == 0
-            np.frombuffer(memory, np.uint8)[:] = k
-        for k, memory in enumerate(blocks):
-            assert bytes(memory) == bytes([k]) * nbytes
-
-
-@pytest.mark.parametrize(
-    ("size", "fault"),
-    [
-        (-1, "negative"),
-        ("1", "integer"),
-        (1.5, "integer"),
-        (None, "integer"),
-        (1 << 70, "too large|too big|cannot fit"),
-    ],
-)
-def test_memory_of_an_invalid_size_is_refused(size, fault):
-    """A size that is negative, too large or not an integer raises."""
-    with pytest.raises((ValueError, TypeError, OverflowError), match=fault):
-        kernels.memory(size)
-
-
-def test_an_allocation_that_fails_raises():
-    """If the system has not enough memory, ``MemoryError`` is raised and the usage does not change."""
-    before = kernels.usage()["live"]
-    with pytest.raises(MemoryError):
-        kernels.memory(1 << 62)
-    assert kernels.usage()["live"] == before
-
-
-def test_freed_memory_is_reused():
-    """The next request of the same size receives the freed memory; a request of another size does not."""
-    kernels.memory(1 << 20)  # raises the peak of memory in use, up to which memory is pooled
-    kernels.empty_cache()
-    first = kernels.memory(123_457)
-    freed = address(first)
-    before = kernels.usage()
-    del first
-    assert kernels.usage()["pooled"] == before["pooled"] + 123_457
-    assert address(kernels.memory(123_456)) != freed
-    again = kernels.memory(123_457)
-    assert address(again) == freed
-    assert kernels.usage()["live"] == before["live"]
-
-
-def test_a_view_keeps_its_memory():
-    """Memory is not reused while an array uses it."""
-    array = np.frombuffer(kernels.memory(77_777), np.uint8)
-    array[:] = 3
-    others = [kernels.memory(77_777) for _ in range(3)]
-    assert array.ctypes.data not in map(address, others)
-    assert (array == 3).all()
-
-
-def test_the_pool_can_be_emptied():
-    """``empty_cache`` frees all pooled memory and no memory in use."""
-    used = kernels.memory(5000)
-    np.frombuffer(used, np.uint8)[:] = 9
-    for nbytes in (0, 1, 100, 1 << 22):
-        kernels.memory(nbytes)
-    kernels.empty_cache()
-    assert kernels.usage()["pooled"] == 0
-    assert bytes(used) == b"\t" * 5000
-
-
-ALLOCATE = """
-import random
-import numpy as np
-from crossreduce import kernels
-
-random.seed({seed})
-live, peak = [], 0
-for _ in range(2000):
-    action = random.random()
-    if action < 0.45 or not live:
-        live.append(kernels.memory(random.choice([0, 1, 64, 1000, 1000, 5000, 70_000, 3_000_000])))
-    elif action < 0.9:
-        live.pop(random.randrange(len(live)))
-    elif action < 0.98:
-        del live[random.randrange(len(live)) :]
-    else:
-        kernels.empty_cache()
-    usage, total = kernels.usage(), sum(map(len, live))
-    peak = max(peak, total)
-    assert (usage["live"], usage["peak"]) == (total, peak), (usage, total, peak)
-    assert usage["live"] + usage["pooled"] <= usage["peak"], usage
-    starts = sorted((np.frombuffer(x, np.uint8).ctypes.data, len(x)) for x in live if len(x))
-    assert all(a + n <= b for (a, n), (b, _) in zip(starts, starts[1:]))
-"""
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_pooled_memory_and_memory_in_use_never_exceed_the_peak(seed):
-    """The library never holds more memory than was once in use, and no two blocks overlap."""
-    done = run_python(ALLOCATE.format(seed=seed))  # in a new process, whose peak is that of these allocations
-    assert (done.returncode, done.stderr) == (0, "")

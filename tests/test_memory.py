@@ -20,7 +20,7 @@ def peak(run):
     """Return the most bytes that a run uses at once, its results included."""
     run()  # compiles and caches programs and kernels, whose memory is not counted
     gc.collect()
-    before = kernels.usage()["live"]
+    before = kernels.memory_usage()["live"]
     tracemalloc.start()
     try:
         results = run()
@@ -28,7 +28,7 @@ def peak(run):
     finally:
         tracemalloc.stop()
     assert results
-    return most + kernels.usage()["live"] - before
+    return most + kernels.memory_usage()["live"] - before
 
 
 @pytest.mark.parametrize(
@@ -65,19 +65,21 @@ def test_the_memory_of_freed_results_is_reused():
     ops = cr.AllReduceCrossDeviceOps("auto")
     gc.collect()
     kernels.empty_cache()
-    before = kernels.usage()["live"]
+    before = kernels.memory_usage()["live"]
     addresses = set()
     for _ in range(4):
         result = ops.reduce("sum", value, value)
         addresses.add(frozenset(x.__array_interface__["data"][0] for x in result))
-        assert 0 <= kernels.usage()["live"] - before - REPLICAS * NBYTES <= REPLICAS * 64  # for NumPy's alignment
+        assert (
+            0 <= kernels.memory_usage()["live"] - before - REPLICAS * NBYTES <= REPLICAS * 64
+        )  # for NumPy's alignment
         del result
-        usage = kernels.usage()
+        usage = kernels.memory_usage()
         assert usage["pooled"] >= REPLICAS * NBYTES
         assert usage["live"] + usage["pooled"] <= usage["peak"]
     assert len(addresses) == 1
     kernels.empty_cache()
-    assert kernels.usage()["pooled"] == 0
+    assert kernels.memory_usage()["pooled"] == 0
 
 
 PEAK = """

@@ -29,6 +29,7 @@ from .errors import (
     StalledError,
     UnsupportedError,
 )
+from .kernels import empty_cache, memory_usage
 from .ops import ReduceOp
 from .options import CollectiveHints, CommunicationOptions
 from .planning import Bound, Plan, bound, plan
@@ -96,10 +97,12 @@ __all__ = [
     "VariableSynchronization",
     "all_reduce",
     "bound",
+    "empty_cache",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "memory_usage",
     "plan",
     "simulate",
     "verify",

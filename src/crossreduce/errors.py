@@ -168,7 +168,7 @@ def shown(value: object, limit: int = 120) -> str:
     '[1, 2] (list)'
     """
     try:
-        text = " ".join(repr(value).split())
+        text = " ".join(repr(value[: limit + 1] if isinstance(value, (str, bytes)) else value).split())
     except Exception:  # noqa: BLE001 - a broken __repr__ must not hide the error that is being reported
         text = "<no repr>"
     if len(text) > limit:

@@ -6,12 +6,14 @@ dump; its state is taken from the dumps of the other ranks of its host, which re
 
 from __future__ import annotations
 
+import gc
 import json as json_module
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import chain, groupby, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -25,6 +27,8 @@ from ..ranks.shared_memory import LEFT
 from .output import print_lines, terminal
 
 _MAX_FRAMES: Final = 3
+_MAX_FINDINGS: Final = 20  # ranks with a sentence of their own
+_MAX_ROWS: Final = 200  # of the table, which takes a millisecond per row
 _UNKNOWN: Final = "which no rank's dump describes."
 _NO_DUMP_BECAUSE: Final = ": it was stopped, busy or dead"
 # Frames of crossreduce.ranks, crossreduce.torch and torch.distributed: shown only if a stack has no others.
@@ -71,9 +75,15 @@ def doctor(
     CROSSREDUCE_DUMP_DIR, or into the directory that the error names. The
     exit code is 1 if no dump can be read.
     """
-    found = read(directory)
-    groups = groupby(found.dumps, key=lambda dump: (dump.group, dump.token))
-    incidents = [diagnose(list(dumps)) for _, dumps in groups]
+    enabled = gc.isenabled()
+    gc.disable()  # nothing is garbage before the report; with 20,000 dumps, looking for it takes as long as reading
+    try:
+        found = read(directory)
+        groups = groupby(found.dumps, key=lambda dump: (dump.group, dump.token))
+        incidents = [diagnose(list(dumps)) for _, dumps in groups]
+    finally:
+        if enabled:
+            gc.enable()
     if json:
         report = {"incidents": [asdict(each) for each in incidents], "problems": list(found.problems)}
         print(json_module.dumps(report, indent=2))
@@ -90,7 +100,8 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
     """Return the failure that the dumps of one group's ranks describe; one dump, of any rank, is enough."""
     newest = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.now_s)}
     first = min(newest.values(), key=lambda dump: (dump.time, dump.rank))
-    by_rank = {rank: _state(rank, first, newest) for rank in sorted(rank for host in first.hosts for rank in host)}
+    states = [state for k in range(len(first.hosts)) for state in _states(k, first.hosts[k], newest)]
+    by_rank = {state.rank: state for state in sorted(states, key=lambda state: state.rank)}
     states = list(by_rank.values())
     last = max(state.sequence for state in states)
     text = next(state.text for state in states if state.sequence == last)
@@ -101,8 +112,13 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
         in_last = [state for state in states if state.sequence == last and state.state == "running"]
         behind = [state.rank for state in in_last if not state.dumped]
     ended = re.search(" (died|left|was interrupted|were interrupted) ", first.cause.split("\n")[0])
-    findings = [_finding(by_rank[rank], last, text, "" if ended else _NO_DUMP_BECAUSE) for rank in sorted(behind)]
-    waiting = [state.rank for state in states if state.sequence == last and state.rank not in behind]
+    behind.sort()
+    because = "" if ended else _NO_DUMP_BECAUSE
+    findings = [_finding(by_rank[rank], last, text, because) for rank in behind[:_MAX_FINDINGS]]
+    if behind[_MAX_FINDINGS:]:
+        findings.append(f"The same, or similar, is true of {rank_list(behind[_MAX_FINDINGS:])}.")
+    blamed = set(behind)
+    waiting = [state.rank for state in states if state.sequence == last and state.rank not in blamed]
     running = [rank for rank in waiting if by_rank[rank].state == "running"]
     if running and last:
         findings.append(f"{rank_list(running)} {'was' if len(running) == 1 else 'were'} in op {last}, {text}.")
@@ -125,31 +141,43 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
     )
 
 
-def _state(rank: int, first: Dump, dumps: dict[int, Dump]) -> RankState:
-    """Return a rank's state at the time of its host's first abort, from its own dump or else the latest of its host."""
-    host = next(k for k, ranks in enumerate(first.hosts) if rank in ranks)
-    own = dumps.get(rank)
-    beside = [dumps[other] for other in first.hosts[host] if other in dumps]
-    sources = [own] if own is not None else sorted(beside, key=lambda dump: -dump.now_s)
-    recorded = next((history for dump in sources for history in dump.histories if history.rank == rank), None)
-    history = recorded or History(rank, ())
+def _states(number: int, host: Sequence[int], dumps: dict[int, Dump]) -> Iterator[RankState]:
+    """Yield the states of a host's ranks at the time of its first abort, each from its own dump or else the latest."""
+    beside = [dumps[rank] for rank in host if rank in dumps]
     # A late rank may write its dump after it has made the missing call. The ranks of a host share a clock, so all
     # histories of a host are cut at the time of its first abort.
     now_s = min((dump.now_s for dump in beside), default=0.0)
-    ops = [op._replace(ended_s=None if op.ended_s is None or op.ended_s > now_s else op.ended_s) for op in history.ops]
-    before = [op for op in ops if op.started_s <= now_s]
-    op = max(before, default=None)
+    latest = sorted(beside, key=lambda dump: -dump.now_s)
+    described = {history.rank: history for dump in reversed(latest) for history in dump.histories}
+    for rank in host:
+        own = dumps.get(rank)
+        hostname = (own or latest[0]).hostname if latest else None
+        if own is not None:
+            history = next((each for each in own.histories if each.rank == rank), None)
+        else:
+            history = described.get(rank)
+        yield _state(rank, number, hostname, own, history, now_s)
+
+
+def _state(
+    rank: int, host: int, hostname: str | None, own: Dump | None, recorded: History | None, now_s: float
+) -> RankState:
+    """Return a rank's state at a time from its own dump and its history."""
+    history = recorded or History(rank, ())
+    before = [op for op in history.ops if op.started_s <= now_s]
+    op = max(before, key=_sequence, default=None)
     left = op is not None and op.text == LEFT
     if left:
-        op = max((each for each in before if each.text != LEFT), default=None)
+        op = max((each for each in before if each.text != LEFT), key=_sequence, default=None)
     state = "unknown" if recorded is None else "left" if left else "idle" if op is None else "finished"
-    if state == "finished" and op is not None and op.ended_s is None:
+    ended_s = None if op is None or op.ended_s is None or op.ended_s > now_s else op.ended_s
+    if state == "finished" and ended_s is None:
         state = "running"
-    seconds = None if op is None else now_s - (op.started_s if op.ended_s is None else op.ended_s)
+    seconds = None if op is None else now_s - (op.started_s if ended_s is None else ended_s)
     return RankState(
         rank=rank,
         host=host,
-        hostname=next((dump.hostname for dump in [*sources, *beside]), None),
+        hostname=hostname,
         pid=own.pid if own is not None else history.pid,
         sequence=op.sequence if op else 0,
         text=op.text if op else "",
@@ -158,6 +186,9 @@ def _state(rank: int, first: Dump, dumps: dict[int, Dump]) -> RankState:
         dumped=own is not None,
         stack=_stack(own.threads) if own is not None else (),
     )
+
+
+_sequence: Final = attrgetter("sequence")
 
 
 def _finding(state: RankState, last: int, text: str, because: str) -> str:
@@ -197,14 +228,21 @@ def _show(each: Incident) -> None:
     print_lines(map(_printable, [title, *each.findings, "The ranks raised:", *each.cause.splitlines()]))
     table = Table("rank", "host", "pid", "op", "call", "state", "elapsed", "dump")
     table.add_column("stack", overflow="fold")  # never cut off: it ends with the line number
-    for state in each.ranks:
+    blamed = {*each.behind, *each.missing}
+    first = chain(sorted(blamed), each.without_dump, (state.rank for state in each.ranks))
+    listed = set(islice(dict.fromkeys(first), _MAX_ROWS))
+    for state in (state for state in each.ranks if state.rank in listed):
         numbers = [str(state.rank), state.hostname or "-", str(state.pid or "-"), str(state.sequence or "-")]
         elapsed = "-" if state.seconds is None else f"{state.seconds:.1f} s"
         dumped, stack = "yes" if state.dumped else "no", "\n".join(state.stack) or "-"
         cells = [*numbers, state.text or "-", state.state, elapsed, dumped, stack]
-        style = "bold red" if state.rank in (*each.behind, *each.missing) else ""
+        style = "bold red" if state.rank in blamed else ""
         table.add_row(*(Text("\n".join(map(_printable, cell.split("\n")))) for cell in cells), style=style)
     terminal().print(table)
+    if len(each.ranks) > len(listed):
+        print(
+            f"{len(each.ranks) - len(listed)} of {len(each.ranks)} ranks are not in the table; --json has all of them."
+        )
 
 
 def _printable(text: str) -> str:

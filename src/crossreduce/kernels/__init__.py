@@ -146,7 +146,7 @@ def compile_kernel(
 def memory(nbytes: int) -> Any:
     """Return new memory with the buffer protocol, aligned to 64 bytes; its content is undefined.
 
-    The compiled module keeps freed memory in a pool, for requests of the same size (see ``usage``).
+    The compiled module keeps freed memory in a pool, for requests of the same size (see ``memory_usage``).
     """
     if native():
         return native().Memory(nbytes)
@@ -155,18 +155,47 @@ def memory(nbytes: int) -> Any:
     return aligned(nbytes)
 
 
-def usage() -> dict[str, int]:
-    """Return the bytes of ``memory`` in use (``live``), in the pool (``pooled``), and the most ever in use (``peak``).
+def memory_usage() -> dict[str, int]:
+    """Return the bytes of the memory that this process uses for results.
 
-    ``live`` and ``pooled`` together never exceed ``peak``. Without the compiled module all three are 0.
+    It counts results of at least 128 KiB in NumPy and torch, and all results in JAX and TensorFlow. The memory of freed
+    results is kept for later ones; after 5 seconds without use it is returned to the system.
+
+    Returns:
+      A dict: ``"live"``, the bytes that results use now; ``"pooled"``, the bytes that are kept; ``"peak"``, the most
+      bytes that results ever used at once. ``live`` and ``pooled`` together never exceed ``peak``. Without the compiled
+      kernels all three are 0.
+
+    >>> import numpy as np
+    >>> import crossreduce as cr
+    >>> cr.empty_cache()
+    >>> before = cr.memory_usage()["live"]
+    >>> reduced = cr.all_reduce([np.ones(1 << 20, "float32"), np.ones(1 << 20, "float32")])  # 2 results of 4 MiB
+    >>> usage = cr.memory_usage()
+    >>> usage["live"] - before >= 8 << 20 or usage["peak"] == 0
+    True
     """
-    return dict(native().usage()) if native() else {"live": 0, "pooled": 0, "peak": 0}
+    return dict(native().memory_usage()) if native() else {"live": 0, "pooled": 0, "peak": 0}
 
 
 def empty_cache() -> None:
-    """Return pooled memory to the system."""
+    """Return the memory of freed results to the system at once, instead of after 5 seconds without use.
+
+    >>> import crossreduce as cr
+    >>> cr.empty_cache()
+    >>> cr.memory_usage()["pooled"]
+    0
+    """
     if native():
         native().empty_pool()
+
+
+def available_memory() -> int:
+    """Return the bytes that this process may still allocate, as far as the machine and its control groups report them.
+
+    Where nothing is reported, and without the compiled kernels, the result is 2^62.
+    """
+    return int(native().available_memory()) if native() else 1 << 62
 
 
 def threads() -> int:

@@ -19,18 +19,16 @@ import stat
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from .. import kernels
 from ..errors import ReductionError, message
 from ..transports.base import Rendezvous
 
 _LOG: Final = logging.getLogger("crossreduce")
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")  # names of abstract sockets belong to one network namespace
-_CGROUP: Final = Path("/proc/self/cgroup")
-_CGROUPS: Final = Path("/sys/fs/cgroup")
 _CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process, user, group
 _MESSAGES: Final = 128  # sent before any is read: the buffer of a socket has room for 278, and two batches may be in it
 _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; kernels before 6.3 do not support it
@@ -157,7 +155,7 @@ def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[i
 
 def _memory(nbytes: int) -> int:
     """Return a file descriptor of allocated memory of fixed size that only this user can open."""
-    available = _available()
+    available = kernels.available_memory()
     if nbytes > available:  # Linux would kill processes before it refused to allocate
         raise OSError(errno.ENOMEM, f"{available} bytes are available")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -175,33 +173,6 @@ def _memory(nbytes: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _available() -> int:
-    """Return the bytes that this process may still allocate, as far as the system reports them."""
-    found = [1 << 62]
-    with suppress(OSError, ValueError, IndexError):
-        rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines())
-        found.append(int(rows["MemAvailable"].split()[0]) << 10)
-    with suppress(OSError):
-        for row in _CGROUP.read_text().splitlines():
-            _, kind, group = row.split(":", 2)
-            version = {"": ("", "memory.max", "memory.current", "inactive_file")}.get(kind)
-            if "memory" in kind.split(","):
-                version = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            if version is None:
-                continue
-            root, limit, usage, cache = version
-            top = Path(_CGROUPS, root)
-            own = top / group.lstrip("/")
-            for place in (own, *own.parents):  # a parent may have the limit; in a container, ``top`` may be the group
-                with suppress(OSError, ValueError, KeyError):  # without a limit the file is missing or contains "max"
-                    stats = dict(line.split() for line in Path(place, "memory.stat").read_text().splitlines())
-                    most, used = (int(Path(place, name).read_text()) for name in (limit, usage))
-                    found.append(max(0, most - used + int(stats[cache])))
-                if place == top:
-                    break
-    return min(found)
 
 
 # A rank of a host sends the memory through datagram sockets that processes of other programs and users cannot reach,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 from weakref import WeakMethod
 
+from ..threads import start_thread
 from ..transports.base import PendingMessage, Transport
 
 _LOG: Final = logging.getLogger("crossreduce")
@@ -41,7 +42,7 @@ class WatchedTransport:
             target=_check_repeatedly, args=(WeakMethod(check), self._closed), name="crossreduce watchdog", daemon=True
         )
         try:
-            self._thread.start()
+            start_thread(self._thread)
         except RuntimeError as error:  # the other ranks already expect this one, so it continues
             _LOG.warning("this rank will not warn if another host is late: %s", error)
 

@@ -21,6 +21,7 @@ from time import monotonic
 from typing import Any, Final
 
 from ..errors import ContextError, MismatchError, ReductionError, StalledError
+from ..threads import start_thread
 
 TIMEOUT_S: Final = 600.0
 """How long replicas wait for each other by default: as long as torch.distributed's NCCL operations."""
@@ -87,7 +88,7 @@ class ReplicaGroup:
             threads.append(threading.Thread(target=copy_context().run, args=call, name=name, daemon=True))
         try:
             for thread in threads:
-                thread.start()
+                start_thread(thread)
             self._serve()
             left = self._join(threads)
         except BaseException as error:  # usually Ctrl-C; or a thread that cannot be started

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CollectiveTimeout, ContextError
+from ..threads import start_thread
 
 
 class Finished(dist.Work):  # type: ignore[misc]
@@ -202,9 +203,17 @@ class OpQueue:
             self._pending += 1
             self._queue.put(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run_all, name=f"crossreduce {self.name}", daemon=True)
-                self._thread.start()
+                self._start()
         return work
+
+    def _start(self) -> None:
+        """Start the queue's thread; the caller holds the lock."""
+        self._thread = threading.Thread(target=self._run_all, name=f"crossreduce {self.name}", daemon=True)
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            self._thread = None  # if it has started, it ends at once; the next op starts another one
+            raise
 
     def require_open(self) -> None:
         """Raise ``ContextError`` if the group was destroyed, or belongs to the process this one was forked from."""
@@ -223,6 +232,9 @@ class OpQueue:
         return True
 
     def _run_all(self) -> None:
+        with self._lock:
+            if threading.current_thread() is not self._thread:
+                return
         while self.run_next():
             pass
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ..errors import CollectiveTimeout, decoded, message, rank_list
+from ..threads import start_thread
 
 _GATHER, _CAUSE = 1, 2  # the tags of MpiRendezvous's messages
 _FIRST_TAG: Final = 16  # the smallest tag of the transport's messages
@@ -120,12 +121,16 @@ class MpiTransport:
         self.messages.add(made)
         if self._threads and self._thread is None:
             self._thread = threading.Thread(target=self._test_repeatedly, name="crossreduce-mpi", daemon=True)
-            self._thread.start()
+            try:
+                start_thread(self._thread)
+            except BaseException:
+                self._thread = None  # if it has started, it ends soon
+                raise
         self._wake.set()
         return made
 
     def _test_repeatedly(self) -> None:
-        while not self.aborted:
+        while not self.aborted and threading.current_thread() is self._thread:
             self._wake.wait()
             self._wake.clear()
             while self.messages and not self.aborted:

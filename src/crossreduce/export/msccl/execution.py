@@ -15,6 +15,7 @@ src/device/msccl_kernel.cu) and github.com/ROCm/rccl (src/device/msccl_kernel_im
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Final
@@ -34,6 +35,7 @@ MOST_FUSED: Final = 16  # the runtimes' MSCCL_MAX_REDUCE_FUSION
 # Larger files are not verified: at these limits it takes minutes and 1 GB. The runtimes' own limits are far lower.
 MOST_STEPS: Final = 1 << 16
 MOST_WORK: Final = 20_000_000
+_MOST_WAITS: Final = 32  # of a deadlock, in a message
 
 ThreadblockId = tuple[int, int]  # a GPU and the number of one of its threadblocks
 Connection = tuple[int, int, int]  # the sending GPU, the receiving GPU and the channel
@@ -95,9 +97,9 @@ class MscclProgram:
         """Return the step whose signal meets a dependency."""
         if target is None:
             raise self.error(step, f"waits for tb {block}, which gpu {step.gpu} does not have.")
-        for count, signalling in target.signals:
-            if count >= number:
-                return signalling
+        place = bisect_left(target.signals, (number, 0))  # the counters increase
+        if place < len(target.signals):
+            return target.signals[place][1]
         reason = "no step of that threadblock signals from there on (none has hasdep=1), so it would wait forever"
         raise self.error(step, f"waits for tb {block}, step {number}, but {reason}.")
 
@@ -286,4 +288,6 @@ class Execution:
             seen[threadblock] = f"{step} {reason}"
             threadblock = steps[target].threadblock
         cycle = list(seen)
-        return "; ".join(seen[key] for key in cycle[cycle.index(threadblock) :]) + "."
+        waits = [seen[key] for key in cycle[cycle.index(threadblock) :]]
+        more = [] if len(waits) <= _MOST_WAITS else [f"... ({len(waits)} waits in all)"]
+        return "; ".join(waits[:_MOST_WAITS] + more) + "."

@@ -34,6 +34,11 @@ MOST_PEERS: Final = 32  # MSCCL_MAX_NUM_THREAD_BLOCKS_PER_CHANNEL: send peers, a
 MOST_CHUNKS: Final = 32768  # an offset is an int16
 LAST_WAITED: Final = 127  # a dependency's threadblock is an int8
 LONGEST_TEXT: Final = 1 << 26
+# Larger files are refused before they take gigabytes. A file at the verifier's limits has fewer elements, and elements
+# of the format have at most 13 attributes.
+MOST_ELEMENTS: Final = 1 << 18
+MOST_ATTRIBUTES: Final = 64
+LONGEST_TAG: Final = 1 << 16  # bytes
 
 _NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")  # no leading zeros: the runtimes' strtol reads 010 as 8
 
@@ -105,7 +110,7 @@ class Algo(NamedTuple):
 def read_msccl_xml(text: str) -> Algo:
     """Return the content of an MSCCL XML file, after checks of its elements and attributes.
 
-    Document types and entities are refused, so reading takes time and memory in proportion to the text.
+    Document types, entities, long tags and many elements are refused, so reading takes seconds and less than 1 GB.
 
     Raises:
       ScheduleError: the text is not MSCCL XML; an attribute is missing or invalid; ids are not 0, 1, 2, ...
@@ -153,7 +158,7 @@ class _XmlElement:
     def text(self, key: str, at: str) -> str:
         if key not in self.attributes:
             problem = f"{at} (line {self.line}): <{self.name}> lacks the attribute {key}."
-            raise ScheduleError.of(problem, ", ".join(self.attributes) or "no attribute")
+            raise ScheduleError.of(problem, _cut(", ".join(self.attributes)) or "no attribute")
         return self.attributes[key]
 
     def number(self, key: str, at: str, least: int = 0, most: int | None = None) -> int:
@@ -175,8 +180,9 @@ _CHILDREN: Final = {"": "algo", "algo": "gpu", "gpu": "tb", "tb": "step", "step"
 def _parse(text: str) -> _XmlElement:
     from xml.parsers import expat  # loaded with the first file that is read
 
-    parser = expat.ParserCreate()
+    parser = expat.ParserCreate("utf-8")
     open_elements = [_XmlElement("", {}, 0)]
+    count = 0
 
     def start(name: str, attributes: dict[str, str]) -> None:
         parent = open_elements[-1]
@@ -185,6 +191,12 @@ def _parse(text: str) -> _XmlElement:
             inside = f"<{parent.name}>" if parent.name else "the file"
             problem = f"line {line}: {inside} must not contain an element <{name[:40]}>."
             raise ScheduleError.of(problem, "", "algo > gpu > tb > step, as in files of msccl-tools and RCCL")
+        nonlocal count
+        count += 1
+        if count > MOST_ELEMENTS or len(attributes) > MOST_ATTRIBUTES:
+            limits = f"up to {MOST_ELEMENTS} elements, each with up to {MOST_ATTRIBUTES} attributes"
+            given = f"element {count}, <{name}>, with {len(attributes)} attributes"
+            raise ScheduleError.of(f"line {line}: the file is too large to be read.", given, limits)
         element = _XmlElement(name, attributes, line)
         parent.children.append(element)
         open_elements.append(element)
@@ -201,7 +213,14 @@ def _parse(text: str) -> _XmlElement:
     parser.CharacterDataHandler = characters
     parser.StartDoctypeDeclHandler = refused
     try:
-        parser.Parse(text, True)
+        data = text.encode()
+        # In parts, because expat would first collect all attributes of a tag, however many there are.
+        for end in range(LONGEST_TAG, len(data) + LONGEST_TAG, LONGEST_TAG):
+            parser.Parse(data[end - LONGEST_TAG : end], False)
+            if end - parser.CurrentByteIndex > 2 * LONGEST_TAG:
+                problem = f"line {parser.CurrentLineNumber}: a tag or comment is longer than {LONGEST_TAG} bytes."
+                raise ScheduleError.of(problem, shown(data[parser.CurrentByteIndex :][:200].decode(errors="replace")))
+        parser.Parse(b"", True)
     except (expat.ExpatError, UnicodeError) as error:
         raise ScheduleError.of(f"this is not XML: {error}.", shown(text), "MSCCL XML") from error
     return open_elements[0].children[0]
@@ -212,7 +231,7 @@ def _ordered(elements: list[_XmlElement], what: str, count: int | None, at: str)
     found = {element.number("id", at): element for element in elements}
     wanted = len(elements) if count is None else count
     if sorted(found) != list(range(len(elements))) or len(elements) != wanted:
-        given = ", ".join(element.attributes["id"] for element in elements) or "none"
+        given = _cut(", ".join(element.attributes["id"] for element in elements)) or "none"
         problem = f"{at}: there must be {wanted} <{what}>, whose ids are 0, 1, 2, ..., each once."
         raise ScheduleError.of(problem, f"ids {given}", f"ids 0 to {wanted - 1}")
     return [found[number] for number in range(wanted)]
@@ -252,6 +271,10 @@ def _read_step(element: _XmlElement, number: int, block: str, send: int, recv: i
     count = element.number("cnt", at, least=0 if kind == "nop" else 1)
     threadblock, step = (element.number(key, at, least=-1) for key in ("depid", "deps"))
     return XmlStep(kind, spans[0], spans[1], count, threadblock, step, element.flag("hasdep", at))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def quoted(name: str) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ...errors import ArgumentError, ScheduleError, shown
 from ..collective import Location, require_integers
@@ -35,6 +35,8 @@ from .format import (
     quoted,
     read_msccl_xml,
 )
+
+_MOST_NOTES: Final = 32  # in a report as text
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class MscclReport:
             f"  {self.ngpus} GPUs, {self.channels} channels, {self.chunks} chunks, "
             f"{self.threadblocks} threadblocks per GPU, {self.steps} steps, {self.proto}"
         )
-        notes = [f"  note: {note}" for note in self.notes]
+        notes = [f"  note: {note}" for note in self.notes[:_MOST_NOTES]]
+        if len(self.notes) > _MOST_NOTES:
+            notes.append(f"  ... and {len(self.notes) - _MOST_NOTES} further notes")
         return "\n".join([f"{self.coll}{rooted}, {where}: right.", counts, *notes])
 
 

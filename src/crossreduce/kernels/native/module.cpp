@@ -1,6 +1,7 @@
 // The module crossreduce.kernels._native: result memory, instruction sets and threads; the classes of the other files.
 #include "module.hpp"
 
+#include "available_memory.hpp"
 #include "memory_pool.hpp"
 #include "thread_pool.hpp"
 
@@ -54,6 +55,20 @@ PyObject *empty(PyObject *, PyObject *) {
     Py_RETURN_NONE;
 }
 
+PyObject *trim(PyObject *, PyObject *args) {
+    double later;
+    Py_ssize_t available;
+    if (!PyArg_ParseTuple(args, "dn", &later, &available)) return nullptr;
+    trim_pool(later, static_cast<size_t>(available));
+    Py_RETURN_NONE;
+}
+
+PyObject *available(PyObject *, PyObject *args) {
+    const char *meminfo = "/proc/meminfo", *group = "/proc/self/cgroup", *groups = "/sys/fs/cgroup";
+    if (!PyArg_ParseTuple(args, "|sss", &meminfo, &group, &groups)) return nullptr;
+    return PyLong_FromSize_t(available_memory(meminfo, group, groups));
+}
+
 PyObject *supported(PyObject *, PyObject *) {
     PyObject *names = PyList_New(0);
     for (const char *name : {"avx512", "avx2", "baseline"}) {
@@ -68,8 +83,10 @@ PyObject *helpers(PyObject *, PyObject *) { return PyLong_FromLong(helpers_start
 
 PyMethodDef functions[] = {
     {"supported", supported, METH_NOARGS, "Return the instruction sets that this machine supports, best first."},
-    {"usage", usage, METH_NOARGS, "Return the bytes of result memory in use, in the pool, and the most ever in use."},
+    {"memory_usage", usage, METH_NOARGS, "Return the bytes of result memory in use, in the pool, and the most ever in use."},
     {"empty_pool", empty, METH_NOARGS, "Return pooled memory to the system."},
+    {"trim_pool", trim, METH_VARARGS, "Trim the pool as if some seconds had passed and some bytes were left; for tests."},
+    {"available_memory", available, METH_VARARGS, "Return the bytes that this process may still allocate."},
     {"helpers", helpers, METH_NOARGS, "Return the number of threads that the pool of this process has started."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -38,11 +38,11 @@ char *own_scratch(size_t nbytes) {
 void before_fork() { pthread_mutex_lock(&lock); }
 void after_fork() { pthread_mutex_unlock(&lock); }
 void in_child() { // a child has neither the helpers nor the threads that wait for them
-    pthread_mutex_init(&lock, nullptr);
     pthread_cond_init(&task_added, nullptr);
     pthread_cond_init(&helpers_done, nullptr);
     tasks = nullptr;
     started = 0;
+    pthread_mutex_unlock(&lock);
 }
 // The handlers are registered when the module is loaded, which holds the GIL. If the first run registered them, another
 // thread could fork at that moment without them, and its child would count helpers that it does not have.
@@ -98,19 +98,6 @@ void *help(void *) {
     }
 }
 
-void start_helpers(int count) { // the caller holds the lock
-    sigset_t all, before;
-    sigfillset(&all); // only the program's own threads handle signals
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    pthread_attr_t detached;
-    pthread_attr_init(&detached);
-    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
-    pthread_t thread;
-    while (started < count && pthread_create(&thread, &detached, help, nullptr) == 0) started++;
-    pthread_attr_destroy(&detached);
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-}
-
 } // namespace
 
 bool run_parallel(ParallelTask &task) {
@@ -119,7 +106,7 @@ bool run_parallel(ParallelTask &task) {
     task.helpers = static_cast<int>(std::min<long>(task.helpers, task.shares - 1)); // more helpers would have no share
     if (task.helpers > 0) {
         pthread_mutex_lock(&lock);
-        if (started < task.helpers) start_helpers(task.helpers);
+        while (started < task.helpers && start_thread(help)) started++;
         ParallelTask **end = &tasks;
         while (*end != nullptr) end = &(*end)->next;
         *end = &task;
@@ -137,3 +124,17 @@ bool run_parallel(ParallelTask &task) {
 }
 
 int helpers_started() { return started; }
+
+bool start_thread(void *(*function)(void *)) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_attr_t detached;
+    pthread_attr_init(&detached);
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    pthread_t thread;
+    const bool done = pthread_create(&thread, &detached, function, nullptr) == 0;
+    pthread_attr_destroy(&detached);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return done;
+}

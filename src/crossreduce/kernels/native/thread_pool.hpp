@@ -22,3 +22,6 @@ bool run_parallel(ParallelTask &task);
 
 // Return how many helpers this process has started.
 int helpers_started();
+
+// Start a thread that ends by itself and handles no signals: the program's own threads do. Return whether it started.
+bool start_thread(void *(*function)(void *));

@@ -1,0 +1,393 @@
+"""The memory of results: its pool, how long and how much the pool keeps, and the memory that the system has left."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kernel_cases import run_python
+
+from crossreduce import kernels
+from crossreduce.kernels import reference
+
+NATIVE = kernels.native()
+MIB = 1 << 20
+UNLIMITED = 1 << 62
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+def pooled():
+    return kernels.memory_usage()["pooled"]
+
+
+def address(memory):
+    return np.frombuffer(memory, np.uint8).ctypes.data if len(memory) else 0
+
+
+@pytest.mark.parametrize("allocate", [kernels.memory, reference.memory], ids=["kernels", "reference"])
+def test_memory_is_aligned_and_writable(allocate):
+    """Memory has the requested size, starts at a cache line, and is shared with no other memory."""
+    for nbytes in (0, 1, 63, 64, 65, 1000, 4096, (1 << 21) - 1, 1 << 21, (1 << 22) + 5):
+        blocks = [allocate(nbytes) for _ in range(3)]
+        for k, memory in enumerate(blocks):
+            view = memoryview(memory)
+            assert (view.nbytes, view.readonly, len(memory)) == (nbytes, False, nbytes)
+            assert address(memory) % 64 == 0
+            np.frombuffer(memory, np.uint8)[:] = k
+        for k, memory in enumerate(blocks):
+            assert bytes(memory) == bytes([k]) * nbytes
+
+
+@pytest.mark.parametrize(
+    ("size", "fault"),
+    [
+        (-1, "negative"),
+        ("1", "integer"),
+        (1.5, "integer"),
+        (None, "integer"),
+        (1 << 70, "too large|too big|cannot fit"),
+    ],
+)
+def test_memory_of_an_invalid_size_is_refused(size, fault):
+    """A size that is negative, too large or not an integer raises."""
+    with pytest.raises((ValueError, TypeError, OverflowError), match=fault):
+        kernels.memory(size)
+
+
+def test_an_allocation_that_fails_raises():
+    """If the system has not enough memory, ``MemoryError`` is raised and the usage does not change."""
+    before = kernels.memory_usage()["live"]
+    with pytest.raises(MemoryError):
+        kernels.memory(1 << 62)
+    assert kernels.memory_usage()["live"] == before
+
+
+def test_freed_memory_is_reused():
+    """The next request of the same size receives the freed memory; a request of another size does not."""
+    kernels.memory(1 << 20)  # raises the peak of memory in use, up to which memory is pooled
+    kernels.empty_cache()
+    first = kernels.memory(123_457)
+    freed = address(first)
+    before = kernels.memory_usage()
+    del first
+    assert kernels.memory_usage()["pooled"] == before["pooled"] + 123_457
+    assert address(kernels.memory(123_456)) != freed
+    again = kernels.memory(123_457)
+    assert address(again) == freed
+    assert kernels.memory_usage()["live"] == before["live"]
+
+
+def test_a_view_keeps_its_memory():
+    """Memory is not reused while an array uses it."""
+    array = np.frombuffer(kernels.memory(77_777), np.uint8)
+    array[:] = 3
+    others = [kernels.memory(77_777) for _ in range(3)]
+    assert array.ctypes.data not in map(address, others)
+    assert (array == 3).all()
+
+
+def test_the_pool_can_be_emptied():
+    """``empty_cache`` frees all pooled memory and no memory in use."""
+    used = kernels.memory(5000)
+    np.frombuffer(used, np.uint8)[:] = 9
+    for nbytes in (0, 1, 100, 1 << 22):
+        kernels.memory(nbytes)
+    kernels.empty_cache()
+    assert kernels.memory_usage()["pooled"] == 0
+    assert bytes(used) == b"\t" * 5000
+
+
+ALLOCATE = """
+import random
+import numpy as np
+from crossreduce import kernels
+
+random.seed({seed})
+live, peak = [], 0
+for _ in range(2000):
+    action = random.random()
+    if action < 0.45 or not live:
+        live.append(kernels.memory(random.choice([0, 1, 64, 1000, 1000, 5000, 70_000, 3_000_000])))
+    elif action < 0.9:
+        live.pop(random.randrange(len(live)))
+    elif action < 0.98:
+        del live[random.randrange(len(live)) :]
+    else:
+        kernels.empty_cache()
+    usage, total = kernels.memory_usage(), sum(map(len, live))
+    peak = max(peak, total)
+    assert (usage["live"], usage["peak"]) == (total, peak), (usage, total, peak)
+    assert usage["live"] + usage["pooled"] <= usage["peak"], usage
+    starts = sorted((np.frombuffer(x, np.uint8).ctypes.data, len(x)) for x in live if len(x))
+    assert all(a + n <= b for (a, n), (b, _) in zip(starts, starts[1:]))
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pooled_memory_and_memory_in_use_never_exceed_the_peak(seed):
+    """The library never holds more memory than was once in use, and no two blocks overlap."""
+    done = run_python(ALLOCATE.format(seed=seed))  # in a new process, whose peak is that of these allocations
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- How long and how much the pool keeps ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_pool():
+    """Empty the pool, and let it grow without a limit."""
+    NATIVE.trim_pool(10.0, UNLIMITED)
+    yield
+    NATIVE.trim_pool(10.0, UNLIMITED)
+
+
+@pytest.fixture
+def five_mib(empty_pool):
+    """Put blocks of 1, 1 and 3 MiB into the pool, and nothing else."""
+    blocks = [kernels.memory(nbytes) for nbytes in (MIB, MIB, 3 * MIB)]
+    del blocks
+    assert pooled() == 5 * MIB
+
+
+def test_memory_without_use_is_returned_after_five_seconds(five_mib):
+    """Blocks that were not used for 5 seconds go back to the system, others stay."""
+    NATIVE.trim_pool(3.0, UNLIMITED)
+    assert pooled() == 5 * MIB
+    NATIVE.trim_pool(5.0, UNLIMITED)
+    assert pooled() == 0
+
+
+@linux
+def test_the_pool_keeps_at_most_half_of_what_the_system_has_left(five_mib):
+    """The pool is limited to half of what would be left without it, and shrinks when less is left."""
+    NATIVE.trim_pool(0.0, 6 * MIB)  # without the pool, 11 MiB would be left
+    assert pooled() == 5 * MIB
+    NATIVE.trim_pool(0.0, 4 * MIB)
+    assert pooled() == 2 * MIB
+    NATIVE.trim_pool(0.0, 0)
+    assert pooled() == MIB
+    NATIVE.trim_pool(0.0, 0)
+    assert pooled() == 0
+
+
+@linux
+def test_memory_freed_beyond_the_limit_is_returned_at_once(five_mib):
+    """A freed block that the pool has no room for goes back to the system."""
+    NATIVE.trim_pool(0.0, 6 * MIB)
+    used = kernels.memory(2 * MIB)  # leaves 9 MiB without the pool, so it may keep 4 MiB
+    assert pooled() == 2 * MIB
+    NATIVE.trim_pool(0.0, 2 * MIB)
+    assert pooled() == 2 * MIB  # 4 MiB would be left
+    del used
+    assert pooled() == 2 * MIB  # 6 MiB would be left: not enough for 2 + 2 MiB
+
+
+def test_the_block_that_was_freed_last_is_reused_first(empty_pool):
+    """Blocks of one size that a program no longer needs stay unused, so that they are returned."""
+    blocks = [kernels.memory(234_567) for _ in range(4)]
+    while blocks:
+        freed = address(blocks[-1])
+        del blocks[-1]
+        again = kernels.memory(234_567)
+        assert address(again) == freed
+        del again
+
+
+@linux
+def test_the_pool_gives_way_to_a_request_that_fails():
+    """If the system refuses memory for a result, the pool is emptied, and the request succeeds."""
+    code = """
+import resource
+from crossreduce import kernels
+kernels.memory(400 << 20)
+kernels.empty_cache()
+blocks = [kernels.memory(64 << 20) for _ in range(3)]
+del blocks
+assert kernels.memory_usage()["pooled"] == 192 << 20
+with open("/proc/self/statm") as sizes:
+    now = int(sizes.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (100 << 20),) * 2)
+block = kernels.memory(150 << 20)
+print(kernels.memory_usage()["pooled"])
+"""
+    done = run_python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+WATCHED = """
+import os, signal, sys, time
+from crossreduce import kernels
+MIB = 1 << 20
+
+def resident():
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[1]) * os.sysconf("SC_PAGESIZE") // MIB
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def use(sizes):
+    blocks = [kernels.memory(nbytes) for nbytes in sizes]
+    for block in blocks:
+        memoryview(block)[::4096] = bytes(len(memoryview(block)[::4096]))
+
+def until(condition):
+    stop = time.monotonic() + 60
+    while not condition() and time.monotonic() < stop:
+        time.sleep(0.05)
+    assert condition()
+
+ALONE = threads()  # a sanitizer may have threads of its own
+"""
+
+
+@linux
+def test_results_that_were_dropped_leave_no_memory():
+    """A process that does nothing returns the memory of freed results, small and large, after 5 to 7 seconds."""
+    # The C library keeps freed blocks for the process once it has freed a larger one that it had mapped.
+    code = """
+before = resident()
+start = time.monotonic()
+use([20 * MIB, *[MIB + 64] * 200, *[200_000] * 200, *[64 * MIB] * 4])
+freed = time.monotonic()
+print(resident() - before >= 500, threads() == ALONE + 1)
+until(lambda: kernels.memory_usage()["pooled"] == 0)
+seconds = time.monotonic() - freed
+until(lambda: threads() == ALONE)
+print(resident() - before < 20, 4.5 < seconds)
+"""
+    done = run_python(WATCHED + code)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["True"] * 4, "")
+
+
+@linux
+def test_a_forked_child_starts_with_an_empty_pool():
+    """A child has neither the blocks of its parent's pool nor its thread; it fills and empties a pool of its own."""
+    code = """
+use([8 * MIB] * 8)
+print(kernels.memory_usage()["pooled"] // MIB, flush=True)
+for _ in range(3):  # children of children, too
+    child = os.fork()
+    if child:
+        print(kernels.memory_usage()["pooled"] // MIB, flush=True)
+        os._exit(os.waitpid(child, 0)[1] != 0)
+    assert threads() == ALONE and kernels.memory_usage()["pooled"] == 0
+    use([8 * MIB] * 3)
+    assert threads() == ALONE + 1 and kernels.memory_usage()["pooled"] == 24 * MIB
+until(lambda: threads() == ALONE and kernels.memory_usage()["pooled"] == 0)
+os._exit(0)
+"""
+    done = run_python(
+        WATCHED.replace("import os", "import warnings\nwarnings.simplefilter('ignore')\nimport os") + code
+    )
+    assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (0, ["24", "24", "64", "64"], "")
+
+
+@linux
+def test_the_thread_of_the_pool_handles_no_signals_and_does_not_delay_the_end():
+    """Signals reach the program's own threads only, and a process whose pool is full ends at once."""
+    code = """
+use([MIB])
+for task in os.listdir("/proc/self/task"):
+    with open(f"/proc/self/task/{task}/status") as lines:
+        mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk"))
+    blocked = [bool(mask >> (number - 1) & 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    assert blocked == [int(task) != os.getpid()] * 3
+print(time.monotonic())
+"""
+    done = run_python(WATCHED + code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - float(done.stdout) < 3
+
+
+def test_threads_and_forks_share_the_pool():
+    """Threads allocate and free without the interpreter's help while the pool is trimmed and the process forks."""
+    code = """
+import threading, warnings
+warnings.simplefilter("ignore")
+over = threading.Event()
+failed = []
+
+def work(seed):
+    try:
+        while not over.is_set():
+            blocks = [kernels.memory(1000 * (seed + k % 5)) for k in range(50)]
+            for k, block in enumerate(blocks):
+                memoryview(block)[:8] = k.to_bytes(8, "little")
+            assert [int.from_bytes(memoryview(block)[:8], "little") for block in blocks] == list(range(50))
+            del block, blocks
+    except BaseException as error:
+        failed.append(error)
+
+workers = [threading.Thread(target=work, args=(1 + k,)) for k in range(3)]
+for worker in workers:
+    worker.start()
+for turn in range(30):
+    kernels.native().trim_pool(10.0, turn % 2 * MIB)
+    child = os.fork()
+    if child == 0:
+        over.set()
+        use([MIB] * 3)
+        kernels.native().trim_pool(10.0, MIB)
+        os._exit(kernels.memory_usage()["pooled"] != 0)
+    assert os.waitpid(child, 0)[1] == 0
+over.set()
+for worker in workers:
+    worker.join()
+print(len(failed))
+"""
+    done = run_python(WATCHED + code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+# ---- The memory that the system has left ----------------------------------------------------------------------------
+
+
+@linux
+def test_the_available_memory_is_that_of_this_machine():
+    """It is more than nothing, and not more than the machine has."""
+    total = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert MIB < kernels.available_memory() <= total
+
+
+@pytest.mark.parametrize(("line", "limit", "usage", "cache"), [
+    ("0::/slice/job", "memory.max", "memory.current", "inactive_file"),
+    ("4:cpu,memory:/slice/job", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+])  # fmt: skip
+def test_the_smallest_limit_of_all_control_groups_counts(tmp_path, line, limit, usage, cache):
+    """The available memory is the least that any limit of this process's control group and its parent groups leaves."""
+    Path(tmp_path, "cgroup").write_text(f"3:cpuset:/\n{line}\n")
+    Path(tmp_path, "meminfo").write_text("MemTotal:       99999 kB\nMemAvailable:   20 kB\n")
+
+    def limited(group, most):
+        stats = f"x{cache} 7\n{cache}_x 8\n{cache} 500\n"
+        for name, text in ((limit, str(most)), (usage, "3000"), (f"{Path(limit).parent}/memory.stat", stats)):
+            path = Path(tmp_path, Path(name).parent, group, Path(name).name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    def left():
+        return NATIVE.available_memory(str(tmp_path / "meminfo"), str(tmp_path / "cgroup"), str(tmp_path))
+
+    limited("slice/job", "max")
+    assert left() == 20 << 10
+    limited("", 9000)
+    assert left() == 6500
+    limited("slice", 5000)
+    assert left() == 2500
+    limited("slice/job", 7000)
+    assert left() == 2500
+    limited("slice/job", 2000)
+    assert left() == 0
+
+
+@pytest.mark.parametrize("text", ["", "MemAvailable:\n", "MemAvailable: many kB\n", "0::\n:\n::::\n", "4:memory"])
+def test_files_of_another_form_limit_nothing(tmp_path, text):
+    """Without the files, or in files of another form, no limit is found."""
+    for name in ("meminfo", "cgroup"):
+        Path(tmp_path, name).write_text(text)
+    names = [str(tmp_path / name) for name in ("meminfo", "cgroup", "groups")]
+    assert NATIVE.available_memory(*names) == UNLIMITED
+    assert NATIVE.available_memory(*(f"{name}/missing" for name in names)) == UNLIMITED
