@@ -1,4 +1,7 @@
-"""Processes that stay and run one case after another, for hypothesis: a line of JSON in, a line of JSON out."""
+"""Processes that stay and run one case after another, for hypothesis.
+
+A process reads cases from stdin and writes outcomes to stdout, each a line of JSON. ``null`` ends it.
+"""
 
 import contextlib
 import json
@@ -25,15 +28,18 @@ class Fleet:
         if not self.running:
             self._start()
         try:
-            for process in self.running:
-                process.stdin.write(json.dumps(case).encode() + b"\n")
-                process.stdin.flush()
+            self._send(case)
             deadline = time.monotonic() + timeout_s
             return [json.loads(_line(process, deadline)) for process in self.running]
         except BaseException as error:
             self.close()
             error.add_note(self.log.read_text()[-5000:])
             raise
+
+    def _send(self, case):
+        for process in self.running:
+            process.stdin.write(json.dumps(case).encode() + b"\n")
+            process.stdin.flush()
 
     def _start(self):
         with self.log.open("ab") as log:
@@ -50,10 +56,9 @@ class Fleet:
                 )
 
     def finish(self, timeout_s=60):
-        """Close the processes' inputs, after which they end; return their exit statuses."""
-        for process in self.running:
-            process.stdin.close()
+        """Let the processes end, and return their exit statuses."""
         try:
+            self._send(None)
             return [process.wait(timeout_s) for process in self.running]
         finally:
             self.close()
@@ -61,9 +66,10 @@ class Fleet:
     def close(self):
         """End all processes."""
         for process in self.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            for how in (signal.SIGTERM, signal.SIGKILL):  # mpiexec ends its ranks only if it is not killed
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, how)
+                    process.wait(10)
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(OSError):
                     pipe.close()
