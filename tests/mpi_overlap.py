@@ -14,12 +14,12 @@ os.environ["CROSSREDUCE_HOST"] = sys.argv[1][rank]
 
 from crossreduce.ranks import programs  # noqa: E402
 
-programs.PIECE_BYTES = 128  # before other modules read it: small arrays have many pieces
+programs.PIECE_BYTES = 16  # before other modules read it: small arrays have many pieces
 
 from crossreduce import mpi  # noqa: E402
 from crossreduce.ranks import multi_host, one_host  # noqa: E402
 
-one_host.SMALL_BYTES = multi_host.SMALLEST_PIECE = 64
+one_host.SMALL_BYTES = multi_host.SMALLEST_PIECE = 16
 
 
 def array(made, views):

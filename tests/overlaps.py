@@ -3,6 +3,7 @@
 A case is a JSON value. On each rank all arrays are views of one buffer, whose content depends only on the rank. A view
 is ``[offset, shape, strides]``, in elements. ``ops`` are the collectives of a coalesced call, or a single one:
 ``reads`` and ``writes`` are the views of each rank, and rank ``src`` sends ``sizes[src][dst]`` elements to ``dst``.
+``repeats``: for each rank whether the tensor of the second op is that of the first.
 ``outcome_of`` runs a case on a rank. If elements of a rank's results share memory, every rank must raise an
 ``ArgumentError``, and no buffer may change; else every buffer must be the oracle's.
 """
@@ -50,8 +51,9 @@ def places(views):
 
 
 def is_shared(case):
-    """Return whether on some rank two elements of the results have the same position."""
-    written = [places([view for op in case["ops"] for view in op["writes"][rank]]) for rank in range(case["ranks"])]
+    """Return whether on some rank two elements of the results have the same position, though no tensor is repeated."""
+    ops = case["ops"][:1] + case["ops"][1 + all(case["repeats"]) :]
+    written = [places([view for op in ops for view in op["writes"][rank]]) for rank in range(case["ranks"])]
     return any(len(set(each.tolist())) < len(each) for each in written)
 
 
@@ -112,6 +114,9 @@ def cases(draw, ranks, forms):
     case |= {"late": draw(st.booleans()), "wide": draw(st.booleans())}
     several = form in ("coalesced", "several", "transposed")
     tables = [_sizes(draw, name, form, ranks) for _ in range(draw(st.integers(1 + several, 1 + 2 * several)))]
+    repeat = several and name in ("all_reduce", "broadcast") and draw(st.booleans())
+    tables[1:2] = tables[:1] * repeat or tables[1:2]
+    case["repeats"] = [repeat and draw(st.sampled_from([True, True, False])) for _ in range(ranks)]
     case["length"] = 3 * sum(sum(map(sum, table)) for table in tables) + 8
     case["ops"] = [{"sizes": table, "reads": [], "writes": []} for table in tables]
     for rank in range(ranks):
@@ -143,6 +148,9 @@ def _draw_views(draw, case, rank):
             reads, writes = results, writes and (name, case["form"], is_root) != ("broadcast", "single", True)
         op["reads"].append(reads if is_root or name != "scatter" else [])
         op["writes"].append(results if writes else [])
+    if case["repeats"][rank]:
+        for views in ("reads", "writes"):
+            case["ops"][1][views][rank] = case["ops"][0][views][rank]
 
 
 def _shapes(case, sizes, rank, written):

@@ -11,11 +11,11 @@ from overlaps import buffer, outcome_of
 
 from crossreduce.ranks import programs
 
-programs.PIECE_BYTES = 128  # before other modules read it: small arrays have many pieces
+programs.PIECE_BYTES = 16  # before other modules read it: small arrays have many pieces
 
 from crossreduce.ranks import multi_host, one_host  # noqa: E402
 
-one_host.SMALL_BYTES = multi_host.SMALLEST_PIECE = 64
+one_host.SMALL_BYTES = multi_host.SMALLEST_PIECE = 16
 
 import crossreduce.torch  # noqa: E402, F401
 
@@ -32,6 +32,8 @@ def started(case, rank, base):
     reads = [tensors(each["reads"][rank]) for each in case["ops"]]
     writes = [tensors(each["writes"][rank]) for each in case["ops"]]
     xs, ys = ([x for each in lists for x in each] for lists in (reads, writes))
+    if case["repeats"][rank]:
+        xs[1] = xs[0]
     chosen, sizes = dist.ReduceScatterOptions(), case["ops"][0]["sizes"]
     chosen.reduceOp = op
     uneven = len({size for row in sizes for size in row}) > 1

@@ -32,9 +32,11 @@ from .memory import (
     copy_back_all,
     equal_parts,
     memory,
+    raw,
     readable,
     separated,
     share_memory,
+    tensors_in,
     writable,
 )
 
@@ -139,7 +141,7 @@ class Collectives:
         inner = self._is_inner("broadcast", tensor, root)
         plain = readable(tensor)
         if inner:
-            _finish(self._gloo.broadcast, [_raw(plain)], _options(c10d.BroadcastOptions, rootRank=root))
+            _finish(self._gloo.broadcast, [raw(plain)], _options(c10d.BroadcastOptions, rootRank=root))
         else:
             self._communicator.broadcast(memory(plain), root)
         if root != self._rank:
@@ -166,7 +168,7 @@ class Collectives:
         if not apart:
             (source,) = separated([source], written, {0: written[self._rank].data_ptr()})
         if inner:
-            _finish(self._gloo.allgather, [list(map(_raw, written))], [_raw(source)])
+            _finish(self._gloo.allgather, [list(map(raw, written))], [raw(source)])
         else:
             self._communicator.all_gather(memory(source), [memory(x) for x in written])
         copy_back_all(results, written)
@@ -181,7 +183,7 @@ class Collectives:
         if not apart:  # the input may be this rank's part of the output
             (source,) = separated([source], [written], {0: written.data_ptr() + self._rank * source.nbytes})
         if inner:
-            _finish(self._gloo._allgather_base, _raw(written), _raw(source))
+            _finish(self._gloo._allgather_base, raw(written), raw(source))
         else:
             self._communicator.all_gather(memory(source), equal_parts(written, self._size))
         copy_back(output, written)
@@ -194,8 +196,8 @@ class Collectives:
         if not apart and root == self._rank:
             (source,) = separated([source], written, {0: written[root].data_ptr()})
         if inner:
-            into = [list(map(_raw, written))] if root == self._rank else []
-            _finish(self._gloo.gather, into, [_raw(source)], _options(c10d.GatherOptions, rootRank=root))
+            into = [list(map(raw, written))] if root == self._rank else []
+            _finish(self._gloo.gather, into, [raw(source)], _options(c10d.GatherOptions, rootRank=root))
         else:
             places = [memory(x) for x in written] if root == self._rank else None
             self._communicator.gather(memory(source), places, root)
@@ -209,8 +211,8 @@ class Collectives:
         if not apart:
             sources = separated(sources, [written], {root: written.data_ptr()})
         if inner:
-            of = [list(map(_raw, sources))] if root == self._rank else []
-            _finish(self._gloo.scatter, [_raw(written)], of, _options(c10d.ScatterOptions, rootRank=root))
+            of = [list(map(raw, sources))] if root == self._rank else []
+            _finish(self._gloo.scatter, [raw(written)], of, _options(c10d.ScatterOptions, rootRank=root))
         else:
             places = [memory(x) for x in sources] if root == self._rank else None
             self._communicator.scatter(places, memory(written), root)
@@ -260,7 +262,7 @@ class Collectives:
     def _exchange(self, result: Any, source: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
         width = source.shape[1:].numel() * source.element_size()
         splits = ([width * rows for rows in rooms], [width * rows for rows in sizes])
-        _finish(self._gloo.alltoall_base, _raw(result), _raw(source), *splits)
+        _finish(self._gloo.alltoall_base, raw(result), raw(source), *splits)
 
     def _are_splits(self, tensor: Any, splits: Sequence[int]) -> bool:
         if not tensor.ndim or not splits:
@@ -290,15 +292,27 @@ class Collectives:
 
         ``sources``: for each call the tensor or tensors that it reads; none: those of ``results``.
         """
-        written, read = _tensors(results), _tensors(sources)
-        if len(results) > 1 and not self._are_apart(method.__name__, written, read):
-            copies = iter(separated(read, written))  # no call may overwrite what a later one reads
-            sources = tuple(
-                [[next(copies) for _ in x] if isinstance(x, (list, tuple)) else next(copies) for x in each]
-                for each in sources
-            )
+        if len(results) > 1:
+            if not sources:
+                results = self._without_repeats(method.__name__, results)
+            written, read = tensors_in(results), tensors_in(sources)
+            if not self._are_apart(method.__name__, written, read):
+                copies = iter(separated(read, written))  # no call may overwrite what a later one reads
+                sources = tuple(
+                    [[next(copies) for _ in x] if isinstance(x, (list, tuple)) else next(copies) for x in each]
+                    for each in sources
+                )
         for tensors in zip(results, *sources, strict=True):
             method(*tensors, *options)
+
+    def _without_repeats(self, collective: str, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Return tensors without those that occur before. If there are any, all ranks must repeat the same ones."""
+        first: dict[int, int] = {}
+        order = [first.setdefault(id(x), k) for k, x in enumerate(tensors)]
+        if len(first) == len(order):
+            return tensors
+        self._communicator.agree(f"{collective} of tensors {order}, with results that share memory")
+        return [tensors[k] for k in first.values()]
 
     def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
         """Return the op for the communicator; ``None``: all ranks have agreed that gloo runs the collective.
@@ -394,12 +408,6 @@ def _name(tensor: Any) -> str:
     return name if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')}_{name}"
 
 
-def _raw(tensor: Any) -> Any:
-    """Return a plain tensor's memory as bytes, since gloo supports few dtypes."""
-    line = tensor.detach().as_strided((tensor.numel(),), (1,))  # a plain tensor of one element may have other strides
-    return line.view(torch.uint8)
-
-
 def _alike(tensors: Sequence[Any]) -> bool:
     return len({x.dtype for x in tensors}) == 1 and all(x.is_cpu for x in tensors)
 
@@ -414,7 +422,7 @@ def _finish(run: Callable[..., Any], *arguments: Any) -> None:
       PeerLostError: a connection was closed.
       CollectiveTimeout: the op did not complete in time.
     """
-    tensors = _tensors(arguments)
+    tensors = tensors_in(arguments)
     before = _references(tensors)
     try:
         work = run(*arguments)
@@ -433,13 +441,6 @@ def _finish(run: Callable[..., Any], *arguments: Any) -> None:
         deadline = time.monotonic() + _RELEASE_S
         while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < deadline:
             time.sleep(0)  # lets that thread use the interpreter
-
-
-def _tensors(given: Any) -> list[Any]:
-    """Return the tensors in nested lists. optree would not recognize lists while the interpreter shuts down."""
-    if isinstance(given, (list, tuple)):
-        return [tensor for each in given for tensor in _tensors(each)]
-    return [given] if isinstance(given, torch.Tensor) else []
 
 
 def _references(tensors: Sequence[Any]) -> list[int]:

@@ -35,6 +35,19 @@ def memory(tensor: Any) -> ArrayView:
     return ArrayView(tensor.data_ptr(), size, name, tuple(tensor.shape))
 
 
+def raw(tensor: Any) -> Any:
+    """Return a plain tensor's memory as bytes, since gloo supports few dtypes."""
+    line = tensor.detach().as_strided((tensor.numel(),), (1,))  # a plain tensor of one element may have other strides
+    return line.view(torch.uint8)
+
+
+def tensors_in(given: Any) -> list[Any]:
+    """Return the tensors in nested lists. optree would not recognize lists while the interpreter shuts down."""
+    if isinstance(given, (list, tuple)):
+        return [tensor for each in given for tensor in tensors_in(each)]
+    return [given] if isinstance(given, torch.Tensor) else []
+
+
 def equal_parts(tensor: Any, n: int) -> list[ArrayView]:
     """Return n equal consecutive parts of a plain tensor."""
     whole = memory(tensor)
@@ -73,7 +86,7 @@ def are_apart(tensors: Sequence[Any]) -> bool:
             return False
         start = x.data_ptr()
         extents.append((start, start + x.nbytes))
-    return len(extents) < 2 or _are_apart(extents)
+    return len(extents) < 2 or _disjoint(extents)
 
 
 def share_memory(tensors: Sequence[Any]) -> bool:
@@ -82,7 +95,7 @@ def share_memory(tensors: Sequence[Any]) -> bool:
     arrays = [_as_array(x) for x in dense]
     if any(map(_overlaps_itself, arrays)):
         return True
-    return not _are_apart(list(map(_extent, dense))) and any(starmap(np.shares_memory, combinations(arrays, 2)))
+    return not _disjoint(list(map(_extent, dense))) and any(starmap(np.shares_memory, combinations(arrays, 2)))
 
 
 def separated(sources: Sequence[Any], results: Sequence[Any], same: Mapping[int, int] | None = None) -> list[Any]:
@@ -102,8 +115,8 @@ def separated(sources: Sequence[Any], results: Sequence[Any], same: Mapping[int,
     return made
 
 
-def _are_apart(extents: list[tuple[int, int]]) -> bool:
-    """Sort extents, and return whether no one overlaps another; empty ones overlap nothing."""
+def _disjoint(extents: list[tuple[int, int]]) -> bool:
+    """Sort extents, and return whether none overlaps another; empty ones overlap nothing."""
     end = 0
     extents.sort()
     for start, stop in extents:
