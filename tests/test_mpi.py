@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fleets import Fleet
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from overlaps import FORMS, cases, check
 
@@ -74,7 +74,6 @@ def overlapping(request, tmp_path_factory):
     assert fleet.finish() == [0], log.read_text()
 
 
-@settings(max_examples=int(__import__("os").environ.get("N", "100")))
 @given(data=st.data())
 def test_every_overlap_gives_right_values(overlapping, data):
     """Each collective of NumPy arrays that overlap gives what it gives on copies."""

@@ -4,8 +4,8 @@ Input: tensors, as ``torch.distributed`` passes them. Output: calls of a ``Commu
 that the communicator does not support. Tensors that are not contiguous are copied; dtypes that cannot be reduced are
 moved as bytes. All functions block.
 
-An input that overlaps a result is copied first, unless it is the own part of the result, or the result its own part:
-each rank reads an element of its own part before it writes the element. Results must not share memory.
+An input that overlaps a result is copied first, unless the two are exactly in place: the input, or its part for this
+rank, is the result, or the result's part from this rank. Results that share memory are an error on all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -296,22 +296,18 @@ class Collectives:
             if not sources:
                 results = self._without_repeats(method.__name__, results)
             written, read = tensors_in(results), tensors_in(sources)
-            if not self._are_apart(method.__name__, written, read):
-                copies = iter(separated(read, written))  # no call may overwrite what a later one reads
-                sources = tuple(
-                    [[next(copies) for _ in x] if isinstance(x, (list, tuple)) else next(copies) for x in each]
-                    for each in sources
-                )
+            if not self._are_apart(method.__name__, written, read):  # no call may overwrite what a later one reads
+                copies = iter(separated(read, written))
+                sources = tuple([_rebuilt(x, copies) for x in each] for each in sources)
         for tensors in zip(results, *sources, strict=True):
             method(*tensors, *options)
 
     def _without_repeats(self, collective: str, tensors: Sequence[Any]) -> Sequence[Any]:
-        """Return tensors without those that occur before. If there are any, all ranks must repeat the same ones."""
+        """Return each tensor once. If a tensor is listed repeatedly, all ranks must repeat the same ones."""
         first: dict[int, int] = {}
         order = [first.setdefault(id(x), k) for k, x in enumerate(tensors)]
-        if len(first) == len(order):
-            return tensors
-        self._communicator.agree(f"{collective} of tensors {order}, with results that share memory")
+        if len(first) < len(order):
+            self._communicator.agree(f"{collective} of tensors {order}, with results that share memory")
         return [tensors[k] for k in first.values()]
 
     def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
@@ -392,6 +388,11 @@ class Collectives:
         else:  # gloo replaces the memory of a sparse tensor, and the detached one does not share it
             with torch.no_grad():
                 tensor.copy_(given)
+
+
+def _rebuilt(given: Any, tensors: Iterator[Any]) -> Any:
+    """Return the next of ``tensors``, or a list of the next ones if ``given`` is a list."""
+    return [next(tensors) for _ in given] if isinstance(given, (list, tuple)) else next(tensors)
 
 
 def _options(kind: Any, **fields: Any) -> Any:
