@@ -51,7 +51,7 @@ def places(views):
 
 
 def is_shared(case):
-    """Return whether on some rank two elements of the results share memory; repeats do not count if all ranks repeat."""
+    """Return whether on some rank two elements of the results share memory, apart from what all ranks repeat."""
     if len(set(case["repeats"])) > 1:
         return True
     ops = case["ops"][:1] + case["ops"][1 + all(case["repeats"]) :]
