@@ -161,6 +161,7 @@ EXCEPTIONS = {
     "frameworks.tensorflow": {"numpy"},
     "planning.bounds.flows": {"numpy"},  # SciPy's arguments are NumPy arrays; both are imported only to call SciPy
     "planning.bounds.linear_program": {"numpy"},
+    "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
     "transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
     "engines.host.jax": {"numpy"},  # NumPy turns memory into arrays of JAX
     "engines.host.tensorflow": {"numpy"},

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fleets import Fleet
+from hypothesis import given
+from hypothesis import strategies as st
+from overlaps import FORMS, cases, check
 
 import crossreduce as cr
 from crossreduce import mpi
@@ -58,6 +62,25 @@ def test_every_collective_of_numpy_arrays(n, hosts):
     assert status == 0, output
     for rank in range(n):
         assert f"rank {rank} of {n} is done" in output
+
+
+@pytest.fixture(scope="module", params=["aa", "aaa", "ab", "aba"])
+def overlapping(request, tmp_path_factory):
+    """Start a group of ranks on one host, or on two simulated ones; return its ``Fleet`` and its size."""
+    n, log = len(request.param), tmp_path_factory.mktemp("overlapping") / "log"
+    program = [sys.executable, str(HERE / "mpi_overlap.py"), request.param]
+    fleet = Fleet([[MPIEXEC, "-n", str(n), *program]], [ALLOWED], log)
+    yield fleet, n
+    assert fleet.finish() == [0], log.read_text()
+
+
+@given(data=st.data())
+def test_every_overlap_gives_right_values(overlapping, data):
+    """Each collective of NumPy arrays that overlap gives what it gives on copies."""
+    fleet, n = overlapping
+    case = data.draw(cases(n, {name: ["numpy"] for name in FORMS}))
+    (outcomes,) = fleet.run(case)
+    check(case, outcomes)
 
 
 DYING = """

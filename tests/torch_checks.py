@@ -252,6 +252,40 @@ def all_to_all_forms(c):
 
 
 @check
+def overlapping_tensors(c):
+    """Collectives of tensors that overlap give what they give on copies; if results overlap, all ranks raise."""
+    for size in (3, 300_001):
+        whole = inputs(c, (c.size * size,), torch.float64, 102)
+        parts = [x.split(size) for x in whole]
+        for start in (0, size // 2, size, size + 1):
+            z = whole[c.rank].clone()
+            dist.reduce_scatter_tensor(z[start : start + size], z)
+            expect_reduced(z[start : start + size], SUM, [x[c.rank] for x in parts])
+        for source in range(c.size):
+            outs = [x.clone() for x in parts[c.rank]]
+            dist.all_gather(outs, outs[source])
+            assert all(torch.equal(out, x[source]) for out, x in zip(outs, parts, strict=True))
+            ins = [x.clone() for x in parts[c.rank]]
+            outs = ins[source:] + ins[:source]
+            dist.all_to_all(outs, ins)
+            assert all(torch.equal(out, x[c.rank]) for out, x in zip(outs, parts, strict=True))
+        for shift in (0, 1, size):
+            z = torch.cat([whole[c.rank], torch.empty(size)])
+            dist.all_to_all_single(z[shift : shift + c.size * size], z[: c.size * size])
+            assert torch.equal(z[shift : shift + c.size * size], torch.cat([x[c.rank] for x in parts]))
+    x, y = torch.ones(3), torch.zeros(9)
+    raises(ValueError, "share memory", dist.all_gather, [y[k : k + 3] for k in range(c.size)], x)
+    apart = [y[4 * k : 4 * k + 1] for k in range(c.size)] if c.rank else [y[:1]] * c.size  # only rank 0 is at fault
+    raises(ValueError, "rank 0: all_gather", dist.all_gather, apart, x[:1])
+    raises(ValueError, "share memory", dist.all_reduce, y[:1].expand(4))
+    raises(ValueError, "share memory", lambda: dist.group.WORLD.allreduce_coalesced([y[:3], y[2:]]).wait())
+    assert not y.any()
+    twice = 2 * [torch.full((2,), 4.0**c.rank)]  # a tensor that all ranks list twice is reduced once, as in gloo
+    dist.group.WORLD.allreduce_coalesced(twice).wait()
+    assert torch.equal(twice[0], torch.full((2,), sum(4.0**rank for rank in range(c.size))))
+
+
+@check
 def messages_between_two_ranks(c):
     """gloo, the inner backend, carries messages between two ranks, with tags and from any source."""
     after, before = (c.rank + 1) % c.size, (c.rank - 1) % c.size

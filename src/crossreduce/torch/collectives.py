@@ -3,6 +3,9 @@
 Input: tensors, as ``torch.distributed`` passes them. Output: calls of a ``Communicator``, or of gloo for collectives
 that the communicator does not support. Tensors that are not contiguous are copied; dtypes that cannot be reduced are
 moved as bytes. All functions block.
+
+An input that overlaps a result is copied first, unless the two are exactly in place: the input, or its part for this
+rank, is the result, or the result's part from this rank. Results that share memory are an error on all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -22,7 +25,20 @@ from ..ops import ReduceOp
 from ..ranks.communicator import Communicator
 from ..ranks.diagnostics import call_text
 from ..ranks.instructions import reduction_numbers
-from .memory import NAMES, copy_back, copy_back_all, equal_parts, memory, readable, writable
+from .memory import (
+    NAMES,
+    are_apart,
+    copy_back,
+    copy_back_all,
+    equal_parts,
+    memory,
+    raw,
+    readable,
+    separated,
+    share_memory,
+    tensors_in,
+    writable,
+)
 
 _OPS: Final = {
     TorchOp.SUM: ReduceOp.SUM,
@@ -50,6 +66,7 @@ class Collectives:
     # ---- reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, kind: Any) -> None:
+        self._are_apart("all_reduce", [tensor])
         op = self._op("all_reduce", kind, tensor)
         if op is None:
             self._run_in_gloo(self._gloo.allreduce, tensor, _options(c10d.AllreduceOptions, reduceOp=kind))
@@ -62,6 +79,8 @@ class Collectives:
     def reduce(self, tensor: Any, kind: Any, root: int, result: Any = None) -> None:
         """Write the reduction of all ranks' ``tensor`` to the root's ``result``; ``None``: to its ``tensor``."""
         result = tensor if result is None else result
+        if root == self._rank:
+            self._are_apart("reduce", [result])
         op = self._op("reduce", kind, tensor, root)
         if op is None:
             copied = tensor.detach().clone()  # gloo also writes into the tensors of ranks that are not the root
@@ -81,11 +100,14 @@ class Collectives:
         fits = len(inputs) == self._size and sizes[self._rank] == output.numel() and _alike(tensors)
         remedy = "one input per rank; this rank's as large as the output"
         self._require(fits, "reduce_scatter", tensors, "elements of the inputs:", sizes, remedy)
+        apart = self._are_apart("reduce_scatter", [output], inputs)
         op = self._op("reduce_scatter", kind, output) if len(set(sizes)) == 1 else None
         if op is None:
             self._reduce_each(inputs, output, kind)
             return
         sources, written = [readable(x) for x in inputs], writable(output)
+        if not apart:
+            sources = separated(sources, [written], {self._rank: written.data_ptr()})
         self._communicator.reduce_scatter(op, [memory(x) for x in sources], memory(written))
         copy_back(output, written)
 
@@ -93,26 +115,33 @@ class Collectives:
         fits = tensor.numel() == output.numel() * self._size and output.dtype == tensor.dtype
         remedy = "an input as large as the outputs of all ranks together"
         self._require(fits, "reduce_scatter", [output, tensor], "elements of the input:", [tensor.numel()], remedy)
+        apart = self._are_apart("reduce_scatter", [output], [tensor])
         op = self._op("reduce_scatter", kind, output)
         source = readable(tensor)
         if op is None:
             self._reduce_each(source.reshape(self._size, *output.shape), output, kind)
             return
         written = writable(output)
+        if not apart:  # the output may be this rank's part of the input
+            (source,) = separated([source], [written], {0: written.data_ptr() - self._rank * written.nbytes})
         self._communicator.reduce_scatter(op, equal_parts(source, self._size), memory(written))
         copy_back(output, written)
 
     def _reduce_each(self, inputs: Any, output: Any, kind: Any) -> None:
+        result = torch.empty(output.shape, dtype=output.dtype)  # later inputs may overlap the output
         for root, tensor in enumerate(inputs):
-            self.reduce(tensor, kind, root, output)
+            self.reduce(tensor, kind, root, result)
+        output.detach().copy_(result)
 
     # ---- moves ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Any, root: int) -> None:
+        if root != self._rank:
+            self._are_apart("broadcast", [tensor])
         inner = self._is_inner("broadcast", tensor, root)
         plain = readable(tensor)
         if inner:
-            _finish(self._gloo.broadcast, [_raw(plain)], _options(c10d.BroadcastOptions, rootRank=root))
+            _finish(self._gloo.broadcast, [raw(plain)], _options(c10d.BroadcastOptions, rootRank=root))
         else:
             self._communicator.broadcast(memory(plain), root)
         if root != self._rank:
@@ -124,6 +153,7 @@ class Collectives:
         fits = len(results) == self._size and sizes[self._rank] == tensor.numel() and _alike(tensors)
         remedy = "one output per rank, as large as that rank's input"
         self._require(fits, "all_gather", tensors, "elements of the outputs:", sizes, remedy)
+        apart = self._are_apart("all_gather", results, [tensor])
         if len(set(sizes)) > 1:
             self._communicator.agree(f"all_gather {_name(tensor)} of sizes {sizes}")  # every rank's list has all sizes
             padded = tensor.new_zeros(max(sizes))
@@ -135,8 +165,10 @@ class Collectives:
             return
         inner = self._is_inner("all_gather", tensor)
         source, written = readable(tensor), [writable(x) for x in results]
+        if not apart:
+            (source,) = separated([source], written, {0: written[self._rank].data_ptr()})
         if inner:
-            _finish(self._gloo.allgather, [list(map(_raw, written))], [_raw(source)])
+            _finish(self._gloo.allgather, [list(map(raw, written))], [raw(source)])
         else:
             self._communicator.all_gather(memory(source), [memory(x) for x in written])
         copy_back_all(results, written)
@@ -145,21 +177,27 @@ class Collectives:
         fits = output.numel() == tensor.numel() * self._size and output.dtype == tensor.dtype
         remedy = "an output as large as the inputs of all ranks together"
         self._require(fits, "all_gather", [tensor, output], "elements of the output:", [output.numel()], remedy)
+        apart = self._are_apart("all_gather", [output], [tensor])
         inner = self._is_inner("all_gather", tensor)
         source, written = readable(tensor), writable(output)
+        if not apart:  # the input may be this rank's part of the output
+            (source,) = separated([source], [written], {0: written.data_ptr() + self._rank * source.nbytes})
         if inner:
-            _finish(self._gloo._allgather_base, _raw(written), _raw(source))
+            _finish(self._gloo._allgather_base, raw(written), raw(source))
         else:
             self._communicator.all_gather(memory(source), equal_parts(written, self._size))
         copy_back(output, written)
 
     def gather(self, results: Sequence[Any], tensor: Any, root: int) -> None:
         self._require_rooted("gather", tensor, results, root)
+        apart = self._are_apart("gather", results, [tensor])
         inner = self._is_inner("gather", tensor, root)
         source, written = readable(tensor), [writable(x) for x in results]
+        if not apart and root == self._rank:
+            (source,) = separated([source], written, {0: written[root].data_ptr()})
         if inner:
-            into = [list(map(_raw, written))] if root == self._rank else []
-            _finish(self._gloo.gather, into, [_raw(source)], _options(c10d.GatherOptions, rootRank=root))
+            into = [list(map(raw, written))] if root == self._rank else []
+            _finish(self._gloo.gather, into, [raw(source)], _options(c10d.GatherOptions, rootRank=root))
         else:
             places = [memory(x) for x in written] if root == self._rank else None
             self._communicator.gather(memory(source), places, root)
@@ -167,11 +205,14 @@ class Collectives:
 
     def scatter(self, output: Any, inputs: Sequence[Any], root: int) -> None:
         self._require_rooted("scatter", output, inputs, root)
+        apart = self._are_apart("scatter", [output], inputs)
         inner = self._is_inner("scatter", output, root)
         sources, written = [readable(x) for x in inputs], writable(output)
+        if not apart:
+            sources = separated(sources, [written], {root: written.data_ptr()})
         if inner:
-            of = [list(map(_raw, sources))] if root == self._rank else []
-            _finish(self._gloo.scatter, [_raw(written)], of, _options(c10d.ScatterOptions, rootRank=root))
+            of = [list(map(raw, sources))] if root == self._rank else []
+            _finish(self._gloo.scatter, [raw(written)], of, _options(c10d.ScatterOptions, rootRank=root))
         else:
             places = [memory(x) for x in sources] if root == self._rank else None
             self._communicator.scatter(places, memory(written), root)
@@ -182,10 +223,13 @@ class Collectives:
         fits = len(outputs) == len(inputs) == self._size and _alike(tensors)
         remedy = "one input and one output per rank"
         self._require(fits, "all_to_all", tensors, "numbers of inputs and outputs:", counts, remedy)
+        apart = self._are_apart("all_to_all", outputs, inputs)
         sizes, rooms = [x.numel() for x in inputs], [x.numel() for x in outputs]
         even = self._are_even(sizes, rooms, inputs[0], "elements")
         sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
         if even and not self._is_inner("all_to_all", inputs[0]):
+            if not apart:
+                sources = separated(sources, written, {k: x.data_ptr() for k, x in enumerate(written)})
             self._communicator.all_to_all([memory(x) for x in sources], [memory(x) for x in written])
         else:  # gloo has no all-to-all of lists
             room = inputs[0].new_empty(sum(rooms))
@@ -201,11 +245,15 @@ class Collectives:
         given = [list(output.shape), list(rooms), list(sizes)]
         what = "the output's shape, its splits and those of the input:"
         self._require(fits, "all_to_all", [tensor, output], what, given, remedy)
+        apart = self._are_apart("all_to_all", [output], [tensor])
         rooms = list(rooms) or [output.shape[0] // self._size] * self._size
         sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size
         even = self._are_even(sizes, rooms, tensor, "rows")
         source, written = readable(tensor), writable(output)
-        if even and not self._is_inner("all_to_all", tensor):
+        inner = not even or self._is_inner("all_to_all", tensor)
+        if not apart:
+            (source,) = separated([source], [written], {} if inner else {0: written.data_ptr()})
+        if not inner:
             self._communicator.all_to_all(equal_parts(source, self._size), equal_parts(written, self._size))
         else:
             self._exchange(written, source, rooms, sizes)
@@ -214,7 +262,7 @@ class Collectives:
     def _exchange(self, result: Any, source: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
         width = source.shape[1:].numel() * source.element_size()
         splits = ([width * rows for rows in rooms], [width * rows for rows in sizes])
-        _finish(self._gloo.alltoall_base, _raw(result), _raw(source), *splits)
+        _finish(self._gloo.alltoall_base, raw(result), raw(source), *splits)
 
     def _are_splits(self, tensor: Any, splits: Sequence[int]) -> bool:
         if not tensor.ndim or not splits:
@@ -238,6 +286,29 @@ class Collectives:
         return bool((table == table[0, 0, 0]).all())
 
     # ---- helpers --------------------------------------------------------------------------------------------------
+
+    def run_each(self, method: Callable[..., None], options: Sequence[Any], results: Any, *sources: Any) -> None:
+        """Call a method of this class for each element of ``results``: the tensor or tensors that the call writes.
+
+        ``sources``: for each call the tensor or tensors that it reads; none: those of ``results``.
+        """
+        if len(results) > 1:
+            if not sources:
+                results = self._without_repeats(method.__name__, results)
+            written, read = tensors_in(results), tensors_in(sources)
+            if not self._are_apart(method.__name__, written, read):  # no call may overwrite what a later one reads
+                copies = iter(separated(read, written))
+                sources = tuple([_rebuilt(x, copies) for x in each] for each in sources)
+        for tensors in zip(results, *sources, strict=True):
+            method(*tensors, *options)
+
+    def _without_repeats(self, collective: str, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Return each tensor once. If a tensor is listed repeatedly, all ranks must repeat the same ones."""
+        first: dict[int, int] = {}
+        order = [first.setdefault(id(x), k) for k, x in enumerate(tensors)]
+        if len(first) < len(order):
+            self._communicator.agree(f"{collective} of tensors {order}, with results that share memory")
+        return [tensors[k] for k in first.values()]
 
     def _op(self, collective: str, kind: Any, tensor: Any, root: int | None = None) -> ReduceOp | None:
         """Return the op for the communicator; ``None``: all ranks have agreed that gloo runs the collective.
@@ -291,6 +362,21 @@ class Collectives:
         problem = f"the tensors of this {collective} do not match in number or size."
         raise ArgumentError.of(problem, f"{call}; {what} {list(sizes)}; {self._size} ranks", remedy)
 
+    def _are_apart(self, collective: str, results: Sequence[Any], sources: Sequence[Any] = ()) -> bool:
+        """Return whether no result can overlap a source.
+
+        Raises:
+          ArgumentError: results share memory. All ranks raise it, or a ``MismatchError`` if it is not so on all ranks.
+        """
+        if are_apart([*results, *sources]):
+            return True
+        if share_memory(results):
+            call = call_text(collective, None, None, _name(results[0]), results[0].shape)
+            self._communicator.agree(f"{call} with results that share memory")
+            problem = f"elements of the results of this {collective} share memory, so one would overwrite the other."
+            raise ArgumentError.of(problem, f"{call}; {len(results)} results", "results that do not overlap")
+        return False
+
     @staticmethod
     def _run_in_gloo(function: Any, tensor: Any, options: Any) -> None:
         dense = tensor.layout is torch.strided
@@ -302,6 +388,11 @@ class Collectives:
         else:  # gloo replaces the memory of a sparse tensor, and the detached one does not share it
             with torch.no_grad():
                 tensor.copy_(given)
+
+
+def _rebuilt(given: Any, tensors: Iterator[Any]) -> Any:
+    """Return the next of ``tensors``, or a list of the next ones if ``given`` is a list."""
+    return [next(tensors) for _ in given] if isinstance(given, (list, tuple)) else next(tensors)
 
 
 def _options(kind: Any, **fields: Any) -> Any:
@@ -318,11 +409,6 @@ def _name(tensor: Any) -> str:
     return name if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')}_{name}"
 
 
-def _raw(tensor: Any) -> Any:
-    """Return a plain tensor's memory as bytes, since gloo supports few dtypes."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
 def _alike(tensors: Sequence[Any]) -> bool:
     return len({x.dtype for x in tensors}) == 1 and all(x.is_cpu for x in tensors)
 
@@ -337,7 +423,7 @@ def _finish(run: Callable[..., Any], *arguments: Any) -> None:
       PeerLostError: a connection was closed.
       CollectiveTimeout: the op did not complete in time.
     """
-    tensors = _tensors(arguments)
+    tensors = tensors_in(arguments)
     before = _references(tensors)
     try:
         work = run(*arguments)
@@ -356,13 +442,6 @@ def _finish(run: Callable[..., Any], *arguments: Any) -> None:
         deadline = time.monotonic() + _RELEASE_S
         while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < deadline:
             time.sleep(0)  # lets gloo's thread use the interpreter
-
-
-def _tensors(given: Any) -> list[Any]:
-    """Return the tensors in nested lists. optree would not recognize lists while the interpreter shuts down."""
-    if isinstance(given, (list, tuple)):
-        return [tensor for each in given for tensor in _tensors(each)]
-    return [given] if isinstance(given, torch.Tensor) else []
 
 
 def _references(tensors: Sequence[Any]) -> list[int]:

@@ -86,12 +86,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.AllreduceOptions, timeout, op)
-        function = _each(lambda tensor: self._collectives.all_reduce(tensor, opts.reduceOp), tensors)
+        function = partial(self._collectives.run_each, self._collectives.all_reduce, [opts.reduceOp], tensors)
         return self._run("allreduce", (tensors, opts), tensors, function)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.AllreduceCoalescedOptions)
-        function = _each(lambda tensor: self._collectives.all_reduce(tensor, opts.reduceOp), tensors)
+        function = partial(self._collectives.run_each, self._collectives.all_reduce, [opts.reduceOp], tensors)
         return self._run("allreduce_coalesced", (tensors, opts), tensors, function)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
@@ -103,7 +103,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if isinstance(outputs, torch.Tensor):
             inputs = [inputs]
         outputs, opts = _read(outputs, opts, c10d.ReduceScatterOptions, timeout, op)
-        function = _each(lambda x, xs: self._collectives.reduce_scatter(x, xs, opts.reduceOp), outputs, inputs)
+        function = partial(
+            self._collectives.run_each, self._collectives.reduce_scatter, [opts.reduceOp], outputs, inputs
+        )
         return self._run("reduce_scatter", (outputs, inputs, opts), outputs, function)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
@@ -113,21 +115,24 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         outputs, opts = _read(outputs, opts, c10d.ReduceScatterOptions)
-        function = _each(lambda y, x: self._collectives.reduce_scatter_single(y, x, opts.reduceOp), outputs, inputs)
+        function = partial(
+            self._collectives.run_each, self._collectives.reduce_scatter_single, [opts.reduceOp], outputs, inputs
+        )
         return self._run("reduce_scatter_tensor_coalesced", (outputs, inputs, opts), outputs, function)
 
     # ---- moves ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         tensors, opts = _read(tensors, opts, c10d.BroadcastOptions, timeout, root=root)
-        function = _each(lambda tensor: self._collectives.broadcast(tensor, opts.rootRank), tensors)
+        function = partial(self._collectives.run_each, self._collectives.broadcast, [opts.rootRank], tensors)
         return self._run("broadcast", (tensors, opts), tensors, function)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(inputs, torch.Tensor):
             outputs = [outputs]
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions, timeout)
-        function, results = _each(self._collectives.all_gather, outputs, inputs), [x for each in outputs for x in each]
+        function = partial(self._collectives.run_each, self._collectives.all_gather, [], outputs, inputs)
+        results = [x for each in outputs for x in each]
         return self._run("allgather", (outputs, inputs, opts), inputs, function, results)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -141,7 +146,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
-        function = _each(self._collectives.all_gather_single, outputs, inputs)
+        function = partial(self._collectives.run_each, self._collectives.all_gather_single, [], outputs, inputs)
         return self._run("allgather_into_tensor_coalesced", (outputs, inputs, opts), inputs, function, outputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
@@ -288,16 +293,6 @@ def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = Non
         if value is not None:
             setattr(made, name, value)
     return tensors, made
-
-
-def _each(function: Callable[..., None], *lists: Any) -> Callable[[], None]:
-    """Return a function that calls ``function`` with one element of each list at a time."""
-
-    def run() -> None:
-        for elements in zip(*lists, strict=True):
-            function(*elements)
-
-    return run
 
 
 def _received(tensors: Sequence[Any], buffers: Sequence[Any], work: Any) -> Any:

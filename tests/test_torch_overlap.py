@@ -1,0 +1,102 @@
+"""Collectives of torch tensors that overlap, in every form, compared with an oracle on copies."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fleets import Fleet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from overlaps import FORMS, cases, check, places
+from torch_running import HERE
+
+from crossreduce.torch import memory
+from crossreduce.torch.collectives import Collectives
+
+
+@pytest.fixture(scope="module", params=["AA", "AAA", "AB", "AAB"])
+def ranks(request, tmp_path_factory):
+    """Start a group of ranks on one host, or on two simulated ones; return its ``Fleet`` and its size."""
+    folder, n = tmp_path_factory.mktemp("ranks"), len(request.param)
+    environments = [
+        {"RANK": str(rank), "WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1", "CROSSREDUCE_HOST": request.param[rank]}
+        for rank in range(n)
+    ]
+    command = [sys.executable, str(HERE / "torch_overlap.py"), str(folder)]
+    fleet = Fleet([command] * n, environments, folder / "log")
+    yield fleet, n
+    statuses = fleet.finish()
+    assert not any(statuses), (folder / "log").read_text()
+
+
+@settings(max_examples=3000)
+@given(data=st.data())
+def test_every_overlap_gives_right_values_or_an_error_on_all_ranks(ranks, data):
+    """Each collective gives what it gives on copies; if results share memory, all ranks raise before any writes."""
+    fleet, n = ranks
+    case = data.draw(cases(n, FORMS))
+    check(case, fleet.run(case))
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=3))))
+def test_shared_memory_is_found_exactly(drawn):
+    """share_memory is true if and only if two elements have the same position, whatever the strides."""
+    views = [(offset, [size for size, _ in each], [stride for _, stride in each]) for offset, each in drawn]
+    base = torch.zeros(100, dtype=torch.float16)
+    tensors = [torch.as_strided(base, shape, strides, offset) for offset, shape, strides in views]
+    at = places(views)
+    shared = len(np.unique(at)) < len(at)
+    assert memory.share_memory(tensors) == shared
+    if memory.are_apart(tensors):
+        assert not shared
+        assert all(x.is_contiguous() for x in tensors)
+
+
+class Recorder:
+    """A communicator of one of several ranks that records the addresses of its calls, and does nothing."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size, self.used = rank, size, []
+
+    def supports(self, *_):
+        return True
+
+    def agree(self, text):
+        pass
+
+    def __getattr__(self, name):
+        def record(*arguments):
+            given = [
+                each for argument in arguments for each in (argument if isinstance(argument, list) else [argument])
+            ]
+            self.used.append([each.address for each in given if isinstance(each, memory.ArrayView)])
+
+        return record
+
+
+def test_own_parts_are_not_copied():
+    """Inputs are copied only if they overlap results otherwise than in place, or as the rank's own part."""
+    recorder = Recorder(1, 3)
+    collectives, kind = Collectives(recorder, None), dist.AllreduceOptions().reduceOp
+    x = torch.zeros(3, 4)
+    rows = list(x)
+    at = [row.data_ptr() for row in rows]
+    collectives.all_reduce(x, kind)
+    collectives.all_gather(rows, rows[1])
+    collectives.all_gather_single(x, rows[1])
+    collectives.reduce_scatter(rows[1], rows, kind)
+    collectives.reduce_scatter_single(rows[1], x, kind)
+    collectives.gather(rows, rows[1], 1)
+    collectives.scatter(rows[1], rows, 1)
+    own_first, own_last = [at[1], *at], [*at, at[1]]
+    assert recorder.used == [at[:1] * 2, own_first, own_first, own_last, own_last, own_first, own_last]
+    recorder.used.clear()
+    collectives.all_gather_single(x, rows[0])
+    collectives.reduce_scatter(rows[0], rows, kind)
+    gathered, reduced = recorder.used
+    assert gathered[1:] == at
+    assert gathered[0] not in at
+    assert reduced[1:] == [at[1], at[2], at[0]]
+    assert reduced[0] not in at
