@@ -27,6 +27,7 @@ from planning_oracle import (
     WILD,
     Wiring,
     both_ways,
+    reachable,
     wirings,
 )
 from running import run
@@ -117,6 +118,11 @@ def requested(draw, kinds=(SYMMETRIC, DIRECTED, LOOSE)):
     if collective in ("reduce_scatter", "all_gather"):
         destinations = sources
     return topology, collective, sources, destinations
+
+
+def joined(topology, sources, destinations):
+    """Return whether there is a route from every source to every destination."""
+    return all(reachable(topology, source) >= set(destinations) for source in sources)
 
 
 # The rate of a forest.

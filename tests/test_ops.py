@@ -413,6 +413,24 @@ def test_integer_sums_and_products_wrap(framework, ops, dtype):
             check(framework, ops.reduce(op, given, given), op, xs, names(0, 1, 2), given)
 
 
+@short_table()
+def test_complex_products_consist_of_four_rounded_products(framework, ops):
+    """A complex product has the parts ac - bd and ad + bc; each product is rounded first, NaN or not."""
+    rng = np.random.default_rng(7)
+    parts = rng.standard_normal((4, 500)) * 10.0 ** rng.integers(-100, 100, (4, 500))
+    parts[:, 0] = 1e300, 1e300, 1e300, -1e300
+    a, b, c, d = parts
+    with np.errstate(over="ignore", invalid="ignore"):
+        real, imaginary = (a * c) - (b * d), (a * d) + (b * c)
+    given = value(
+        framework, [x.view("complex128").reshape(-1) for x in (np.stack(p, 1).copy() for p in ((a, b), (c, d)))]
+    )
+    for y in ops.reduce("product", given, given):
+        found = framework.to_numpy(y)
+        np.testing.assert_array_equal(found.real, real)
+        np.testing.assert_array_equal(found.imag, imaginary)
+
+
 @table(dtype=["float16", "bfloat16"])
 def test_halves_are_rounded_once(framework, ops, dtype):
     """Half types accumulate in float32: 2048 + 1 + 1 + ... counts every 1, which half arithmetic would lose."""

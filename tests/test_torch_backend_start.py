@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -53,11 +54,11 @@ def place(request, tmp_path):
 
 
 def store_at(place, rank, size, timeout_s):
-    """Return the store of a place; it does not wait for the ranks. A negative port: rank 0 runs the store."""
+    """Return the store of a place. A negative port: rank 0 runs it, and it waits for all ranks (as with ``env://``)."""
     if isinstance(place, str):
         return dist.FileStore(place, size)
     timeout, own = timedelta(seconds=timeout_s), place < 0 and rank == 0
-    return dist.TCPStore("127.0.0.1", abs(place), size, own, timeout, wait_for_workers=False)
+    return dist.TCPStore("127.0.0.1", abs(place), size, own, timeout, wait_for_workers=place < 0)
 
 
 def begin(rendezvous, place, timeout_s=TIMEOUT_S):
@@ -157,6 +158,14 @@ def killed_at_random(rendezvous, started, place, pauses):
         return str(error), error.ranks, Moment()
 
 
+def ends_within_a_record(path):
+    """Return whether the last record of a FileStore is incomplete. A record: a key and a value, each after its size."""
+    data, at, fields = Path(path).read_bytes(), 0, 0
+    while at < len(data):
+        at, fields = at + 4 + int.from_bytes(data[at : at + 4], "little"), fields + 1
+    return at > len(data) or fields % 2 == 1
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("place", [*STORES, "tcp of rank 0"], indirect=True)
 def test_a_rank_that_is_killed_at_a_random_moment_is_named(place, seed):
@@ -174,9 +183,22 @@ def test_a_rank_that_is_killed_at_a_random_moment_is_named(place, seed):
             os.kill(pids[victim], signal.SIGKILL)
             killed.append(Moment())
 
-        found = ranks(
-            n, killed_at_random, started, place, pauses, environment=environment, check=False, begun=kill, timeout_s=40
-        )
+        try:
+            found = ranks(
+                n,
+                killed_at_random,
+                started,
+                place,
+                pauses,
+                environment=environment,
+                check=False,
+                begun=kill,
+                timeout_s=40,
+            )
+        except AssertionError:
+            if isinstance(place, str) and ends_within_a_record(place):
+                pytest.xfail("the rank was killed while torch's FileStore wrote: reading such a file never ends")
+            raise
     for rank, one in enumerate(found):
         if rank != victim:
             text, lost, at = one
