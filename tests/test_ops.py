@@ -467,7 +467,7 @@ def test_jax_without_x64(jax_):
 # ---- broadcast and gather ---------------------------------------------------------------------------------------
 
 
-@table(dtype=DTYPES)
+@parametrized([(name, ops, dtype) for (name, dtype), ops in each(pairs(NAMES, DTYPES), OPS)], ("dtype",))
 def test_broadcast(framework, ops, dtype):
     """Broadcast puts a copy of one array on every destination, in order, for any dtype and shape."""
     for shape, at, to in (
