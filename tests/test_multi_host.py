@@ -32,7 +32,7 @@ def parts(n, size, dtype, seed=0):
     show lost and doubled contributions."""
     draw = np.random.default_rng(seed + size)
     if dtype.startswith("int"):
-        return [((n + 1) ** k * (draw.integers(1, 2, size)) + 0).astype(dtype) + np.arange(size) % 3 for k in range(n)]
+        return [((n + 1) ** k * draw.integers(1, 2, size) + np.arange(size) % 3).astype(dtype) for k in range(n)]
     if dtype.startswith("complex"):
         return [(draw.standard_normal(size) + 1j * draw.standard_normal(size)).astype(dtype) for _ in range(n)]
     return [draw.standard_normal(size).astype(oracle.dtype_of(dtype)) for _ in range(n)]
@@ -48,6 +48,8 @@ CASES = [
     ("max", "bfloat16", 1025),
     ("product", "float64", 77),
     ("min", "int8", 4099),
+    ("mean", "int8", 4099),
+    ("mean", "int64", 70_003),
     ("sum", "complex64", 999),
     ("sum", "float32", 0),
 ]
@@ -135,6 +137,8 @@ def close(result, inputs, op, dtype):
         ]
     )
     due = {"sum": wide.sum, "mean": wide.mean, "max": wide.max, "min": wide.min, "product": wide.prod}[op](axis=0)
+    if dtype.startswith("int") and op == "mean":  # of the wrapped sum, truncated towards zero
+        due = np.trunc(wide.sum(axis=0, dtype=dtype) / len(inputs))
     if dtype.startswith("int") or op in ("min", "max"):
         assert (result == due.astype(result.dtype)).all()
         return

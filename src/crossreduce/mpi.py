@@ -80,7 +80,7 @@ class MpiGroup:
 
         Args:
           x: an array, of the same shape and dtype on all ranks.
-          op: "sum", "mean", "min", "max" or "product". The mean of integers is float64.
+          op: "sum", "mean", "min", "max" or "product". The mean of integers is their true mean, as float64.
           out: the array for the result; ``None``: a new array.
         Raises:
           MismatchError: ranks differ in shape, dtype or op; nothing was written, and the group can still be used.
