@@ -43,8 +43,8 @@ SAME = tuple(
     for dtype in strategies.DTYPES
     for op in strategies.ops_for(dtype)
 )
-# The same for means of integers that are floats. A framework without float64 accumulates in float32; the result has the dtype of the
-# framework's true division.
+# The same for means of integers that are floats. A framework without float64 accumulates in float32; the result has the
+# dtype of the framework's true division.
 INTEGER_MEANS = tuple(
     ("mean", *dtypes) for dtypes in itertools.product(strategies.INTEGERS, ("float64", "float32"), strategies.FLOATS)
 )
