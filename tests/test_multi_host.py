@@ -14,6 +14,7 @@ from ranks import Moment, SocketTransport, ranks
 
 from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError
 from crossreduce.ops import ReduceOp
+from crossreduce.ranks import watchdog
 from crossreduce.ranks.communicator import Communicator
 
 
@@ -315,7 +316,7 @@ def interrupted_close(rendezvous):
     def interrupted(_):
         raise KeyboardInterrupt("for the test")
 
-    comm._watched._thread.join = interrupted
+    watchdog._WATCHDOG._thread.join = interrupted
     with pytest.raises(KeyboardInterrupt, match="for the test"):
         comm.close()
     transport.close()
