@@ -191,7 +191,7 @@ class MpiGroup:
     def close(self) -> None:
         """Leave the group. Ranks that still wait for this one get a ``PeerLostError``."""
         self._communicator.close()
-        self._transport.close()
+        self._transport.close(self._communicator.peers_of_hosts)
 
     def __enter__(self) -> MpiGroup:
         """Return the group itself."""

@@ -201,6 +201,11 @@ class Member(StageRunner):
             return shared
         return failure
 
+    @property
+    def peers_of_hosts(self) -> tuple[int, ...]:
+        """The ranks, one of each host, with which this rank exchanges messages; empty if there are none."""
+        return () if self._remote is None else self._remote.peers
+
     def _warn_after_s(self) -> float:
         return min(self.warn_s, self.timeout_s / 2)
 
@@ -253,7 +258,7 @@ class Member(StageRunner):
         if cause is not None:
             return decoded(cause)
         if isinstance(error, PeerDisconnected):
-            return self._lost([error.rank], "died")
+            return self._lost([error.rank], "left" if isinstance(error.__cause__, ConnectionResetError) else "died")
         if isinstance(error, PeerError):
             late = self.global_ranks[error.rank]
             text = diagnostics.timeout_text(self.timeout_s, self._current_call(), {late: None}, self.name)
