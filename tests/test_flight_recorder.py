@@ -116,7 +116,10 @@ def test_old_dumps_of_ended_processes_are_deleted(tmp_path, monkeypatch, chosen,
     kept = [written(1, pid=os.getpid()), written(2, rank=10), written(3, hostname="another")]
     kept.append(kept[0].with_name("rank0.77.json"))
     kept[-1].write_text("{}")
-    os.utime(kept[-1], (0, 0))
+    kept.append(kept[0].with_name("rank0.78.json"))
+    kept[-1].write_text('{\n "format": "crossreduce dump",\n "hostname": "\\x",\n "pid": 1,\n')
+    for path in kept[-2:]:
+        os.utime(path, (0, 0))
     old = [written(4 + k) for k in range(5)]
     size = old[0].stat().st_size
     monkeypatch.setattr(flight_recorder, limit, 3 if limit == "_MOST_DUMPS" else 3 * size + 1000)

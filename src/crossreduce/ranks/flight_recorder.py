@@ -250,7 +250,7 @@ def _has_ended(path: Path, written: float) -> bool:
         head = _HEAD.match(file.read(1 << 16))
     if head is None:
         return False
-    if json.loads(head[1]) != socket.gethostname():
+    if head[1] != json.dumps(socket.gethostname()):
         return time.time() - written > _DAY_S
     return not Path("/proc", head[2]).exists()
 
