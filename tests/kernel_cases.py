@@ -33,19 +33,18 @@ POISON = 0xA5
 
 
 def accumulator(op, dtype):
-    """Return the dtype in which an op, given by name, accumulates."""
+    """Return the dtype in which an op, given by name, accumulates if its result may have another dtype."""
     return ACCUMULATORS[ReduceOp(op), dtype]
 
 
 # (op, dtype, accumulator, result) of the reductions whose results have the inputs' dtype.
 SAME = tuple(
-    (op, dtype, accumulator(op, dtype), dtype)
+    (op, dtype, dtype if dtype in INTEGERS else accumulator(op, dtype), dtype)
     for dtype in strategies.DTYPES
     for op in strategies.ops_for(dtype)
-    if op != "mean" or dtype not in INTEGERS
 )
-# The same for means of integers. A framework without float64 accumulates in float32; the result has the dtype of the
-# framework's true division.
+# The same for means of integers that are floats. A framework without float64 accumulates in float32; the result has the
+# dtype of the framework's true division.
 INTEGER_MEANS = tuple(
     ("mean", *dtypes) for dtypes in itertools.product(strategies.INTEGERS, ("float64", "float32"), strategies.FLOATS)
 )

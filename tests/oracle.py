@@ -37,7 +37,7 @@ def reduce(op: str, arrays: Sequence[Any], result: str | None = None) -> np.ndar
 
     Finite real numbers are combined exactly (as fractions) and then rounded, to float64 and to the result's dtype;
     complex products are computed in complex128. Integer sums and products wrap around as in two's complement. The mean
-    of integers is their true mean.
+    of integers is their true mean; as an integer it is NCCL's: the wrapped sum is divided and truncated towards zero.
 
     Args:
       op: "sum", "mean", "min", "max" or "product".
@@ -51,10 +51,13 @@ def reduce(op: str, arrays: Sequence[Any], result: str | None = None) -> np.ndar
     result = result or ("float64" if op == "mean" and integer else dtype)
     columns = zip(*(array.reshape(-1).tolist() for array in arrays), strict=True)
     out = np.empty(arrays[0].size, dtype_of(result))
+    truncated = op == "mean" and integer and out.dtype.kind in "iu"
     with np.errstate(over="ignore"):  # a sum that exceeds the dtype is correctly inf
         for position, column in enumerate(columns):
-            value = _element(op, column)
-            if integer and op in ("sum", "product"):
+            value = _element("sum" if truncated else op, column)
+            if truncated:
+                value = math.trunc(Fraction(_wrapped(value, arrays[0].dtype), len(arrays)))
+            elif integer and op in ("sum", "product"):
                 value = _wrapped(value, arrays[0].dtype)
             out[position] = value
     return out.reshape(arrays[0].shape)

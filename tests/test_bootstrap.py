@@ -13,8 +13,9 @@ import pytest
 from ranks import ranks
 
 from crossreduce import kernels
-from crossreduce.errors import ReductionError
-from crossreduce.ranks import bootstrap
+from crossreduce.errors import MismatchError, ReductionError
+from crossreduce.ranks import bootstrap, flight_recorder, membership
+from crossreduce.ranks.communicator import Communicator
 
 
 def bytes_for(count):
@@ -57,6 +58,23 @@ def test_a_name_in_the_environment_splits_a_host():
     found = ranks(5, numbered, environment=[{"CROSSREDUCE_HOST": name} for name in names])
     assert {result[0] for result in found} == {((0, 2), (1, 4), (3,))}
     assert [result[1] for result in found] == [[1000, 1002], [1001, 1004], [1000, 1002], [1003], [1001, 1004]]
+
+
+def of_another_version(rendezvous):
+    if rendezvous.rank == 2:  # its messages and its memory have another form, too
+        bootstrap.version = lambda: "9.9"
+        bootstrap._HostInfo = lambda version, *_: (version, {"form": "another"})
+        membership.SLOT_BYTES *= 2
+    with pytest.raises(MismatchError, match="different versions of crossreduce") as caught:
+        Communicator(rendezvous, None, name="world", timeout_s=20, global_ranks=[10, 11, 12, 14])
+    return str(caught.value)
+
+
+def test_versions_are_compared_first():
+    """Ranks of different versions raise one error, which lists the ranks of each version by their global numbers."""
+    (text,) = set(ranks(4, of_another_version))
+    assert f"given: ranks 10, 11, 14: {flight_recorder.version()}; rank 12: 9.9" in text
+    assert text.startswith("the ranks have different versions")
 
 
 def sealed(rendezvous):
@@ -153,9 +171,7 @@ def test_requests_beyond_the_available_memory_raise(monkeypatch):
 def test_ranks_of_another_user_are_on_another_host():
     """Memory is shared only between ranks of one user."""
     assert bootstrap._identity()[2] == str(os.getuid())
-    found = bootstrap._hosts(
-        [bootstrap._HostInfo(["boot", "net", "0"], "", []), bootstrap._HostInfo(["boot", "net", "1"], "", [])], ["", ""]
-    )
+    found = bootstrap._hosts([bootstrap._HostInfo("1", ["boot", "net", user], "", []) for user in "01"], ["", ""])
     assert found == ((0,), (1,))
 
 
@@ -257,7 +273,7 @@ def test_hosts_are_in_the_order_of_their_lowest_ranks():
     for _ in range(200):
         n = draw.randint(1, 9)
         names = [str(draw.randint(0, 3)) for _ in range(n)]
-        found = bootstrap._hosts([bootstrap._HostInfo([name], "", []) for name in names], [""] * n)
+        found = bootstrap._hosts([bootstrap._HostInfo("1", [name], "", []) for name in names], [""] * n)
         assert sorted(rank for host in found for rank in host) == list(range(n))
         assert all(list(host) == sorted(host) for host in found)
         assert [host[0] for host in found] == sorted(host[0] for host in found)

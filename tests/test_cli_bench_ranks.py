@@ -415,7 +415,7 @@ def rejected(crossreduce, monkeypatch):
         ("--launch 2 --peers nccl", '--peers must be one of gloo, mpi, not "nccl"'),
         ("--launch 2 -g 4", "--devices cannot be used with ranks"),
         ("--launch 2 -A ring --topology dgx-1", "--algorithm, --topology cannot be used with ranks"),
-        ("--launch 2 -o avg -d int8", "ranks store results in the dtype of their inputs, but"),
+        ("--launch 2 -o avg -d int8", "does not measure the mean of integers on ranks"),
         ("--launch 2 --collective reduce -r 2", "--root must be a rank from 0 to 1, or all"),
         ("--collective all_gather", '--collective must be one of all_reduce, reduce, broadcast, not "all_gather"'),
     ],

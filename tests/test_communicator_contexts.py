@@ -216,7 +216,7 @@ def misused(rendezvous):
             call()
     assert comm.supports("all_reduce", ReduceOp.SUM, "complex64")
     assert not comm.supports("all_reduce", ReduceOp.MAX, "complex64")
-    assert not comm.supports("all_reduce", ReduceOp.MEAN, "int8")
+    assert not comm.supports("all_reduce", ReduceOp.MEAN, "bool")
     assert comm.supports("broadcast", None, "complex128")
     assert comm.supports("all_to_all", None, "bool")
     assert not comm.supports("broadcast", None, "float8")

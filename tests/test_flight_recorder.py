@@ -94,6 +94,42 @@ def test_an_older_dump_is_kept(dump_directory, caplog):
     assert flight_recorder.read(dump_directory).dumps == (first, second)
 
 
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("limit", ["_MOST_DUMPS", "_MOST_BYTES"])
+def test_old_dumps_of_ended_processes_are_deleted(tmp_path, monkeypatch, chosen, limit):
+    """When a rank writes a dump, the oldest of its rank number are deleted, with directories that become empty, until 3
+    or few enough bytes remain; those of running processes, other ranks and other hosts, and other files, are kept."""
+    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "crossreduce-mine") if chosen else "")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    process = subprocess.Popen(["true"])
+    process.wait()
+    ended = process.pid
+
+    def written(number, rank=0, **fields):
+        dump = new_dump(rank, history(rank, 3), token=str(number))._replace(**{"pid": ended, **fields})
+        path = flight_recorder.write(dump)
+        os.utime(path, (time.time() - 1000 + number,) * 2)
+        return path
+
+    kept = [written(1, pid=os.getpid()), written(2, rank=10), written(3, hostname="another")]
+    kept.append(kept[0].with_name("rank0.77.json"))
+    kept[-1].write_text("{}")
+    kept.append(kept[0].with_name("rank0.78.json"))
+    kept[-1].write_text('{\n "format": "crossreduce dump",\n "hostname": "\\x",\n "pid": 1,\n')
+    for path in kept[-2:]:
+        os.utime(path, (0, 0))
+    old = [written(4 + k) for k in range(5)]
+    size = old[0].stat().st_size
+    monkeypatch.setattr(flight_recorder, limit, 3 if limit == "_MOST_DUMPS" else 3 * size + 1000)
+    newest = written(10)
+    assert all(path.exists() for path in [newest, *old[-2:], *kept])
+    assert not any(path.exists() for path in old[:-2])
+    assert len({path.parent for path in old[:-2]}) == (1 if chosen else 3)
+    assert chosen or not any(path.parent.exists() for path in old[:-2])
+    written(11, rank=1)
+    assert old[-2].exists()
+
+
 def test_ranks_share_a_directory_of_their_own(tmp_path, monkeypatch):
     """Without CROSSREDUCE_DUMP_DIR the ranks of a group share a new directory that only their user can read."""
     monkeypatch.delenv("CROSSREDUCE_DUMP_DIR", raising=False)

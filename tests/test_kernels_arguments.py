@@ -21,6 +21,7 @@ GOOD = {
     "programs": ((1, ((0, 0, 1),), (~0,)),),
     "segments": ((0, 0, 8, 0),),
 }
+DTYPES_OF_A_KERNEL = ("dtype", "accumulator", "result")
 DTYPES = "unknown instruction set, op or dtype"
 SLOTS = "too many slots"
 OPERAND = "an operand is out of range"
@@ -41,7 +42,12 @@ MALFORMED = {
     "sum in halves": ("not defined", {"dtype": "float16", "accumulator": "float16", "result": "float16"}),
     "narrower accumulator": ("conversion", {"dtype": "float64", "accumulator": "int8", "result": "float64"}),
     "result of another kind": ("conversion", {"dtype": "int8", "accumulator": "int8", "result": "complex64"}),
-    "divided integers": ("divided", {"dtype": "int32", "accumulator": "int32", "result": "int32", "divisor": 2}),
+    "divided bools": ("divided", {"op": "max", "dtype": "bool", "accumulator": "bool", "result": "bool", "divisor": 2}),
+    **{
+        f"integers divided by {divisor}": ("positive integer", {**dict.fromkeys(DTYPES_OF_A_KERNEL, "int64"), **by})
+        for divisor in (0, 0.5, -1, 2.5, float("nan"), 1e300)
+        for by in [{"divisor": divisor}]
+    },
     "text as divisor": ("real number", {"divisor": "2"}),
     "no sources": ("at least one source", {"sources": 0}),
     "no results": ("one result", {"results": 0, "programs": ((1, ((0, 0, 1),), ()),)}),

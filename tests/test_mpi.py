@@ -150,6 +150,46 @@ def test_an_abort_reaches_other_hosts(tmp_path):
     assert output.count("lost [4] True") == 4, output
 
 
+LEAVING = """
+import os, time
+import numpy as np
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.Get_rank()
+os.environ["CROSSREDUCE_HOST"] = "aabbb"[rank]
+import crossreduce as cr
+import crossreduce.mpi
+for calls in range(3):
+    group = crossreduce.mpi.join(timeout_s=20)
+    for _ in range(calls):
+        group.all_reduce(np.ones(300_000))
+    if rank < 2:  # both ranks of the first host
+        group.close()
+        MPI.COMM_WORLD.Barrier()
+        continue
+    began = time.monotonic()
+    try:
+        group.all_reduce(np.ones(100_000))
+    except cr.PeerLostError as error:
+        print("left", *error.ranks, f"rank {error.ranks[0]} left" in str(error), time.monotonic() - began, flush=True)
+    MPI.COMM_WORLD.Barrier()
+    group.close()
+"""
+
+
+def test_a_host_that_leaves_is_noticed(tmp_path):
+    """If all ranks of a host close the group, those of other hosts raise long before the timeout, and name one."""
+    program = tmp_path / "program.py"
+    program.write_text(LEAVING)
+    status, output = launched(5, str(program), timeout_s=100)
+    assert status == 0, output
+    lines = [line.split() for line in output.splitlines() if line.startswith("left")]
+    assert len(lines) == 9, output
+    assert {(rank, named) for _, rank, named, _ in lines} <= {("0", "True"), ("1", "True")}, output
+    seconds = sorted(float(line[3]) for line in lines)
+    assert seconds[0] < 1.2, output  # the others may wait for a CPU
+    assert seconds[-1] < 10, output
+
+
 FAULTY = """
 import os, time
 from mpi4py import MPI

@@ -74,6 +74,8 @@ def test_wrong_trees(arrays):
     a, b = arrays.blank((6,), "float64"), arrays.blank((6,), "float64")
     for out in ([], trees[:1], [*trees, trees[0]], trees[0], a, "ab", 3):
         refused(arrays, ArgumentError, TREES, cr.all_reduce, trees, out=out)
+    for out in ([], [{}, {}]):  # also of trees without leaves
+        refused(arrays, ArgumentError, TREES + r"\.(.|\n)*a list of 1 tree$", cr.all_reduce, [{}], out=out)
     for wrong, error, words in [
         (arrays.blank((5,), "float64"), MismatchError, LIKE),
         (1.0, UnsupportedError, "results need"),

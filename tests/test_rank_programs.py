@@ -507,8 +507,9 @@ def test_programs_of_many_ranks_are_compiled_quickly():
 
 
 def test_numbers_of_ranks():
-    """Results have the inputs' dtype; a mean is divided by the number of ranks, and refused for integers."""
+    """Results have the inputs' dtype, in which integers are also added; a mean is divided by the number of ranks."""
     found = numbers("bfloat16", ReduceOp.MEAN, 3)
     assert found == Numbers(ReduceOp.MEAN, "bfloat16", "float32", "bfloat16", 3)
-    with pytest.raises(UnsupportedError, match="ranks cannot compute the mean of integers"):
-        numbers("int32", ReduceOp.MEAN)
+    assert numbers("int32", ReduceOp.MEAN, 3) == Numbers(ReduceOp.MEAN, "int32", "int32", "int32", 3)
+    with pytest.raises(UnsupportedError, match="the mean of bools is not defined"):
+        numbers("bool", ReduceOp.MEAN)

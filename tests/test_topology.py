@@ -257,5 +257,6 @@ def test_repr_and_pickle():
     """A repr lists the devices and counts the links; a topology can be pickled, also after islands were computed."""
     topology = Topology.full_mesh(3)
     assert repr(topology) == "Topology(3 devices, 6 links: cpu:0, cpu:1, cpu:2)"
+    assert repr(topology.subset([1])) == "Topology(1 device, 0 links: cpu:1)"
     assert topology.islands
     assert pickle.loads(pickle.dumps(topology)) == topology

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from ranks import ranks
 
 from crossreduce.ranks.watchdog import WatchedTransport
 
@@ -123,6 +124,32 @@ def test_checking_continues_after_an_error(monkeypatch):
         checker.next_check()
     assert reported == [(ZeroDivisionError, "crossreduce watchdog")]
     checker.watched.close()
+
+
+def test_one_thread_serves_all_transports():
+    """One thread calls the checks of all transports of a process, also of a forked one, until the last is closed."""
+    checkers = [Checker() for _ in range(50)]
+    (thread,) = threads()
+    for checker in checkers:
+        checker.next_check()
+    for checker in checkers[1:]:
+        checker.watched.close()
+    checkers[0].next_check()
+    assert threads() == [thread]
+
+    def forked(_):
+        assert not threads()
+        other = Checker()
+        other.next_check()
+        checkers[0].watched.close()
+        other.next_check()
+        other.watched.close()
+        return len(threads())
+
+    assert ranks(1, forked) == [0]
+    checkers[0].next_check()
+    checkers[0].watched.close()
+    assert not thread.is_alive()
 
 
 def test_closing_from_its_own_thread():

@@ -40,7 +40,7 @@ def check(function):
 def all_reduce_every_op_dtype_and_shape(c):
     """all_reduce gives all ranks the same bits, which are the oracle's result up to rounding errors."""
     cases = [(op, dtype) for op in (SUM, AVG, MIN, MAX, PRODUCT) for dtype in FLOATS]
-    cases += [(op, dtype) for op in (SUM, MIN, MAX, PRODUCT) for dtype in INTEGERS]
+    cases += [(op, dtype) for op in (SUM, AVG, MIN, MAX, PRODUCT) for dtype in INTEGERS]
     cases += [(op, dtype) for op in (SUM, AVG) for dtype in COMPLEX] + [
         (op, torch.bool) for op in (SUM, MIN, MAX, PRODUCT)
     ]
@@ -108,11 +108,12 @@ def reduce_to_each_root(c):
                 expect_reduced(x, SUM, xs)
             else:
                 assert torch.equal(x, xs[c.rank])
-    xs = inputs(c, (4, 6), torch.float64, 17)
-    x = xs[c.rank].clone()
-    dist.reduce(x.T, 0, AVG)
-    if c.rank == 0:
-        expect_reduced(x, AVG, xs)
+    for dtype in (torch.float64, torch.int8):
+        xs = inputs(c, (4, 6), dtype, 17)
+        x = xs[c.rank].clone()
+        dist.reduce(x.T, 0, AVG)
+        if c.rank == 0:
+            expect_reduced(x, AVG, xs)
 
 
 @check
@@ -173,7 +174,8 @@ def all_gather_forms(c):
 @check
 def reduce_scatter_forms(c):
     """reduce_scatter gives rank k the reduction of the k-th tensors of all ranks, in every form."""
-    for op, dtype in ((SUM, torch.float32), (AVG, torch.bfloat16), (MAX, torch.int32), (PRODUCT, torch.float64)):
+    cases = ((SUM, torch.float32), (AVG, torch.bfloat16), (AVG, torch.int8), (MAX, torch.int32))
+    for op, dtype in (*cases, (PRODUCT, torch.float64)):
         xs = [[given(rank, (3, 5), dtype, 60 + part) for part in range(c.size)] for rank in range(c.size)]
         wanted = [x[c.rank] for x in xs]
         out = torch.empty(3, 5, dtype=dtype)

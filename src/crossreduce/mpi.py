@@ -80,7 +80,7 @@ class MpiGroup:
 
         Args:
           x: an array, of the same shape and dtype on all ranks.
-          op: "sum", "mean", "min", "max" or "product". The mean of integers is float64.
+          op: "sum", "mean", "min", "max" or "product". The mean of integers is their true mean, as float64.
           out: the array for the result; ``None``: a new array.
         Raises:
           MismatchError: ranks differ in shape, dtype or op; nothing was written, and the group can still be used.
@@ -191,7 +191,7 @@ class MpiGroup:
     def close(self) -> None:
         """Leave the group. Ranks that still wait for this one get a ``PeerLostError``."""
         self._communicator.close()
-        self._transport.close()
+        self._transport.close(self._communicator.peers_of_hosts)
 
     def __enter__(self) -> MpiGroup:
         """Return the group itself."""

@@ -88,7 +88,8 @@ def all_reduce(
             "devices must have one name per replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None"
         )
     leaves, structure = flatten_trees(given)
-    columns = reduce_leaves(leaves, structure, op, names, ops, options, out)
+    targets = None if out is None else _listed(out, len(given))
+    columns = reduce_leaves(leaves, structure, op, names, ops, options, targets)
     if not columns:
         return [unflatten_tree(structure, []) for _ in given]
     return [unflatten_tree(structure, components) for components in zip(*columns, strict=True)]
@@ -101,7 +102,7 @@ def reduce_leaves(
     devices: tuple[str, ...] | None,
     ops: CrossDeviceOps,
     options: CommunicationOptions | None,
-    out: Sequence[Any] | None = None,
+    out: list[Any] | None = None,
 ) -> list[tuple[Any, ...]]:
     """Reduce trees that ``flatten_trees`` flattened, and return each leaf's results. Errors name the leaf."""
     pairs: list[tuple[PerReplica, PerReplica]] = []
@@ -126,14 +127,19 @@ def reduce_leaves(
     return [result.values for result in reduced]
 
 
-def _targets(out: Any, structure: Any, pairs: list[tuple[PerReplica, PerReplica]]) -> list[PerReplica]:
-    """Return the arrays that each leaf's results are written into."""
+def _listed(out: Any, replicas: int) -> list[Any]:
+    """Return ``out`` as a list of one tree per replica."""
     given = list(out) if isinstance(out, Iterable) and not isinstance(out, (str, bytes, dict)) else []
-    replicas = len(pairs[0][0]) if pairs else len(given)
-    if hasattr(out, "shape") or not given or len(given) != replicas:
+    if hasattr(out, "shape") or len(given) != replicas:
         got = f"a {type(out).__name__} of {len(given)}" if given and not hasattr(out, "shape") else shown(out)
-        raise ArgumentError.of("out must be a list of one tree per replica.", got, f"a list of {replicas} trees")
-    leaves, found = flatten_trees(given)
+        remedy = f"a list of {replicas} tree{'s' if replicas > 1 else ''}"
+        raise ArgumentError.of("out must be a list of one tree per replica.", got, remedy)
+    return given
+
+
+def _targets(out: list[Any], structure: Any, pairs: list[tuple[PerReplica, PerReplica]]) -> list[PerReplica]:
+    """Return the arrays that each leaf's results are written into."""
+    leaves, found = flatten_trees(out)
     if found != structure:
         each = f"replicas: {_outline([found, structure], 1)}; out: {_outline([structure, found], 1)}"
         remedy = "trees of the same keys, lengths and types"

@@ -119,7 +119,7 @@ def compile_kernel(
     Args:
       op: ``"sum"``, ``"min"``, ``"max"`` or ``"product"``.
       dtypes: of sources, accumulator and results, by name.
-      divisor: results are divided by it.
+      divisor: results are divided by it; integers, which must have one dtype, are truncated towards zero.
       sources: the number of sources of each tensor.
       results: the number of results of each tensor.
       sizes: of the tensors, in elements.

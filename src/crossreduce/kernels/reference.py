@@ -154,7 +154,11 @@ class ReferenceKernel:
         finished: dict[int, Any] = {}
         for operand in set(wanted):
             value = read(operand)
-            if self._divisor != 1:
+            if self._divisor != 1 and value.dtype.kind in "iu":
+                wide = value if value.itemsize == 8 else value.astype(np.int64)
+                divisor = wide.dtype.type(self._divisor)
+                value = ((wide - np.fmod(wide, divisor)) // divisor).astype(value.dtype)  # truncated towards zero
+            elif self._divisor != 1:
                 value = (_reals(value) / value.real.dtype.type(self._divisor)).view(value.dtype)
             finished[operand] = value if value.dtype == result else _rounded(value, result)
             if len(set(wanted)) > 1:

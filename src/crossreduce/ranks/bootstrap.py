@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from .. import kernels
-from ..errors import ReductionError, message
+from ..errors import MismatchError, ReductionError, message, rank_list
 from ..transports.base import Rendezvous
+from .flight_recorder import version
 
 _LOG: Final = logging.getLogger("crossreduce")
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -48,14 +49,20 @@ class BootstrapResult(NamedTuple):
 
 
 class _HostInfo(NamedTuple):
-    """What a rank sends to all others. Ranks of equal ``identity`` may share memory; ``name`` is its socket's."""
+    """What a rank sends to all others. Ranks of equal ``identity`` may share memory; ``name`` is its socket's.
 
+    The ranks' versions are compared before anything else is read, so ``version`` must stay the first field.
+    """
+
+    version: str
     identity: list[str]
     name: str
     cpus: list[int]
 
 
-def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> BootstrapResult:
+def bootstrap(
+    rendezvous: Rendezvous, nbytes: Callable[[int], int], global_ranks: Sequence[int] | None = None
+) -> BootstrapResult:
     """Find out which ranks share a host, and share memory with them, on Linux. All ranks call it together.
 
     ``CROSSREDUCE_HOST`` in the environment splits a host: only ranks with the same text can be on one.
@@ -63,14 +70,19 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
     Args:
       rendezvous: where the ranks meet.
       nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks.
+      global_ranks: the ranks' numbers in messages; ``None``: 0, 1, ...
     Raises:
+      MismatchError: the ranks have different versions of crossreduce; raised on all ranks.
       ReductionError: this rank cannot allocate memory even for itself alone.
       CollectiveTimeout: some ranks did not reach the rendezvous in time.
     """
     rank, name, cpus = rendezvous.rank, _new_name(), sorted(os.sched_getaffinity(0))
+    numbers = global_ranks or range(rendezvous.size)
     with _sender(name) as sender, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
-        own = _HostInfo(_identity() or [name], name, cpus)  # without identifiers it shares no memory
-        infos = [_HostInfo(*json.loads(info)) for info in rendezvous.all_gather(json.dumps(own).encode())]
+        own = _HostInfo(version(), _identity() or [name], name, cpus)  # without identifiers it shares no memory
+        received = [json.loads(info) for info in rendezvous.all_gather(json.dumps(own).encode())]
+        _require_same_version({number: info[0] for number, info in zip(numbers, received, strict=True)})
+        infos = [_HostInfo(*info) for info in received]
         ranks = [other for other, info in enumerate(infos) if info.identity == own.identity]
         size, fd, problem, name = nbytes(len(ranks)), -1, "", ""
         try:
@@ -80,7 +92,7 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
                 else:
                     name = _receive_only_from(infos[ranks[0]].name, receiver)
             except OSError as error:
-                problem = f"rank {rank} could not share {size} bytes: {error}"
+                problem = f"rank {numbers[rank]} could not share {size} bytes: {error}"
             names = [text.decode() for text in rendezvous.all_gather(name.encode())]
             most = max(Counter(tuple(info.identity) for info in infos).values())
             for start in range(1, most, _MESSAGES):
@@ -89,19 +101,18 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
                     if rank == ranks[0] and not problem:
                         _send(sender, fd, [names[other] for other in batch if names[other]])
                 except OSError as error:
-                    problem = f"rank {rank} could not send its memory: {error}"
+                    problem = f"rank {numbers[rank]} could not send its memory: {error}"
                 rendezvous.all_gather(b"")  # after this each receiver of the batch has its message
                 try:
                     if rank in batch and not problem:
                         fd = _received(receiver, size)
                 except OSError as error:
-                    problem = f"rank {rank} could not use another rank's memory: {error}"
+                    problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
             problems = [text.decode() for text in rendezvous.all_gather(problem.encode())]
             hosts = _hosts(infos, problems)
             if ranks not in map(list, hosts) and rank == ranks[0]:
-                listed = ", ".join(map(str, ranks))
                 text = (
-                    f"ranks {listed} are on one host but could not share memory; "
+                    f"{rank_list(numbers[other] for other in ranks)} are on one host but could not share memory; "
                     "each is now treated as if it were alone on a host."
                 )
                 why = "; ".join(problems[rank] for rank in ranks if problems[rank])
@@ -128,6 +139,17 @@ def bootstrap(rendezvous: Rendezvous, nbytes: Callable[[int], int]) -> Bootstrap
         return BootstrapResult(hosts, host, fd, len({cpu for other in host for cpu in infos[other].cpus}))
 
 
+def _require_same_version(versions: dict[int, str]) -> None:
+    """Raise ``MismatchError`` unless all ranks have the same version of crossreduce."""
+    found: dict[str, list[int]] = {}
+    for rank, each in versions.items():
+        found.setdefault(each, []).append(rank)
+    if len(found) > 1:
+        given = "; ".join(f"{rank_list(ranks)}: {each}" for each, ranks in found.items())
+        problem = "the ranks have different versions of crossreduce."
+        raise MismatchError.of(problem, given, "pip install the same version on all hosts")
+
+
 def _identity() -> list[str]:
     """Return the identifiers that are equal on ranks that may share memory; empty if they cannot be read."""
     try:
@@ -141,7 +163,7 @@ def _identity() -> list[str]:
 def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each host: all those of one identity, or each alone if one of them had a problem.
 
-    >>> _hosts([_HostInfo(["a"], "", [])] * 2 + [_HostInfo(["b"], "", [])] * 2, ["", "", "", "broken"])
+    >>> _hosts([_HostInfo("1", ["a"], "", [])] * 2 + [_HostInfo("1", ["b"], "", [])] * 2, ["", "", "", "broken"])
     ((0, 1), (2,), (3,))
     """
     found: dict[tuple[str, ...], list[int]] = {}

@@ -36,6 +36,10 @@ _VERSION: Final = 2
 _LARGEST: Final = 1 << 26  # bytes; a dump of 64 ranks has less than 1 MiB
 _MOST_RANKS: Final = 1 << 20
 _RUN: Final = re.compile(r"(0|[1-9][0-9]{0,8})(?:-([1-9][0-9]{0,8}))?")
+_MOST_DUMPS: Final = 10  # dumps of one rank number that are kept after their processes have ended
+_MOST_BYTES: Final = 1 << 24  # of these dumps together
+_DAY_S: Final = 86_400.0
+_HEAD: Final = re.compile(rf'{{\n "format": "{_FORMAT}",\n[^\0]*?\n "hostname": (".*"),\n "pid": ([0-9]+),\n')
 _FILE: Final = re.compile(r"rank\d{1,9}(\.\d{1,9})?\.json")
 
 
@@ -128,6 +132,7 @@ def write(dump: Dump) -> Path | None:
 
     The directory is CROSSREDUCE_DUMP_DIR; else one below the system's temporary directory: only this user can read it,
     and, unless its name was taken, the group's ranks here share it. An existing file is kept; the new one is numbered.
+    Old dumps of this rank number are then deleted (see ``_remove_old``).
     """
     try:
         directory = _directory(dump)
@@ -144,6 +149,8 @@ def write(dump: Dump) -> Path | None:
     except OSError as error:
         _LOG.warning("rank %d could not write its flight recorder dump: %s", dump.rank, error)
         return None
+    with suppress(OSError):
+        _remove_old(path)
     if path.name != f"rank{dump.rank}.json":
         _LOG.warning("%s already exists; this dump is %s", path.with_name(f"rank{dump.rank}.json"), path.name)
     return path
@@ -196,9 +203,7 @@ def _directory(dump: Dump) -> Path:
         path.mkdir(mode=0o700)
     except FileExistsError:
         # Another rank created it; or another user, who could then read or redirect the files.
-        found = path.lstat()
-        own = getattr(os, "getuid", lambda: found.st_uid)()  # Windows has no numeric user ids
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != own or found.st_mode & 0o077:
+        if not _is_private(path):
             path = Path(tempfile.mkdtemp(prefix=f"crossreduce-{readable}-"))
     return path
 
@@ -218,6 +223,43 @@ def _published(temporary: Path, directory: Path, rank: int) -> Path:
                 continue
             return temporary.rename(path)
         return path
+
+
+def _remove_old(newest: Path) -> None:
+    """Delete the oldest dumps of the rank number of ``newest`` whose processes have ended.
+
+    Of the dumps in CROSSREDUCE_DUMP_DIR, or else in this user's directories beside that of ``newest``, the newest ones
+    are kept: up to ``_MOST_DUMPS``, of up to ``_MOST_BYTES`` together.
+    """
+    chosen, rank = bool(os.environ.get("CROSSREDUCE_DUMP_DIR")), newest.name.partition(".")[0]
+    folders = [newest.parent] if chosen else [x for x in newest.parent.parent.glob("crossreduce-*") if _is_private(x)]
+    files = [x for folder in folders for x in folder.glob(f"{rank}.*") if _FILE.fullmatch(x.name)]
+    count = nbytes = 0
+    for path, found in sorted(((path, path.stat()) for path in files), key=lambda each: -each[1].st_mtime_ns):
+        count, nbytes = count + 1, nbytes + found.st_size
+        if (count > _MOST_DUMPS or nbytes > _MOST_BYTES) and _has_ended(path, found.st_mtime):
+            path.unlink(missing_ok=True)
+            if not chosen:
+                with suppress(OSError):  # it has other files
+                    path.parent.rmdir()
+
+
+def _has_ended(path: Path, written: float) -> bool:
+    """Return whether a file is a dump of a process that has ended; on other hosts: that was written a day ago."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        head = _HEAD.match(file.read(1 << 16))
+    if head is None:
+        return False
+    if head[1] != json.dumps(socket.gethostname()):
+        return time.time() - written > _DAY_S
+    return not Path("/proc", head[2]).exists()
+
+
+def _is_private(path: Path) -> bool:
+    """Return whether this is a directory, and not a link, of this user that no other user can read."""
+    found = path.lstat()
+    own = getattr(os, "getuid", lambda: found.st_uid)()  # Windows has no numeric user ids
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == own and not found.st_mode & 0o077
 
 
 def _threads() -> tuple[Thread, ...]:

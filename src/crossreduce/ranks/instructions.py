@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .. import kernels
-from ..errors import UnsupportedError
 from ..kernels import FusedProgram, Segment
 from ..ops import ACCUMULATORS, INTEGERS, KERNEL_OPS, Numbers, ReduceOp
 from ..packing import itemsize
@@ -52,13 +51,15 @@ class ArrayPlaces(NamedTuple):
 def reduction_numbers(op: ReduceOp, dtype: str, ranks: int) -> Numbers:
     """Return the ``Numbers`` by which ranks reduce arrays of a dtype to a result of the same dtype.
 
+    The mean of integers is that of NCCL: the sum wraps around in the dtype, and is then divided, truncated towards
+    zero. Source: NCCL, FuncSumPostDiv in src/device/reduce_kernel.h (github.com/NVIDIA/nccl, commit 0180f9a).
+
     Raises:
-      UnsupportedError: the op is not defined for the dtype, or its result has another dtype.
+      UnsupportedError: the op is not defined for the dtype.
     """
     wide = ACCUMULATORS[op, dtype]
-    if op is ReduceOp.MEAN and dtype in INTEGERS:
-        problem = "ranks cannot compute the mean of integers: the result must have the dtype of the inputs."
-        raise UnsupportedError.of(problem, f"op mean, dtype {dtype}", "the sum and a division, or floats")
+    if dtype in INTEGERS:
+        wide = dtype
     return Numbers(op, dtype, wide, dtype, ranks if op is ReduceOp.MEAN else 1)
 
 

@@ -56,7 +56,6 @@ class PeerInfo(NamedTuple):
 
     pid: int
     hostname: str
-    version: str
     token: str
 
 
@@ -83,7 +82,6 @@ class Member(StageRunner):
         try:
             self._join_host()
             alone = False  # the further checks have the same outcome on all ranks
-            self._require_same_version()
             self.transport = self._connected(transport) if callable(transport) else transport
             self._require_transport()
         except Exception as error:
@@ -112,7 +110,7 @@ class Member(StageRunner):
         if kernels.instruction_set() == "numpy":
             remedy = "unset CROSSREDUCE_KERNELS, or install crossreduce with a C++ compiler"
             raise BackendError.of("ranks need the compiled kernels.", "kernels in NumPy", remedy)
-        found = bootstrap(self.rendezvous, lambda ranks: RankMemory.nbytes(ranks, SLOT_BYTES))
+        found = bootstrap(self.rendezvous, lambda ranks: RankMemory.nbytes(ranks, SLOT_BYTES), self.global_ranks)
         self.hosts, self.host = found.hosts, found.host
         spin_s = SPIN_S if len(self.host) <= found.cpus else 0.0
         try:
@@ -120,7 +118,7 @@ class Member(StageRunner):
         except OSError as error:
             problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
             raise ReductionError.of(problem, str(error), remedy) from error
-        own = PeerInfo(os.getpid(), socket.gethostname(), flight_recorder.version(), os.urandom(8).hex())
+        own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex())
         self.peers = [PeerInfo(*json.loads(info)) for info in self.rendezvous.all_gather(json.dumps(own).encode())]
         self.token = self.peers[0].token
         # alive() looks for the file lock that a rank's process holds. A process cannot detect its own locks, so a rank
@@ -130,12 +128,6 @@ class Member(StageRunner):
             ranks = ", ".join(str(self.global_ranks[rank]) for rank in sorted([*same, self.rank]))
             given = f"ranks {ranks} in process {os.getpid()}"
             raise ContextError.of("several ranks of the group are in one process.", given, "one process per rank")
-
-    def _require_same_version(self) -> None:
-        if len({peer.version for peer in self.peers}) > 1:
-            named = zip(self.global_ranks, self.peers, strict=True)
-            given = "; ".join(f"rank {rank}: {peer.version}" for rank, peer in named)
-            raise MismatchError.of("the ranks have different versions of crossreduce.", given, "one version on all")
 
     def _require_transport(self) -> None:
         if len(self.hosts) > 1 and self.transport is None:
@@ -198,7 +190,7 @@ class Member(StageRunner):
         if not isinstance(error, ReductionError):
             given, remedy = f"{type(error).__name__}: {error}", f"read the traceback of {where}"
             failure = ReductionError.of(f"{where} cannot join the group.", given, remedy)
-        elif alone and not isinstance(error, (CollectiveTimeout, PeerLostError)):
+        elif alone and not isinstance(error, (CollectiveTimeout, MismatchError, PeerLostError)):
             failure = renewed(error, f"{where}: {error}")
         else:
             failure = error
@@ -208,6 +200,11 @@ class Member(StageRunner):
         except ReductionError as shared:  # the error that was published first, which may be another rank's
             return shared
         return failure
+
+    @property
+    def peers_of_hosts(self) -> tuple[int, ...]:
+        """The ranks, one of each host, with which this rank exchanges messages; empty if there are none."""
+        return () if self._remote is None else self._remote.peers
 
     def _warn_after_s(self) -> float:
         return min(self.warn_s, self.timeout_s / 2)
@@ -261,7 +258,7 @@ class Member(StageRunner):
         if cause is not None:
             return decoded(cause)
         if isinstance(error, PeerDisconnected):
-            return self._lost([error.rank], "died")
+            return self._lost([error.rank], "left" if isinstance(error.__cause__, ConnectionResetError) else "died")
         if isinstance(error, PeerError):
             late = self.global_ranks[error.rank]
             text = diagnostics.timeout_text(self.timeout_s, self._current_call(), {late: None}, self.name)

@@ -1,11 +1,14 @@
-"""``WatchedTransport``: a transport that records which other rank this rank waits for, and a thread that calls a check.
+"""``WatchedTransport``: a transport that records which other rank this rank waits for, and a thread that calls checks.
 
 Input: a transport; and the check, a method that can warn of a long wait. Output: a transport with the same messages.
+One thread of the process calls the checks of all its groups, and ends with the last of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 import sys
 import threading
 import time
@@ -27,24 +30,96 @@ class RemoteWait(NamedTuple):
     since_s: float
 
 
+class _Watchdog:
+    """The thread of a process that calls the checks of all transports, every 0.2 s."""
+
+    def __init__(self) -> None:
+        # A signal handler, or a finalizer, may close a transport while its thread adds or removes another one.
+        self._lock = threading.RLock()
+        self._checks: dict[int, WeakMethod[Callable[[], None]]] = {}
+        self._keys = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()  # of the current thread
+
+    def add(self, check: Callable[[], None]) -> int:
+        """Call ``check`` until it is removed, or its object is garbage collected; return the key for ``remove``."""
+        with self._lock:
+            key = next(self._keys)
+            self._checks[key] = WeakMethod(check)
+            if self._thread is None:
+                self._closed = threading.Event()
+                target = self._check_repeatedly
+                self._thread = threading.Thread(
+                    target=target, args=(self._closed,), name="crossreduce watchdog", daemon=True
+                )
+                try:
+                    start_thread(self._thread)
+                except BaseException as error:
+                    self._closed.set()  # if it has started, it ends at once
+                    self._thread = None
+                    if not isinstance(error, RuntimeError):
+                        raise
+                    # The other ranks already expect this one, so it continues.
+                    _LOG.warning("this rank will not warn if another host is late: %s", error)
+            return key
+
+    def remove(self, key: int) -> None:
+        """Stop calling a check. The thread ends with the last one."""
+        with self._lock:
+            self._checks.pop(key, None)
+            thread = None if self._checks else self._end()
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            # 1 s at most: if a signal handler calls this, the watchdog may wait for a log's lock that the caller holds.
+            thread.join(1)
+
+    def _end(self) -> threading.Thread | None:
+        """Make the thread end soon, and return it; the caller holds the lock."""
+        thread, self._thread = self._thread, None
+        self._closed.set()
+        return thread
+
+    def _check_repeatedly(self, closed: threading.Event) -> None:
+        while not closed.wait(_EVERY_S):
+            for key, method in list(self._checks.items()):
+                check = method()
+                if check is None:
+                    with self._lock:
+                        self._checks.pop(key, None)
+                        if not self._checks and not closed.is_set():
+                            self._end()
+                    continue
+                try:
+                    check()
+                except Exception:  # noqa: BLE001 - for example a log handler's: it is reported, and checking continues
+                    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+                del check  # it would keep its object alive
+
+
+_WATCHDOG = _Watchdog()
+
+
+def _after_fork() -> None:
+    """Forget the parent's thread and groups in a forked process, which has neither."""
+    global _WATCHDOG
+    _WATCHDOG = _Watchdog()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 class WatchedTransport:
     """A ``transports.base.Transport`` that records which other rank this rank waits for, and calls ``check``.
 
-    ``check``: a method that a thread calls every 0.2 s; its object is not kept alive by this. If the system cannot
-    start the thread, the method is never called, and messages are carried all the same.
+    ``check``: a method that the process's watchdog calls every 0.2 s; its object is not kept alive by this. If the
+    system cannot start the thread, the method is not called, and messages are carried all the same.
     """
 
     def __init__(self, transport: Transport, check: Callable[[], None]) -> None:
         self.wait: RemoteWait | None = None
         self._transport = transport
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=_check_repeatedly, args=(WeakMethod(check), self._closed), name="crossreduce watchdog", daemon=True
-        )
-        try:
-            start_thread(self._thread)
-        except RuntimeError as error:  # the other ranks already expect this one, so it continues
-            _LOG.warning("this rank will not warn if another host is late: %s", error)
+        self._watchdog = _WATCHDOG
+        self._key = self._watchdog.add(check)
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:
         """Start to send."""
@@ -59,11 +134,8 @@ class WatchedTransport:
         self._transport.abort()
 
     def close(self) -> None:
-        """End the thread; the transport stays open."""
-        self._closed.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            # 1 s at most: if a signal handler calls this, the watchdog may wait for a log's lock that the caller holds.
-            self._thread.join(1)
+        """Stop calling the check; the transport stays open."""
+        self._watchdog.remove(self._key)
 
 
 class _WatchedMessage:
@@ -79,15 +151,3 @@ class _WatchedMessage:
             self._pending.wait(timeout_s)
         finally:
             self._watched.wait = None
-
-
-def _check_repeatedly(method: WeakMethod[Callable[[], None]], closed: threading.Event) -> None:
-    while not closed.wait(_EVERY_S):
-        check = method()
-        if check is None:
-            return
-        try:
-            check()
-        except Exception:  # noqa: BLE001 - for example a log handler's: it is reported, and checking continues
-            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-        del check  # it would keep its object alive

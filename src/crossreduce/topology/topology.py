@@ -404,8 +404,10 @@ class Topology:
     def __repr__(self) -> str:
         count = len(self.switches)
         switches = f"{count} switch{'es' if count > 1 else ''}, " if count else ""
+        devices = f"{len(self.devices)} device{'s' if len(self.devices) > 1 else ''}"
+        links = f"{len(self.links)} link{'s' if len(self.links) != 1 else ''}"
         names = ", ".join(self.devices[:_SHOWN]) + ", ..." * (len(self.devices) > _SHOWN)
-        return f"Topology({len(self.devices)} devices, {switches}{len(self.links)} links: {names})"
+        return f"Topology({devices}, {switches}{links}: {names})"
 
     def to_json(self) -> str:
         """Return the topology as JSON text; equal topologies give the same bytes.

@@ -7,6 +7,7 @@ between two ranks, are passed on to an inner backend: gloo for the CPU, NCCL for
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import threading
@@ -65,12 +66,17 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._timeout, self._settings = timeout, gloo.options
         self._collectives = Collectives(self.communicator, gloo)
         self._timeout_lock = threading.RLock()
+        self._numbers, self._number = itertools.count(1), 0  # of calls
         # Ctrl-C does not end waits for other hosts, so ops of several hosts do not run in the caller's thread.
         self.queue = OpQueue(name, inline=len(self.communicator.hosts) == 1)
         self._end = weakref.finalize(self, close, self.queue, self.communicator)
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
         return "crossreduce"
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return the number of collectives and messages that this rank has started in this group."""
+        return self._number
 
     def shutdown(self) -> None:
         """End the group, and release its thread, memory and descriptors."""
@@ -202,6 +208,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _inner_of(self, tensors: Sequence[Any]) -> Any:
         self.queue.require_open()  # a forked process would write to its parent's connections
+        self._number = next(self._numbers)
         return self._get_backend(tensors[0].device)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
@@ -214,6 +221,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         If ``tensors`` are not in host memory, the method ``inner`` of the inner backend runs instead, with
         ``arguments``. The last of these are the options.
         """
+        self._number = next(self._numbers)
         for tensor in tensors:
             if not tensor.is_cpu:
                 return getattr(self._get_backend(tensor.device), inner)(*arguments)

@@ -37,7 +37,7 @@ class PendingMessage(Protocol):
         """Return when the memory may be used again (send) or read (receive).
 
         Raises:
-          ConnectionError: the other rank was lost.
+          ConnectionError: the other rank was lost; a ``ConnectionResetError``: it has left the group.
           TimeoutError: the message did not complete in time.
         """
 

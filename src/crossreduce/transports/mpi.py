@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ..errors import CollectiveTimeout, decoded, message, rank_list
 from ..threads import start_thread
 
 _GATHER, _CAUSE = 1, 2  # the tags of MpiRendezvous's messages
+_LEFT: Final = 3  # the tag of the empty message by which a rank tells another one that it has left
 _FIRST_TAG: Final = 16  # the smallest tag of the transport's messages
 _ABORTED: Final = "this rank has aborted the group"
 _REMEDY: Final = "make the same calls on all ranks; or crossreduce.mpi.join(timeout_s=...) with more seconds"
 _CHECK_S: Final = 0.25  # between two checks whether another rank has aborted
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # between two tests of a message: MPI itself can only wait by spinning
+_TESTS_AFTER_LEAVING: Final = 250  # of a message of a rank that has left, at intervals of about _LONGEST_S
 UNFINISHED: Final[list[Any]] = []  # abandoned requests; they keep the memory that MPI may still access
 
 
@@ -113,11 +115,11 @@ class MpiTransport:
 
     def _begin(self, start: Callable[..., Any], address: int, nbytes: int, peer: int, tag: int) -> MpiMessage:
         if self.aborted:
-            return MpiMessage(None, self, _ABORTED)
+            return MpiMessage(None, self, failure=_ABORTED)
         try:
-            made = MpiMessage(start(self._address(address, nbytes), peer, _FIRST_TAG + tag), self)
+            made = MpiMessage(start(self._address(address, nbytes), peer, _FIRST_TAG + tag), self, peer)
         except self._error as error:
-            return MpiMessage(None, self, str(error))
+            return MpiMessage(None, self, failure=str(error))
         self.messages.add(made)
         if self._threads and self._thread is None:
             self._thread = threading.Thread(target=self._test_repeatedly, name="crossreduce-mpi", daemon=True)
@@ -145,8 +147,15 @@ class MpiTransport:
         for each in list(self.messages):
             each.cancel()
 
-    def close(self) -> None:
-        """Abort, and end the thread if there is one."""
+    def has_left(self, peer: int) -> bool:
+        """Return whether another rank has closed its transport, and told this rank so."""
+        return bool(self._comm.iprobe(peer, _LEFT))
+
+    def close(self, peers: Sequence[int] = ()) -> None:
+        """Tell the ranks ``peers`` that this rank has left, abort, and end the thread if there is one."""
+        if not self.aborted:
+            with contextlib.suppress(self._error):  # MPI may be shutting down
+                UNFINISHED.extend(self._comm.isend(None, rank, _LEFT) for rank in peers if rank != self._comm.rank)
         self.abort()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -154,10 +163,15 @@ class MpiTransport:
 
 
 class MpiMessage:
-    """An MPI request, or the reason why it could not be made. See ``base.PendingMessage``."""
+    """An MPI request, or the reason why it could not be made. See ``base.PendingMessage``.
 
-    def __init__(self, request: Any, transport: MpiTransport, failure: str | None = None) -> None:
-        self._request, self._transport, self._failure = request, transport, failure
+    ``peer``: the other rank; ``None``: it is not the request of a message between two ranks.
+    """
+
+    def __init__(
+        self, request: Any, transport: MpiTransport, peer: int | None = None, failure: str | None = None
+    ) -> None:
+        self._request, self._transport, self._peer, self._failure = request, transport, peer, failure
         self._lock, self._done = threading.Lock(), failure is not None
 
     def test(self) -> bool:
@@ -183,7 +197,7 @@ class MpiMessage:
     def wait(self, timeout_s: float) -> None:
         """Return when the memory may be used again."""
         pause, began = _SHORTEST_S, time.monotonic()
-        check_at = began + _CHECK_S
+        check_at, left, tests = began + _CHECK_S, False, 0
         while not self.test():
             if self._transport.aborted:
                 raise ConnectionError(_ABORTED)
@@ -192,6 +206,10 @@ class MpiMessage:
                 check_at += _CHECK_S
                 if self._transport.abort_cause() is not None:
                     raise ConnectionError("another rank has aborted the group")
+                left = left or (self._peer is not None and self._transport.has_left(self._peer))
+            tests += left
+            if tests > _TESTS_AFTER_LEAVING:  # a message that it had sent would have arrived by now
+                raise ConnectionResetError(f"rank {self._peer} has left the group")
             if now > began + timeout_s:
                 raise TimeoutError(f"the message did not arrive, or was not taken, within {timeout_s:g} s")
             time.sleep(pause)

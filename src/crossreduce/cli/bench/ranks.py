@@ -171,7 +171,7 @@ def is_rank() -> bool:
 def measure(request: BenchRequest, count: int | None) -> int:
     """Start ``count`` ranks, or run as one of them if ``count`` is ``None``; return the exit code."""
     if request.op == "mean" and "int" in request.dtype:
-        problem = "ranks store results in the dtype of their inputs, but the mean of integers is a float."
+        problem = "crossreduce bench does not measure the mean of integers on ranks: gloo and MPI have no such op."
         raise UnsupportedError.of(problem, f"-d {request.dtype}", "-d float")
     if find_spec("torch") is None:
         raise BackendError.of("ranks need PyTorch, which is not installed.", remedy="pip install torch")

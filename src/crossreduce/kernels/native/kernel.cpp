@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -26,6 +27,34 @@ constexpr size_t MAX_SCRATCH = 512 * 1024;
 bool is_complex(DType dtype) { return dtype == C64 || dtype == C128; }
 bool is_half(DType dtype) { return dtype == F16 || dtype == BF16; }
 
+// Divide integers, truncating towards zero, as NCCL's ncclAvg does (FuncSumPostDiv in src/device/reduce_kernel.h).
+// Quotients of integers below 2^32 are divided as doubles, which is faster; they are never rounded up to an integer.
+template <class T> void divide_each(char *data, size_t size, double divisor) {
+    using Wide = std::conditional_t<sizeof(T) == 8, T, double>;
+    const Wide by = static_cast<Wide>(divisor);
+    for (size_t i = 0; i < size; i++) {
+        T x;
+        std::memcpy(&x, data + i * sizeof x, sizeof x);
+        x = static_cast<T>(static_cast<Wide>(x) / by);
+        std::memcpy(data + i * sizeof x, &x, sizeof x);
+    }
+}
+
+using Divide = void (*)(char *data, size_t size, double divisor);
+Divide divide_of(DType dtype) { // null: not an integer
+    switch (dtype) {
+    case I8: return divide_each<int8_t>;
+    case I16: return divide_each<int16_t>;
+    case I32: return divide_each<int32_t>;
+    case I64: return divide_each<int64_t>;
+    case U8: return divide_each<uint8_t>;
+    case U16: return divide_each<uint16_t>;
+    case U32: return divide_each<uint32_t>;
+    case U64: return divide_each<uint64_t>;
+    default: return nullptr;
+    }
+}
+
 // Allocates from a thread's working memory. Copies of an allocator start at the same position.
 struct Scratch {
     char *next;
@@ -43,6 +72,7 @@ struct Format {
     size_t units;                          // units per element: 2 if complex
     size_t in, acc, out;                   // bytes of a unit of the sources, accumulator and results
     bool convert_sources, convert_results; // whether tiles are converted before and after the pass
+    Divide divide = nullptr;               // divides integers, instead of the pass and of the conversion after it
 };
 
 struct Run { // one run of a kernel
@@ -65,7 +95,9 @@ Format format_of(const Kernel &kernel) {
     if (is_half(kernel.dtype) && kernel.accumulator == F32 && kernel.result == kernel.dtype)
         return {isa.half[kernel.op][kernel.dtype == BF16], LINE / 2, 1, 2, 4, 2, false, false};
     const bool before = kernel.dtype != kernel.accumulator, after = kernel.accumulator != kernel.result;
-    return {isa.same[kernel.op][kernel.accumulator], LINE / acc, units, acc, acc, acc, before, after};
+    const Divide divide = kernel.divisor != 1 && !after ? divide_of(kernel.accumulator) : nullptr;
+    const PassFunction function = isa.same[kernel.op][kernel.accumulator];
+    return {function, LINE / acc, units, acc, acc, acc, before, after || divide != nullptr, divide};
 }
 
 // Copy elements start..stop, counted in C order, of a strided array.
@@ -283,8 +315,9 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
         Target divided_target = {divided_tile, false};
         const Output divided = {outputs[v].from, false, &divided_target, 1};
         run_pass({nullptr, 0, &divided, 1, kernel.divisor}, f, count, false, scratch);
-        char *converted = tiles[0];
-        isa.convert[kernel.accumulator][kernel.result](converted, divided_tile, size);
+        char *converted = f.divide != nullptr ? divided_tile : tiles[0];
+        if (f.divide != nullptr) f.divide(divided_tile, size, kernel.divisor);
+        else isa.convert[kernel.accumulator][kernel.result](converted, divided_tile, size);
         const Output bytes = {{converted, 1, false}, false, outputs[v].targets, outputs[v].count};
         const Format copy = {isa.same[SUM][U8], LINE, 1, 1, 1, 1, false, false};
         run_pass({nullptr, 0, &bytes, 1, 1}, copy, size * ITEMSIZES[kernel.result], streaming, scratch);
@@ -407,10 +440,13 @@ const char *validate(Kernel &kernel) {
     }
     if (f.function == nullptr) return "the op is not defined for the dtype";
     if ((f.convert_sources && isa.convert[kernel.dtype][kernel.accumulator] == nullptr) ||
-        (f.convert_results && isa.convert[kernel.accumulator][kernel.result] == nullptr))
+        (f.convert_results && f.divide == nullptr && isa.convert[kernel.accumulator][kernel.result] == nullptr))
         return "the conversion between the dtypes is not defined";
+    if (f.divide != nullptr && !(kernel.divisor >= 1 && kernel.divisor <= std::numeric_limits<int>::max() &&
+                                 kernel.divisor == static_cast<int>(kernel.divisor)))
+        return "integers can be divided only by a positive integer";
     const bool divisible = kernel.accumulator == F32 || kernel.accumulator == F64 || is_complex(kernel.accumulator);
-    if (kernel.divisor != 1 && !divisible) return "the accumulator's dtype cannot be divided";
+    if (kernel.divisor != 1 && !divisible && f.divide == nullptr) return "the accumulator's dtype cannot be divided";
     return nullptr;
 }
 
