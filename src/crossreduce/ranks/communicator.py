@@ -244,8 +244,10 @@ class Communicator(Member):
 
     def __del__(self) -> None:
         """Leave the group."""
-        with suppress(Exception):  # ``__init__`` may have failed
+        try:  # noqa: SIM105 - suppress may be None
             self.close()
+        except Exception:  # noqa: BLE001 - ``__init__`` has failed, or Python ends and has cleared this module
+            pass
 
     def _release(self) -> None:
         if self.memory.fd >= 0:
