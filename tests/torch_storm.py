@@ -23,7 +23,9 @@ SIZES = (1, 300, 20_000, 600_000)
 
 
 def begin(folder, case):
-    where = f"file://{folder}/store" if case["port"] is None else f"tcp://127.0.0.1:{case['port']}"
+    where = (
+        f"file://{folder}/store" if case["port"] is None else f"tcp://{case.get('host', '127.0.0.1')}:{case['port']}"
+    )
     timeout = timedelta(seconds=case["timeout_s"])
     dist.init_process_group("crossreduce", where, rank=RANK, world_size=SIZE, timeout=timeout)
 

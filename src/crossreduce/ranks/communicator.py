@@ -198,7 +198,7 @@ class Communicator(Member):
         except ReductionError:  # raised by a call of this group, which has aborted it if necessary
             raise
         except (ConnectionError, TimeoutError) as error:
-            self._abort(self._remote_failure(error))
+            self._abort(self._roll_call(error) if isinstance(error, PeerError) else self._remote_failure(error))
             self._raise_broken()
         except BaseException:  # Ctrl-C: other hosts' messages would be written to memory that is about to be freed
             self._abort(self._lost([self.rank], "was interrupted"))
