@@ -105,7 +105,7 @@ class SocketRendezvous:
 
     def __init__(self, path, rank, size, name="all", timeout_s=20.0):
         self.path, self.rank, self.size, self.name, self.timeout_s = path, rank, size, name, timeout_s
-        self.calls = 0
+        self.calls, self.owner = 0, None
 
     def query(self, what, keys, value=None, timeout=0.0):
         with socket.socket(socket.AF_UNIX) as connection:
@@ -132,7 +132,20 @@ class SocketRendezvous:
 
     def publish_abort(self, cause):
         with contextlib.suppress(OSError, EOFError):
-            self.query("put", [(self.name, "cause")], cause)
+            return self.query("put", [(self.name, "cause")], cause)[0]
+        return cause
+
+    def roll_call(self, ranks, timed_out):
+        try:
+            for rank in ranks:
+                self.query("put", [(self.name, "alive", rank)], timed_out)
+            found = self.query("get", [(self.name, "alive", rank) for rank in range(self.size)])
+        except EOFError:
+            raise ConnectionError("the store has ended") from None
+        return {rank: late for rank, late in enumerate(found) if late is not None}
+
+    def leave(self, reader, readers):
+        pass
 
     def abort_cause(self):
         try:

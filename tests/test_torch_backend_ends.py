@@ -21,6 +21,7 @@ PROGRAM = HERE / "torch_endings.py"
         "left_by_one_rank",
         "interrupted",
         "interrupted_in_backward",
+        "interrupted_in_recv",
         "late",
         "late_for_one_call",
         "composed",

@@ -7,6 +7,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -50,16 +51,16 @@ def unfinished(folder):
 def unfinished_in_gloo(folder):
     """Groups of rank 0 end while gloo waits for ranks that do not execute the op: the op fails, and the thread ends."""
     from crossreduce import PeerLostError
-    from crossreduce.torch import collectives
+    from crossreduce.torch.op_queue import Finished
 
     begin(folder)
     groups = [dist.new_group() for _ in range(2)]
-    if RANK:
-        collectives._finish = lambda *_: None  # the other ranks agree to the op, but do not take part in it
+    for group in groups if RANK else []:  # the other ranks make the call, but do not take part in gloo's
+        group._collectives._gloo = SimpleNamespace(allreduce=lambda *_: Finished([]))
     works = [dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, x, async_op=True) for x in groups]
     if RANK:
-        works[0].wait()
-        works[1].wait()
+        for work in works:
+            raises(PeerLostError, "rank 0 left during", work.wait)
         time.sleep(4)
         return
     time.sleep(0.5)
@@ -67,22 +68,22 @@ def unfinished_in_gloo(folder):
         begun = time.monotonic()
         end()
         assert not group.queue._thread.is_alive()
-        raises(PeerLostError, "a rank was lost", work.wait)
+        raises(PeerLostError, "rank 0 left during", work.wait)
         assert time.monotonic() - begun < 3
 
 
 def ends_during_gloo(folder):
     """End all ranks while gloo waits for a late one; when an op completes, gloo holds no reference to its tensor."""
-    from crossreduce.torch import collectives
+    from crossreduce.torch.collectives import Collectives
 
-    def watched(run, tensors, options):
+    def watched(self, text, run, tensors, options):
         before = sys.getrefcount(tensors[0])
-        finish(run, tensors, options)
+        run_in_gloo(self, text, run, tensors, options)
         if sys.getrefcount(tensors[0]) > before:
             os._exit(3)
 
     begin(folder)
-    finish, collectives._finish = collectives._finish, watched
+    run_in_gloo, Collectives._run_in_gloo = Collectives._run_in_gloo, watched
     sys.setswitchinterval(100)
     if RANK == 1:
         time.sleep(0.5)
@@ -118,6 +119,24 @@ def interrupted(folder):
         begun = time.monotonic()
         raises(ConnectionError, "rank 0", dist.all_reduce, torch.ones(3))
         assert time.monotonic() - begun < 5
+
+
+def interrupted_in_recv(folder):
+    """Rank 0 is interrupted while it waits for a message; its and the others' next calls name it."""
+    from crossreduce import PeerLostError
+
+    begin(folder, 60)
+    x = torch.ones(3)
+    if RANK == 0:
+        dist.recv(x, 1)
+        assert x.tolist() == [7, 7, 7]
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begun = time.monotonic()
+        raises(KeyboardInterrupt, "", dist.recv, x)
+        assert time.monotonic() - begun < 2
+    elif RANK == 1:
+        dist.send(torch.full((3,), 7.0), 0)
+    raises(PeerLostError, "rank 0 was interrupted while it waited for a message", dist.barrier)
 
 
 def model_of(hooked=False):

@@ -14,16 +14,25 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
-from ..errors import ArgumentError, ContextError, MismatchError, ReductionError, UnsupportedError
+from ..errors import (
+    ArgumentError,
+    ContextError,
+    MismatchError,
+    PeerLostError,
+    ReductionError,
+    UnsupportedError,
+    message,
+)
 from ..ops import COMPLEX, ReduceOp, copying
 from ..topology import Topology
-from ..transports.base import Rendezvous, Transport
-from .diagnostics import CallSignature, call_text, mismatch_text
+from ..transports.base import Rendezvous, RunningCollective, Transport
+from .diagnostics import UNUSABLE, CallSignature, call_text, mismatch_text
 from .exchange import PeerError
 from .instructions import reduction_numbers
 from .membership import Member, renewed
 from .multi_host import COLLECTIVES
 from .one_host import RankExecutable
+from .peers import InnerFailure
 from .shared_memory import MAX_TEXT_BYTES, GroupAborted
 
 _CACHED_STAGES: Final = 1 << 15  # the most stages that are cached; on 8 ranks a stage takes 1 to 2 KiB
@@ -143,6 +152,36 @@ class Communicator(Member):
         """
         self._run(text, lambda: self.engine.compile("", 0, copying("uint8"), None, encoded_text(text)), ())
 
+    def delegate(self, text: str, start: Callable[[], RunningCollective]) -> None:
+        """Let another library execute a collective, and return when it has done so on all ranks.
+
+        If it fails on a rank, this group is aborted, with the same error on all ranks. If ``start``, or the library,
+        raises an error that is not a ``ConnectionError``, it is raised at the end, and the group can still be used.
+
+        Args:
+          text: the description of the call, the same on all ranks.
+          start: begins the collective; called when all ranks have made this call.
+        """
+        failures: list[Exception] = []
+
+        def inner() -> None:
+            try:
+                running = start()
+            except Exception as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+                return
+            self._wait_for_inner(running)
+            try:
+                running.finish()
+            except ConnectionError as error:
+                raise InnerFailure(str(error), timed_out=False) from error
+            except Exception as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+
+        self._run(f"inner {text}", lambda: self.engine.compile_inner(encoded_text(text)), (), inner)
+        if failures:
+            raise failures[0]
+
     def plan_on(self, topology: Topology) -> None:
         """Plan later calls between hosts on the links of ``topology``, the same on all ranks (see ``measurement``)."""
         if self._remote is not None:
@@ -159,7 +198,7 @@ class Communicator(Member):
         except ReductionError:  # raised by a call of this group, which has aborted it if necessary
             raise
         except (ConnectionError, TimeoutError) as error:
-            self._abort(self._remote_failure(error))
+            self._abort(self._roll_call(error) if isinstance(error, PeerError) else self._remote_failure(error))
             self._raise_broken()
         except BaseException:  # Ctrl-C: other hosts' messages would be written to memory that is about to be freed
             self._abort(self._lost([self.rank], "was interrupted"))
@@ -182,6 +221,16 @@ class Communicator(Member):
                 self.transport.abort()
         self.close()
 
+    def interrupt(self) -> None:
+        """Abort the group because another operation of its transport was interrupted; that operation fails soon."""
+        if not self._closed and os.getpid() == self._pid:
+            own = self.global_ranks[self.rank]
+            problem = f'rank {own} was interrupted while it waited for a message of group "{self.name}". {UNUSABLE}'
+            given = f"pid {self._pid} on host {self.peers[self.rank].hostname}"
+            self._abort(PeerLostError(message(problem, given, f"read the last output of rank {own}"), [own]))
+            if self.transport is not None:
+                self.transport.abort()
+
     def close(self) -> None:
         """Leave the group. Ranks that still wait for this one get a ``PeerLostError``."""
         if self._closed or os.getpid() != self._pid:
@@ -195,8 +244,10 @@ class Communicator(Member):
 
     def __del__(self) -> None:
         """Leave the group."""
-        with suppress(Exception):  # ``__init__`` may have failed
+        try:  # noqa: SIM105 - suppress may be None
             self.close()
+        except Exception:  # noqa: BLE001 - ``__init__`` has failed, or Python ends and has cleared this module
+            pass
 
     def _release(self) -> None:
         if self.memory.fd >= 0:
@@ -223,8 +274,14 @@ class Communicator(Member):
 
         self._run((name, op, array.dtype, array.shape, root), compiled, addresses)
 
-    def _run(self, key: Any, compiled: Callable[[], RankExecutable], addresses: tuple[int, ...]) -> None:
-        """Run a call. ``compiled``: returns its executable; called if none is cached under ``key``."""
+    def _run(
+        self,
+        key: Any,
+        compiled: Callable[[], RankExecutable],
+        addresses: tuple[int, ...],
+        inner: Callable[[], None] | None = None,
+    ) -> None:
+        """Run a call; for ``inner`` see the engines. ``compiled`` returns the executable, if ``key`` is not cached."""
         thread = threading.get_ident()
         self._require_usable(thread)  # before the lock, which is never released if it was held during a fork
         with self._lock:
@@ -239,21 +296,23 @@ class Communicator(Member):
                         self._executables.clear()
                         self._stages = executable.stages
                     self._executables[key] = executable
-                self._execute(executable, addresses)
+                self._execute(executable, addresses, inner)
             finally:
                 self._caller = None
                 if self._closed:
                     self._release()
 
-    def _execute(self, executable: RankExecutable, addresses: tuple[int, ...]) -> None:
+    def _execute(
+        self, executable: RankExecutable, addresses: tuple[int, ...], inner: Callable[[], None] | None
+    ) -> None:
         try:
-            same = self.engine.run(executable, addresses, self, self.timeout_s)
+            same = self.engine.run(executable, addresses, self, self.timeout_s, inner)
             calls = {} if same else self._calls_of_all()
-        except (GroupAborted, PeerError, ReductionError) as error:
-            if isinstance(error, PeerError):
-                self._abort(self._remote_failure(error))
-            elif isinstance(error, ReductionError):
+        except (GroupAborted, InnerFailure, PeerError, ReductionError) as error:
+            if isinstance(error, ReductionError):
                 self._abort(error)
+            elif not isinstance(error, GroupAborted):
+                self._abort(self._roll_call(error))
             self._raise_broken()
         except BaseException:  # Ctrl-C, or what a signal handler raised
             if self.memory.running or self._remote is not None:

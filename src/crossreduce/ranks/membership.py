@@ -17,7 +17,7 @@ from _thread import start_new_thread
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NoReturn
 
 from .. import kernels
 from ..errors import (
@@ -35,31 +35,24 @@ from ..errors import (
 from ..transports.base import Rendezvous, Transport
 from . import diagnostics, flight_recorder
 from .bootstrap import bootstrap
-from .diagnostics import DOCTOR, CallSignature
-from .exchange import PeerDisconnected, PeerError
+from .diagnostics import DOCTOR
 from .multi_host import MultiHostEngine
 from .one_host import OneHostEngine
+from .peers import PeerInfo, Peers
 from .programs import SLOT_BYTES
-from .shared_memory import LEFT, SPIN_S, RankMemory, StageRunner, WaitTimer, is_stopped
+from .shared_memory import SPIN_S, RankMemory, WaitTimer, is_stopped
 from .watchdog import RemoteWait, WatchedTransport
 
 _LOG: Final = logging.getLogger("crossreduce")
 WARN_AFTER_S: Final = 30.0
 ALIVE_S: Final = 0.25  # how often a rank reports that it is alive while its transport connects
+DECISION_S: Final = 5.0  # how long after the timeout a rank waits for one that decides which other host is late
 CANCEL_S: Final = 0.3  # the longest wait for the end of a transport's cancelled attempt to connect
 REMOTE_CAUSE_S: Final = 0.3  # how long a rank waits for another host to publish why it aborted
 _CONNECTED, _CONNECTING = "connected", "connecting"
 
 
-class PeerInfo(NamedTuple):
-    """What a rank sends to all others. ``token``: rank 0's identifies the group."""
-
-    pid: int
-    hostname: str
-    token: str
-
-
-class Member(StageRunner):
+class Member(Peers):
     """One rank of a group; for arguments and errors see ``Communicator``."""
 
     def __init__(
@@ -213,20 +206,15 @@ class Member(StageRunner):
         """Raise if a missing rank has ended, another host has aborted or the timeout has passed; warn of late ranks."""
         missing = self.memory.missing()
         waited_s = timer.waited_s(self.memory.arrivals())
-        gone = [rank for rank in missing if not self.memory.alive(rank)]
-        if gone:
-            left = all(self.memory.last_call(rank).text == LEFT for rank in gone)
-            raise self._lost(gone, "left" if left else "died")
-        if len(self.hosts) > 1:
-            cause = timer.query(self.rendezvous.abort_cause)
-            if cause is not None:
-                raise decoded(cause)
+        self._require_alive(missing)
+        self._require_no_cause(timer)
         # If all missing ranks wait for another host, they can name the rank at fault, so they get the time to do so.
         remote = self._remote is not None and all(
             self._remote.is_waiting_for_hosts(rank) and not is_stopped(self.peers[rank].pid) for rank in missing
         )
-        timed_out = bool(missing) and waited_s > self.timeout_s + 2 * REMOTE_CAUSE_S * remote
+        timed_out = bool(missing) and waited_s > self.timeout_s + DECISION_S * remote
         if timed_out or (missing and timer.is_warning_due()):
+            missing = self._stopped(missing) or missing  # the others may wait for the stopped ones
             late = {self.global_ranks[rank]: self.memory.last_call(rank) for rank in missing}
             if timed_out:
                 raise CollectiveTimeout(
@@ -248,67 +236,42 @@ class Member(StageRunner):
             _LOG.warning("rank %d: %s", own, diagnostics.remote_stall_text(waited_s, call, [own], peer, self.name))
 
     def _remote_failure(self, error: OSError) -> ReductionError:
-        """Return the public error for a failed message to or from another host.
+        """Return the public error for a failed operation between hosts whose ranks are not known.
 
-        If the other rank itself aborted because of a third one, its host publishes the reason at about this time.
+        If another rank aborted because of a third one, its host publishes the reason at about this time.
         """
         deadline = time.monotonic() + REMOTE_CAUSE_S
         while (cause := self.rendezvous.abort_cause()) is None and time.monotonic() < deadline:
             time.sleep(REMOTE_CAUSE_S / 20)
         if cause is not None:
             return decoded(cause)
-        if isinstance(error, PeerDisconnected):
-            return self._lost([error.rank], "left" if isinstance(error.__cause__, ConnectionResetError) else "died")
-        if isinstance(error, PeerError):
-            late = self.global_ranks[error.rank]
-            text = diagnostics.timeout_text(self.timeout_s, self._current_call(), {late: None}, self.name)
-            return CollectiveTimeout(text, [late])
         call = f'{self._current_call().words}, of group "{self.name}",'
         problem = f"{call} did not complete between hosts. {diagnostics.UNUSABLE}"
         kind = CollectiveTimeout if isinstance(error, TimeoutError) else PeerLostError
         return kind(message(problem, str(error), f"{DOCTOR} DIR shows what each rank did last"))
 
-    def _current_call(self) -> CallSignature:
-        return self.memory.last_call(self.rank)
-
-    def _lost(self, ranks: Sequence[int], how: str) -> PeerLostError:
-        peers = {self.global_ranks[rank]: self.peers[rank] for rank in ranks}
-        places = {rank: f"pid {peer.pid} on host {peer.hostname}" for rank, peer in peers.items()}
-        return PeerLostError(diagnostics.lost_text(places, self._current_call(), self.name, how), places)
-
     def _abort(self, error: ReductionError) -> None:
         """Make all ranks, of this host and of others, stop with this error, or with that of an earlier abort."""
-        self.memory.abort(error)
         if len(self.hosts) > 1:
-            self.rendezvous.publish_abort(encoded(self.memory.abort_cause() or error))
-            if self.transport is not None:
-                self.transport.abort()
+            error = decoded(self.rendezvous.publish_abort(encoded(self.memory.abort_cause() or error)))
+        self.memory.abort(error)
+        if len(self.hosts) > 1 and self.transport is not None:
+            self.transport.abort()
 
     def _raise_broken(self) -> NoReturn:
         """Write the flight recorder's dump, and raise the error for which the group was aborted."""
         if len(self.hosts) > 1 and self.transport is not None:
             self.transport.abort()  # if another rank aborted, other hosts may still wait for this rank
         error = self._abort_cause()
+        if len(self.hosts) > 1:
+            lost = getattr(error, "ranks", ())
+            alive = [[rank for rank in host if self.global_ranks[rank] not in lost] for host in self.hosts]
+            self.rendezvous.leave(self.host[0], [host[0] for host, rest in zip(self.hosts, alive, strict=True) if rest])
         path = flight_recorder.write(self._dump(str(error)))
         if path is not None:
             error = renewed(error, str(error).replace(f"{DOCTOR} DIR", f"{DOCTOR} {path.parent}"))
         self._broken = error
         raise renewed(error)
-
-    def _abort_cause(self) -> ReductionError:
-        """Return the error for which the group was aborted, the same on all ranks of this host.
-
-        The aborting rank may still be writing it. If that rank dies, or the timeout passes, the error names that rank.
-        """
-        deadline = time.monotonic() + self.timeout_s
-        while (error := self.memory.abort_cause()) is None:
-            rank = self.memory.aborting_rank()
-            if rank is None:  # the aborting rank has just finished writing
-                continue
-            if not self.memory.alive(rank) or time.monotonic() > deadline:
-                return self.memory.abort_cause() or self._lost([rank], "died")
-            time.sleep(0.001)
-        return error
 
     def _dump(self, cause: str) -> flight_recorder.Dump:
         histories = []

@@ -11,7 +11,7 @@ accumulator's dtype; where they become final they are divided and rounded, once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -81,6 +81,11 @@ class MultiHostEngine:
         digest = _digest(text, f"{schedule.to_json()} {sizes}")
         return RankExecutable(native_program(stages), len(stages), text, digest, exchange, deliveries)
 
+    @staticmethod
+    def compile_inner(text: bytes) -> RankExecutable:
+        """Return the executable of a call that another library executes."""
+        return RankExecutable(native_program([[]] * 5), 5, text, _digest(text, "inner"))
+
     def _local_parts(
         self,
         collective: str,
@@ -138,7 +143,12 @@ class MultiHostEngine:
         return phases, deliveries
 
     def run(
-        self, executable: RankExecutable, addresses: tuple[int, ...], runner: StageRunner, timeout_s: float
+        self,
+        executable: RankExecutable,
+        addresses: tuple[int, ...],
+        runner: StageRunner,
+        timeout_s: float,
+        inner: Callable[[], None] | None = None,
     ) -> bool:
         """Run a call; see ``OneHostEngine.run``."""
         exchange = None
@@ -150,9 +160,7 @@ class MultiHostEngine:
         if self.leader is not None:
             digest = blake2b(executable.digest + str(self.memory.number).encode(), digest_size=16).digest()
             digest = digest if same_here else bytes(len(digest))  # zeros differ from every call's digest
-            with self._waiting_for_hosts():
-                alike = all_equal(digest, self.peers, self.host, self.transport, TAG, timeout_s)
-                same = alike and same_here
+            same = self._all_equal(digest, timeout_s) and same_here
         if not same_here:
             self._exchange = None
             return False
@@ -165,7 +173,14 @@ class MultiHostEngine:
             self.memory.end_op()
             self._exchange = None
             return False
-        if exchange is None and executable.stages > 3:
+        if inner is not None:
+            with self._waiting_for_hosts():
+                inner()
+            runner.reach(4)  # all ranks of this host have returned from it
+            if self.leader is not None:
+                self._all_equal(bytes(1), timeout_s)  # and all ranks of the other hosts
+            runner.reach(5)
+        elif exchange is None and executable.stages > 3:
             runner.reach(executable.stages)
         elif exchange is not None:
             for stage in range(2, executable.stages - 1):
@@ -175,6 +190,11 @@ class MultiHostEngine:
                 exchange.close()
             self._exchange = None
         return True
+
+    def _all_equal(self, digest: bytes, timeout_s: float) -> bool:
+        """Return whether the leaders of all hosts passed the same digest."""
+        with self._waiting_for_hosts():
+            return all_equal(digest, self.peers, self.host, self.transport, TAG, timeout_s)
 
     def _exchange_stage(
         self, executable: RankExecutable, exchange: Exchange, addresses: tuple[int, ...], stage: int

@@ -10,7 +10,7 @@ ranks, so that the same inputs give the same bits on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -58,21 +58,35 @@ class OneHostEngine:
             stages = rank_stages(found.program, found.inputs, found.outputs, size, numbers, self._rank)
         return RankExecutable(native_program(stages), len(stages), text)
 
+    @staticmethod
+    def compile_inner(text: bytes) -> RankExecutable:
+        """Return the executable of a call that another library executes: a barrier before and one after it."""
+        return RankExecutable(native_program([[]] * 3), 3, text)
+
     def run(
         self,
         executable: RankExecutable,
         addresses: tuple[int, ...],
         runner: StageRunner,
         timeout_s: float,  # noqa: ARG002
+        inner: Callable[[], None] | None = None,
     ) -> bool:
         """Run a call; return whether all ranks of the group made the same call. If not, nothing was written.
 
-        ``addresses`` are the caller's buffers, numbered as in ``host_collective``.
+        ``addresses`` are the caller's buffers, numbered as in ``host_collective``. ``inner``: called when all ranks
+        have made the same call; the call ends when all have returned from it. ``executable`` is then that of
+        ``compile_inner``.
 
         Raises:
           GroupAborted, PeerError, ReductionError: other ranks cannot take part.
         """
-        return runner.begin(executable.program, addresses, executable.text, executable.stages)
+        if inner is None:
+            return runner.begin(executable.program, addresses, executable.text, executable.stages)
+        same = runner.begin(executable.program, addresses, executable.text, 2)
+        if same:
+            inner()
+            runner.reach(executable.stages)
+        return same
 
 
 class HostCollective(NamedTuple):

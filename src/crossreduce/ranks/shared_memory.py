@@ -146,7 +146,7 @@ class RankMemory:
 
     def __del__(self) -> None:
         """Close the descriptor. The compiled object unmaps the memory, except in a forked process."""
-        if getattr(self, "fd", -1) >= 0:
+        if getattr(self, "fd", -1) >= 0 and os is not None:  # Python sets it to None when it ends
             os.close(self.fd)
 
 

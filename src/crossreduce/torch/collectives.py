@@ -14,17 +14,19 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp as TorchOp
 
-from ..errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError
+from ..errors import ArgumentError, MismatchError
 from ..ops import ReduceOp
 from ..ranks.communicator import Communicator
 from ..ranks.diagnostics import call_text
 from ..ranks.instructions import reduction_numbers
+from ..transports.gloo import GlooCollective
 from .memory import (
     NAMES,
     are_apart,
@@ -51,6 +53,7 @@ _OPS: Final = {
 # The ops that compute sums and products of bools as torch does with NCCL.
 _OF_BOOLS: Final = {TorchOp.SUM: ReduceOp.MAX, TorchOp.PRODUCT: ReduceOp.MIN}
 
+_GLOO_WAITS_S: Final = 10.0  # how much longer than the group gloo waits, since its own errors name no rank
 _RELEASE_S: Final = 1.0  # the longest wait for gloo to release tensors, which takes microseconds
 
 
@@ -69,7 +72,8 @@ class Collectives:
         self._are_apart("all_reduce", [tensor])
         op = self._op("all_reduce", kind, tensor)
         if op is None:
-            self._run_in_gloo(self._gloo.allreduce, tensor, _options(c10d.AllreduceOptions, reduceOp=kind))
+            options = self._options(c10d.AllreduceOptions, reduceOp=kind)
+            self._reduce_in_gloo("all_reduce", None, self._gloo.allreduce, tensor, options)
             return
         source = readable(tensor)
         array = memory(source)
@@ -84,7 +88,8 @@ class Collectives:
         op = self._op("reduce", kind, tensor, root)
         if op is None:
             copied = tensor.detach().clone()  # gloo also writes into the tensors of ranks that are not the root
-            self._run_in_gloo(self._gloo.reduce, copied, _options(c10d.ReduceOptions, reduceOp=kind, rootRank=root))
+            options = self._options(c10d.ReduceOptions, reduceOp=kind, rootRank=root)
+            self._reduce_in_gloo("reduce", root, self._gloo.reduce, copied, options)
             if root == self._rank:
                 result.detach().copy_(copied.reshape(result.shape))
             return
@@ -138,10 +143,11 @@ class Collectives:
     def broadcast(self, tensor: Any, root: int) -> None:
         if root != self._rank:
             self._are_apart("broadcast", [tensor])
-        inner = self._is_inner("broadcast", tensor, root)
+        inner = self._inner("broadcast", tensor, root)
         plain = readable(tensor)
         if inner:
-            _finish(self._gloo.broadcast, [raw(plain)], _options(c10d.BroadcastOptions, rootRank=root))
+            options = self._options(c10d.BroadcastOptions, rootRank=root)
+            self._run_in_gloo(inner, self._gloo.broadcast, [raw(plain)], options)
         else:
             self._communicator.broadcast(memory(plain), root)
         if root != self._rank:
@@ -163,12 +169,13 @@ class Collectives:
             for result, row in zip(results, rows, strict=True):
                 result.detach().copy_(row[: result.numel()].reshape(result.shape))
             return
-        inner = self._is_inner("all_gather", tensor)
+        inner = self._inner("all_gather", tensor)
         source, written = readable(tensor), [writable(x) for x in results]
         if not apart:
             (source,) = separated([source], written, {0: written[self._rank].data_ptr()})
         if inner:
-            _finish(self._gloo.allgather, [list(map(raw, written))], [raw(source)])
+            options = self._options(c10d.AllgatherOptions)
+            self._run_in_gloo(inner, self._gloo.allgather, [list(map(raw, written))], [raw(source)], options)
         else:
             self._communicator.all_gather(memory(source), [memory(x) for x in written])
         copy_back_all(results, written)
@@ -178,12 +185,13 @@ class Collectives:
         remedy = "an output as large as the inputs of all ranks together"
         self._require(fits, "all_gather", [tensor, output], "elements of the output:", [output.numel()], remedy)
         apart = self._are_apart("all_gather", [output], [tensor])
-        inner = self._is_inner("all_gather", tensor)
+        inner = self._inner("all_gather", tensor)
         source, written = readable(tensor), writable(output)
         if not apart:  # the input may be this rank's part of the output
             (source,) = separated([source], [written], {0: written.data_ptr() + self._rank * source.nbytes})
         if inner:
-            _finish(self._gloo._allgather_base, raw(written), raw(source))
+            options = self._options(c10d.AllgatherOptions)
+            self._run_in_gloo(inner, self._gloo._allgather_base, raw(written), raw(source), options)
         else:
             self._communicator.all_gather(memory(source), equal_parts(written, self._size))
         copy_back(output, written)
@@ -191,13 +199,14 @@ class Collectives:
     def gather(self, results: Sequence[Any], tensor: Any, root: int) -> None:
         self._require_rooted("gather", tensor, results, root)
         apart = self._are_apart("gather", results, [tensor])
-        inner = self._is_inner("gather", tensor, root)
+        inner = self._inner("gather", tensor, root)
         source, written = readable(tensor), [writable(x) for x in results]
         if not apart and root == self._rank:
             (source,) = separated([source], written, {0: written[root].data_ptr()})
         if inner:
             into = [list(map(raw, written))] if root == self._rank else []
-            _finish(self._gloo.gather, into, [raw(source)], _options(c10d.GatherOptions, rootRank=root))
+            options = self._options(c10d.GatherOptions, rootRank=root)
+            self._run_in_gloo(inner, self._gloo.gather, into, [raw(source)], options)
         else:
             places = [memory(x) for x in written] if root == self._rank else None
             self._communicator.gather(memory(source), places, root)
@@ -206,13 +215,14 @@ class Collectives:
     def scatter(self, output: Any, inputs: Sequence[Any], root: int) -> None:
         self._require_rooted("scatter", output, inputs, root)
         apart = self._are_apart("scatter", [output], inputs)
-        inner = self._is_inner("scatter", output, root)
+        inner = self._inner("scatter", output, root)
         sources, written = [readable(x) for x in inputs], writable(output)
         if not apart:
             sources = separated(sources, [written], {root: written.data_ptr()})
         if inner:
             of = [list(map(raw, sources))] if root == self._rank else []
-            _finish(self._gloo.scatter, [raw(written)], of, _options(c10d.ScatterOptions, rootRank=root))
+            options = self._options(c10d.ScatterOptions, rootRank=root)
+            self._run_in_gloo(inner, self._gloo.scatter, [raw(written)], of, options)
         else:
             places = [memory(x) for x in sources] if root == self._rank else None
             self._communicator.scatter(places, memory(written), root)
@@ -227,7 +237,7 @@ class Collectives:
         sizes, rooms = [x.numel() for x in inputs], [x.numel() for x in outputs]
         even = self._are_even(sizes, rooms, inputs[0], "elements")
         sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
-        if even and not self._is_inner("all_to_all", inputs[0]):
+        if even and not self._inner("all_to_all", inputs[0]):
             if not apart:
                 sources = separated(sources, written, {k: x.data_ptr() for k, x in enumerate(written)})
             self._communicator.all_to_all([memory(x) for x in sources], [memory(x) for x in written])
@@ -250,7 +260,7 @@ class Collectives:
         sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size
         even = self._are_even(sizes, rooms, tensor, "rows")
         source, written = readable(tensor), writable(output)
-        inner = not even or self._is_inner("all_to_all", tensor)
+        inner = not even or bool(self._inner("all_to_all", tensor))
         if not apart:
             (source,) = separated([source], [written], {} if inner else {0: written.data_ptr()})
         if not inner:
@@ -262,7 +272,9 @@ class Collectives:
     def _exchange(self, result: Any, source: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
         width = source.shape[1:].numel() * source.element_size()
         splits = ([width * rows for rows in rooms], [width * rows for rows in sizes])
-        _finish(self._gloo.alltoall_base, raw(result), raw(source), *splits)
+        options = self._options(c10d.AllToAllOptions)
+        text = f"all_to_all {_name(source)}"
+        self._run_in_gloo(text, self._gloo.alltoall_base, raw(result), raw(source), *splits, options)
 
     def _are_splits(self, tensor: Any, splits: Sequence[int]) -> bool:
         if not tensor.ndim or not splits:
@@ -326,13 +338,15 @@ class Collectives:
             reduction_numbers(op, name, self._size)  # raises an error if the op is not defined
         return None
 
-    def _is_inner(self, collective: str, tensor: Any, root: int | None = None) -> bool:
-        """Return whether gloo runs a collective that only moves data; if so, all ranks have agreed on that."""
+    def _inner(self, collective: str, tensor: Any, root: int | None = None) -> str:
+        """Return, if gloo has to run a collective that only moves data, its description for ``_run_in_gloo``."""
         name = NAMES.get(tensor.dtype)
-        inner = not self._communicator.supports(collective, None, name or "uint8")
-        if inner or name is None:  # the communicator would not compare dtypes that it moves as bytes
-            self._agree(collective, None, tensor, root)
-        return inner
+        text = call_text(collective, None, root, _name(tensor), tensor.shape)
+        if not self._communicator.supports(collective, None, name or "uint8"):
+            return text
+        if name is None:  # the communicator would not compare dtypes that it moves as bytes
+            self._communicator.agree(text)
+        return ""
 
     def _agree(self, collective: str, op: str | None, tensor: Any, root: int | None) -> None:
         self._communicator.agree(call_text(collective, op, root, _name(tensor), tensor.shape))
@@ -377,30 +391,49 @@ class Collectives:
             raise ArgumentError.of(problem, f"{call}; {len(results)} results", "results that do not overlap")
         return False
 
-    @staticmethod
-    def _run_in_gloo(function: Any, tensor: Any, options: Any) -> None:
+    def _reduce_in_gloo(self, collective: str, root: int | None, function: Any, tensor: Any, options: Any) -> None:
         dense = tensor.layout is torch.strided
         plain = readable(tensor) if dense else tensor
-        given = plain.detach()  # _finish counts references, and other code may refer to the tensor itself
-        _finish(function, [given], options)
+        given = plain.detach()  # _run_in_gloo counts references, and other code may refer to the tensor itself
+        op = options.reduceOp.op.name.lower()
+        text = call_text(collective, op, root, _name(tensor), tensor.shape)
+        self._run_in_gloo(text, function, [given], options)
         if dense:
             copy_back(tensor, plain)
         else:  # gloo replaces the memory of a sparse tensor, and the detached one does not share it
             with torch.no_grad():
                 tensor.copy_(given)
 
+    def _run_in_gloo(self, text: str, start: Callable[..., Any], *arguments: Any) -> None:
+        """Run an op of gloo until all ranks have completed it, and gloo has released its tensors.
+
+        A thread of gloo releases them some time after completion, for which it needs the interpreter. If the
+        interpreter ends before that, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
+
+        ``text`` describes the call. All ranks raise the same error, even if only one of them fails.
+        """
+        tensors, running = tensors_in(arguments), GlooCollective()
+        before = _references(tensors)
+        try:
+            self._communicator.delegate(text, lambda: running.begin(start(*arguments)))
+        finally:
+            running.release()
+            deadline = time.monotonic() + _RELEASE_S
+            while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < deadline:
+                time.sleep(0)  # lets gloo's thread use the interpreter
+
+    def _options(self, kind: Any, **fields: Any) -> Any:
+        """Return options of class ``kind`` for a call of gloo."""
+        made = kind()
+        made.timeout = timedelta(seconds=self._communicator.timeout_s + _GLOO_WAITS_S)
+        for name, value in fields.items():
+            setattr(made, name, value)
+        return made
+
 
 def _rebuilt(given: Any, tensors: Iterator[Any]) -> Any:
     """Return the next of ``tensors``, or a list of the next ones if ``given`` is a list."""
     return [next(tensors) for _ in given] if isinstance(given, (list, tuple)) else next(tensors)
-
-
-def _options(kind: Any, **fields: Any) -> Any:
-    """Return options of class ``kind`` for a call of gloo."""
-    made = kind()
-    for name, value in fields.items():
-        setattr(made, name, value)
-    return made
 
 
 def _name(tensor: Any) -> str:
@@ -411,37 +444,6 @@ def _name(tensor: Any) -> str:
 
 def _alike(tensors: Sequence[Any]) -> bool:
     return len({x.dtype for x in tensors}) == 1 and all(x.is_cpu for x in tensors)
-
-
-def _finish(run: Callable[..., Any], *arguments: Any) -> None:
-    """Run an op of gloo until it has completed and gloo has released its tensors.
-
-    A thread of gloo releases them some time after completion, for which it needs the interpreter. If the interpreter
-    ends before that, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
-
-    Raises:
-      PeerLostError: a connection was closed.
-      CollectiveTimeout: the op did not complete in time.
-    """
-    tensors = tensors_in(arguments)
-    before = _references(tensors)
-    try:
-        work = run(*arguments)
-        try:
-            work.wait()
-        finally:
-            del work  # it also references the tensors
-    except RuntimeError as error:  # all errors of gloo have one class
-        text = str(error)
-        if "Connection" in text or "pair closure" in text:
-            raise PeerLostError.of("a rank was lost.", text, "read the errors of the other ranks") from error
-        if "Timed out" in text:
-            raise CollectiveTimeout.of("a rank did not take part in time.", text, "check the other ranks") from error
-        raise
-    finally:
-        deadline = time.monotonic() + _RELEASE_S
-        while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < deadline:
-            time.sleep(0)  # lets gloo's thread use the interpreter
 
 
 def _references(tensors: Sequence[Any]) -> list[int]:

@@ -27,7 +27,7 @@ from ..ranks.communicator import Communicator
 from ..transports.gloo import GlooTransport
 from .collectives import Collectives
 from .memory import copy_back_all, readable, writable
-from .op_queue import CopyBackWork, OpQueue, exclude_from_compile
+from .op_queue import Message, OpQueue, exclude_from_compile
 from .rendezvous import CancellableStore, StoreRendezvous, reaching
 
 _CPU: Final = torch.device("cpu")
@@ -69,7 +69,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._numbers, self._number = itertools.count(1), 0  # of calls
         # Ctrl-C does not end waits for other hosts, so ops of several hosts do not run in the caller's thread.
         self.queue = OpQueue(name, inline=len(self.communicator.hosts) == 1)
-        self._end = weakref.finalize(self, close, self.queue, self.communicator)
+        self._messages = OpQueue(f"{name} messages", inline=False)  # waits for messages on behalf of the main thread
+        self._end = weakref.finalize(self, close, self.queue, self.communicator, self._messages)
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
         return "crossreduce"
@@ -196,15 +197,27 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # ---- between two ranks ----------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        return self._inner_of(tensors).send([readable(x) for x in tensors], dst, tag)
+        buffers = [readable(x) for x in tensors]
+        return self._message(buffers, buffers, self._inner_of(tensors).send(buffers, dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         buffers = [writable(x) for x in tensors]
-        return _received(tensors, buffers, self._inner_of(tensors).recv(buffers, src, tag))
+        return self._message(tensors, buffers, self._inner_of(tensors).recv(buffers, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         buffers = [writable(x) for x in tensors]
-        return _received(tensors, buffers, self._inner_of(tensors).recv_anysource(buffers, tag))
+        return self._message(tensors, buffers, self._inner_of(tensors).recv_anysource(buffers, tag))
+
+    def _message(self, tensors: Sequence[Any], buffers: Sequence[Any], work: Any) -> Any:
+        """Return the work of sending or receiving ``tensors``; those that are not plain use other memory: ``buffers``.
+
+        Ctrl-C ends a wait for it, and then aborts this group, since gloo would still write to the tensors.
+        """
+        if not tensors[0].is_cpu:
+            return work
+        copies = not all(map(operator.is_, tensors, buffers))
+        finish = partial(copy_back_all, tensors, buffers) if copies else None
+        return Message(work, finish, tensors, self._messages, self.communicator.interrupt)
 
     def _inner_of(self, tensors: Sequence[Any]) -> Any:
         self.queue.require_open()  # a forked process would write to its parent's connections
@@ -277,8 +290,11 @@ def connect(
     return made[0], communicator
 
 
-def close(queue: OpQueue, communicator: Communicator) -> None:
+def close(queue: OpQueue, communicator: Communicator, messages: OpQueue | None = None) -> None:
     """End a group that is no longer used, and its pending ops. In a forked process this does nothing."""
+    if messages is not None and not messages.is_forked and not messages.close(0):  # the main thread still waits
+        communicator.interrupt()
+        messages.close(_LEAVE_S)
     if not queue.is_forked and queue.close(_LEAVE_S):
         communicator.close()
     elif not queue.is_forked:
@@ -301,13 +317,6 @@ def _read(tensors: Any, opts: Any, kind: Any, timeout: Any = None, op: Any = Non
         if value is not None:
             setattr(made, name, value)
     return tensors, made
-
-
-def _received(tensors: Sequence[Any], buffers: Sequence[Any], work: Any) -> Any:
-    """Return the work of receiving ``tensors``; those that are not plain use other memory: ``buffers``."""
-    if all(map(operator.is_, tensors, buffers)):
-        return work
-    return CopyBackWork(work, partial(copy_back_all, tensors, buffers), tensors)
 
 
 def wait_in_backward(work: Any) -> None:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -54,20 +55,46 @@ class Finished(dist.Work):  # type: ignore[misc]
         return future
 
 
-class CopyBackWork(Finished):
-    """The work of another backend, followed by a function: the first ``wait`` calls it when that work is done."""
+class Message(Finished):
+    """The work of sending or receiving in gloo, and what the first ``wait`` calls when that is done.
 
-    def __init__(self, work: Any, finish: Callable[[], None], tensors: Sequence[Any]) -> None:
+    Signals do not end gloo's waits. So a thread waits instead of the main thread, which alone handles signals.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        finish: Callable[[], None] | None,
+        tensors: Sequence[Any],
+        waits: OpQueue,
+        interrupt: Callable[[], None],
+    ) -> None:
+        """``waits``: runs waits for the main thread. ``interrupt``: makes all waits fail, if one is interrupted."""
         super().__init__(tensors)
-        self._work, self._finish = work, finish
+        self._work, self._finish, self._waits, self._interrupt = work, finish, waits, interrupt
         self._finished = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._finished:
-            self._work.wait(*([timeout] if timeout else []))
-            self._finish()
+            wait = partial(self._work.wait, *([timeout] if timeout else []))
+            if threading.current_thread() is threading.main_thread():
+                self._wait_elsewhere(wait)
+            else:
+                wait()
+            if self._finish is not None:
+                self._finish()
             self._finished = True
         return True
+
+    def _wait_elsewhere(self, wait: Callable[[], None]) -> None:
+        waiting: Any = None
+        try:
+            waiting = self._waits.run(wait, [], asynchronous=True)
+            waiting.wait()
+        except BaseException:
+            if waiting is None or not waiting.is_completed():  # Ctrl-C, or what a signal handler raised
+                self._interrupt()
+            raise
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -164,7 +191,7 @@ def exclude_from_compile(*classes: type) -> None:
                 frames.set_code_exec_strategy(method.__code__, skip)
 
 
-exclude_from_compile(Finished, CopyBackWork, Queued)
+exclude_from_compile(Finished, Message, Queued)
 
 
 class OpQueue:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -20,6 +23,7 @@ from ..errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, 
 
 _CAUSE: Final = "cause"
 _PAUSES_S: Final = (0.0002, 0.02)  # between queries, first and longest; a query of a local TCPStore takes 23 us
+_QUERY_S: Final = 1.0  # how long a query of a store may take after the communication of the group has failed
 _READ_S: Final = 1.0  # how long a rank waits for others to read the cause: its end may be the end of the store
 
 
@@ -32,11 +36,14 @@ class StoreRendezvous:
         ``global_ranks``: the ranks' numbers in errors; empty: 0, 1, ...
         """
         with reaching(store):
-            self._store = _with_own_connection(store, timeout_s)
+            self._store, self._connection = _with_own_connection(store, timeout_s)
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
         self._calls = 0
+        self.owner = self._global_ranks.index(0) if _owner(store) == 0 and 0 in self._global_ranks else None
         self._failure: ReductionError | None = None
+        self._unreachable: OSError | None = None  # why the store cannot be reached any more
+        self._answered: dict[int, bool] = {}  # the known answers to a roll call: whether each rank's wait timed out
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks; see ``Rendezvous``. PeerLostError: the store cannot be reached."""
@@ -81,43 +88,113 @@ class StoreRendezvous:
             return
         self._failure = error = decoded(cause)
         lost = getattr(error, "ranks", ())
-        readers = [f"read/{rank}" for rank, number in enumerate(self._global_ranks) if number not in lost]
-        deadline = time.monotonic() + _READ_S
-        with contextlib.suppress(RuntimeError):  # the store has ended, since all ranks have read it
-            self._store.set(f"read/{self.rank}", b".")
-            while not self._store.check(readers) and time.monotonic() < deadline:
-                time.sleep(_PAUSES_S[1])
+        self._await(self.rank, [rank for rank, number in enumerate(self._global_ranks) if number not in lost])
         raise error
 
-    def publish_abort(self, cause: bytes) -> None:
-        """Store why the group was aborted; the first reason is kept."""
-        with contextlib.suppress(RuntimeError):
-            self._store.compare_set(_CAUSE, "", cause)
+    def _await(self, reader: int, readers: Iterable[int]) -> None:
+        """Record that ``reader`` has read the reason of an abort, and wait for ``readers``, for a second at most."""
+        keys, deadline = [f"read/{rank}" for rank in readers], time.monotonic() + _READ_S
+        self._query(lambda: self._store.set(f"read/{reader}", b"."))
+        while self._query(lambda: self._store.check(keys)) is False and time.monotonic() < deadline:
+            time.sleep(_PAUSES_S[1])
+
+    def publish_abort(self, cause: bytes) -> bytes:
+        """Store why the group was aborted; the first reason is kept, and returned."""
+        _limit_waits(self._connection, _QUERY_S)
+        return bytes(self._query(lambda: self._store.compare_set(_CAUSE, "", cause)) or cause)
 
     def abort_cause(self) -> bytes | None:
         """Return the stored reason, or ``None``."""
-        try:
-            return bytes(self._store.get(_CAUSE)) if self._store.check([_CAUSE]) else None
-        except RuntimeError:
-            return None
+        found = self._query(lambda: self._store.get(_CAUSE) if self._store.check([_CAUSE]) else None)
+        return None if found is None else bytes(found)
+
+    def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:
+        """Store that ``ranks`` are alive; return all ranks of which this is stored. See ``Rendezvous``."""
+
+        def answers() -> dict[int, bool]:
+            for rank in set(ranks) - self._answered.keys():
+                self._store.compare_set(f"alive/{rank}", "", b"timed out" if timed_out else b".")
+            for rank in range(self.size):
+                if rank not in self._answered and self._store.check([key := f"alive/{rank}"]):
+                    self._answered[rank] = bytes(self._store.get(key)) != b"."
+            return dict(self._answered)
+
+        _limit_waits(self._connection, _QUERY_S)
+        found: dict[int, bool] | None = self._query(answers)
+        if found is None:
+            assert self._unreachable is not None
+            raise self._unreachable
+        return found
+
+    def leave(self, reader: int, readers: Iterable[int]) -> None:
+        """Record that a host has the reason of an abort; a process that runs the store waits for the other hosts."""
+        self._await(reader, readers if self.owner == self.rank else [reader])
+
+    def _query(self, query: Callable[[], Any]) -> Any:
+        """Return what ``query`` returns; ``None``: the store cannot be reached, now or earlier."""
+        if self._unreachable is None:
+            try:
+                return query()
+            except RuntimeError as error:  # the class of all errors of stores
+                kind = TimeoutError if "Timeout" in str(error) else ConnectionError
+                self._unreachable = kind(str(error))
+        return None
 
 
-def _with_own_connection(store: Any, timeout_s: float) -> Any:
-    """Return a store with a connection of its own, if possible, to the same data.
+def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | None]:
+    """Return a store with a connection of its own, if possible, to the same data, and the connection's descriptor.
 
     Calls on one connection run one after another, and a user's call may take minutes. If the store has ended, this
-    raises in less than ``timeout_s`` seconds; torch tries to connect for up to 3 times the timeout of the store.
+    raises in less than ``timeout_s`` seconds; torch tries to connect for up to 3 times the timeout of the store. A call
+    takes at most ``timeout_s`` seconds, too; torch waits without limit for a store whose host does not answer.
     """
     if not hasattr(store, "clone"):
-        return store
-    before = store.timeout
+        return store, None
+    before, opened = store.timeout, _sockets()
     try:
         store.set_timeout(min(before, timedelta(seconds=timeout_s / 4)))
         own = store.clone()
     finally:
         store.set_timeout(before)
     own.set_timeout(before)
-    return own
+    port = getattr(_base(store), "port", None)
+    for _, descriptor in _sockets().items() - opened.items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+            if found.getpeername()[1] == port:
+                _limit_waits(descriptor, timeout_s)
+                return own, descriptor
+    return own, None
+
+
+def _sockets() -> dict[str, int]:
+    """Return the descriptors of this process's sockets, by their names in the system; empty if it has no list."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed in the meantime, such as the list's own one
+                found[str(entry.readlink())] = int(entry.name)
+    return {link: descriptor for link, descriptor in found.items() if link.startswith("socket:")}
+
+
+def _limit_waits(connection: int | None, seconds: float) -> None:
+    """Let each wait for data of a connection fail after some seconds."""
+    if connection is not None:
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection)) as opened:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _base(store: Any) -> Any:
+    """Return the store without its prefixes."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def _owner(store: Any) -> int | None:
+    """Return the rank of the world whose process probably runs a store, or ``None``: another process, or none."""
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return 0 if isinstance(_base(store), dist.TCPStore) and not of_launcher else None
 
 
 class CancellableStore(dist.Store):  # type: ignore[misc]
@@ -152,13 +229,11 @@ def reaching(store: Any) -> Iterator[None]:
     except ReductionError:
         raise
     except RuntimeError as error:  # the class of all errors of stores
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
         ranks, owner = [], "the process that runs it"
-        if isinstance(store, dist.TCPStore):
+        if _owner(store) == 0:
             ranks, owner = [0], "rank 0, which runs it,"
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                ranks, owner = [], "torchrun, which runs it,"
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            owner = "torchrun, which runs it,"
         problem = f"the store of this group's rendezvous cannot be reached; {owner} has probably ended."
         remedy = f"read the last output of {owner.split(',')[0]}"
         raise PeerLostError(message(problem, str(error), remedy), ranks) from error

@@ -6,6 +6,7 @@ Input and output: see ``Rendezvous`` and ``Transport``. ``mpi.py`` implements bo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 
@@ -14,6 +15,8 @@ class Rendezvous(Protocol):
 
     rank: int
     size: int
+    owner: int | None
+    """The rank with whose process the rendezvous ends, as its number in the group; ``None``: no rank of the group."""
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, in the order of the ranks. All ranks call it, in the same order.
@@ -23,11 +26,30 @@ class Rendezvous(Protocol):
           ReductionError: a rank has published the reason of an abort, which is this error.
         """
 
-    def publish_abort(self, cause: bytes) -> None:
-        """Make the reason of an abort, an encoded error, known on all hosts unless one is known. Never raises."""
+    def publish_abort(self, cause: bytes) -> bytes:
+        """Make the reason of an abort, an encoded error, known on all hosts unless one is known; return the known one.
+
+        Never raises.
+        """
 
     def abort_cause(self) -> bytes | None:
         """Return the published reason, or ``None`` if none can be read here. This is quick and never raises."""
+
+    def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:
+        """Publish that ``ranks`` are alive after the communication failed; return all ranks of which this is published.
+
+        ``timed_out``: whether it failed because it took too long; the result has this for each rank.
+
+        Raises:
+          ConnectionError: the rendezvous has ended.
+          TimeoutError: it does not answer.
+        """
+
+    def leave(self, reader: int, readers: Iterable[int]) -> None:
+        """Record that the host of rank ``reader`` has the reason of the abort.
+
+        If the end of this process ends the rendezvous, this waits for a second, or until all ``readers`` have it.
+        """
 
 
 class PendingMessage(Protocol):
@@ -40,6 +62,16 @@ class PendingMessage(Protocol):
           ConnectionError: the other rank was lost; a ``ConnectionResetError``: it has left the group.
           TimeoutError: the message did not complete in time.
         """
+
+
+class RunningCollective(Protocol):
+    """A collective that another library runs."""
+
+    def is_completed(self) -> bool:
+        """Return whether it has succeeded or failed. This is quick."""
+
+    def finish(self) -> None:
+        """Raise the error of a completed collective; ``ConnectionError``: the communication failed."""
 
 
 class Transport(Protocol):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 
 FIRST_TAG: Final = 0x43520000  # users number their own messages from 0
 _ABORT_TAG: Final = 0x4352FFFF
+_OF_CONNECTIONS: Final = ("Connection", "pair closure", "Timed out", "Broken pipe", "gloo/transport")  # in errors
 
 
 class GlooTransport:
@@ -78,6 +79,34 @@ class _GlooMessage:
             self._work = _translated(error, self._peer)
             raise self._work from error
         self._work = None
+
+
+class GlooCollective:
+    """A collective that gloo runs; see ``base.RunningCollective``."""
+
+    _work: Any = None
+
+    def begin(self, work: Any) -> Self:
+        """Use ``work``, and return this object."""
+        self._work = work
+        return self
+
+    def release(self) -> None:
+        """Release the work, which references tensors; an error may still reference this object."""
+        self._work = None
+
+    def is_completed(self) -> bool:
+        """Return whether it has succeeded or failed."""
+        return bool(self._work.is_completed())
+
+    def finish(self) -> None:
+        """Raise the error of the completed collective; all errors of gloo have one class."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            if any(part in str(error) for part in _OF_CONNECTIONS):
+                raise ConnectionError(str(error)) from error
+            raise
 
 
 def _translated(error: RuntimeError, peer: int) -> Exception:

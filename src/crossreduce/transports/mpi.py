@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from ..errors import CollectiveTimeout, decoded, message, rank_list
@@ -28,6 +28,8 @@ UNFINISHED: Final[list[Any]] = []  # abandoned requests; they keep the memory th
 
 class MpiRendezvous:
     """Where the ranks of an MPI communicator meet. See ``base.Rendezvous``."""
+
+    owner: int | None = None
 
     def __init__(self, comm: Any, timeout_s: float) -> None:
         """``comm``: a duplicate that no other code uses."""
@@ -66,12 +68,14 @@ class MpiRendezvous:
                 time.sleep(_SHORTEST_S)
         return [found[rank] for rank in range(self.size)]
 
-    def publish_abort(self, cause: bytes) -> None:
-        """Send the reason of an abort to all other ranks, unless one is known already."""
-        if self._cause is None:
-            self._cause = cause
+    def publish_abort(self, cause: bytes) -> bytes:
+        """Send the reason of an abort to all other ranks, unless one is known already; return the known one."""
+        known = self.abort_cause()
+        if known is None:
+            self._cause = known = cause
             with contextlib.suppress(Exception):  # MPI's own errors: it may be shutting down
                 self._sent += [self._comm.isend(cause, rank, _CAUSE) for rank in range(self.size) if rank != self.rank]
+        return known
 
     def abort_cause(self) -> bytes | None:
         """Return the first reason that this rank published or received."""
@@ -83,6 +87,13 @@ class MpiRendezvous:
                 if (found := self._comm.improbe(MPI.ANY_SOURCE, _CAUSE)) is not None:
                     self._cause = found.recv()
         return self._cause
+
+    def roll_call(self, ranks: Iterable[int], timed_out: bool) -> dict[int, bool]:  # noqa: ARG002
+        """Return no rank: MPI's other ranks do not notice a failure, so they could not answer."""
+        return {}
+
+    def leave(self, reader: int, readers: Iterable[int]) -> None:
+        """Do nothing: the end of one process does not end the rendezvous."""
 
 
 class MpiTransport:

@@ -64,7 +64,8 @@ def launch(command: list[str], count: int) -> int:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if code != 1 or shown:  # code 1 without output: a checked element is wrong, as the table shows
             sys.stderr.write(f"{shown}{'' if not shown or shown.endswith(chr(10)) else chr(10)}")
-            sys.stderr.write(f"crossreduce: rank {failed} {how}; the other ranks were terminated.\n")
+            others = "; the other ranks were terminated" if len(ranks) > 1 else ""
+            sys.stderr.write(f"crossreduce: rank {failed} {how}{others}.\n")
         return max(1, code)
 
 

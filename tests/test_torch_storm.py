@@ -1,0 +1,182 @@
+"""Random failures of ranks in random collectives of the torch backend.
+
+CROSSREDUCE_STORM=60 in the environment runs 60 failures instead of a few.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import namespaces
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Died, Moment, ranks
+from torch_running import HERE, finish, start
+from torch_storm import fail_on_signal
+
+import crossreduce.torch  # noqa: F401 - registers the backend
+from crossreduce import CollectiveTimeout, PeerLostError
+
+PROGRAM = HERE / "torch_storm.py"
+TIMEOUT_S = 3.0
+FAILURES = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "term": signal.SIGTERM,
+    "exit": signal.SIGUSR1,
+    "exception": signal.SIGUSR1,
+}
+SEEDS = range(int(os.environ.get("CROSSREDUCE_STORM", "8")))
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def wait_for(paths, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, "the ranks did not begin"
+        time.sleep(0.01)
+
+
+def fails_inside(rendezvous, store, how, carrier):
+    """Make a collective; rank 2, alone on its host, fails inside it. Return the error, and how long it took."""
+    rank, size = rendezvous.rank, rendezvous.size
+    fail_on_signal(how)
+    dist.init_process_group(
+        "crossreduce", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S / 2)
+    )
+    group = dist.group.WORLD
+
+    def fail(*_):
+        os.kill(os.getpid(), FAILURES[how])
+        time.sleep(20)  # a signal that ends this process, or its main thread, arrives
+
+    parts = [torch.ones(10) for _ in range(size)]
+    dist.all_gather(parts, parts[rank])
+    if rank == 2 and carrier == "gloo":
+        group._collectives._gloo = SimpleNamespace(allgather=fail)
+    elif rank == 2:
+        group.communicator.transport._transport.send = fail
+    began = Moment()
+    try:
+        if carrier == "gloo":
+            dist.all_gather(parts, parts[rank])
+        else:
+            dist.all_reduce(parts[0])
+    except (CollectiveTimeout, PeerLostError) as error:
+        took = Moment().seconds_since(began)
+        with pytest.raises(type(error), match=re.escape(str(error))):
+            dist.barrier()
+        return type(error), str(error), error.ranks, took
+
+
+@pytest.mark.parametrize("carrier", ["gloo", "crossreduce"])
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_rank_that_fails_inside_a_collective_is_named(tmp_path, how, carrier):
+    """However a rank fails inside a collective between hosts, and whatever carries it, all others raise the same error,
+    which names the rank; after a failure within a second, after a stop within a second of the timeout."""
+    environment = [{"CROSSREDUCE_HOST": host} for host in "aab"]
+    stopped = how == "stop"
+    begun = (lambda pids: (time.sleep(4), os.kill(pids[2], signal.SIGKILL))) if stopped else None
+    found = ranks(3, fails_inside, tmp_path / "store", how, carrier, environment=environment, check=False, begun=begun)
+    assert isinstance(found[2], {"exit": SystemExit, "exception": ArithmeticError}.get(how, Died)), found[2]
+    (kind, text, lost, *_), _, _ = found
+    assert [one[:3] for one in found[:2]] == [(kind, text, lost)] * 2
+    assert (kind, lost) == (CollectiveTimeout if stopped else PeerLostError, (2,)), text
+    assert text.startswith("rank 2 did not complete op " if stopped else "rank 2 died during op "), text
+    assert all(one[3] < 1.3 + stopped * TIMEOUT_S / 2 for one in found[:2]), found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_lost_rank_is_named_by_all(tmp_path, monkeypatch, seed):
+    """Whichever rank is lost, whenever and however, in any collective, on one host or several: all others raise the
+    same error in time, which names that rank and no other."""
+    draw = random.Random(seed)
+    how = list(FAILURES)[seed % len(FAILURES)]
+    hosts = draw.choice(["aaa", "aab", "ab", "aabb", "abc", "abcc"])
+    n = len(hosts)
+    victim = draw.randrange(n)
+    port = free_port() if draw.random() < 0.5 else None
+    case = {"how": how, "port": port, "timeout_s": TIMEOUT_S, "seed": seed}
+    note = f"seed {seed}: {how} rank {victim} of hosts {hosts}, port {port}"
+    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
+    running = start([PROGRAM, tmp_path, json.dumps(case)], n, lambda rank: {"CROSSREDUCE_HOST": hosts[rank]})
+    try:
+        wait_for([tmp_path / f"ready{rank}" for rank in range(n)], 60)
+        time.sleep(draw.random() * 1.0)
+        failed_at = time.monotonic()
+        os.kill(running[victim].pid, FAILURES[how])
+        if how == "stop":
+            wait_for([tmp_path / f"rank{rank}.json" for rank in range(n) if rank != victim], 30)
+    except AssertionError:
+        for process in running:
+            process.send_signal(signal.SIGABRT)  # prints the stacks of its threads
+        raise AssertionError(note, finish(running, 5)) from None
+    finally:
+        if how == "stop":
+            os.kill(running[victim].pid, signal.SIGKILL)
+        outputs = finish(running, 30)
+    found = []
+    for rank, (status, text) in enumerate(outputs):
+        if rank != victim:
+            path = Path(tmp_path, f"rank{rank}.json")
+            assert status == 0, f"{note}; rank {rank} ended with {status}:\n{text}"
+            assert path.exists(), f"{note}; rank {rank}:\n{text}"
+            found.append(json.loads(path.read_text()))
+        assert "Exception ignored" not in text, f"{note}; rank {rank}:\n{text}"
+        assert "terminate called" not in text, f"{note}; rank {rank}:\n{text}"
+    texts = {one["text"] for one in found}
+    assert len(texts) == 1, "\n".join([note, *texts])
+    assert {one["kind"] for one in found} == {"CollectiveTimeout" if how == "stop" else "PeerLostError"}, "\n".join(
+        [note, *texts]
+    )
+    assert all(one["ranks"] == [victim] for one in found), "\n".join([note, *texts])
+    assert max(one["at"] for one in found) - failed_at < (TIMEOUT_S if how == "stop" else 0) + 6, note
+
+
+@pytest.mark.skipif(namespaces.available() is not None, reason=f"network namespaces: {namespaces.available()}")
+@pytest.mark.parametrize("store", ["file", "tcp"])
+def test_a_link_that_fails(tmp_path, store):
+    """If the link between two hosts fails, all ranks raise a CollectiveTimeout soon after the timeout. If all reach the
+    store, they raise the same one, which names nobody; if not, each host names ranks of the other one."""
+    with namespaces.hosts(2) as bed:
+        case = {"how": "link", "port": None, "timeout_s": TIMEOUT_S, "seed": 5}
+        if store == "tcp":
+            case |= {"port": free_port(), "host": bed.addresses[0]}
+        running = []
+        for rank in range(4):
+            around = {"RANK": str(rank), "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
+            around["CROSSREDUCE_DUMP_DIR"] = str(tmp_path / "dumps")
+            command = [sys.executable, str(PROGRAM), str(tmp_path), json.dumps(case)]
+            running.append(bed.run(rank // 2, command, around, stderr=subprocess.PIPE, text=True))
+        wait_for([tmp_path / f"ready{rank}" for rank in range(4)], 60)
+        time.sleep(0.5)
+        failed_at = time.monotonic()
+        bed._do(1, ["ip", "link", "set", "link0", "down"])
+        texts = [process.communicate(timeout=30)[1] for process in running]
+        assert [process.returncode for process in running] == [0] * 4, texts
+    found = [json.loads(Path(tmp_path, f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert {one["kind"] for one in found} == {"CollectiveTimeout"}
+    if store == "file":
+        assert len({one["text"] for one in found}) == 1
+        assert "although all ranks are alive" in found[0]["text"]
+        assert found[0]["ranks"] == []
+    else:
+        for rank, one in enumerate(found):
+            assert one["ranks"]
+            assert set(one["ranks"]) <= ({2, 3} if rank < 2 else {0, 1})
+    assert max(one["at"] for one in found) - failed_at < TIMEOUT_S + 5
