@@ -171,6 +171,30 @@ def unsupported_calls(c):
 
 
 @check
+def lists_of_tensors(c):
+    """A call that is not coalesced takes one tensor per rank; other numbers are an error before anything is written.
+
+    gloo would reduce all tensors of all ranks together, and gather all of them.
+    """
+    group, x, y = dist.group.WORLD, torch.ones(3), torch.ones(3)
+    pairs, rows = [x, y], [torch.zeros(3) for _ in range(c.size)]
+    for call in (group.allreduce, group.broadcast, group.reduce):
+        raises(ValueError, "one tensor per rank", lambda call=call: call(pairs).wait())
+        raises(ValueError, "is empty", lambda call=call: call([]).wait())
+    raises(ValueError, "one tensor per rank", lambda: group.allgather([rows, rows], pairs).wait())
+    raises(ValueError, "is empty", lambda: group.allgather([], [x]).wait())
+    raises(ValueError, "one tensor per rank", lambda: group.gather([], pairs).wait())
+    raises(ValueError, "one tensor per rank", lambda: group.scatter(pairs, []).wait())
+    raises(ValueError, "one tensor per rank", lambda: group.reduce_scatter(pairs, [rows, rows]).wait())
+    raises(ValueError, "is empty", dist.all_reduce_coalesced, [])
+    assert torch.equal(torch.stack([x, y, *rows]).sum(0), torch.full((3,), 2.0))
+    sparse = torch.eye(3).to_sparse()
+    dist.all_reduce_coalesced([x, sparse, y])
+    assert torch.equal(sparse.to_dense(), c.size * torch.eye(3))
+    assert torch.equal(x + y, torch.full((3,), 2.0 * c.size))
+
+
+@check
 def mismatch(c):
     """If calls of ranks differ, all ranks raise the same MismatchError, and the group can still be used."""
     from crossreduce import MismatchError

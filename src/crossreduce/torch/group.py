@@ -86,7 +86,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.AllreduceOptions, timeout, op)
-        function = partial(self._collectives.run_each, self._collectives.all_reduce, [opts.reduceOp], tensors)
+        function = partial(self._collectives.run_one, self._collectives.all_reduce, [opts.reduceOp], tensors)
         return self._run("allreduce", (tensors, opts), tensors, function)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -96,7 +96,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.ReduceOptions, timeout, op)
-        function = partial(self._collectives.reduce, tensors[0], opts.reduceOp, opts.rootRank)
+        options = [opts.reduceOp, opts.rootRank]
+        function = partial(self._collectives.run_one, self._collectives.reduce, options, tensors)
         return self._run("reduce", (tensors, opts), tensors, function)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
@@ -104,7 +105,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             inputs = [inputs]
         outputs, opts = _read(outputs, opts, c10d.ReduceScatterOptions, timeout, op)
         function = partial(
-            self._collectives.run_each, self._collectives.reduce_scatter, [opts.reduceOp], outputs, inputs
+            self._collectives.run_one, self._collectives.reduce_scatter, [opts.reduceOp], outputs, inputs
         )
         return self._run("reduce_scatter", (outputs, inputs, opts), outputs, function)
 
@@ -124,20 +125,25 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         tensors, opts = _read(tensors, opts, c10d.BroadcastOptions, timeout, root=root)
-        function = partial(self._collectives.run_each, self._collectives.broadcast, [opts.rootRank], tensors)
+        function = partial(self._collectives.run_one, self._collectives.broadcast, [opts.rootRank], tensors)
         return self._run("broadcast", (tensors, opts), tensors, function)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(inputs, torch.Tensor):
             outputs = [outputs]
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions, timeout)
-        function = partial(self._collectives.run_each, self._collectives.all_gather, [], outputs, inputs)
-        results = [x for each in outputs for x in each]
-        return self._run("allgather", (outputs, inputs, opts), inputs, function, results)
+        return self._all_gather(self._collectives.run_one, outputs, inputs, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         # The lists of this method are those of ``allgather`` transposed: outputs[rank][tensor].
-        return self.allgather([list(results) for results in zip(*outputs, strict=True)], inputs, opts)
+        inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
+        outputs = [list(results) for results in zip(*outputs, strict=True)]
+        return self._all_gather(self._collectives.run_each, outputs, inputs, opts)
+
+    def _all_gather(self, run: Callable[..., None], outputs: Any, inputs: Any, opts: Any) -> Any:
+        function = partial(run, self._collectives.all_gather, [], outputs, inputs)
+        results = [x for each in outputs for x in each]
+        return self._run("allgather", (outputs, inputs, opts), inputs, function, results)
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         inputs, opts = _read(tensor, opts, c10d.AllgatherOptions)
@@ -154,14 +160,18 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             outputs = [outputs] if outputs else []
         inputs, opts = _read(inputs, opts, c10d.GatherOptions, timeout, root=root)
         results = outputs[0] if outputs else []
-        function = partial(self._collectives.gather, results, inputs[0], opts.rootRank)
+        function = partial(
+            self._collectives.run_one, self._collectives.gather, [opts.rootRank], outputs or [[]], inputs
+        )
         return self._run("gather", (outputs, inputs, opts), inputs, function, results)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         if isinstance(outputs, torch.Tensor):
             inputs = [inputs] if inputs else []
         outputs, opts = _read(outputs, opts, c10d.ScatterOptions, timeout, root=root)
-        function = partial(self._collectives.scatter, outputs[0], inputs[0] if inputs else [], opts.rootRank)
+        function = partial(
+            self._collectives.run_one, self._collectives.scatter, [opts.rootRank], outputs, inputs or [[]]
+        )
         return self._run("scatter", (outputs, inputs, opts), outputs, function)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
