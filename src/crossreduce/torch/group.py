@@ -25,9 +25,10 @@ from ..errors import UnsupportedError
 from ..ranks.communicator import Communicator
 from ..transports.gloo import GlooTransport
 from .collectives import Collectives
-from .memory import copy_back_all, readable, writable
+from .memory import copy_back_all, readable, tensors_in, writable
 from .op_queue import CopyBackWork, OpQueue, exclude_from_compile
 from .rendezvous import CancellableStore, StoreRendezvous, reaching
+from .subclasses import is_wrapper, unwrapped
 
 _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
@@ -132,18 +133,17 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if isinstance(inputs, torch.Tensor):
             outputs = [outputs]
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions, timeout)
-        return self._all_gather(self._collectives.run_one, outputs, inputs, opts)
+        function = partial(self._collectives.run_one, self._collectives.all_gather, [], outputs, inputs)
+        results = [x for each in outputs for x in each]
+        return self._run("allgather", (outputs, inputs, opts), inputs, function, results)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         # The lists of this method are those of ``allgather`` transposed: outputs[rank][tensor].
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
-        outputs = [list(results) for results in zip(*outputs, strict=True)]
-        return self._all_gather(self._collectives.run_each, outputs, inputs, opts)
-
-    def _all_gather(self, run: Callable[..., None], outputs: Any, inputs: Any, opts: Any) -> Any:
-        function = partial(run, self._collectives.all_gather, [], outputs, inputs)
+        lists = [list(results) for results in zip(*outputs, strict=True)]
+        function = partial(self._collectives.run_each, self._collectives.all_gather, [], lists, inputs)
         results = [x for each in outputs for x in each]
-        return self._run("allgather", (outputs, inputs, opts), inputs, function, results)
+        return self._run("allgather_coalesced", (outputs, inputs, opts), inputs, function, results)
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         inputs, opts = _read(tensor, opts, c10d.AllgatherOptions)
@@ -200,13 +200,19 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # ---- between two ranks ----------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        if any(map(is_wrapper, tensors)):
+            return self._unwrapped("send", (tensors, dst, tag), tensors)
         return self._inner_of(tensors).send([readable(x) for x in tensors], dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        if any(map(is_wrapper, tensors)):
+            return self._unwrapped("recv", (tensors, src, tag), tensors)
         buffers = [writable(x) for x in tensors]
         return _received(tensors, buffers, self._inner_of(tensors).recv(buffers, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        if any(map(is_wrapper, tensors)):
+            return self._unwrapped("recv_anysource", (tensors, tag), tensors)
         buffers = [writable(x) for x in tensors]
         return _received(tensors, buffers, self._inner_of(tensors).recv_anysource(buffers, tag))
 
@@ -224,6 +230,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         If ``tensors`` are not in host memory, the method ``inner`` of the inner backend runs instead, with
         ``arguments``. The last of these are the options.
         """
+        if any(map(is_wrapper, tensors_in(arguments))):
+            return self._unwrapped(inner, arguments, tensors if results is None else results)
         for tensor in tensors:
             if not tensor.is_cpu:
                 return getattr(self._get_backend(tensor.device), inner)(*arguments)
@@ -237,6 +245,16 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if opts.asyncOp and torch._C._current_graph_task_id() != -1 and _is_called_by_backward():
             wait_in_backward(work)
         return work
+
+    def _unwrapped(self, method: str, arguments: Sequence[Any], results: Any) -> Any:
+        """Call a method with the tensors that its arguments wrap; return the work of all these calls."""
+        first, *others = unwrapped(getattr(self, method), arguments)
+
+        def finish() -> None:
+            for work in others:
+                work.wait()
+
+        return CopyBackWork(first, finish, results)
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
         usual = self.communicator.timeout_s
