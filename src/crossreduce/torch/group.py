@@ -228,9 +228,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """Run ``function`` in the queue and return the work, whose result is ``results``, or else ``tensors``.
 
         If ``tensors`` are not in host memory, the method ``inner`` of the inner backend runs instead, with
-        ``arguments``. The last of these are the options.
+        ``arguments``. The last of these are the options. Tensors that wrap others are unwrapped first.
         """
-        if any(map(is_wrapper, tensors_in(arguments))):
+        given = tensors if len(arguments) == 2 else tensors_in(arguments)  # two: the same tensors, and the options
+        if any(map(is_wrapper, given)):
             return self._unwrapped(inner, arguments, tensors if results is None else results)
         for tensor in tensors:
             if not tensor.is_cpu:
