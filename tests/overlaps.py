@@ -20,11 +20,11 @@ ROOTED = ("reduce", "broadcast", "gather", "scatter")
 # The forms of each collective of torch: "list" has a tensor per rank, "single" one tensor for all, and the others
 # consist of several ops.
 FORMS = {
-    "all_reduce": ("single", "coalesced", "several"),
+    "all_reduce": ("single", "coalesced"),
     "reduce": ("single",),
-    "broadcast": ("single", "several"),
-    "all_gather": ("list", "single", "coalesced", "several", "transposed"),
-    "reduce_scatter": ("list", "single", "coalesced", "several"),
+    "broadcast": ("single",),
+    "all_gather": ("list", "single", "coalesced", "transposed"),
+    "reduce_scatter": ("list", "single", "coalesced"),
     "gather": ("list",),
     "scatter": ("list",),
     "all_to_all": ("list", "single"),
@@ -114,9 +114,9 @@ def cases(draw, ranks, forms):
     case = {"collective": name, "form": form, "dtype": dtype, "ranks": ranks, "op": draw(st.sampled_from(ops))}
     case |= {"root": draw(st.integers(0, ranks - 1)) if name in ROOTED else None}
     case |= {"late": draw(st.booleans()), "wide": draw(st.booleans())}
-    several = form in ("coalesced", "several", "transposed")
+    several = form in ("coalesced", "transposed")
     tables = [_sizes(draw, name, form, ranks) for _ in range(draw(st.integers(1 + several, 1 + 2 * several)))]
-    repeat = several and name in ("all_reduce", "broadcast") and draw(st.booleans())
+    repeat = several and name == "all_reduce" and draw(st.booleans())
     tables[1:2] = tables[:1] * repeat or tables[1:2]
     case["repeats"] = [repeat and draw(st.sampled_from([True, True, False])) for _ in range(ranks)]
     case["length"] = 3 * sum(sum(map(sum, table)) for table in tables) + 8

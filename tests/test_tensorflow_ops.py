@@ -253,6 +253,19 @@ def test_keras_variables_count_as_their_tensorflow_variables(mode):
         assert [x.tolist() for x in copied[2]] == [[2.0, 3.0]] * 3
 
 
+@pytest.mark.parametrize("op", ["hierarchical", "to one"])
+def test_device_names_in_a_graph_of_tensorflow_1(op):
+    """In a graph of TensorFlow 1, where devices have no job, results are on the devices of the value by name."""
+    places = [f"/replica:0/task:0/device:CPU:{k}" for k in range(3)]
+    with tf.Graph().as_default():
+        xs = []
+        for where in places:
+            with tf.device(where):
+                xs.append(tf.constant(1.0))
+        value = PerReplica(xs)
+        assert [x.device for x in OPS[op].reduce(SUM, value, value).values] == places
+
+
 def test_arguments_of_functions_have_no_device():
     """An argument of a tf.function has no device: results are right, and are on a device only if another value is."""
 

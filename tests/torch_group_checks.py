@@ -197,6 +197,54 @@ def unsupported_calls(c):
 
 
 @check
+def tensors_that_wrap_others(c):
+    """Calls use the tensors that a subclass wraps, such as the pending result of a functional collective."""
+    import torch.distributed._functional_collectives as functional
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    pending = functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+    assert type(pending) is functional.AsyncCollectiveTensor
+    work = dist.all_reduce(pending, async_op=True)
+    assert work.wait() is True
+    assert torch.equal(pending + 0, torch.full((3,), float(c.size**2)))
+    every = [given(rank, (2, 3), torch.float32, 180) for rank in range(c.size)]
+    pairs = [TwoTensor(x[0].clone(), x[1].clone()) for x in every]
+    gathered = [TwoTensor(torch.zeros(3), torch.zeros(3)) for _ in every]
+    dist.all_gather(gathered, pairs[c.rank])
+    assert all(torch.equal(x.a, y[0]) and torch.equal(x.b, y[1]) for x, y in zip(gathered, every, strict=True))
+    own = TwoTensor(torch.zeros(3), torch.zeros(3))
+    dist.scatter(own, pairs if c.rank == 1 else None, 1)
+    assert torch.equal(torch.stack([own.a, own.b]), every[c.rank])
+    if c.rank < 2:
+        (dist.send if c.rank else dist.recv)(own, 1 - c.rank)
+        assert torch.equal(torch.stack([own.a, own.b]), every[1])
+
+
+@check
+def lists_of_tensors(c):
+    """A call that is not coalesced takes one tensor per rank; other numbers are an error before anything is written.
+
+    gloo would reduce all tensors of all ranks together, and gather all of them.
+    """
+    group, x, y = dist.group.WORLD, torch.ones(3), torch.ones(3)
+    pairs, rows = [x, y], [torch.zeros(3) for _ in range(c.size)]
+    for call in (group.allreduce, group.broadcast, group.reduce):
+        raises(ValueError, "one tensor per rank", lambda call=call: call(pairs).wait())
+        raises(ValueError, "is empty", lambda call=call: call([]).wait())
+    raises(ValueError, "one tensor per rank", lambda: group.allgather([rows, rows], pairs).wait())
+    raises(ValueError, "is empty", lambda: group.allgather([], [x]).wait())
+    raises(ValueError, "one tensor per rank", lambda: group.gather([], pairs).wait())
+    raises(ValueError, "one tensor per rank", lambda: group.scatter(pairs, []).wait())
+    raises(ValueError, "one tensor per rank", lambda: group.reduce_scatter(pairs, [rows, rows]).wait())
+    raises(ValueError, "is empty", dist.all_reduce_coalesced, [])
+    assert torch.equal(torch.stack([x, y, *rows]).sum(0), torch.full((3,), 2.0))
+    sparse = torch.eye(3).to_sparse()
+    dist.all_reduce_coalesced([x, sparse, y])
+    assert torch.equal(sparse.to_dense(), c.size * torch.eye(3))
+    assert torch.equal(x + y, torch.full((3,), 2.0 * c.size))
+
+
+@check
 def mismatch(c):
     """If calls of ranks differ, all ranks raise the same MismatchError, and the group can still be used."""
     from crossreduce import MismatchError

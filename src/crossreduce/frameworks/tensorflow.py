@@ -74,11 +74,11 @@ def _physical(device: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _scope(physical: str) -> str:
-    """Return the full name of a device, as tensors report it."""
+def _scope(physical: str, has_job: bool) -> str:
+    """Return the full name of a device, as tensors report it; those in graphs of TensorFlow 1 report no job."""
     spec = tf.DeviceSpec.from_string(_logical_devices()[physical])
     if spec.job is None:  # local devices are listed without a job
-        spec = spec.replace(job="localhost", replica=0, task=0)
+        spec = spec.replace(job="localhost" if has_job else None, replica=0, task=0)
     return str(spec.to_string())
 
 
@@ -160,7 +160,7 @@ class TensorFlow(Immutable):
         there, here = _physical(device), x.device
         if (_physical(here) if here else "cpu:0") == there:
             return x
-        with tf.device(_scope(there)):
+        with tf.device(_scope(there, tf.compat.v1.executing_eagerly_outside_functions())):
             return _RAW.Identity(input=x)
 
     def pack(self, xs: Sequence[Array]) -> Array:

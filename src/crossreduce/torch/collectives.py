@@ -299,18 +299,36 @@ class Collectives:
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
+    def run_one(self, method: Callable[..., None], options: Sequence[Any], *lists: Sequence[Any]) -> None:
+        """Call a method of this class for the only elements of ``lists``.
+
+        Raises:
+          ArgumentError: a list has another length; raised on all ranks. gloo would reduce all its tensors together.
+        """
+        counts = list(map(len, lists))
+        if any(count != 1 for count in counts):
+            name = method.__name__
+            self._communicator.agree(f"{name} of lists of {counts}")
+            problem = f"a list of tensors of this {name} is empty."
+            if 0 not in counts:
+                problem = f"{name} takes one tensor per rank unless it is coalesced."
+            raise ArgumentError.of(problem, f"lengths of the lists: {counts}", "a call for each tensor")
+        method(*(given for (given,) in lists), *options)
+
     def run_each(self, method: Callable[..., None], options: Sequence[Any], results: Any, *sources: Any) -> None:
         """Call a method of this class for each element of ``results``: the tensor or tensors that the call writes.
 
         ``sources``: for each call the tensor or tensors that it reads; none: those of ``results``.
         """
-        if len(results) > 1:
-            if not sources:
-                results = self._without_repeats(method.__name__, results)
-            written, read = tensors_in(results), tensors_in(sources)
-            if not self._are_apart(method.__name__, written, read):  # no call may overwrite what a later one reads
-                copies = iter(separated(read, written))
-                sources = tuple([_rebuilt(x, copies) for x in each] for each in sources)
+        if len(results) < 2:
+            self.run_one(method, options, results, *sources)
+            return
+        if not sources:
+            results = self._without_repeats(method.__name__, results)
+        written, read = tensors_in(results), tensors_in(sources)
+        if not self._are_apart(method.__name__, written, read):  # no call may overwrite what a later one reads
+            copies = iter(separated(read, written))
+            sources = tuple([_rebuilt(x, copies) for x in each] for each in sources)
         for tensors in zip(results, *sources, strict=True):
             method(*tensors, *options)
 

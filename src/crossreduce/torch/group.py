@@ -26,9 +26,10 @@ from ..errors import UnsupportedError
 from ..ranks.communicator import Communicator
 from ..transports.gloo import GlooTransport
 from .collectives import Collectives
-from .memory import copy_back_all, readable, writable
-from .op_queue import Message, OpQueue, exclude_from_compile
+from .memory import copy_back_all, readable, tensors_in, writable
+from .op_queue import Message, OpQueue, Works, exclude_from_compile
 from .rendezvous import CancellableStore, StoreRendezvous, reaching
+from .subclasses import is_wrapper, unwrapped
 
 _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
@@ -93,7 +94,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.AllreduceOptions, timeout, op)
-        function = partial(self._collectives.run_each, self._collectives.all_reduce, [opts.reduceOp], tensors)
+        function = partial(self._collectives.run_one, self._collectives.all_reduce, [opts.reduceOp], tensors)
         return self._run("allreduce", (tensors, opts), tensors, function)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -103,7 +104,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         tensors, opts = _read(tensors, opts, c10d.ReduceOptions, timeout, op)
-        function = partial(self._collectives.reduce, tensors[0], opts.reduceOp, opts.rootRank)
+        options = [opts.reduceOp, opts.rootRank]
+        function = partial(self._collectives.run_one, self._collectives.reduce, options, tensors)
         return self._run("reduce", (tensors, opts), tensors, function)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, op: Any = None) -> Any:
@@ -111,7 +113,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             inputs = [inputs]
         outputs, opts = _read(outputs, opts, c10d.ReduceScatterOptions, timeout, op)
         function = partial(
-            self._collectives.run_each, self._collectives.reduce_scatter, [opts.reduceOp], outputs, inputs
+            self._collectives.run_one, self._collectives.reduce_scatter, [opts.reduceOp], outputs, inputs
         )
         return self._run("reduce_scatter", (outputs, inputs, opts), outputs, function)
 
@@ -131,20 +133,24 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         tensors, opts = _read(tensors, opts, c10d.BroadcastOptions, timeout, root=root)
-        function = partial(self._collectives.run_each, self._collectives.broadcast, [opts.rootRank], tensors)
+        function = partial(self._collectives.run_one, self._collectives.broadcast, [opts.rootRank], tensors)
         return self._run("broadcast", (tensors, opts), tensors, function)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(inputs, torch.Tensor):
             outputs = [outputs]
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions, timeout)
-        function = partial(self._collectives.run_each, self._collectives.all_gather, [], outputs, inputs)
+        function = partial(self._collectives.run_one, self._collectives.all_gather, [], outputs, inputs)
         results = [x for each in outputs for x in each]
         return self._run("allgather", (outputs, inputs, opts), inputs, function, results)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         # The lists of this method are those of ``allgather`` transposed: outputs[rank][tensor].
-        return self.allgather([list(results) for results in zip(*outputs, strict=True)], inputs, opts)
+        inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
+        lists = [list(results) for results in zip(*outputs, strict=True)]
+        function = partial(self._collectives.run_each, self._collectives.all_gather, [], lists, inputs)
+        results = [x for each in outputs for x in each]
+        return self._run("allgather_coalesced", (outputs, inputs, opts), inputs, function, results)
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         inputs, opts = _read(tensor, opts, c10d.AllgatherOptions)
@@ -161,14 +167,18 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             outputs = [outputs] if outputs else []
         inputs, opts = _read(inputs, opts, c10d.GatherOptions, timeout, root=root)
         results = outputs[0] if outputs else []
-        function = partial(self._collectives.gather, results, inputs[0], opts.rootRank)
+        function = partial(
+            self._collectives.run_one, self._collectives.gather, [opts.rootRank], outputs or [[]], inputs
+        )
         return self._run("gather", (outputs, inputs, opts), inputs, function, results)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
         if isinstance(outputs, torch.Tensor):
             inputs = [inputs] if inputs else []
         outputs, opts = _read(outputs, opts, c10d.ScatterOptions, timeout, root=root)
-        function = partial(self._collectives.scatter, outputs[0], inputs[0] if inputs else [], opts.rootRank)
+        function = partial(
+            self._collectives.run_one, self._collectives.scatter, [opts.rootRank], outputs, inputs or [[]]
+        )
         return self._run("scatter", (outputs, inputs, opts), outputs, function)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -197,14 +207,20 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # ---- between two ranks ----------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        if any(map(is_wrapper, tensors)):
+            return self._unwrapped("send", (tensors, dst, tag), tensors)
         buffers = [readable(x) for x in tensors]
         return self._message(buffers, buffers, self._inner_of(tensors).send(buffers, dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        if any(map(is_wrapper, tensors)):
+            return self._unwrapped("recv", (tensors, src, tag), tensors)
         buffers = [writable(x) for x in tensors]
         return self._message(tensors, buffers, self._inner_of(tensors).recv(buffers, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        if any(map(is_wrapper, tensors)):
+            return self._unwrapped("recv_anysource", (tensors, tag), tensors)
         buffers = [writable(x) for x in tensors]
         return self._message(tensors, buffers, self._inner_of(tensors).recv_anysource(buffers, tag))
 
@@ -232,8 +248,11 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """Run ``function`` in the queue and return the work, whose result is ``results``, or else ``tensors``.
 
         If ``tensors`` are not in host memory, the method ``inner`` of the inner backend runs instead, with
-        ``arguments``. The last of these are the options.
+        ``arguments``. The last of these are the options. Tensors that wrap others are unwrapped first.
         """
+        given = tensors if len(arguments) == 2 else tensors_in(arguments)  # two: the same tensors, and the options
+        if any(map(is_wrapper, given)):
+            return self._unwrapped(inner, arguments, tensors if results is None else results)
         self._number = next(self._numbers)
         for tensor in tensors:
             if not tensor.is_cpu:
@@ -248,6 +267,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if opts.asyncOp and torch._C._current_graph_task_id() != -1 and _is_called_by_backward():
             wait_in_backward(work)
         return work
+
+    def _unwrapped(self, method: str, arguments: Sequence[Any], results: Any) -> Any:
+        """Call a method with the tensors that its arguments wrap; return the work of all these calls."""
+        return Works(unwrapped(getattr(self, method), arguments), results)
 
     def _with_timeout(self, seconds: float, function: Callable[[], None]) -> None:
         usual = self.communicator.timeout_s

@@ -128,7 +128,9 @@ def _disjoint(extents: list[tuple[int, int]]) -> bool:
 
 
 def _extent(tensor: Any) -> tuple[int, int]:
-    """Return the addresses of a strided tensor's first byte and of the byte after its last."""
+    """Return the addresses of a tensor's first byte and of the byte after its last; of a sparse tensor no extent."""
+    if tensor.layout is not _STRIDED:
+        return 0, 0
     start, steps = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
     return start, start + (last + 1) * tensor.itemsize if tensor.numel() else start

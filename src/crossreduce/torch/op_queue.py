@@ -106,6 +106,26 @@ class Message(Finished):
         return int(self._work._source_rank())
 
 
+class Works(Finished):
+    """Several works as one, whose result is ``tensors``."""
+
+    def __init__(self, works: Sequence[Any], tensors: Sequence[Any]) -> None:
+        super().__init__(tensors)
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return all([work.wait(*([timeout] if timeout else [])) for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def _source_rank(self) -> int:
+        return int(self._works[0]._source_rank())
+
+
 class Queued(Finished):
     """An op that runs in its group's thread."""
 

@@ -1,0 +1,46 @@
+"""Calls with tensors of classes that wrap others, such as ``AsyncCollectiveTensor`` of functional collectives.
+
+Input: a function and its arguments. Output: the works of its calls. Such a tensor has no memory of its own: torch's
+dispatcher passes an op to its class, which calls the op with other tensors, one or several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any, Final
+
+import torch
+
+from .memory import tensors_in
+
+_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_CALLS: Final[dict[int, Callable[[Sequence[Any]], None]]] = {}
+_KEYS: Final = count()
+_LIBRARY: Final = torch.library.Library("crossreduce", "DEF")
+_LIBRARY.define("unwrap(Tensor(a!)[] tensors, int key) -> ()")
+_LIBRARY.impl("unwrap", lambda tensors, key: _CALLS[key](tensors), "CompositeExplicitAutograd")
+
+
+def is_wrapper(tensor: Any) -> bool:
+    """Return whether the tensor's class handles ops itself."""
+    return type(tensor) not in _PLAIN and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
+
+def unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+    """Call ``function`` with the tensors that the ones in ``arguments`` wrap; return what each call returned."""
+    returned: list[Any] = []
+    key = next(_KEYS)
+    _CALLS[key] = lambda tensors: returned.append(function(*_replaced(arguments, iter(tensors))))
+    try:
+        torch.ops.crossreduce.unwrap(tensors_in(arguments), key)
+    finally:
+        del _CALLS[key]
+    return returned
+
+
+def _replaced(given: Any, tensors: Iterator[Any]) -> Any:
+    """Return ``given`` with its tensors replaced, in their order."""
+    if isinstance(given, (list, tuple)):
+        return [_replaced(each, tensors) for each in given]
+    return next(tensors) if isinstance(given, torch.Tensor) else given
