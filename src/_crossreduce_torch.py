@@ -1,4 +1,4 @@
-"""Registers the backend "crossreduce" of ``torch.distributed`` by name. PyTorch 2.5 and later call this at their import.
+"""Registers the backend "crossreduce" of ``torch.distributed`` by name, when torch (2.5 or later) is imported.
 
 This module is the entry point of the group ``torch.backends``, so that a process that imports only torch has the
 backend: a worker of Ray, a spawned process, a launcher of a third party. It is not inside the package ``crossreduce``,
