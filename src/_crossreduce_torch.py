@@ -14,7 +14,7 @@ def register() -> None:
     """Register the backend, unless that was done before or this torch has no ``torch.distributed``."""
     import torch.distributed as dist
 
-    if dist.is_available() and "CROSSREDUCE" not in dist.Backend._plugins:
+    if dist.is_available() and not hasattr(dist.Backend, "CROSSREDUCE"):
         dist.Backend.register_backend("crossreduce", create, extended_api=True, devices=["cpu", "cuda"])
 
 
