@@ -132,6 +132,29 @@ def test_the_page_on_jax_has_the_thresholds_and_versions_of_the_code(jax_):
     assert f"It needs JAX {oldest} or later" in page
 
 
+def test_the_page_on_clients_shows_the_programs_that_ran():
+    """Each block of docs/use-it-with.md is in the program that its section links to, up to the indentation;
+    scripts/clients ran each program, and in its report the losses of all clients agree with gloo's."""
+
+    def read(path):
+        return re.sub(r"^ +", "", path.read_text(), flags=re.MULTILINE)
+
+    programs = {path.name: read(path) for path in (ROOT / "examples" / "clients").glob("*.py")}
+    page = read(ROOT / "docs" / "use-it-with.md")
+    linked = []
+    for section in page.split("\n## ")[1:]:
+        (name,) = re.findall(r"^\[\w+\.py\]\(../examples/clients/(\w+\.py)\)", section, re.MULTILINE)
+        assert all(block in programs[name] for block in re.findall(r"```py\n(.*?)```", section, re.DOTALL)), name
+        linked.append(name)
+    commands = re.findall(
+        r'^    "(.*)": "(?:python|torchrun) (\w+\.py)', (ROOT / "scripts" / "clients").read_text(), re.M
+    )
+    assert sorted(linked) == sorted(programs) == sorted({program for _, program in commands})
+    report = json.loads((ROOT / "benchmarks" / "results" / "clients.json").read_text())["clients"]
+    assert list(report) == [client for client, _ in commands]
+    assert [client for client, result in report.items() if not result["agree"]] == []
+
+
 def test_ci_runs_readmes_commands():
     """.ci/run contains each bash block of the README unchanged, in the README's order."""
     commands = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)

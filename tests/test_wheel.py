@@ -71,5 +71,7 @@ def test_a_wheel_without_compiled_modules_is_for_every_platform(tmp_path):
         assert {item.date_time[:3] for item in content.infolist()} == {(2001, 2, 3)}
         (metadata,) = (name for name in names if name.endswith("/WHEEL"))
         assert "Root-Is-Purelib: true\nTag: py3-none-any\n" in content.read(metadata).decode()
-    assert "crossreduce/__init__.py" in names
+        (entry_points,) = (name for name in names if name.endswith("/entry_points.txt"))
+        assert "[torch.backends]\ncrossreduce = _crossreduce_torch:register\n" in content.read(entry_points).decode()
+    assert {"crossreduce/__init__.py", "_crossreduce_torch.py"} <= set(names)
     assert not [name for name in names if name.endswith(".so") or "purelib" in name or "platlib" in name]

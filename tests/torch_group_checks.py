@@ -245,6 +245,30 @@ def lists_of_tensors(c):
 
 
 @check
+def tensors_on_other_devices(c):
+    """Tensors on a device that no backend of the group serves raise on all ranks, and the group can still be used."""
+    far, near, text = torch.empty(c.size, device="meta"), torch.empty(c.size), "no backend for meta tensors"
+    for call, *arguments in (
+        (dist.all_reduce, far),
+        (dist.reduce_scatter_tensor, far, near),
+        (dist.all_gather, [far] * c.size, far),
+        (dist.send, far, (c.rank + 1) % c.size),
+    ):
+        words = raises(TypeError, text, call, *arguments).args[0]
+        assert "the group serves cpu\n" in words
+        assert '"cpu:crossreduce,cuda:nccl"' in words
+    raises(TypeError, text, dist.all_reduce(far, async_op=True).wait)
+    for call, *arguments in (  # these crashed: the memory of a meta tensor is at the address 0
+        (dist.all_gather_into_tensor, torch.empty(c.size**2, device="meta"), near),
+        (dist.reduce_scatter_tensor, torch.empty(1), far),
+        (dist.all_to_all_single, far, near),
+    ):
+        raises(ValueError, "float32 on cpu, float32 on meta", call, *arguments)
+    raises(ValueError, "rank 0 differs from ranks 1, 2", dist.all_reduce, far if c.rank == 0 else near)
+    dist.all_reduce(near)
+
+
+@check
 def mismatch(c):
     """If calls of ranks differ, all ranks raise the same MismatchError, and the group can still be used."""
     from crossreduce import MismatchError

@@ -5,6 +5,8 @@ Importing this registers the backend::
     import crossreduce.torch
     torch.distributed.init_process_group("crossreduce")  # or "cpu:crossreduce,cuda:nccl"
 
+If the library is installed, PyTorch 2.5 and later register the backend themselves when torch is imported.
+
 Input: calls of ``torch.distributed``. Output: reductions through memory that the ranks of a host share, and through
 gloo between hosts. For replicas in one process use ``crossreduce.all_reduce``.
 """
@@ -20,10 +22,12 @@ except ImportError as error:
 
     raise missing("crossreduce.torch needs PyTorch, but", "torch", error) from error
 
+from _crossreduce_torch import register
+
 from ..errors import ArgumentError, shown
 from ..ranks.measurement import measure
 from ..topology import Topology
-from .group import Group, create
+from .group import Group
 from .hook import HookState, all_reduce_hook
 
 __all__ = ["NAME", "Group", "HookState", "all_reduce_hook", "measure_topology"]
@@ -57,5 +61,4 @@ def measure_topology(group: Any = None, seconds: float = 1.0) -> Topology:
     return measured[0]
 
 
-if NAME.upper() not in dist.Backend._plugins:
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+register()

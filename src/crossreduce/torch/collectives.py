@@ -117,7 +117,7 @@ class Collectives:
         copy_back(output, written)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, kind: Any) -> None:
-        fits = tensor.numel() == output.numel() * self._size and output.dtype == tensor.dtype
+        fits = tensor.numel() == output.numel() * self._size and output.dtype == tensor.dtype and tensor.is_cpu
         remedy = "an input as large as the outputs of all ranks together"
         self._require(fits, "reduce_scatter", [output, tensor], "elements of the input:", [tensor.numel()], remedy)
         apart = self._are_apart("reduce_scatter", [output], [tensor])
@@ -181,7 +181,7 @@ class Collectives:
         copy_back_all(results, written)
 
     def all_gather_single(self, output: Any, tensor: Any) -> None:
-        fits = output.numel() == tensor.numel() * self._size and output.dtype == tensor.dtype
+        fits = output.numel() == tensor.numel() * self._size and output.dtype == tensor.dtype and output.is_cpu
         remedy = "an output as large as the inputs of all ranks together"
         self._require(fits, "all_gather", [tensor, output], "elements of the output:", [output.numel()], remedy)
         apart = self._are_apart("all_gather", [output], [tensor])
@@ -250,7 +250,7 @@ class Collectives:
 
     def all_to_all_single(self, output: Any, tensor: Any, rooms: Sequence[int], sizes: Sequence[int]) -> None:
         fits = self._are_splits(tensor, sizes) and self._are_splits(output, rooms) and output.dtype == tensor.dtype
-        fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel()
+        fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel() and output.is_cpu
         remedy = "splits that add up to the first dimension, or none if the number of ranks divides it; equal rows"
         given = [list(output.shape), list(rooms), list(sizes)]
         what = "the output's shape, its splits and those of the input:"

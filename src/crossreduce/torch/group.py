@@ -58,11 +58,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         gloo, self.communicator = connect(store, rank, size, timeout, name, global_ranks)
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._devices = ["cpu"]
         if torch.cuda.is_available() and dist.is_nccl_available():
             choices = dist.ProcessGroupNCCL.Options()
             choices._timeout = timeout
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, choices)
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+            self._devices.append("cuda")
         # torch's set_timeout and _set_pg_timeout change the timeout in gloo's options, so every call reads it there.
         self._timeout, self._settings = timeout, gloo.options
         self._collectives = Collectives(self.communicator, gloo)
@@ -194,7 +196,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         _, opts = _read([], opts, c10d.BarrierOptions, timeout)
         if opts.device is not None and opts.device.type != "cpu":
-            return self._get_backend(opts.device).barrier(opts)
+            return self._backend_of(opts.device, "barrier").barrier(opts)
         return self._run("barrier", (opts,), [], self.communicator.barrier)
 
     def split_group(self, *_: Any, **__: Any) -> Any:
@@ -210,19 +212,19 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if any(map(is_wrapper, tensors)):
             return self._unwrapped("send", (tensors, dst, tag), tensors)
         buffers = [readable(x) for x in tensors]
-        return self._message(buffers, buffers, self._inner_of(tensors).send(buffers, dst, tag))
+        return self._message(buffers, buffers, self._inner_of(tensors, "send").send(buffers, dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         if any(map(is_wrapper, tensors)):
             return self._unwrapped("recv", (tensors, src, tag), tensors)
         buffers = [writable(x) for x in tensors]
-        return self._message(tensors, buffers, self._inner_of(tensors).recv(buffers, src, tag))
+        return self._message(tensors, buffers, self._inner_of(tensors, "recv").recv(buffers, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         if any(map(is_wrapper, tensors)):
             return self._unwrapped("recv_anysource", (tensors, tag), tensors)
         buffers = [writable(x) for x in tensors]
-        return self._message(tensors, buffers, self._inner_of(tensors).recv_anysource(buffers, tag))
+        return self._message(tensors, buffers, self._inner_of(tensors, "recv").recv_anysource(buffers, tag))
 
     def _message(self, tensors: Sequence[Any], buffers: Sequence[Any], work: Any) -> Any:
         """Return the work of sending or receiving ``tensors``; those that are not plain use other memory: ``buffers``.
@@ -235,12 +237,30 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         finish = partial(copy_back_all, tensors, buffers) if copies else None
         return Message(work, finish, tensors, self._messages, self.communicator.interrupt)
 
-    def _inner_of(self, tensors: Sequence[Any]) -> Any:
+    def _inner_of(self, tensors: Sequence[Any], call: str) -> Any:
         self.queue.require_open()  # a forked process would write to its parent's connections
         self._number = next(self._numbers)
-        return self._get_backend(tensors[0].device)
+        return self._backend_of(tensors[0].device, call)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
+
+    def _backend_of(self, device: Any, call: str) -> Any:
+        """Return the inner backend for a device.
+
+        Raises:
+          UnsupportedError: there is none.
+        """
+        if device.type in self._devices:
+            return self._get_backend(device)
+        problem = f"this process group has no backend for {device.type} tensors."
+        given = f"{call} on {device}; the group serves {' and '.join(self._devices)}"
+        remedy = 'CPU tensors; for CUDA tensors "cpu:crossreduce,cuda:nccl", where torch has NCCL and finds a GPU; for '
+        remedy += "other devices dist.new_group(backend=...) with the name of a backend that serves them"
+        raise UnsupportedError.of(problem, given, remedy)
+
+    def _refuse(self, device: Any, call: str) -> None:
+        self.communicator.agree(f"{call} on {device.type}")  # if ranks use different devices, this raises on all
+        self._backend_of(device, call)
 
     def _run(
         self, inner: str, arguments: Sequence[Any], tensors: Any, function: Callable[[], None], results: Any = None
@@ -256,7 +276,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._number = next(self._numbers)
         for tensor in tensors:
             if not tensor.is_cpu:
-                return getattr(self._get_backend(tensor.device), inner)(*arguments)
+                if tensor.device.type in self._devices:
+                    return getattr(self._get_backend(tensor.device), inner)(*arguments)
+                function = partial(self._refuse, tensor.device, inner)
+                break
         opts = arguments[-1]
         limit = opts.timeout
         if limit <= _UNSET:

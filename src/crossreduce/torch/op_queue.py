@@ -114,7 +114,9 @@ class Works(Finished):
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return all([work.wait(*([timeout] if timeout else [])) for work in self._works])
+        for work in self._works:
+            work.wait(*([timeout] if timeout else []))
+        return True
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
