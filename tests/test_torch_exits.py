@@ -19,9 +19,10 @@ def status_of(ending):
 @pytest.mark.parametrize(
     "ending", ["kept", "exit", "exception", "one_fails", "pending", "one_fails_over_hosts", "exit_over_hosts"]
 )
-def test_processes_that_a_launcher_starts(tmp_path, ending):
+def test_processes_that_a_launcher_starts(tmp_path, monkeypatch, ending):
     """Ranks that are programs of their own exit as the program says, with its errors and no others; in a global they
     keep groups that they have not destroyed."""
+    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))  # an older dump would be reported
     outputs = finish(start(["-W", "error", PROGRAM, "itself", ending, tmp_path / "store"], 2), 60)
     for rank, (status, text) in enumerate(outputs):
         assert status == status_of(ending), f"rank {rank}:\n{text}"
@@ -38,8 +39,9 @@ def test_processes_that_a_launcher_starts(tmp_path, ending):
 @pytest.mark.parametrize(
     ("launcher", "ending"), [("spawn", "one_fails"), ("fork", "kept_over_hosts"), ("torchrun", "exit")]
 )
-def test_launchers(tmp_path, launcher, ending):
+def test_launchers(tmp_path, monkeypatch, launcher, ending):
     """Ranks that torch.multiprocessing or torchrun starts write nothing when they end, except their own errors."""
+    monkeypatch.setenv("CROSSREDUCE_DUMP_DIR", str(tmp_path / "dumps"))
     command = [sys.executable]
     if launcher == "torchrun":
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -29,6 +29,7 @@ from crossreduce import CollectiveTimeout, PeerLostError
 
 PROGRAM = HERE / "torch_storm.py"
 TIMEOUT_S = 3.0
+STOPPED_S = 1.5  # the timeout if a rank is stopped inside a collective
 FAILURES = {
     "kill": signal.SIGKILL,
     "stop": signal.SIGSTOP,
@@ -56,9 +57,8 @@ def fails_inside(rendezvous, store, how, carrier):
     """Make a collective; rank 2, alone on its host, fails inside it. Return the error, and how long it took."""
     rank, size = rendezvous.rank, rendezvous.size
     fail_on_signal(how)
-    dist.init_process_group(
-        "crossreduce", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S / 2)
-    )
+    timeout = timedelta(seconds=STOPPED_S if how == "stop" else 20)
+    dist.init_process_group("crossreduce", f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     group = dist.group.WORLD
 
     def fail(*_):
@@ -88,7 +88,10 @@ def fails_inside(rendezvous, store, how, carrier):
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_rank_that_fails_inside_a_collective_is_named(tmp_path, how, carrier):
     """However a rank fails inside a collective between hosts, and whatever carries it, all others raise the same error,
-    which names the rank; after a failure within a second, after a stop within a second of the timeout."""
+    which names the rank; after its death within a second, after a stop within a second of the timeout.
+
+    A process that exits by itself, or by an exception, dies some time later.
+    """
     environment = [{"CROSSREDUCE_HOST": host} for host in "aab"]
     stopped = how == "stop"
     begun = (lambda pids: (time.sleep(4), os.kill(pids[2], signal.SIGKILL))) if stopped else None
@@ -98,7 +101,8 @@ def test_a_rank_that_fails_inside_a_collective_is_named(tmp_path, how, carrier):
     assert [one[:3] for one in found[:2]] == [(kind, text, lost)] * 2
     assert (kind, lost) == (CollectiveTimeout if stopped else PeerLostError, (2,)), text
     assert text.startswith("rank 2 did not complete op " if stopped else "rank 2 died during op "), text
-    assert all(one[3] < 1.3 + stopped * TIMEOUT_S / 2 for one in found[:2]), found
+    limit_s = {"stop": STOPPED_S + 1.3, "exit": 6, "exception": 6}.get(how, 1.3)
+    assert max(one[3] for one in found[:2]) < limit_s, [one[3] for one in found[:2]]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -6,7 +6,6 @@ exceptions. The caller creates the process group.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from datetime import timedelta
 from typing import Any, Final, Self
@@ -54,10 +53,15 @@ class GlooTransport:
         """Make all messages of this rank fail: here at once, on the other ranks when they next wait."""
         self._aborted = True
         # ProcessGroupGloo.abort() does not end waits (torch 2.13). A wait that times out, however, closes all
-        # connections of the group. So this waits a millisecond for a message that no rank sends.
-        with contextlib.suppress(RuntimeError):
-            other = (self._gloo.rank() + 1) % self._gloo.size()
-            self._gloo.recv([torch.empty(1, dtype=torch.uint8)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        # connections of the group. So this waits a millisecond for a message that no rank sends; a wait for a rank
+        # whose connection is closed already fails before that, and closes no other.
+        for step in range(1, self._gloo.size()):
+            other = (self._gloo.rank() + step) % self._gloo.size()
+            try:
+                self._gloo.recv([torch.empty(1, dtype=torch.uint8)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    return
 
 
 class _GlooMessage:
