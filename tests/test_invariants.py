@@ -5,6 +5,7 @@ import doctest
 import importlib
 import inspect
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -451,3 +452,10 @@ def test_every_expected_error_is_matched():
                 if not textless and not any(keyword.arg == "match" for keyword in call.keywords):
                     unmatched.append(f"{file.name}:{call.lineno}")
     assert not unmatched
+
+
+def test_the_deliberate_faults_can_be_applied():
+    """Each text that scripts/mutate replaces occurs exactly once in its file."""
+    checkout = Path(__file__).parent.parent
+    for fault in runpy.run_path(str(checkout / "scripts" / "mutate"))["FAULTS"]:
+        assert (checkout / "src" / "crossreduce" / fault.file).read_text().count(fault.old) == 1, fault.area

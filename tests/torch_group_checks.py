@@ -1,5 +1,6 @@
 """Checks of crossreduce.torch: asynchronous calls, gloo as inner backend, errors, groups, and torch's other tools."""
 
+import gc
 import os
 import sys
 import threading
@@ -194,6 +195,31 @@ def unsupported_calls(c):
     raises(TypeError, "the mean of bools", future.wait)
     assert work.exception() is not None
     dist.barrier()
+
+
+@check
+def failed_ops_release_their_tensors(c):
+    """When nothing else refers to the tensor of a failed op, it is released without the garbage collector."""
+    gc.disable()
+    try:
+        for asynchronous in (False, True):
+            tensor = torch.ones(3 + c.rank)
+            released = weakref.ref(tensor)
+            failed = False
+            try:
+                work = dist.all_reduce(tensor, async_op=asynchronous)
+                work.wait()
+            except ValueError:  # not raises(): its frame would keep the error
+                failed = True
+            assert failed
+            work = None
+            del tensor
+            deadline = time.monotonic() + 10  # the queue's thread may still be about to release it
+            while released() is not None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert released() is None
+    finally:
+        gc.enable()
 
 
 @check

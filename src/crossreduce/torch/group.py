@@ -84,8 +84,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End the group, and release its thread, memory and descriptors."""
-        self.queue.close(_DRAIN_S)
-        self._end()
+        try:
+            self.queue.close(_DRAIN_S)
+        finally:  # Ctrl-C ends the wait for pending ops, and aborts them
+            self._end()
 
     def abort(self) -> None:
         """End the group; pending ops fail."""

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeout, ContextError
+from ..errors import CollectiveTimeout, ContextError, ReductionError
 from ..threads import start_thread
 
 
@@ -146,6 +146,8 @@ class Queued(Finished):
         try:
             assert function is not None
             function()
+        except ReductionError as error:  # the frames of its traceback would refer to the tensors, and to this op
+            self._error = error.with_traceback(None)
         except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
             self._error = error
 
@@ -169,7 +171,10 @@ class Queued(Finished):
             raise CollectiveTimeout.of(problem, f"{limit:g} s", "wait again: the op continues")
         self._running.release()
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                del self  # the error refers to this frame, so it would refer to itself
         return True
 
     def is_completed(self) -> bool:
@@ -228,6 +233,8 @@ class OpQueue:
         self._pending = 0  # ops of the queue's thread that wait or run
         self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        # Thread.join is not used: if Ctrl-C ends it, Python 3.11 takes the thread for ended, although it still runs.
+        self._ended = threading.Event()
         _QUEUES.add(self)
 
     def run(self, function: Callable[[], None], tensors: Sequence[Any], asynchronous: bool) -> dist.Work:
@@ -237,12 +244,12 @@ class OpQueue:
           ContextError: see ``require_open``.
           Exception: what ``function`` raises, unless it is asynchronous.
         """
-        if asynchronous or self._pending or not self._inline or self._refusal is not None:
-            work = self._put(function, tensors)
-            if not asynchronous:
-                work.wait()
-            return work
-        function()
+        if asynchronous:
+            return self._put(function, tensors)
+        if self._pending or not self._inline or self._refusal is not None:
+            self._put(function, tensors).wait()
+        else:
+            function()
         return Finished(tensors)
 
     def _put(self, function: Callable[[], None], tensors: Sequence[Any]) -> Queued:
@@ -286,6 +293,7 @@ class OpQueue:
                 return
         while self.run_next():
             pass
+        self._ended.set()
 
     def run_until(self, work: Queued) -> None:
         """If this is the queue's own thread, run all ops up to ``work``.
@@ -310,8 +318,7 @@ class OpQueue:
             thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
-        thread.join(drain_s)
-        return not thread.is_alive()
+        return self._ended.wait(drain_s)
 
     def disable_after_fork(self) -> None:
         """Refuse all ops in a forked process, which has neither the group's thread nor a rank in the group."""
