@@ -268,7 +268,7 @@ class Topology:
         left = tuple(link for link in self.links if {link.src, link.dst} != pair)
         if len(left) == len(self.links):
             neighbours = ", ".join(link.dst for link in self.out_links(a)) or "none"
-            given, remedy = f"{a} - {b}", f"links out of {self.node(a)}: {neighbours}"
+            given, remedy = f"{self.node(a)} - {self.node(b)}", f"links out of {self.node(a)}: {neighbours}"
             raise ArgumentError.of("there is no such link.", given, remedy)
         return Topology.unchecked(self.devices, left, self.switches)
 

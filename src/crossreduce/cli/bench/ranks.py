@@ -184,6 +184,8 @@ def measure(request: BenchRequest, count: int | None) -> int:
             raise UnsupportedError.of(f"MPI does not support {request.dtype}.", remedy="--peers gloo")
     if count is None:
         return run(request)
+    with atomic_json("--json", request.json):  # checks that it can be written, before ranks start
+        pass
     return launch([sys.executable, "-m", f"{__package__}.ranks", request.to_json()], count)
 
 
