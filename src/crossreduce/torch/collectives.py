@@ -10,12 +10,8 @@ rank, is the result, or the result's part from this rank. Results that share mem
 
 from __future__ import annotations
 
-import operator
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -26,13 +22,14 @@ from ..ops import ReduceOp
 from ..ranks.communicator import Communicator
 from ..ranks.diagnostics import call_text
 from ..ranks.instructions import reduction_numbers
-from ..transports.gloo import GlooCollective
+from .inner_gloo import InnerGloo
 from .memory import (
     NAMES,
     are_apart,
     copy_back,
     copy_back_all,
     equal_parts,
+    is_plain,
     memory,
     raw,
     readable,
@@ -53,32 +50,34 @@ _OPS: Final = {
 # The ops that compute sums and products of bools as torch does with NCCL.
 _OF_BOOLS: Final = {TorchOp.SUM: ReduceOp.MAX, TorchOp.PRODUCT: ReduceOp.MIN}
 
-_GLOO_WAITS_S: Final = 10.0  # how much longer than the group gloo waits, since its own errors name no rank
-_RELEASE_S: Final = 1.0  # the longest wait for gloo to release tensors, which takes microseconds
+_STRIDED: Final = torch.strided
 
 
-class Collectives:
+class Collectives(InnerGloo):
     """The collectives of one rank of a group."""
 
     def __init__(self, communicator: Communicator, gloo: Any) -> None:
         """Use ``communicator``, and ``gloo``, a ``ProcessGroupGloo`` of the same ranks, as the inner backend."""
-        self._communicator = communicator
+        super().__init__(communicator)
         self._gloo = gloo
         self._rank, self._size = communicator.rank, communicator.size
 
     # ---- reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, kind: Any) -> None:
-        self._are_apart("all_reduce", [tensor])
+        plain = tensor.layout is _STRIDED and is_plain(tensor)
+        if not plain:
+            self._are_apart("all_reduce", [tensor])
         op = self._op("all_reduce", kind, tensor)
         if op is None:
             options = self._options(c10d.AllreduceOptions, reduceOp=kind)
             self._reduce_in_gloo("all_reduce", None, self._gloo.allreduce, tensor, options)
             return
-        source = readable(tensor)
+        source = tensor if plain else readable(tensor)
         array = memory(source)
         self._communicator.all_reduce(op, array, array)
-        copy_back(tensor, source)
+        if not plain:
+            copy_back(tensor, source)
 
     def reduce(self, tensor: Any, kind: Any, root: int, result: Any = None) -> None:
         """Write the reduction of all ranks' ``tensor`` to the root's ``result``; ``None``: to its ``tensor``."""
@@ -305,15 +304,19 @@ class Collectives:
         Raises:
           ArgumentError: a list has another length; raised on all ranks. gloo would reduce all its tensors together.
         """
-        counts = list(map(len, lists))
-        if any(count != 1 for count in counts):
-            name = method.__name__
-            self._communicator.agree(f"{name} of lists of {counts}")
-            problem = f"a list of tensors of this {name} is empty."
-            if 0 not in counts:
-                problem = f"{name} takes one tensor per rank unless it is coalesced."
-            raise ArgumentError.of(problem, f"lengths of the lists: {counts}", "a call for each tensor")
-        method(*(given for (given,) in lists), *options)
+        elements: list[Any] = []
+        for each in lists:
+            if len(each) != 1:
+                self._refuse_lists(method.__name__, list(map(len, lists)))
+            elements += each
+        method(*elements, *options)
+
+    def _refuse_lists(self, name: str, counts: list[int]) -> NoReturn:
+        self._communicator.agree(f"{name} of lists of {counts}")
+        problem = f"a list of tensors of this {name} is empty."
+        if 0 not in counts:
+            problem = f"{name} takes one tensor per rank unless it is coalesced."
+        raise ArgumentError.of(problem, f"lengths of the lists: {counts}", "a call for each tensor")
 
     def run_each(self, method: Callable[..., None], options: Sequence[Any], results: Any, *sources: Any) -> None:
         """Call a method of this class for each element of ``results``: the tensor or tensors that the call writes.
@@ -348,7 +351,7 @@ class Collectives:
         op, name = _OPS.get(kind.op), NAMES.get(tensor.dtype)
         if name == "bool":
             op = _OF_BOOLS.get(kind.op, op)
-        strided = tensor.layout is torch.strided
+        strided = tensor.layout is _STRIDED
         if op is not None and name is not None and strided and self._communicator.supports(collective, op, name):
             return op
         self._agree(collective, kind.op.name.lower() if op is None else op.value, tensor, root)
@@ -422,32 +425,6 @@ class Collectives:
             with torch.no_grad():
                 tensor.copy_(given)
 
-    def _run_in_gloo(self, text: str, start: Callable[..., Any], *arguments: Any) -> None:
-        """Run an op of gloo until all ranks have completed it, and gloo has released its tensors.
-
-        A thread of gloo releases them some time after completion, for which it needs the interpreter. If the
-        interpreter ends before that, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
-
-        ``text`` describes the call. All ranks raise the same error, even if only one of them fails.
-        """
-        tensors, running = tensors_in(arguments), GlooCollective()
-        before = _references(tensors)
-        try:
-            self._communicator.delegate(text, lambda: running.begin(start(*arguments)))
-        finally:
-            running.release()
-            deadline = time.monotonic() + _RELEASE_S
-            while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < deadline:
-                time.sleep(0)  # lets gloo's thread use the interpreter
-
-    def _options(self, kind: Any, **fields: Any) -> Any:
-        """Return options of class ``kind`` for a call of gloo."""
-        made = kind()
-        made.timeout = timedelta(seconds=self._communicator.timeout_s + _GLOO_WAITS_S)
-        for name, value in fields.items():
-            setattr(made, name, value)
-        return made
-
 
 def _rebuilt(given: Any, tensors: Iterator[Any]) -> Any:
     """Return the next of ``tensors``, or a list of the next ones if ``given`` is a list."""
@@ -462,12 +439,3 @@ def _name(tensor: Any) -> str:
 
 def _alike(tensors: Sequence[Any]) -> bool:
     return len({x.dtype for x in tensors}) == 1 and all(x.is_cpu for x in tensors)
-
-
-def _references(tensors: Sequence[Any]) -> list[int]:
-    """Return the number of references to each tensor, from Python and from C++.
-
-    In torch 2.13 C++ releases its own reference first, then Python's, for which it needs the interpreter. Earlier
-    versions (torch 2.8) need the interpreter to release a tensor that only C++ references.
-    """
-    return [sys.getrefcount(x) + x._use_count() for x in tensors]

@@ -29,7 +29,7 @@ from .collectives import Collectives
 from .memory import copy_back_all, readable, tensors_in, writable
 from .op_queue import Message, OpQueue, Works, exclude_from_compile
 from .rendezvous import CancellableStore, StoreRendezvous, reaching
-from .subclasses import is_wrapper, unwrapped
+from .subclasses import has_wrapper, unwrapped
 
 _CPU: Final = torch.device("cpu")
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
@@ -211,19 +211,19 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # ---- between two ranks ----------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        if any(map(is_wrapper, tensors)):
+        if has_wrapper(tensors):
             return self._unwrapped("send", (tensors, dst, tag), tensors)
         buffers = [readable(x) for x in tensors]
         return self._message(buffers, buffers, self._inner_of(tensors, "send").send(buffers, dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        if any(map(is_wrapper, tensors)):
+        if has_wrapper(tensors):
             return self._unwrapped("recv", (tensors, src, tag), tensors)
         buffers = [writable(x) for x in tensors]
         return self._message(tensors, buffers, self._inner_of(tensors, "recv").recv(buffers, src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        if any(map(is_wrapper, tensors)):
+        if has_wrapper(tensors):
             return self._unwrapped("recv_anysource", (tensors, tag), tensors)
         buffers = [writable(x) for x in tensors]
         return self._message(tensors, buffers, self._inner_of(tensors, "recv").recv_anysource(buffers, tag))
@@ -273,7 +273,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         ``arguments``. The last of these are the options. Tensors that wrap others are unwrapped first.
         """
         given = tensors if len(arguments) == 2 else tensors_in(arguments)  # two: the same tensors, and the options
-        if any(map(is_wrapper, given)):
+        if has_wrapper(given):
             return self._unwrapped(inner, arguments, tensors if results is None else results)
         self._number = next(self._numbers)
         for tensor in tensors:

@@ -22,9 +22,11 @@ _LIBRARY.define("unwrap(Tensor(a!)[] tensors, int key) -> ()")
 _LIBRARY.impl("unwrap", lambda tensors, key: _CALLS[key](tensors), "CompositeExplicitAutograd")
 
 
-def is_wrapper(tensor: Any) -> bool:
-    """Return whether the tensor's class handles ops itself."""
-    return type(tensor) not in _PLAIN and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+def has_wrapper(tensors: Sequence[Any]) -> bool:
+    """Return whether the class of one of the tensors handles ops itself."""
+    if _PLAIN.issuperset(map(type, tensors)):
+        return False
+    return any(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python) for tensor in tensors)
 
 
 def unwrapped(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:

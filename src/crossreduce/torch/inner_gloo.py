@@ -1,0 +1,62 @@
+"""``InnerGloo``: runs a collective in gloo, as part of a call of the communicator.
+
+Input: a function of gloo and its tensors. Output: the results in these tensors, or an error that all ranks raise.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+from ..ranks.communicator import Communicator
+from ..transports.gloo import GlooCollective
+from .memory import tensors_in
+
+_GLOO_WAITS_S: Final = 10.0  # how much longer than the group gloo waits, since its own errors name no rank
+_RELEASE_S: Final = 1.0  # the longest wait for gloo to release tensors, which takes microseconds
+
+
+class InnerGloo:
+    """Runs collectives in gloo for one rank of a group."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def _run_in_gloo(self, text: str, start: Callable[..., Any], *arguments: Any) -> None:
+        """Run an op of gloo until all ranks have completed it, and gloo has released its tensors.
+
+        A thread of gloo releases them some time after completion, for which it needs the interpreter. If the
+        interpreter ends before that, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
+
+        ``text`` describes the call. All ranks raise the same error, even if only one of them fails.
+        """
+        tensors, running = tensors_in(arguments), GlooCollective()
+        before = _references(tensors)
+        try:
+            self._communicator.delegate(text, lambda: running.begin(start(*arguments)))
+        finally:
+            running.release()
+            deadline = time.monotonic() + _RELEASE_S
+            while any(map(operator.gt, _references(tensors), before)) and time.monotonic() < deadline:
+                time.sleep(0)  # lets gloo's thread use the interpreter
+
+    def _options(self, kind: Any, **fields: Any) -> Any:
+        """Return options of class ``kind`` for a call of gloo."""
+        made = kind()
+        made.timeout = timedelta(seconds=self._communicator.timeout_s + _GLOO_WAITS_S)
+        for name, value in fields.items():
+            setattr(made, name, value)
+        return made
+
+
+def _references(tensors: Sequence[Any]) -> list[int]:
+    """Return the number of references to each tensor, from Python and from C++.
+
+    In torch 2.13 C++ releases its own reference first, then Python's, for which it needs the interpreter. Earlier
+    versions (torch 2.8) need the interpreter to release a tensor that only C++ references.
+    """
+    return [sys.getrefcount(x) + x._use_count() for x in tensors]
