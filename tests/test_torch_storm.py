@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -62,7 +63,7 @@ def fails_inside(rendezvous, store, how, carrier):
     group = dist.group.WORLD
 
     def fail(*_):
-        os.kill(os.getpid(), FAILURES[how])
+        signal.pthread_kill(threading.main_thread().ident, FAILURES[how])  # os.kill might not wake the main thread
         time.sleep(20)  # a signal that ends this process, or its main thread, arrives
 
     parts = [torch.ones(10) for _ in range(size)]
