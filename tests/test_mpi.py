@@ -119,6 +119,15 @@ def test_a_rank_that_makes_no_call_is_named(tmp_path, hosts, named):
     assert output.count(f"timeout {named}") == 3, output
 
 
+def output_of(tmp_path, text, n, timeout_s):
+    """Run the Python program ``text`` on n ranks, check that it ended normally, and return its output."""
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    status, output = launched(n, str(program), timeout_s=timeout_s)
+    assert status == 0, output
+    return output
+
+
 ABORTING = """
 import os, time
 import numpy as np
@@ -143,10 +152,7 @@ MPI.COMM_WORLD.Barrier()
 
 def test_an_abort_reaches_other_hosts(tmp_path):
     """When a rank aborts, ranks of other hosts that wait for a message raise long before the timeout."""
-    program = tmp_path / "program.py"
-    program.write_text(ABORTING)
-    status, output = launched(5, str(program), timeout_s=60)
-    assert status == 0, output
+    output = output_of(tmp_path, ABORTING, 5, 60)
     assert output.count("lost [4] True") == 4, output
 
 
@@ -178,10 +184,7 @@ for calls in range(3):
 
 def test_a_host_that_leaves_is_noticed(tmp_path):
     """If all ranks of a host close the group, those of other hosts raise long before the timeout, and name one."""
-    program = tmp_path / "program.py"
-    program.write_text(LEAVING)
-    status, output = launched(5, str(program), timeout_s=100)
-    assert status == 0, output
+    output = output_of(tmp_path, LEAVING, 5, 100)
     lines = [line.split() for line in output.splitlines() if line.startswith("left")]
     assert len(lines) == 9, output
     assert {(rank, named) for _, rank, named, _ in lines} <= {("0", "True"), ("1", "True")}, output
@@ -209,10 +212,7 @@ MPI.COMM_WORLD.Barrier()
 
 def test_a_fault_of_one_rank_is_raised_on_all(tmp_path):
     """If one rank cannot join, all ranks raise its error, with its number, long before the timeout."""
-    program = tmp_path / "program.py"
-    program.write_text(FAULTY)
-    status, output = launched(3, str(program), timeout_s=60)
-    assert status == 0, output
+    output = output_of(tmp_path, FAULTY, 3, 60)
     assert output.count("rank 1: CROSSREDUCE_NUM_THREADS must be an integer from 1 to 4096. True") == 3, output
 
 

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -63,8 +62,8 @@ def fails_inside(rendezvous, store, how, carrier):
     group = dist.group.WORLD
 
     def fail(*_):
-        signal.pthread_kill(threading.main_thread().ident, FAILURES[how])  # os.kill might not wake the main thread
-        time.sleep(20)  # a signal that ends this process, or its main thread, arrives
+        signal.raise_signal(FAILURES[how])  # in the op's thread, so it does not end the main thread's current wait
+        time.sleep(20)  # this process, or its main thread, ends
 
     parts = [torch.ones(10) for _ in range(size)]
     dist.all_gather(parts, parts[rank])

@@ -362,12 +362,10 @@ class Collectives(InnerGloo):
     def _inner(self, collective: str, tensor: Any, root: int | None = None) -> str:
         """Return, if gloo has to run a collective that only moves data, its description for ``_run_in_gloo``."""
         name = NAMES.get(tensor.dtype)
-        text = call_text(collective, None, root, _name(tensor), tensor.shape)
-        if not self._communicator.supports(collective, None, name or "uint8"):
-            return text
-        if name is None:  # the communicator would not compare dtypes that it moves as bytes
-            self._communicator.agree(text)
-        return ""
+        inner = not self._communicator.supports(collective, None, name or "uint8")
+        if not inner and name is None:  # the communicator would not compare dtypes that it moves as bytes
+            self._agree(collective, None, tensor, root)
+        return call_text(collective, None, root, _name(tensor), tensor.shape) if inner else ""
 
     def _agree(self, collective: str, op: str | None, tensor: Any, root: int | None) -> None:
         self._communicator.agree(call_text(collective, op, root, _name(tensor), tensor.shape))

@@ -145,16 +145,14 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             outputs = [outputs]
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions, timeout)
         function = partial(self._collectives.run_one, self._collectives.all_gather, [], outputs, inputs)
-        results = [x for each in outputs for x in each]
-        return self._run("allgather", (outputs, inputs, opts), inputs, function, results)
+        return self._run("allgather", (outputs, inputs, opts), inputs, function, tensors_in(outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         # The lists of this method are those of ``allgather`` transposed: outputs[rank][tensor].
         inputs, opts = _read(inputs, opts, c10d.AllgatherOptions)
         lists = [list(results) for results in zip(*outputs, strict=True)]
         function = partial(self._collectives.run_each, self._collectives.all_gather, [], lists, inputs)
-        results = [x for each in outputs for x in each]
-        return self._run("allgather_coalesced", (outputs, inputs, opts), inputs, function, results)
+        return self._run("allgather_coalesced", (outputs, inputs, opts), inputs, function, tensors_in(outputs))
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         inputs, opts = _read(tensor, opts, c10d.AllgatherOptions)
@@ -211,38 +209,34 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # ---- between two ranks ----------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        if has_wrapper(tensors):
-            return self._unwrapped("send", (tensors, dst, tag), tensors)
-        buffers = [readable(x) for x in tensors]
-        return self._message(buffers, buffers, self._inner_of(tensors, "send").send(buffers, dst, tag))
+        return self._message("send", readable, tensors, dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        if has_wrapper(tensors):
-            return self._unwrapped("recv", (tensors, src, tag), tensors)
-        buffers = [writable(x) for x in tensors]
-        return self._message(tensors, buffers, self._inner_of(tensors, "recv").recv(buffers, src, tag))
+        return self._message("recv", writable, tensors, src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        if has_wrapper(tensors):
-            return self._unwrapped("recv_anysource", (tensors, tag), tensors)
-        buffers = [writable(x) for x in tensors]
-        return self._message(tensors, buffers, self._inner_of(tensors, "recv").recv_anysource(buffers, tag))
+        return self._message("recv_anysource", writable, tensors, tag)
 
-    def _message(self, tensors: Sequence[Any], buffers: Sequence[Any], work: Any) -> Any:
-        """Return the work of sending or receiving ``tensors``; those that are not plain use other memory: ``buffers``.
+    def _message(self, method: str, plain: Callable[[Any], Any], tensors: Sequence[Any], *arguments: int) -> Any:
+        """Return the work of a method of the inner backend that sends or receives ``tensors``.
 
-        Ctrl-C ends a wait for it, and then aborts this group, since gloo would still write to the tensors.
+        ``plain`` returns for each tensor the one that is used. Ctrl-C ends a wait for the work, and then aborts this
+        group, since gloo would still write to the tensors.
         """
+        if has_wrapper(tensors):
+            return self._unwrapped(method, (tensors, *arguments), tensors)
+        buffers = [plain(x) for x in tensors]
+        self.queue.require_open()  # a forked process would write to its parent's connections
+        self._number = next(self._numbers)
+        inner = self._backend_of(tensors[0].device, method.removesuffix("_anysource"))
+        work = getattr(inner, method)(buffers, *arguments)
         if not tensors[0].is_cpu:
             return work
+        if method == "send":
+            tensors = buffers
         copies = not all(map(operator.is_, tensors, buffers))
         finish = partial(copy_back_all, tensors, buffers) if copies else None
         return Message(work, finish, tensors, self._messages, self.communicator.interrupt)
-
-    def _inner_of(self, tensors: Sequence[Any], call: str) -> Any:
-        self.queue.require_open()  # a forked process would write to its parent's connections
-        self._number = next(self._numbers)
-        return self._backend_of(tensors[0].device, call)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 

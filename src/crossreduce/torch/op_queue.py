@@ -7,9 +7,11 @@ thread if no op is before it; all others run in one thread of the group. This mo
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,6 +23,8 @@ import torch.distributed as dist
 
 from ..errors import CollectiveTimeout, ContextError, ReductionError
 from ..threads import start_thread
+
+_WAIT_S: Final = 0.5  # the longest wait before a signal is handled that the system did not deliver during a wait
 
 
 class Finished(dist.Work):  # type: ignore[misc]
@@ -165,10 +169,13 @@ class Queued(Finished):
           CollectiveTimeout: ``timeout`` has passed. The op continues.
         """
         self._ops.run_until(self)
-        limit = timeout.total_seconds() if timeout else -1
-        if not self._running.acquire(timeout=limit if limit > 0 else -1):
-            problem = "the op did not complete within the timeout of this wait."
-            raise CollectiveTimeout.of(problem, f"{limit:g} s", "wait again: the op continues")
+        limit = timeout.total_seconds() if timeout else 0
+        deadline = time.monotonic() + limit if limit > 0 else math.inf
+        # A signal that comes just before a wait for a lock does not end it, so each wait is short.
+        while not self._running.acquire(timeout=min(_WAIT_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                problem = "the op did not complete within the timeout of this wait."
+                raise CollectiveTimeout.of(problem, f"{limit:g} s", "wait again: the op continues")
         self._running.release()
         if self._error is not None:
             try:

@@ -193,8 +193,12 @@ def _base(store: Any) -> Any:
 
 def _owner(store: Any) -> int | None:
     """Return the rank of the world whose process probably runs a store, or ``None``: another process, or none."""
-    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return 0 if isinstance(_base(store), dist.TCPStore) and not of_launcher else None
+    return 0 if isinstance(_base(store), dist.TCPStore) and not _has_launcher() else None
+
+
+def _has_launcher() -> bool:
+    """Return whether torchrun started this process, and runs its store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class CancellableStore(dist.Store):  # type: ignore[misc]
@@ -232,7 +236,7 @@ def reaching(store: Any) -> Iterator[None]:
         ranks, owner = [], "the process that runs it"
         if _owner(store) == 0:
             ranks, owner = [0], "rank 0, which runs it,"
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        elif _has_launcher():
             owner = "torchrun, which runs it,"
         problem = f"the store of this group's rendezvous cannot be reached; {owner} has probably ended."
         remedy = f"read the last output of {owner.split(',')[0]}"
