@@ -1,8 +1,10 @@
 """Every transport obeys the laws of ``transport_laws``. To test another transport, add it to ``TRANSPORTS``."""
 
 import contextlib
+import ctypes
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transport_laws
@@ -56,3 +58,27 @@ TRANSPORTS = {"sockets": on_sockets, "gloo": on_gloo, "mpi": on_mpi}
 def test_every_transport_obeys_the_laws(transport, law, tmp_path):
     """Messages are ordered and unchanged, waits time out, and aborts end waits, on every transport."""
     TRANSPORTS[transport](law, tmp_path)
+
+
+def test_gloo_tells_a_lost_connection_from_a_timeout():
+    """A wait that gloo let time out raises a ConnectionError if gloo had lost the connection, or else a TimeoutError.
+
+    The texts are those of torch 2.13, with a peer that was killed and with one that was stopped.
+    """
+    from crossreduce.transports.gloo import GlooTransport
+
+    def fail(text):
+        raise RuntimeError(text)
+
+    waiting = "gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 3000ms for send operation to complete"
+    reasons = {
+        "gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:63107.": ConnectionError,
+        "Application timeout caused pair closure": TimeoutError,
+    }
+    for reason, kind in reasons.items():
+        gloo = SimpleNamespace(
+            send=lambda *_: SimpleNamespace(wait=lambda _: fail(waiting)), recv=lambda *_, reason=reason: fail(reason)
+        )
+        message = GlooTransport(gloo).send(ctypes.addressof(ctypes.create_string_buffer(8)), 8, 1, 0)
+        with pytest.raises(kind, match="rank 1"):
+            message.wait(3)

@@ -38,16 +38,16 @@ class GlooTransport:
     def _start(self, start: Any, address: int, nbytes: int, peer: int, tag: int) -> _GlooMessage:
         assert 0 <= tag < _ABORT_TAG - FIRST_TAG, tag
         if not nbytes:
-            return _GlooMessage(None, peer)
+            return _GlooMessage(None, peer, self._gloo)
         # ``wait`` reports every failure, also that a message could not be started: after a failure gloo has closed all
         # connections of the group.
         if self._aborted:
-            return _GlooMessage(ConnectionError("this rank has aborted the group"), peer)
+            return _GlooMessage(ConnectionError("this rank has aborted the group"), peer, self._gloo)
         memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
         try:
-            return _GlooMessage(start([memory], peer, FIRST_TAG + tag), peer)
+            return _GlooMessage(start([memory], peer, FIRST_TAG + tag), peer, self._gloo)
         except RuntimeError as error:
-            return _GlooMessage(_translated(error, peer), peer)
+            return _GlooMessage(_translated(error, peer), peer, self._gloo)
 
     def abort(self) -> None:
         """Make all messages of this rank fail: here at once, on the other ranks when they next wait."""
@@ -67,8 +67,8 @@ class GlooTransport:
 class _GlooMessage:
     """A message. ``work``: gloo's unfinished operation; ``None``: it succeeded; or the error with which it failed."""
 
-    def __init__(self, work: Any, peer: int) -> None:
-        self._work, self._peer = work, peer
+    def __init__(self, work: Any, peer: int, gloo: Any) -> None:
+        self._work, self._peer, self._gloo = work, peer, gloo
 
     def wait(self, timeout_s: float) -> None:
         """Return when the memory may be used again. A timeout closes all connections of the group."""
@@ -80,9 +80,22 @@ class _GlooMessage:
             # Less than a millisecond would become 0, for which gloo uses its own timeout.
             self._work.wait(timedelta(milliseconds=max(1, round(timeout_s * 1e3))))
         except RuntimeError as error:
-            self._work = _translated(error, self._peer)
+            self._work = _translated(self._cause(error), self._peer)
             raise self._work from error
         self._work = None
+
+    def _cause(self, error: RuntimeError) -> RuntimeError:
+        """Return why a wait failed, if ``error`` says that it timed out.
+
+        If the connection is lost while gloo begins to send, gloo (torch 2.13) lets the wait time out: in about 2 of 100
+        processes killed during large messages. The next call gets the error for which gloo closed the connection.
+        """
+        if "Timed out" in str(error):
+            try:
+                self._gloo.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _ABORT_TAG)
+            except RuntimeError as first:
+                return error if "Application timeout" in str(first) else first
+        return error
 
 
 class GlooCollective:
