@@ -72,8 +72,11 @@ def bench(
     Time is the mean over the calls, each until its results are ready; the
     JSON also contains median and p99. In place, results are written over the
     inputs (out=). In-place times are N/A (null in JSON) for collectives
-    other than all_reduce and reduce, for means of integers, and for JAX and
-    TensorFlow, whose arrays cannot be written.
+    other than all_reduce and reduce, for JAX and TensorFlow, whose arrays
+    cannot be written, and for means of integers (floats) without ranks.
+
+    Sizes are rounded down to whole elements, as in nccl-tests, but to at
+    least one element (all_gather, reduce_scatter: one per rank).
 
     Devices in host memory are an emulation, which compares algorithms; their
     times do not predict those of GPUs.
