@@ -21,7 +21,7 @@ from . import devices as in_process
 from . import ranks
 from .request import BenchRequest
 
-DEVICES: Final = "Number of devices, or their names: cpu:0,cpu:1. Default: the topology's, or 8."
+DEVICES: Final = "Number of devices, or their names: cpu:0-3. Default: the topology's, or 8."
 LAUNCH: Final = "Start and measure N ranks, one process each. Or use torchrun."
 OPS: Final = {"sum": "sum", "prod": "product", "min": "min", "max": "max", "avg": "mean"}
 TYPES: Final = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "int": "int32"} | {
