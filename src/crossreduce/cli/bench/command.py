@@ -101,8 +101,10 @@ def bench(
     low, high = read_nbytes("--minbytes", minbytes), read_nbytes("--maxbytes", maxbytes)
     if high < at_least(1, "--minbytes", low):
         raise ArgumentError(f"--maxbytes must be at least --minbytes, but {maxbytes} is less than {minbytes}.")
-    nccl_type = one_of(TYPES, "--datatype", SPELLINGS.get(datatype, datatype))
-    op = one_of(OPS, "--op", {long: short for short, long in OPS.items()}.get(op, op))
+    one_of(dict.fromkeys([*TYPES, *SPELLINGS]), "--datatype", datatype)
+    one_of(dict.fromkeys([*OPS, *OPS.values()]), "--op", op)
+    nccl_type = SPELLINGS.get(datatype, datatype)
+    op = {long: short for short, long in OPS.items()}.get(op, op)
     one_of(TRAINERS, "--framework", framework)
     one_of(COLLECTIVES if in_ranks else in_process.COLLECTIVES, "--collective", collective)
     one_of("0123", "--average", str(average))
