@@ -50,7 +50,7 @@ ONE_OF_ALGORITHMS = f'--algorithm must be one of {", ".join(ALGORITHMS)}, not "b
         ("bench -f 0", "--stepfactor must be 1 or more, not 0."),
         ("bench -i 0", "--stepbytes must be 1 or more, not 0."),
         ("bench -n 0", "--iters must be 1 or more, not 0."),
-        ("bench -o median", '--op must be one of sum, prod, min, max, avg, not "median".'),
+        ("bench -o median", '--op must be one of sum, prod, min, max, avg, product, mean, not "median".'),
         ("bench -d quarter", "--datatype must be one of half, float, double"),
         ("bench -A ring,best", f'--algorithm must be one of {", ".join(ALGORITHMS)}, all, not "best".'),
         ("bench --collective gather", '--collective must be one of all_reduce, reduce, broadcast, not "gather".'),
