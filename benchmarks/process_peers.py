@@ -97,6 +97,7 @@ def open_mpi(size: int, repeats: int) -> dict[str, float] | None:
     """
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None or not installed("mpi4py"):
+        print(f"  Open MPI is not measured: {'mpi4py' if mpiexec else 'mpiexec'} is not installed")
         return None
     words = ["-n", str(N), "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
     command = [mpiexec, *words, sys.executable, __file__, str(size), str(repeats)]

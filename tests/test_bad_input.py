@@ -141,7 +141,7 @@ def test_unknown_reductions(ops, wrong):
         lambda: cr.all_reduce([1.0, 2.0], wrong, cross_device_ops=ops),
     ):
         with pytest.raises(
-            cr.ArgumentError, match=r'not a known reduction(.|\n)*"sum", "mean", "min", "max", "product"'
+            cr.ArgumentError, match=r'not a known reduction(.|\n)*"sum", "mean", "avg", "min", "max", "p'
         ):
             call()
 

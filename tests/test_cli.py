@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossreduce as cr
-from crossreduce.cli.arguments import read_link, read_node, read_subset
-from crossreduce.cli.output import grouped
+from crossreduce.cli.arguments import read_device_list, read_link, read_node, read_subset
+from crossreduce.cli.output import grouped, ranges
 from crossreduce.options import ALGORITHMS
 
 ONE_OF_ALGORITHMS = f'--algorithm must be one of {", ".join(ALGORITHMS)}, not "best".'
@@ -50,7 +50,7 @@ ONE_OF_ALGORITHMS = f'--algorithm must be one of {", ".join(ALGORITHMS)}, not "b
         ("bench -f 0", "--stepfactor must be 1 or more, not 0."),
         ("bench -i 0", "--stepbytes must be 1 or more, not 0."),
         ("bench -n 0", "--iters must be 1 or more, not 0."),
-        ("bench -o median", '--op must be one of sum, prod, min, max, avg, not "median".'),
+        ("bench -o median", '--op must be one of sum, prod, min, max, avg, product, mean, not "median".'),
         ("bench -d quarter", "--datatype must be one of half, float, double"),
         ("bench -A ring,best", f'--algorithm must be one of {", ".join(ALGORITHMS)}, all, not "best".'),
         ("bench --collective gather", '--collective must be one of all_reduce, reduce, broadcast, not "gather".'),
@@ -292,7 +292,8 @@ def test_grouped_names_can_be_expanded(names):
 
 @given(st.data())
 def test_a_node_has_a_name_and_a_number(data):
-    """Every node is found by its number and by its name, every link by numbers and names of both ends."""
+    """Every node is found by its number and by its name, every link by numbers and names of both ends, and consecutive
+    devices by a range of numbers or names."""
     topology = cr.Topology.machine(data.draw(st.sampled_from(["dgx-1v", "pcie-8", "mi100", "ncv4"])))
     link = data.draw(st.sampled_from(topology.links))
 
@@ -305,3 +306,8 @@ def test_a_node_has_a_name_and_a_number(data):
     assert read_link("-x", f"{a}-{b}", topology) == (link.src, link.dst)
     devices = data.draw(st.permutations(topology.devices))
     assert read_subset("-x", ",".join(map(spelled, devices)), topology) == tuple(devices)
+    assert read_subset("-x", ",".join(ranges(devices)), topology) == tuple(devices)
+    assert read_device_list("-x", ",".join(ranges(devices))) == tuple(devices)
+    a, b = sorted(map(topology.devices.index, data.draw(st.tuples(*[st.sampled_from(devices)] * 2))))
+    for part in (f" {a}-{b} ", f"{topology.devices[a]}-{b}"):
+        assert read_subset("-x", part, topology) == topology.devices[a : b + 1]

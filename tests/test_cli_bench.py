@@ -201,7 +201,7 @@ def test_bench_measures_every_root(crossreduce, collective):
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "float16", "bfloat16", "float32", "float64"])
 def test_inputs_are_exact_in_every_order_and_detect_each_loss(op, dtype):
     """In any order the inputs reduce to exactly ``exact.result``; if one is lost, or added or multiplied twice, they do
-    not."""
+    not. For ranks the mean of integers is the truncated quotient of their wrapped sum."""
     combine = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum, "mean": np.add}[op]
     kind = np.dtype("float32" if op == "mean" else dtype)
 
@@ -211,6 +211,13 @@ def test_inputs_are_exact_in_every_order_and_detect_each_loss(op, dtype):
             total = combine(total, x.astype(kind))
         return total / n if op == "mean" else total
 
+    if op == "mean" and np.dtype(dtype).kind in "iu":
+        arrays = exact.inputs("mean", dtype, 7, ranks=True)
+        bits, signed = np.dtype(dtype).itemsize * 8, np.dtype(dtype).kind == "i"
+        for *xs, got in zip(*(x.tolist() for x in (*arrays, exact.result("mean", arrays, ranks=True))), strict=True):
+            total = sum(xs) % 2**bits
+            total -= 2**bits if signed and total >= 2 ** (bits - 1) else 0
+            assert got == (abs(total) // 7) * (-1 if total < 0 else 1)
     for n in (1, 2, 7, 24):
         arrays = exact.inputs(op, dtype, n)
         whole = exact.result(op, arrays)

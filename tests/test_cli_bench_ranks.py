@@ -197,6 +197,14 @@ def test_wrong_elements_of_all_ranks_are_counted():
     assert row.out_of_place.nwrong is None
 
 
+def test_sizes_are_whole_elements_and_never_zero():
+    """Sizes are rounded down to whole elements, or to as many for each of 3 ranks, but not to 0."""
+    for collective, sizes in (("all_reduce", [4, 12, 24]), ("reduce_scatter", [12, 12, 24])):
+        request = replace(request_for(collective), minimum_bytes=1, maximum_bytes=27, step_bytes=12)
+        rows = list(request.rows("x", lambda *_: ((1.0,), None)))
+        assert [row.size for row in rows] == sizes
+
+
 def test_a_request_round_trips_through_json():
     """``from_json`` returns the request that ``to_json`` wrote."""
     request = request_for("reduce", roots=(0, 2))
@@ -220,7 +228,7 @@ CASES = [
     ("all_reduce", "sum", "float32", (-1,)),
     ("all_reduce", "mean", "bfloat16", (-1,)),
     ("all_reduce", "product", "int64", (-1,)),
-    ("reduce", "max", "float64", (0, 2)),
+    ("reduce", "mean", "int8", (0, 2)),
     ("broadcast", "sum", "int8", (0, 1)),
     ("all_gather", "sum", "float32", (-1,)),
     ("reduce_scatter", "min", "float32", (-1,)),
@@ -415,7 +423,7 @@ def rejected(crossreduce, monkeypatch):
         ("--launch 2 --peers nccl", '--peers must be one of gloo, mpi, not "nccl"'),
         ("--launch 2 -g 4", "--devices cannot be used with ranks"),
         ("--launch 2 -A ring --topology dgx-1", "--algorithm, --topology cannot be used with ranks"),
-        ("--launch 2 -o avg -d int8", "does not measure the mean of integers on ranks"),
+        ("--launch 2 -o avg -d int8 --peers mpi", "the peer mpi does not support means of integers"),
         ("--launch 2 --collective reduce -r 2", "--root must be a rank from 0 to 1, or all"),
         ("--collective all_gather", '--collective must be one of all_reduce, reduce, broadcast, not "all_gather"'),
     ],

@@ -22,17 +22,22 @@ GOLDEN = Path(__file__).parent / "dumps"
 
 
 @pytest.fixture
-def doctor(crossreduce, monkeypatch):
+def doctor(crossreduce):
     """Return a function that runs ``crossreduce doctor`` and returns its exit code, stdout and stderr."""
-    monkeypatch.setenv("COLUMNS", "150")
     return lambda *args: crossreduce("doctor", *args)
 
 
-def test_the_report_on_a_broken_group(doctor):
-    """The report on two hosts with one rank behind and one rank without information equals doctor.txt."""
+def test_the_report_on_a_broken_group(doctor, monkeypatch):
+    """The report on two hosts with one rank behind and one rank without information equals doctor.txt; its table is at
+    most as wide as the terminal, and nothing in it is cut off."""
     code, out, err = doctor(GOLDEN)
     assert (code, err) == (0, "")
     assert out == (GOLDEN / "doctor.txt").read_text()
+    for width in (80, 60):
+        monkeypatch.setenv("COLUMNS", str(width))
+        table = [line for line in doctor(GOLDEN)[1].splitlines() if line[0] in "┏┃┡│└"]
+        assert len(table) > 10
+        assert all(len(line) <= width and "…" not in line for line in table), table
 
 
 def test_json_has_the_same_facts(doctor):
@@ -195,8 +200,9 @@ def one_stops(rendezvous, timeout_s):
         communicator.broadcast(array, 1)
 
 
-def test_a_stopped_rank_is_found_in_the_dumps_of_the_others(dump_directory, doctor):
+def test_a_stopped_rank_is_found_in_the_dumps_of_the_others(dump_directory, doctor, monkeypatch):
     """Ranks 0 and 1 time out and write dumps; the doctor names rank 2, its process and the call it did not make."""
+    monkeypatch.setenv("COLUMNS", "150")
     pids = []
     results = ranks(3, one_stops, 1.5, check=False, timeout_s=12, begun=kill_after_dumps(pids, dump_directory, 2))
     for rank in (0, 1):

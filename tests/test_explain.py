@@ -109,7 +109,7 @@ def drawn(made):
     """Return an explanation's lines of trees, as (share, text), and the number of trees that it omits."""
     text = made.explain().splitlines()
     start = next(k for k, line in enumerate(text) if line.startswith("  shares of the buffer"))
-    stop = text.index("  other algorithms, for the same request")
+    stop = next(k for k, line in enumerate(text) if line.startswith("  other algorithms, for the same request"))
     more = [line for line in text[start + 1 : stop] if line.startswith("         and ")]
     shown = [line.split(maxsplit=1) for line in text[start + 1 : stop] if line not in more]
     count = int(re.fullmatch(r"         and (\d+) more", more[0])[1]) if more else 0
@@ -221,7 +221,8 @@ def test_the_others(name):
         due[algorithm] = other.seconds, other.rate
     assert made.others() == due
     text = made.explain().splitlines()
-    rows = text[text.index("  other algorithms, for the same request") + 1 :]
+    head = "  other algorithms, for the same request" + (" without its packs" if made.request.packs > 1 else "")
+    rows = text[text.index(head) + 1 :]
     pattern = r"    (.+?) +(\S+ \w+) \((\S+) x\) +(\S+) GB/s when large, (\S+) % of the bound"
     found = [re.fullmatch(pattern, row).groups() for row in rows]
     assert [row[0] for row in found] == list(due)
@@ -234,13 +235,18 @@ def test_the_others(name):
 
 def test_tensorflows_plan_on_a_dgx_1v():
     """On a DGX-1V TensorFlow's trees reach 50 of the possible 600/7 GB/s if their rounds overlap, and 33.3 GB/s if they
-    do not."""
+    do not. The text tells that the comparison ignores the packs and the root of the request."""
     made = cr.plan(DGX, nbytes=GIB)
     seconds, rate = made.others()["TensorFlow's trees"]
     assert rate == 50
     assert GIB / seconds / 1e9 == pytest.approx(100 / 3, rel=1e-3)
     assert "50.00 GB/s when large, 58.33 % of the bound" in made.explain()
     assert "85.71 GB/s (600/7), 100 % of it reached" in made.explain()
+    assert "\n  other algorithms, for the same request\n" in made.explain()
+    for chosen in ({"packs": 2}, {"root": "cuda:3"}, {"packs": 2, "root": "cuda:3"}):
+        other = cr.plan(DGX, nbytes=GIB, algorithm="one_device", **chosen)
+        assert f"\n  other algorithms, for the same request without its {' and '.join(chosen)}\n" in other.explain()
+        assert other.others() == made.others()
 
 
 # The text about the bound's cuts.

@@ -1,6 +1,7 @@
 """The ends of ranks: ``python torch_endings.py SCENE FOLDER`` runs one rank of a test in test_torch_backend_ends.py."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -122,9 +123,13 @@ def interrupted(folder):
 
 
 def interrupted_in_recv(folder):
-    """Rank 0 is interrupted while it waits for a message; its and the others' next calls name it."""
+    """Rank 0 is interrupted while it waits for a message; its and the others' next calls name it, and the directory of
+    the dumps, in which the doctor finds the reason."""
     from crossreduce import PeerLostError
+    from crossreduce.cli.doctor import diagnose
+    from crossreduce.ranks.flight_recorder import read
 
+    dumps = os.environ["CROSSREDUCE_DUMP_DIR"] = f"{folder}/dumps"
     begin(folder, 60)
     x = torch.ones(3)
     if RANK == 0:
@@ -136,7 +141,13 @@ def interrupted_in_recv(folder):
         assert time.monotonic() - begun < 2
     elif RANK == 1:
         dist.send(torch.full((3,), 7.0), 0)
-    raises(PeerLostError, "rank 0 was interrupted while it waited for a message", dist.barrier)
+    waited = "was interrupted while it waited for a message"
+    error = raises(PeerLostError, f"rank 0 {waited}", dist.barrier)
+    assert f"; crossreduce doctor {dumps} shows the last calls" in str(error), error
+    found = diagnose(read(Path(dumps)).dumps)
+    assert found.behind == (0,)
+    assert re.match(rf"rank 0 \(pid \d+ on \S+\) {waited}\.", found.findings[0]), found.findings
+    assert all("rank 0 is behind" not in line for line in found.findings)
 
 
 def model_of(hooked=False):

@@ -35,7 +35,7 @@ class ReduceOp(enum.Enum):
             found = cls.__members__.get(value.upper())
             if found is not None:
                 return found
-        remedy = "one of " + ", ".join(f'"{member.value}"' for member in cls) + ", or a ReduceOp"
+        remedy = "one of " + ", ".join(f'"{name.lower()}"' for name in cls.__members__) + ", or a ReduceOp"
         if type(value).__module__.startswith("tensorflow."):  # tf.distribute passes its ReduceOp to cross_device_ops
             remedy += "; as cross_device_ops of a tf.distribute.Strategy, crossreduce.tensorflow's op of the same name"
         raise ArgumentError.of("this is not a known reduction.", shown(value), remedy)

@@ -19,10 +19,11 @@ from ..topology import topology_of
 from ..topology.given import is_path
 from ..topology.kinds import SPEEDS
 from ..values import host_devices, read_devices
-from .output import grouped
+from .output import ranges
 
 # JAX and TensorFlow create every device up to the highest index, so a typing error must not create 10**9 of them.
 MAX_DEVICES: Final = 4096
+_RANGE: Final = re.compile(r"(?P<name>.*[:#])?(?P<first>[0-9]{1,9})-(?P<last>[0-9]{1,9})")
 
 
 def at_least(least: int, option: str, value: int) -> int:
@@ -44,11 +45,28 @@ def one_of(choices: Iterable[str], option: str, value: str) -> str:
     return value
 
 
+def split_list(text: str) -> list[str]:
+    """Return the parts of a list of numbers and names, with ranges expanded.
+
+    >>> split_list("0-2, cuda:0-1,nvswitch")
+    ['0', '1', '2', 'cuda:0', 'cuda:1', 'nvswitch']
+    """
+    parts: list[str] = []
+    for part in map(str.strip, text.split(",")):
+        match = _RANGE.fullmatch(part)
+        numbers = range(int(match["first"]), int(match["last"]) + 1) if match else range(0)
+        if match and 0 < len(numbers) <= MAX_DEVICES:
+            parts += [f"{match['name'] or ''}{number}" for number in numbers]
+        else:
+            parts.append(part)
+    return parts
+
+
 def read_device_list(option: str, text: str) -> tuple[str, ...]:
     """Return the listed devices; a number n stands for n devices in host memory.
 
-    >>> read_device_list("--devices", "2"), read_device_list("--devices", "cpu:1,GPU:0")
-    (('cpu:0', 'cpu:1'), ('cpu:1', 'cuda:0'))
+    >>> read_device_list("--devices", "2"), read_device_list("--devices", "cpu:1,GPU:0-1")
+    (('cpu:0', 'cpu:1'), ('cpu:1', 'cuda:0', 'cuda:1'))
     """
     if re.fullmatch(r"[+-]?[0-9]{1,99}", text.strip()):
         count = at_least(1, option, int(text))
@@ -56,10 +74,10 @@ def read_device_list(option: str, text: str) -> tuple[str, ...]:
             raise ArgumentError(f"{option} must be at most {MAX_DEVICES} devices, not {count}.")
         return host_devices(count)
     try:
-        names = read_devices([name.strip() for name in text.split(",")])
+        names = read_devices(split_list(text))
     except ArgumentError as error:
         why = str(error).partition("\n")[0]
-        raise ArgumentError(f'{option} must be a number or names as in cpu:0,cpu:1, not "{text}": {why}') from error
+        raise ArgumentError(f'{option} must be a number, or names as in cpu:0-2,cuda:0, not "{text}": {why}') from error
     for name in names:
         if parse(name).index >= MAX_DEVICES:
             raise ArgumentError(f"{option}: the number of a device must be below {MAX_DEVICES}, unlike that of {name}.")
@@ -125,18 +143,18 @@ def read_node(option: str, text: str, topology: Topology) -> str:
         with suppress(ArgumentError):  # canonical() raises if this is not a device's name
             if canonical(name) in topology.nodes:
                 return canonical(name)
-    known, last = grouped(topology.nodes), len(topology.nodes) - 1
+    known, last = ", ".join(ranges(topology.nodes)), len(topology.nodes) - 1
     known = known if len(known) <= 120 else known[:117] + "..."
     raise ArgumentError(f'{option}: "{name}" is not one of the numbers 0 to {last} or the names {known}.')
 
 
 def read_subset(option: str, text: str, topology: Topology) -> tuple[str, ...]:
-    """Return devices of a topology from a list of numbers and names; each may appear only once.
+    """Return devices of a topology from a list of numbers, names and ranges; each device may appear only once.
 
-    >>> read_subset("--devices", "0,cpu:3", Topology.ring(4))
-    ('cpu:0', 'cpu:3')
+    >>> read_subset("--devices", "0-1,cpu:3", Topology.ring(4))
+    ('cpu:0', 'cpu:1', 'cpu:3')
     """
-    names = [read_node(option, part, topology) for part in text.split(",")]
+    names = [read_node(option, part, topology) for part in split_list(text)]
     for name in names:
         if name not in topology.devices:
             raise ArgumentError(f"{option} must only list devices, but {name} is a switch.")

@@ -31,6 +31,8 @@ _MAX_FINDINGS: Final = 20  # ranks with a sentence of their own
 _MAX_ROWS: Final = 200  # of the table, which takes a millisecond per row
 _UNKNOWN: Final = "which no rank's dump describes."
 _NO_DUMP_BECAUSE: Final = ": it was stopped, busy or dead"
+# The cause if Ctrl-C ended a wait for a message; histories contain no messages.
+_INTERRUPTED: Final = re.compile(r"rank ([0-9]{1,9}) was interrupted while it waited for a message ")
 # Frames of crossreduce.ranks, crossreduce.torch and torch.distributed: shown only if a stack has no others.
 _INTERNAL: Final = re.compile(r"[/\\](crossreduce[/\\](ranks|torch)|torch[/\\]distributed)[/\\]")
 
@@ -59,7 +61,9 @@ class Incident:
     time: str  # when the first rank aborted
     cause: str  # the error that this rank raised
     findings: tuple[str, ...]  # the diagnosis, one sentence each
-    behind: tuple[int, ...]  # the ranks that left or did not begin the last call; if none, those suspected of hanging
+    # The rank that was interrupted while it waited for a message; else the ranks that left or did not begin the last
+    # call; if there are none, those suspected of hanging.
+    behind: tuple[int, ...]
     missing: tuple[int, ...]  # the ranks without any information
     without_dump: tuple[int, ...]  # the ranks that wrote no dump, but are in the dumps of others
     ranks: tuple[RankState, ...]
@@ -106,15 +110,17 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
     last = max(state.sequence for state in states)
     text = next(state.text for state in states if state.sequence == last)
     missing = [state.rank for state in states if state.state == "unknown"]
-    behind = [state.rank for state in states if state.state == "left"]
-    behind += [state.rank for state in states if state.state not in ("unknown", "left") and state.sequence < last]
+    late = [state.rank for state in states if state.state not in ("unknown", "left") and state.sequence < last]
+    waited = _INTERRUPTED.match(first.cause)
+    interrupted = [rank for rank in by_rank if waited and rank == int(waited[1])]
+    behind = interrupted or [state.rank for state in states if state.state == "left"] + late
     if not behind:  # no rank is known to be behind: suspect those that are still in the last call and wrote no dump
         in_last = [state for state in states if state.sequence == last and state.state == "running"]
         behind = [state.rank for state in in_last if not state.dumped]
     ended = re.search(" (died|left|was interrupted|were interrupted) ", first.cause.split("\n")[0])
     behind.sort()
     because = "" if ended else _NO_DUMP_BECAUSE
-    findings = [_finding(by_rank[rank], last, text, because) for rank in behind[:_MAX_FINDINGS]]
+    findings = [_finding(by_rank[rank], last, text, because, bool(interrupted)) for rank in behind[:_MAX_FINDINGS]]
     if behind[_MAX_FINDINGS:]:
         findings.append(f"The same, or similar, is true of {rank_list(behind[_MAX_FINDINGS:])}.")
     blamed = set(behind)
@@ -125,6 +131,9 @@ def diagnose(dumps: Sequence[Dump]) -> Incident:
     finished = [rank for rank in waiting if by_rank[rank].state == "finished"]
     if finished:
         findings.append(f"{rank_list(finished)} had finished op {last}, {text}.")
+    others = [rank for rank in late if rank not in blamed]
+    if others:
+        findings.append(f"{rank_list(others)} had not called op {last}, {text}.")
     if missing:
         findings.append(f"Nothing is known about {rank_list(missing)}, {_UNKNOWN}")
     if not behind and not missing:
@@ -191,13 +200,18 @@ def _state(
 _sequence: Final = attrgetter("sequence")
 
 
-def _finding(state: RankState, last: int, text: str, because: str) -> str:
-    """Return a sentence about a rank that is behind; ``because``: possible reasons why it wrote no dump."""
+def _finding(state: RankState, last: int, text: str, because: str, in_message: bool) -> str:
+    """Return a sentence about a rank that is behind.
+
+    ``because``: possible reasons why it wrote no dump. ``in_message``: whether its wait for a message was interrupted.
+    """
     process = "pid unknown" if state.pid is None else f"pid {state.pid}"
     where = process if state.hostname is None else f"{process} on {state.hostname}"
     rank, ago = f"{rank_list([state.rank])} ({where})", f"{state.seconds or 0.0:.1f} s before the group broke"
     never_called = f"; it did not call op {last}, {text}."
-    if state.state == "left":
+    if in_message:
+        line = f"{rank} was interrupted while it waited for a message."
+    elif state.state == "left":
         line = f"{rank} left the group after op {state.sequence}{f', {state.text}' if state.text else ''}."
     elif state.sequence == last:
         line = f"{rank} is suspected: it called op {last}, {text}, {ago}, and stopped in this call."
@@ -226,16 +240,18 @@ def _show(each: Incident) -> None:
     ranks = f"{len(each.ranks)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
     title = f'Group "{each.group}", {ranks}, {each.time}'
     print_lines(map(_printable, [title, *each.findings, "The ranks raised:", *each.cause.splitlines()]))
-    table = Table("rank", "host", "pid", "op", "call", "state", "elapsed", "dump")
-    table.add_column("stack", overflow="fold")  # never cut off: it ends with the line number
+    table = Table()  # only the columns with long texts become narrower; these are folded, never cut off
+    for name, long in (("rank", False), ("host, pid", True), ("op", False), ("state", False), ("dump", False)):
+        table.add_column(name, no_wrap=not long, overflow="fold")
+    table.add_column("call, stack", overflow="fold")
     blamed = {*each.behind, *each.missing}
     first = chain(sorted(blamed), each.without_dump, (state.rank for state in each.ranks))
     listed = set(islice(dict.fromkeys(first), _MAX_ROWS))
     for state in (state for state in each.ranks if state.rank in listed):
-        numbers = [str(state.rank), state.hostname or "-", str(state.pid or "-"), str(state.sequence or "-")]
-        elapsed = "-" if state.seconds is None else f"{state.seconds:.1f} s"
-        dumped, stack = "yes" if state.dumped else "no", "\n".join(state.stack) or "-"
-        cells = [*numbers, state.text or "-", state.state, elapsed, dumped, stack]
+        process = f"{state.hostname or '-'}\n{state.pid or '-'}"
+        elapsed = "" if state.seconds is None else f"\n{state.seconds:.1f} s"
+        dumped, called = "yes" if state.dumped else "no", "\n".join([state.text or "-", *state.stack])
+        cells = [str(state.rank), process, str(state.sequence or "-"), f"{state.state}{elapsed}", dumped, called]
         style = "bold red" if state.rank in blamed else ""
         table.add_row(*(Text("\n".join(map(_printable, cell.split("\n")))) for cell in cells), style=style)
     terminal().print(table)

@@ -143,7 +143,21 @@ def grouped(names: Iterable[str]) -> str:
     >>> grouped(["host0/cuda:0", "host0/cuda:1", "host0/cuda:2", "host0/cuda:5", "nvswitch"])
     'host0/cuda:0-2,5 nvswitch'
     """
-    groups: list[tuple[str, list[list[int]]]] = []  # a prefix or name, and its ranges: [first, last] or [number]
+    return " ".join(text + ",".join(runs) for text, runs in _groups(names))
+
+
+def ranges(names: Iterable[str]) -> list[str]:
+    """Return the ranges of consecutive numbers in names, each in full, as ``--devices`` accepts them.
+
+    >>> ranges(["cuda:0", "cuda:1", "cuda:2", "cuda:5", "nvswitch"])
+    ['cuda:0-2', 'cuda:5', 'nvswitch']
+    """
+    return [text + run for text, runs in _groups(names) for run in runs or [""]]
+
+
+def _groups(names: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Return each prefix or name with its ranges of numbers as text."""
+    groups: list[tuple[str, list[list[int]]]] = []  # ranges: [first, last] or [number]
     for name in names:
         match = _NUMBERED.fullmatch(name)
         if match is None:
@@ -157,4 +171,4 @@ def grouped(names: Iterable[str]) -> str:
             runs[-1][1:] = [number]
         else:
             runs.append([number])
-    return " ".join(text + ",".join("-".join(map(str, run)) for run in runs) for text, runs in groups)
+    return [(text, ["-".join(map(str, run)) for run in runs]) for text, runs in groups]

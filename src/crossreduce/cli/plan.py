@@ -17,6 +17,7 @@ from .. import plan as planned
 from ..errors import ArgumentError
 from ..export import EXPORTERS, format_of
 from ..options import ALGORITHMS
+from ..packing import MOST_PACKS
 from ..planning.bounds import COLLECTIVES
 from ..planning.explain import shape
 from .arguments import at_least, one_of, read_machine, read_nbytes, read_node
@@ -56,7 +57,8 @@ def plan(
     one_of(COLLECTIVES, "--collective", collective)
     one_of(ALGORITHMS, "--algorithm", algorithm)
     size = read_nbytes("--nbytes", nbytes)
-    at_least(1, "--packs", packs)
+    if at_least(1, "--packs", packs) > MOST_PACKS:
+        raise ArgumentError(f"--packs must be {MOST_PACKS} or less, not {packs}.")
     check_picture(picture)
     if format is not None and export is None:
         raise ArgumentError("--format requires a file: give it with --export.")

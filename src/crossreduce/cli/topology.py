@@ -35,7 +35,7 @@ Speeds = Annotated[
 Nics = Annotated[str | None, Option("--nics", help="The network that connects the hosts.")]
 InNetwork = Annotated[bool, Option("--in-network", help="Let capable switches combine and multicast.")]
 Devices = Annotated[
-    str | None, Option("--devices", help="Use only these devices, by number or name: 0,1,4 or cuda:0,cuda:1.")
+    str | None, Option("--devices", help="Use only these devices, by number or name: 0-3,6 or cuda:0,cuda:1.")
 ]
 WithoutLink = Annotated[
     list[str] | None, Option("--without-link", help="Remove this link: 0-3 or cuda:0,cuda:3. Repeatable.")

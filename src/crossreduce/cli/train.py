@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 def train(
     framework: Annotated[str, Option(help=", ".join(TRAINERS))] = "numpy",
-    devices: Annotated[str, Option(help="Number of replicas, or their devices: cpu:0,cpu:1")] = "8",
+    devices: Annotated[str, Option(help="Number of replicas, or their devices: cpu:0-3")] = "8",
     algorithm: Annotated[str, Option(help=", ".join(ALGORITHMS))] = "auto",
     num_packs: Annotated[int, Option(help="Number of packs for the gradients; 0: no packing.")] = 1,
     epochs: Annotated[int, Option(help="Number of passes over the samples.")] = 20,

@@ -103,7 +103,7 @@ class Plan:
             f"  to run    {self._way_to_run}",
             f"  shares of the buffer, each with its tree, written as device(devices that {related})",
             *tree_lines(found),
-            "  other algorithms, for the same request",
+            f"  other algorithms, for the same request{self._without}",
         ]
         for name, (seconds, rate) in self.others().items():
             part = f"{float(rate):8.2f} GB/s when large, {percent(rate / limit.algbw)} of the bound" if rate else ""
@@ -116,6 +116,13 @@ class Plan:
         if self.collective in ("all_reduce", "reduce", "broadcast"):
             return f'AllReduceCrossDeviceOps("{self.algorithm}", topology=...) plans and runs it for arrays'
         return "export it for another tool (crossreduce plan --export)"
+
+    @property
+    def _without(self) -> str:
+        """The parts of the request that ``others`` ignores, as text; empty if there are none."""
+        given = {"packs": self.request.packs != 1, "root": self.request.root is not None}
+        ignored = " and ".join(name for name, is_given in given.items() if is_given)
+        return f" without its {ignored}" if ignored else ""
 
     def others(self) -> dict[str, tuple[float, Fraction | None]]:
         """Return seconds and GB/s of other schedules, for comparison. They ignore the request's ``packs`` and ``root``.

@@ -26,7 +26,7 @@ from ..errors import (
 from ..ops import COMPLEX, ReduceOp, copying
 from ..topology import Topology
 from ..transports.base import Rendezvous, RunningCollective, Transport
-from .diagnostics import UNUSABLE, CallSignature, call_text, mismatch_text
+from .diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text
 from .exchange import PeerError
 from .instructions import reduction_numbers
 from .membership import Member, renewed
@@ -227,7 +227,8 @@ class Communicator(Member):
             own = self.global_ranks[self.rank]
             problem = f'rank {own} was interrupted while it waited for a message of group "{self.name}". {UNUSABLE}'
             given = f"pid {self._pid} on host {self.peers[self.rank].hostname}"
-            self._abort(PeerLostError(message(problem, given, f"read the last output of rank {own}"), [own]))
+            remedy = f"read the last output of rank {own}; {DOCTOR} DIR shows the last calls of each rank"
+            self._abort(PeerLostError(message(problem, given, remedy), [own]))
             if self.transport is not None:
                 self.transport.abort()
 

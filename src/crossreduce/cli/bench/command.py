@@ -21,7 +21,7 @@ from . import devices as in_process
 from . import ranks
 from .request import BenchRequest
 
-DEVICES: Final = "Number of devices, or their names: cpu:0,cpu:1. Default: the topology's, or 8."
+DEVICES: Final = "Number of devices, or their names: cpu:0-3. Default: the topology's, or 8."
 LAUNCH: Final = "Start and measure N ranks, one process each. Or use torchrun."
 OPS: Final = {"sum": "sum", "prod": "product", "min": "min", "max": "max", "avg": "mean"}
 TYPES: Final = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "int": "int32"} | {
@@ -72,8 +72,11 @@ def bench(
     Time is the mean over the calls, each until its results are ready; the
     JSON also contains median and p99. In place, results are written over the
     inputs (out=). In-place times are N/A (null in JSON) for collectives
-    other than all_reduce and reduce, for means of integers, and for JAX and
-    TensorFlow, whose arrays cannot be written.
+    other than all_reduce and reduce, for JAX and TensorFlow, whose arrays
+    cannot be written, and for means of integers (floats) without ranks.
+
+    Sizes are rounded down to whole elements, as in nccl-tests, but to at
+    least one element (all_gather, reduce_scatter: one per rank).
 
     Devices in host memory are an emulation, which compares algorithms; their
     times do not predict those of GPUs.
@@ -98,8 +101,10 @@ def bench(
     low, high = read_nbytes("--minbytes", minbytes), read_nbytes("--maxbytes", maxbytes)
     if high < at_least(1, "--minbytes", low):
         raise ArgumentError(f"--maxbytes must be at least --minbytes, but {maxbytes} is less than {minbytes}.")
-    nccl_type = one_of(TYPES, "--datatype", SPELLINGS.get(datatype, datatype))
-    op = one_of(OPS, "--op", {long: short for short, long in OPS.items()}.get(op, op))
+    one_of(dict.fromkeys([*TYPES, *SPELLINGS]), "--datatype", datatype)
+    one_of(dict.fromkeys([*OPS, *OPS.values()]), "--op", op)
+    nccl_type = SPELLINGS.get(datatype, datatype)
+    op = {long: short for short, long in OPS.items()}.get(op, op)
     one_of(TRAINERS, "--framework", framework)
     one_of(COLLECTIVES if in_ranks else in_process.COLLECTIVES, "--collective", collective)
     one_of("0123", "--average", str(average))

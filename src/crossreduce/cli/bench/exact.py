@@ -24,11 +24,15 @@ _SPREAD: Final = 7
 _EXACT: Final = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**53}
 
 
-def inputs(op: str, dtype: str, n: int) -> list[NDArray[Any]]:
-    """Return one array of ``PERIOD`` elements of an integer or floating-point dtype for each of ``n`` devices."""
+def inputs(op: str, dtype: str, n: int, ranks: bool = False) -> list[NDArray[Any]]:
+    """Return one array of ``PERIOD`` elements of an integer or floating-point dtype for each of ``n`` devices.
+
+    ``ranks``: whether the devices are ranks, whose mean of integers is NCCL's: the sum wraps around, and the quotient
+    is truncated towards zero. In one process it is the true mean, a float.
+    """
     rng = np.random.default_rng([n, len(op)])
     kind = np.dtype(dtype)
-    if op == "mean":
+    if op == "mean" and not (ranks and dtype not in _EXACT):
         middle = rng.integers(_SPREAD + 1, 24, PERIOD)
         away = rng.integers(-_SPREAD, _SPREAD + 1, (n // 2, PERIOD))
         pairs = [middle + sign * x for x in away for sign in (1, -1)]
@@ -46,7 +50,7 @@ def inputs(op: str, dtype: str, n: int) -> list[NDArray[Any]]:
     return [rng.integers(-top, top, PERIOD, endpoint=True).astype(kind) for _ in range(n)]
 
 
-def result(op: str, arrays: list[NDArray[Any]]) -> NDArray[Any]:
+def result(op: str, arrays: list[NDArray[Any]], ranks: bool = False) -> NDArray[Any]:
     """Return the reduction of ``inputs``, computed by a loop that shares no code with the library.
 
     >>> arrays = inputs("mean", "int8", 3)
@@ -54,6 +58,8 @@ def result(op: str, arrays: list[NDArray[Any]]) -> NDArray[Any]:
     True
     """
     kind = arrays[0].dtype
+    if op == "mean" and ranks and kind.kind in "iu":
+        return quotient(result("sum", arrays), len(arrays))
     if op == "mean":
         return np.asarray(sum(x.astype(np.int64) for x in arrays) // len(arrays)).astype(kind)
     wide = kind if kind.kind in "iu" else np.dtype(np.float64)
@@ -67,6 +73,16 @@ def result(op: str, arrays: list[NDArray[Any]]) -> NDArray[Any]:
         else:
             total = np.where(x < total, y, total) if op == "min" else np.where(x > total, y, total)
     return total.astype(kind)
+
+
+def quotient(total: NDArray[Any], n: int) -> NDArray[Any]:
+    """Return integers divided by ``n`` and truncated towards zero.
+
+    >>> quotient(np.array([-128, -7, 7], "int8"), 3).tolist()
+    [-42, -2, 2]
+    """
+    wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
+    return np.asarray((wide - np.fmod(wide, n)) // n).astype(total.dtype)
 
 
 def wrong(got: NDArray[Any], pattern: NDArray[Any], count: int) -> int:

