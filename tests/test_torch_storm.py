@@ -107,6 +107,36 @@ def test_a_rank_that_fails_inside_a_collective_is_named(tmp_path, how, carrier):
     assert max(one[3] for one in found[:2]) < limit_s, [one[3] for one in found[:2]]
 
 
+def leaves(rendezvous, place, victim):
+    """Make a collective; one rank destroys its group instead. Return the ranks of the error, and its first words."""
+    rank, size = rendezvous.rank, rendezvous.size
+    dist.init_process_group("crossreduce", place, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    if rank == victim:
+        time.sleep(0.3)  # the others wait for this rank
+        dist.destroy_process_group()
+        return None
+    with pytest.raises(PeerLostError, match=f"rank {victim} ") as error:
+        dist.all_reduce(x)
+    return error.value.ranks, re.match("rank [0-9] (.*) during op 2", str(error.value))[1]
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_leaves_is_not_said_to_have_died(tmp_path, store, victim):
+    """If a rank destroys its group while others wait for it, the ranks of all hosts raise that it left. If the store
+    ends with it, those of other hosts raise that it died or left."""
+    place = f"file://{tmp_path}/store" if store == "file" else f"tcp://127.0.0.1:{free_port()}"
+    environment = [{"CROSSREDUCE_HOST": host} for host in "aab"]
+    found = ranks(3, leaves, place, victim, environment=environment)
+    expected = [((victim,), "left")] * 3
+    expected[victim] = None
+    if (store, victim) == ("tcp", 0):
+        expected[2] = ((0,), "died or left")
+    assert found == expected
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_lost_rank_is_named_by_all(tmp_path, monkeypatch, seed):
     """Whichever rank is lost, whenever and however, in any collective, on one host or several: all others raise the

@@ -251,6 +251,8 @@ class Communicator(Member):
 
     def _release(self) -> None:
         if self.memory.fd >= 0:
+            if len(self.hosts) > 1 and self.memory.abort_cause() is None:
+                self.rendezvous.record_leaving()
             self.memory.record_leaving()
             self.memory.close()
         if self._watched is not None:  # last, since Ctrl-C may end the wait for its thread, and close() does not retry

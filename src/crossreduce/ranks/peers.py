@@ -148,9 +148,12 @@ class Peers(StageRunner):
             if time.monotonic() > end:
                 break
             time.sleep(0.01)
-        absent = [rank for rank in sorted(suspects) if rank not in answers]
-        if not absent:
+        missing = [rank for rank in sorted(suspects) if rank not in answers]
+        if not missing:
             return self._all_alive(str(error), timed_out)
+        absent = [rank for rank in missing if not self.rendezvous.has_left(rank)]
+        if not absent:
+            return self._lost(missing, "left")
         if timed_out or any(answers.values()):
             return self._late(absent)
         return self._lost(absent, "died")
@@ -159,7 +162,7 @@ class Peers(StageRunner):
         """Return the error if the communication failed and the rendezvous cannot be reached either."""
         owner = self.rendezvous.owner
         if owner is not None:
-            return self._late([owner]) if timed_out else self._lost([owner], "died")
+            return self._late([owner]) if timed_out else self._lost([owner], "died or left")
         if isinstance(error, PeerDisconnected):
             return self._lost([error.rank], "died")
         problem = f"{self._during()} failed, and the rendezvous cannot be reached. {diagnostics.UNUSABLE}"

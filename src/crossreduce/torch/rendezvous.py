@@ -131,6 +131,14 @@ class StoreRendezvous:
         found: dict[int, bool] = self._ask(answers)
         return found
 
+    def record_leaving(self) -> None:
+        """Store that this rank leaves the group."""
+        self._query(lambda: self._store.set(f"left/{self.rank}", b"."))
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether a rank has stored that it leaves the group."""
+        return bool(self._query(lambda: self._store.check([f"left/{rank}"])))
+
     def leave(self, reader: int, readers: Iterable[int]) -> None:
         """Record that a host has the reason of an abort; a process that runs the store waits for the other hosts."""
         self._await(reader, readers if self.owner == self.rank else [reader])
@@ -167,6 +175,8 @@ class _Connection:
     def ask(self, query: Callable[[], Any], limit_s: float) -> Any:
         """Return what ``query`` returns; each wait for data of the store may take ``limit_s`` seconds."""
         with self._lock:
+            if self._failure is None and _has_ended(self._descriptor):  # torch would write its stack to stderr
+                self._failure = ConnectionError, "the store has closed the connection"
             if self._failure is not None:
                 kind, text = self._failure
                 raise kind(text)
@@ -237,6 +247,19 @@ def _limit_waits(connection: int | None, seconds: float) -> None:
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection)) as opened:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _has_ended(connection: int | None) -> bool:
+    """Return whether the other end of a connection, from which no data is expected, is known to be closed."""
+    if connection is None:
+        return False
+    try:
+        with socket.socket(fileno=os.dup(connection)) as opened:
+            return not opened.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _base(store: Any) -> Any:
