@@ -85,7 +85,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """End the group, and release its thread, memory and descriptors."""
         try:
-            self.queue.close(_DRAIN_S)
+            if not self.queue.close(_DRAIN_S):
+                self.communicator.abort()
         finally:  # Ctrl-C ends the wait for pending ops, and aborts them
             self._end()
 
