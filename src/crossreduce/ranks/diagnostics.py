@@ -14,6 +14,7 @@ from ..errors import message, rank_list
 
 DOCTOR: Final = "crossreduce doctor"  # texts append DIR, for which membership.py inserts its dump's folder
 UNUSABLE: Final = "The group cannot be used again. Restart the job."
+NO_MESSAGES: Final = "This rank can exchange no more messages in the group."
 _MAX_CALLS: Final = 8  # one text lists at most this many different calls or lost ranks
 _ARRAY: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
 _CALL_TEXT: Final = re.compile(
