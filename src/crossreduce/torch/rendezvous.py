@@ -160,9 +160,10 @@ class StoreRendezvous:
 class _Connection:
     """A connection to a store, for the rendezvous of all groups of this process.
 
-    It is not the user's, whose calls may take minutes, and it is only one, since the server of a ``TCPStore`` serves
-    nobody for up to 5 s per new connection if it looks up names slowly. Queries run one after another. If one fails, a
-    later one could read its answer, so the connection is not used any more; a group that is made later opens a new one.
+    It is not the user's, whose calls may take minutes. There is one for all groups, since the server of a ``TCPStore``
+    answers no query for up to 5 s after each new connection if it looks up names slowly. Queries run one after another.
+    If one fails, a later one could read its answer, so the connection is not used any more; the next group opens a new
+    one.
     """
 
     def __init__(self, base: Any, timeout_s: float) -> None:
@@ -200,7 +201,7 @@ _CONNECTIONS: Final[weakref.WeakValueDictionary[tuple[int, int], _Connection]] =
 
 
 def _connection(base: Any, timeout_s: float) -> _Connection:
-    """Return this process's connection to a store without prefixes; a forked process has none of its parent's."""
+    """Return this process's connection to a store without prefixes; a forked process does not use its parent's."""
     key = os.getpid(), id(base)
     found = _CONNECTIONS.get(key)
     if found is None or not found.is_usable:
