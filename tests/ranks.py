@@ -144,6 +144,13 @@ class SocketRendezvous:
             raise ConnectionError("the store has ended") from None
         return {rank: late for rank, late in enumerate(found) if late is not None}
 
+    def record_leaving(self):
+        with contextlib.suppress(OSError, EOFError):
+            self.query("put", [(self.name, "left", self.rank)], True)
+
+    def has_left(self, rank):
+        return bool(self.query("get", [(self.name, "left", rank)])[0])
+
     def leave(self, reader, readers):
         pass
 

@@ -181,6 +181,25 @@ def test_a_call_in_a_forked_process_is_an_error():
         assert cr.MirroredStrategy(2).run(step).values == (2, 2)
 
 
+IMPORTING_THREADS = """
+import sys, threading
+import crossreduce as cr
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "optree":
+            print(threading.current_thread() is threading.main_thread())
+sys.meta_path.insert(0, Finder())
+cr.MirroredStrategy(2).run(lambda: cr.get_replica_context().all_reduce("sum", {"a": 1.0}))
+"""
+
+
+def test_no_thread_of_a_replica_imports_the_tree_library():
+    """The tree library is imported by the thread that makes a strategy: a process that is forked while another thread
+    imports a module could never import it."""
+    ran = subprocess.run([sys.executable, "-c", IMPORTING_THREADS], capture_output=True, text=True, check=True)
+    assert ran.stdout == "True\n"
+
+
 def test_reduced_arrays_are_freed():
     """After an all_reduce its inputs are freed, while the replicas continue to compute."""
     alive = []

@@ -19,6 +19,7 @@ PROGRAM = HERE / "torch_endings.py"
         "unfinished_in_gloo",
         "ends_during_gloo",
         "left_by_one_rank",
+        "destroyed_with_a_pending_op",
         "interrupted",
         "interrupted_in_backward",
         "interrupted_in_recv",

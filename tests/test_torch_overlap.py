@@ -40,11 +40,16 @@ def test_every_overlap_gives_right_values_or_an_error_on_all_ranks(ranks, data):
     check(case, fleet.run(case))
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=3))))
-def test_shared_memory_is_found_exactly(drawn):
+STARTS = st.lists(st.integers(0, 20), min_size=1) | st.builds(range, st.integers(0, 20), st.just(21), st.integers(1, 7))
+DIMENSIONS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 20)), max_size=3)
+
+
+@given(st.lists(st.tuples(STARTS, DIMENSIONS), max_size=5), st.randoms())
+def test_shared_memory_is_found_exactly(drawn, order):
     """share_memory is true if and only if two elements have the same position, whatever the strides."""
-    views = [(offset, [size for size, _ in each], [stride for _, stride in each]) for offset, each in drawn]
-    base = torch.zeros(100, dtype=torch.float16)
+    views = [(at, [size for size, _ in each], [stride for _, stride in each]) for ats, each in drawn for at in ats]
+    order.shuffle(views)
+    base = torch.zeros(300, dtype=torch.float16)
     tensors = [torch.as_strided(base, shape, strides, offset) for offset, shape, strides in views]
     at = places(views)
     shared = len(np.unique(at)) < len(at)
@@ -52,6 +57,18 @@ def test_shared_memory_is_found_exactly(drawn):
     if memory.are_apart(tensors):
         assert not shared
         assert all(x.is_contiguous() for x in tensors)
+
+
+@pytest.mark.parametrize("count", [16, 1024])
+def test_columns_of_one_tensor_are_compared_at_once(count, monkeypatch):
+    """Whether columns of one tensor share memory is found in at most 12 comparisons, however many columns there are."""
+    compared, real = [], np.shares_memory
+    monkeypatch.setattr(np, "shares_memory", lambda *pair: compared.append(pair) or real(*pair))
+    whole = torch.zeros(8, count)
+    assert not memory.share_memory(list(whole.T))
+    assert memory.share_memory([*whole.T, whole[:, count // 2]])
+    assert memory.share_memory([*whole.T, whole[3, 1:2]])
+    assert len(compared) <= 12
 
 
 class Recorder:

@@ -107,6 +107,90 @@ def test_a_rank_that_fails_inside_a_collective_is_named(tmp_path, how, carrier):
     assert max(one[3] for one in found[:2]) < limit_s, [one[3] for one in found[:2]]
 
 
+def leaves(rendezvous, place, victim):
+    """Make a collective; one rank destroys its group instead. Return the ranks of the error, and its first words."""
+    rank, size = rendezvous.rank, rendezvous.size
+    dist.init_process_group("crossreduce", place, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    if rank == victim:
+        time.sleep(0.3)  # the others wait for this rank
+        dist.destroy_process_group()
+        return None
+    with pytest.raises(PeerLostError, match=f"rank {victim} ") as error:
+        dist.all_reduce(x)
+    return error.value.ranks, re.match("rank [0-9] (.*) during op 2", str(error.value))[1]
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_leaves_is_not_said_to_have_died(tmp_path, store, victim):
+    """If a rank destroys its group while others wait for it, the ranks of all hosts raise that it left. If the store
+    ends with it, those of other hosts raise that it died or left."""
+    place = f"file://{tmp_path}/store" if store == "file" else f"tcp://127.0.0.1:{free_port()}"
+    environment = [{"CROSSREDUCE_HOST": host} for host in "aab"]
+    found = ranks(3, leaves, place, victim, environment=environment)
+    expected = [((victim,), "left")] * 3
+    expected[victim] = None
+    if (store, victim) == ("tcp", 0):
+        expected[2] = ((0,), "died or left")
+    assert found == expected
+
+
+def lost_in_a_message(rendezvous, store, how):
+    """Lose rank 2 in a group of ranks 1 and 2. Return the class, ranks and first line of rank 1's errors."""
+    rank, size = rendezvous.rank, rendezvous.size
+    dist.init_process_group("crossreduce", f"file://{store}", rank=rank, world_size=size)
+    group = dist.new_group([1, 2], timeout=timedelta(seconds=1 if how == "late" else 20))
+    if rank == 2:
+        time.sleep(0.3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "leave":
+            dist.destroy_process_group()
+        elif how == "interrupt":
+            group.communicator.interrupt()
+        time.sleep(3)
+    if rank != 1:
+        return None
+    x, found = torch.ones(1 << 22), []
+    for wait in (
+        lambda: dist.recv(x, 2, group),
+        dist.isend(x, 2, group).wait,
+        lambda: dist.send(x, 2, group),
+        dist.irecv(x, group=group).wait if how == "late" else dist.irecv(x, 2, group).wait,
+    ):
+        with pytest.raises((CollectiveTimeout, PeerLostError), match=r"rank 2|any rank") as error:
+            wait()
+        assert isinstance(error.value, RuntimeError)
+        found.append((type(error.value), error.value.ranks, str(error.value).split("\n")[0]))
+    with pytest.raises(RuntimeError, match=r"(?i)tag"):  # gloo's own errors of wrong arguments
+        dist.send(x, 2, group, tag=-1)
+    return found
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+@pytest.mark.parametrize("how", ["kill", "leave", "interrupt", "late"])
+def test_a_message_to_or_from_a_lost_rank_names_it(tmp_path, hosts, how):
+    """send, recv, isend and irecv raise a PeerLostError that names the other rank if it was lost, by its number in the
+    world, and a CollectiveTimeout if it is late. Code that catches gloo's RuntimeError catches both."""
+    environment = [{"CROSSREDUCE_HOST": host} for host in hosts]
+    _, found, _ = ranks(3, lost_in_a_message, tmp_path / "store", how, environment=environment, check=False)
+    if how == "late":
+        late = "did not complete within its timeout."
+        assert [one[:2] for one in found] == [(CollectiveTimeout, (2,)), *[(CollectiveTimeout, ())] * 3]
+        assert re.match(f'recv from rank 2, of group ".*", {late}', found[0][2])
+        assert re.match('send to rank 2, of group ".*", failed, since an earlier message timed out.', found[2][2])
+        assert re.match(f'recv from any rank, of group ".*", {late}', found[3][2])
+        return
+    words = {"leave": "left", "interrupt": "was interrupted while it waited for a message of"}
+    words["kill"] = "died" if hosts == "aaa" else "closed its connection"
+    assert [one[:2] for one in found] == [(PeerLostError, (2,))] * 4
+    for (*_, text), call in zip(found, ["recv from", "send to", "send to", "recv from"], strict=True):
+        during = "" if how == "interrupt" else f" during {call} rank 2, of"
+        assert re.match(f'rank 2 {words[how]}{during} group ".*"', text), text
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_lost_rank_is_named_by_all(tmp_path, monkeypatch, seed):
     """Whichever rank is lost, whenever and however, in any collective, on one host or several: all others raise the

@@ -107,6 +107,24 @@ def left_by_one_rank(folder):
         time.sleep(4)
 
 
+def destroyed_with_a_pending_op(folder):
+    """Rank 0 destroys its group while an op waits for late ranks: it waits for them once, and then the op fails."""
+    from crossreduce import PeerLostError
+
+    begin(folder)
+    total()
+    if RANK:
+        time.sleep(2)
+        raises(PeerLostError, "rank 0 left during op 2, all_reduce", dist.barrier)
+        return
+    crossreduce.torch.group._DRAIN_S, crossreduce.torch.group._LEAVE_S = 0.5, 10.0
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    begun = time.monotonic()
+    dist.destroy_process_group()
+    assert 0.5 <= time.monotonic() - begun < 5
+    raises(PeerLostError, "rank 0 left during op 2, all_reduce", work.wait)
+
+
 def interrupted(folder):
     """Rank 0 is interrupted while it waits for the others; their next call then raises ConnectionError."""
     begin(folder, 60)

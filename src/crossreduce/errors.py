@@ -10,8 +10,8 @@
     ├── ScheduleError      (ValueError)   a schedule does not compute its collective, or is malformed
     ├── ContextError       (RuntimeError) a call in a wrong replica context, thread or process, or of a closed group
     ├── StalledError       (TimeoutError) replicas waited too long for other replicas
-    ├── CollectiveTimeout  (TimeoutError) ranks waited too long for other ranks; .ranks: which
-    ├── PeerLostError      (ConnectionError) ranks died, left or were interrupted; .ranks: which
+    ├── CollectiveTimeout  (TimeoutError, RuntimeError) ranks waited too long for other ranks; .ranks: which
+    ├── PeerLostError      (ConnectionError, RuntimeError) ranks died, left or were interrupted; .ranks: which
     └── BackendError       (ImportError)  a framework, library or feature that does not exist here
 
 Each message states what was wrong, what was given, and what to do.
@@ -94,11 +94,12 @@ class _RanksError(ReductionError):
         self.ranks = tuple(ranks)
 
 
-class CollectiveTimeout(_RanksError, TimeoutError):  # noqa: N818 - a timeout is an error
+# torch.distributed raises RuntimeErrors in these cases, which existing code catches.
+class CollectiveTimeout(_RanksError, TimeoutError, RuntimeError):  # noqa: N818 - a timeout is an error
     """``ranks``, if known, were late. The group cannot be used any more, except after torch's ``wait(timeout)``."""
 
 
-class PeerLostError(_RanksError, ConnectionError):
+class PeerLostError(_RanksError, ConnectionError, RuntimeError):
     """``ranks`` died, left or were interrupted while others needed them; their group cannot be used any more."""
 
 

@@ -232,6 +232,21 @@ class Communicator(Member):
             if self.transport is not None:
                 self.transport.abort()
 
+    def message_failure(self, method: str, peer: int | None, error: OSError) -> ReductionError:
+        """Return the public error for a message of the caller's, on the same connections, that failed.
+
+        Args:
+          method: "send" or "recv".
+          peer: the rank to or from which the message was; ``None``: it could come from any rank.
+          error: a ``TimeoutError``, or a ``ConnectionError``, with the library's text.
+        """
+        call = f"{method} {'to' if method == 'send' else 'from'} " + (
+            "any rank" if peer is None else f"rank {self.global_ranks[peer]}"
+        )
+        with suppress(ValueError, OSError):  # raised by the memory if this rank closes the group at the same time
+            return self._message_failure(call, peer, error)
+        return ContextError.of(f'group "{self.name}" was closed during {call}.', str(error), "wait for messages first")
+
     def close(self) -> None:
         """Leave the group. Ranks that still wait for this one get a ``PeerLostError``."""
         if self._closed or os.getpid() != self._pid:
@@ -252,6 +267,8 @@ class Communicator(Member):
 
     def _release(self) -> None:
         if self.memory.fd >= 0:
+            if len(self.hosts) > 1 and self.memory.abort_cause() is None:
+                self.rendezvous.record_leaving()
             self.memory.record_leaving()
             self.memory.close()
         if self._watched is not None:  # last, since Ctrl-C may end the wait for its thread, and close() does not retry

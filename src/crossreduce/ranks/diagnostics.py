@@ -14,6 +14,7 @@ from ..errors import message, rank_list
 
 DOCTOR: Final = "crossreduce doctor"  # texts append DIR, for which membership.py inserts its dump's folder
 UNUSABLE: Final = "The group cannot be used again. Restart the job."
+NO_MESSAGES: Final = "This rank can exchange no more messages in the group."
 _MAX_CALLS: Final = 8  # one text lists at most this many different calls or lost ranks
 _ARRAY: Final = re.compile(r"(\w+)\[([\d, ]*)\]")
 _CALL_TEXT: Final = re.compile(
@@ -140,7 +141,7 @@ def timeout_text(timeout_s: float, call: CallSignature, late: Mapping[int, CallS
 def lost_text(ranks: Mapping[int, str], call: CallSignature, name: str, how: str = "died") -> str:
     """Return the text of a ``PeerLostError``, for the current ``call`` of the other ranks.
 
-    ``ranks``: for each lost rank where it was. ``how``: "died", "left" or "was interrupted".
+    ``ranks``: for each lost rank where it was. ``how``: "died", "left", "died or left" or "was interrupted".
 
     >>> print(lost_text({3: "pid 4711 on host a"}, CallSignature(17, "barrier"), "world"))
     rank 3 died during op 17, barrier, of group "world". The group cannot be used again. Restart the job.

@@ -20,6 +20,7 @@ from .shared_memory import LEFT, SLICE_S, GroupAborted, StageRunner, WaitTimer, 
 
 _LOG: Final = logging.getLogger("crossreduce")
 ROLL_CALL_S: Final = 0.7  # how long a rank waits for others to answer, or to publish why they aborted
+END_S: Final = 0.2  # how long the memory of a process that dies may stay open after its connections
 INNER_PAUSE_S: Final = 1e-3  # the longest time between two queries whether another library has finished
 
 
@@ -148,9 +149,12 @@ class Peers(StageRunner):
             if time.monotonic() > end:
                 break
             time.sleep(0.01)
-        absent = [rank for rank in sorted(suspects) if rank not in answers]
-        if not absent:
+        missing = [rank for rank in sorted(suspects) if rank not in answers]
+        if not missing:
             return self._all_alive(str(error), timed_out)
+        absent = [rank for rank in missing if not self.rendezvous.has_left(rank)]
+        if not absent:
+            return self._lost(missing, "left")
         if timed_out or any(answers.values()):
             return self._late(absent)
         return self._lost(absent, "died")
@@ -159,12 +163,45 @@ class Peers(StageRunner):
         """Return the error if the communication failed and the rendezvous cannot be reached either."""
         owner = self.rendezvous.owner
         if owner is not None:
-            return self._late([owner]) if timed_out else self._lost([owner], "died")
+            return self._late([owner]) if timed_out else self._lost([owner], "died or left")
         if isinstance(error, PeerDisconnected):
             return self._lost([error.rank], "died")
         problem = f"{self._during()} failed, and the rendezvous cannot be reached. {diagnostics.UNUSABLE}"
         kind = CollectiveTimeout if timed_out else PeerLostError
         return kind(message(problem, "", f"check the network; {DOCTOR} DIR shows what each rank did last"))
+
+    def _message_failure(self, call: str, peer: int | None, error: OSError) -> ReductionError:
+        """Return the public error for ``call``, a message to or from ``peer`` (``None``: from any rank) that failed."""
+        own = self.memory.abort_cause()
+        cause = None if own is not None or len(self.hosts) == 1 else self.rendezvous.abort_cause()
+        if own is not None or cause is not None:
+            return own or decoded(cause or b"")
+        rank = None if peer is None else self.global_ranks[peer]
+        given, ranks = [str(error)], [] if rank is None else [rank]
+        if peer is not None:
+            given.insert(0, f"rank {rank}: pid {self.peers[peer].pid} on host {self.peers[peer].hostname}")
+        where, remedy = f'{call}, of group "{self.name}"', "restart the job; a longer timeout"
+        if isinstance(error, TimeoutError):
+            problem = f"{where}, did not complete within its timeout. {diagnostics.NO_MESSAGES}"
+            remedy = "the matching call on the other rank, with the same tag; a longer timeout"
+            return CollectiveTimeout(message(problem, "; ".join(given), remedy), ranks)
+        if isinstance(error, ConnectionAbortedError):
+            problem = f"{where}, failed, since an earlier message timed out. {diagnostics.NO_MESSAGES}"
+            return CollectiveTimeout(message(problem, "; ".join(given), remedy))
+        if peer is None:
+            problem = f"a connection was lost during {where}. {diagnostics.NO_MESSAGES}"
+            return PeerLostError(message(problem, "; ".join(given), "read the last output of all ranks"))
+        problem = f"rank {rank} {self._end_of(peer)} during {where}. No message can be sent to it or received any more."
+        return PeerLostError(message(problem, "; ".join(given), f"read the last output of rank {rank}"), ranks)
+
+    def _end_of(self, rank: int) -> str:
+        """Return why a rank's connection was closed, as far as this rank can tell."""
+        deadline = time.monotonic() + END_S
+        while rank in self.host and time.monotonic() < deadline:
+            if not self.memory.alive(rank):
+                return "left" if self.memory.last_call(rank).text == LEFT else "died"
+            time.sleep(END_S / 20)
+        return "left" if rank not in self.host and self.rendezvous.has_left(rank) else "closed its connection"
 
     def _all_alive(self, why: str, timed_out: bool) -> ReductionError:
         """Return the error if the communication between ranks failed that are all alive."""

@@ -77,6 +77,9 @@ class MirroredStrategy(Strategy):
             raise ArgumentError.of(
                 "a strategy needs at least one device.", shown(devices), "devices=4, or devices=None"
             )
+        # Not first in a replica's thread: a process that is forked during an import could never import the module.
+        import optree  # noqa: F401
+
         super().__init__(names, check_ops(cross_device_ops))
         self._extended = Extended(self)
 

@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import UnsupportedError
 from ..ranks.communicator import Communicator
-from ..transports.gloo import GlooTransport
+from ..transports.gloo import GlooTransport, translated
 from .collectives import Collectives
 from .memory import copy_back_all, readable, tensors_in, writable
 from .op_queue import Message, OpQueue, Works, exclude_from_compile
@@ -85,7 +85,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """End the group, and release its thread, memory and descriptors."""
         try:
-            self.queue.close(_DRAIN_S)
+            if not self.queue.close(_DRAIN_S):
+                self.communicator.abort()
         finally:  # Ctrl-C ends the wait for pending ops, and aborts them
             self._end()
 
@@ -229,14 +230,24 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self.queue.require_open()  # a forked process would write to its parent's connections
         self._number = next(self._numbers)
         inner = self._backend_of(tensors[0].device, method.removesuffix("_anysource"))
-        work = getattr(inner, method)(buffers, *arguments)
         if not tensors[0].is_cpu:
-            return work
+            return getattr(inner, method)(buffers, *arguments)
+        peer = None if method == "recv_anysource" else arguments[0]
+        public = partial(self._message_failure, method.removesuffix("_anysource"), peer)
+        try:
+            work = getattr(inner, method)(buffers, *arguments)
+        except RuntimeError as error:
+            raise public(error) from None
         if method == "send":
             tensors = buffers
         copies = not all(map(operator.is_, tensors, buffers))
         finish = partial(copy_back_all, tensors, buffers) if copies else None
-        return Message(work, finish, tensors, self._messages, self.communicator.interrupt)
+        return Message(work, finish, tensors, self._messages, self.communicator.interrupt, public)
+
+    def _message_failure(self, method: str, peer: int | None, error: RuntimeError) -> Exception:
+        """Return the error to raise for one of gloo, which it is itself if it is not about connections."""
+        found = translated(error)
+        return error if found is None else self.communicator.message_failure(method, peer, found)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ def are_apart(tensors: Sequence[Any]) -> bool:
 def share_memory(tensors: Sequence[Any]) -> bool:
     """Return whether two elements of the tensors share memory. Sparse tensors, which have no single memory, do not."""
     dense = [x for x in tensors if x.layout is torch.strided and x.numel()]
-    arrays = [_as_array(x) for x in dense]
+    arrays = _as_arrays(dense)
     if any(map(_overlaps_itself, arrays)):
         return True
     return not _disjoint(list(map(_extent, dense))) and any(starmap(np.shares_memory, combinations(arrays, 2)))
@@ -136,11 +136,25 @@ def _extent(tensor: Any) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.itemsize if tensor.numel() else start
 
 
-def _as_array(tensor: Any) -> Any:
-    """Return the memory of a strided tensor, of any dtype, as an array of NumPy that must not be read."""
-    strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
-    where = {"data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "strides": strides, "version": 3}
-    return np.asarray(SimpleNamespace(__array_interface__={**where, "typestr": f"|V{tensor.itemsize}"}))
+def _as_arrays(tensors: Sequence[Any]) -> list[Any]:
+    """Return the memory of strided tensors, of any dtype, as arrays of NumPy that must not be read.
+
+    Tensors of one shape at equal distances, such as the columns of another tensor, are one array with a dimension more.
+    """
+    alike: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for x in tensors:
+        alike.setdefault((x.itemsize, tuple(x.shape), x.stride()), []).append(x.data_ptr())
+    arrays = []
+    for (itemsize, shape, strides), starts in alike.items():
+        starts.sort()
+        while starts:
+            step = starts[1] - starts[0] if len(starts) > 1 else 0
+            count = next((k for k, start in enumerate(starts) if start != starts[0] + k * step), len(starts))
+            steps = (step, *(stride * itemsize for stride in strides))
+            where = {"data": (starts[0], True), "shape": (count, *shape), "strides": steps, "version": 3}
+            arrays.append(np.asarray(SimpleNamespace(__array_interface__={**where, "typestr": f"|V{itemsize}"})))
+            del starts[:count]
+    return arrays
 
 
 def _overlaps_itself(array: Any) -> bool:

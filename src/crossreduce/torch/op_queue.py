@@ -72,15 +72,19 @@ class Message(Finished):
         tensors: Sequence[Any],
         waits: OpQueue,
         interrupt: Callable[[], None],
+        public: Callable[[RuntimeError], Exception],
     ) -> None:
-        """``waits``: runs waits for the main thread. ``interrupt``: makes all waits fail, if one is interrupted."""
+        """``waits``: runs waits for the main thread. ``interrupt``: makes all waits fail, if one is interrupted.
+
+        ``public`` returns the error to raise for an error of gloo.
+        """
         super().__init__(tensors)
         self._work, self._finish, self._waits, self._interrupt = work, finish, waits, interrupt
-        self._finished = False
+        self._public, self._finished = public, False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._finished:
-            wait = partial(self._work.wait, *([timeout] if timeout else []))
+            wait = partial(self._wait_in_gloo, *([timeout] if timeout else []))
             if threading.current_thread() is threading.main_thread():
                 self._wait_elsewhere(wait)
             else:
@@ -89,6 +93,12 @@ class Message(Finished):
                 self._finish()
             self._finished = True
         return True
+
+    def _wait_in_gloo(self, *timeout: timedelta) -> None:
+        try:
+            self._work.wait(*timeout)
+        except RuntimeError as error:
+            raise self._public(error) from None
 
     def _wait_elsewhere(self, wait: Callable[[], None]) -> None:
         waiting: Any = None

@@ -45,6 +45,12 @@ class Rendezvous(Protocol):
           TimeoutError: it does not answer.
         """
 
+    def record_leaving(self) -> None:
+        """Publish that this rank leaves the group on purpose, if others could not notice it otherwise. Never raises."""
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether a rank has published that it leaves the group. This is quick and never raises."""
+
     def leave(self, reader: int, readers: Iterable[int]) -> None:
         """Record that the host of rank ``reader`` has the reason of the abort.
 

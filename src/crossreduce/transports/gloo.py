@@ -7,6 +7,7 @@ exceptions. The caller creates the process group.
 from __future__ import annotations
 
 import ctypes
+import re
 from datetime import timedelta
 from typing import Any, Final, Self
 
@@ -124,6 +125,22 @@ class GlooCollective:
             if any(part in str(error) for part in _OF_CONNECTIONS):
                 raise ConnectionError(str(error)) from error
             raise
+
+
+def translated(error: RuntimeError) -> OSError | None:
+    """Return an error of gloo about connections as a ``TimeoutError`` or ``ConnectionError``, and ``None`` for others.
+
+    ``ConnectionAbortedError``: this rank closed its connections, by a timeout of another message.
+
+    >>> text = "[pair.cc:553] Connection closed by peer [::1]:3. This is typically caused by a remote worker crashing."
+    >>> translated(RuntimeError(text)), translated(RuntimeError("invalid tag"))
+    (ConnectionError('Connection closed by peer [::1]:3'), None)
+    """
+    text = str(error)
+    if not any(part in text for part in _OF_CONNECTIONS):
+        return None
+    kind = ConnectionAbortedError if "timeout caused pair closure" in text else ConnectionError
+    return (TimeoutError if "Timed out" in text else kind)(re.sub(r"^\[.*?\] |\. This is .*", "", text))
 
 
 def _translated(error: RuntimeError, peer: int) -> Exception:

@@ -92,6 +92,13 @@ class MpiRendezvous:
         """Return no rank: MPI's other ranks do not notice a failure, so they could not answer."""
         return {}
 
+    def record_leaving(self) -> None:
+        """Do nothing: the transport reports that a rank has left."""
+
+    def has_left(self, rank: int) -> bool:  # noqa: ARG002
+        """Return that it is not known here."""
+        return False
+
     def leave(self, reader: int, readers: Iterable[int]) -> None:
         """Do nothing: the end of one process does not end the rendezvous."""
 
