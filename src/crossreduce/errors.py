@@ -10,8 +10,8 @@
     ├── ScheduleError      (ValueError)   a schedule does not compute its collective, or is malformed
     ├── ContextError       (RuntimeError) a call in a wrong replica context, thread or process, or of a closed group
     ├── StalledError       (TimeoutError) replicas waited too long for other replicas
-    ├── CollectiveTimeout  (TimeoutError) ranks waited too long for other ranks; .ranks: which
-    ├── PeerLostError      (ConnectionError) ranks died, left or were interrupted; .ranks: which
+    ├── CollectiveTimeout  (TimeoutError, RuntimeError) ranks waited too long for other ranks; .ranks: which
+    ├── PeerLostError      (ConnectionError, RuntimeError) ranks died, left or were interrupted; .ranks: which
     └── BackendError       (ImportError)  a framework, library or feature that does not exist here
 
 Each message states what was wrong, what was given, and what to do.
@@ -83,8 +83,8 @@ class StalledError(ReductionError, TimeoutError):
     """Replicas waited for other replicas for longer than the timeout."""
 
 
-class _RanksError(ReductionError):
-    """An error that some ranks caused. Pickled and copied errors keep ``ranks``."""
+class _RanksError(ReductionError, RuntimeError):
+    """An error that some ranks caused. Pickled and copied errors keep ``ranks``. torch's backends use RuntimeErrors."""
 
     ranks: tuple[int, ...]
 
