@@ -132,9 +132,11 @@ def test_lost_ranks_are_named_with_their_processes():
     ("kind", "builtin"), [(cr.PeerLostError, ConnectionError), (cr.CollectiveTimeout, TimeoutError)]
 )
 def test_errors_keep_their_ranks(kind, builtin):
-    """An error about ranks has a built-in base class, and keeps its ranks when it is pickled, copied or prefixed."""
+    """An error about ranks has built-in base classes, among them the RuntimeError of torch's backends, and keeps its
+    ranks when it is pickled, copied or prefixed."""
     error = kind("rank 3 died", [3, 4])
     assert isinstance(error, builtin)
+    assert isinstance(error, RuntimeError)
     assert isinstance(error, cr.ReductionError)
     for other in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert (type(other), str(other), other.ranks) == (kind, "rank 3 died", (3, 4))

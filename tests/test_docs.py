@@ -155,6 +155,13 @@ def test_the_page_on_clients_shows_the_programs_that_ran():
     assert [client for client, result in report.items() if not result["agree"]] == []
 
 
+def test_the_report_of_foreign_suites():
+    """In the report of scripts/suites, each test that only the baseline passes is expected, and has a reason."""
+    suites = json.loads((ROOT / "benchmarks" / "results" / "suites.json").read_text())["suites"]
+    assert [name for name, result in suites.items() if result["wrong"] or not result["baseline_passes"]] == []
+    assert all(reason for result in suites.values() for reason in result["only_baseline"].values())
+
+
 def test_ci_runs_readmes_commands():
     """.ci/run contains each bash block of the README unchanged, in the README's order."""
     commands = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)

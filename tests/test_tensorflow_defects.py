@@ -5,6 +5,8 @@ Each defect except D7 and D16 has a test that names it: D2 and D12 in test_tenso
 (test_reduction_and_broadcast), the others here. D7 and D16 are in functions of TensorFlow that call no cross-device op.
 """
 
+import pickle
+
 import numpy as np
 import pytest
 from tensorflow_values import (
@@ -45,6 +47,23 @@ def test_d3_shapes_must_agree(mode):
     for pairs in ([(alone, alone)], [(a, a), (b, b)]):
         with pytest.raises(ValueError, match=r"differ in shape or dtype"):
             outcomes(mode, lambda pairs=pairs: SMALL.batch_reduce(SUM, pairs))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replicas_that_differ_raise_both_libraries_errors(mode):
+    """A MismatchError of an op for TensorFlow is also TensorFlow's InvalidArgumentError, as its own ops raise."""
+    value = PerReplica([on(0, [1.0]), on(1, [[1.0, 2.0]])])
+    for call in (
+        lambda: SMALL.reduce(SUM, value, value),
+        lambda: SMALL.batch_reduce(SUM, [(value, value), (value, "CPU:0")]),
+        lambda: SMALL._gather(value, value, 0),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"replicas .*differ in") as found:
+            outcomes(mode, call)
+        error = pickle.loads(pickle.dumps(found.value))
+        assert isinstance(error, cr.MismatchError)
+        assert error.message == str(error) == str(found.value)
+        assert (error.op, error.node_def, error.error_code) == (None, None, tf.errors.INVALID_ARGUMENT)
 
 
 @pytest.mark.parametrize("mode", MODES)

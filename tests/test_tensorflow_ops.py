@@ -266,6 +266,27 @@ def test_device_names_in_a_graph_of_tensorflow_1(op):
         assert [x.device for x in OPS[op].reduce(SUM, value, value).values] == places
 
 
+@pytest.mark.parametrize("op", ["hierarchical", "to one"])
+def test_workers_in_a_graph_of_tensorflow_1(op):
+    """A graph of TensorFlow 1 may name devices that only its session has; results are on the devices of the value."""
+    places = [f"/job:worker/replica:0/task:1/device:CPU:{k}" for k in (0, 9, 300)]
+    with tf.Graph().as_default():
+        xs = []
+        for k, where in enumerate(places):
+            with tf.device(where):
+                xs.append(tf.constant([1.0, 2.0]) * 2.0**k)
+        result = OPS[op].reduce(SUM, PerReplica(xs), PerReplica(xs)).values
+        assert [x.device for x in result] == places
+        with pytest.raises(cr.DeviceError, match="no such logical device"):
+            SMALL.reduce(SUM, per_replica([1.0, 2.0]), "host1/cpu:0")
+        graph = xs[0].graph.as_graph_def()
+    for node in graph.node:
+        node.device = ""
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        found = session.run(tf.import_graph_def(graph, return_elements=[x.name for x in result]))
+    assert [x.tolist() for x in found] == [[7.0, 14.0]] * 3
+
+
 def test_arguments_of_functions_have_no_device():
     """An argument of a tf.function has no device: results are right, and are on a device only if another value is."""
 

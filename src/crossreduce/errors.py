@@ -83,8 +83,8 @@ class StalledError(ReductionError, TimeoutError):
     """Replicas waited for other replicas for longer than the timeout."""
 
 
-class _RanksError(ReductionError):
-    """An error that some ranks caused. Pickled and copied errors keep ``ranks``."""
+class _RanksError(ReductionError, RuntimeError):
+    """An error that some ranks caused. Pickled and copied errors keep ``ranks``. torch's backends use RuntimeErrors."""
 
     ranks: tuple[int, ...]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache, wraps
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 try:
     import tensorflow as tf
@@ -25,9 +25,9 @@ except ImportError as error:
 from tensorflow.python.distribute.values import Mirrored as _Mirrored
 
 from . import cross_device_ops as own
-from .autograph import unconverted
+from .autograph import Function, unconverted
 from .devices import canonical
-from .errors import ArgumentError, ReductionError, UnsupportedError, shown
+from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, shown
 from .ops import DTYPES, ReduceOp
 from .options import CommunicationOptions
 from .outputs import in_pair
@@ -45,6 +45,35 @@ class _NoGatherError(UnsupportedError, NotImplementedError):
     """The error for a gather of ``tf.IndexedSlices``: both crossreduce's class of error and TensorFlow's."""
 
 
+class _ShapesError(MismatchError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
+    """The error for replicas that differ: both crossreduce's class of error and TensorFlow's."""
+
+    _node_def = _op = None  # TensorFlow's constructor, which is not called, sets these
+    _error_code = tf.errors.INVALID_ARGUMENT
+    _experimental_payloads: Final[dict[str, str]] = {}
+    __reduce__ = Exception.__reduce__
+
+    @property
+    def message(self) -> str:
+        """The text, as all errors of TensorFlow have it."""
+        return Exception.__str__(self)
+
+
+def _public(method: Function) -> Function:
+    """Make a method raise ``_ShapesError`` where it raises ``MismatchError``; AutoGraph does not rewrite it."""
+
+    @unconverted
+    @wraps(method)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return method(*arguments, **options)
+        except MismatchError as error:
+            error.__class__ = _ShapesError
+            raise
+
+    return cast(Function, call)
+
+
 class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
     """A ``tf.distribute.CrossDeviceOps`` that delegates to an op of crossreduce.
 
@@ -60,7 +89,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
     def __repr__(self) -> str:
         return f"crossreduce.tensorflow.{self._op!r}"
 
-    @unconverted
+    @_public
     def reduce(
         self,
         reduce_op: Any,
@@ -85,12 +114,12 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
           tensor (or ``tf.IndexedSlices``), as TensorFlow's ops return.
         Raises:
           ArgumentError, MismatchError, DeviceError (ValueErrors), UnsupportedError (a TypeError): as crossreduce's
-            op of the same name, before any data is moved.
+            op of the same name, before any data is moved. A MismatchError is also a tf.errors.InvalidArgumentError.
         """
         given = given_options(options, experimental_hints)
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, given)
 
-    @unconverted
+    @_public
     def batch_reduce(
         self,
         reduce_op: Any,
@@ -114,7 +143,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         given = given_options(options, experimental_hints)
         return self.batch_reduce_implementation(reduce_op, value_destination_pairs, given)
 
-    @unconverted
+    @_public
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copy one tensor to all destinations.
 
@@ -129,7 +158,7 @@ class _Adapter(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         """
         return self.broadcast_implementation(tensor, destinations)
 
-    @unconverted
+    @_public
     def _gather(self, per_replica_value: Any, destinations: Any, axis: int, options: Any = None) -> Any:
         # Overrides a private method of TensorFlow, which strategy.gather and all_gather call.
         if isinstance(per_replica_value, tf.IndexedSlices):

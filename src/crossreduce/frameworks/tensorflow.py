@@ -28,6 +28,7 @@ from .base import Array, Immutable, Sparse
 from .numpy import beyond
 
 _RAW: Final = tf.raw_ops
+_in_tensorflow_2: Final = tf.compat.v1.executing_eagerly_outside_functions  # False in a graph of TensorFlow 1
 # All of these ops propagate NaN.
 _RAW_NAMES: Final = {"minimum": "Minimum", "maximum": "Maximum", "multiply": "Mul"}
 _RAW_NAMES_OF_BOOLS: Final = {"minimum": "LogicalAnd", "maximum": "LogicalOr", "multiply": "LogicalAnd"}
@@ -59,13 +60,17 @@ def _require(devices: tuple[str, ...]) -> None:
     here = _logical_devices()
     for device in devices:
         if parse(device).physical not in here:
-            raise DeviceError.of(
-                "TensorFlow has no such logical device.",
-                f"{device}; logical devices: {', '.join(here)}",
-                "one of these; or, for n CPU devices and before TensorFlow is first used, "
-                "tf.config.set_logical_device_configuration("
-                'tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * n)',
-            )
+            raise _absent(device, here)
+
+
+def _absent(device: str, here: dict[str, str]) -> DeviceError:
+    return DeviceError.of(
+        "TensorFlow has no such logical device.",
+        f"{device}; logical devices: {', '.join(here)}",
+        "one of these; or, for n CPU devices and before TensorFlow is first used, "
+        "tf.config.set_logical_device_configuration("
+        'tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * n)',
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -74,11 +79,26 @@ def _physical(device: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _scope(physical: str, has_job: bool) -> str:
-    """Return the full name of a device, as tensors report it; those in graphs of TensorFlow 1 report no job."""
+def _scope(physical: str) -> str:
+    """Return the full name of a logical device, as tensors report it."""
     spec = tf.DeviceSpec.from_string(_logical_devices()[physical])
     if spec.job is None:  # local devices are listed without a job
-        spec = spec.replace(job="localhost" if has_job else None, replica=0, task=0)
+        spec = spec.replace(job="localhost", replica=0, task=0)
+    return str(spec.to_string())
+
+
+@lru_cache(maxsize=4096)
+def _scope_in_graph(physical: str) -> str:
+    """Return the name of a device in a graph of TensorFlow 1, which has no job, or the job and task of a worker.
+
+    Only the session that runs the graph knows which devices there are.
+    """
+    device = parse(physical)
+    job, _, task = device.host.rpartition("-")
+    if device.host and not (job and task.isdigit()):
+        raise _absent(physical, _logical_devices())
+    kind = "GPU" if device.kind == "cuda" else device.kind.upper()
+    spec = tf.DeviceSpec(job or None, replica=0, task=int(task or 0), device_type=kind, device_index=device.index)
     return str(spec.to_string())
 
 
@@ -151,7 +171,11 @@ class TensorFlow(Immutable):
         return None
 
     def require(self, devices: tuple[str, ...]) -> None:
-        _require(devices)
+        if _in_tensorflow_2():
+            _require(devices)
+        else:
+            for device in devices:
+                _scope_in_graph(_physical(device))
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
         return _numbers(op, dtype, count)
@@ -160,7 +184,7 @@ class TensorFlow(Immutable):
         there, here = _physical(device), x.device
         if (_physical(here) if here else "cpu:0") == there:
             return x
-        with tf.device(_scope(there, tf.compat.v1.executing_eagerly_outside_functions())):
+        with tf.device(_scope(there) if _in_tensorflow_2() else _scope_in_graph(there)):
             return _RAW.Identity(input=x)
 
     def pack(self, xs: Sequence[Array]) -> Array:
