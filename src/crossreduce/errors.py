@@ -83,8 +83,8 @@ class StalledError(ReductionError, TimeoutError):
     """Replicas waited for other replicas for longer than the timeout."""
 
 
-class _RanksError(ReductionError, RuntimeError):
-    """An error that some ranks caused. Pickled and copied errors keep ``ranks``. torch's backends use RuntimeErrors."""
+class _RanksError(ReductionError, RuntimeError):  # torch's backends raise RuntimeErrors, which existing code catches
+    """An error that some ranks caused. Pickled and copied errors keep ``ranks``."""
 
     ranks: tuple[int, ...]
 
@@ -94,12 +94,11 @@ class _RanksError(ReductionError, RuntimeError):
         self.ranks = tuple(ranks)
 
 
-# torch.distributed raises RuntimeErrors in these cases, which existing code catches.
-class CollectiveTimeout(_RanksError, TimeoutError, RuntimeError):  # noqa: N818 - a timeout is an error
+class CollectiveTimeout(_RanksError, TimeoutError):  # noqa: N818 - a timeout is an error
     """``ranks``, if known, were late. The group cannot be used any more, except after torch's ``wait(timeout)``."""
 
 
-class PeerLostError(_RanksError, ConnectionError, RuntimeError):
+class PeerLostError(_RanksError, ConnectionError):
     """``ranks`` died, left or were interrupted while others needed them; their group cannot be used any more."""
 
 

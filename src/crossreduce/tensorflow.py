@@ -28,6 +28,7 @@ from . import cross_device_ops as own
 from .autograph import Function, unconverted
 from .devices import canonical
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, shown
+from .frameworks.tensorflow import ShapesError
 from .ops import DTYPES, ReduceOp
 from .options import CommunicationOptions
 from .outputs import in_pair
@@ -45,22 +46,8 @@ class _NoGatherError(UnsupportedError, NotImplementedError):
     """The error for a gather of ``tf.IndexedSlices``: both crossreduce's class of error and TensorFlow's."""
 
 
-class _ShapesError(MismatchError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
-    """The error for replicas that differ: both crossreduce's class of error and TensorFlow's."""
-
-    _node_def = _op = None  # TensorFlow's constructor, which is not called, sets these
-    _error_code = tf.errors.INVALID_ARGUMENT
-    _experimental_payloads: Final[dict[str, str]] = {}
-    __reduce__ = Exception.__reduce__
-
-    @property
-    def message(self) -> str:
-        """The text, as all errors of TensorFlow have it."""
-        return Exception.__str__(self)
-
-
 def _public(method: Function) -> Function:
-    """Make a method raise ``_ShapesError`` where it raises ``MismatchError``; AutoGraph does not rewrite it."""
+    """Make a method raise ``ShapesError`` where it raises ``MismatchError``; AutoGraph does not rewrite it."""
 
     @unconverted
     @wraps(method)
@@ -68,7 +55,7 @@ def _public(method: Function) -> Function:
         try:
             return method(*arguments, **options)
         except MismatchError as error:
-            error.__class__ = _ShapesError
+            error.__class__ = ShapesError
             raise
 
     return cast(Function, call)

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..devices import canonical, parse
-from ..errors import DeviceError, UnsupportedError, shown
+from ..errors import DeviceError, MismatchError, UnsupportedError, shown
 from ..ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
@@ -133,6 +133,20 @@ def _sizes(*sizes: int) -> Any:
 
 def _cast(x: Array, dtype: Any) -> Array:
     return x if x.dtype == dtype else _RAW.Cast(x=x, DstT=dtype)
+
+
+class ShapesError(MismatchError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
+    """The error for replicas that differ: both crossreduce's class of error and TensorFlow's."""
+
+    _node_def = _op = None  # TensorFlow's constructor, which is not called, sets these
+    _error_code = tf.errors.INVALID_ARGUMENT
+    _experimental_payloads: Final[dict[str, str]] = {}
+    __reduce__ = Exception.__reduce__
+
+    @property
+    def message(self) -> str:
+        """The text, as all errors of TensorFlow have it."""
+        return Exception.__str__(self)
 
 
 class TensorFlow(Immutable):
