@@ -98,16 +98,15 @@ def test_every_shape(framework, ops, shape):
         check(framework, ops.reduce(op, given, given), op, xs, names(0, 1, 2, 3), given)
 
 
-@table(op=REDUCTIONS)
-def test_one_replica(framework, ops, op):
+@table(op=REDUCTIONS, dtype=["float32", "float16", "int8", "int32"])
+def test_one_replica(framework, ops, op, dtype):
     """The reduction of one replica is a Mirrored copy of it; the mean of an integer is still a float."""
-    for dtype in ("float32", "float16", "int8", "int32"):
-        xs = small(dtype, (3,), 1)
-        (x,) = given = framework.arrays(xs)
-        for what in (x, cr.PerReplica(given), cr.Mirrored(given)):
-            check(framework, ops.reduce(op, what, "cpu:0"), op, xs, names(0), given)
-            check(framework, ops.reduce(op, what, x), op, xs, names(0), given)
-            check(framework, ops.reduce(op, what, on(2, 0)), op, xs, names(2, 0), given)
+    xs = small(dtype, (3,), 1)
+    (x,) = given = framework.arrays(xs)
+    for what in (x, cr.PerReplica(given), cr.Mirrored(given)):
+        check(framework, ops.reduce(op, what, "cpu:0"), op, xs, names(0), given)
+        check(framework, ops.reduce(op, what, x), op, xs, names(0), given)
+        check(framework, ops.reduce(op, what, on(2, 0)), op, xs, names(2, 0), given)
 
 
 @table(

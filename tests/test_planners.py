@@ -91,15 +91,16 @@ def test_all_reduce_of_any_count(algorithm, n):
         assert schedule.collective == "all_reduce"
 
 
-@pytest.mark.parametrize(("algorithm", "packs"), pairs(ALGORITHMS, (1, 2, 3, 5, 8, 13, 20)))
-def test_any_number_of_packs(algorithm, packs):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_any_number_of_packs(algorithm):
     """A schedule of p packs has the rounds of one pack, and p times as many chunks and steps."""
-    schedule = PLANNERS[algorithm](names(6), packs=packs)
-    verify(schedule)
     one = PLANNERS[algorithm](names(6))
-    assert len(schedule.chunks) == packs * len(one.chunks)
-    assert len(schedule.rounds) == len(one.rounds)
-    assert schedule.steps == packs * one.steps
+    for packs in (1, 2, 3, 5, 8, 13, 20):
+        schedule = PLANNERS[algorithm](names(6), packs=packs)
+        verify(schedule)
+        assert len(schedule.chunks) == packs * len(one.chunks)
+        assert len(schedule.rounds) == len(one.rounds)
+        assert schedule.steps == packs * one.steps
 
 
 def test_unknown_planners_are_refused():
