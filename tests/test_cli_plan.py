@@ -173,8 +173,8 @@ def test_pictures(printed, tmp_path, command, name, start, words):
         ("plan dgx-1v --export /dev/null --format trace", "--export /dev/null cannot be written: it is not a regular"),
         ("topology dgx-1v --export no/a.json", "--export no/a.json cannot be written: there is no folder /"),
         ("plan dgx-1v --devices 0,5", "needs a route from cuda:0 to cuda:5, but no link leads out of {cuda:0}."),
-        ("plan dgx-1v --devices 0,6", "try:   connected devices, by topology.subset(devices) or on the command line by "
-         "--devices, or a topology with the missing links"),
+        ("plan dgx-1v --devices 0,6", "try:   topology.subset(devices), or --devices on the command line, with "
+         "connected devices; or a topology with the missing links"),
         (
             "plan dgx-1v --devices 0,1,4,5 --without-link 0-4 --without-link 1-5 --picture a.svg --export a.xml",
             "needs a route from cuda:0 to cuda:4, cuda:5, but no link leads out of {cuda:0, cuda:1}.",

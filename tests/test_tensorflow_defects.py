@@ -49,6 +49,15 @@ def test_d3_shapes_must_agree(mode):
             outcomes(mode, lambda pairs=pairs: SMALL.batch_reduce(SUM, pairs))
 
 
+class OwnMismatch(cr.MismatchError):
+    pass
+
+
+class Raising(type(SMALL)):
+    def reduce_implementation(self, *_):
+        raise OwnMismatch("own")
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_replicas_that_differ_raise_both_libraries_errors(mode):
     """A MismatchError of an op for TensorFlow is also TensorFlow's InvalidArgumentError, as its own ops raise."""
@@ -64,6 +73,8 @@ def test_replicas_that_differ_raise_both_libraries_errors(mode):
         assert isinstance(error, cr.MismatchError)
         assert error.message == str(error) == str(found.value)
         assert (error.op, error.node_def, error.error_code) == (None, None, tf.errors.INVALID_ARGUMENT)
+    with pytest.raises(OwnMismatch, match="own"):  # a user's class stays what it is
+        Raising().reduce(SUM, value, value)
 
 
 @pytest.mark.parametrize("mode", MODES)

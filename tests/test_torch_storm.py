@@ -25,7 +25,8 @@ from torch_running import HERE, finish, start
 from torch_storm import fail_on_signal
 
 import crossreduce.torch  # noqa: F401 - registers the backend
-from crossreduce import CollectiveTimeout, PeerLostError
+from crossreduce import ArgumentError, CollectiveTimeout, PeerLostError
+from crossreduce.errors import encoded
 
 PROGRAM = HERE / "torch_storm.py"
 TIMEOUT_S = 3.0
@@ -150,10 +151,12 @@ def lost_in_a_message(rendezvous, store, how):
             dist.destroy_process_group()
         elif how == "interrupt":
             group.communicator.interrupt()
+        else:  # rank 1 closes its connections after its timeout, so that other ranks may take it for dead
+            group.communicator.rendezvous.publish_abort(encoded(PeerLostError("rank 1 died.", [1])))
         time.sleep(3)
     if rank != 1:
         return None
-    x, found = torch.ones(1 << 22), []
+    x, found = torch.empty(1 << 22), []  # torch.ones would use threads, which crash in a forked process
     for wait in (
         lambda: dist.recv(x, 2, group),
         dist.isend(x, 2, group).wait,
@@ -166,6 +169,8 @@ def lost_in_a_message(rendezvous, store, how):
         found.append((type(error.value), error.value.ranks, str(error.value).split("\n")[0]))
     with pytest.raises(RuntimeError, match=r"(?i)tag"):  # gloo's own errors of wrong arguments
         dist.send(x, 2, group, tag=-1)
+    with pytest.raises(ArgumentError, match=r"of a send is not a rank of the group[\s\S]*given: 7"):
+        dist.send(x, 7)
     return found
 
 
@@ -187,7 +192,7 @@ def test_a_message_to_or_from_a_lost_rank_names_it(tmp_path, hosts, how):
     words["kill"] = "died" if hosts == "aaa" else "closed its connection"
     assert [one[:2] for one in found] == [(PeerLostError, (2,))] * 4
     for (*_, text), call in zip(found, ["recv from", "send to", "send to", "recv from"], strict=True):
-        during = "" if how == "interrupt" else f" during {call} rank 2, of"
+        during = "" if how == "interrupt" else f"; rank 1 was in {call} rank 2, of"
         assert re.match(f'rank 2 {words[how]}{during} group ".*"', text), text
 
 

@@ -55,7 +55,8 @@ def _public(method: Function) -> Function:
         try:
             return method(*arguments, **options)
         except MismatchError as error:
-            error.__class__ = ShapesError
+            if type(error) is MismatchError:  # not a user's subclass
+                error.__class__ = ShapesError
             raise
 
     return cast(Function, call)

@@ -24,8 +24,10 @@ def require_routes(topology: Topology, sources: Sequence[str], destinations: Seq
         if beyond:
             inside = ", ".join(node for node in topology.nodes if node in within)
             needed = f"{request} needs a route from {source} to {', '.join(beyond)}"
-            remedy = "connected devices, by topology.subset(devices) or on the command line by --devices, or "
-            remedy += "a topology with the missing links"
+            remedy = (
+                "topology.subset(devices), or --devices on the command line, with connected devices; or a topology "
+            )
+            remedy += "with the missing links"
             raise PlanError.of(f"{needed}, but no link leads out of {{{inside}}}.", repr(topology), remedy)
 
 

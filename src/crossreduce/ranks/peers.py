@@ -172,26 +172,28 @@ class Peers(StageRunner):
 
     def _message_failure(self, call: str, peer: int | None, error: OSError) -> ReductionError:
         """Return the public error for ``call``, a message to or from ``peer`` (``None``: from any rank) that failed."""
-        own = self.memory.abort_cause()
-        cause = None if own is not None or len(self.hosts) == 1 else self.rendezvous.abort_cause()
-        if own is not None or cause is not None:
-            return own or decoded(cause or b"")
+        own, cause = self.global_ranks[self.rank], self.memory.abort_cause()
+        if cause is None and len(self.hosts) > 1:
+            self.rendezvous.has_left(self.rank)  # from now on, the store has to answer quickly
+            cause = decoded(found) if (found := self.rendezvous.abort_cause()) is not None else None
+        if cause is not None and own not in getattr(cause, "ranks", ()):  # others may take this rank for dead
+            return cause
         rank = None if peer is None else self.global_ranks[peer]
         given, ranks = [str(error)], [] if rank is None else [rank]
         if peer is not None:
             given.insert(0, f"rank {rank}: pid {self.peers[peer].pid} on host {self.peers[peer].hostname}")
-        where, remedy = f'{call}, of group "{self.name}"', "restart the job; a longer timeout"
+        where = f'{call}, of group "{self.name}"'
         if isinstance(error, TimeoutError):
             problem = f"{where}, did not complete within its timeout. {diagnostics.NO_MESSAGES}"
-            remedy = "the matching call on the other rank, with the same tag; a longer timeout"
+            remedy = "the matching call on the other rank, with the same tag; or a longer timeout"
             return CollectiveTimeout(message(problem, "; ".join(given), remedy), ranks)
         if isinstance(error, ConnectionAbortedError):
             problem = f"{where}, failed, since an earlier message timed out. {diagnostics.NO_MESSAGES}"
-            return CollectiveTimeout(message(problem, "; ".join(given), remedy))
+            return CollectiveTimeout(message(problem, "; ".join(given), "restart the job, with a longer timeout"))
         if peer is None:
             problem = f"a connection was lost during {where}. {diagnostics.NO_MESSAGES}"
             return PeerLostError(message(problem, "; ".join(given), "read the last output of all ranks"))
-        problem = f"rank {rank} {self._end_of(peer)} during {where}. No message can be sent to it or received any more."
+        problem = f"rank {rank} {self._end_of(peer)}; rank {own} was in {where}. They can exchange no more messages."
         return PeerLostError(message(problem, "; ".join(given), f"read the last output of rank {rank}"), ranks)
 
     def _end_of(self, rank: int) -> str:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from ..ranks.communicator import Communicator
 from ..transports.gloo import GlooTransport, translated
 from .collectives import Collectives
@@ -226,13 +226,16 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """
         if has_wrapper(tensors):
             return self._unwrapped(method, (tensors, *arguments), tensors)
+        peer = None if method == "recv_anysource" else arguments[0]
+        if peer is not None and not 0 <= peer < self.size():  # gloo would crash
+            problem = f"the other rank of a {method} is not a rank of the group."
+            raise ArgumentError.of(problem, str(peer), f"0 to {self.size() - 1}")
         buffers = [plain(x) for x in tensors]
         self.queue.require_open()  # a forked process would write to its parent's connections
         self._number = next(self._numbers)
         inner = self._backend_of(tensors[0].device, method.removesuffix("_anysource"))
         if not tensors[0].is_cpu:
             return getattr(inner, method)(buffers, *arguments)
-        peer = None if method == "recv_anysource" else arguments[0]
         public = partial(self._message_failure, method.removesuffix("_anysource"), peer)
         try:
             work = getattr(inner, method)(buffers, *arguments)

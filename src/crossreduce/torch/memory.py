@@ -151,7 +151,9 @@ def _as_arrays(tensors: Sequence[Any]) -> list[Any]:
             step = starts[1] - starts[0] if len(starts) > 1 else 0
             count = next((k for k, start in enumerate(starts) if start != starts[0] + k * step), len(starts))
             steps = (step, *(stride * itemsize for stride in strides))
-            where = {"data": (starts[0], True), "shape": (count, *shape), "strides": steps, "version": 3}
+            kept = slice(1 if count == 1 else 0, None)  # both NumPy and torch have at most 64 dimensions
+            where: dict[str, Any] = {"shape": (count, *shape)[kept], "strides": steps[kept], "version": 3}
+            where["data"] = starts[0], True
             arrays.append(np.asarray(SimpleNamespace(__array_interface__={**where, "typestr": f"|V{itemsize}"})))
             del starts[:count]
     return arrays

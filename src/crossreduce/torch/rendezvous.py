@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -38,16 +36,13 @@ class StoreRendezvous:
         ``global_ranks``: the ranks' numbers in errors; empty: 0, 1, ...
         """
         with reaching(store):
-            self._connection = _connection(_base(store), timeout_s)
-            # The ranks agree on a prefix, since that of ``store`` cannot be read.
-            prefix = store.compare_set("prefix", "", secrets.token_hex(8)).decode()
-            self._store = dist.PrefixStore(f"{prefix}/", self._connection.store)
+            self._store, self._connection = _with_own_connection(store, timeout_s)
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._global_ranks = tuple(global_ranks) or tuple(range(size))
         self._calls = 0
         self.owner = self._global_ranks.index(0) if _owner(store) == 0 and 0 in self._global_ranks else None
         self._failure: ReductionError | None = None
-        self._limit_s = timeout_s  # how long a query of the store may take
+        self._unreachable: OSError | None = None  # why the store cannot be reached any more
         self._answered: dict[int, bool] = {}  # the known answers to a roll call: whether each rank's wait timed out
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -58,26 +53,23 @@ class StoreRendezvous:
         keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
         with reaching(self._store):
             self._raise_cause()
-            # Some stores do not distinguish empty from missing values.
-            self._ask(lambda: self._store.set(keys[self.rank], b"." + payload))
+            self._store.set(keys[self.rank], b"." + payload)  # some stores do not distinguish empty from missing values
             self._wait_for(keys)
-            many = self._store.has_extended_api()
-            found = self._ask(lambda: self._store.multi_get(keys) if many else list(map(self._store.get, keys)))
+            found = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+            payloads = [bytes(value)[1:] for value in found]
             if self._calls > 1:  # every rank has begun this call, so every rank has read the previous one's payloads
-                self._ask(lambda: self._delete(f"{self._calls - 1}/{self.rank}"))
-        return [bytes(value)[1:] for value in found]
-
-    def _delete(self, key: str) -> None:
-        with contextlib.suppress(RuntimeError):  # an old FileStore cannot delete
-            self._store.delete_key(key)
+                with contextlib.suppress(RuntimeError):  # an old FileStore cannot delete
+                    self._store.delete_key(f"{self._calls - 1}/{self.rank}")
+        return payloads
 
     def _wait_for(self, keys: list[str]) -> None:
         deadline, pause = time.monotonic() + self.timeout_s, _PAUSES_S[0]
-        while not self._ask(lambda: self._store.check(keys)):
+        while not self._store.check(keys):
             self._raise_cause()
             if time.monotonic() > deadline:
-                here = self._ask(lambda: [self._store.check([key]) for key in keys])
-                late = [rank for rank, came in zip(self._global_ranks, here, strict=True) if not came]
+                late = [
+                    rank for key, rank in zip(keys, self._global_ranks, strict=True) if not self._store.check([key])
+                ]
                 if late:
                     problem = f"{rank_list(late)} did not reach the rendezvous within {self.timeout_s:g} s."
                     given = f"rank {self._global_ranks[self.rank]} waited; the group has {self.size} ranks"
@@ -108,7 +100,7 @@ class StoreRendezvous:
 
     def publish_abort(self, cause: bytes) -> bytes:
         """Store why the group was aborted; the first reason is kept, and returned."""
-        self._limit_s = _QUERY_S
+        _limit_waits(self._connection, _QUERY_S)
         return bytes(self._query(lambda: self._store.compare_set(_CAUSE, "", cause)) or cause)
 
     def abort_cause(self) -> bytes | None:
@@ -127,16 +119,21 @@ class StoreRendezvous:
                     self._answered[rank] = bytes(self._store.get(key)) != b"."
             return dict(self._answered)
 
-        self._limit_s = _QUERY_S
-        found: dict[int, bool] = self._ask(answers)
+        _limit_waits(self._connection, _QUERY_S)
+        found: dict[int, bool] | None = self._query(answers)
+        if found is None:
+            assert self._unreachable is not None
+            raise self._unreachable
         return found
 
     def record_leaving(self) -> None:
         """Store that this rank leaves the group."""
+        _limit_waits(self._connection, _QUERY_S)
         self._query(lambda: self._store.set(f"left/{self.rank}", b"."))
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has stored that it leaves the group."""
+        _limit_waits(self._connection, _QUERY_S)
         return bool(self._query(lambda: self._store.check([f"left/{rank}"])))
 
     def leave(self, reader: int, readers: Iterable[int]) -> None:
@@ -145,89 +142,40 @@ class StoreRendezvous:
 
     def _query(self, query: Callable[[], Any]) -> Any:
         """Return what ``query`` returns; ``None``: the store cannot be reached, now or earlier."""
-        with contextlib.suppress(OSError):
-            return self._ask(query)
-
-    def _ask(self, query: Callable[[], Any]) -> Any:
-        """Return what ``query`` returns. It must not wait for other ranks.
-
-        Raises:
-          ConnectionError, TimeoutError: the store cannot be reached, now or earlier.
-        """
-        return self._connection.ask(query, self._limit_s)
-
-
-class _Connection:
-    """A connection to a store, for the rendezvous of all groups of this process.
-
-    It is not the user's, whose calls may take minutes. There is one for all groups, since the server of a ``TCPStore``
-    answers no query for up to 5 s after each new connection if it looks up names slowly. Queries run one after another.
-    If one fails, a later one could read its answer, so the connection is not used any more; the next group opens a new
-    one.
-    """
-
-    def __init__(self, base: Any, timeout_s: float) -> None:
-        self._base = base  # keeps the object by which the connection is found
-        self.store, self._descriptor = _with_own_connection(base, timeout_s)
-        self._limit_s: float | None = None
-        self._lock = threading.RLock()  # a signal handler may close a group during a query of its thread
-        self._failure: tuple[type[OSError], str] | None = None  # why the store cannot be reached any more
-
-    def ask(self, query: Callable[[], Any], limit_s: float) -> Any:
-        """Return what ``query`` returns; each wait for data of the store may take ``limit_s`` seconds."""
-        with self._lock:
-            if self._failure is None and _has_ended(self._descriptor):  # torch would write its stack to stderr
-                self._failure = ConnectionError, "the store has closed the connection"
-            if self._failure is not None:
-                kind, text = self._failure
-                raise kind(text)
-            if limit_s != self._limit_s:
-                _limit_waits(self._descriptor, limit_s)
-                self._limit_s = limit_s
+        if self._unreachable is None:
             try:
                 return query()
             except RuntimeError as error:  # the class of all errors of stores
-                kind, text = TimeoutError if "Timeout" in str(error) else ConnectionError, str(error)
-                self._failure = kind, text
-                raise kind(text) from error
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether no query has failed."""
-        return self._failure is None
+                kind = TimeoutError if "Timeout" in str(error) else ConnectionError
+                self._unreachable = kind(str(error))
+        return None
 
 
-_CONNECTIONS: Final[weakref.WeakValueDictionary[tuple[int, int], _Connection]] = weakref.WeakValueDictionary()
-
-
-def _connection(base: Any, timeout_s: float) -> _Connection:
-    """Return this process's connection to a store without prefixes; a forked process does not use its parent's."""
-    key = os.getpid(), id(base)
-    found = _CONNECTIONS.get(key)
-    if found is None or not found.is_usable:
-        found = _CONNECTIONS[key] = _Connection(base, timeout_s)
-    return found
-
-
-def _with_own_connection(base: Any, timeout_s: float) -> tuple[Any, int | None]:
+def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, int | None]:
     """Return a store with a connection of its own, if possible, to the same data, and the connection's descriptor.
 
-    If the store has ended, this raises in less than ``timeout_s`` seconds; torch tries to connect for up to 3 times the
-    timeout of the store.
+    Calls on one connection run one after another, and a user's call may take minutes. If the store has ended, this
+    raises in less than ``timeout_s`` seconds; torch tries to connect for up to 3 times the timeout of the store. A call
+    takes at most ``timeout_s`` seconds, too; torch waits without limit for a store whose host does not answer.
     """
-    if not hasattr(base, "clone"):
-        return base, None
-    before, opened = base.timeout, _sockets()
+    if not hasattr(store, "clone"):
+        return store, None
+    before, opened = store.timeout, _sockets()
     try:
-        base.set_timeout(min(before, timedelta(seconds=timeout_s / 4)))
-        own = base.clone()
+        store.set_timeout(min(before, timedelta(seconds=timeout_s / 4)))
+        own = store.clone()
+    except RuntimeError as error:
+        if "pure virtual" in str(error):  # a store that is written in Python
+            return store, None
+        raise
     finally:
-        base.set_timeout(before)
+        store.set_timeout(before)
     own.set_timeout(before)
-    port = getattr(base, "port", None)
+    port = getattr(_base(store), "port", None)
     for _, descriptor in _sockets().items() - opened.items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
             if found.getpeername()[1] == port:
+                _limit_waits(descriptor, timeout_s)
                 return own, descriptor
     return own, None
 
@@ -248,19 +196,6 @@ def _limit_waits(connection: int | None, seconds: float) -> None:
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection)) as opened:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-
-def _has_ended(connection: int | None) -> bool:
-    """Return whether the other end of a connection, from which no data is expected, is known to be closed."""
-    if connection is None:
-        return False
-    try:
-        with socket.socket(fileno=os.dup(connection)) as opened:
-            return not opened.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def _base(store: Any) -> Any:
@@ -311,7 +246,7 @@ def reaching(store: Any) -> Iterator[None]:
         yield
     except ReductionError:
         raise
-    except (OSError, RuntimeError) as error:  # the second is the class of all errors of stores
+    except RuntimeError as error:  # the class of all errors of stores
         ranks, owner = [], "the process that runs it"
         if _owner(store) == 0:
             ranks, owner = [0], "rank 0, which runs it,"
