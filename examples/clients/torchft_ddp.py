@@ -68,7 +68,7 @@ def train(replica, lighthouse):
         optimizer.step()
         if manager.current_step() > step:  # the step was not discarded
             losses[step] = loss.item()
-    print("losses", json.dumps(list(losses.values())), flush=True)
+    print(f"losses {json.dumps(list(losses.values()))}", flush=True)
     manager.shutdown()
 
 
