@@ -16,6 +16,7 @@ from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError, 
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks import watchdog
 from crossreduce.ranks.communicator import Communicator
+from crossreduce.ranks.exchange import Exchange
 
 
 def on(*names):
@@ -282,6 +283,29 @@ def test_a_late_host_is_not_blamed_on_the_rank_that_waits_for_it():
     assert " s for another host in op 1, all_reduce sum float64[10]" in itself
     assert "waits for them: for rank 2, which may itself wait for other ranks of its host" in itself
     assert all((one == 21 * np.arange(10.0)).all() for one in (x, y, z))
+
+
+def next_op(rendezvous):
+    """Let the leaders' last messages of op 1 take longer than the timeout; return the results of ops 1 and 2."""
+    comm, transport = joined(rendezvous, 1.5)
+    close = Exchange.close
+
+    def slow(exchange):
+        if comm.memory.number == 1:
+            time.sleep(2.5)
+        close(exchange)
+
+    x = np.full(3, 2.0**comm.rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "close", slow)
+        comm.reduce(ReduceOp.SUM, memory(x), memory(x) if comm.rank == 0 else None, 0)
+        return x[0], last_sum(comm, transport)[1]
+
+
+def test_a_rank_that_is_an_op_ahead_does_not_blame_its_leader():
+    """A rank whose part of an op is done waits in the next op for its leader, which still exchanges messages, and
+    leaves it to the leader to name the rank at fault."""
+    assert ranks(3, next_op, environment=on(*"abb")) == [(7, 21), (2, 21), (4, 21)]
 
 
 def without_a_thread(rendezvous):

@@ -214,8 +214,9 @@ class MultiHostEngine:
             run([[address(*place) for place in operands]], [[address(*place) for place in results]], 1, False, False)
 
     def is_waiting_for_hosts(self, rank: int) -> bool:
-        """Return whether a rank of this host waits for another host in the current op."""
-        return bool(self._word(_REMOTE, rank).value)
+        """Return whether a rank of this host waits for another host: in the current op, or still in the one before."""
+        other = -SLOT_BYTES // 2 if self.memory.number % 2 else SLOT_BYTES // 2  # ops use the halves in turn
+        return any(self._word(_REMOTE, rank, offset).value for offset in (0, other))
 
     @contextmanager
     def _waiting_for_hosts(self) -> Iterator[None]:
@@ -224,9 +225,10 @@ class MultiHostEngine:
         yield  # an error skips the next line; it breaks the group, so no later call reads the word
         word.value = 0
 
-    def _word(self, which: int, rank: int | None = None) -> ctypes.c_int32:
-        """Return a word at the start of a rank's slot."""
-        return ctypes.c_int32.from_address(self.memory.address(self.rank if rank is None else rank) + 4 * which)
+    def _word(self, which: int, rank: int | None = None, offset: int = 0) -> ctypes.c_int32:
+        """Return a word at the start of the half of a rank's slot that the current op uses, or at an offset from it."""
+        start = self.memory.address(self.rank if rank is None else rank) + offset
+        return ctypes.c_int32.from_address(start + 4 * which)
 
 
 def _digest(text: bytes, more: str) -> bytes:
