@@ -93,9 +93,16 @@ arrays = extension(
     ["src/crossreduce/frameworks/native/numpy_arrays.cpp"],
     include_dirs=[numpy.get_include()],
 )
+CALLS = "src/crossreduce/engines/host/native"
+calls = extension(
+    "engines.host._calls",
+    [str(path) for path in sorted(Path(CALLS).glob("*.cpp"))],
+    include_dirs=[numpy.get_include(), NATIVE],
+    depends=[str(path) for folder in (CALLS, NATIVE) for path in sorted(Path(folder).glob("*.hpp"))],
+)
 free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # the stable ABI does not support these builds yet
 setup(
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
-    ext_modules=[] if free_threaded else [kernels, arrays],
+    ext_modules=[] if free_threaded else [kernels, arrays, calls],
     options={} if free_threaded else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -10,10 +10,11 @@ defects (see docs/contract.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .autograph import unconverted
 from .devices import canonical
+from .engines.host.prepared import new_calls
 from .errors import ArgumentError, MismatchError, ReductionError, message, shown
 from .frameworks import Array, Sparse, framework_of
 from .ops import ReduceOp
@@ -34,6 +35,9 @@ from .validation import (
     read_options,
 )
 from .values import DistributedValues, Mirrored, PerReplica
+
+if TYPE_CHECKING:
+    from .engines.host._calls import Calls
 
 Pair = tuple[PerReplica, tuple[str, ...]]
 
@@ -56,6 +60,8 @@ class CrossDeviceOps:
     >>> First().reduce("sum", value, value)[1]
     array([1., 1.])
     """
+
+    _calls: Calls | None = None  # calls that were made before and can run in compiled code
 
     @unconverted
     def reduce(
@@ -99,6 +105,10 @@ class CrossDeviceOps:
         >>> value[1]
         array([4., 6.])
         """
+        if self._calls is not None and experimental_hints is None:
+            found = self._calls.reduce(reduce_op, per_replica_value, destinations, options, out)
+            if found is not None:
+                return cast("Mirrored", found)
         op = read_op(reduce_op)
         hints = read_options(options, experimental_hints)
         value = check_value(op, per_replica(per_replica_value)).with_out(None)
@@ -107,8 +117,8 @@ class CrossDeviceOps:
         if out is None:
             result = self.reduce_implementation(op, value, devices, hints)
             return check_result(result, devices, "reduce_implementation")
-        found = check_out(out, value, devices)
-        jobs = [(value.with_out(found, fresh=value is not per_replica_value), devices)]
+        arrays = check_out(out, value, devices)
+        jobs = [(value.with_out(arrays, fresh=value is not per_replica_value), devices)]
         given = jobs[0][0] if self._writes_out(jobs) else jobs[0][0].with_out(None)
         result = self.reduce_implementation(op, given, devices, hints)
         return write_results([check_result(result, devices, "reduce_implementation")], jobs)[0]
@@ -142,6 +152,10 @@ class CrossDeviceOps:
         >>> HierarchicalCopyAllReduce().batch_reduce("sum", [(value, value), (value, "cpu:0")])[0][1]
         array([4., 6.])
         """
+        if self._calls is not None and experimental_hints is None:
+            found = self._calls.batch_reduce(reduce_op, value_destination_pairs, options, out)
+            if found is not None:
+                return found
         op = read_op(reduce_op)
         hints = read_options(options, experimental_hints)
         jobs: list[Job] = []
@@ -154,8 +168,8 @@ class CrossDeviceOps:
                 if devices is not checked.devices:
                     checked.framework.require(devices)
                 if out is not None:
-                    found = check_out(outs[number], checked, devices)
-                    checked = checked.with_out(found, fresh=checked is not value)
+                    arrays = check_out(outs[number], checked, devices)
+                    checked = checked.with_out(arrays, fresh=checked is not value)
             except ReductionError as error:
                 error.prefix(f"pair {number}", number)
                 raise
@@ -282,6 +296,18 @@ class CrossDeviceOps:
 class _BatchReducing(CrossDeviceOps):
     """An op that reduces one value as a batch of one."""
 
+    def _prepared(self, ours: type[_BatchReducing]) -> Calls | None:
+        """Return where to add a call, so that later ones run in compiled code.
+
+        ``None``: nothing can be prepared, as on a subclass that has replaced a method of the class ``ours``.
+        """
+        if self._calls is None and all(
+            getattr(type(self), name, None) is getattr(ours, name, None)
+            for name in ("reduce_implementation", "batch_reduce_implementation", "_planner")
+        ):
+            self._calls = new_calls()
+        return self._calls
+
     def reduce_implementation(
         self,
         reduce_op: ReduceOp,
@@ -335,7 +361,7 @@ class ReductionToOneDevice(_BatchReducing):
             for job in jobs:
                 job[0].framework.require((self._root,))
         if self._accumulate is None:
-            return reduce_to_one(jobs, self._root)
+            return reduce_to_one(jobs, self._root, self._prepared(ReductionToOneDevice), options)
         if reduce_op not in (ReduceOp.SUM, ReduceOp.MEAN):
             problem = "accumulation_fn replaces the sum, so the op must be sum or mean."
             raise ArgumentError.of(problem, shown(reduce_op), "ReductionToOneDevice() without accumulation_fn")
@@ -414,7 +440,8 @@ class AllReduceCrossDeviceOps(_BatchReducing):
     ) -> list[Mirrored]:
         jobs = [(check_value(reduce_op, value), devices) for value, devices in value_destination_pairs]
         packing = self._packing._replace(bytes_per_pack=options.bytes_per_pack)
-        return reduce_batch(jobs, packing, self._planner(options), self._topology, None)
+        calls = self._prepared(AllReduceCrossDeviceOps)
+        return reduce_batch(jobs, packing, self._planner(options), self._topology, None, calls, options)
 
     def broadcast_implementation(self, tensor: Any, destinations: tuple[str, ...]) -> Mirrored:
         return broadcast_array(tensor, destinations, self._planner(read_options(None)), self._topology)

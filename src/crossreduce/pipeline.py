@@ -7,9 +7,10 @@ functions are the steps of the diagram in ARCHITECTURE.md; ``cross_device_ops.py
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from . import kernels
 from .engines.base import (
@@ -22,15 +23,21 @@ from .engines.base import (
     ProgramRange,
     engine_named,
 )
+from .engines.host import HostExecutable
+from .engines.host.prepared import FRAMEWORKS, prepare
 from .frameworks import Array, Framework, Sparse, framework_of
 from .lowering import lower
 from .ops import Numbers, copying
+from .options import DEFAULT, CommunicationOptions
 from .outputs import Job, check_overlap, in_pair, overlap_error
 from .packing import Buffer, Packing, itemsize, layout
 from .planning import REGISTRY, Request, choose, schedule_for
 from .topology import Topology
 from .validation import Checked
 from .values import Mirrored, PerReplica, TensorSpec, locate
+
+if TYPE_CHECKING:
+    from .engines.host._calls import Calls
 
 _LOG: Final = logging.getLogger("crossreduce")
 
@@ -41,11 +48,14 @@ def reduce_batch(
     algorithm: str,
     topology: Topology | None,
     root: str | None,
+    calls: Calls | None = None,
+    options: CommunicationOptions = DEFAULT,
 ) -> list[Mirrored]:
     """Reduce a batch: values with the same sources and destinations are packed and planned together.
 
     The whole batch is planned before any of it runs, so a batch that cannot be planned moves nothing. ``root`` is where
     ``one_device`` reduces (``None``: it rotates) and sparse values are concatenated (``None``: first destination).
+    If ``calls`` is given, the call is added to it where that is possible: it depends on nothing but ``options``.
 
     Raises:
       PlanError: the topology has no route for some of the data.
@@ -72,21 +82,45 @@ def reduce_batch(
     results: list[Any] = [
         _reduce_sparse(value, destinations, root) if value.sparse else None for value, destinations in jobs
     ]
+    executables: list[tuple[Any, list[int]]] = []
     for each, numbers in runs:
-        reduced = _run(each, [jobs[number] for number in numbers], with_out)
+        executable, reduced = _run(each, [jobs[number] for number in numbers], with_out)
+        executables.append((executable, numbers))
         for number, components in zip(numbers, reduced, strict=True):
             results[number] = Mirrored.on(tuple(components), jobs[number][1])
+    if calls is not None and len(routes) == 1 and _is_preparable(jobs, with_out, executables):
+        (first, destinations), rows = jobs[0], [value.values for value, _ in jobs]
+        assert first.op is not None
+        components = [result.values for result in results]
+        prepare(calls, first.op, options, (first.devices, destinations), rows, components, with_out, executables)
     return results
 
 
-def reduce_to_one(jobs: Sequence[Job], root: str | None) -> list[Mirrored]:
-    """Reduce each value on the device ``root``; ``None``: on the value's first destination."""
+def _is_preparable(jobs: Sequence[Job], with_out: bool, executables: Sequence[tuple[Any, Any]]) -> bool:
+    """Return whether a batch of one framework, with the same devices, can be recognised by ``Calls``."""
+    return all(isinstance(executable, HostExecutable) for executable, _ in executables) and all(
+        not value.sparse
+        and (value.out is not None) is with_out
+        and all(map(operator.is_, value.arrays, value.values))
+        # In torch, the mean of integers has the default dtype, which may change.
+        and (value.framework.name == "numpy" or value.numbers.result == value.spec.dtype)
+        and value.framework.name in FRAMEWORKS
+        for value, _ in jobs
+    )
+
+
+def reduce_to_one(
+    jobs: Sequence[Job], root: str | None, calls: Calls | None = None, options: CommunicationOptions = DEFAULT
+) -> list[Mirrored]:
+    """Reduce each value on the device ``root``; ``None``: on the value's first destination. See ``reduce_batch``."""
     by_root: dict[str, list[int]] = {}
     for number, (_, destinations) in enumerate(jobs):
         by_root.setdefault(root or destinations[0], []).append(number)
     results: list[Any] = [None] * len(jobs)
+    calls = calls if len(by_root) == 1 else None
     for device, numbers in by_root.items():
-        reduced = reduce_batch([jobs[number] for number in numbers], Packing(), "one_device", None, device)
+        members = [jobs[number] for number in numbers]
+        reduced = reduce_batch(members, Packing(), "one_device", None, device, calls, options)
         for number, result in zip(numbers, reduced, strict=True):
             results[number] = result
     return results
@@ -176,20 +210,20 @@ def _compiled(engine: Engine, layout: Layout, numbers: Numbers, with_out: bool) 
     return engine.compile(layout, numbers, with_out)
 
 
-def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> Sequence[Sequence[Array]]:
+def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> tuple[Executable, Sequence[Sequence[Array]]]:
     """Reduce the values of one layout with the first engine that accepts their arrays.
 
-    Returns for each value the result's components: the arrays of its ``out`` if ``with_out``.
+    Returns the executable, and for each value the result's components: the arrays of its ``out`` if ``with_out``.
     """
     values = [value for value, _ in jobs]
     engine, operands = select(layout, [value.arrays for value in values])
     executable = _compiled(engine, layout, values[0].numbers, with_out)
     if not with_out:
-        return executable.run(operands, None)
+        return executable, executable.run(operands, None)
     if not engine.checks_overlap:
         check_overlap(jobs)
     try:
-        return executable.run(operands, [value.out.values for value in values if value.out is not None])
+        return executable, executable.run(operands, [value.out.values for value in values if value.out is not None])
     except OverlapError as overlap:
         raise in_pair(overlap_error(overlap.result), layout.tensors[overlap.tensor], len(jobs)) from None
     except (BufferError, ValueError):
@@ -233,7 +267,7 @@ def broadcast_array(
     value.sparse, value.mixed, value.out = False, False, None
     value.numbers = copying(value.spec.dtype)
     (only,) = layouts(framework, algorithm, source, destinations, (value.spec,), Packing(), topology, None)
-    (components,) = _run(only, [(value, destinations)], False)
+    _, (components,) = _run(only, [(value, destinations)], False)
     return Mirrored.on(tuple(components), destinations)
 
 

@@ -126,23 +126,26 @@ class HostExecutable:
         self._memory: ArrayMemory = memory
         self._shapes, self._dtype, self._destinations = layout.shapes, numbers.result, layout.destinations
         self._count = 1 if memory.shares_results and not with_out else len(layout.destinations)
-        self._kernel = kernel(layout, numbers, self._count)
+        self.kernel = kernel(layout, numbers, self._count)
         written = layout.nbytes // itemsize(numbers.dtype) * self._count * itemsize(numbers.result)
-        self._streaming = written >= kernels.STREAMING_BYTES
-        self._threaded = written + layout.nbytes * len(layout.sources) >= kernels.THREADED_BYTES
+        self.streaming = written >= kernels.STREAMING_BYTES
+        self.threaded = written + layout.nbytes * len(layout.sources) >= kernels.THREADED_BYTES
+
+    def threads(self) -> int:
+        """Return the number of threads of a run."""
+        if not self.threaded:
+            return 1
+        limit = self._memory.threads()
+        return kernels.threads() if limit is None else min(kernels.threads(), limit)
 
     def run(self, operands: Any, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
         """Reduce arrays in one run of the kernel."""
-        memory = self._memory
-        threads = 1
-        if self._threaded:
-            limit = memory.threads()
-            threads = kernels.threads() if limit is None else min(kernels.threads(), limit)
+        memory, threads = self._memory, self.threads()
         if out is None:
             blanks = memory.allocate(self._shapes, self._dtype, self._count)
-            self._kernel.run(operands, memory.writable(blanks), threads, self._streaming, False)
+            self.kernel.run(operands, memory.writable(blanks), threads, self.streaming, False)
             return memory.wrap(blanks, self._shapes, self._dtype, self._destinations)
-        overlap = self._kernel.run(operands, memory.writable_outputs(out), threads, self._streaming, True)
+        overlap = self.kernel.run(operands, memory.writable_outputs(out), threads, self.streaming, True)
         if overlap is not None:
             raise OverlapError(*overlap)
         memory.mark_dirty(out)

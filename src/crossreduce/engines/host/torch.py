@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from itertools import chain
@@ -68,3 +69,11 @@ def _allocate(shape: tuple[int, ...], dtype: Any, count: int) -> list[Any]:
 
 
 MEMORY: Final = TorchMemory()
+
+if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # torch 2.10 and newer
+    with contextlib.suppress(ImportError):  # not compiled
+        from ._calls import use_torch
+
+        use_torch(
+            torch.Tensor, torch.Tensor.__dlpack_c_exchange_api__, is_transformed, torch.autograd.graph.increment_version
+        )

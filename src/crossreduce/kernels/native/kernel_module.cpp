@@ -1,6 +1,8 @@
 // The Python class Kernel.
 #include "module.hpp"
 
+#include "overlap.hpp"
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
 #endif
@@ -8,7 +10,6 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
-#include <optional>
 
 namespace {
 
@@ -16,8 +17,6 @@ const char *const DTYPE_NAMES[DTYPES] = {"bool",     "int8",    "int16",   "int3
                                          "uint8",    "uint16",  "uint32",  "uint64",    "float16",
                                          "bfloat16", "float32", "float64", "complex64", "complex128"};
 const char *const OP_NAMES[OPS] = {"sum", "min", "max", "product"};
-// A run with at most this traffic keeps the interpreter's lock: releasing and reacquiring it could take longer.
-constexpr int64_t MAX_NBYTES_WITH_LOCK = 1 << 15;
 
 struct KernelObject {
     PyObject_HEAD
@@ -211,11 +210,6 @@ bool read_operands(const Kernel &kernel, PyObject *sources, PyObject *results, O
     return true;
 }
 
-struct Extent { // the memory from the first byte of an array to its last
-    const char *start, *stop;
-    int64_t tensor, result; // result: -1 for a source
-};
-
 std::vector<Extent> extents_of(const Kernel &kernel, const Operands &operands) {
     std::vector<Extent> extents;
     const bool same_itemsize = ITEMSIZES[kernel.dtype] == ITEMSIZES[kernel.result];
@@ -245,21 +239,6 @@ std::vector<Extent> extents_of(const Kernel &kernel, const Operands &operands) {
     return extents;
 }
 
-// Return a result that shares memory with another result, or with a source unless it is that source.
-std::optional<Extent> find_overlap(const Kernel &kernel, const Operands &operands) {
-    std::vector<Extent> extents = extents_of(kernel, operands);
-    std::sort(extents.begin(), extents.end(), [](const Extent &a, const Extent &b) { return a.start < b.start; });
-    const Extent *furthest = nullptr, *furthest_result = nullptr; // the ends of the extents so far
-    for (const Extent &extent : extents) {
-        const Extent *other = extent.result >= 0 ? furthest : furthest_result;
-        if (other != nullptr && other->stop > extent.start) return extent.result >= 0 ? extent : *other;
-        if (furthest == nullptr || extent.stop > furthest->stop) furthest = &extent;
-        if (extent.result >= 0 && (furthest_result == nullptr || extent.stop > furthest_result->stop))
-            furthest_result = &extent;
-    }
-    return {};
-}
-
 PyObject *kernel_run(PyObject *object, PyObject *args) {
     const Kernel &kernel = *reinterpret_cast<KernelObject *>(object)->kernel;
     PyObject *sources, *results;
@@ -269,7 +248,9 @@ PyObject *kernel_run(PyObject *object, PyObject *args) {
     try {
         Operands operands;
         if (!read_operands(kernel, sources, results, operands)) return nullptr;
-        if (const auto found = check_overlap ? find_overlap(kernel, operands) : std::nullopt)
+        std::vector<Extent> extents;
+        if (check_overlap) extents = extents_of(kernel, operands);
+        if (const Extent *found = find_overlap(extents))
             return Py_BuildValue("LL", static_cast<long long>(found->tensor), static_cast<long long>(found->result));
         const auto run = [&](int on, bool streamed) {
             return run_kernel(kernel, operands.sources, operands.results, on, streamed);

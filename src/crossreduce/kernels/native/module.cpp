@@ -2,6 +2,7 @@
 #include "module.hpp"
 
 #include "available_memory.hpp"
+#include "kernel_api.hpp"
 #include "memory_pool.hpp"
 #include "thread_pool.hpp"
 
@@ -13,16 +14,20 @@ struct MemoryObject {
     Py_ssize_t nbytes;
 };
 
-PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *) {
-    Py_ssize_t nbytes;
-    if (!PyArg_ParseTuple(args, "n", &nbytes)) return nullptr;
-    if (nbytes < 0) return PyErr_Format(PyExc_ValueError, "the size of memory must not be negative");
+PyObject *make_memory(PyTypeObject *type, Py_ssize_t nbytes) {
     return make_object<MemoryObject>(type, [&](MemoryObject &self) {
         self.nbytes = nbytes;
         self.data = allocate_memory(static_cast<size_t>(nbytes));
         if (self.data == nullptr) throw std::bad_alloc();
         return true;
     });
+}
+
+PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *) {
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(args, "n", &nbytes)) return nullptr;
+    if (nbytes < 0) return PyErr_Format(PyExc_ValueError, "the size of memory must not be negative");
+    return make_memory(type, nbytes);
 }
 
 void memory_dealloc(PyObject *object) {
@@ -90,8 +95,21 @@ PyMethodDef functions[] = {
     {"helpers", helpers, METH_NOARGS, "Return the number of threads that the pool of this process has started."},
     {nullptr, nullptr, 0, nullptr}};
 
+PyTypeObject *memory_type = nullptr;
+
+PyObject *new_memory(size_t nbytes, char **data) {
+    PyObject *made = make_memory(memory_type, static_cast<Py_ssize_t>(nbytes));
+    if (made != nullptr) *data = static_cast<char *>(reinterpret_cast<MemoryObject *>(made)->data);
+    return made;
+}
+
+KernelApi api = {kernel_of, traffic_nbytes, run_kernel, new_memory, allocate_memory, free_memory};
+
 int fill(PyObject *module) {
     if (add_class<MemoryObject>(module, "crossreduce.kernels._native.Memory", memory_slots) < 0) return -1;
+    memory_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "Memory")); // kept for ever
+    Ref capsule(PyCapsule_New(&api, KERNEL_API, nullptr));
+    if (memory_type == nullptr || !capsule || PyModule_AddObjectRef(module, "API", capsule.object) < 0) return -1;
     return add_kernel(module) < 0 ? -1 : add_shared_memory(module);
 }
 

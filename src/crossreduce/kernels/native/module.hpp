@@ -20,6 +20,9 @@ int add_shared_memory(PyObject *module);
 // Return the kernel of a Kernel object, or null with an error set.
 const Kernel *kernel_of(PyObject *object);
 
+// A run with at most this traffic keeps the interpreter's lock: releasing and reacquiring it could take longer.
+constexpr int64_t MAX_NBYTES_WITH_LOCK = 1 << 15;
+
 // Return the functions of an instruction set, or null if this build or this machine does not support it.
 const InstructionSet *instruction_set(const char *name);
 

@@ -1,0 +1,34 @@
+from collections.abc import Callable
+from typing import Any
+
+class Calls:
+    def reduce(self, op: Any, value: Any, destinations: Any, options: Any, out: Any, /) -> Any: ...
+    def batch_reduce(self, op: Any, pairs: Any, options: Any, out: Any, /) -> list[Any] | None: ...
+    def all_reduce(
+        self, op: Any, lists: list[list[Any]], devices: tuple[str, ...], options: Any, outs: Any, /
+    ) -> list[list[Any]] | None: ...
+    def add(
+        self,
+        op: Any,
+        options: Any,
+        sources: tuple[str, ...],
+        destinations: tuple[str, ...],
+        rows: Any,
+        results: Any,
+        with_out: bool,
+        runs: Any,
+        /,
+    ) -> None: ...
+
+def use(
+    per_replica: type,
+    mirrored: type,
+    reduce_op: type,
+    ops_by_name: dict[str, Any],
+    device_names: Callable[[str], tuple[str, ...]],
+    default_options: Any,
+    /,
+) -> None: ...
+def use_torch(
+    tensor_type: type, exchange_api: Any, is_transformed: Callable[[], bool], mark_dirty: Callable[[Any], Any], /
+) -> None: ...

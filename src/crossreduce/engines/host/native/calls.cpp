@@ -1,0 +1,560 @@
+// The compiled call path: calls that were made before, with arrays of the same dtypes and sizes, run again without a
+// Python object or frame per array.
+//
+// It only recognises: the first call of its kind takes the path in Python, which checks, plans and explains, and then
+// adds what it prepared. A later call runs here if all that the first one depended on is the same: op, options,
+// devices, and of every array its class, dtype, sizes, C order and place in host memory. Otherwise, also if results
+// share memory with other arrays, this returns None, and the path in Python handles the call.
+#include "arrays.hpp"
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "overlap.hpp"
+
+const KernelApi *kernel_api = nullptr;
+
+namespace {
+
+constexpr size_t MAX_PREPARED = 4096; // more are forgotten, all at once
+
+PyObject *name_values, *name_devices, *name_threads; // interned
+PyTypeObject *per_replica, *mirrored, *reduce_op;
+PyObject *ops_by_name, *device_names, *default_options;
+
+struct Run { // one kernel, which reduces some tensors of a batch
+    PyObject *kernel_object, *executable;
+    const Kernel *kernel;
+    std::vector<size_t> tensors;
+    bool streaming, threaded;
+    int64_t dtype; // of the results
+};
+
+struct Prepared {
+    std::vector<int64_t> signature;
+    std::vector<Run> runs;
+    PyObject *kept; // a tuple: what must live as long as this
+    ~Prepared() { Py_XDECREF(kept); }
+};
+
+using PreparedMap = std::unordered_multimap<uint64_t, std::shared_ptr<Prepared>>;
+
+struct Calls {
+    PyObject *tables = nullptr; // by key (op, options, sources, destinations, with out): the number of a map
+    std::mutex lock;            // of `maps` and `count`; no Python code runs under it
+    std::vector<PreparedMap> maps;
+    size_t count = 0;
+};
+
+struct CallsObject {
+    PyObject_HEAD
+    Calls *calls;
+};
+
+// The arrays of one call.
+struct Batch {
+    size_t replicas = 0, destinations = 0;
+    std::vector<PyObject *> arrays, outs; // tensor after tensor: each replica's, each destination's; borrowed
+    std::vector<PyObject *> owned;        // references that are kept during the call
+    const ArrayAccess *access = nullptr;
+    std::vector<ArrayView> views, out_views;
+    std::vector<int64_t> signature;
+
+    ~Batch() {
+        for (PyObject *object : owned) Py_DECREF(object);
+    }
+    size_t tensors() const { return arrays.size() / replicas; }
+    const ArrayView &first(size_t tensor) const { return views[tensor * replicas]; }
+
+    // Keep a new reference, and return it.
+    PyObject *own(PyObject *object) {
+        if (object != nullptr) owned.push_back(object);
+        return object;
+    }
+
+    // Append the elements of a tuple to `to`. Return false if it is not a tuple of `size`.
+    static bool append(PyObject *tuple, size_t size, std::vector<PyObject *> &to) {
+        if (tuple == nullptr || !PyTuple_Check(tuple) || static_cast<size_t>(PyTuple_Size(tuple)) != size) return false;
+        for (size_t k = 0; k < size; k++) to.push_back(PyTuple_GetItem(tuple, static_cast<Py_ssize_t>(k)));
+        return true;
+    }
+};
+
+bool same_sizes(const ArrayView &a, const ArrayView &b) {
+    return a.axes == b.axes && std::equal(a.sizes, a.sizes + a.axes, b.sizes);
+}
+
+uint64_t hash_of(const std::vector<int64_t> &signature) { // FNV-1a on words, with a final mix
+    uint64_t hash = 0xcbf29ce484222325;
+    for (int64_t word : signature) hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3, hash ^= hash >> 29;
+    return hash;
+}
+
+// View all arrays, and set the signature. Return false if they cannot be used here.
+bool view_arrays(Batch &batch) {
+    if (batch.arrays.empty()) return false;
+    batch.access = access_of(batch.arrays[0]);
+    if (batch.access == nullptr || !batch.access->is_usable()) return false;
+    batch.views.resize(batch.arrays.size());
+    batch.signature.reserve(4 * batch.tensors());
+    for (size_t k = 0; k < batch.arrays.size(); k++) {
+        ArrayView &view = batch.views[k];
+        if (!batch.access->view(batch.arrays[k], false, view)) return false;
+        const ArrayView &first = batch.views[k - k % batch.replicas];
+        if (view.dtype != first.dtype || !same_sizes(view, first)) return false;
+        if (k % batch.replicas != 0) continue;
+        batch.signature.push_back(view.dtype);
+        batch.signature.push_back(view.axes);
+        batch.signature.insert(batch.signature.end(), view.sizes, view.sizes + view.axes);
+    }
+    return true;
+}
+
+// View the arrays of `out`. Return false if they do not fit the results, or share memory with other arrays.
+bool view_outs(Batch &batch, const Prepared &prepared) {
+    batch.out_views.resize(batch.outs.size());
+    std::vector<Extent> extents;
+    extents.reserve(batch.arrays.size() + batch.outs.size());
+    for (const Run &run : prepared.runs)
+        for (size_t tensor : run.tensors) {
+            const ArrayView &like = batch.first(tensor);
+            size_t in = ITEMSIZES[run.kernel->dtype], out = ITEMSIZES[run.kernel->result];
+            for (int axis = 0; axis < like.axes; axis++)
+                in *= static_cast<size_t>(like.sizes[axis]), out *= static_cast<size_t>(like.sizes[axis]);
+            ArrayView *outs = &batch.out_views[tensor * batch.destinations];
+            for (size_t r = 0; r < batch.destinations; r++) {
+                PyObject *array = batch.outs[tensor * batch.destinations + r];
+                if (access_of(array) != batch.access || !batch.access->view(array, true, outs[r])) return false;
+                if (outs[r].dtype != run.dtype || !same_sizes(outs[r], like)) return false;
+                if (out > 0)
+                    extents.push_back({outs[r].data, outs[r].data + out, 0, static_cast<int64_t>(r)});
+            }
+            for (size_t k = 0; in > 0 && k < batch.replicas; k++) {
+                const char *data = batch.views[tensor * batch.replicas + k].data;
+                const auto is_source = [&](const ArrayView &view) { return view.data == data; };
+                if (in != out || std::none_of(outs, outs + batch.destinations, is_source))
+                    extents.push_back({data, data + in, 0, -1});
+            }
+        }
+    return find_overlap(extents) == nullptr;
+}
+
+PyObject *key_of(PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, bool with_out) {
+    // The default options are the most frequent ones, and their hash is computed in Python.
+    return PyTuple_Pack(5, op, options == default_options ? Py_None : options, sources, destinations,
+                        with_out ? Py_True : Py_False);
+}
+
+std::shared_ptr<Prepared> find(Calls &calls, PyObject *key, const Batch &batch) {
+    PyObject *number = PyDict_GetItemWithError(calls.tables, key); // an error: the key cannot be hashed
+    if (number == nullptr) return nullptr;
+    const uint64_t hash = hash_of(batch.signature);
+    const std::lock_guard<std::mutex> guard(calls.lock);
+    const size_t at = PyLong_AsSize_t(number);
+    if (at >= calls.maps.size()) return nullptr; // forgotten by another thread just now
+    const auto [begin, end] = calls.maps[at].equal_range(hash);
+    for (auto one = begin; one != end; ++one)
+        if (one->second->signature == batch.signature) return one->second;
+    return nullptr;
+}
+
+// Run a prepared call. Return the results, tensor after tensor, in a new list; or null with an error set.
+PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
+    std::vector<int> threads;
+    for (const Run &run : prepared.runs) { // before anything is allocated, since this may raise
+        threads.push_back(1);
+        if (!run.threaded) continue;
+        Ref number(PyObject_CallMethodObjArgs(run.executable, name_threads, nullptr));
+        if (!number) return nullptr;
+        const long found = PyLong_AsLong(number.object);
+        if (found == -1 && PyErr_Occurred()) return nullptr;
+        threads.back() = static_cast<int>(found);
+    }
+    Ref results(PyList_New(static_cast<Py_ssize_t>(batch.tensors() * batch.destinations)));
+    if (!results) return nullptr;
+    std::vector<Source> sources;
+    std::vector<char *> targets;
+    for (size_t number = 0; number < prepared.runs.size(); number++) {
+        const Run &run = prepared.runs[number];
+        sources.clear(), targets.clear();
+        for (size_t tensor : run.tensors) {
+            for (size_t k = 0; k < batch.replicas; k++)
+                sources.push_back({batch.views[tensor * batch.replicas + k].data, nullptr});
+            for (size_t r = 0; r < batch.destinations; r++) {
+                const size_t at = tensor * batch.destinations + r;
+                PyObject *array;
+                char *data;
+                if (batch.outs.empty()) {
+                    array = batch.access->make(batch.first(tensor), run.dtype, ITEMSIZES[run.kernel->result], &data);
+                    if (array == nullptr) return nullptr;
+                } else {
+                    array = batch.outs[at];
+                    data = batch.out_views[at].data;
+                    Py_INCREF(array);
+                }
+                targets.push_back(data);
+                if (PyList_SetItem(results.object, static_cast<Py_ssize_t>(at), array) < 0) return nullptr;
+            }
+        }
+        const bool small = kernel_api->traffic_nbytes(*run.kernel) <= MAX_NBYTES_WITH_LOCK;
+        const auto execute = [&](int on, bool streaming) {
+            return kernel_api->run(*run.kernel, sources, targets, on, streaming);
+        };
+        if (!(small ? execute(1, false) : without_lock(false, [&] { return execute(threads[number], run.streaming); })))
+            return PyErr_NoMemory();
+    }
+    if (!batch.outs.empty()) {
+        Ref written(PyList_AsTuple(results.object));
+        if (!written || !batch.access->mark_written(written.object)) return nullptr;
+    }
+    Py_INCREF(results.object);
+    return results.object;
+}
+
+// Ignore an error, since the call is not handled here; but keep Ctrl-C.
+void forget_error() {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+}
+
+// Return the results of a call that was prepared, tensor after tensor, in a new list; null without an error: it was not.
+PyObject *run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, Batch &batch) {
+    std::shared_ptr<Prepared> prepared;
+    if (PyUnicode_CheckExact(op)) op = PyDict_GetItemWithError(ops_by_name, op);
+    else if (Py_TYPE(op) != reduce_op) return nullptr;
+    if (op != nullptr && view_arrays(batch)) {
+        Ref key(key_of(op, options, sources, destinations, !batch.outs.empty()));
+        if (key) prepared = find(calls, key.object, batch);
+    }
+    if (prepared != nullptr && (batch.outs.empty() || view_outs(batch, *prepared))) return run_prepared(batch, *prepared);
+    forget_error();
+    return nullptr;
+}
+
+// ---- Python's values --------------------------------------------------------------------------------------------
+
+bool is_distributed(PyObject *value) { return Py_TYPE(value) == per_replica || Py_TYPE(value) == mirrored; }
+
+// Return a new reference to the devices that a `destinations` argument names; null: the call is not handled here.
+PyObject *devices_of(PyObject *destinations) {
+    if (is_distributed(destinations)) return PyObject_GetAttr(destinations, name_devices);
+    return PyUnicode_CheckExact(destinations) ? PyObject_CallFunctionObjArgs(device_names, destinations, nullptr)
+                                              : nullptr;
+}
+
+bool are_equal(PyObject *a, PyObject *b) { return a == b || PyObject_RichCompareBool(a, b, Py_EQ) == 1; }
+
+// Add a value, and `out` unless it is None, to a batch. All must have the same devices, which the first one sets.
+bool add_value(Batch &batch, PyObject *value, PyObject *destinations, PyObject *out, PyObject *&sources,
+               PyObject *&devices) {
+    if (!is_distributed(value)) return false;
+    PyObject *values = batch.own(PyObject_GetAttr(value, name_values));
+    PyObject *own = batch.own(PyObject_GetAttr(value, name_devices));
+    PyObject *to = destinations == value ? own : batch.own(devices_of(destinations));
+    if (values == nullptr || own == nullptr || to == nullptr || !PyTuple_Check(own) || !PyTuple_Check(to)) return false;
+    if (sources == nullptr) {
+        sources = own, devices = to;
+        batch.replicas = static_cast<size_t>(PyTuple_Size(own));
+        batch.destinations = static_cast<size_t>(PyTuple_Size(to));
+    }
+    if (!are_equal(sources, own) || !are_equal(devices, to) || !Batch::append(values, batch.replicas, batch.arrays))
+        return false;
+    if (out == Py_None) return true;
+    if (!is_distributed(out)) return false;
+    PyObject *arrays = batch.own(PyObject_GetAttr(out, name_values));
+    PyObject *places = batch.own(PyObject_GetAttr(out, name_devices));
+    return arrays != nullptr && places != nullptr && are_equal(places, devices) &&
+           Batch::append(arrays, batch.destinations, batch.outs);
+}
+
+// Return a Mirrored of the results from position `at` on.
+PyObject *mirrored_of(PyObject *results, size_t at, size_t count, PyObject *devices) {
+    Ref values(PyList_GetSlice(results, static_cast<Py_ssize_t>(at), static_cast<Py_ssize_t>(at + count)));
+    Ref tuple(values ? PyList_AsTuple(values.object) : nullptr);
+    Ref made(tuple ? PyType_GenericAlloc(mirrored, 0) : nullptr);
+    if (!made || PyObject_SetAttr(made.object, name_values, tuple.object) < 0 ||
+        PyObject_SetAttr(made.object, name_devices, devices) < 0)
+        return nullptr;
+    Py_INCREF(made.object);
+    return made.object;
+}
+
+// Return what a method returns: null, for an error; None, if there is neither an error nor a result.
+PyObject *result_or_none(PyObject *result) {
+    if (result != nullptr || PyErr_Occurred()) return result;
+    Py_RETURN_NONE;
+}
+
+Calls &calls_of(PyObject *object) { return *reinterpret_cast<CallsObject *>(object)->calls; }
+
+bool has_arguments(Py_ssize_t given, Py_ssize_t expected) {
+    if (given == expected) return true;
+    PyErr_Format(PyExc_TypeError, "%zd arguments expected, %zd given", expected, given);
+    return false;
+}
+
+PyObject *reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    if (!has_arguments(count, 5)) return nullptr;
+    PyObject *op = arguments[0], *value = arguments[1], *destinations = arguments[2], *options = arguments[3],
+             *out = arguments[4], *sources = nullptr, *devices = nullptr;
+    try {
+        Batch batch;
+        if (!add_value(batch, value, destinations, out, sources, devices)) {
+            forget_error();
+            return result_or_none(nullptr);
+        }
+        Ref results(run(calls_of(self), op, options, sources, devices, batch));
+        return result_or_none(results ? mirrored_of(results.object, 0, batch.destinations, devices) : nullptr);
+    } catch (const std::exception &) { // bad_alloc
+        return PyErr_NoMemory();
+    }
+}
+
+PyObject *batch_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    if (!has_arguments(count, 4)) return nullptr;
+    PyObject *op = arguments[0], *pairs = arguments[1], *options = arguments[2], *outs = arguments[3],
+             *sources = nullptr, *devices = nullptr;
+    const bool with_out = outs != Py_None;
+    try {
+        Batch batch;
+        bool known = PyList_CheckExact(pairs) && (!with_out || PyList_CheckExact(outs));
+        const Py_ssize_t size = known ? PyList_Size(pairs) : 0;
+        known = known && size > 0 && (!with_out || PyList_Size(outs) == size);
+        for (Py_ssize_t k = 0; known && k < size; k++) {
+            if (k >= PyList_Size(pairs) || (with_out && k >= PyList_Size(outs))) known = false; // changed meanwhile
+            PyObject *pair = known ? PyList_GetItem(pairs, k) : nullptr;
+            known = known && PyTuple_Check(pair) && PyTuple_Size(pair) == 2;
+            if (!known) break;
+            Py_INCREF(pair);
+            batch.own(pair);
+            PyObject *out = with_out ? PyList_GetItem(outs, k) : Py_None;
+            Py_INCREF(out);
+            batch.own(out);
+            known = (out != Py_None || !with_out) && add_value(batch, PyTuple_GetItem(pair, 0), PyTuple_GetItem(pair, 1),
+                                                              out, sources, devices);
+        }
+        if (!known) {
+            forget_error();
+            return result_or_none(nullptr);
+        }
+        Ref results(run(calls_of(self), op, options, sources, devices, batch));
+        if (!results) return result_or_none(nullptr);
+        Ref made(PyList_New(size));
+        for (Py_ssize_t k = 0; made && k < size; k++) {
+            PyObject *one = mirrored_of(results.object, static_cast<size_t>(k) * batch.destinations, batch.destinations,
+                                        devices);
+            if (one == nullptr || PyList_SetItem(made.object, k, one) < 0) return nullptr;
+        }
+        Py_XINCREF(made.object);
+        return made.object;
+    } catch (const std::exception &) {
+        return PyErr_NoMemory();
+    }
+}
+
+// Add the arrays of lists, one per replica, so that those of one tensor are neighbours.
+bool add_lists(Batch &batch, PyObject *lists, std::vector<PyObject *> &to) {
+    if (!PyList_CheckExact(lists) || static_cast<size_t>(PyList_Size(lists)) != batch.replicas) return false;
+    std::vector<PyObject *> rows; // copies, since another thread may change the lists
+    for (size_t k = 0; k < batch.replicas; k++) {
+        rows.push_back(batch.own(PySequence_Tuple(PyList_GetItem(lists, static_cast<Py_ssize_t>(k)))));
+        if (rows[k] == nullptr || PyTuple_Size(rows[k]) != PyTuple_Size(rows[0])) return false;
+    }
+    for (Py_ssize_t tensor = 0; tensor < PyTuple_Size(rows[0]); tensor++)
+        for (PyObject *row : rows) to.push_back(PyTuple_GetItem(row, tensor));
+    return true;
+}
+
+PyObject *all_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    if (!has_arguments(count, 5)) return nullptr;
+    PyObject *op = arguments[0], *lists = arguments[1], *devices = arguments[2], *options = arguments[3],
+             *outs = arguments[4];
+    try {
+        Batch batch;
+        bool known = PyTuple_Check(devices);
+        batch.replicas = batch.destinations = known ? static_cast<size_t>(PyTuple_Size(devices)) : 0;
+        known = known && add_lists(batch, lists, batch.arrays) && !batch.arrays.empty();
+        if (known && outs != Py_None)
+            known = add_lists(batch, outs, batch.outs) && batch.outs.size() == batch.arrays.size();
+        if (!known) {
+            forget_error();
+            return result_or_none(nullptr);
+        }
+        Ref results(run(calls_of(self), op, options, devices, devices, batch));
+        if (!results) return result_or_none(nullptr);
+        const auto replicas = static_cast<Py_ssize_t>(batch.replicas), tensors = static_cast<Py_ssize_t>(batch.tensors());
+        Ref made(PyList_New(replicas));
+        for (Py_ssize_t k = 0; made && k < replicas; k++) {
+            PyObject *row = PyList_New(tensors);
+            if (row == nullptr || PyList_SetItem(made.object, k, row) < 0) return nullptr;
+            for (Py_ssize_t tensor = 0; tensor < tensors; tensor++) {
+                PyObject *one = PyList_GetItem(results.object, tensor * replicas + k);
+                Py_INCREF(one);
+                if (PyList_SetItem(row, tensor, one) < 0) return nullptr;
+            }
+        }
+        Py_XINCREF(made.object);
+        return made.object;
+    } catch (const std::exception &) {
+        return PyErr_NoMemory();
+    }
+}
+
+// Read (kernel, executable, tensors, streaming, threaded).
+bool read_run(PyObject *fields, const Batch &batch, PyObject *results, PyObject *kept, Prepared &prepared) {
+    PyObject *kernel, *executable, *tensors;
+    int streaming, threaded;
+    Run run{};
+    if (!PyArg_ParseTuple(fields, "OOOpp", &kernel, &executable, &tensors, &streaming, &threaded)) return false;
+    run.kernel = kernel_api->kernel_of(kernel);
+    if (run.kernel == nullptr || !read_ints(tensors, run.tensors)) return false;
+    run.kernel_object = kernel, run.executable = executable;
+    run.streaming = streaming != 0, run.threaded = threaded != 0;
+    if (run.tensors.size() != run.kernel->sizes.size() || static_cast<size_t>(run.kernel->sources) != batch.replicas ||
+        static_cast<size_t>(run.kernel->results) != batch.destinations)
+        return value_error("the kernel does not fit the batch");
+    for (size_t tensor : run.tensors)
+        if (tensor >= batch.tensors()) return value_error("a tensor is out of range");
+    Ref row(item(results, static_cast<Py_ssize_t>(run.tensors[0])));
+    Ref first(row ? item(row.object, 0) : nullptr);
+    ArrayView view;
+    if (!first || access_of(first.object) != batch.access || !batch.access->view(first.object, false, view))
+        return PyErr_Occurred() || value_error("a result has another class than the arrays");
+    run.dtype = view.dtype;
+    PyObject *dtype = batch.access->dtype_object(view.dtype);
+    prepared.runs.push_back(run);
+    return PyList_Append(kept, kernel) == 0 && PyList_Append(kept, executable) == 0 &&
+           (dtype == nullptr || PyList_Append(kept, dtype) == 0);
+}
+
+PyObject *add(PyObject *self, PyObject *args) {
+    PyObject *op, *options, *sources, *destinations, *rows, *results, *runs;
+    int with_out;
+    if (!PyArg_ParseTuple(args, "OOO!O!OOpO", &op, &options, &PyTuple_Type, &sources, &PyTuple_Type, &destinations, &rows,
+                          &results, &with_out, &runs))
+        return nullptr;
+    Calls &calls = calls_of(self);
+    try {
+        Batch batch;
+        batch.replicas = static_cast<size_t>(PyTuple_Size(sources));
+        batch.destinations = static_cast<size_t>(PyTuple_Size(destinations));
+        const auto read_row = [&](PyObject *row) {
+            return Batch::append(row, batch.replicas, batch.arrays) || value_error("a row must be a tuple of arrays");
+        };
+        if (!read_each(rows, read_row)) return nullptr;
+        Ref key(key_of(op, options, sources, destinations, with_out != 0)), kept(PyList_New(0));
+        if (!key || !kept) return nullptr;
+        const bool usable = view_arrays(batch);
+        forget_error();
+        if (PyErr_Occurred()) return nullptr;
+        if (!usable || find(calls, key.object, batch) != nullptr) Py_RETURN_NONE;
+        if (PyErr_Occurred()) return nullptr;
+        auto prepared = std::make_shared<Prepared>();
+        prepared->signature = batch.signature;
+        const auto read_one = [&](PyObject *one) { return read_run(one, batch, results, kept.object, *prepared); };
+        if (!read_each(runs, read_one)) return nullptr;
+        for (size_t tensor = 0; tensor < batch.tensors(); tensor++) {
+            PyObject *dtype = batch.access->dtype_object(batch.first(tensor).dtype);
+            if (dtype != nullptr && PyList_Append(kept.object, dtype) < 0) return nullptr;
+        }
+        prepared->kept = PyList_AsTuple(kept.object);
+        PyObject *number = prepared->kept == nullptr ? nullptr : PyDict_GetItemWithError(calls.tables, key.object);
+        if (prepared->kept == nullptr || (number == nullptr && PyErr_Occurred())) return nullptr;
+        std::vector<PreparedMap> forgotten; // destroyed without the lock
+        if (calls.count >= MAX_PREPARED) {
+            PyDict_Clear(calls.tables);
+            const std::lock_guard<std::mutex> guard(calls.lock);
+            forgotten.swap(calls.maps);
+            calls.count = 0, number = nullptr;
+        }
+        Ref fresh(number == nullptr ? PyLong_FromSize_t(calls.maps.size()) : nullptr);
+        if (number == nullptr && (!fresh || PyDict_SetItem(calls.tables, key.object, fresh.object) < 0)) return nullptr;
+        const size_t at = PyLong_AsSize_t(number == nullptr ? fresh.object : number);
+        const std::lock_guard<std::mutex> guard(calls.lock);
+        if (at >= calls.maps.size()) calls.maps.resize(at + 1);
+        calls.maps[at].emplace(hash_of(batch.signature), prepared);
+        calls.count++;
+    } catch (const std::exception &) {
+        return PyErr_NoMemory();
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject *calls_new(PyTypeObject *type, PyObject *, PyObject *) {
+    return make_object<CallsObject>(type, [](CallsObject &self) {
+        self.calls = new Calls();
+        self.calls->tables = PyDict_New();
+        return self.calls->tables != nullptr;
+    });
+}
+
+void calls_dealloc(PyObject *object) {
+    Calls *calls = reinterpret_cast<CallsObject *>(object)->calls;
+    if (calls != nullptr) Py_XDECREF(calls->tables);
+    delete calls;
+    free_object(object);
+}
+
+// Set the classes and functions of the package: they are given, since this module imports nothing.
+PyObject *use(PyObject *, PyObject *args) {
+    PyObject *given[6];
+    if (!PyArg_ParseTuple(args, "OOOOOO", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5])) return nullptr;
+    for (PyObject *one : given) Py_INCREF(one); // kept for ever
+    per_replica = reinterpret_cast<PyTypeObject *>(given[0]);
+    mirrored = reinterpret_cast<PyTypeObject *>(given[1]);
+    reduce_op = reinterpret_cast<PyTypeObject *>(given[2]);
+    ops_by_name = given[3], device_names = given[4], default_options = given[5];
+    Py_RETURN_NONE;
+}
+
+template <class Function> PyCFunction as_function(Function function) {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef calls_methods[] = {
+    {"reduce", as_function(reduce), METH_FASTCALL,
+     "reduce(op, value, destinations, options, out): return a Mirrored, or None if the call was not prepared."},
+    {"batch_reduce", as_function(batch_reduce), METH_FASTCALL,
+     "batch_reduce(op, pairs, options, out): return a list of Mirrored, or None if the call was not prepared."},
+    {"all_reduce", as_function(all_reduce), METH_FASTCALL,
+     "all_reduce(op, lists, devices, options, outs): reduce lists of arrays, one per replica; return such lists of "
+     "results, or None if the call was not prepared."},
+    {"add", add, METH_VARARGS,
+     "add(op, options, sources, destinations, rows, results, with_out, runs): prepare a call. `rows` has for each tensor "
+     "a tuple of its arrays, `results` one of its results; a run is (kernel, executable, tensors, streaming, threaded)."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot calls_slots[] = {{Py_tp_new, reinterpret_cast<void *>(calls_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void *>(calls_dealloc)},
+                             {Py_tp_methods, calls_methods},
+                             {0, nullptr}};
+
+PyMethodDef functions[] = {
+    {"use", use, METH_VARARGS,
+     "use(per_replica, mirrored, reduce_op, ops_by_name, device_names, default_options): set what the calls need."},
+    {"use_torch", use_torch, METH_VARARGS,
+     "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty): accept tensors of exactly this class."},
+    {nullptr, nullptr, 0, nullptr}};
+
+int fill(PyObject *module) {
+    kernel_api = static_cast<const KernelApi *>(PyCapsule_Import(KERNEL_API, 0));
+    name_values = PyUnicode_InternFromString("_values");
+    name_devices = PyUnicode_InternFromString("_devices");
+    name_threads = PyUnicode_InternFromString("threads");
+    if (kernel_api == nullptr || !name_values || !name_devices || !name_threads || load_numpy() < 0) return -1;
+    return add_class<CallsObject>(module, "crossreduce.engines.host._calls.Calls", calls_slots);
+}
+
+PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, {0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_calls", "The compiled call path; see engines/host/native/calls.cpp.",
+                          0, functions, slots, nullptr, nullptr, nullptr};
+
+} // namespace
+
+const ArrayAccess *access_of(PyObject *array) {
+    const ArrayAccess *found = numpy_access(array);
+    return found != nullptr ? found : torch_access(array);
+}
+
+PyMODINIT_FUNC PyInit__calls() { return PyModuleDef_Init(&definition); }

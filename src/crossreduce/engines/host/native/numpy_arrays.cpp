@@ -1,0 +1,80 @@
+// NumPy arrays in the compiled call path.
+#include "arrays.hpp"
+
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#include <numpy/arrayobject.h>
+
+#include <algorithm>
+
+namespace {
+
+static_assert(sizeof(npy_intp) == sizeof(int64_t), "sizes are passed as they are");
+
+class NumPyAccess final : public ArrayAccess {
+  public:
+    bool view(PyObject *object, bool written, ArrayView &to) const override {
+        if (!PyArray_CheckExact(object)) return false;
+        auto *array = reinterpret_cast<PyArrayObject *>(object);
+        const int needed = NPY_ARRAY_C_CONTIGUOUS | (written ? NPY_ARRAY_WRITEABLE : 0);
+        if ((PyArray_FLAGS(array) & needed) != needed || !PyArray_ISNOTSWAPPED(array)) return false;
+        to = {PyArray_BYTES(array), reinterpret_cast<const int64_t *>(PyArray_DIMS(array)), PyArray_NDIM(array),
+              reinterpret_cast<int64_t>(PyArray_DESCR(array))};
+        return true;
+    }
+
+    PyObject *make(const ArrayView &like, int64_t dtype, size_t itemsize, char **data) const override {
+        npy_intp sizes[NPY_MAXDIMS];
+        size_t nbytes = itemsize;
+        for (int axis = 0; axis < like.axes; axis++) {
+            sizes[axis] = like.sizes[axis];
+            nbytes *= static_cast<size_t>(sizes[axis]);
+        }
+        char *memory = nullptr;
+        const size_t offset = nbytes < POOLED_NBYTES ? 0 : offset_of_large_arrays();
+        Ref owner(nbytes < POOLED_NBYTES ? nullptr : kernel_api->new_memory(nbytes + offset, &memory));
+        if (!owner && nbytes >= POOLED_NBYTES) return nullptr;
+        PyObject *descriptor = reinterpret_cast<PyObject *>(dtype);
+        Py_INCREF(descriptor); // NewFromDescr steals a reference
+        PyObject *made = PyArray_NewFromDescr(&PyArray_Type, reinterpret_cast<PyArray_Descr *>(descriptor), like.axes,
+                                              sizes, nullptr, owner ? memory + offset : nullptr,
+                                              owner ? NPY_ARRAY_CARRAY : 0, nullptr);
+        if (made == nullptr) return nullptr;
+        auto *array = reinterpret_cast<PyArrayObject *>(made);
+        *data = PyArray_BYTES(array);
+        if (owner) {
+            PyObject *base = owner.object;
+            Py_INCREF(base); // SetBaseObject steals a reference
+            if (PyArray_SetBaseObject(array, base) < 0) {
+                Py_DECREF(made);
+                return nullptr;
+            }
+        }
+        return made;
+    }
+
+    PyObject *dtype_object(int64_t dtype) const override { return reinterpret_cast<PyObject *>(dtype); }
+
+  private:
+    // The offset of NumPy's own large arrays from a cache line; see engines/host/numpy.py.
+    static size_t offset_of_large_arrays() {
+        static const size_t offset = [] {
+            npy_intp size = 1 << 20;
+            Ref array(PyArray_SimpleNew(1, &size, NPY_UINT8));
+            if (!array) {
+                PyErr_Clear();
+                return size_t{16};
+            }
+            return reinterpret_cast<size_t>(PyArray_DATA(reinterpret_cast<PyArrayObject *>(array.object))) % LINE;
+        }();
+        return offset;
+    }
+};
+
+const NumPyAccess arrays;
+
+} // namespace
+
+int load_numpy() { return PyArray_ImportNumPyAPI(); }
+
+const ArrayAccess *numpy_access(PyObject *array) { return PyArray_CheckExact(array) ? &arrays : nullptr; }

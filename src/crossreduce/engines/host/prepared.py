@@ -1,0 +1,69 @@
+"""Prepared calls: a call that was made before runs again in compiled code, without Python objects per array.
+
+Input: the jobs, executables and results of a call that has just taken the path in Python (``pipeline.py``). Output: a
+``Calls`` object of ``native/calls.cpp``, which recognises later calls with arrays of the same dtypes and sizes. It only
+recognises: whatever differs from the first call takes the path in Python again, which checks and explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ... import kernels
+from ...devices import canonical
+from ...ops import ReduceOp
+from ...options import DEFAULT
+from ...values import Mirrored, PerReplica
+
+if TYPE_CHECKING:
+    from ._calls import Calls
+
+FRAMEWORKS = ("numpy", "torch")
+"""The frameworks whose arrays the compiled code reads and makes."""
+
+
+@cache
+def _loaded() -> type[Calls] | None:
+    """Return the compiled class, or ``None`` where it was not built."""
+    try:
+        from . import _calls
+    except ImportError:
+        return None
+    names = {name.lower(): op for name, op in ReduceOp.__members__.items()}
+    names |= {name.upper(): op for name, op in names.items()}
+    _calls.use(PerReplica, Mirrored, ReduceOp, names, lambda name: (canonical(name),), DEFAULT)
+    return _calls.Calls
+
+
+def new_calls() -> Calls | None:
+    """Return an empty object for the prepared calls of one op; ``None``: nothing can be prepared here."""
+    kind = None if kernels.instruction_set() == "numpy" else _loaded()
+    return None if kind is None else kind()
+
+
+def prepare(
+    calls: Calls,
+    op: ReduceOp,
+    options: Any,
+    devices: tuple[tuple[str, ...], tuple[str, ...]],
+    rows: Sequence[tuple[Any, ...]],
+    results: Sequence[tuple[Any, ...]],
+    with_out: bool,
+    runs: Sequence[tuple[Any, Sequence[int]]],
+) -> None:
+    """Prepare a call that has just run.
+
+    Args:
+      calls: what the call is added to.
+      op: the reduction.
+      options: of the call.
+      devices: the sources and the destinations of all values.
+      rows: for each tensor its arrays, one per source.
+      results: for each tensor its results, one per destination.
+      with_out: whether the results were written into given arrays.
+      runs: the executables of the host engine, each with the numbers of its tensors.
+    """
+    described = [(made.kernel, made, list(tensors), made.streaming, made.threaded) for made, tensors in runs]
+    calls.add(op, options, *devices, rows, results, with_out, described)

@@ -1,0 +1,15 @@
+// What the module crossreduce.kernels._native offers to other compiled modules, in the capsule `_native.API`.
+#pragma once
+
+#include "module.hpp"
+
+constexpr const char *KERNEL_API = "crossreduce.kernels._native.API";
+
+struct KernelApi {
+    const Kernel *(*kernel_of)(PyObject *);
+    int64_t (*traffic_nbytes)(const Kernel &);
+    bool (*run)(const Kernel &, const std::vector<Source> &, const std::vector<char *> &, int threads, bool streaming);
+    PyObject *(*new_memory)(size_t nbytes, char **data); // an object that owns memory of the pool
+    void *(*allocate)(size_t nbytes);                    // memory of the pool without an object
+    void (*free)(void *memory, size_t nbytes);
+};
