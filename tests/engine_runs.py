@@ -3,7 +3,7 @@
 import contextlib
 from unittest import mock
 
-from crossreduce import PerReplica
+from crossreduce import CrossDeviceOps, PerReplica
 from crossreduce.engines import loop
 from crossreduce.engines.host import HostExecutable
 
@@ -15,7 +15,10 @@ def on_devices(names):
 
 @contextlib.contextmanager
 def engine_runs():
-    """Yield a list that gets ``"host"`` for each run of a kernel and ``"loop"`` for each buffer of the loop engine."""
+    """Yield a list that gets ``"host"`` for each run of a kernel and ``"loop"`` for each buffer of the loop engine.
+
+    Prepared calls, which run kernels in compiled code, are not used.
+    """
     runs = []
 
     def recorded(name, function):
@@ -25,7 +28,9 @@ def engine_runs():
 
         return run
 
+    nothing = property(lambda _: None, lambda *_: None)
     with (
+        mock.patch.object(CrossDeviceOps, "_calls", nothing),
         mock.patch.object(HostExecutable, "run", recorded("host", HostExecutable.run)),
         mock.patch.object(loop, "_reduce_buffer", recorded("loop", loop._reduce_buffer)),
     ):

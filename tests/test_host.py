@@ -238,7 +238,7 @@ def test_the_number_of_threads(monkeypatch, size, limit, threads):
     """The number of threads is the lesser of the framework's and the environment's limit; small arrays get one."""
     monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "6")
     made = executable(size, 2)
-    made._kernel = counting = CountingKernel()
+    made.kernel = counting = CountingKernel()
     with mock.patch.object(array_memory("numpy"), "threads", return_value=limit):
         made.run([[np.ones(size, "float32")] * 2], None)
     assert [run[0] for run in counting.runs] == [threads]
@@ -249,7 +249,7 @@ def test_large_arrays_use_threads_and_streaming_stores(torch_):
 
     def settings_of(*args):
         made = executable(*args)
-        return made._threaded, made._streaming
+        return made.threaded, made.streaming
 
     assert settings_of(kernels.THREADED_BYTES // 16, 2) == (True, False)
     assert settings_of(kernels.THREADED_BYTES // 16 - 1, 2) == (False, False)

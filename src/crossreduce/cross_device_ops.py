@@ -241,6 +241,17 @@ class CrossDeviceOps:
         result = self.gather_implementation(value, devices, value.axis, hints)
         return check_result(result, devices, "gather_implementation")
 
+    def reduce_prepared(
+        self,
+        op: ReduceOp,
+        rows: list[list[Any]],
+        devices: tuple[str, ...],
+        options: CommunicationOptions | None,
+        out: list[list[Any]] | None,
+    ) -> list[list[Any]] | None:
+        """Reduce lists of arrays, one per replica, if such a call was made before; otherwise return ``None``."""
+        return None if self._calls is None else self._calls.all_reduce(op, rows, devices, options, out)
+
     def _writes_out(self, jobs: list[Job]) -> bool:
         """Return whether the implementation writes into ``out`` itself; otherwise its results are copied there.
 

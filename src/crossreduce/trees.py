@@ -18,7 +18,7 @@ from .frameworks import framework_of
 from .ops import ReduceOp
 from .options import CommunicationOptions
 from .validation import read_op, uniform_value
-from .values import DistributedValues, PerReplica, read_devices
+from .values import DistributedValues, PerReplica, host_devices, read_devices
 
 _NAMESPACE = "crossreduce"
 _DEFAULT = AllReduceCrossDeviceOps("auto")
@@ -87,26 +87,29 @@ def all_reduce(
         raise ArgumentError.of(
             "devices must have one name per replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None"
         )
-    leaves, structure = flatten_trees(given)
-    targets = None if out is None else _listed(out, len(given))
-    columns = reduce_leaves(leaves, structure, op, names, ops, options, targets)
-    if not columns:
-        return [unflatten_tree(structure, []) for _ in given]
-    return [unflatten_tree(structure, components) for components in zip(*columns, strict=True)]
+    flat, structure = flatten_trees(given)
+    targets = None if out is None else _flat_targets(out, len(given), structure)
+    return [unflatten_tree(structure, row) for row in reduce_leaves(flat, structure, op, names, ops, options, targets)]
 
 
 def reduce_leaves(
-    leaves: list[tuple[Any, ...]],
+    rows: list[list[Any]],
     structure: Any,
     op: ReduceOp,
     devices: tuple[str, ...] | None,
     ops: CrossDeviceOps,
     options: CommunicationOptions | None,
-    out: list[Any] | None = None,
-) -> list[tuple[Any, ...]]:
-    """Reduce trees that ``flatten_trees`` flattened, and return each leaf's results. Errors name the leaf."""
+    out: list[list[Any]] | None = None,
+) -> list[list[Any]]:
+    """Reduce the leaves of trees that ``flatten_trees`` flattened, and return such leaves. Errors name the leaf.
+
+    ``out``: for each replica the leaves of the tree that its results are written into.
+    """
+    found = ops.reduce_prepared(op, rows, host_devices(len(rows)) if devices is None else devices, options, out)
+    if found is not None:
+        return found
     pairs: list[tuple[PerReplica, PerReplica]] = []
-    for number, components in enumerate(leaves):
+    for number, components in enumerate(zip(*rows, strict=True)):
         try:
             value: PerReplica | None = uniform_value(op, components, devices)
             if value is None:
@@ -117,14 +120,17 @@ def reduce_leaves(
             error.prefix(f"leaf {leaf_paths(structure)[number]}")
             raise
         pairs.append((value, value))
-    targets = None if out is None else _targets(out, structure, pairs)
+    targets = None
+    if out is not None:
+        columns = zip(*out, strict=True)
+        targets = [PerReplica.on(arrays, value.devices) for arrays, (value, _) in zip(columns, pairs, strict=True)]
     try:
         reduced = ops.batch_reduce(op, pairs, options, out=targets)
     except ReductionError as error:
         if error.pair is not None:  # replace the pair's number by the leaf's path
             error.prefix(f"leaf {leaf_paths(structure)[error.pair]}")
         raise
-    return [result.values for result in reduced]
+    return [list(row) for row in zip(*(result.values for result in reduced), strict=True)] or [[] for _ in rows]
 
 
 def _listed(out: Any, replicas: int) -> list[Any]:
@@ -137,14 +143,14 @@ def _listed(out: Any, replicas: int) -> list[Any]:
     return given
 
 
-def _targets(out: list[Any], structure: Any, pairs: list[tuple[PerReplica, PerReplica]]) -> list[PerReplica]:
-    """Return the arrays that each leaf's results are written into."""
-    leaves, found = flatten_trees(out)
+def _flat_targets(out: Any, replicas: int, structure: Any) -> list[list[Any]]:
+    """Return for each replica the leaves of its tree of ``out``."""
+    leaves, found = flatten_trees(_listed(out, replicas))
     if found != structure:
         each = f"replicas: {_outline([found, structure], 1)}; out: {_outline([structure, found], 1)}"
         remedy = "trees of the same keys, lengths and types"
         raise MismatchError.of("the trees of out differ in structure from those of the replicas.", each, remedy)
-    return [PerReplica.on(targets, value.devices) for targets, (value, _) in zip(leaves, pairs, strict=True)]
+    return leaves
 
 
 def check_ops(ops: object) -> CrossDeviceOps:
@@ -163,15 +169,15 @@ def check_ops(ops: object) -> CrossDeviceOps:
     raise UnsupportedError.of("cross_device_ops must be an instance of crossreduce.CrossDeviceOps.", shown(ops), remedy)
 
 
-def flatten_trees(trees: list[Any]) -> tuple[list[tuple[Any, ...]], Any]:
-    """Return each leaf's components, one per replica, and the common structure."""
+def flatten_trees(trees: list[Any]) -> tuple[list[list[Any]], Any]:
+    """Return the leaves of each tree, and the common structure."""
     flat = [flatten_tree(tree) for tree in trees]
     structures = [structure for _, structure in flat]
     if any(structure != structures[0] for structure in structures):
         each = "; ".join(f"replica {k}: {_outline(structures, k)}" for k in range(len(trees)))
         remedy = "the same keys, lengths and types on all replicas; None on all of them or on none"
         raise MismatchError.of("the replicas' trees differ in structure.", each, remedy)
-    return list(zip(*(leaves for leaves, _ in flat), strict=True)), structures[0]
+    return [leaves for leaves, _ in flat], structures[0]
 
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Any]:

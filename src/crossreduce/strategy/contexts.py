@@ -211,8 +211,7 @@ class ReplicaContext:
 
         def merge(lists: list[list[Any]]) -> list[Any]:
             ops, devices = strategy.cross_device_ops, _host_names(lists, strategy.devices)
-            reduced = reduce_leaves(list(zip(*lists, strict=True)), structure, op, devices, ops, hints)
-            return [[column[k] for column in reduced] for k in range(len(lists))]
+            return reduce_leaves(lists, structure, op, devices, ops, hints)
 
         key = ("all_reduce", op, structure, hints, recorded)
         call = CollectiveCall(key, description, leaves, merge, hints.timeout_seconds)

@@ -51,8 +51,9 @@ def regroup(trees: list[Any], devices: tuple[str, ...]) -> Any:
       MismatchError: the trees differ in structure.
       ArgumentError: distributed values that differ.
     """
-    leaves, structure = flatten_trees(trees)
-    return unflatten_tree(structure, [_regroup_leaf(components, devices) for components in leaves])
+    rows, structure = flatten_trees(trees)
+    leaves = (_regroup_leaf(components, devices) for components in zip(*rows, strict=True))
+    return unflatten_tree(structure, leaves)
 
 
 def _regroup_leaf(components: tuple[Any, ...], devices: tuple[str, ...]) -> Any:

@@ -27,6 +27,7 @@ def use(
     ops_by_name: dict[str, Any],
     device_names: Callable[[str], tuple[str, ...]],
     default_options: Any,
+    large_array_offset: int,
     /,
 ) -> None: ...
 def use_torch(

@@ -49,12 +49,12 @@ def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> list[
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < kernels.POOLED_BYTES:
         return _empty(shape, dtype, count)
-    offset = _offset()
+    offset = large_array_offset()
     return [np.frombuffer(kernels.memory(nbytes + offset), dtype, offset=offset).reshape(shape) for _ in range(count)]
 
 
 @cache
-def _offset() -> int:
+def large_array_offset() -> int:
     """Return the offset of NumPy's own large arrays from a cache line, usually 16 bytes.
 
     Results get the same offset, so that one cache line of a result is computed from one line of each source; computed

@@ -31,9 +31,11 @@ def _loaded() -> type[Calls] | None:
         from . import _calls
     except ImportError:
         return None
+    from .numpy import large_array_offset
+
     names = {name.lower(): op for name, op in ReduceOp.__members__.items()}
     names |= {name.upper(): op for name, op in names.items()}
-    _calls.use(PerReplica, Mirrored, ReduceOp, names, lambda name: (canonical(name),), DEFAULT)
+    _calls.use(PerReplica, Mirrored, ReduceOp, names, lambda name: (canonical(name),), DEFAULT, large_array_offset())
     return _calls.Calls
 
 

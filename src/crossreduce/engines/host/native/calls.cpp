@@ -419,8 +419,7 @@ bool read_run(PyObject *fields, const Batch &batch, PyObject *results, PyObject 
     Ref row(item(results, static_cast<Py_ssize_t>(run.tensors[0])));
     Ref first(row ? item(row.object, 0) : nullptr);
     ArrayView view;
-    if (!first || access_of(first.object) != batch.access || !batch.access->view(first.object, false, view))
-        return PyErr_Occurred() || value_error("a result has another class than the arrays");
+    if (!first || access_of(first.object) != batch.access || !batch.access->view(first.object, false, view)) return false;
     run.dtype = view.dtype;
     PyObject *dtype = batch.access->dtype_object(view.dtype);
     prepared.runs.push_back(run);
@@ -453,7 +452,10 @@ PyObject *add(PyObject *self, PyObject *args) {
         auto prepared = std::make_shared<Prepared>();
         prepared->signature = batch.signature;
         const auto read_one = [&](PyObject *one) { return read_run(one, batch, results, kept.object, *prepared); };
-        if (!read_each(runs, read_one)) return nullptr;
+        if (!read_each(runs, read_one)) { // a result may be one that only the path in Python writes into
+            forget_error();
+            return result_or_none(nullptr);
+        }
         for (size_t tensor = 0; tensor < batch.tensors(); tensor++) {
             PyObject *dtype = batch.access->dtype_object(batch.first(tensor).dtype);
             if (dtype != nullptr && PyList_Append(kept.object, dtype) < 0) return nullptr;
@@ -499,7 +501,10 @@ void calls_dealloc(PyObject *object) {
 // Set the classes and functions of the package: they are given, since this module imports nothing.
 PyObject *use(PyObject *, PyObject *args) {
     PyObject *given[6];
-    if (!PyArg_ParseTuple(args, "OOOOOO", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5])) return nullptr;
+    Py_ssize_t offset;
+    if (!PyArg_ParseTuple(args, "OOOOOOn", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5], &offset))
+        return nullptr;
+    large_array_offset = static_cast<size_t>(offset);
     for (PyObject *one : given) Py_INCREF(one); // kept for ever
     per_replica = reinterpret_cast<PyTypeObject *>(given[0]);
     mirrored = reinterpret_cast<PyTypeObject *>(given[1]);
@@ -532,7 +537,8 @@ PyType_Slot calls_slots[] = {{Py_tp_new, reinterpret_cast<void *>(calls_new)},
 
 PyMethodDef functions[] = {
     {"use", use, METH_VARARGS,
-     "use(per_replica, mirrored, reduce_op, ops_by_name, device_names, default_options): set what the calls need."},
+     "use(per_replica, mirrored, reduce_op, ops_by_name, device_names, default_options, large_array_offset): set what the "
+     "calls need."},
     {"use_torch", use_torch, METH_VARARGS,
      "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty): accept tensors of exactly this class."},
     {nullptr, nullptr, 0, nullptr}};

@@ -31,7 +31,7 @@ class NumPyAccess final : public ArrayAccess {
             nbytes *= static_cast<size_t>(sizes[axis]);
         }
         char *memory = nullptr;
-        const size_t offset = nbytes < POOLED_NBYTES ? 0 : offset_of_large_arrays();
+        const size_t offset = nbytes < POOLED_NBYTES ? 0 : large_array_offset;
         Ref owner(nbytes < POOLED_NBYTES ? nullptr : kernel_api->new_memory(nbytes + offset, &memory));
         if (!owner && nbytes >= POOLED_NBYTES) return nullptr;
         PyObject *descriptor = reinterpret_cast<PyObject *>(dtype);
@@ -54,26 +54,13 @@ class NumPyAccess final : public ArrayAccess {
     }
 
     PyObject *dtype_object(int64_t dtype) const override { return reinterpret_cast<PyObject *>(dtype); }
-
-  private:
-    // The offset of NumPy's own large arrays from a cache line; see engines/host/numpy.py.
-    static size_t offset_of_large_arrays() {
-        static const size_t offset = [] {
-            npy_intp size = 1 << 20;
-            Ref array(PyArray_SimpleNew(1, &size, NPY_UINT8));
-            if (!array) {
-                PyErr_Clear();
-                return size_t{16};
-            }
-            return reinterpret_cast<size_t>(PyArray_DATA(reinterpret_cast<PyArrayObject *>(array.object))) % LINE;
-        }();
-        return offset;
-    }
 };
 
 const NumPyAccess arrays;
 
 } // namespace
+
+size_t large_array_offset = 0;
 
 int load_numpy() { return PyArray_ImportNumPyAPI(); }
 
