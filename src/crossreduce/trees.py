@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from .autograph import unconverted
 from .cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
 from .errors import ArgumentError, MismatchError, ReductionError, UnsupportedError, shown
-from .frameworks import framework_of
+from .frameworks import KNOWN, framework_of
 from .ops import ReduceOp
 from .options import CommunicationOptions
 from .validation import read_op, uniform_value
@@ -188,6 +189,8 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
     """
     import optree
 
+    if type(tree) is list and {*map(type, tree)} <= KNOWN.keys():  # a shortcut: optree takes 0.3 us per leaf
+        return tree, _list_structure(len(tree))
     while True:
         try:
             leaves, structure = optree.tree_flatten(tree, namespace=_NAMESPACE)
@@ -201,6 +204,14 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
             return leaves, structure
         for kind in unknown:
             _register(kind)
+
+
+@lru_cache(maxsize=256)
+def _list_structure(size: int) -> Any:
+    """Return the structure of a list of ``size`` leaves."""
+    import optree
+
+    return optree.tree_structure([0] * size, namespace=_NAMESPACE)
 
 
 def leaf_paths(structure: Any) -> list[str]:
