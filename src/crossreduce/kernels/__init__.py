@@ -26,13 +26,13 @@ _LOG: Final = logging.getLogger("crossreduce")
 _Rows = Sequence[Sequence[Any]]  # for each tensor, its sources or its results
 
 # Results of at least this many bytes, of all replicas together, are written with streaming stores, unless in place:
-# they do not fit into the cache anyway.
-STREAMING_BYTES: Final = 1 << 22
+# with their sources, they do not fit into the cache anyway (32 MiB for 8 cores of an AMD EPYC).
+STREAMING_BYTES: Final = 1 << 24
 # Results of at least this many bytes use memory from a pool (see ``memory``). Smaller ones come from the framework's
 # allocator; the C library itself reuses blocks below its mmap threshold, 128 KiB at first.
 POOLED_BYTES: Final = 1 << 17
 # Below this many bytes read and written, waking another thread costs more time than it saves.
-THREADED_BYTES: Final = 1 << 20
+THREADED_BYTES: Final = 1 << 22
 
 
 class FusedProgram(NamedTuple):
