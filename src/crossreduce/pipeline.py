@@ -77,8 +77,7 @@ def reduce_batch(
     if len(runs) > 1:
         if with_out:
             check_overlap(jobs)  # check the batch as a whole: each engine receives only a part of it
-        if any(each.nbytes >= kernels.THREADED_BYTES for each, _ in runs):
-            kernels.threads()  # raises before the first run if CROSSREDUCE_NUM_THREADS is invalid
+        kernels.threads()  # raises before the first run if CROSSREDUCE_NUM_THREADS is invalid
     results: list[Any] = [
         _reduce_sparse(value, destinations, root) if value.sparse else None for value, destinations in jobs
     ]

@@ -1,6 +1,7 @@
 #include "thread_pool.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <pthread.h>
 #include <signal.h>
@@ -66,6 +67,17 @@ struct DefaultFloatingPoint {
 #endif
 };
 
+// Wait for a condition for some microseconds, as long as it may take a helper to finish its last share. If the caller
+// sleeps instead, waking it takes longer than that.
+template <class Condition> void spin_while(Condition condition) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(30);
+    while (condition() && std::chrono::steady_clock::now() < end) {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
+}
+
 void run_shares(ParallelTask &task, char *scratch) {
     DefaultFloatingPoint environment;
     for (long share; (share = task.next_share.fetch_add(1, std::memory_order_relaxed)) < task.shares;)
@@ -115,6 +127,7 @@ bool run_parallel(ParallelTask &task) {
     }
     run_shares(task, scratch);
     if (task.helpers > 0) {
+        spin_while([&] { return task.active.load(std::memory_order_relaxed) > 0; });
         pthread_mutex_lock(&lock);
         remove(task);
         while (task.active > 0) pthread_cond_wait(&helpers_done, &lock);

@@ -11,7 +11,7 @@ struct ParallelTask {
     int helpers;           // the maximum number of threads that help the caller
     size_t scratch_nbytes; // the bytes of working memory per thread; a thread keeps them until it ends
     std::atomic<long> next_share{0};
-    int active = 0; // helpers that are running shares
+    std::atomic<int> active{0}; // helpers that are running shares; changed under the pool's lock
     ParallelTask *next = nullptr;
 };
 
