@@ -2,6 +2,7 @@
 // tensors without Python calls (DLPack 1.2, DLPackExchangeAPI in dlpack.h; declared here as far as they are used).
 #include "arrays.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -95,10 +96,12 @@ class TorchAccess final : public ArrayAccess {
         DLTensor &tensor = block->managed.tensor;
         block->managed = {{VERSION, 0}, block, free_block, 0, {}};
         block->nbytes = itemsize;
+        int64_t step = 1;
         for (int axis = like.axes - 1; axis >= 0; axis--) {
             block->sizes[axis] = like.sizes[axis];
-            block->sizes[MAX_AXES + axis] = static_cast<int64_t>(block->nbytes / itemsize);
+            block->sizes[MAX_AXES + axis] = step;
             block->nbytes *= static_cast<size_t>(like.sizes[axis]);
+            step *= std::max<int64_t>(like.sizes[axis], 1); // as torch does for empty tensors
         }
         void *memory = nullptr;
         if (block->nbytes >= POOLED_NBYTES) memory = kernel_api->allocate(block->nbytes);

@@ -1,0 +1,261 @@
+"""Calls that were made before run in compiled code: the same results, and only where nothing has changed."""
+
+import gc
+import itertools
+import sys
+import threading
+import tracemalloc
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import crossreduce as cr
+from crossreduce import kernels
+from crossreduce.engines.host.prepared import new_calls
+
+pytestmark = pytest.mark.skipif(kernels.instruction_set() == "numpy", reason="prepared calls need the compiled kernels")
+
+DTYPES = ("float32", "float16", "bfloat16", "int8", "complex64", "bool")
+OPS = {"float32": ("sum", "mean", "MAX", "product"), "int8": ("mean", "sum"), "bool": ("max", "product")}
+SHAPES = ((), (1,), (3, 0), (5, 7), (40_000,))  # the last one uses memory of the pool
+
+
+def arrays(framework, dtype, shape, n, seed):
+    """Return n different arrays."""
+    draw = np.random.default_rng(seed)
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    made = [np.asarray(draw.integers(-5, 6, shape) if kind != bool else draw.integers(0, 2, shape)) for _ in range(n)]
+    if framework == "numpy":
+        return [x.astype(kind).reshape(shape) for x in made]
+    torch = pytest.importorskip("torch")
+    return [torch.empty(shape, dtype=getattr(torch, dtype)).copy_(torch.from_numpy(x)) for x in made]
+
+
+def bits(x):
+    """Return everything about an array: class, dtype, shape, layout, whether it is writable, and its bytes."""
+    if isinstance(x, np.ndarray):
+        return type(x), x.dtype, x.shape, x.strides, x.flags.writeable, x.tobytes()
+    raw = x.reshape(-1).view(getattr(sys.modules["torch"], "uint8")).numpy().tobytes() if x.numel() else b""
+    return type(x), x.dtype, tuple(x.shape), x.stride(), x.requires_grad, raw
+
+
+def copied(x):
+    return x.copy() if isinstance(x, np.ndarray) else x.clone()
+
+
+def equal(found, expected):
+    assert type(found) is type(expected)
+    assert found.devices == expected.devices
+    assert [bits(x) for x in found.values] == [bits(x) for x in expected.values]
+    return True
+
+
+def cases():
+    """Yield dtypes, ops, shapes and numbers of replicas."""
+    for dtype, shape, n in itertools.product(DTYPES, SHAPES, (1, 2, 5)):
+        for op in OPS.get(dtype, ("sum",)):
+            yield dtype, op, shape, n
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("kind", [partial(cr.AllReduceCrossDeviceOps, "ring", 2), partial(cr.ReductionToOneDevice, "cpu:1")])
+def test_prepared_calls_give_the_results_of_the_first(framework, kind):
+    """A later call with other arrays of the same kind runs in compiled code and gives what the path in Python gives:
+    reduce and batch_reduce, into new arrays, given ones and in place, to all devices and to some."""
+    for dtype, op, shape, n in cases():
+        first, second, third = (cr.PerReplica(arrays(framework, dtype, shape, n, seed)) for seed in (1, 2, 3))
+        ops, python = kind(), kind()
+        if framework == "torch" and (op, dtype) == ("mean", "int8"):
+            ops.reduce(op, first, first)
+            assert ops._calls.reduce(op, second, second, None, None) is None  # its dtype is torch's default dtype
+            continue
+        for to in (None, "cpu:0", cr.PerReplica([0, 0], ["cpu:3", "cpu:0"])):
+            ops.reduce(op, first, first if to is None else to)
+            where = second if to is None else to
+            expected = in_python(python).reduce(op, second, where)
+            assert equal(ops._calls.reduce(op, second, where, None, None), expected)
+        expected = [in_python(python).reduce(op, value, value) for value in (second, third, second)]
+        pairs = [(value, value) for value in (second, third, second)]
+        ops.batch_reduce(op, [(first, first)] * 3)
+        assert all(map(equal, ops._calls.batch_reduce(op, pairs, None, None), expected))
+        outs = [cr.PerReplica(list(map(copied, result.values))) for result in expected[::-1]]
+        ops.batch_reduce(op, pairs, out=outs)
+        found = ops._calls.batch_reduce(op, [pairs[1], pairs[1], pairs[0]], None, outs)
+        assert all(a is b for result, out in zip(found, outs, strict=True) for a, b in zip(result, out, strict=True))
+        assert all(map(equal, found, [expected[1], expected[1], expected[0]]))
+        if bits(expected[0][0])[1] == bits(second[0])[1]:
+            rows = [[x, y] for x, y in zip(map(copied, second), map(copied, third), strict=True)]
+            cr.all_reduce([[x, x] for x in first], op, cross_device_ops=ops)
+            rows = ops._calls.all_reduce(cr.ReduceOp(op), rows, second.devices, None, None)
+            assert [[bits(x) for x in row] for row in rows] == [[bits(a), bits(b)] for a, b in zip(*expected[:2], strict=True)]
+            ops.reduce(op, cr.PerReplica(list(map(copied, first))), first, out=first)
+            ops.reduce(op, first, first, out=first)
+            assert equal(ops._calls.reduce(op, third, third, None, third), expected[1])
+
+
+def in_python(ops):
+    """Forget the prepared calls, so that the next one takes the path in Python."""
+    ops._calls = None
+    return ops
+
+
+def test_only_what_was_prepared_is_recognised(torch_):
+    """Whatever differs from the first call takes the path in Python, which gives the right result or the error."""
+    torch, ops = torch_.torch, cr.AllReduceCrossDeviceOps("direct")
+    x, y = np.arange(12.0).reshape(3, 4), np.ones((3, 4))
+    value, out = cr.PerReplica([x, y]), cr.PerReplica([np.empty((3, 4)), np.empty((3, 4))])
+    tensors = [torch.arange(12.0).reshape(3, 4), torch.ones(3, 4)]
+    ops.reduce("sum", value, value)
+    ops.reduce("sum", value, value, out=out)
+    ops.reduce("sum", cr.PerReplica(tensors), cr.PerReplica(tensors))
+    torch_out = cr.PerReplica([torch.empty(3, 4), torch.empty(3, 4)])
+    ops.reduce("sum", cr.PerReplica(tensors), cr.PerReplica(tensors), out=torch_out)
+
+    def found(xs, to=None, op="sum", options=None, given=None):
+        given_value = xs if isinstance(xs, cr.PerReplica) else cr.PerReplica(xs)
+        return ops._calls.reduce(op, given_value, given_value if to is None else to, options, given)
+
+    class Array(np.ndarray):
+        pass
+
+    twice = torch.arange(24.0).reshape(3, 8)
+    shifted, read_only = np.zeros(13), np.empty((3, 4))
+    read_only.flags.writeable = False
+    with torch.inference_mode():
+        frozen = torch.empty(3, 4)
+    tracked = torch.ones(3, 4, requires_grad=True)
+    other = {
+        "a transposed array": [np.asfortranarray(x), y],
+        "a strided array": [np.arange(24.0).reshape(3, 8)[:, ::2], y],
+        "another byte order": [x.astype(">f8"), y.astype(">f8")],
+        "another dtype": [x.astype("f4"), y.astype("f4")],
+        "different dtypes": [x, y.astype("f4")],
+        "another shape": [x.T.copy(), y.T.copy()],
+        "a subclass": [x.view(Array), y],
+        "more replicas": [x, y, x],
+        "a scalar": [np.float64(1), np.float64(2)],
+        "two frameworks": [x, tensors[1]],
+        "a strided tensor": [twice[:, ::2], tensors[1]],
+        "a negated view": [torch.view_as_complex(torch.ones(3, 4, 2)).conj().imag, tensors[1]],
+        "a gradient": [tracked, tensors[1]],
+        "a parameter": [torch.nn.Parameter(tensors[0]), tensors[1]],
+        "a sparse tensor": [tensors[0].to_sparse(), tensors[1].to_sparse()],
+    }
+    assert found(value) is not None
+    assert found(tensors) is not None
+    assert [name for name, xs in other.items() if found(xs) is not None] == []
+    with torch.no_grad():
+        sums = [ops.reduce("sum", cr.PerReplica([twice[:, ::2], tensors[1]]), "cpu:0")[0]]
+        sums += [ops.reduce("sum", cr.PerReplica(other["a negated view"]), "cpu:0")[0]]
+    assert sums[0].tolist() == (twice[:, ::2] + 1).tolist()
+    assert sums[1].tolist() == [[0.0] * 4] * 3
+    assert found(value, op="SUM") is not None
+    assert found(value, op=cr.ReduceOp.SUM) is not None
+    for changed in (
+        {"op": "max"}, {"op": "no such op"}, {"op": ["sum"]}, {"to": "cpu:0"}, {"to": "no such device"}, {"to": x},
+        {"options": cr.CommunicationOptions(bytes_per_pack=8)}, {"options": []}, {"given": []},
+        {"given": cr.PerReplica([x + 0, x + 0], ["cpu:1", "cpu:0"])}, {"given": cr.PerReplica([x + 0, x.astype("f4")])},
+        {"given": cr.PerReplica([x + 0, np.empty((4, 3))])}, {"given": cr.PerReplica([x + 0, read_only])},
+        {"given": cr.PerReplica([y + 0] * 2)}, {"given": cr.PerReplica([x + 0, np.asfortranarray(x)])},
+        {"given": cr.PerReplica([shifted[:12].reshape(3, 4), shifted[1:].reshape(3, 4)])},
+    ):  # fmt: skip
+        assert found(value, **changed) is None, changed
+    assert found(value, given=out) is not None
+    assert found([x, shifted[1:].reshape(3, 4)], given=cr.PerReplica([shifted[:12].reshape(3, 4), x])) is None
+    for given in ([frozen, frozen.clone()], [torch.empty(4, 3).T, torch.empty(3, 4)], [tracked, torch.empty(3, 4)]):
+        assert found(tensors, given=cr.PerReplica(given)) is None
+    assert found(tensors, given=torch_out) is not None
+    seen = []
+    torch.func.vmap(lambda row: seen.append(found(tensors)) or row)(tensors[0])
+    assert seen == [None]
+    with pytest.raises(cr.UnsupportedError, match="read-only"):
+        ops.reduce("sum", value, value, out=cr.PerReplica([x + 0, read_only]))
+
+
+def test_an_op_with_methods_of_its_own_is_not_prepared():
+    """A subclass that replaces a method that reduces is always called."""
+
+    class Doubled(cr.AllReduceCrossDeviceOps):
+        calls = 0
+
+        def batch_reduce_implementation(self, *arguments):
+            self.calls += 1
+            return super().batch_reduce_implementation(*arguments)
+
+    ops, value = Doubled("ring"), cr.PerReplica([np.ones(3)] * 2)
+    for _ in range(3):
+        ops.reduce("sum", value, value)
+    assert ops.calls == 3
+
+
+def test_an_error_of_a_prepared_call_writes_nothing(monkeypatch):
+    """If the number of threads is invalid, a prepared call raises the same error as the first one would."""
+    value = cr.PerReplica([np.ones(1 << 20, "float32") for _ in range(2)])
+    ops = cr.AllReduceCrossDeviceOps("direct")
+    ops.reduce("sum", value, value, out=value)
+    monkeypatch.setenv("CROSSREDUCE_NUM_THREADS", "many")
+    with pytest.raises(cr.ArgumentError, match="CROSSREDUCE_NUM_THREADS"):
+        ops.reduce("sum", value, value, out=value)
+    assert value[0][0] == 2
+
+
+def test_threads_that_prepare_and_run_calls(monkeypatch):
+    """Threads that use one op at once, with more kinds of arrays than are kept, get their own results."""
+    ops, failures = cr.AllReduceCrossDeviceOps("direct"), []
+
+    def work(number):
+        for step in range(1500):
+            size = 1 + (number * 1500 + step) % 4999
+            value = cr.PerReplica([np.full(size, float(number)), np.full(size, 1.0)])
+            for _ in range(2):
+                if ops.reduce("sum", value, "cpu:0")[0].tolist() != [number + 1.0] * size:
+                    failures.append((number, step))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+
+
+def test_prepared_calls_keep_nothing():
+    """Neither arrays nor results are kept, and references are balanced."""
+    ops, xs = cr.AllReduceCrossDeviceOps("direct"), [np.ones(100) for _ in range(3)]
+    value, out = cr.PerReplica(xs), cr.PerReplica([np.empty(100) for _ in range(3)])
+    wrong = cr.PerReplica([np.ones(100), np.ones(100), np.ones(101)[1:][::-1]])
+
+    def step():
+        ops.reduce("sum", value, value)
+        ops.reduce("sum", value, value, out=out)
+        ops.batch_reduce("mean", [(value, "cpu:0")] * 3)
+        cr.all_reduce([[x, x] for x in xs], cross_device_ops=ops)
+        assert ops._calls.reduce("sum", wrong, wrong, None, None) is None
+
+    counted = [*xs, *out.values, xs[0].dtype, value.devices, cr.Mirrored, *wrong.values]
+    for _ in range(3):
+        step()
+    gc.collect()
+    before = list(map(sys.getrefcount, counted))
+    tracemalloc.start()
+    try:
+        memory = tracemalloc.get_traced_memory()[0]
+        for _ in range(200):
+            step()
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - memory < 2000
+    finally:
+        tracemalloc.stop()
+    assert list(map(sys.getrefcount, counted)) == before
+    calls = new_calls()
+    with pytest.raises(TypeError):
+        calls.reduce("sum")
+    with pytest.raises((TypeError, ValueError)):
+        calls.add(cr.ReduceOp.SUM, None, ("cpu:0",), ("cpu:0",), [xs], [xs], False, [])
