@@ -201,9 +201,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             ratios = [
                 row["seconds"][LOOP] / row["seconds"][name]
                 for row in rows
-                if LOOP in row["seconds"]
-                and row["replicas"] >= least
-                and 2 * row["replicas"] * row["bytes"] >= 1 << 22
+                if LOOP in row["seconds"] and row["replicas"] >= least and 2 * row["replicas"] * row["bytes"] >= 1 << 22
             ]
             large[f"from {least} replicas"] = {"least": min(ratios, default=None)}
             if ratios:
@@ -257,7 +255,9 @@ def torch_rows(quick: bool) -> Iterator[dict[str, Any]]:
         }
         found = medians(runs, 5, 0.05 if quick else 0.3)
         ratios = found[OURS] / found["torch add_ and copies, out="], found[FRESH] / found["torch add_ and clones"]
-        print(f"  {replicas} x {size_text(4 * size)}: ours / torch: out= {ratios[0]:.2f}, new {ratios[1]:.2f}", flush=True)
+        print(
+            f"  {replicas} x {size_text(4 * size)}: ours / torch: out= {ratios[0]:.2f}, new {ratios[1]:.2f}", flush=True
+        )
         yield {"replicas": replicas, "bytes": 4 * size, "seconds": found}
 
 

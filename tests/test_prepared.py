@@ -60,7 +60,9 @@ def cases():
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-@pytest.mark.parametrize("kind", [partial(cr.AllReduceCrossDeviceOps, "ring", 2), partial(cr.ReductionToOneDevice, "cpu:1")])
+@pytest.mark.parametrize(
+    "kind", [partial(cr.AllReduceCrossDeviceOps, "ring", 2), partial(cr.ReductionToOneDevice, "cpu:1")]
+)
 def test_prepared_calls_give_the_results_of_the_first(framework, kind):
     """A later call with other arrays of the same kind runs in compiled code and gives what the path in Python gives:
     reduce and batch_reduce, into new arrays, given ones and in place, to all devices and to some."""
@@ -89,7 +91,9 @@ def test_prepared_calls_give_the_results_of_the_first(framework, kind):
             rows = [[x, y] for x, y in zip(map(copied, second), map(copied, third), strict=True)]
             cr.all_reduce([[x, x] for x in first], op, cross_device_ops=ops)
             rows = ops._calls.all_reduce(cr.ReduceOp(op), rows, second.devices, None, None)
-            assert [[bits(x) for x in row] for row in rows] == [[bits(a), bits(b)] for a, b in zip(*expected[:2], strict=True)]
+            assert [[bits(x) for x in row] for row in rows] == [
+                [bits(a), bits(b)] for a, b in zip(*expected[:2], strict=True)
+            ]
             ops.reduce(op, cr.PerReplica(list(map(copied, first))), first, out=first)
             ops.reduce(op, first, first, out=first)
             assert equal(ops._calls.reduce(op, third, third, None, third), expected[1])

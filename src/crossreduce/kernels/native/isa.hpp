@@ -55,7 +55,7 @@ struct InstructionSet {
     const char *name;
     PassFunction same[OPS][DTYPES];  // sources, accumulator and results of one dtype; null: the op is not defined
     PassFunction half[OPS][2];       // sources and results F16 or BF16, accumulator F32; sums and products only
-    PassFunction pairs[OPS];         // faster than `half` for BF16, but only if all intermediate values have stride 0
+    PassFunction pairs[OPS];         // faster than `half` for BF16; intermediate values have another order in each line
     Convert convert[DTYPES][DTYPES]; // [from][to], any size; null: never needed
 };
 

@@ -81,6 +81,9 @@ struct Format {
     size_t in, acc, out;                   // bytes of a unit of the sources, accumulator and results
     bool convert_sources, convert_results; // whether tiles are converted before and after the pass
     Divide divide = nullptr;               // divides integers, instead of the pass and of the conversion after it
+    // Whether tiles of the accumulator's dtype have another order of elements within each line (isa.inc, WidenedPairs).
+    // Then all passes over a tile divide it into the same lines, and a line is never stored in part.
+    bool permuted = false;
 };
 
 struct Run { // one run of a kernel
@@ -147,11 +150,13 @@ void gather(char *to, const Source &from, int64_t start, int64_t stop, size_t it
 void run_partial_line(const Pass &pass, const Format &f, size_t start, size_t count, Scratch scratch) {
     PassFold *folds = scratch.take<PassFold>(pass.fold_count);
     Output *outputs = scratch.take<Output>(pass.output_count);
+    const size_t stored = f.permuted ? f.line : count; // of an accumulator
     auto padded = [&](const Location &from) {
         if (from.stride == 0) return from;
+        const size_t used = from.is_accumulator ? stored : count;
         char *copy = scratch.take<char>(2 * LINE);
-        std::memcpy(copy, from.base + start * from.stride, count * from.stride);
-        std::memset(copy + count * from.stride, 0, (f.line - count) * from.stride);
+        std::memcpy(copy, from.base + start * from.stride, used * from.stride);
+        std::memset(copy + used * from.stride, 0, (f.line - used) * from.stride);
         return Location{copy, from.stride, from.is_accumulator};
     };
     for (size_t k = 0; k < pass.fold_count; k++) {
@@ -170,7 +175,7 @@ void run_partial_line(const Pass &pass, const Format &f, size_t start, size_t co
     for (size_t k = 0; k < pass.fold_count; k++) {
         const PassFold &fold = pass.folds[k];
         if (fold.out_stride != 0)
-            std::memcpy(fold.out + start * fold.out_stride, folds[k].out, count * fold.out_stride);
+            std::memcpy(fold.out + start * fold.out_stride, folds[k].out, stored * fold.out_stride);
     }
     for (size_t v = 0; v < pass.output_count; v++)
         for (size_t r = 0; r < pass.outputs[v].count; r++)
@@ -185,7 +190,7 @@ void run_pass(const Pass &pass, const Format &f, size_t count, bool streaming, S
     size_t head = 0;
     if (pass.output_count > 0 && count >= MIN_LINES_TO_ALIGN * f.line) {
         const size_t off = bytes_to_boundary(pass.outputs[0].targets[0].data);
-        if (off % (f.out * f.units) == 0) head = off / f.out; // whole elements
+        if (off % (f.out * f.units) == 0 && !f.permuted) head = off / f.out; // whole elements
         for (size_t v = 0; streaming && v < pass.output_count; v++)
             for (size_t r = 0; r < pass.outputs[v].count; r++) {
                 Target &target = pass.outputs[v].targets[r];
@@ -492,7 +497,10 @@ bool run_kernel(const Kernel &kernel, const std::vector<Source> &sources, const 
     const bool too_many = ways() < MANY_WAYS ? arrays > ways() : arrays > MANY_ARRAYS && traffic_nbytes(kernel) <= SMALL_NBYTES;
     const bool copies_tiles = !streaming && kernel.results > 1 && too_many;
     by_line = by_line && !copies_tiles;
-    if (by_line && kernel.dtype == BF16 && kernel.accumulator == F32) format.function = kernel.isa->pairs[kernel.op];
+    if (kernel.dtype == BF16 && kernel.accumulator == F32 && kernel.result == BF16 && kernel.isa->pairs[kernel.op]) {
+        format.function = kernel.isa->pairs[kernel.op];
+        format.permuted = !by_line;
+    }
     Run run{kernel, sources, results, streaming, by_line, copies_tiles, format, 0, 0, {}};
     const size_t in = ITEMSIZES[kernel.dtype], acc = ITEMSIZES[kernel.accumulator], out = ITEMSIZES[kernel.result];
     run.tile = static_cast<int64_t>(kernel.tile_nbytes / std::max({in, acc, out}));
