@@ -26,7 +26,9 @@ def arrays(framework, dtype, shape, n, seed):
     """Return n different arrays."""
     draw = np.random.default_rng(seed)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    made = [np.asarray(draw.integers(-5, 6, shape) if kind != bool else draw.integers(0, 2, shape)) for _ in range(n)]
+    made = [
+        np.asarray(draw.integers(-5, 6, shape) if dtype != "bool" else draw.integers(0, 2, shape)) for _ in range(n)
+    ]
     if framework == "numpy":
         return [x.astype(kind).reshape(shape) for x in made]
     torch = pytest.importorskip("torch")
@@ -37,7 +39,7 @@ def bits(x):
     """Return everything about an array: class, dtype, shape, layout, whether it is writable, and its bytes."""
     if isinstance(x, np.ndarray):
         return type(x), x.dtype, x.shape, x.strides, x.flags.writeable, x.tobytes()
-    raw = x.reshape(-1).view(getattr(sys.modules["torch"], "uint8")).numpy().tobytes() if x.numel() else b""
+    raw = x.reshape(-1).view(sys.modules["torch"].uint8).numpy().tobytes() if x.numel() else b""
     return type(x), x.dtype, tuple(x.shape), x.stride(), x.requires_grad, raw
 
 
@@ -213,9 +215,9 @@ def test_threads_that_prepare_and_run_calls(monkeypatch):
         for step in range(1500):
             size = 1 + (number * 1500 + step) % 4999
             value = cr.PerReplica([np.full(size, float(number)), np.full(size, 1.0)])
-            for _ in range(2):
-                if ops.reduce("sum", value, "cpu:0")[0].tolist() != [number + 1.0] * size:
-                    failures.append((number, step))
+            results = [ops.reduce("sum", value, "cpu:0")[0].tolist() for _ in range(2)]
+            if results != [[number + 1.0] * size] * 2:
+                failures.append((number, step))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     interval = sys.getswitchinterval()

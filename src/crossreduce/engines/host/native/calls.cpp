@@ -5,232 +5,20 @@
 // adds what it prepared. A later call runs here if all that the first one depended on is the same: op, options,
 // devices, and of every array its class, dtype, sizes, C order and place in host memory. Otherwise, also if results
 // share memory with other arrays, this returns None, and the path in Python handles the call.
-#include "arrays.hpp"
-
-#include <cstring>
-#include <memory>
-#include <mutex>
-#include <unordered_map>
-
-#include "overlap.hpp"
+#include "prepared_calls.hpp"
 
 const KernelApi *kernel_api = nullptr;
 
 namespace {
 
-constexpr size_t MAX_PREPARED = 4096; // more are forgotten, all at once
-
-PyObject *name_values, *name_devices, *name_threads; // interned
-PyTypeObject *per_replica, *mirrored, *reduce_op;
-PyObject *ops_by_name, *device_names, *default_options;
-
-struct Run { // one kernel, which reduces some tensors of a batch
-    PyObject *kernel_object, *executable;
-    const Kernel *kernel;
-    std::vector<size_t> tensors;
-    bool streaming, threaded;
-    int64_t dtype; // of the results
-};
-
-struct Prepared {
-    std::vector<int64_t> signature;
-    std::vector<Run> runs;
-    PyObject *kept; // a tuple: what must live as long as this
-    ~Prepared() { Py_XDECREF(kept); }
-};
-
-using PreparedMap = std::unordered_multimap<uint64_t, std::shared_ptr<Prepared>>;
-
-struct Calls {
-    PyObject *tables = nullptr; // by key (op, options, sources, destinations, with out): the number of a map
-    std::mutex lock;            // of `maps` and `count`; no Python code runs under it
-    std::vector<PreparedMap> maps;
-    size_t count = 0;
-};
+PyObject *name_values, *name_devices; // interned
+PyTypeObject *per_replica, *mirrored;
+PyObject *device_names;
 
 struct CallsObject {
     PyObject_HEAD
     Calls *calls;
 };
-
-// The arrays of one call.
-struct Batch {
-    size_t replicas = 0, destinations = 0;
-    std::vector<PyObject *> arrays, outs; // tensor after tensor: each replica's, each destination's; borrowed
-    std::vector<PyObject *> owned;        // references that are kept during the call
-    const ArrayAccess *access = nullptr;
-    std::vector<ArrayView> views, out_views;
-    std::vector<int64_t> signature;
-
-    ~Batch() {
-        for (PyObject *object : owned) Py_DECREF(object);
-    }
-    size_t tensors() const { return arrays.size() / replicas; }
-    const ArrayView &first(size_t tensor) const { return views[tensor * replicas]; }
-
-    // Keep a new reference, and return it.
-    PyObject *own(PyObject *object) {
-        if (object != nullptr) owned.push_back(object);
-        return object;
-    }
-
-    // Append the elements of a tuple to `to`. Return false if it is not a tuple of `size`.
-    static bool append(PyObject *tuple, size_t size, std::vector<PyObject *> &to) {
-        if (tuple == nullptr || !PyTuple_Check(tuple) || static_cast<size_t>(PyTuple_Size(tuple)) != size) return false;
-        for (size_t k = 0; k < size; k++) to.push_back(PyTuple_GetItem(tuple, static_cast<Py_ssize_t>(k)));
-        return true;
-    }
-};
-
-bool same_sizes(const ArrayView &a, const ArrayView &b) {
-    return a.axes == b.axes && std::equal(a.sizes, a.sizes + a.axes, b.sizes);
-}
-
-uint64_t hash_of(const std::vector<int64_t> &signature) { // FNV-1a on words, with a final mix
-    uint64_t hash = 0xcbf29ce484222325;
-    for (int64_t word : signature) hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3, hash ^= hash >> 29;
-    return hash;
-}
-
-// View all arrays, and set the signature. Return false if they cannot be used here.
-bool view_arrays(Batch &batch) {
-    if (batch.arrays.empty()) return false;
-    batch.access = access_of(batch.arrays[0]);
-    if (batch.access == nullptr || !batch.access->is_usable()) return false;
-    batch.views.resize(batch.arrays.size());
-    batch.signature.reserve(4 * batch.tensors());
-    for (size_t k = 0; k < batch.arrays.size(); k++) {
-        ArrayView &view = batch.views[k];
-        if (!batch.access->view(batch.arrays[k], false, view)) return false;
-        const ArrayView &first = batch.views[k - k % batch.replicas];
-        if (view.dtype != first.dtype || !same_sizes(view, first)) return false;
-        if (k % batch.replicas != 0) continue;
-        batch.signature.push_back(view.dtype);
-        batch.signature.push_back(view.axes);
-        batch.signature.insert(batch.signature.end(), view.sizes, view.sizes + view.axes);
-    }
-    return true;
-}
-
-// View the arrays of `out`. Return false if they do not fit the results, or share memory with other arrays.
-bool view_outs(Batch &batch, const Prepared &prepared) {
-    batch.out_views.resize(batch.outs.size());
-    std::vector<Extent> extents;
-    extents.reserve(batch.arrays.size() + batch.outs.size());
-    for (const Run &run : prepared.runs)
-        for (size_t tensor : run.tensors) {
-            const ArrayView &like = batch.first(tensor);
-            size_t in = ITEMSIZES[run.kernel->dtype], out = ITEMSIZES[run.kernel->result];
-            for (int axis = 0; axis < like.axes; axis++)
-                in *= static_cast<size_t>(like.sizes[axis]), out *= static_cast<size_t>(like.sizes[axis]);
-            ArrayView *outs = &batch.out_views[tensor * batch.destinations];
-            for (size_t r = 0; r < batch.destinations; r++) {
-                PyObject *array = batch.outs[tensor * batch.destinations + r];
-                if (access_of(array) != batch.access || !batch.access->view(array, true, outs[r])) return false;
-                if (outs[r].dtype != run.dtype || !same_sizes(outs[r], like)) return false;
-                if (out > 0)
-                    extents.push_back({outs[r].data, outs[r].data + out, 0, static_cast<int64_t>(r)});
-            }
-            for (size_t k = 0; in > 0 && k < batch.replicas; k++) {
-                const char *data = batch.views[tensor * batch.replicas + k].data;
-                const auto is_source = [&](const ArrayView &view) { return view.data == data; };
-                if (in != out || std::none_of(outs, outs + batch.destinations, is_source))
-                    extents.push_back({data, data + in, 0, -1});
-            }
-        }
-    return find_overlap(extents) == nullptr;
-}
-
-PyObject *key_of(PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, bool with_out) {
-    // The default options are the most frequent ones, and their hash is computed in Python.
-    return PyTuple_Pack(5, op, options == default_options ? Py_None : options, sources, destinations,
-                        with_out ? Py_True : Py_False);
-}
-
-std::shared_ptr<Prepared> find(Calls &calls, PyObject *key, const Batch &batch) {
-    PyObject *number = PyDict_GetItemWithError(calls.tables, key); // an error: the key cannot be hashed
-    if (number == nullptr) return nullptr;
-    const uint64_t hash = hash_of(batch.signature);
-    const std::lock_guard<std::mutex> guard(calls.lock);
-    const size_t at = PyLong_AsSize_t(number);
-    if (at >= calls.maps.size()) return nullptr; // forgotten by another thread just now
-    const auto [begin, end] = calls.maps[at].equal_range(hash);
-    for (auto one = begin; one != end; ++one)
-        if (one->second->signature == batch.signature) return one->second;
-    return nullptr;
-}
-
-// Run a prepared call. Return the results, tensor after tensor, in a new list; or null with an error set.
-PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
-    std::vector<int> threads;
-    for (const Run &run : prepared.runs) { // before anything is allocated, since this may raise
-        threads.push_back(1);
-        if (!run.threaded) continue;
-        Ref number(PyObject_CallMethodObjArgs(run.executable, name_threads, nullptr));
-        if (!number) return nullptr;
-        const long found = PyLong_AsLong(number.object);
-        if (found == -1 && PyErr_Occurred()) return nullptr;
-        threads.back() = static_cast<int>(found);
-    }
-    Ref results(PyList_New(static_cast<Py_ssize_t>(batch.tensors() * batch.destinations)));
-    if (!results) return nullptr;
-    std::vector<Source> sources;
-    std::vector<char *> targets;
-    for (size_t number = 0; number < prepared.runs.size(); number++) {
-        const Run &run = prepared.runs[number];
-        sources.clear(), targets.clear();
-        for (size_t tensor : run.tensors) {
-            for (size_t k = 0; k < batch.replicas; k++)
-                sources.push_back({batch.views[tensor * batch.replicas + k].data, nullptr});
-            for (size_t r = 0; r < batch.destinations; r++) {
-                const size_t at = tensor * batch.destinations + r;
-                PyObject *array;
-                char *data;
-                if (batch.outs.empty()) {
-                    array = batch.access->make(batch.first(tensor), run.dtype, ITEMSIZES[run.kernel->result], &data);
-                    if (array == nullptr) return nullptr;
-                } else {
-                    array = batch.outs[at];
-                    data = batch.out_views[at].data;
-                    Py_INCREF(array);
-                }
-                targets.push_back(data);
-                if (PyList_SetItem(results.object, static_cast<Py_ssize_t>(at), array) < 0) return nullptr;
-            }
-        }
-        const bool small = kernel_api->traffic_nbytes(*run.kernel) <= MAX_NBYTES_WITH_LOCK;
-        const auto execute = [&](int on, bool streaming) {
-            return kernel_api->run(*run.kernel, sources, targets, on, streaming);
-        };
-        if (!(small ? execute(1, false) : without_lock(false, [&] { return execute(threads[number], run.streaming); })))
-            return PyErr_NoMemory();
-    }
-    if (!batch.outs.empty()) {
-        Ref written(PyList_AsTuple(results.object));
-        if (!written || !batch.access->mark_written(written.object)) return nullptr;
-    }
-    Py_INCREF(results.object);
-    return results.object;
-}
-
-// Ignore an error, since the call is not handled here; but keep Ctrl-C.
-void forget_error() {
-    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
-}
-
-// Return the results of a call that was prepared, tensor after tensor, in a new list; null without an error: it was not.
-PyObject *run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, Batch &batch) {
-    std::shared_ptr<Prepared> prepared;
-    if (PyUnicode_CheckExact(op)) op = PyDict_GetItemWithError(ops_by_name, op);
-    else if (Py_TYPE(op) != reduce_op) return nullptr;
-    if (op != nullptr && view_arrays(batch)) {
-        Ref key(key_of(op, options, sources, destinations, !batch.outs.empty()));
-        if (key) prepared = find(calls, key.object, batch);
-    }
-    if (prepared != nullptr && (batch.outs.empty() || view_outs(batch, *prepared))) return run_prepared(batch, *prepared);
-    forget_error();
-    return nullptr;
-}
 
 // ---- Python's values --------------------------------------------------------------------------------------------
 
@@ -258,14 +46,14 @@ bool add_value(Batch &batch, PyObject *value, PyObject *destinations, PyObject *
         batch.replicas = static_cast<size_t>(PyTuple_Size(own));
         batch.destinations = static_cast<size_t>(PyTuple_Size(to));
     }
-    if (!are_equal(sources, own) || !are_equal(devices, to) || !Batch::append(values, batch.replicas, batch.arrays))
+    if (!are_equal(sources, own) || !are_equal(devices, to) || !append(values, batch.replicas, batch.arrays))
         return false;
     if (out == Py_None) return true;
     if (!is_distributed(out)) return false;
     PyObject *arrays = batch.own(PyObject_GetAttr(out, name_values));
     PyObject *places = batch.own(PyObject_GetAttr(out, name_devices));
     return arrays != nullptr && places != nullptr && are_equal(places, devices) &&
-           Batch::append(arrays, batch.destinations, batch.outs);
+           append(arrays, batch.destinations, batch.outs);
 }
 
 // Return a Mirrored of the results from position `at` on.
@@ -409,7 +197,7 @@ bool read_run(PyObject *fields, const Batch &batch, PyObject *results, PyObject 
     if (!PyArg_ParseTuple(fields, "OOOpp", &kernel, &executable, &tensors, &streaming, &threaded)) return false;
     run.kernel = kernel_api->kernel_of(kernel);
     if (run.kernel == nullptr || !read_ints(tensors, run.tensors)) return false;
-    run.kernel_object = kernel, run.executable = executable;
+    run.executable = executable;
     run.streaming = streaming != 0, run.threaded = threaded != 0;
     if (run.tensors.size() != run.kernel->sizes.size() || static_cast<size_t>(run.kernel->sources) != batch.replicas ||
         static_cast<size_t>(run.kernel->results) != batch.destinations)
@@ -439,15 +227,15 @@ PyObject *add(PyObject *self, PyObject *args) {
         batch.replicas = static_cast<size_t>(PyTuple_Size(sources));
         batch.destinations = static_cast<size_t>(PyTuple_Size(destinations));
         const auto read_row = [&](PyObject *row) {
-            return Batch::append(row, batch.replicas, batch.arrays) || value_error("a row must be a tuple of arrays");
+            return append(row, batch.replicas, batch.arrays) || value_error("a row must be a tuple of arrays");
         };
         if (!read_each(rows, read_row)) return nullptr;
         Ref key(key_of(op, options, sources, destinations, with_out != 0)), kept(PyList_New(0));
         if (!key || !kept) return nullptr;
-        const bool usable = view_arrays(batch);
+        const bool usable = batch.view_arrays();
         forget_error();
         if (PyErr_Occurred()) return nullptr;
-        if (!usable || find(calls, key.object, batch) != nullptr) Py_RETURN_NONE;
+        if (!usable || calls.find(key.object, batch.signature) != nullptr) Py_RETURN_NONE;
         if (PyErr_Occurred()) return nullptr;
         auto prepared = std::make_shared<Prepared>();
         prepared->signature = batch.signature;
@@ -461,22 +249,7 @@ PyObject *add(PyObject *self, PyObject *args) {
             if (dtype != nullptr && PyList_Append(kept.object, dtype) < 0) return nullptr;
         }
         prepared->kept = PyList_AsTuple(kept.object);
-        PyObject *number = prepared->kept == nullptr ? nullptr : PyDict_GetItemWithError(calls.tables, key.object);
-        if (prepared->kept == nullptr || (number == nullptr && PyErr_Occurred())) return nullptr;
-        std::vector<PreparedMap> forgotten; // destroyed without the lock
-        if (calls.count >= MAX_PREPARED) {
-            PyDict_Clear(calls.tables);
-            const std::lock_guard<std::mutex> guard(calls.lock);
-            forgotten.swap(calls.maps);
-            calls.count = 0, number = nullptr;
-        }
-        Ref fresh(number == nullptr ? PyLong_FromSize_t(calls.maps.size()) : nullptr);
-        if (number == nullptr && (!fresh || PyDict_SetItem(calls.tables, key.object, fresh.object) < 0)) return nullptr;
-        const size_t at = PyLong_AsSize_t(number == nullptr ? fresh.object : number);
-        const std::lock_guard<std::mutex> guard(calls.lock);
-        if (at >= calls.maps.size()) calls.maps.resize(at + 1);
-        calls.maps[at].emplace(hash_of(batch.signature), prepared);
-        calls.count++;
+        if (prepared->kept == nullptr || !calls.add(key.object, prepared)) return nullptr;
     } catch (const std::exception &) {
         return PyErr_NoMemory();
     }
@@ -492,9 +265,7 @@ PyObject *calls_new(PyTypeObject *type, PyObject *, PyObject *) {
 }
 
 void calls_dealloc(PyObject *object) {
-    Calls *calls = reinterpret_cast<CallsObject *>(object)->calls;
-    if (calls != nullptr) Py_XDECREF(calls->tables);
-    delete calls;
+    delete reinterpret_cast<CallsObject *>(object)->calls;
     free_object(object);
 }
 

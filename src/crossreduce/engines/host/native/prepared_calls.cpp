@@ -1,0 +1,188 @@
+#include "prepared_calls.hpp"
+
+#include <cstring>
+
+#include "overlap.hpp"
+
+PyTypeObject *reduce_op;
+PyObject *ops_by_name, *default_options, *name_threads;
+
+namespace {
+
+constexpr size_t MAX_PREPARED = 4096;
+
+bool same_sizes(const ArrayView &a, const ArrayView &b) {
+    return a.axes == b.axes && std::equal(a.sizes, a.sizes + a.axes, b.sizes);
+}
+
+uint64_t hash_of(const std::vector<int64_t> &signature) { // FNV-1a on words, with a final mix
+    uint64_t hash = 0xcbf29ce484222325;
+    for (int64_t word : signature) hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3, hash ^= hash >> 29;
+    return hash;
+}
+
+// Run a prepared call. Return the results, tensor after tensor, in a new list; or null with an error set.
+PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
+    std::vector<int> threads;
+    for (const Run &run : prepared.runs) { // before anything is allocated, since this may raise
+        threads.push_back(1);
+        if (!run.threaded) continue;
+        Ref number(PyObject_CallMethodObjArgs(run.executable, name_threads, nullptr));
+        if (!number) return nullptr;
+        const long found = PyLong_AsLong(number.object);
+        if (found == -1 && PyErr_Occurred()) return nullptr;
+        threads.back() = static_cast<int>(found);
+    }
+    Ref results(PyList_New(static_cast<Py_ssize_t>(batch.tensors() * batch.destinations)));
+    if (!results) return nullptr;
+    std::vector<Source> sources;
+    std::vector<char *> targets;
+    for (size_t number = 0; number < prepared.runs.size(); number++) {
+        const Run &run = prepared.runs[number];
+        sources.clear(), targets.clear();
+        for (size_t tensor : run.tensors) {
+            for (size_t k = 0; k < batch.replicas; k++)
+                sources.push_back({batch.views[tensor * batch.replicas + k].data, nullptr});
+            for (size_t r = 0; r < batch.destinations; r++) {
+                const size_t at = tensor * batch.destinations + r;
+                PyObject *array;
+                char *data;
+                if (batch.outs.empty()) {
+                    array = batch.access->make(batch.first(tensor), run.dtype, ITEMSIZES[run.kernel->result], &data);
+                    if (array == nullptr) return nullptr;
+                } else {
+                    array = batch.outs[at];
+                    data = batch.out_views[at].data;
+                    Py_INCREF(array);
+                }
+                targets.push_back(data);
+                if (PyList_SetItem(results.object, static_cast<Py_ssize_t>(at), array) < 0) return nullptr;
+            }
+        }
+        const bool small = kernel_api->traffic_nbytes(*run.kernel) <= MAX_NBYTES_WITH_LOCK;
+        const auto execute = [&](int on, bool streaming) {
+            return kernel_api->run(*run.kernel, sources, targets, on, streaming);
+        };
+        if (!(small ? execute(1, false) : without_lock(false, [&] { return execute(threads[number], run.streaming); })))
+            return PyErr_NoMemory();
+    }
+    if (!batch.outs.empty()) {
+        Ref written(PyList_AsTuple(results.object));
+        if (!written || !batch.access->mark_written(written.object)) return nullptr;
+    }
+    Py_INCREF(results.object);
+    return results.object;
+}
+
+} // namespace
+
+bool append(PyObject *tuple, size_t size, std::vector<PyObject *> &to) {
+    if (tuple == nullptr || !PyTuple_Check(tuple) || static_cast<size_t>(PyTuple_Size(tuple)) != size) return false;
+    for (size_t k = 0; k < size; k++) to.push_back(PyTuple_GetItem(tuple, static_cast<Py_ssize_t>(k)));
+    return true;
+}
+
+bool Batch::view_arrays() {
+    if (arrays.empty()) return false;
+    access = access_of(arrays[0]);
+    if (access == nullptr || !access->is_usable()) return false;
+    views.resize(arrays.size());
+    signature.reserve(4 * tensors());
+    for (size_t k = 0; k < arrays.size(); k++) {
+        ArrayView &view = views[k];
+        if (!access->view(arrays[k], false, view)) return false;
+        const ArrayView &first = views[k - k % replicas];
+        if (view.dtype != first.dtype || !same_sizes(view, first)) return false;
+        if (k % replicas != 0) continue;
+        signature.push_back(view.dtype);
+        signature.push_back(view.axes);
+        signature.insert(signature.end(), view.sizes, view.sizes + view.axes);
+    }
+    return true;
+}
+
+bool Batch::view_outs(const Prepared &prepared) {
+    out_views.resize(outs.size());
+    std::vector<Extent> extents;
+    extents.reserve(arrays.size() + outs.size());
+    for (const Run &run : prepared.runs)
+        for (size_t tensor : run.tensors) {
+            const ArrayView &like = first(tensor);
+            size_t in = ITEMSIZES[run.kernel->dtype], out = ITEMSIZES[run.kernel->result];
+            for (int axis = 0; axis < like.axes; axis++)
+                in *= static_cast<size_t>(like.sizes[axis]), out *= static_cast<size_t>(like.sizes[axis]);
+            ArrayView *targets = &out_views[tensor * destinations];
+            for (size_t r = 0; r < destinations; r++) {
+                PyObject *array = outs[tensor * destinations + r];
+                if (access_of(array) != access || !access->view(array, true, targets[r])) return false;
+                if (targets[r].dtype != run.dtype || !same_sizes(targets[r], like)) return false;
+                if (out > 0)
+                    extents.push_back({targets[r].data, targets[r].data + out, 0, static_cast<int64_t>(r)});
+            }
+            for (size_t k = 0; in > 0 && k < replicas; k++) {
+                const char *data = views[tensor * replicas + k].data;
+                const auto is_source = [&](const ArrayView &view) { return view.data == data; };
+                if (in != out || std::none_of(targets, targets + destinations, is_source))
+                    extents.push_back({data, data + in, 0, -1});
+            }
+        }
+    return find_overlap(extents) == nullptr;
+}
+
+PyObject *key_of(PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, bool with_out) {
+    // The default options are the most frequent ones, and their hash is computed in Python.
+    return PyTuple_Pack(5, op, options == default_options ? Py_None : options, sources, destinations,
+                        with_out ? Py_True : Py_False);
+}
+
+std::shared_ptr<Prepared> Calls::find(PyObject *key, const std::vector<int64_t> &signature) {
+    PyObject *number = PyDict_GetItemWithError(tables, key);
+    if (number == nullptr) return nullptr;
+    const uint64_t hash = hash_of(signature);
+    const size_t at = PyLong_AsSize_t(number);
+    const std::lock_guard<std::mutex> guard(lock);
+    const auto map = maps.find(at);
+    if (map == maps.end()) return nullptr; // forgotten by another thread just now
+    const auto [begin, end] = map->second.equal_range(hash);
+    for (auto one = begin; one != end; ++one)
+        if (one->second->signature == signature) return one->second;
+    return nullptr;
+}
+
+bool Calls::add(PyObject *key, std::shared_ptr<Prepared> prepared) {
+    std::unordered_map<size_t, Map> forgotten; // destroyed without the lock
+    size_t unused;
+    {
+        const std::lock_guard<std::mutex> guard(lock);
+        unused = next++;
+        if (count >= MAX_PREPARED) forgotten.swap(maps), count = 0;
+    }
+    if (!forgotten.empty()) PyDict_Clear(tables);
+    Ref fresh(PyLong_FromSize_t(unused));
+    Ref number(fresh ? PyObject_CallMethod(tables, "setdefault", "OO", key, fresh.object) : nullptr);
+    if (!number) return false;
+    const size_t at = PyLong_AsSize_t(number.object);
+    const uint64_t hash = hash_of(prepared->signature);
+    const std::lock_guard<std::mutex> guard(lock);
+    maps[at].emplace(hash, std::move(prepared));
+    count++;
+    return true;
+}
+
+void forget_error() {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+}
+
+PyObject *run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, Batch &batch) {
+    std::shared_ptr<Prepared> prepared;
+    if (PyUnicode_CheckExact(op)) op = PyDict_GetItemWithError(ops_by_name, op);
+    else if (Py_TYPE(op) != reduce_op) return nullptr;
+    if (op != nullptr && batch.view_arrays()) {
+        Ref key(key_of(op, options, sources, destinations, !batch.outs.empty()));
+        if (key) prepared = calls.find(key.object, batch.signature);
+    }
+    if (prepared != nullptr && (batch.outs.empty() || batch.view_outs(*prepared))) return run_prepared(batch, *prepared);
+    forget_error();
+    return nullptr;
+}
+

@@ -1,0 +1,84 @@
+// Prepared calls: what they consist of, and how a call is recognised and run.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "arrays.hpp"
+
+struct Run { // one kernel, which reduces some tensors of a batch
+    PyObject *executable;
+    const Kernel *kernel;
+    std::vector<size_t> tensors;
+    bool streaming, threaded;
+    int64_t dtype; // of the results
+};
+
+struct Prepared {
+    std::vector<int64_t> signature;
+    std::vector<Run> runs;
+    PyObject *kept = nullptr; // a tuple: what must live as long as this
+    ~Prepared() { Py_XDECREF(kept); }
+};
+
+// The calls that one op has prepared.
+class Calls {
+  public:
+    PyObject *tables = nullptr; // by key (see `key_of`): the number of a map
+
+    ~Calls() { Py_XDECREF(tables); }
+    // Return a prepared call; null if there is none. An error may be set: the key cannot be hashed.
+    std::shared_ptr<Prepared> find(PyObject *key, const std::vector<int64_t> &signature);
+    // Add a call. If there are very many, forget all others. Return false with an error set if that fails.
+    bool add(PyObject *key, std::shared_ptr<Prepared> prepared);
+
+  private:
+    using Map = std::unordered_multimap<uint64_t, std::shared_ptr<Prepared>>;
+    std::mutex lock; // of the members below; no Python code runs under it
+    std::unordered_map<size_t, Map> maps;
+    size_t count = 0, next = 0; // of calls; the next number of a map, which is never used again
+};
+
+// The arrays of one call.
+struct Batch {
+    size_t replicas = 0, destinations = 0;
+    std::vector<PyObject *> arrays, outs; // tensor after tensor: each replica's, each destination's; borrowed
+    std::vector<PyObject *> owned;        // references that are kept during the call
+    const ArrayAccess *access = nullptr;
+    std::vector<ArrayView> views, out_views;
+    std::vector<int64_t> signature; // dtypes and sizes
+
+    ~Batch() {
+        for (PyObject *object : owned) Py_DECREF(object);
+    }
+    size_t tensors() const { return arrays.size() / replicas; }
+    const ArrayView &first(size_t tensor) const { return views[tensor * replicas]; }
+
+    // Keep a new reference, and return it.
+    PyObject *own(PyObject *object) {
+        if (object != nullptr) owned.push_back(object);
+        return object;
+    }
+
+    // View all arrays, and set the signature. Return false if they cannot be used here.
+    bool view_arrays();
+    // View the arrays of `outs`. Return false if they do not fit the results, or share memory with other arrays.
+    bool view_outs(const Prepared &prepared);
+};
+
+// Append the elements of a tuple to `to`. Return false if it is not a tuple of `size`.
+bool append(PyObject *tuple, size_t size, std::vector<PyObject *> &to);
+
+// Return the key of calls with the same op, options and devices; or null with an error set.
+PyObject *key_of(PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, bool with_out);
+
+// Return the results of a call that was prepared, tensor after tensor, in a new list; null without an error: it was not.
+PyObject *run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, Batch &batch);
+
+// Ignore an error, since the call is not handled here; but keep Ctrl-C.
+void forget_error();
+
+// Classes and values of the package, kept for ever.
+extern PyTypeObject *reduce_op;
+extern PyObject *ops_by_name, *default_options, *name_threads;
