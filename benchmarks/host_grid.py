@@ -60,7 +60,8 @@ void NAME(const T **src, int sources, T **dst, int results, size_t size) { \\
         int k = 1; \\
         for (; k + 3 < sources; k += 4) { \\
             const T *a = src[k] + at, *b = src[k + 1] + at, *c = src[k + 2] + at, *d = src[k + 3] + at; \\
-            for (size_t i = 0; i < n; i++) tile[i] = (((tile[i] + READ(a[i])) + READ(b[i])) + READ(c[i])) + READ(d[i]); \\
+            for (size_t i = 0; i < n; i++) \\
+                tile[i] = (((tile[i] + READ(a[i])) + READ(b[i])) + READ(c[i])) + READ(d[i]); \\
         } \\
         for (; k < sources; k++) for (size_t i = 0; i < n; i++) tile[i] += READ(src[k][at + i]); \\
         for (size_t i = 0; i < n; i++) out[i] = WRITE(tile[i]); \\
