@@ -103,7 +103,7 @@ def cases(draw):
     """Draw a ``Case``: 1 to 3 tensors, some cut into segments with gaps; each segment has one of 1 to 3 programs."""
     name, *dtypes = draw(st.sampled_from(NUMBERS))
     sources = draw(st.one_of(st.integers(1, 5), st.integers(1, 40)))
-    results = draw(st.integers(1, 4))
+    results = draw(st.one_of(st.integers(1, 4), st.integers(1, 40)))
     drawn = tuple(draw(st.lists(programs(sources, results), min_size=1, max_size=3)))
     size = st.one_of(st.integers(0, 70), st.integers(0, 5000))
     sizes = tuple(draw(st.lists(size, min_size=1, max_size=3)))
