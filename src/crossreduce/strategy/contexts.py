@@ -28,6 +28,7 @@ from .base import Strategy
 from .regroup import check_arguments, localize, map_leaves, per_replica_on, regroup
 from .replica_group import CollectiveCall, ReplicaGroup
 
+FRAMEWORKS_WITH_SETTINGS: Final = ("torch", "jax")  # settings per thread, such as torch.no_grad
 REDUCE_IN_A_REPLICA: Final = "get_replica_context().all_reduce, or merge_call(lambda strategy, x: ..., args=(x,))"
 
 
@@ -183,7 +184,8 @@ class ReplicaContext:
         op = read_op(reduce_op)
         hints = read_options(options)
         leaves, structure = self._flatten(value)
-        return unflatten_tree(structure, self._all_reduce(op, leaves, structure, hints))
+        results = self._all_reduce(op, leaves, structure, hints)
+        return results[0] if leaves and leaves[0] is value else unflatten_tree(structure, results)
 
     def _flatten(self, value: Any) -> tuple[list[Any], Any]:
         """Return a tree's leaves and structure, with this replica's components instead of distributed values."""
@@ -195,7 +197,7 @@ class ReplicaContext:
 
     def _all_reduce(self, op: ReduceOp, leaves: list[Any], structure: Any, hints: CommunicationOptions) -> list[Any]:
         """Reduce a tree's leaves. Backward passes call this directly, possibly in a thread of the framework."""
-        recorded = _recorded(leaves, structure)
+        recorded, in_caller = _recorded(leaves, structure)
         backward = [k for k, has_gradient in enumerate(recorded) if has_gradient]
         if backward and op not in (ReduceOp.SUM, ReduceOp.MEAN):
             problem = f"an all-reduce by {op.value} has no gradient."
@@ -215,7 +217,7 @@ class ReplicaContext:
             return [[column[k] for column in reduced] for k in range(len(lists))]
 
         key = ("all_reduce", op, structure, hints, recorded)
-        call = CollectiveCall(key, description, leaves, merge, hints.timeout_seconds)
+        call = CollectiveCall(key, description, leaves, merge, hints.timeout_seconds, in_caller)
         results: list[Any] = self._rendezvous(call)
         if backward:
 
@@ -244,7 +246,7 @@ class ReplicaContext:
         self._require_current("all_gather")
         hints = read_options(options)
         leaves, structure = self._flatten(value)
-        recorded = _recorded(leaves, structure)
+        recorded, in_caller = _recorded(leaves, structure)
         strategy = self._strategy
 
         def description() -> str:
@@ -260,7 +262,8 @@ class ReplicaContext:
             return [([column[k] for column in columns], sizes) for k in range(len(lists))]
 
         key = ("all_gather", int(axis) if isinstance(axis, Integral) else repr(axis), structure, hints, recorded)
-        results, sizes = self._rendezvous(CollectiveCall(key, description, leaves, merge, hints.timeout_seconds))
+        call = CollectiveCall(key, description, leaves, merge, hints.timeout_seconds, in_caller)
+        results, sizes = self._rendezvous(call)
         for k, x in enumerate(leaves):
             if recorded[k]:
                 start = sum(others[k] for others in sizes[: self._replica])
@@ -339,9 +342,19 @@ class ReplicaContext:
             raise ContextError.of(problem, given, "get_replica_context() inside the function that run() calls")
 
 
-def _recorded(leaves: list[Any], structure: Any) -> tuple[bool, ...]:
-    """Return for each leaf of a tree whether its framework records operations on it for a gradient."""
-    return tuple(map_leaves(leaves, structure, lambda leaf: replica_framework(leaf).is_recorded(leaf)))
+def _recorded(leaves: list[Any], structure: Any) -> tuple[tuple[bool, ...], bool]:
+    """Return for each leaf of a tree whether its framework records operations on it for a gradient; and whether one of
+    the frameworks has settings per thread, so that only the caller of ``run`` can reduce the leaves."""
+    settings = False
+
+    def is_recorded(leaf: Any) -> bool:
+        nonlocal settings
+        framework = replica_framework(leaf)
+        settings = settings or framework.name in FRAMEWORKS_WITH_SETTINGS
+        return framework.is_recorded(leaf)
+
+    recorded = tuple(map_leaves(leaves, structure, is_recorded))
+    return recorded, settings
 
 
 def _code(function: Callable[..., Any]) -> object:
