@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from ..devices import parse
 from ..errors import ArgumentError, ContextError, UnsupportedError, shown
-from ..frameworks import Array, Framework, ReplicaFramework, framework_of
+from ..frameworks import KNOWN, Array, Framework, ReplicaFramework, framework_of
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
 from ..trees import flatten_tree, reduce_leaves, unflatten_tree
@@ -189,6 +189,8 @@ class ReplicaContext:
 
     def _flatten(self, value: Any) -> tuple[list[Any], Any]:
         """Return a tree's leaves and structure, with this replica's components instead of distributed values."""
+        if _is_numpy(value):
+            return [value], _single_leaf()
         leaves, structure = flatten_tree(value)
         if any(isinstance(leaf, DistributedValues) for leaf in leaves):
             own = localize(value, self._replica, self.num_replicas_in_sync, keep_variables=False)
@@ -345,6 +347,8 @@ class ReplicaContext:
 def _recorded(leaves: list[Any], structure: Any) -> tuple[tuple[bool, ...], bool]:
     """Return for each leaf of a tree whether its framework records operations on it for a gradient; and whether one of
     the frameworks has settings per thread, so that only the caller of ``run`` can reduce the leaves."""
+    if all(map(_is_numpy, leaves)):
+        return (False,) * len(leaves), False
     settings = False
 
     def is_recorded(leaf: Any) -> bool:
@@ -355,6 +359,18 @@ def _recorded(leaves: list[Any], structure: Any) -> tuple[tuple[bool, ...], bool
 
     recorded = tuple(map_leaves(leaves, structure, is_recorded))
     return recorded, settings
+
+
+def _is_numpy(value: Any) -> bool:
+    """Return whether a value is certainly a NumPy array, or a number: a leaf of a tree, without gradients."""
+    framework = KNOWN.get(type(value))
+    return framework is not None and framework.name == "numpy"
+
+
+@cache
+def _single_leaf() -> Any:
+    """Return the structure of a tree that is a single array."""
+    return flatten_tree(0)[1]
 
 
 def _code(function: Callable[..., Any]) -> object:
