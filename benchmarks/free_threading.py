@@ -1,8 +1,8 @@
 """Does a step of MirroredStrategy become faster with more replicas, with and without the interpreter's lock?
 
 The step is Python and NumPy: each replica parses its share of 4096 lines of text, computes the gradient of a small
-network, and all-reduces it. The work is the same for any number of replicas. A second row is the cost of waiting alone:
-20 all-reduces of 1 KiB per replica. Each interpreter needs the package's dependencies, and its own build of the modules.
+network, and all-reduces it. The work is the same for any number of replicas. A second row is the time of waiting:
+20 all-reduces of 1 KiB per replica. Each interpreter needs the dependencies, and its own build of the modules.
 They run in turn. Run: python benchmarks/free_threading.py INTERPRETER=CHECKOUT ... [--json FILE]
 """
 
@@ -92,7 +92,10 @@ def main():
         for pair in arguments.interpreters:
             python, _, checkout = pair.partition("=")
             ran = subprocess.run(
-                [python, __file__], env={**os.environ, "PYTHONPATH": f"{checkout}/src"}, stdout=subprocess.PIPE, check=True
+                [python, __file__],
+                env={**os.environ, "PYTHONPATH": f"{checkout}/src"},
+                stdout=subprocess.PIPE,
+                check=True,
             )
             found = json.loads(ran.stdout)
             for row, seconds in found["times"].items():
