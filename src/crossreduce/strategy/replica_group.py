@@ -312,14 +312,19 @@ class ReplicaGroup:
     def _join(self, threads: Sequence[threading.Thread]) -> list[int]:
         """Wait until all replicas have ended, and return those that have not ended within the timeout."""
         deadline = monotonic() + self._timeout_s
-        while True:
-            with self._lock:
-                left = [k for k, ended in enumerate(self._ended) if not ended]
-            now = monotonic()
-            if not left or now >= deadline:
-                break
-            with suppress(Empty):
-                self._wakeups.get(timeout=min(deadline - now, threading.TIMEOUT_MAX))
+        for k, thread in enumerate(threads):
+            while not self._ended[k] and (left_s := deadline - monotonic()) > 0:
+                wait_s = min(left_s, threading.TIMEOUT_MAX)
+                try:
+                    thread.join(wait_s)
+                except RuntimeError:  # the thread is only starting; it will find that the run is stopping
+                    with suppress(Empty):
+                        self._wakeups.get(timeout=wait_s)
+                # If Ctrl-C interrupts ``Thread.start``, the thread may end before it reaches ``_run_replica``: the two
+                # threads share a lock, which Python then releases twice.
+                else:
+                    self._ended[k] |= not thread.is_alive()
+        left = [k for k, ended in enumerate(self._ended) if not ended]
         for k, thread in enumerate(threads):
             if k not in left and thread.is_alive():
                 thread.join()
