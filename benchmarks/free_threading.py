@@ -1,6 +1,6 @@
 """Does a step of MirroredStrategy become faster with more replicas, with and without the interpreter's lock?
 
-The step is Python and NumPy: each replica parses its share of 4096 lines of text, computes the gradient of a small
+The step is Python and NumPy: each replica parses its share of 1024 lines of text, computes the gradient of a small
 network, and all-reduces it. The work is the same for any number of replicas. A second row is the time of waiting:
 20 all-reduces of 1 KiB per replica. Each interpreter needs the dependencies, and its own build of the modules.
 They run in turn. Run: python benchmarks/free_threading.py INTERPRETER=CHECKOUT ... [--json FILE]
@@ -21,8 +21,8 @@ from common import RESULTS, keep, samples, summary
 import crossreduce as cr
 
 REPLICAS = (1, 2, 8)
-LINES, FEATURES, HIDDEN, STEPS = 4096, 16, 32, 3
-ROUNDS, REPEATS = 10, 5
+LINES, FEATURES, HIDDEN, STEPS = 1024, 16, 32, 3
+ROUNDS, REPEATS = 8, 20
 
 
 def gradient(lines, first, second):

@@ -32,6 +32,9 @@ from ..threads import start_thread
 TIMEOUT_S: Final = 600.0
 """How long replicas wait for each other by default: as long as torch.distributed's NCCL operations."""
 
+START_S: Final = 1.0
+"""How long an interrupted run waits for a thread that is only starting."""
+
 
 class Stopped(BaseException):
     """Ends a replica if the run failed elsewhere. Not an ``Exception``, so handlers in replicas do not catch it."""
@@ -315,13 +318,14 @@ class ReplicaGroup:
         for k, thread in enumerate(threads):
             while not self._ended[k] and (left_s := deadline - monotonic()) > 0:
                 wait_s = min(left_s, threading.TIMEOUT_MAX)
+                # If Ctrl-C interrupts ``Thread.start``, Python may release a lock twice that both threads use. The new
+                # thread may then end, or wait forever, before it reaches ``_run_replica``.
                 try:
                     thread.join(wait_s)
-                except RuntimeError:  # the thread is only starting; it will find that the run is stopping
+                except RuntimeError:  # it is starting; if it reaches ``_run_replica``, the run is stopping
                     with suppress(Empty):
-                        self._wakeups.get(timeout=wait_s)
-                # If Ctrl-C interrupts ``Thread.start``, the thread may end before it reaches ``_run_replica``: the two
-                # threads share a lock, which Python then releases twice.
+                        self._wakeups.get(timeout=min(wait_s, START_S))
+                    self._ended[k] = True
                 else:
                     self._ended[k] |= not thread.is_alive()
         left = [k for k, ended in enumerate(self._ended) if not ended]
