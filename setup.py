@@ -15,6 +15,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
+# The stable ABI does not support these interpreters: their modules are compiled for one version of Python.
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 X86 = platform.machine().lower() in ("x86_64", "amd64") and sys.platform != "darwin"
 NATIVE = "src/crossreduce/kernels/native"
 # With contraction, a * b + c would be rounded once, and results would depend on the compiler.
@@ -77,7 +79,8 @@ def extension(name, sources, **options):
         extra_compile_args=FLAGS,
         extra_link_args=[] if sys.platform == "win32" else ["-pthread"],
         language="c++",
-        py_limited_api=True,
+        py_limited_api=not FREE_THREADED,
+        define_macros=[] if FREE_THREADED else [("Py_LIMITED_API", "0x030B0000")],
         optional=True,
         **options,
     )
@@ -100,9 +103,8 @@ calls = extension(
     include_dirs=[numpy.get_include(), NATIVE],
     depends=[str(path) for folder in (CALLS, NATIVE) for path in sorted(Path(folder).glob("*.hpp"))],
 )
-free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # the stable ABI does not support these builds yet
 setup(
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
-    ext_modules=[] if free_threaded else [kernels, arrays, calls],
-    options={} if free_threaded else {"bdist_wheel": {"py_limited_api": "cp311"}},
+    ext_modules=[kernels, arrays, calls],
+    options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

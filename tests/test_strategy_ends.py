@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 import warnings
 import weakref
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import crossreduce as cr
+from crossreduce.strategy.replica_group import ReplicaGroup
 
 context = cr.get_replica_context
 BRIEF = cr.CommunicationOptions(timeout_seconds=0.3)
@@ -151,6 +153,72 @@ def test_a_thread_that_outlives_its_replica_never_waits_forever():
         threads[0].join(20)
         assert not threads[0].is_alive()
         assert len(ends) == 1  # the result, or the error of a call after the replica returned
+
+
+class Observing(cr.AllReduceCrossDeviceOps):
+    """Records in which thread and context a batch is reduced, and whether a lock of the group is held."""
+
+    def __init__(self, marker):
+        super().__init__()
+        self.marker, self.groups, self.seen = marker, [], []
+
+    def batch_reduce(self, *args, **named):
+        caller = threading.current_thread() is threading.main_thread()
+        self.seen.append((caller, self.marker.get(), self.groups[-1]._lock.locked(), context()))
+        return super().batch_reduce(*args, **named)
+
+
+class Counted:
+    """A lock that counts how often a thread waits at it and opens it."""
+
+    def __init__(self, lock):
+        self.lock, self.acquired, self.released = lock, 0, 0
+
+    def acquire(self):
+        self.acquired += 1
+        self.lock.acquire()
+
+    def release(self):
+        self.released += 1
+        self.lock.release()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_a_call_wakes_each_replica_once_and_the_caller_never(n, monkeypatch):
+    """A replica reduces NumPy arrays, in the caller's context and without a lock; each replica waits once per call, and
+    the caller wakes only when all have returned. A merge_call runs in the caller's thread."""
+    marker = contextvars.ContextVar("marker", default="none")
+    ops, wakeups = Observing(marker), []
+    make = ReplicaGroup.__init__
+
+    def observed(group, *args):
+        make(group, *args)
+        group._gates = [Counted(gate) for gate in group._gates]
+        put = group._wakeups.put
+        group._wakeups = unittest.mock.Mock(wraps=group._wakeups)
+        group._wakeups.put = lambda item: (wakeups.append(item), put(item))
+        ops.groups.append(group)
+
+    monkeypatch.setattr(ReplicaGroup, "__init__", observed)
+
+    def step():
+        marker.set("replica")
+        brief = cr.CommunicationOptions(
+            timeout_seconds=100
+        )  # less than the run's; only the first call wakes the caller
+        for options in (None, None, brief, brief):
+            x = context().all_reduce("sum", np.ones(3), options)
+            context().all_gather(x, 0)
+        return x
+
+    marker.set("caller")
+    strategy = cr.MirroredStrategy(n, ops)
+    assert [x.tolist() for x in strategy.run(step)] == [[n] * 3] * n
+    assert ops.seen == [(False, "caller", False, None)] * 4
+    assert [(gate.acquired, gate.released) for gate in ops.groups[-1]._gates] == [(8, 8)] * n
+    assert len(wakeups) == 1 + (n > 1)  # a single replica never waits
+    threads = strategy.run(lambda: context().merge_call(lambda _: threading.current_thread().name))
+    assert set(strategy.local_results(threads)) == {threading.main_thread().name}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from ..errors import ArgumentError, BackendError, shown
 
 _LOG: Final = logging.getLogger("crossreduce")
+_NATIVE: Final[list[Any]] = []  # the compiled module, or None, once `native` has imported it
 _Rows = Sequence[Sequence[Any]]  # for each tensor, its sources or its results
 
 # Results of at least this many bytes, of all replicas together, are written with streaming stores, unless in place:
@@ -79,14 +80,17 @@ class Kernel(Protocol):
         """
 
 
-@cache
 def native() -> Any:
     """Return the compiled module, or ``None`` where it was not built."""
-    try:
-        return importlib.import_module("._native", __name__)
-    except ImportError as error:
-        _LOG.info("the compiled kernels are not installed (%s); NumPy is used instead", error)
-        return None
+    # Not functools.cache: in free-threaded interpreters it has a lock, which a child that is forked at the wrong moment
+    # would find locked for ever.
+    if not _NATIVE:
+        try:
+            _NATIVE.append(importlib.import_module("._native", __name__))
+        except ImportError as error:
+            _LOG.info("the compiled kernels are not installed (%s); NumPy is used instead", error)
+            _NATIVE.append(None)
+    return _NATIVE[0]
 
 
 @cache

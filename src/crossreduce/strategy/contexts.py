@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from ..devices import parse
 from ..errors import ArgumentError, ContextError, UnsupportedError, shown
-from ..frameworks import Array, Framework, ReplicaFramework, framework_of
+from ..frameworks import KNOWN, Array, Framework, ReplicaFramework, framework_of
 from ..ops import ReduceOp
 from ..options import CommunicationOptions
 from ..trees import flatten_tree, reduce_leaves, unflatten_tree
@@ -28,6 +28,7 @@ from .base import Strategy
 from .regroup import check_arguments, localize, map_leaves, per_replica_on, regroup
 from .replica_group import CollectiveCall, ReplicaGroup
 
+FRAMEWORKS_WITH_SETTINGS: Final = ("torch", "jax")  # settings per thread, such as torch.no_grad
 REDUCE_IN_A_REPLICA: Final = "get_replica_context().all_reduce, or merge_call(lambda strategy, x: ..., args=(x,))"
 
 
@@ -183,10 +184,13 @@ class ReplicaContext:
         op = read_op(reduce_op)
         hints = read_options(options)
         leaves, structure = self._flatten(value)
-        return unflatten_tree(structure, self._all_reduce(op, leaves, structure, hints))
+        results = self._all_reduce(op, leaves, structure, hints)
+        return results[0] if leaves and leaves[0] is value else unflatten_tree(structure, results)
 
     def _flatten(self, value: Any) -> tuple[list[Any], Any]:
         """Return a tree's leaves and structure, with this replica's components instead of distributed values."""
+        if _is_numpy(value):
+            return [value], _single_leaf()
         leaves, structure = flatten_tree(value)
         if any(isinstance(leaf, DistributedValues) for leaf in leaves):
             own = localize(value, self._replica, self.num_replicas_in_sync, keep_variables=False)
@@ -195,7 +199,7 @@ class ReplicaContext:
 
     def _all_reduce(self, op: ReduceOp, leaves: list[Any], structure: Any, hints: CommunicationOptions) -> list[Any]:
         """Reduce a tree's leaves. Backward passes call this directly, possibly in a thread of the framework."""
-        recorded = _recorded(leaves, structure)
+        recorded, in_caller = _recorded(leaves, structure)
         backward = [k for k, has_gradient in enumerate(recorded) if has_gradient]
         if backward and op not in (ReduceOp.SUM, ReduceOp.MEAN):
             problem = f"an all-reduce by {op.value} has no gradient."
@@ -214,7 +218,7 @@ class ReplicaContext:
             return reduce_leaves(lists, structure, op, devices, ops, hints)
 
         key = ("all_reduce", op, structure, hints, recorded)
-        call = CollectiveCall(key, description, leaves, merge, hints.timeout_seconds)
+        call = CollectiveCall(key, description, leaves, merge, hints.timeout_seconds, in_caller)
         results: list[Any] = self._rendezvous(call)
         if backward:
 
@@ -243,7 +247,7 @@ class ReplicaContext:
         self._require_current("all_gather")
         hints = read_options(options)
         leaves, structure = self._flatten(value)
-        recorded = _recorded(leaves, structure)
+        recorded, in_caller = _recorded(leaves, structure)
         strategy = self._strategy
 
         def description() -> str:
@@ -259,7 +263,8 @@ class ReplicaContext:
             return [([column[k] for column in columns], sizes) for k in range(len(lists))]
 
         key = ("all_gather", int(axis) if isinstance(axis, Integral) else repr(axis), structure, hints, recorded)
-        results, sizes = self._rendezvous(CollectiveCall(key, description, leaves, merge, hints.timeout_seconds))
+        call = CollectiveCall(key, description, leaves, merge, hints.timeout_seconds, in_caller)
+        results, sizes = self._rendezvous(call)
         for k, x in enumerate(leaves):
             if recorded[k]:
                 start = sum(others[k] for others in sizes[: self._replica])
@@ -338,9 +343,33 @@ class ReplicaContext:
             raise ContextError.of(problem, given, "get_replica_context() inside the function that run() calls")
 
 
-def _recorded(leaves: list[Any], structure: Any) -> tuple[bool, ...]:
-    """Return for each leaf of a tree whether its framework records operations on it for a gradient."""
-    return tuple(map_leaves(leaves, structure, lambda leaf: replica_framework(leaf).is_recorded(leaf)))
+def _recorded(leaves: list[Any], structure: Any) -> tuple[tuple[bool, ...], bool]:
+    """Return for each leaf of a tree whether its framework records operations on it for a gradient; and whether one of
+    the frameworks has settings per thread, so that only the caller of ``run`` can reduce the leaves."""
+    if all(map(_is_numpy, leaves)):
+        return (False,) * len(leaves), False
+    settings = False
+
+    def is_recorded(leaf: Any) -> bool:
+        nonlocal settings
+        framework = replica_framework(leaf)
+        settings = settings or framework.name in FRAMEWORKS_WITH_SETTINGS
+        return framework.is_recorded(leaf)
+
+    recorded = tuple(map_leaves(leaves, structure, is_recorded))
+    return recorded, settings
+
+
+def _is_numpy(value: Any) -> bool:
+    """Return whether a value is certainly a NumPy array, or a number: a leaf of a tree, without gradients."""
+    framework = KNOWN.get(type(value))
+    return framework is not None and framework.name == "numpy"
+
+
+@cache
+def _single_leaf() -> Any:
+    """Return the structure of a tree that is a single array."""
+    return flatten_tree(0)[1]
 
 
 def _code(function: Callable[..., Any]) -> object:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from numbers import Integral
-from typing import Any, Final
+from typing import Any
 
 from ..cross_device_ops import CrossDeviceOps
 from ..devices import parse
@@ -24,6 +24,7 @@ from ..validation import check_array, check_value, per_replica, read_op, read_op
 from ..values import DistributedValues, PerReplica, describe, host_devices, read_devices
 from .base import Strategy
 from .contexts import (
+    FRAMEWORKS_WITH_SETTINGS,
     REDUCE_IN_A_REPLICA,
     Current,
     ReplicaContext,
@@ -37,8 +38,6 @@ from .extended import Extended
 from .regroup import DistributedVariable, local_arguments, map_leaves, map_tree, regroup
 from .replica_group import TIMEOUT_S, ReplicaGroup
 from .splitting import DistributedDataset, ValueContext, split_tree
-
-_FRAMEWORKS: Final = ("torch", "jax")  # frameworks with settings per thread
 
 
 class MirroredStrategy(Strategy):
@@ -333,7 +332,7 @@ def _default_replica() -> ReplicaContext:
 
 def _loaded_frameworks() -> list[ReplicaFramework]:
     """Return the frameworks that are imported and have settings per thread."""
-    found = [get(name) for name in _FRAMEWORKS if sys.modules.get(name) is not None]
+    found = [get(name) for name in FRAMEWORKS_WITH_SETTINGS if sys.modules.get(name) is not None]
     return [framework for framework in found if isinstance(framework, ReplicaFramework)]
 
 

@@ -1,6 +1,5 @@
 // Two functions that run for every tensor of a batch of NumPy arrays, without a Python object per array and property.
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
@@ -65,7 +64,11 @@ PyMethodDef functions[] = {
 
 int fill(PyObject *) { return PyArray_ImportNumPyAPI(); }
 
-PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, {0, nullptr}};
+PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)},
+#ifdef Py_GIL_DISABLED
+                            {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+                            {0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_numpy_arrays",
                           "See crossreduce.frameworks.numpy and crossreduce.engines.host.numpy.", 0, functions, slots,
                           nullptr, nullptr, nullptr};

@@ -113,7 +113,7 @@ int fill(PyObject *module) {
     return add_kernel(module) < 0 ? -1 : add_shared_memory(module);
 }
 
-PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, {0, nullptr}};
+PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, END_OF_MODULE_SLOTS};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "Compiled kernels; see crossreduce.kernels.", 0, functions,
                           module_slots, nullptr, nullptr, nullptr};
 

@@ -1,8 +1,8 @@
-// Helpers of the Python bindings. They use only the stable ABI of Python 3.11.
+// Helpers of the Python bindings. They use only the stable ABI of Python 3.11 (setup.py defines Py_LIMITED_API). For a
+// free-threaded interpreter, which that ABI does not support, they are compiled for its version.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
 #include <exception>
@@ -26,12 +26,23 @@ constexpr int64_t MAX_NBYTES_WITH_LOCK = 1 << 15;
 // Return the functions of an instruction set, or null if this build or this machine does not support it.
 const InstructionSet *instruction_set(const char *name);
 
+// The module's slots after its function Py_mod_exec.
+#ifdef Py_GIL_DISABLED
+#define END_OF_MODULE_SLOTS {Py_mod_gil, Py_MOD_GIL_NOT_USED}, {0, nullptr}
+#else
+#define END_OF_MODULE_SLOTS {0, nullptr}
+#endif
+
 // Return a new reference to an element of a sequence, or null with an error set.
 inline PyObject *item(PyObject *sequence, Py_ssize_t k) {
+#ifdef Py_GIL_DISABLED // another thread may remove the element between the two calls below
+    return PyList_Check(sequence) ? PyList_GetItemRef(sequence, k) : PySequence_GetItem(sequence, k);
+#else
     if (!PyList_Check(sequence)) return PySequence_GetItem(sequence, k);
     PyObject *found = PyList_GetItem(sequence, k);
     Py_XINCREF(found);
     return found;
+#endif
 }
 
 // Return a new object, which is zero except for its header and is then completed by `fill`; or null with an error set,

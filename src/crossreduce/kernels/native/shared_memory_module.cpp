@@ -107,6 +107,20 @@ const SharedMemory *read_rank(PyObject *object, PyObject *args, int &rank) {
     return nullptr;
 }
 
+// A method during which no other method of the object runs, except while a thread waits without the interpreter's lock.
+// That lock ensures this; free-threaded interpreters have locks per object instead, which are released likewise.
+template <PyObject *(*METHOD)(PyObject *, PyObject *)> PyObject *locked(PyObject *object, PyObject *args) {
+#ifdef Py_GIL_DISABLED
+    PyObject *result;
+    Py_BEGIN_CRITICAL_SECTION(object);
+    result = METHOD(object, args);
+    Py_END_CRITICAL_SECTION();
+    return result;
+#else
+    return METHOD(object, args);
+#endif
+}
+
 bool valid_slice(double slice_s) { // false for NaN
     return (slice_s >= 0 && slice_s <= 1e6) || value_error("slice_s must be from 0 to 1e6 seconds");
 }
@@ -288,24 +302,24 @@ PyObject *memory_close(PyObject *object, PyObject *) {
 PyMethodDef memory_methods[] = {
     {"nbytes", memory_nbytes, METH_VARARGS | METH_STATIC,
      "nbytes(ranks, slot): return the size of the memory for this many ranks, with slots of `slot` bytes."},
-    {"begin", memory_begin, METH_VARARGS,
+    {"begin", locked<memory_begin>, METH_VARARGS,
      "begin(program, addresses, signature, until, slice_s): begin an op, then advance it. The caller must keep the "
      "memory at the addresses alive until the op ends."},
-    {"advance", memory_advance, METH_VARARGS,
+    {"advance", locked<memory_advance>, METH_VARARGS,
      "advance(until, slice_s): run the stages before `until`. Returns 0: done; 1: still waiting for other ranks; 2: "
      "the signatures differ; 3: aborted; 4: out of memory."},
-    {"end_op", memory_end_op, METH_NOARGS, "End the current op early; all ranks must do so in the same stage."},
-    {"abort", memory_abort, METH_VARARGS, "abort(cause): abort the group; later causes are ignored."},
-    {"cause", memory_cause, METH_NOARGS,
+    {"end_op", locked<memory_end_op>, METH_NOARGS, "End the current op early; all ranks must do so in the same stage."},
+    {"abort", locked<memory_abort>, METH_VARARGS, "abort(cause): abort the group; later causes are ignored."},
+    {"cause", locked<memory_cause>, METH_NOARGS,
      "Return the cause of the abort; empty: the group is not aborted, or the cause is incomplete."},
-    {"aborting_rank", memory_aborting_rank, METH_NOARGS, "Return the rank that is writing the cause of an abort, or -1."},
-    {"address", memory_address, METH_VARARGS,
+    {"aborting_rank", locked<memory_aborting_rank>, METH_NOARGS, "Return the rank that is writing the cause of an abort, or -1."},
+    {"address", locked<memory_address>, METH_VARARGS,
      "address(rank): return the address of the half of the rank's slot that the current op uses."},
-    {"close", memory_close, METH_NOARGS, "Unmap the memory; afterwards every other method raises ValueError."},
-    {"number", memory_number, METH_NOARGS, "Return the number of this rank's latest op, starting at 1."},
-    {"running", memory_running, METH_NOARGS, "Return whether an op is running."},
-    {"arrivals", memory_arrivals, METH_NOARGS, "Return the number of barriers that each rank has reached."},
-    {"ops", memory_ops, METH_VARARGS,
+    {"close", locked<memory_close>, METH_NOARGS, "Unmap the memory; afterwards every other method raises ValueError."},
+    {"number", locked<memory_number>, METH_NOARGS, "Return the number of this rank's latest op, starting at 1."},
+    {"running", locked<memory_running>, METH_NOARGS, "Return whether an op is running."},
+    {"arrivals", locked<memory_arrivals>, METH_NOARGS, "Return the number of barriers that each rank has reached."},
+    {"ops", locked<memory_ops>, METH_VARARGS,
      "ops(rank): return (number, signature, started_s, ended_s or None) of the rank's last 32 ops, oldest first."},
     {nullptr, nullptr, 0, nullptr}};
 

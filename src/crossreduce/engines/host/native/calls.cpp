@@ -110,16 +110,9 @@ PyObject *batch_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t co
         const Py_ssize_t size = known ? PyList_Size(pairs) : 0;
         known = known && size > 0 && (!with_out || PyList_Size(outs) == size);
         for (Py_ssize_t k = 0; known && k < size; k++) {
-            if (k >= PyList_Size(pairs) || (with_out && k >= PyList_Size(outs))) known = false; // changed meanwhile
-            PyObject *pair = known ? PyList_GetItem(pairs, k) : nullptr;
-            known = known && PyTuple_Check(pair) && PyTuple_Size(pair) == 2;
-            if (!known) break;
-            Py_INCREF(pair);
-            batch.own(pair);
-            PyObject *out = with_out ? PyList_GetItem(outs, k) : Py_None;
-            Py_INCREF(out);
-            batch.own(out);
-            known = (out != Py_None || !with_out) && add_value(batch, PyTuple_GetItem(pair, 0), PyTuple_GetItem(pair, 1),
+            PyObject *pair = batch.own(item(pairs, k)), *out = with_out ? batch.own(item(outs, k)) : Py_None;
+            known = pair != nullptr && out != nullptr && PyTuple_Check(pair) && PyTuple_Size(pair) == 2 &&
+                    (out != Py_None || !with_out) && add_value(batch, PyTuple_GetItem(pair, 0), PyTuple_GetItem(pair, 1),
                                                               out, sources, devices);
         }
         if (!known) {
@@ -146,7 +139,8 @@ bool add_lists(Batch &batch, PyObject *lists, std::vector<PyObject *> &to) {
     if (!PyList_CheckExact(lists) || static_cast<size_t>(PyList_Size(lists)) != batch.replicas) return false;
     std::vector<PyObject *> rows; // copies, since another thread may change the lists
     for (size_t k = 0; k < batch.replicas; k++) {
-        rows.push_back(batch.own(PySequence_Tuple(PyList_GetItem(lists, static_cast<Py_ssize_t>(k)))));
+        Ref row(item(lists, static_cast<Py_ssize_t>(k)));
+        rows.push_back(row ? batch.own(PySequence_Tuple(row.object)) : nullptr);
         if (rows[k] == nullptr || PyTuple_Size(rows[k]) != PyTuple_Size(rows[0])) return false;
     }
     for (Py_ssize_t tensor = 0; tensor < PyTuple_Size(rows[0]); tensor++)
@@ -323,7 +317,7 @@ int fill(PyObject *module) {
     return add_class<CallsObject>(module, "crossreduce.engines.host._calls.Calls", calls_slots);
 }
 
-PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, {0, nullptr}};
+PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, END_OF_MODULE_SLOTS};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_calls", "The compiled call path; see engines/host/native/calls.cpp.",
                           0, functions, slots, nullptr, nullptr, nullptr};
 
