@@ -194,9 +194,9 @@ def empty_cache() -> None:
     if native():
         native().empty_pool()
     if _keeps:
-        glibc = _glibc()
-        assert glibc
-        glibc.malloc_trim(0)
+        library = glibc()
+        assert library
+        library.malloc_trim(0)
 
 
 _keeps = False  # whether the C library keeps freed memory
@@ -230,23 +230,23 @@ def keep_memory(enabled: bool = True) -> bool:
     Source: mallopt(3); glibc 2.36, malloc/malloc.c (DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB, and trimming starts at twice
     the threshold), malloc/arena.c (arenas of threads have at most 64 MiB, so larger blocks are mapped).
     """
-    global _keeps  # noqa: PLW0603 - a setting of the process, like those of mallopt
+    global _keeps
     if not isinstance(enabled, bool):
         raise ArgumentError.of("keep_memory requires a bool.", shown(enabled), "True or False")
-    glibc = _glibc()
-    if glibc is None:
+    library = glibc()
+    if library is None:
         return False
     if enabled:
         settings = {_MMAP_MAX: 0, _TRIM_THRESHOLD: -1, _ARENA_MAX: 1}
     else:
         settings = {_MMAP_MAX: 1 << 16, _MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
-        glibc.malloc_trim(0)
-    told = all([glibc.mallopt(parameter, value) for parameter, value in settings.items()])
+        library.malloc_trim(0)
+    told = all(library.mallopt(parameter, value) for parameter, value in settings.items())
     _keeps = enabled and told
     return told
 
 
-def _glibc() -> Any:
+def glibc() -> Any:
     """Return the C library of this process if it is glibc, else ``None``."""
     try:
         library = ctypes.CDLL(None)
