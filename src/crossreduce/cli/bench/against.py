@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -44,15 +44,15 @@ def measure(request: BenchRequest, peers: tuple[str, ...], keep: bool, picture: 
     require(request, peers, keep)
     start_time = nccl_tests.now()
     turns = [(peer, DEFAULT) for peer in peers] + [(peer, KEPT) for peer in peers if keep and peer not in ranks.PEERS]
-    with atomic_file("--picture", picture) as file, atomic_json("--json", request.json) as write:
-        measured = []
-        with progress("measuring", len(turns)) as advance:
+    with atomic_file("--picture", picture) as file:
+        with atomic_json("--json", request.json) as write, progress("measuring", len(turns)) as advance:
+            measured = []
             for peer, memory in turns:
                 measured.append((peer, memory, contest(request, peer, memory)))
                 advance(f"measured {peer}")
-        report = report_of(request, measured, start_time)
+            report = report_of(request, measured, start_time)
+            write(report)
         show(report)
-        write(report)
         if file is not None:
             with drawing():
                 from .chart import draw_ratios
@@ -218,30 +218,46 @@ def ratio_text(ratio: float) -> str:
     return f"{ratio:.{2 if ratio < 0.995 else 1 if ratio < 9.95 else 0}f}x"
 
 
-def notes(report: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines after the table."""
-    cells = [
-        (row, peer, found["ways"][found["fastest"]], found["fastest"])
+class FastestWay(NamedTuple):
+    """A row of a report, a peer, and the fastest of this peer's ways there."""
+
+    row: dict[str, Any]
+    peer: str
+    way: str
+    ratio: float
+    one_result: bool
+
+
+def fastest_ways(report: dict[str, Any]) -> list[FastestWay]:
+    """Return the fastest ways of a report; peers without a way are left out."""
+    return [
+        FastestWay(row, peer, found["fastest"], way["ratio"], way["one_result"])
         for row in report["rows"]
         for peer, found in row["peers"].items()
-        if found["fastest"] is not None
+        if found["fastest"] is not None and (way := found["ways"][found["fastest"]])
     ]
-    if any(way["one_result"] for _, _, way, _ in cells):
+
+
+def notes(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines after the table."""
+    fastest, config = fastest_ways(report), report["config"]
+    if any(each.one_result for each in fastest):
         yield "* All devices share one result, so fewer bytes are written; crossreduce writes one for each device."
-    if any(found["fastest"] is None for row in report["rows"] for found in row["peers"].values()):
-        yield f"- This library has no all-reduce for {report['config']['op']} of {report['config']['type']}."
+    if len(fastest) < sum(len(row["peers"]) for row in report["rows"]):
+        yield f"- This library has no all-reduce for {config['op']} of {config['type']}."
     ways: dict[str, dict[str, None]] = {}
-    for _, peer, _, name in cells:
-        if peer in TRAINERS:
-            ways.setdefault(peer, {})[name] = None
+    for each in fastest:
+        if each.peer in TRAINERS:
+            ways.setdefault(each.peer, {})[each.way] = None
     if ways:
         yield "Fastest ways: " + "; ".join(f"{peer}: {', '.join(names)}" for peer, names in ways.items())
     if any(row["memory"] == KEPT for row in report["rows"]):
         yield "kept: after crossreduce.keep_memory(), which lets all libraries reuse freed memory."
     faster = [
-        f"{peer} ({size(row['size'])}{', kept' if row['memory'] == KEPT else ''}: {ratio_text(way['ratio'])})"
-        for row, peer, way, _ in cells
-        if way["ratio"] < 1
+        f"{each.peer} ({size(each.row['size'])}{', kept' if each.row['memory'] == KEPT else ''}: "
+        f"{ratio_text(each.ratio)})"
+        for each in fastest
+        if each.ratio < 1
     ]
     yield "Faster than crossreduce: " + (", ".join(faster) or "none")
     yield f"Wrong elements: {report['wrong']}"

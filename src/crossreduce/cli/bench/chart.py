@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from ...export.pictures import new_figure
 from ...planning.explain import size
+from .against import DEFAULT, KEPT, fastest_ways
 from .ranks import PEERS as RANK_PEERS
 
 
@@ -46,7 +47,7 @@ _NAMES: Final = {
 def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: bool = False) -> None:
     """Draw the times of each peer's fastest way as multiples of crossreduce's, over the sizes; both axes logarithmic.
 
-    Dashed lines are ranks, dotted lines processes that keep memory.
+    Dashed lines are ranks; dotted lines are processes that keep freed memory.
 
     Args:
       report: the content of the file of ``crossreduce bench --against --json``.
@@ -57,51 +58,51 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
       BackendError: matplotlib is not installed.
       OSError: the file cannot be written.
     """
-    theme, rows, config, machine = _DARK if dark else _LIGHT, report["rows"], report["config"], report["machine"]
-    sizes = sorted({row["size"] for row in rows})
-    peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
+    theme, config, machine, fastest = (
+        _DARK if dark else _LIGHT,
+        report["config"],
+        report["machine"],
+        fastest_ways(report),
+    )
+    devices, ratios = config["devices"], [1.0, *(each.ratio for each in fastest)]
+    sizes = sorted({row["size"] for row in report["rows"]})
+    peers = list(dict.fromkeys(peer for row in report["rows"] for peer in row["peers"]))
+    low, high = min(ratios) / 1.3, max(ratios) * 1.3
     title = "Time of other libraries, as a multiple of crossreduce's time"
     width, height = 9.4, 5.2
     with new_figure(path, width, height, title) as drawn:
         drawn.set_facecolor(theme.paper)
         drawn.suptitle(title, fontsize=12, y=1 - 0.15 / height, color=theme.ink, weight="bold")
-        axes = drawn.add_axes((0.07, 0.17, 0.74, 0.69))
+        axes = drawn.add_axes((0.07, 0.17, 0.74, 0.73))
         axes.set_facecolor(theme.paper)
-        least, most = 1.0, 1.0
         for number, peer in enumerate(peers):
-            colour, marker = theme.colours[number % 6], _MARKERS[number % 6]
-            for memory in ("default", "kept"):
-                points = [
-                    (row["size"], found["ways"][found["fastest"]]["ratio"])
-                    for row in rows
-                    if row["memory"] == memory
-                    and (found := row["peers"].get(peer)) is not None
-                    and found["fastest"] is not None
-                ]
-                if not points:
+            colour = theme.colours[number % 6]
+            for memory in (DEFAULT, KEPT):
+                found = [each for each in fastest if (each.peer, each.row["memory"]) == (peer, memory)]
+                if not found:
                     continue
-                least, most = min(least, *(y for _, y in points)), max(most, *(y for _, y in points))
-                label = _NAMES[peer] + (f", {config['devices']} ranks" if peer in RANK_PEERS else "")
-                kept = memory == "kept"
-                line = ":" if kept else "--" if peer in RANK_PEERS else "-"
+                kept = memory == KEPT
                 axes.plot(
-                    *zip(*points, strict=True),
-                    linestyle=line,
+                    [each.row["size"] for each in found],
+                    [each.ratio for each in found],
+                    linestyle=":" if kept else "--" if peer in RANK_PEERS else "-",
                     color=colour,
-                    marker=marker,
+                    marker=_MARKERS[number % 6],
                     markersize=4 if kept else 6,
                     markerfacecolor=theme.paper if kept else colour,
-                    label=f"{label}, kept memory" if kept else label,
+                    label=None if kept else _NAMES[peer] + (f", {devices} ranks" if peer in RANK_PEERS else ""),
                 )
+        if any(row["memory"] == KEPT for row in report["rows"]):
+            axes.plot([], [], linestyle=":", color=theme.text, label="keep_memory()")
         axes.axhline(1, color=theme.good, linewidth=2)
         axes.text(1.01, 1, "crossreduce = 1", color=theme.good, va="center", weight="bold", fontsize=10,
                   transform=axes.get_yaxis_transform())  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_ylim(least / 1.3, most * 1.3)
-        axes.set_xticks(sizes, [size(nbytes) for nbytes in sizes], minor=False)
-        ticks = [k * 10.0**power for power in range(math.floor(math.log10(least)), 4) for k in (1, 2, 5)]
-        ticks = [tick for tick in ticks if least / 1.3 <= tick <= most * 1.3]
+        axes.set_ylim(low, high)
+        labelled = sizes[:: math.ceil(len(sizes) / 11)]
+        axes.set_xticks(labelled, [size(nbytes) for nbytes in labelled])
+        ticks = [k * 10.0**power for power in range(-6, 7) for k in (1, 2, 5) if low <= k * 10.0**power <= high]
         axes.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
         axes.minorticks_off()
         axes.tick_params(colors=theme.text, labelsize=9)
@@ -110,22 +111,11 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
         for side, spine in axes.spines.items():
             spine.set(visible=side in ("left", "bottom"), color=theme.line)
         handles, labels = axes.get_legend_handles_labels()
-        legend = drawn.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.815, 0.87), frameon=False,
-                              fontsize=9, labelcolor=theme.ink)  # fmt: skip
-        legend.set_in_layout(False)
+        drawn.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.815, 0.91), frameon=False,
+                     fontsize=9, labelcolor=theme.ink)  # fmt: skip
         place = f"{machine['cores']} cores of an {machine['cpu']}"
         about = f"{config['collective']}, {config['op']} of {config['type']}, {config['devices']} devices"
-        for k, text in enumerate((f"bytes per device; {about}; medians on {place}", _foot(report))):
+        shared = list(dict.fromkeys(_NAMES[each.peer] for each in fastest if each.one_result))
+        foot = f"{' and '.join(shared)}: all devices share one result, so fewer bytes are written." if shared else ""
+        for k, text in enumerate((f"bytes per device; {about}; medians on {place}", foot)):
             drawn.text(0.07, 0.075 - 0.04 * k, text, color=theme.text, fontsize=9)
-
-
-def _foot(report: dict[str, Any]) -> str:
-    """Return the note about results that share memory."""
-    ways = [
-        (peer, found["ways"][found["fastest"]])
-        for row in report["rows"]
-        for peer, found in row["peers"].items()
-        if found["fastest"] is not None
-    ]
-    names = list(dict.fromkeys(_NAMES[peer] for peer, way in ways if way["one_result"]))
-    return f"{' and '.join(names)}: all devices share one result, so fewer bytes are written." if names else ""
