@@ -1,8 +1,8 @@
 """Draw the pictures of the README: one of a reduction from its arrays to its results, one of the measured speed.
 
 Input: a plan that is made here, and results/against.json, from ``crossreduce bench --against``. Output:
-docs/pictures/overview.svg and speed.svg, and the same in colours for a dark background (-dark.svg). The same input gives
-the same files. Nothing is measured here.
+docs/pictures/overview.svg and speed.svg, and the same in colours for a dark background (-dark.svg). The same input
+gives the same files. Nothing is measured here.
 Run: python benchmarks/pictures.py [--results FOLDER] [--folder FOLDER]
 """
 

@@ -1,7 +1,7 @@
 """Write the tables of docs/speed.md from the measured times.
 
-Input: host_reduction.json, plugins.json, processes.json and against.json in results/. Output: the part of docs/speed.md after the
-line ``MARK``. The same input gives the same text. Nothing is measured here.
+Input: host_reduction.json, plugins.json, processes.json and against.json in results/. Output: the part of docs/speed.md
+after the line ``MARK``. The same input gives the same text. Nothing is measured here.
 Run: python benchmarks/speed.py [--results FOLDER] [--page PATH]
 """
 

@@ -102,8 +102,8 @@ def test_the_report_survives_json_and_counts_wrong_elements(capsys):
 
 
 def test_the_chart_shows_every_peer_and_size(tmp_path):
-    """The chart has a line per peer with a way and setting, a label per size, and the level of crossreduce; the dark one
-    has other colours. A report of one size and peer is drawn, too."""
+    """The chart has a line per peer and setting, a label per size, and the level of crossreduce; the dark one has other
+    colours. A report of one size is drawn, too."""
     report = fake_report()
     texts = []
     for dark in (False, True):
@@ -201,10 +201,8 @@ def test_without_matplotlib_the_table_is_printed_first(tmp_path):
 
 def test_a_tiny_run(printed, tmp_path, torch_):
     """numpy, torch and gloo are measured in processes, and their results are right."""
-    path = tmp_path / "a.json"
-    out = printed(
-        "bench", "--against", "numpy,torch,gloo", *"-b 8 -e 4K -f 512 -n 2 -w 1 -g 3 -d half -J".split(), path
-    )
+    path, line = tmp_path / "a.json", "-b 8 -e 4K -f 512 -n 2 -w 1 -g 3 -d half -J"
+    out = printed("bench", "--against", "numpy,torch,gloo", *line.split(), path)
     report = json.loads(path.read_text())
     assert report["wrong"] == 0
     assert [row["size"] for row in report["rows"]] == [8, 4096]
