@@ -215,8 +215,9 @@ def against_table(report: dict[str, Any]) -> Iterator[str]:
         ]
         for name in names:
             each = fastest.get((id(row), name))
-            text = "" if each is None else ratio_text(each.ratio) + " *" * each.one_result
-            cells.append(f"**{text}**" if each is not None and each.ratio < 1 else text)
+            text = "" if each is None else ratio_text(each.ratio)
+            text = f"**{text}**" if each is not None and each.ratio < 1 else text
+            cells.append(text + " *" * (each is not None and each.one_result))
         yield f"| {' | '.join(cells)} |"
 
 

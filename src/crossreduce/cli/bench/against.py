@@ -134,7 +134,7 @@ def report_of(
     return {
         "version": 1,
         "start_time": start_time,
-        "args": list(request.args),
+        "args": ["crossreduce", *request.args[1:]],
         "crossreduce": {"version": __version__, "framework": request.framework, "algorithm": request.algorithms[0]},
         "machine": machine(),
         "config": {

@@ -163,6 +163,8 @@ def main(text: str, peer: str, place: str, *settings: str) -> None:
     """Measure, and write the file."""
     if "keep" in settings:
         keep_memory()
+    # TensorFlow's default on x86, which ``load`` changes: with oneDNN, TensorFlow has an allocator that keeps memory.
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
     request, folder = BenchRequest.from_json(text), Path(place)
     rows = list(in_ranks(request, peer, folder) if peer in RANK_PEERS else in_process(request, peer))
     if rows:
