@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -23,10 +24,11 @@ from contenders import HCA, JAX, LOOP, TORCH, Batch, N, jax_peer, loop, ours, te
 
 import crossreduce as cr
 
-OURS = "ours direct"
+OURS, NO_ONEDNN = "ours direct", HCA + ", without oneDNN"
 MAKERS = {
     JAX: jax_peer,
     HCA: lambda batch: tensorflow_peers(batch, HCA),
+    NO_ONEDNN: lambda batch: {NO_ONEDNN: tensorflow_peers(batch, HCA)[HCA]},
     TORCH: torch_peer,
     LOOP: lambda batch: {LOOP: loop(batch)},
     OURS: lambda batch: {OURS: ours(batch, "direct")},
@@ -64,7 +66,9 @@ def measure(case: str, name: str, setting: str, quick: bool) -> dict[str, float]
 
 def in_process(*words: str) -> dict[str, float]:
     """Run ``measure`` in a fresh process."""
-    done = subprocess.run([sys.executable, __file__, "--one", *words], stdout=subprocess.PIPE, text=True, check=True)
+    onednn = {"TF_ENABLE_ONEDNN_OPTS": "0"} if NO_ONEDNN in words else {}  # oneDNN has an allocator that keeps memory
+    command, environment = [sys.executable, __file__, "--one", *words], {**os.environ, **onednn}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 
