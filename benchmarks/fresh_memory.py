@@ -17,7 +17,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from common import RESULTS, keep
 from contenders import HCA, JAX, LOOP, TORCH, Batch, N, jax_peer, loop, ours, tensorflow_peers, torch_peer
@@ -72,6 +74,18 @@ def in_process(*words: str) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def table(kept: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the Markdown table in docs/host.md."""
+    yield "| reduction | default | with `keep_memory()` | times as fast | page faults per call | most resident memory |"
+    yield "|---|---|---|---|---|---|"
+    for case, found in kept.items():
+        rows = [found[setting] for setting in SETTINGS]
+        times = " | ".join(f"{row['median_s'] * 1e3:.3g} ms" for row in rows)
+        faults = " to ".join(f"{row['faults_per_call']:,.0f}" for row in rows)
+        most = " to ".join(f"{row['peak_bytes'] / 2**30:.1f} GiB" for row in rows)
+        yield f"| {case} | {times} | {found['ratio']:.1f} | {faults} | {most} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes and one turn, to see whether it runs")
@@ -101,6 +115,7 @@ def main() -> None:
                 f"  {setting:8} {row['median_s'] * 1e3:9.3f} ms, {row['faults_per_call']:8.0f} page faults per call, "
                 f"{row['resident_bytes'] / 2**20:.0f} MiB resident, {row['peak_bytes'] / 2**20:.0f} MiB at most"
             )
+    print("\n".join(["", *table(kept)]))
     if not given.quick:
         keep("fresh_memory", {"devices": N, "dtype": "float32", "cases": kept}, given.json)
 

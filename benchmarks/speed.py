@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from common import RESULTS, size_text
 
-from crossreduce.cli.bench.against import fastest_ways
+from crossreduce.cli.bench.chart import fastest_ways
 
 PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
 MARK = "<!-- benchmarks/speed.py writes the rest of this page. -->\n"

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -28,12 +28,12 @@ from ...planning.explain import duration, size
 from ..output import atomic_file, atomic_json, drawing, progress, terminal
 from ..trainers import TRAINERS
 from . import nccl_tests, ranks
+from .chart import DEFAULT, KEPT, draw_ratios, fastest_ways
 from .launch import launch, terminate
 from .machine import machine
 from .request import BenchRequest
 
 PEERS: Final = ("jax", "tensorflow", "torch", "numpy", *ranks.PEERS)
-DEFAULT, KEPT = "default", "kept"
 _PLACES: Final = {False: "one_process", True: "ranks"}  # where crossreduce runs, by whether the peer has ranks
 _SHOWN_NBYTES: Final = 20_000  # the most bytes of a process's standard error that are shown: its last ones
 
@@ -55,8 +55,6 @@ def measure(request: BenchRequest, peers: tuple[str, ...], keep: bool, picture: 
         show(report)
         if file is not None:
             with drawing():
-                from .chart import draw_ratios
-
                 draw_ratios(report, file)
     return int(report["wrong"] > 0)
 
@@ -216,26 +214,6 @@ def ratio_text(ratio: float) -> str:
     ['0.25x', '3.1x', '31x']
     """
     return f"{ratio:.{2 if ratio < 0.995 else 1 if ratio < 9.95 else 0}f}x"
-
-
-class FastestWay(NamedTuple):
-    """A row of a report, a peer, and the fastest of this peer's ways there."""
-
-    row: dict[str, Any]
-    peer: str
-    way: str
-    ratio: float
-    one_result: bool
-
-
-def fastest_ways(report: dict[str, Any]) -> list[FastestWay]:
-    """Return the fastest ways of a report; peers without a way are left out."""
-    return [
-        FastestWay(row, peer, found["fastest"], way["ratio"], way["one_result"])
-        for row in report["rows"]
-        for peer, found in row["peers"].items()
-        if found["fastest"] is not None and (way := found["ways"][found["fastest"]])
-    ]
 
 
 def notes(report: dict[str, Any]) -> Iterator[str]:

@@ -11,8 +11,9 @@ from typing import Any, Final, NamedTuple
 
 from ...export.pictures import new_figure
 from ...planning.explain import size
-from .against import DEFAULT, KEPT, fastest_ways
 from .ranks import PEERS as RANK_PEERS
+
+DEFAULT, KEPT = "default", "kept"  # the settings of the memory of a row
 
 
 class _Theme(NamedTuple):
@@ -42,6 +43,26 @@ _NAMES: Final = {
     "gloo": "gloo",
     "mpi": "MPI",
 }
+
+
+class FastestWay(NamedTuple):
+    """A row of a report, a peer, and the fastest of this peer's ways there."""
+
+    row: dict[str, Any]
+    peer: str
+    way: str
+    ratio: float
+    one_result: bool
+
+
+def fastest_ways(report: dict[str, Any]) -> list[FastestWay]:
+    """Return the fastest ways of a report; peers without a way are left out."""
+    return [
+        FastestWay(row, peer, found["fastest"], way["ratio"], way["one_result"])
+        for row in report["rows"]
+        for peer, found in row["peers"].items()
+        if found["fastest"] is not None and (way := found["ways"][found["fastest"]])
+    ]
 
 
 def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: bool = False) -> None:
