@@ -1,15 +1,14 @@
 """Shared by all benchmarks: a timer, a description of the machine, and the JSON file of results."""
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from crossreduce.cli.bench.machine import machine
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -52,28 +51,6 @@ def samples(
 def summary(times: list[float]) -> dict[str, float]:
     """Return the median, least and greatest of several times, and their number."""
     return {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times), "runs": len(times)}
-
-
-def machine() -> dict[str, Any]:
-    """Return the properties of the machine that matter to a benchmark, but no names that identify it."""
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        model = next((x.partition(":")[2].strip() for x in lines if "model name" in x), model)
-    versions = {}
-    for name in ("crossreduce", "numpy", "ml_dtypes", "torch", "jax", "tensorflow_cpu", "mpi4py"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "versions": versions,
-    }
 
 
 def size_text(nbytes: int) -> str:

@@ -1,14 +1,15 @@
 """Draw the pictures of the README: one of a reduction from its arrays to its results, one of the measured speed.
 
-Input: a plan that is made here, and the files in results/. Output: docs/pictures/overview.svg and speed.svg, and the
-same in colours for a dark background (-dark.svg). The same input gives the same files. Nothing is measured here.
+Input: a plan that is made here, and results/against.json, from ``crossreduce bench --against``. Output:
+docs/pictures/overview.svg and speed.svg, and the same in colours for a dark background (-dark.svg). The same input
+gives the same files. Nothing is measured here.
 Run: python benchmarks/pictures.py [--results FOLDER] [--folder FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,9 @@ import matplotlib as mpl
 from common import RESULTS
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyBboxPatch, Polygon, Rectangle
-from speed import TABLES, Row, ratio_text, read, rows_of, time_text
 
 import crossreduce as cr
+from crossreduce.cli.bench.chart import draw_ratios
 from crossreduce.export.graph_layout import graph_layout
 from crossreduce.lowering import lower
 
@@ -37,7 +38,7 @@ class Theme(NamedTuple):
     text: str  # the colour of less important text
     line: str  # the colour of links and axes
     faint: str
-    good: str  # the colour of crossreduce's rates and times
+    good: str  # the colour of crossreduce's rates
     peer: str
     reduce: str
     copy: str
@@ -226,63 +227,15 @@ def outputs(page: Sheet, plan: Any, machine: Any, centre: complex, scale: float)
         page.text(8.1, 1.05 - 0.23 * k, words, 10, theme.text)
 
 
-# --- how fast it is ---
-
-
-def chart_rows(results: Path) -> dict[str, tuple[list[str], list[Row]]]:
-    """Return for each title of the chart the times of crossreduce as text, and the rows of the other libraries."""
-    kept, found = read(results), {}
-    for file, jobs in TABLES.values():
-        for job in (job for job in jobs if job.chart):
-            ours, *others = rows_of(kept[file], job)
-            own, peers = found.setdefault(job.chart, ([], []))
-            own.append(time_text(ours.median_s))
-            peers += [row for row in others if row.peer]
-    return found
-
-
-def speed(theme: Theme, results: Path, folder: Path) -> None:
-    """Draw the times of other libraries as multiples of crossreduce's, on a logarithmic scale."""
-    groups = chart_rows(results)
-    machine = read(results)["host_reduction"]["machine"]
-    height = 1.35 + sum(0.37 + 0.23 * len(rows) for _, rows in groups.values())
-    one, ten = 3.75, 1.95  # inches: the position of the ratio 1, and the length of a factor of 10
-    title = "Time of other libraries, as a multiple of crossreduce's time"
-    with sheet("speed", theme, (9.4, height), title, folder) as page:
-        page.text(0.2, height - 0.27, title, 13, weight="bold")
-        y = height - 0.95
-        page.line(complex(one, y + 0.25), complex(one, 0.5), theme.good, 1.5, zorder=0)
-        page.text(one, y + 0.36, "crossreduce = 1", 10, theme.good, ha="center", weight="bold")
-        for power in (1, 2):
-            page.line(complex(one + ten * power, y + 0.16), complex(one + ten * power, y + 0.25), theme.line, 1)
-            page.text(one + ten * power, y + 0.36, f"{10**power} x", 10, theme.text, ha="center")
-        page.line(complex(one, y + 0.25), complex(one + ten * 2.5, y + 0.25), theme.line, 1)
-        for name, (own, rows) in groups.items():
-            page.text(0.2, y, name, 10, weight="bold")
-            page.text(one + 0.08, y, " and ".join(own), 10, theme.good)
-            for row in rows:
-                y -= 0.23
-                length = ten * math.log10(row.ratio)
-                page.text(0.35, y, row.label.replace("`", ""), 10, theme.text)
-                color = theme.peer if length > 0 else theme.copy
-                page.bar(one + min(length, 0), y - 0.075, abs(length), 0.15, color)
-                page.text(one + max(length, 0) + 0.08, y, ratio_text(row.ratio), 10)
-                page.text(one + max(length, 0) + 0.62, y, time_text(row.median_s), 10, theme.text)
-            y -= 0.37
-        notes = f"Medians on {machine['cores']} cores of an {machine['cpu']}. Logarithmic scale."
-        if any(row.label.endswith("*") for _, rows in groups.values() for row in rows):
-            notes += " * These results share one memory, so fewer bytes are written."
-        page.text(0.2, 0.25, notes, 9.5, theme.text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the measured times")
     parser.add_argument("--folder", type=Path, default=PICTURES, help="the folder of the pictures")
     given = parser.parse_args()
+    ratios = json.loads((given.results / "against.json").read_text())
     for theme in (LIGHT, DARK):
         overview(theme, given.folder)
-        speed(theme, given.results, given.folder)
+        draw_ratios(ratios, given.folder / f"speed{theme.suffix}.svg", dark=theme is DARK)
 
 
 if __name__ == "__main__":

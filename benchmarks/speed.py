@@ -1,7 +1,7 @@
 """Write the tables of docs/speed.md from the measured times.
 
-Input: host_reduction.json, plugins.json and processes.json in results/. Output: the part of docs/speed.md after the
-line ``MARK``. The same input gives the same text. Nothing is measured here.
+Input: host_reduction.json, plugins.json, processes.json and against.json in results/. Output: the part of docs/speed.md
+after the line ``MARK``. The same input gives the same text. Nothing is measured here.
 Run: python benchmarks/speed.py [--results FOLDER] [--page PATH]
 """
 
@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 from common import RESULTS, size_text
 
+from crossreduce.cli.bench.chart import fastest_ways
+
 PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
 MARK = "<!-- benchmarks/speed.py writes the rest of this page. -->\n"
-FILES = ("host_reduction", "plugins", "processes")
+FILES = ("against", "host_reduction", "plugins", "processes")
 
 LOOP, PSUM = "NumPy loop and copies", "JAX jit psum"
 STACK, GRAPH = "torch stack().sum(0), one result", ", tf.function"
@@ -38,7 +40,6 @@ class Job(NamedTuple):
       case: the name of its case in the file.
       ours: the name of the row of crossreduce with which the others are compared.
       peers: the names of the rows of other libraries, and their labels in the table.
-      chart: the title of the job in the chart of the README; "": it is not in the chart.
       context: the names of further rows, which are not reductions by another library, and their labels.
     """
 
@@ -46,7 +47,6 @@ class Job(NamedTuple):
     case: str
     ours: str
     peers: dict[str, str]
-    chart: str = ""
     context: Mapping[str, str] = MappingProxyType({})
 
 
@@ -75,7 +75,6 @@ ONE_PROCESS = (
             "Open MPI, 8 processes": "Open MPI, 8 processes",
             "gloo, 8 processes": "gloo, 8 processes",
         },
-        "8 arrays of 64 MiB, one process",
         {"ours direct, out=": IN_PLACE, "np.copyto, 2 threads": "a copy of as many bytes (`np.copyto`, 2 threads)"},
     ),
     Job(
@@ -88,14 +87,12 @@ ONE_PROCESS = (
         "ResNet-50's 161 gradients, 97.5 MiB, a tree per replica, 8 replicas",
         *("ResNet-50's gradients, 161 tensors, 97.5 MiB, over 8 devices", "ours all_reduce"),
         {R2O: ONE, PSUM: "JAX `psum`", HCA + GRAPH: IN_GRAPH, HCA: EAGER},
-        "161 gradients of ResNet-50, 8 replicas",
         {"ours all_reduce, out=": IN_PLACE},
     ),
     Job(
         "160 x 1 KiB, 8 replicas",
         *("160 x 1 KiB float32 over 8 devices", "ours batch_reduce"),
         {LOOP: "NumPy loop", HCA + GRAPH: IN_GRAPH, PSUM: "JAX `psum`", R2O: ONE, HCA: EAGER},
-        "160 arrays of 1 KiB, 8 replicas",
         {"ours batch_reduce, out=": IN_PLACE},
     ),
     Job(
@@ -111,7 +108,6 @@ IN_FRAMEWORKS = tuple(
     Job(
         f"{text}, {framework}",
         *(f"{file}_{case}", ours, peers),
-        "The 161 gradients in a compiled program" if case == "gradients" else "",
     )
     for framework, file, ours, peers in (
         ("TensorFlow", "tensorflow", "ours" + GRAPH, {HCA + GRAPH: IN_GRAPH}),
@@ -122,8 +118,8 @@ IN_FRAMEWORKS = tuple(
 
 RANKS_OF_ONE_HOST = (
     *(
-        Job(f"{size}, {ranks} ranks", f"{ranks} ranks, {size}", "crossreduce", RANKS, title if ranks == 8 else "")
-        for size, title in (("64 MiB", "64 MiB, 8 processes"), ("1 KiB", "1 KiB, 8 processes"))
+        Job(f"{size}, {ranks} ranks", f"{ranks} ranks, {size}", "crossreduce", RANKS)
+        for size in ("64 MiB", "1 KiB")
         for ranks in (2, 4, 8)
     ),
     Job("64 MiB of bfloat16, 8 ranks", "8 ranks, bfloat16, 64 MiB", "crossreduce", RANKS),
@@ -201,6 +197,30 @@ def table(kept: dict[str, Any], jobs: tuple[Job, ...]) -> Iterator[str]:
             text = ""
 
 
+def against_table(report: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of ``crossreduce bench --against``: the times of crossreduce, and the ratios of other libraries.
+
+    Ratios of libraries that are faster are bold.
+    """
+    names = list(dict.fromkeys(peer for row in report["rows"] for peer in row["peers"]))
+    yield f"| array | memory | crossreduce, 1 process | {report['config']['devices']} ranks | {' | '.join(names)} |"
+    yield "|---" * (4 + len(names)) + "|"
+    fastest = {(id(each.row), each.peer): each for each in fastest_ways(report)}
+    for row in report["rows"]:
+        times = [row["ours"].get(place) for place in ("one_process", "ranks")]
+        cells = [
+            size_text(row["size"]),
+            row["memory"],
+            *("" if time is None else time_text(time["median_s"]) for time in times),
+        ]
+        for name in names:
+            each = fastest.get((id(row), name))
+            text = "" if each is None else ratio_text(each.ratio)
+            text = f"**{text}**" if each is not None and each.ratio < 1 else text
+            cells.append(text + " *" * (each is not None and each.one_result))
+        yield f"| {' | '.join(cells)} |"
+
+
 def faster(kept: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield a table of the jobs, and of the sizes of a single array, for which another library is faster."""
     yield "| job | crossreduce | faster |"
@@ -242,6 +262,9 @@ def figures(kept: dict[str, dict[str, Any]]) -> str:
     instruction_set = kept["host_reduction"]["kernels"]["instruction_set"]
     lines += [f"The kernels use {instruction_set}. A star marks results that share one memory, so that fewer bytes are"]
     lines += ["written; each result of crossreduce has its own memory.", ""]
+    lines += ["## One array per device", "", "Ratios of libraries that are faster are bold. `kept`: after"]
+    lines += ["`crossreduce.keep_memory()`, see [host.md](host.md#fresh-memory-in-all-libraries).", ""]
+    lines += [*against_table(kept["against"]), ""]
     for title, (file, jobs) in TABLES.items():
         lines += [f"## {title}", "", *table(kept[file], jobs), ""]
     return "\n".join([*lines, "## Where another library is faster", "", *faster(kept), ""])

@@ -1,5 +1,6 @@
 """The memory of results: its pool, how long and how much the pool keeps, and the memory that the system has left."""
 
+import ctypes
 import os
 import sys
 import time
@@ -10,6 +11,7 @@ import pytest
 from kernel_cases import run_python
 
 from crossreduce import kernels
+from crossreduce.errors import ArgumentError
 from crossreduce.kernels import reference
 
 NATIVE = kernels.native()
@@ -340,6 +342,61 @@ print(len(failed))
 """
     done = run_python(WATCHED + code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+# ---- The memory that the C library keeps ----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
+def test_the_c_library_keeps_freed_memory_until_it_is_told_otherwise():
+    """After ``keep_memory`` freed arrays, those of threads included, stay resident and are reused without page faults;
+    ``empty_cache`` returns them, and ``keep_memory(False)`` restores the return of freed arrays."""
+    code = """
+import ctypes, resource, threading
+import crossreduce as cr
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+
+def use():
+    size = ctypes.c_size_t(96 * MIB)
+    block = ctypes.c_void_p(libc.malloc(size))
+    libc.memset(block, 1, size)
+    libc.free(block)
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    worker = threading.Thread(target=lambda: [use() for _ in range(5)])
+    worker.start()
+    worker.join()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+start = resident()
+print(cr.keep_memory(), cr.keep_memory())
+use()
+print(faults() < 5000, resident() - start > 90)
+cr.empty_cache()
+print(resident() - start < 10)
+use()
+print(cr.keep_memory(False), resident() - start < 10)
+use()
+print(resident() - start < 10, faults() > 50_000)
+"""
+    done = run_python(WATCHED + code)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["True"] * 9, "")
+
+
+def test_other_c_libraries_are_told_nothing(monkeypatch):
+    """Where the C library is not glibc, ``keep_memory`` returns False; an argument that is not a bool is an error."""
+
+    def windows(name):
+        raise TypeError("bad argument type for built-in operation")
+
+    for library in (windows, lambda name: object()):
+        monkeypatch.setattr(kernels.ctypes, "CDLL", library)
+        assert (kernels.keep_memory(), kernels.keep_memory(False)) == (False, False)
+        kernels.empty_cache()
+    with pytest.raises(ArgumentError, match=r"keep_memory requires a bool\.\n  given: 1 \(int\)"):
+        kernels.keep_memory(1)
 
 
 # ---- The memory that the system has left ----------------------------------------------------------------------------

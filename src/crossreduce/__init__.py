@@ -29,7 +29,7 @@ from .errors import (
     StalledError,
     UnsupportedError,
 )
-from .kernels import empty_cache, memory_usage
+from .kernels import empty_cache, keep_memory, memory_usage
 from .ops import ReduceOp
 from .options import CollectiveHints, CommunicationOptions
 from .planning import Bound, Plan, bound, plan
@@ -102,6 +102,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "keep_memory",
     "memory_usage",
     "plan",
     "simulate",

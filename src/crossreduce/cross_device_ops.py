@@ -314,7 +314,7 @@ class _BatchReducing(CrossDeviceOps):
         """
         if self._calls is None and all(
             getattr(type(self), name, None) is getattr(ours, name, None)
-            for name in ("reduce_implementation", "batch_reduce_implementation", "_planner")
+            for name in ("batch_reduce", "reduce_implementation", "batch_reduce_implementation", "_planner")
         ):
             self._calls = new_calls()
         return self._calls

@@ -130,9 +130,16 @@ def draw(function: str, file: Path | None, *args: Any, **options: Any) -> None:
         return
     from ..export import pictures
 
+    with drawing():
+        getattr(pictures, function)(*args, file, **options)
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Show a progress bar; if matplotlib is missing, raise the error that names ``--picture``."""
     try:
         with progress("drawing", 1):
-            getattr(pictures, function)(*args, file, **options)
+            yield
     except BackendError as error:
         raise BackendError("--picture needs matplotlib.  try: pip install 'crossreduce[plot]'") from error
 

@@ -1,4 +1,5 @@
-"""Adapters of the four frameworks for ``train`` and ``bench``: copies to and from devices, and one training step.
+"""Adapters of the four frameworks for ``train`` and ``bench``: copies to and from devices, one training step, and the
+framework's own ways to all-reduce.
 
 Input: NumPy arrays and device names. Output: a framework's arrays, or NumPy arrays. This module imports frameworks, and
 only inside functions; the rest of the command line uses ``Trainer``. (``bench`` for ranks also imports PyTorch.)
@@ -12,7 +13,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,13 @@ Update = Callable[[Tree, Tree, Tree, int], tuple[Tree, Tree]]
 
 RATE: Final = 0.1
 MOMENTUM: Final = 0.9
+
+
+class OwnWay(NamedTuple):
+    """A way to all-reduce with a framework's own functions."""
+
+    run: Callable[[], Iterable[Array]]  # returns the results when they are computed
+    one_result: bool = False  # whether the devices' results share memory, so that fewer bytes are written
 
 
 class Trainer:
@@ -72,6 +80,24 @@ class Trainer:
         velocity = {name: MOMENTUM * velocity[name] + total[name] / size for name in parameters}
         return {name: parameters[name] - RATE * velocity[name] for name in parameters}, velocity
 
+    def own_ways(self, op: str, xs: list[Array], devices: tuple[str, ...]) -> dict[str, OwnWay]:
+        """Return the usual ways, by name, to all-reduce one array per device without crossreduce.
+
+        ``op`` is sum, product, min, max or mean; the mean of integers is not supported. The dict is empty if the
+        framework has no way for this op.
+        """
+        functions = {"product": np.multiply, "min": np.minimum, "max": np.maximum}
+
+        def run() -> list[Array]:
+            combine, total = functions.get(op, np.add), xs[0].copy()
+            for x in xs[1:]:
+                combine(total, x, out=total)
+            if op == "mean":
+                total /= len(xs)
+            return [total, *(total.copy() for _ in xs[1:])]
+
+        return {"loop and copies": OwnWay(run)}
+
 
 class TorchTrainer(Trainer):
     """PyTorch: gradients by ``torch.autograd``."""
@@ -111,6 +137,23 @@ class TorchTrainer(Trainer):
         grads = self._torch.autograd.grad(loss, leaves)
         return loss.detach(), dict(zip(("w1", "b1", "w2", "b2"), grads, strict=True))
 
+    def own_ways(self, op: str, xs: list[Array], devices: tuple[str, ...]) -> dict[str, OwnWay]:
+        torch = self._torch
+        combine = {"product": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
+        typed = {"dtype": xs[0].dtype} if op in ("sum", "product") else {}  # torch sums int8 in int64 otherwise
+        reduce = getattr(torch, {"product": "prod", "min": "amin", "max": "amax"}.get(op, op))
+
+        def loop() -> list[Array]:
+            total = xs[0].clone() if len(xs) == 1 else combine(xs[0], xs[1])
+            for x in xs[2:]:
+                combine(total, x, out=total)
+            return [total.div_(len(xs)) if op == "mean" else total]
+
+        def stack() -> list[Array]:
+            return [reduce(torch.stack(xs), 0, **typed)]
+
+        return {f"stack().{reduce.__name__}(0)": OwnWay(stack, one_result=True), "loop": OwnWay(loop, one_result=True)}
+
 
 class JaxTrainer(Trainer):
     """JAX: gradients by ``jax.value_and_grad`` under ``jax.jit``."""
@@ -143,6 +186,26 @@ class JaxTrainer(Trainer):
 
     def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
         return self._update(parameters, velocity, total, size)
+
+    def own_ways(self, op: str, xs: list[Array], devices: tuple[str, ...]) -> dict[str, OwnWay]:
+        jax = self._jax
+        name = {"sum": "psum", "mean": "pmean", "min": "pmin", "max": "pmax"}.get(op)
+        if name is None:
+            return {}
+        mesh = jax.sharding.Mesh(np.array([device for x in xs for device in x.devices()]), ("replica",))
+        rows = jax.sharding.PartitionSpec("replica")
+        place = jax.sharding.NamedSharding(mesh, rows)
+        joined = jax.make_array_from_single_device_arrays((len(xs) * xs[0].size,), place, xs)
+        function = getattr(jax.lax, name)
+        mapped = jax.shard_map(
+            lambda x: function(x, "replica"), mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
+        )
+        reduced = jax.jit(mapped)
+
+        def run() -> list[Array]:
+            return [shard.data for shard in jax.block_until_ready(reduced(joined)).addressable_shards]
+
+        return {name: OwnWay(run)}
 
 
 class TensorFlowTrainer(Trainer):
@@ -183,6 +246,23 @@ class TensorFlowTrainer(Trainer):
     def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
         with self._tf.device(parameters["w1"].device):
             return self._update(parameters, velocity, total, size)
+
+    def own_ways(self, op: str, xs: list[Array], devices: tuple[str, ...]) -> dict[str, OwnWay]:
+        from tensorflow.python.distribute import values  # TensorFlow has no public way to make a PerReplica
+
+        if op not in ("sum", "mean"):
+            return {}
+        value, reduce_op = values.PerReplica(xs), getattr(self._tf.distribute.ReduceOp, op.upper())
+
+        def eager(ops: Any) -> Callable[[], Iterable[Array]]:
+            return lambda: ops.reduce(reduce_op, value, value).values
+
+        distribute, ways = self._tf.distribute, {}
+        for ops in (distribute.HierarchicalCopyAllReduce(1), distribute.ReductionToOneDevice()):
+            name, run = type(ops).__name__, eager(ops)
+            ways[name] = OwnWay(run, one_result=True)  # on CPUs, copies between devices share memory
+            ways[f"{name} in tf.function"] = OwnWay(self._tf.function(run, autograph=False), one_result=True)
+        return ways
 
 
 TRAINERS: Final = {"numpy": Trainer, "torch": TorchTrainer, "jax": JaxTrainer, "tensorflow": TensorFlowTrainer}

@@ -69,7 +69,7 @@ def draw_topology(topology: TopologyLike, path: str | os.PathLike[str], *, title
         lines.setdefault((*shade(link.bandwidth), even), []).append(line)
     columns = int(width / 2.6)
     foot = 0.3 + 0.2 * math.ceil(len(lines) / columns)
-    with _figure(path, width, foot + high + 0.5, title or head) as figure:
+    with new_figure(path, width, foot + high + 0.5, title or head) as figure:
         ax = _panel(figure, layout, (width - wide) / 2, foot, 1)
         _nodes(ax, topology, layout, 1)
         for (speed, colour, thick, even), drawn in sorted(lines.items(), key=lambda kind: (-kind[0][2], kind[0][3])):
@@ -120,7 +120,7 @@ def draw_schedule(
     foot = 0.9
     width = max(wide * columns + 0.2 + across, 6.5)
     height = max(high * rows, tall) + foot
-    with _figure(path, width, height + 0.7, title or head) as figure:
+    with new_figure(path, width, height + 0.7, title or head) as figure:
         for k, tree in enumerate(shown_trees):
             left = wide * (k % columns) + (wide - layout.size[0] * small) / 2
             ax = _panel(figure, layout, left, height - high * (k // columns + 1), small)
@@ -290,7 +290,7 @@ def _shades(topology: Topology) -> Callable[[Fraction], tuple[str, str, float]]:
 
 
 @contextmanager
-def _figure(path: str | os.PathLike[str], width: float, height: float, title: str) -> Iterator[Any]:
+def new_figure(path: str | os.PathLike[str], width: float, height: float, title: str) -> Iterator[Any]:
     """Yield a figure of ``width`` x ``height`` inches, and write it to ``path`` if the block ends without an error."""
     kind = os.fspath(path).lower().rpartition(".")[2] if isinstance(path, (str, os.PathLike)) else ""
     if kind not in ("svg", "png"):

@@ -12,6 +12,7 @@ environment variables override the defaults: ``CROSSREDUCE_KERNELS`` names an in
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import os
@@ -32,6 +33,8 @@ STREAMING_BYTES: Final = 1 << 24
 # Results of at least this many bytes use memory from a pool (see ``memory``). Smaller ones come from the framework's
 # allocator; the C library itself reuses blocks below its mmap threshold, 128 KiB at first.
 POOLED_BYTES: Final = 1 << 17
+# Parameters of mallopt, from glibc's malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 # Below this many bytes read and written, waking another thread costs more time than it saves.
 THREADED_BYTES: Final = 1 << 22
 
@@ -185,6 +188,8 @@ def memory_usage() -> dict[str, int]:
 def empty_cache() -> None:
     """Return the memory of freed results to the system at once, instead of after 5 seconds without use.
 
+    After ``keep_memory``, the C library also returns the freed memory that it kept.
+
     >>> import crossreduce as cr
     >>> cr.empty_cache()
     >>> cr.memory_usage()["pooled"]
@@ -192,6 +197,66 @@ def empty_cache() -> None:
     """
     if native():
         native().empty_pool()
+    if _keeps:
+        library = glibc()
+        assert library
+        library.malloc_trim(0)
+
+
+_keeps = False  # whether the C library keeps freed memory
+
+
+def keep_memory(enabled: bool = True) -> bool:
+    """Let the C library keep freed memory for later arrays, instead of returning it to the system.
+
+    The C library maps each large array anew, so the system has to clear its pages again, which can take longer than the
+    reduction. Afterwards, this process reuses the memory of freed arrays, those of NumPy, PyTorch and JAX included. It
+    then also keeps that memory: it uses up to its peak, and more, since free blocks do not always fit. All threads that
+    start later share one arena of the allocator, whose blocks can have any size, so call this before JAX computes
+    anything. crossreduce's own results do not need it (see ``memory_usage``), TensorFlow hardly (docs/host.md).
+
+    Args:
+      enabled: ``False`` returns freed memory to the system, now and from now on: the C library maps arrays of 32 MiB
+        and more, as its own thresholds do at most. Threads that share an arena continue to share it.
+    Returns:
+      Whether the C library was told. It is glibc's ``mallopt``; other C libraries (musl, macOS, Windows) have no such
+      settings: there, nothing changes, and the result is ``False``. An allocator that replaces glibc's
+      (``LD_PRELOAD``) ignores the settings.
+    Raises:
+      ArgumentError: ``enabled`` is not a bool.
+
+    >>> import crossreduce as cr
+    >>> told = cr.keep_memory()
+    >>> cr.empty_cache()  # returns what is kept now
+    >>> cr.keep_memory(False) == told
+    True
+
+    Source: mallopt(3); glibc 2.36, malloc/malloc.c (DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB, and trimming starts at twice
+    the threshold), malloc/arena.c (arenas of threads have at most 64 MiB, so larger blocks are mapped).
+    """
+    global _keeps
+    if not isinstance(enabled, bool):
+        raise ArgumentError.of("keep_memory requires a bool.", shown(enabled), "True or False")
+    library = glibc()
+    if library is None:
+        return False
+    if enabled:
+        settings = {_MMAP_MAX: 0, _TRIM_THRESHOLD: -1, _ARENA_MAX: 1}
+    else:
+        settings = {_MMAP_MAX: 1 << 16, _MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
+        library.malloc_trim(0)
+    told = all(library.mallopt(parameter, value) for parameter, value in settings.items())
+    _keeps = enabled and told
+    return told
+
+
+def glibc() -> Any:
+    """Return the C library of this process if it is glibc, else ``None``."""
+    try:
+        library = ctypes.CDLL(None)
+    except (OSError, TypeError):  # Windows has no handle of the process itself
+        return None
+    return library if hasattr(library, "gnu_get_libc_version") else None
 
 
 def available_memory() -> int:

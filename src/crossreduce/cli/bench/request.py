@@ -130,6 +130,14 @@ class BenchRequest:
             yield nbytes
             nbytes = nbytes * self.step_factor if self.step_factor > 1 else nbytes + self.step_bytes
 
+    def counts(self) -> Iterator[tuple[int, int]]:
+        """Yield each size in bytes, rounded as by ``rows``, and its number of elements."""
+        n, itemsize = len(self.devices), np.dtype(self.dtype).itemsize
+        least = n if self.collective in ("all_gather", "reduce_scatter") else 1
+        for nbytes in self.sizes():
+            count = max(nbytes // itemsize // least, 1) * least
+            yield count * itemsize, count
+
     def rows(self, name: str, measure: Measure) -> Iterator[Row]:
         """Yield the measurements of the algorithm or backend ``name``, by size and root, on the inputs of ``exact``.
 
@@ -145,10 +153,7 @@ class BenchRequest:
         writable = fits and self.framework in ("numpy", "torch") and self.collective in ("all_reduce", "reduce")
         # busbw / algbw, as defined in nccl-tests' doc/PERFORMANCE.md
         factor = (n - 1) / n if shared else 2 * ((n - 1) / n) if self.collective == "all_reduce" else 1.0
-        for nbytes in self.sizes():
-            least = n if shared else 1
-            count = max(nbytes // patterns[0].itemsize // least, 1) * least
-            size = count * patterns[0].itemsize
+        for size, count in self.counts():
             for root in self.roots:
                 out_of_place = Timing(size, *measure(patterns, reduced, count, root, False), factor)
                 in_place = Timing(size, *measure(patterns, reduced, count, root, True), factor) if writable else None

@@ -1,0 +1,142 @@
+"""The chart of ``crossreduce bench --against``: the ratios of its report over the sizes.
+
+Input: the report, as in its JSON. Output: an SVG or PNG file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, Final, NamedTuple
+
+from ...export.pictures import new_figure
+from ...planning.explain import size
+from .ranks import PEERS as RANK_PEERS
+
+DEFAULT, KEPT = "default", "kept"  # the settings of the memory of a row
+
+
+class _Theme(NamedTuple):
+    paper: str
+    ink: str
+    text: str  # the colour of less important text
+    line: str
+    good: str  # the colour of crossreduce
+    colours: tuple[str, ...]
+
+
+# Colours that colour-blind readers can tell apart: Okabe and Ito's (jfly.uni-koeln.de/color), brighter on dark.
+_LIGHT: Final = _Theme(
+    *("#ffffff", "#1f2328", "#59636e", "#d8dee4", "#1a7f37"),
+    ("#0072b2", "#d55e00", "#cc79a7", "#1f2328", "#b58900", "#56b4e9"),
+)
+_DARK: Final = _Theme(
+    *("#0d1117", "#f0f6fc", "#9198a1", "#30363d", "#3fb950"),
+    ("#4aa3df", "#ff8c42", "#e39cc6", "#f0f6fc", "#e6c229", "#7fd1ff"),
+)
+_MARKERS: Final = "osv^DP"
+_NAMES: Final = {
+    "jax": "JAX",
+    "tensorflow": "TensorFlow",
+    "torch": "torch",
+    "numpy": "NumPy loop",
+    "gloo": "gloo",
+    "mpi": "MPI",
+}
+
+
+class FastestWay(NamedTuple):
+    """A row of a report, a peer, and the fastest of this peer's ways there."""
+
+    row: dict[str, Any]
+    peer: str
+    way: str
+    ratio: float
+    one_result: bool
+
+
+def fastest_ways(report: dict[str, Any]) -> list[FastestWay]:
+    """Return the fastest ways of a report; peers without a way are left out."""
+    return [
+        FastestWay(row, peer, found["fastest"], way["ratio"], way["one_result"])
+        for row in report["rows"]
+        for peer, found in row["peers"].items()
+        if found["fastest"] is not None and (way := found["ways"][found["fastest"]])
+    ]
+
+
+def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: bool = False) -> None:
+    """Draw the times of each peer's fastest way as multiples of crossreduce's, over the sizes; both axes logarithmic.
+
+    Dashed lines are ranks; dotted lines are processes that keep freed memory.
+
+    Args:
+      report: the content of the file of ``crossreduce bench --against --json``.
+      path: a file that ends in .svg or .png; an existing file is replaced.
+      dark: whether the background is dark.
+    Raises:
+      ArgumentError: an invalid path.
+      BackendError: matplotlib is not installed.
+      OSError: the file cannot be written.
+    """
+    theme, config, machine, fastest = (
+        _DARK if dark else _LIGHT,
+        report["config"],
+        report["machine"],
+        fastest_ways(report),
+    )
+    devices, ratios = config["devices"], [1.0, *(each.ratio for each in fastest)]
+    sizes = sorted({row["size"] for row in report["rows"]})
+    peers = list(dict.fromkeys(peer for row in report["rows"] for peer in row["peers"]))
+    low, high = min(ratios) / 1.3, max(ratios) * 1.3
+    title = "Time of other libraries, as a multiple of crossreduce's time"
+    width, height = 9.4, 5.2
+    with new_figure(path, width, height, title) as drawn:
+        drawn.set_facecolor(theme.paper)
+        drawn.suptitle(title, fontsize=12, y=1 - 0.15 / height, color=theme.ink, weight="bold")
+        axes = drawn.add_axes((0.07, 0.17, 0.74, 0.73))
+        axes.set_facecolor(theme.paper)
+        for number, peer in enumerate(peers):
+            colour = theme.colours[number % 6]
+            for memory in (DEFAULT, KEPT):
+                found = [each for each in fastest if (each.peer, each.row["memory"]) == (peer, memory)]
+                if not found:
+                    continue
+                kept = memory == KEPT
+                axes.plot(
+                    [each.row["size"] for each in found],
+                    [each.ratio for each in found],
+                    linestyle=":" if kept else "--" if peer in RANK_PEERS else "-",
+                    color=colour,
+                    marker=_MARKERS[number % 6],
+                    markersize=4 if kept else 6,
+                    markerfacecolor=theme.paper if kept else colour,
+                    label=None if kept else _NAMES[peer] + (f", {devices} ranks" if peer in RANK_PEERS else ""),
+                )
+        if any(row["memory"] == KEPT for row in report["rows"]):
+            axes.plot([], [], linestyle=":", color=theme.text, label="keep_memory()")
+        axes.axhline(1, color=theme.good, linewidth=2)
+        axes.text(1.01, 1, "crossreduce = 1", color=theme.good, va="center", weight="bold", fontsize=10,
+                  transform=axes.get_yaxis_transform())  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_ylim(low, high)
+        labelled = sizes[:: math.ceil(len(sizes) / 11)]
+        axes.set_xticks(labelled, [size(nbytes) for nbytes in labelled])
+        ticks = [k * 10.0**power for power in range(-6, 7) for k in (1, 2, 5) if low <= k * 10.0**power <= high]
+        axes.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
+        axes.minorticks_off()
+        axes.tick_params(colors=theme.text, labelsize=9)
+        axes.grid(color=theme.line, linewidth=0.6)
+        axes.set_axisbelow(True)
+        for side, spine in axes.spines.items():
+            spine.set(visible=side in ("left", "bottom"), color=theme.line)
+        handles, labels = axes.get_legend_handles_labels()
+        drawn.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.815, 0.91), frameon=False,
+                     fontsize=9, labelcolor=theme.ink)  # fmt: skip
+        place = f"{machine['cores']} cores of an {machine['cpu']}"
+        about = f"{config['collective']}, {config['op']} of {config['type']}, {config['devices']} devices"
+        shared = list(dict.fromkeys(_NAMES[each.peer] for each in fastest if each.one_result))
+        foot = f"{' and '.join(shared)}: all devices share one result, so fewer bytes are written." if shared else ""
+        for k, text in enumerate((f"bytes per device; {about}; medians on {place}", foot)):
+            drawn.text(0.07, 0.075 - 0.04 * k, text, color=theme.text, fontsize=9)

@@ -1,0 +1,180 @@
+"""A process of ``crossreduce bench --against``: it times crossreduce and one peer in turn.
+
+``python -m crossreduce.cli.bench.contest REQUEST PEER FOLDER [keep]`` writes FOLDER/times.json: for each size the
+contenders, crossreduce first. JAX, TensorFlow, torch and numpy run in one process; gloo and mpi in ranks, which
+``launch`` and mpiexec start. With ``keep`` the C library keeps freed memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ... import AllReduceCrossDeviceOps, PerReplica, keep_memory
+from ...errors import ReductionError
+from ..trainers import load
+from . import exact
+from .ranks import OURS, Backend, MpiBackend, TorchBackend, combined
+from .ranks import PEERS as RANK_PEERS
+from .request import BenchRequest
+
+LEAST_S: Final = 0.02  # faster calls are timed together, so that one measurement takes about this long
+REST_S: Final = 0.005  # before a measurement: OpenMP's threads use the CPU for some milliseconds after their work
+
+
+class Contender(NamedTuple):
+    """A way to all-reduce arrays of one size.
+
+    Args:
+      run: the function that is timed; it returns when the results are computed.
+      wrong: runs once and returns how many elements of the results are wrong.
+      one_result: whether the devices' results share memory.
+    """
+
+    run: Callable[[], object]
+    wrong: Callable[[], int]
+    one_result: bool = False
+
+
+def times(
+    contenders: dict[str, Contender], request: BenchRequest, agree: Callable[[Any], list[Any]] = lambda value: [value]
+) -> dict[str, list[float]]:
+    """Return for each contender the seconds of a call in each round. All of them run in turn, after a warm-up.
+
+    ``agree`` returns the values of all ranks; the times are combined as ``request.average`` says.
+    """
+    calls, found = {}, {}
+    for name, contender in contenders.items():
+        warm = _seconds(contender.run, max(1, request.warmup_iters))
+        calls[name] = agree(max(1, min(2000, int(LEAST_S / warm))))[0]
+        found[name] = list[float]()
+    for _ in range(request.iterations):
+        for name, contender in contenders.items():
+            time.sleep(REST_S)
+            agree(None)  # a barrier
+            found[name].append(combined(request, agree(_seconds(contender.run, calls[name]))))
+    return found
+
+
+def _seconds(run: Callable[[], object], calls: int) -> float:
+    before = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - before) / calls
+
+
+def row(size: int, contenders: dict[str, Contender], measured: dict[str, list[float]], wrong: Iterable[int]) -> Any:
+    """Return the measurement of one size for the JSON file."""
+    return {
+        "size": size,
+        "contenders": {
+            name: {"times_s": measured[name], "one_result": contender.one_result, "nwrong": count}
+            for (name, contender), count in zip(contenders.items(), wrong, strict=True)
+        },
+    }
+
+
+def in_process(request: BenchRequest, peer: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a framework's own ways, beside crossreduce for arrays of ``request.framework``."""
+    theirs, ours = load(peer, request.devices), load(request.framework, request.devices)
+    ops = AllReduceCrossDeviceOps(request.algorithms[0], request.num_packs)
+    op, devices = request.op, request.devices
+    patterns = exact.inputs(op, request.dtype, len(devices))
+    reduced = exact.result(op, patterns)
+
+    def contender(trainer: Any, reduce: Callable[[], Iterable[Any]], count: int, one_result: bool = False) -> Contender:
+        def run() -> None:
+            trainer.wait(list(reduce()))
+
+        def wrong() -> int:
+            return sum(exact.wrong(trainer.get(x), reduced, count) for x in reduce())
+
+        return Contender(run, wrong, one_result)
+
+    def put(trainer: Any, count: int) -> list[Any]:
+        return [trainer.put(np.resize(x, count), device) for x, device in zip(patterns, devices, strict=True)]
+
+    for size, count in request.counts():
+        value = PerReplica(put(ours, count), devices)
+        contenders = {OURS: contender(ours, partial(ops.reduce, op, value, value), count)}
+        for name, way in theirs.own_ways(op, put(theirs, count), devices).items():
+            try:
+                contenders[name] = contender(theirs, way.run, count, way.one_result)
+                contenders[name].run()
+            except NotImplementedError:  # the framework has no such operation for this dtype
+                del contenders[name]
+        wrong = [each.wrong() for each in contenders.values()]
+        yield row(size, contenders, times(contenders, request), wrong)
+
+
+def in_ranks(request: BenchRequest, peer: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield, on rank 0, the rows of a library of ranks beside crossreduce's backend of torch.distributed, in place."""
+    import torch.distributed as dist
+
+    import crossreduce.torch  # noqa: F401 - registers the backend
+
+    theirs: Backend | None = MpiBackend() if peer == "mpi" else None
+    rank = int(os.environ["RANK"]) if theirs is None else theirs.rank
+    n, meeting = len(request.devices), f"file://{folder}/rendezvous"
+    dist.init_process_group(OURS, init_method=meeting, rank=rank, world_size=n)
+    try:
+        control = dist.new_group(backend="gloo")
+        backends: dict[str, Backend] = {OURS: TorchBackend(dist.group.WORLD, control)}
+        backends[peer] = theirs or TorchBackend(dist.new_group(backend=peer), control)
+        gather = backends[OURS].gather
+        patterns = exact.inputs(request.op, request.dtype, n, True)
+        reduced = exact.result(request.op, patterns, True)
+        for size, count in request.counts():
+            contenders = {
+                name: _rank_contender(backend, request, np.resize(patterns[rank], count), reduced)
+                for name, backend in backends.items()
+            }
+            wrong = [sum(gather(each.wrong())) for each in contenders.values()]
+            measured = times(contenders, request, gather)
+            if rank == 0:
+                yield row(size, contenders, measured, wrong)
+    finally:
+        dist.destroy_process_group()
+
+
+def _rank_contender(backend: Backend, request: BenchRequest, given: Any, reduced: Any) -> Contender:
+    """Return a backend's all-reduce of this rank's array."""
+
+    def call(x: Any) -> Callable[[], None]:
+        return backend.call("all_reduce", request.op, x, x, 0, True)
+
+    def wrong() -> int:
+        source = backend.array(given)
+        call(source)()
+        return exact.wrong(backend.numpy(source), reduced, given.size)
+
+    return Contender(call(backend.array(given)), wrong)
+
+
+def main(text: str, peer: str, place: str, *settings: str) -> None:
+    """Measure, and write the file."""
+    if "keep" in settings:
+        keep_memory()
+    # TensorFlow's default on x86, which ``load`` changes: with oneDNN, TensorFlow has an allocator that keeps memory.
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+    request, folder = BenchRequest.from_json(text), Path(place)
+    rows = list(in_ranks(request, peer, folder) if peer in RANK_PEERS else in_process(request, peer))
+    if rows:
+        (folder / "times.json").write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except ReductionError as error:
+        sys.exit(f"crossreduce: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

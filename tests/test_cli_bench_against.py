@@ -1,0 +1,243 @@
+"""``crossreduce bench --against``: its options, table, JSON and chart, from stored times and from a tiny run."""
+
+import copy
+import json
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+from command_line import run_without
+
+from crossreduce import kernels
+from crossreduce.cli.bench import against, chart, contest, ranks
+from crossreduce.cli.bench.request import BenchRequest
+
+ALL = ",".join(against.PEERS)
+
+
+def request_for(peers, **changed):
+    request = BenchRequest(
+        framework="numpy", collective="all_reduce", algorithms=("auto",), num_packs=1, devices=("cpu:0", "cpu:1"),
+        minimum_bytes=1024, maximum_bytes=1 << 20, step_bytes=1, step_factor=1024, warmup_iters=1, iterations=3,
+        validation=1, per_iter_timing=False, op="sum", redop="sum", dtype="float32", nccl_type="float", roots=(-1,),
+        backends=tuple(peer for peer in peers if peer in ranks.PEERS),
+    )  # fmt: skip
+    return replace(request, **changed)
+
+
+def found(ours, **ways):
+    """Return what ``contest`` writes for one size; a way is (factor of each time of crossreduce, one result, wrong)."""
+    contenders = {"crossreduce": {"times_s": ours, "one_result": False, "nwrong": 0}}
+    for name, (factor, one_result, wrong) in ways.items():
+        contenders[name] = {"times_s": [factor * t for t in ours], "one_result": one_result, "nwrong": wrong}
+    return contenders
+
+
+def fake(peer, memory, wrong=0):
+    """Return the rows of ``contest`` for a peer, with round numbers."""
+    kept = memory == against.KEPT
+    small, large = {
+        "jax": ({"psum": (8, False, 0)}, {"psum": (2 if kept else 6, False, 0)}),
+        "torch": (
+            {"slow": (3, True, 0), "quick": (0.25, True, 0)},
+            {"slow": (1.5, True, 0), "quick": (4, True, wrong)},
+        ),
+        "tensorflow": ({}, {}),
+        "gloo": ({"gloo": (5, False, 0)}, {"gloo": (40, False, 0)}),
+    }[peer]
+    times = [2e-3, 4e-3, 3e-3] if peer == "gloo" else [1e-5, 3e-5, 2e-5]
+    return [
+        {"size": 1024, "contenders": found(times, **small)},
+        {"size": 1 << 20, "contenders": found([1000 * t for t in times], **large)},
+    ]
+
+
+def fake_report(wrong=0):
+    peers = ("gloo", "jax", "tensorflow", "torch")
+    turns = [(peer, memory) for memory in (against.DEFAULT, against.KEPT) for peer in peers]
+    measured = [(*turn, fake(*turn, wrong)) for turn in turns if turn != ("gloo", against.KEPT)]
+    return against.report_of(request_for(peers), measured, "now")
+
+
+def test_the_table_has_the_fastest_way_of_each_peer(capsys, monkeypatch):
+    """A column has the ratio of a peer's fastest way; ranks have a time of crossreduce of their own; each size has a
+    second row for kept memory; libraries that are faster, or share one result, or have no way, are named."""
+    monkeypatch.setenv("COLUMNS", "80")
+    against.show(fake_report())
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    cells = [re.split(r"  +", line.strip()) for line in lines]
+    assert ["size", "1 process", "jax", "tensorflow", "torch", "2 ranks", "gloo"] in cells
+    assert ["1 KiB", "20.00 us", "8.0x", "-", "0.25x*", "3.00 ms", "5.0x"] in cells
+    assert ["kept", "20.00 us", "8.0x", "-", "0.25x*"] in cells
+    assert ["1 MiB", "20.00 ms", "6.0x", "-", "1.5x*", "3.00 s", "40x"] in cells
+    assert ["kept", "20.00 ms", "2.0x", "-", "1.5x*"] in cells
+    text = " ".join(" ".join(lines).split())
+    assert "* All devices share one result" in text
+    assert "- This library has no all-reduce for sum of float32." in text
+    assert "Fastest ways: jax: psum; torch: quick, slow" in text
+    assert "Faster than crossreduce: torch (1 KiB: 0.25x), torch (1 KiB, kept: 0.25x) Wrong elements: 0" in text
+
+
+def test_the_ratio_is_the_median_of_the_rounds():
+    """A ratio is the median over the rounds of both times, which run in turn, and not the ratio of their medians."""
+    rows = [{"size": 4, "contenders": found([1.0, 2.0, 8.0], way=(1, False, 0))}]
+    rows[0]["contenders"]["way"]["times_s"] = [3.0, 4.0, 40.0]
+    report = against.report_of(request_for(["jax"]), [("jax", "default", rows)], "now")
+    (row,) = report["rows"]
+    assert row["peers"]["jax"]["ways"]["way"]["ratio"] == 3.0
+    assert row["ours"] == {"one_process": {"median_s": 2.0, "min_s": 1.0, "max_s": 8.0}}
+
+
+def test_the_report_survives_json_and_counts_wrong_elements(capsys):
+    """The table of a report is the same after a round trip through JSON; wrong elements of all ways are added."""
+    report = fake_report(wrong=3)
+    assert (report["wrong"], fake_report()["wrong"]) == (6, 0)
+    against.show(report)
+    shown = capsys.readouterr().out
+    assert "Wrong elements: 6" in shown
+    against.show(json.loads(json.dumps(report)))
+    assert capsys.readouterr().out == shown
+
+
+def test_the_chart_shows_every_peer_and_size(tmp_path):
+    """The chart has a line per peer and setting, a label per size, and the level of crossreduce; the dark one has other
+    colours. A report of one size is drawn, too."""
+    report = fake_report()
+    texts = []
+    for dark in (False, True):
+        path = tmp_path / f"{dark}.svg"
+        chart.draw_ratios(report, path, dark=dark)
+        texts.append([text.text for text in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")])
+        colours = chart._DARK if dark else chart._LIGHT
+        assert f"fill: {colours.paper}" in path.read_text()
+        assert path.read_text().count(f"stroke: {colours.colours[3]}; stroke-width: 1.5") >= 2  # torch, both settings
+    assert texts[0] == texts[1]
+    assert {"JAX", "torch", "gloo, 2 ranks", "keep_memory()", "crossreduce = 1", "1 KiB", "1 MiB", "0.5x"} <= set(
+        texts[0]
+    )
+    assert "torch: all devices share one result, so fewer bytes are written." in texts[0]
+    assert not any("TensorFlow" in text for text in texts[0])
+    one = copy.deepcopy(report)
+    one["rows"] = one["rows"][:1]
+    chart.draw_ratios(one, tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replace the processes by stored times, and return the list of what was measured."""
+    turns = []
+
+    def contested(request, peer, memory):
+        turns.append(
+            (peer, memory, request.minimum_bytes, request.maximum_bytes, request.step_factor, request.backends)
+        )
+        return fake(peer, memory)
+
+    monkeypatch.setattr(against, "contest", contested)
+    for name in ranks.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return turns
+
+
+def test_one_command_writes_the_table_the_json_and_the_chart(printed, measured, tmp_path):
+    """Without sizes, --against measures 1 KiB to 64 MiB; --keep-memory measures frameworks, but not ranks, twice."""
+    out = printed("bench", "--against", "jax,gloo,jax", "--keep-memory", "-J", tmp_path / "a.json", "--picture",
+                  tmp_path / "a.svg")  # fmt: skip
+    grid = (1 << 10, 1 << 26, 4, ("gloo",))
+    assert measured == [("jax", "default", *grid), ("gloo", "default", *grid), ("jax", "kept", *grid)]
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert [(row["size"], row["memory"], list(row["peers"])) for row in report["rows"]] == [
+        (1024, "default", ["jax", "gloo"]), (1024, "kept", ["jax"]),
+        (1 << 20, "default", ["jax", "gloo"]), (1 << 20, "kept", ["jax"]),
+    ]  # fmt: skip
+    assert "Faster than crossreduce: none" in out
+    assert "crossreduce = 1" in (tmp_path / "a.svg").read_text()
+
+
+REJECTED = [
+    ("--against jax,nccl", 'one of jax, tensorflow, torch, numpy, gloo, mpi, not "nccl"'),
+    ("--against jax --launch 2", "--launch cannot be used with --against"),
+    ("--against jax --peers gloo --topology dgx-1v", "--peers, --topology cannot be used with --against"),
+    ("--against jax --collective reduce -A ring,direct", "--collective, --algorithm cannot be used with --against"),
+    ("--against jax --picture a.pdf", "--picture must be a .svg or .png file, not a.pdf."),
+    ("--against numpy -g cuda:0-1", "--against measures arrays in host memory: list cpu devices only"),
+    ("--against numpy -o avg -d int", "--against does not support means of integers"),
+    ("--against mpi -d half", "MPI does not support float16.\n  try:   --against without mpi"),
+    ("--picture a.svg --keep-memory", f"--picture, --keep-memory requires peers: add --against {ALL}."),
+]  # fmt: skip
+
+
+def test_wrong_arguments_are_rejected_before_anything_runs(crossreduce, measured, monkeypatch):
+    """Options that exclude each other, and ops and devices that a peer does not support, are errors."""
+    monkeypatch.setattr(ranks, "_mpiexec", lambda: "mpiexec")
+    monkeypatch.setattr(ranks, "find_spec", lambda name: True)
+    for line, words in REJECTED:
+        code, out, error = crossreduce("bench", *line.split())
+        assert (code, out, measured) == (2, "", []), line
+        assert words in error
+
+
+def test_what_is_missing_is_named_before_anything_runs(crossreduce, measured, monkeypatch):
+    """A framework that is not installed, and a C library without settings, are named with the remedy."""
+    find_spec = against.find_spec
+    monkeypatch.setattr(against, "find_spec", lambda name: None if name == "jax" else find_spec(name))
+    code, out, error = crossreduce("bench", "--against", "numpy,jax")
+    assert (code, out, measured) == (2, "", [])
+    assert "--against cannot measure jax: it is not installed." in error
+    assert "pip install 'crossreduce[jax]', or omit jax" in error
+    monkeypatch.setattr(kernels, "glibc", lambda: None)
+    assert "--keep-memory is not possible" in crossreduce("bench", "--against", "numpy", "--keep-memory")[2]
+
+
+def test_without_matplotlib_the_table_is_printed_first(tmp_path):
+    """If matplotlib is missing, the table is printed and the JSON written, then one line says what to install."""
+    small = ["-b", 8, "-e", 8, "-n", 1, "-w", 1, "-g", 2, "-J", tmp_path / "a.json", "--picture", tmp_path / "a.svg"]
+    done = run_without("matplotlib", "bench", "--against", "numpy", *small)
+    assert done.returncode == 2
+    assert "Wrong elements: 0" in done.stdout
+    assert done.stderr == "crossreduce: --picture needs matplotlib.  try: pip install 'crossreduce[plot]'\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_tiny_run(printed, tmp_path, torch_):
+    """numpy, torch and gloo are measured in processes, and their results are right."""
+    path, line = tmp_path / "a.json", "-b 8 -e 4K -f 512 -n 2 -w 1 -g 3 -d half -J"
+    out = printed("bench", "--against", "numpy,torch,gloo", *line.split(), path)
+    report = json.loads(path.read_text())
+    assert report["wrong"] == 0
+    assert [row["size"] for row in report["rows"]] == [8, 4096]
+    for row in report["rows"]:
+        assert {peer: set(row["peers"][peer]["ways"]) for peer in row["peers"]} == {
+            "numpy": {"loop and copies"}, "torch": {"stack().sum(0)", "loop"}, "gloo": {"gloo"},
+        }  # fmt: skip
+        assert all(way["ratio"] > 0 for peer in row["peers"].values() for way in peer["ways"].values())
+    assert "2 ranks" not in out
+    assert "3 ranks" in out
+
+
+def test_a_process_that_fails_is_an_error(crossreduce, monkeypatch):
+    """If a process of the measurement fails, its output is shown and the command ends with an error."""
+    monkeypatch.setattr(against, "__package__", "no_such_package")
+    code, out, error = crossreduce("bench", "--against", "numpy", "-b", 8, "-e", 8)
+    assert (code, out) == (2, "")
+    assert "no_such_package" in error
+    assert "crossreduce: the measurement of numpy ended with exit code 1." in error
+
+
+def test_every_framework_has_ways_whose_results_are_right(framework):
+    """The own ways of each framework reduce the inputs exactly, for every op that it has and for several dtypes."""
+    expected = {"numpy": 5, "torch": 5, "jax": 4, "tensorflow": 2}[framework.name]
+    for dtype in ("float16", "int32"):
+        supported = 0
+        for op in ("sum", "product", "min", "max", "mean"):
+            if op == "mean" and dtype == "int32":
+                continue
+            request = request_for([], op=op, dtype=dtype, maximum_bytes=1024, iterations=1, warmup_iters=1)
+            (row,) = contest.in_process(request, framework.name)
+            assert row["contenders"].pop("crossreduce")["nwrong"] == 0
+            assert [way["nwrong"] for way in row["contenders"].values()] == [0] * len(row["contenders"])
+            supported += bool(row["contenders"])
+        assert supported == expected - (dtype == "int32")
