@@ -92,7 +92,7 @@ PyMethodDef functions[] = {
 
 int fill(PyObject *module) {
     if (add_class<MemoryObject>(module, "crossreduce.kernels._native.Memory", memory_slots) < 0) return -1;
-    return add_kernel(module) < 0 ? -1 : add_shared_memory(module);
+    return add_kernel(module) < 0 || add_shared_memory(module) < 0 ? -1 : add_xla_call(module);
 }
 
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, {0, nullptr}};
