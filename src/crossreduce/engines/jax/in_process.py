@@ -22,6 +22,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
 
 from ... import kernels
 from ...errors import ArgumentError, shown
@@ -150,7 +152,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     own = mlir.lower_fun(lambda: lax.axis_index(params["others"] + axes.names), multiple_results=False)(
         ctx.replace(primitive=None, avals_in=[], avals_out=[number])
     )
-    in_place = [numbers.dtype == numbers.result and not _is_kept(operand) for operand in operands]
+    in_place = [numbers.dtype == numbers.result and not _is_kept(ctx, operand) for operand in operands]
     lowering = jax.ffi.ffi_lowering(
         _TARGET, operand_output_aliases={k: k for k, is_wanted in enumerate(in_place) if is_wanted}, has_side_effect=True
     )
@@ -165,16 +167,35 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     )
 
 
-def _is_kept(operand: Any) -> bool:
-    """Return whether an operand is an argument of the program that was not donated.
+def _is_kept(ctx: Any, value: Any) -> bool:
+    """Return whether a value is an argument of the whole program that is not donated, or a reshaped one.
 
-    XLA would copy it if the result had its memory. An operand that a later operation reads is copied, too.
+    XLA would copy such an argument if the result had its memory, and the copy takes longer than the reduction. JAX lowers
+    the body of a ``shard_map`` before its call, so arguments of the program are recognized by their types. (XLA also
+    copies a value that a later operation reads; that operation is not lowered yet.)
     """
-    return False
+    while not isinstance(value.owner, ir.Block):
+        if value.owner.name != "stablehlo.reshape":
+            return False
+        value = value.owner.operands[0]
+    parent = value.owner.owner.operation
+    if parent.name == "sdy.manual_computation":
+        return _is_kept(ctx, parent.operands[ir.BlockArgument(value).arg_number])
+    return parent.name == "func.func" and value.type not in _donated_types(ctx.module_context.module)
+
+
+def _donated_types(module: Any) -> list[Any]:
+    """Return the types of the arguments of a program that are donated."""
+    for function in module.body.operations:
+        if isinstance(function, func.FuncOp) and function.name.value == "main":
+            names = [{one.name for one in ir.DictAttr(attributes)} for attributes in function.arg_attrs]
+            marks = {"jax.buffer_donor", "tf.aliasing_output"}
+            return [kind for kind, own in zip(function.type.inputs, names, strict=True) if marks & own]
+    return []
 
 
 _ALL_REDUCE.def_abstract_eval(_abstract_eval)
 ad.deflinear2(_ALL_REDUCE, _transpose)
 batching.primitive_batchers[_ALL_REDUCE] = _batch
 mlir.register_lowering(_ALL_REDUCE, _lower_otherwise)
-mlir.register_lowering(_ALL_REDUCE, _lower, platform="cpu")
+mlir.register_lowering(_ALL_REDUCE, _lower, platform="cpu", cacheable=False)

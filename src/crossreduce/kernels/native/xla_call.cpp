@@ -1,20 +1,22 @@
 // All-reduce as a custom call of XLA on the CPU: the devices of one process meet here.
 //
-// XLA calls `execute` once per device. The device that arrives last reduces the arrays of all, with one run of a kernel
-// in the order of the positions; until then no thread waits. Each earlier device returned a future from its call, and
-// XLA goes on with that device when the future is complete. So the devices may arrive in any order, on any threads, also
-// if XLA's own collectives block the threads of the devices that are behind.
+// XLA calls `execute` once per device. The device that arrives last reduces the arrays of all devices, with one run of a
+// kernel, in the order of the positions. The other devices wait in the call, but not for long: XLA runs independent
+// operations in any order and on any threads, so a device may wait here while another one waits in a collective of XLA,
+// and each is needed by the other. A device that has waited for PATIENCE returns a future from its call, and its thread
+// is free for other operations; XLA goes on with what follows the call when the future is complete.
 //
 // Devices meet by the call site (a state that XLA makes once per custom call of an executable, also if two calls come
 // from one line of the program), the run of the executable, and the group of positions. A call site runs again, in a
-// loop, only after its earlier call is complete on that device, so there is at most one open meeting for each key.
+// loop, only after its earlier call is complete on that device, so each key has at most one open meeting.
 #include <algorithm>
-#include <cerrno>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
-#include <ctime>
 #include <list>
 #include <memory>
-#include <pthread.h>
+#include <mutex>
 
 #include "module.hpp"
 #include "thread_pool.hpp"
@@ -24,15 +26,18 @@ namespace {
 
 using xla_ffi::CallFrame;
 
-int MODE = 1;
-const char *const NO_MEMORY = "no memory is left";
+using Clock = std::chrono::steady_clock;
+
 constexpr int64_t STREAMING_NBYTES = 1 << 22, THREADED_NBYTES = 1 << 20; // as in kernels/__init__.py
+const char *const NO_MEMORY = "out of memory";
+// How long a device waits in its call. Going on by a future takes about 100 us longer than to return from the call.
+constexpr std::chrono::microseconds PATIENCE{500};
 
 struct Settings { // of the process; see `configure`
     const InstructionSet *isa = nullptr;
     int threads = 1;
-    double limit_s = 40;
-};
+    std::chrono::duration<double> limit{40};
+} settings;
 
 // A custom call of an executable.
 struct CallSite {
@@ -44,64 +49,65 @@ struct CallSite {
     std::unique_ptr<Kernel> kernel; // compiled in the first run, for the sizes of its operands
 };
 
+struct Meeting;
+
 struct Arrival { // of a device
     bool here = false;
     std::vector<char *> sources, results;
     const xla_ffi::Api *api = nullptr;
-    xla_ffi::Future *future = nullptr; // null for the last device
+    std::mutex lock; // of the members below
+    std::condition_variable changed;
+    bool done = false;                 // the results are written, or the meeting has a fault
+    xla_ffi::Future *future = nullptr; // null: the device waits in its call
+    std::shared_ptr<Meeting> meeting;  // keeps it while a task that completes the future is scheduled
 };
 
 struct Meeting {
     CallSite *site;
     int64_t run, group;
+    Clock::time_point deadline;
     int64_t arrived = 0;
-    double deadline;  // seconds of the monotonic clock
-    std::string fault; // not empty: the devices that arrived got this error, later ones get it at once
+    std::atomic<bool> full{false};
+    std::string fault; // the error that each device gets
     std::vector<Arrival> arrivals;
+    Meeting(CallSite &at, int64_t of, int64_t number)
+        : site(&at), run(of), group(number),
+          deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(settings.limit)),
+          arrivals(static_cast<size_t>(at.positions)) {}
 };
 
-// These objects are never destroyed: threads may use them while the process exits.
-pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-pthread_cond_t meeting_added;
+// These objects are never destroyed: threads may use them while the process exits. `lock` is the lock of the objects and
+// of all meetings in the list. A thread that has it may lock an arrival, but not the other way round.
+std::mutex &lock = *new std::mutex;
+std::condition_variable &meeting_added = *new std::condition_variable;
+std::list<std::shared_ptr<Meeting>> &meetings = *new std::list<std::shared_ptr<Meeting>>; // not full, or failed
 bool watchdog_started = false, watchdog_idle = false;
-std::list<Meeting> &meetings = *new std::list<Meeting>; // incomplete ones, the oldest first
-Settings settings;
 xla_ffi::TypeId site_type{0};
-
-struct Locked {
-    Locked() { pthread_mutex_lock(&lock); }
-    ~Locked() { pthread_mutex_unlock(&lock); }
-    Locked(const Locked &) = delete;
-    Locked &operator=(const Locked &) = delete;
-};
-
-double now_s() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
-}
 
 xla_ffi::Error *error_of(const xla_ffi::Api *api, xla_ffi::ErrorCode code, const std::string &message) {
     xla_ffi::CreateError made = {xla_ffi::head_of<xla_ffi::CreateError>(), message.c_str(), code};
     return api->create_error(&made);
 }
 
-// Complete the future of a device, with an error if `fault` is not empty.
-void complete(const Arrival &arrival, xla_ffi::ErrorCode code, const std::string &fault) {
-    if (arrival.future == nullptr) return;
-    if (fault.empty()) {
-        xla_ffi::CompleteFuture done = {xla_ffi::head_of<xla_ffi::CompleteFuture>(), arrival.future};
-        arrival.api->complete_future(&done);
-    } else {
-        xla_ffi::FailFuture failed = {xla_ffi::head_of<xla_ffi::FailFuture>(), arrival.future,
-                                      error_of(arrival.api, code, fault)};
-        arrival.api->fail_future(&failed);
-    }
+// Let a device that waits in its call return. Return whether it has a future instead, which must then be completed.
+bool wake(Arrival &arrival) {
+    std::lock_guard<std::mutex> locked(arrival.lock);
+    arrival.done = true;
+    if (arrival.future == nullptr) arrival.changed.notify_one();
+    return arrival.future != nullptr;
 }
 
-void complete_task(void *data) {
-    std::unique_ptr<Arrival> arrival(static_cast<Arrival *>(data));
-    complete(*arrival, xla_ffi::INTERNAL, "");
+void fail(const Arrival &arrival, xla_ffi::ErrorCode code, const std::string &fault) {
+    xla_ffi::FailFuture failed = {xla_ffi::head_of<xla_ffi::FailFuture>(), arrival.future,
+                                  error_of(arrival.api, code, fault)};
+    arrival.api->fail_future(&failed);
+}
+
+void complete(void *data) {
+    const Arrival &arrival = *static_cast<Arrival *>(data);
+    const std::shared_ptr<Meeting> meeting = std::move(static_cast<Arrival *>(data)->meeting);
+    xla_ffi::CompleteFuture done = {xla_ffi::head_of<xla_ffi::CompleteFuture>(), arrival.future};
+    arrival.api->complete_future(&done);
 }
 
 // ---- the bounded wait ----------------------------------------------------------------------------------------------
@@ -112,7 +118,7 @@ std::string missing_positions(const Meeting &meeting) {
         std::string &list = meeting.arrivals[k].here ? here : missing;
         list += (list.empty() ? "" : ", ") + std::to_string(k);
     }
-    std::string limit = std::to_string(settings.limit_s);
+    std::string limit = std::to_string(settings.limit.count());
     limit.erase(limit.find_last_not_of('0') + 1);
     if (limit.back() == '.') limit.pop_back();
     return "all_reduce over " + meeting.site->axes + ": position " + missing + " did not arrive within " + limit +
@@ -121,47 +127,30 @@ std::string missing_positions(const Meeting &meeting) {
            "only late needs a larger CROSSREDUCE_JAX_TIMEOUT";
 }
 
-// Fails meetings that are not complete in time. While no meeting is open, it sleeps.
+// Fails meetings that are not full in time. While no meeting is open, it sleeps.
 void *watch(void *) {
-    pthread_mutex_lock(&lock);
+    std::unique_lock<std::mutex> locked(lock);
     for (;;) {
-        double first = 0;
-        std::vector<std::pair<Arrival, std::string>> late;
-        for (Meeting &meeting : meetings) {
-            if (!meeting.fault.empty()) continue;
-            if (meeting.deadline > now_s()) {
-                first = first == 0 ? meeting.deadline : std::min(first, meeting.deadline);
-                continue;
-            }
-            meeting.fault = missing_positions(meeting);
-            for (const Arrival &arrival : meeting.arrivals)
-                if (arrival.here) late.emplace_back(arrival, meeting.fault);
+        std::shared_ptr<Meeting> late;
+        auto first = Clock::time_point::max();
+        for (const auto &meeting : meetings) {
+            if (!meeting->fault.empty()) continue;
+            if (meeting->deadline <= Clock::now()) late = meeting;
+            first = std::min(first, meeting->deadline);
         }
-        if (!late.empty()) {
-            pthread_mutex_unlock(&lock);
-            for (const auto &[arrival, fault] : late) complete(arrival, xla_ffi::DEADLINE_EXCEEDED, fault);
-            pthread_mutex_lock(&lock);
-        } else if (first == 0) {
-            watchdog_idle = true;
-            pthread_cond_wait(&meeting_added, &lock);
-            watchdog_idle = false;
-        } else {
-            timespec until;
-            until.tv_sec = static_cast<time_t>(first);
-            until.tv_nsec = static_cast<long>((first - static_cast<double>(until.tv_sec)) * 1e9);
-            pthread_cond_timedwait(&meeting_added, &lock, &until);
+        if (late != nullptr) {
+            late->fault = missing_positions(*late);
+            for (Arrival &arrival : late->arrivals) wake(arrival);
+            locked.unlock();
+            for (const Arrival &arrival : late->arrivals)
+                if (arrival.future != nullptr) fail(arrival, xla_ffi::DEADLINE_EXCEEDED, late->fault);
+            locked.lock();
+            continue;
         }
+        watchdog_idle = first == Clock::time_point::max();
+        if (watchdog_idle) meeting_added.wait(locked);
+        else meeting_added.wait_until(locked, first);
     }
-}
-
-void start_watchdog() {
-    if (watchdog_started) return;
-    pthread_condattr_t attributes;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&meeting_added, &attributes);
-    pthread_condattr_destroy(&attributes);
-    watchdog_started = start_thread(watch);
 }
 
 // ---- one run of the kernel -----------------------------------------------------------------------------------------
@@ -293,34 +282,46 @@ xla_ffi::Error *instantiate(CallFrame *frame) {
         if (error == nullptr) site.release(); // NOLINT: XLA owns it now
         return error;
     } catch (const std::exception &) { // bad_alloc
-        return error_of(frame->api, xla_ffi::RESOURCE_EXHAUSTED, "no memory is left");
+        return error_of(frame->api, xla_ffi::RESOURCE_EXHAUSTED, "out of memory");
     }
 }
 
-// Return the open meeting of a device. Add one if there is none. The caller holds the lock.
-std::list<Meeting>::iterator find_meeting(CallSite &site, int64_t run, int64_t group) {
-    const auto is_wanted = [&](const Meeting &m) { return m.site == &site && m.run == run && m.group == group; };
-    const auto found = std::find_if(meetings.begin(), meetings.end(), is_wanted);
-    if (found != meetings.end()) return found;
-    start_watchdog();
-    meetings.push_back({&site, run, group, 0, now_s() + settings.limit_s, "", {}});
-    meetings.back().arrivals.resize(static_cast<size_t>(site.positions));
-    if (watchdog_idle) pthread_cond_signal(&meeting_added);
-    return std::prev(meetings.end());
+// Return the open meeting of a device. Add one if there is none. The caller has the lock.
+std::shared_ptr<Meeting> find_meeting(CallSite &site, int64_t run, int64_t group) {
+    for (const auto &one : meetings)
+        if (one->site == &site && one->run == run && one->group == group) return one;
+    if (!watchdog_started) watchdog_started = start_thread(watch);
+    meetings.push_back(std::make_shared<Meeting>(site, run, group));
+    if (watchdog_idle) meeting_added.notify_one();
+    return meetings.back();
 }
 
-// Give the results of a complete meeting to its devices; the last device gets them by the return of its call. The
-// others go on in threads of XLA, not one after another in this one, which they could block: XLA's own collectives do.
-void release(Meeting &meeting, const char *fault, const CallFrame &frame) {
-    for (Arrival &other : meeting.arrivals) {
-        if (other.future == nullptr) continue;
-        if (fault != nullptr) complete(other, xla_ffi::RESOURCE_EXHAUSTED, fault);
-        else if (MODE == 0) complete(other, xla_ffi::INTERNAL, "");
-        else {
-            xla_ffi::Schedule task = {xla_ffi::head_of<xla_ffi::Schedule>(), frame.context, complete_task,
-                                      new Arrival(std::move(other))};
+// Wait for the other devices. If they do not arrive soon, make a future of this device.
+xla_ffi::Error *wait(const Meeting &meeting, Arrival &own, CallFrame &frame) {
+    std::unique_lock<std::mutex> locked(own.lock);
+    const auto is_done = [&] { return own.done; };
+    if (own.changed.wait_for(locked, PATIENCE, is_done)) return nullptr;
+    if (meeting.full) { // the last device reduces now
+        own.changed.wait(locked, is_done);
+        return nullptr;
+    }
+    xla_ffi::CreateFuture made = {xla_ffi::head_of<xla_ffi::CreateFuture>(), nullptr};
+    xla_ffi::Error *error = own.api->create_future(&made);
+    if (error == nullptr) frame.future = own.future = made.future;
+    return error;
+}
+
+// Reduce the arrays of a full meeting and tell its devices. Those with futures go on in threads of XLA, not one after
+// another in this thread: a collective of XLA that follows would block it while it has devices to tell.
+void finish(const std::shared_ptr<Meeting> &meeting, const CallFrame &frame) {
+    if (const char *fault = reduce(*meeting)) meeting->fault = fault;
+    for (Arrival &other : meeting->arrivals) {
+        if (!wake(other)) continue;
+        if (meeting->fault.empty()) {
+            other.meeting = meeting;
+            xla_ffi::Schedule task = {xla_ffi::head_of<xla_ffi::Schedule>(), frame.context, complete, &other};
             frame.api->schedule(&task);
-        }
+        } else fail(other, xla_ffi::RESOURCE_EXHAUSTED, meeting->fault);
     }
 }
 
@@ -333,38 +334,35 @@ xla_ffi::Error *arrive(CallFrame &frame) {
     CallSite &site = *static_cast<CallSite *>(state.state);
     const int64_t tensors = frame.results.size;
     const auto data_of = [](void *buffer) { return static_cast<char *>(static_cast<xla_ffi::Buffer *>(buffer)->data); };
+    std::vector<char *> sources, results;
+    for (int64_t k = 0; k < tensors; k++) {
+        sources.push_back(data_of(frame.operands.items[k]));
+        results.push_back(data_of(frame.results.items[k]));
+    }
     // The last operand is the number of the device: the positions of a group are consecutive.
     const int64_t number = *reinterpret_cast<const int32_t *>(data_of(frame.operands.items[tensors]));
-    Arrival arrival = {true, {}, {}, api, nullptr};
-    for (int64_t k = 0; k < tensors; k++) {
-        arrival.sources.push_back(data_of(frame.operands.items[k]));
-        arrival.results.push_back(data_of(frame.results.items[k]));
-    }
-    std::list<Meeting> full;
-    {
-        Locked locked;
-        if (site.kernel == nullptr)
-            if (const char *fault = compile(site, frame)) return error_of(api, xla_ffi::INTERNAL, fault);
-        const auto meeting = find_meeting(site, run.run_id, number / site.positions);
-        Arrival &own = meeting->arrivals[static_cast<size_t>(number % site.positions)];
-        if (own.here) return error_of(api, xla_ffi::INTERNAL, "a position arrived twice at one all_reduce");
-        const bool is_last = meeting->arrived + 1 == site.positions;
-        xla_ffi::Error *error = nullptr;
-        if (!meeting->fault.empty()) {
-            error = error_of(api, xla_ffi::DEADLINE_EXCEEDED, meeting->fault);
-        } else if (!is_last) {
-            xla_ffi::CreateFuture made = {xla_ffi::head_of<xla_ffi::CreateFuture>(), nullptr};
-            if ((error = api->create_future(&made)) != nullptr) return error;
-            frame.future = arrival.future = made.future;
-        }
-        own = std::move(arrival);
-        meeting->arrived++;
-        if (is_last) full.splice(full.begin(), meetings, meeting);
-        if (error != nullptr || !is_last) return error;
-    }
-    const char *fault = reduce(full.front());
-    release(full.front(), fault, frame);
-    return fault == nullptr ? nullptr : error_of(api, xla_ffi::RESOURCE_EXHAUSTED, fault);
+
+    std::unique_lock<std::mutex> locked(lock);
+    if (site.kernel == nullptr)
+        if (const char *fault = compile(site, frame)) return error_of(api, xla_ffi::INTERNAL, fault);
+    const std::shared_ptr<Meeting> meeting = find_meeting(site, run.run_id, number / site.positions);
+    Arrival &own = meeting->arrivals[static_cast<size_t>(number % site.positions)];
+    if (own.here) return error_of(api, xla_ffi::INTERNAL, "a position arrived twice at one all_reduce");
+    own.here = true;
+    own.sources = std::move(sources);
+    own.results = std::move(results);
+    own.api = api;
+    const bool is_late = !meeting->fault.empty();
+    const bool is_last = ++meeting->arrived == site.positions;
+    meeting->full = is_last;
+    if (is_last) meetings.remove(meeting);
+    locked.unlock();
+
+    if (!is_late && is_last) finish(meeting, frame);
+    else if (!is_late)
+        if (xla_ffi::Error *error = wait(*meeting, own, frame)) return error;
+    if (frame.future != nullptr || meeting->fault.empty()) return nullptr;
+    return error_of(api, xla_ffi::DEADLINE_EXCEEDED, meeting->fault);
 }
 
 // Called once per device and run of a custom call.
@@ -379,10 +377,11 @@ xla_ffi::Error *execute(CallFrame *frame) {
 
 PyObject *handlers(PyObject *, PyObject *args) {
     const char *isa;
-    if (!PyArg_ParseTuple(args, "sid", &isa, &settings.threads, &settings.limit_s)) return nullptr;
+    double limit_s;
+    if (!PyArg_ParseTuple(args, "sid", &isa, &settings.threads, &limit_s)) return nullptr;
+    settings.limit = std::chrono::duration<double>(limit_s);
     settings.isa = instruction_set(isa);
     if (settings.isa == nullptr) return PyErr_Format(PyExc_ValueError, "unknown instruction set %s", isa);
-    if (const char*m=getenv("XMODE")) MODE=atoi(m);
     Ref first(PyCapsule_New(reinterpret_cast<void *>(instantiate), nullptr, nullptr));
     Ref second(PyCapsule_New(reinterpret_cast<void *>(execute), nullptr, nullptr));
     if (!first || !second) return nullptr;
