@@ -17,6 +17,9 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "module.hpp"
 #include "thread_pool.hpp"
@@ -29,6 +32,7 @@ using xla_ffi::CallFrame;
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t STREAMING_NBYTES = 1 << 22, THREADED_NBYTES = 1 << 20; // as in kernels/__init__.py
+constexpr size_t HUGE_PAGE = 2 << 20;
 const char *const NO_MEMORY = "out of memory";
 // How long a device waits in its call. Going on by a future takes about 100 us longer than to return from the call.
 constexpr std::chrono::microseconds PATIENCE{500};
@@ -91,10 +95,12 @@ xla_ffi::Error *error_of(const xla_ffi::Api *api, xla_ffi::ErrorCode code, const
 
 // Let a device that waits in its call return. Return whether it has a future instead, which must then be completed.
 bool wake(Arrival &arrival) {
-    std::lock_guard<std::mutex> locked(arrival.lock);
+    std::unique_lock<std::mutex> locked(arrival.lock);
     arrival.done = true;
-    if (arrival.future == nullptr) arrival.changed.notify_one();
-    return arrival.future != nullptr;
+    if (arrival.future != nullptr) return true;
+    locked.unlock(); // first, so that the device does not wake up only to wait for the lock
+    arrival.changed.notify_one();
+    return false;
 }
 
 void fail(const Arrival &arrival, xla_ffi::ErrorCode code, const std::string &fault) {
@@ -204,6 +210,16 @@ const char *compile(CallSite &site, const CallFrame &frame) {
     return nullptr;
 }
 
+// Ask for huge pages for the memory of a large result, which XLA may have allocated for this run: page faults would take
+// longer than the reduction.
+void advise([[maybe_unused]] char *result, [[maybe_unused]] size_t nbytes) {
+#ifdef MADV_HUGEPAGE
+    const auto start = reinterpret_cast<uintptr_t>(result);
+    const uintptr_t first = (start + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1), end = (start + nbytes) & ~(HUGE_PAGE - 1);
+    if (first < end) madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
+#endif
+}
+
 // Reduce the arrays of all devices. Returns null, or a description of the fault.
 const char *reduce(const Meeting &meeting) try {
     const Kernel &kernel = *meeting.site->kernel;
@@ -214,6 +230,8 @@ const char *reduce(const Meeting &meeting) try {
         for (size_t device = 0; device < devices; device++) {
             sources[k * devices + device] = {meeting.arrivals[device].sources[k], nullptr};
             results[k * devices + device] = meeting.arrivals[device].results[k];
+            if (sources[k * devices + device].data != results[k * devices + device])
+                advise(results[k * devices + device], static_cast<size_t>(kernel.sizes[k]) * ITEMSIZES[kernel.result]);
         }
     const auto written = kernel.elements * static_cast<int64_t>(ITEMSIZES[kernel.result] * devices);
     const int threads = traffic_nbytes(kernel) >= THREADED_NBYTES ? settings.threads : 1;
