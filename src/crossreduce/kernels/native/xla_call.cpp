@@ -3,8 +3,9 @@
 // XLA calls `execute` once per device. The device that arrives last reduces the arrays of all devices, with one run of a
 // kernel, in the order of the positions. The other devices wait in the call, but not for long: XLA runs independent
 // operations in any order and on any threads, so a device may wait here while another one waits in a collective of XLA,
-// and each is needed by the other. A device that has waited for PATIENCE returns a future from its call, and its thread
-// is free for other operations; XLA goes on with what follows the call when the future is complete.
+// and each is needed by the other. If not all devices have arrived after PATIENCE, those that wait return futures from
+// their calls, and their threads are free for other operations; XLA goes on with what follows a call when its future is
+// complete.
 //
 // Devices meet by the call site (a state that XLA makes once per custom call of an executable, also if two calls come
 // from one line of the program), the run of the executable, and the group of positions. A call site runs again, in a
@@ -34,7 +35,8 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t STREAMING_NBYTES = 1 << 22, THREADED_NBYTES = 1 << 20; // as in kernels/__init__.py
 constexpr size_t HUGE_PAGE = 2 << 20;
 const char *const NO_MEMORY = "out of memory";
-// How long a device waits in its call. Going on by a future takes about 100 us longer than to return from the call.
+// How long the device that arrives first waits in its call, and all others with it. Going on by a future takes about
+// 100 us longer than to return from the call.
 constexpr std::chrono::microseconds PATIENCE{500};
 
 struct Settings { // of the process; see `configure`
@@ -62,6 +64,7 @@ struct Arrival { // of a device
     std::mutex lock; // of the members below
     std::condition_variable changed;
     bool done = false;                 // the results are written, or the meeting has a fault
+    bool leave = false;                // the device makes a future instead of waiting
     xla_ffi::Future *future = nullptr; // null: the device waits in its call
     std::shared_ptr<Meeting> meeting;  // keeps it while a task that completes the future is scheduled
 };
@@ -72,6 +75,7 @@ struct Meeting {
     Clock::time_point deadline;
     int64_t arrived = 0;
     std::atomic<bool> full{false};
+    bool asynchronous = false; // all devices but the last one make futures
     std::string fault; // the error that each device gets
     std::vector<Arrival> arrivals;
     Meeting(CallSite &at, int64_t of, int64_t number)
@@ -314,15 +318,29 @@ std::shared_ptr<Meeting> find_meeting(CallSite &site, int64_t run, int64_t group
     return meetings.back();
 }
 
-// Wait for the other devices. If they do not arrive soon, make a future of this device.
-xla_ffi::Error *wait(const Meeting &meeting, Arrival &own, CallFrame &frame) {
-    std::unique_lock<std::mutex> locked(own.lock);
-    const auto is_done = [&] { return own.done; };
-    if (own.changed.wait_for(locked, PATIENCE, is_done)) return nullptr;
-    if (meeting.full) { // the last device reduces now
-        own.changed.wait(locked, is_done);
-        return nullptr;
+// Make all devices that wait leave.
+void dismiss(Meeting &meeting) {
+    std::lock_guard<std::mutex> locked(lock);
+    meeting.asynchronous = true;
+    for (Arrival &arrival : meeting.arrivals) {
+        if (!arrival.here) continue;
+        std::lock_guard<std::mutex> its(arrival.lock);
+        arrival.leave = true;
+        arrival.changed.notify_one();
     }
+}
+
+// Wait for the other devices. If they do not arrive soon, make a future of this device. Only the first device has a
+// timer: on a virtual machine, timers of all devices take longer than the rest of the call.
+xla_ffi::Error *wait(Meeting &meeting, Arrival &own, CallFrame &frame, bool is_first) {
+    std::unique_lock<std::mutex> locked(own.lock);
+    if (is_first && !own.changed.wait_for(locked, PATIENCE, [&] { return own.done; }) && !meeting.full) {
+        locked.unlock();
+        dismiss(meeting);
+        locked.lock();
+    }
+    own.changed.wait(locked, [&] { return own.done || own.leave; });
+    if (own.done) return nullptr;
     xla_ffi::CreateFuture made = {xla_ffi::head_of<xla_ffi::CreateFuture>(), nullptr};
     xla_ffi::Error *error = own.api->create_future(&made);
     if (error == nullptr) frame.future = own.future = made.future;
@@ -367,18 +385,20 @@ xla_ffi::Error *arrive(CallFrame &frame) {
     Arrival &own = meeting->arrivals[static_cast<size_t>(number % site.positions)];
     if (own.here) return error_of(api, xla_ffi::INTERNAL, "a position arrived twice at one all_reduce");
     own.here = true;
+    own.leave = meeting->asynchronous;
     own.sources = std::move(sources);
     own.results = std::move(results);
     own.api = api;
     const bool is_late = !meeting->fault.empty();
     const bool is_last = ++meeting->arrived == site.positions;
+    const bool is_first = meeting->arrived == 1;
     meeting->full = is_last;
     if (is_last) meetings.remove(meeting);
     locked.unlock();
 
     if (!is_late && is_last) finish(meeting, frame);
     else if (!is_late)
-        if (xla_ffi::Error *error = wait(*meeting, own, frame)) return error;
+        if (xla_ffi::Error *error = wait(*meeting, own, frame, is_first)) return error;
     if (frame.future != nullptr || meeting->fault.empty()) return nullptr;
     return error_of(api, xla_ffi::DEADLINE_EXCEEDED, meeting->fault);
 }
