@@ -116,10 +116,8 @@ _ALL_REDUCE.multiple_results = True
 
 
 def _abstract_eval(*xs: Any, numbers: Numbers, axes: MeshAxes, **_: Any) -> list[Any]:
-    if not axes.checked:
-        return [x.update(dtype=np.dtype(jax.dtypes.canonicalize_dtype(numbers.result))) for x in xs]
-    kinds = jax.make_jaxpr(lambda *values: lax.psum(values, axes.names))(*xs).out_avals
-    return [kind.update(dtype=jax.numpy.dtype(numbers.result)) for kind in kinds]
+    kinds = jax.make_jaxpr(lambda *values: lax.psum(values, axes.names))(*xs).out_avals if axes.checked else xs
+    return [kind.update(dtype=jax.numpy.dtype(numbers.result), weak_type=False) for kind in kinds]
 
 
 def _transpose(cotangents: Sequence[Any], *_: Any, numbers: Numbers, axes: MeshAxes, **params: Any) -> list[Any]:
