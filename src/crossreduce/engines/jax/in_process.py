@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func
+from jaxlib.mlir.dialects import func, stablehlo
 
 from ... import kernels
 from ...errors import ArgumentError, shown
@@ -150,35 +150,52 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     own = mlir.lower_fun(lambda: lax.axis_index(params["others"] + axes.names), multiple_results=False)(
         ctx.replace(primitive=None, avals_in=[], avals_out=[number])
     )
-    in_place = [numbers.dtype == numbers.result and not _is_kept(ctx, operand) for operand in operands]
+    # Without reshapes, XLA recognizes that a donated argument and a result have the same memory. (pmap reshapes.)
+    unshaped = list(map(_unshaped, operands))
+    same = numbers.dtype == numbers.result
     lowering = jax.ffi.ffi_lowering(
-        _TARGET, operand_output_aliases={k: k for k, is_wanted in enumerate(in_place) if is_wanted}, has_side_effect=True
+        _TARGET,
+        operand_output_aliases={k: k for k, operand in enumerate(unshaped) if same and not _is_kept(ctx, operand)},
+        has_side_effect=True,
     )
-    return lowering(
-        ctx.replace(avals_in=[*ctx.avals_in, number]),
-        *operands,
+    shapes = [tuple(operand.type.shape) for operand in unshaped]
+    results = lowering(
+        ctx.replace(
+            avals_in=[*(aval.update(shape=shape) for aval, shape in zip(ctx.avals_in, shapes, strict=True)), number],
+            avals_out=[aval.update(shape=shape) for aval, shape in zip(ctx.avals_out, shapes, strict=True)],
+        ),
+        *unshaped,
         *own,
         op=KERNEL_OPS[numbers.op],
         accumulator=numbers.accumulator,
         axes=str(axes),
         numbers=np.array([axes.devices, numbers.divisor], np.int64),
     )
+    return [
+        stablehlo.reshape(ir.RankedTensorType.get(aval.shape, result.type.element_type), result)
+        for aval, result in zip(ctx.avals_out, results, strict=True)
+    ]
+
+
+def _unshaped(value: Any) -> Any:
+    """Return the value that a value is made of by reshaping it."""
+    while not isinstance(value.owner, ir.Block) and value.owner.name == "stablehlo.reshape":
+        value = value.owner.operands[0]
+    return value
 
 
 def _is_kept(ctx: Any, value: Any) -> bool:
-    """Return whether a value is an argument of the whole program that is not donated, or a reshaped one.
+    """Return whether a value is an argument of the whole program that is not donated.
 
     XLA would copy such an argument if the result had its memory, and the copy takes longer than the reduction. JAX lowers
     the body of a ``shard_map`` before its call, so arguments of the program are recognized by their types. (XLA also
     copies a value that a later operation reads; that operation is not lowered yet.)
     """
-    while not isinstance(value.owner, ir.Block):
-        if value.owner.name != "stablehlo.reshape":
-            return False
-        value = value.owner.operands[0]
+    if not isinstance(value.owner, ir.Block):
+        return False
     parent = value.owner.owner.operation
     if parent.name == "sdy.manual_computation":
-        return _is_kept(ctx, parent.operands[ir.BlockArgument(value).arg_number])
+        return _is_kept(ctx, _unshaped(parent.operands[ir.BlockArgument(value).arg_number]))
     return parent.name == "func.func" and value.type not in _donated_types(ctx.module_context.module)
 
 
