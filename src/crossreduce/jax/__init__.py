@@ -76,7 +76,8 @@ def all_reduce(
         positions along the axis, in order. ``None``: all links are equal.
       algorithm: a planner's name. "auto" (and "nccl"): the algorithm with the shortest simulated time on the topology.
         Without a topology, or if it joins all pairs of devices equally: the compiled kernels on CPU devices of one
-        process; elsewhere XLA's own collective, and "halving_doubling" for products. Without a topology, "hierarchical_copy" over several axes reduces over the last one first.
+        process; elsewhere XLA's own collective, and "halving_doubling" for products. Without a topology,
+        "hierarchical_copy" over several axes reduces over the last one first.
       num_packs: for "one_device" and "hierarchical_copy": the number of trees whose roots rotate, that share the
         buffer; at most one per device.
     Returns:
@@ -280,7 +281,7 @@ def _reduced_by_collectives(xs: list[Array], numbers: Numbers, spec: _ReduceSpec
 
 
 def _is_free(spec: _ReduceSpec) -> bool:
-    """Return whether the algorithm is "auto" and all links are equal, so that no schedule is faster than a collective."""
+    """Return whether the algorithm is "auto" and all links are equal: no schedule is faster than a collective."""
     return spec.algorithm == "auto" and (spec.topology is None or _is_uniform(spec.topology))
 
 

@@ -87,17 +87,19 @@ def _has_kernel(numbers: Numbers) -> bool:
 def _register() -> bool:
     """Register the custom call; return whether JAX accepts it."""
     try:
-        handlers = kernels.native().xla_handlers(kernels.instruction_set(), kernels.threads(), _limit_s())
+        handlers = kernels.native().xla_handlers(kernels.instruction_set(), kernels.threads(), limit_s())
         jax.ffi.register_ffi_target(_TARGET, handlers, platform="cpu")
     except ArgumentError:
         raise
     except Exception as error:  # noqa: BLE001 -- of any class: another version of XLA's interface
-        _LOG.info("JAX does not accept the custom call of the kernels (%s); XLA's own all-reduce is used instead", error)
+        _LOG.info(
+            "JAX does not accept the custom call of the kernels (%s); XLA's own all-reduce is used instead", error
+        )
         return False
     return True
 
 
-def _limit_s() -> float:
+def limit_s() -> float:
     text = os.environ.get("CROSSREDUCE_JAX_TIMEOUT", "40")
     try:
         limit = float(text)
@@ -187,9 +189,9 @@ def _unshaped(value: Any) -> Any:
 def _is_kept(ctx: Any, value: Any) -> bool:
     """Return whether a value is an argument of the whole program that is not donated.
 
-    XLA would copy such an argument if the result had its memory, and the copy takes longer than the reduction. JAX lowers
-    the body of a ``shard_map`` before its call, so arguments of the program are recognized by their types. (XLA also
-    copies a value that a later operation reads; that operation is not lowered yet.)
+    XLA would copy such an argument if the result had its memory, and the copy takes longer than the reduction. JAX
+    lowers the body of a ``shard_map`` before its call, so arguments of the program are recognized by their types. (XLA
+    also copies a value that a later operation reads; that operation is not lowered yet.)
     """
     if not isinstance(value.owner, ir.Block):
         return False

@@ -417,7 +417,11 @@ PyObject *handlers(PyObject *, PyObject *args) {
     const char *isa;
     double limit_s;
     if (!PyArg_ParseTuple(args, "sid", &isa, &settings.threads, &limit_s)) return nullptr;
-    settings.limit = std::chrono::duration<double>(limit_s);
+    {
+        std::lock_guard<std::mutex> locked(lock);
+        settings.limit = std::chrono::duration<double>(limit_s);
+    }
+    meeting_added.notify_one(); // the watchdog may wait for the end of a longer limit
     settings.isa = instruction_set(isa);
     if (settings.isa == nullptr) return PyErr_Format(PyExc_ValueError, "unknown instruction set %s", isa);
     Ref first(PyCapsule_New(reinterpret_cast<void *>(instantiate), nullptr, nullptr));
