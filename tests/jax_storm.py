@@ -1,7 +1,7 @@
 """Random JAX programs of ``crossreduce.jax.all_reduce`` and XLA's own collectives, two at a time.
 
-``python jax_storm.py FIRST COUNT`` runs the programs of seeds FIRST to FIRST + COUNT in two threads. It fails if a program
-hangs, differs between two runs, or differs from the same program with XLA's collectives.
+``python jax_storm.py FIRST COUNT`` runs the programs of seeds FIRST to FIRST + COUNT in two threads. It fails if a
+program hangs, differs between two runs, or differs from the same program with XLA's collectives.
 """
 
 import faulthandler

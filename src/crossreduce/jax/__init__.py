@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, permutations
 from typing import Any, Final, NamedTuple
@@ -226,11 +227,13 @@ def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequence[A
     is_linear = numbers.op in (ReduceOp.SUM, ReduceOp.MEAN)
     if is_linear or not jnp.issubdtype(xs[0].dtype, jnp.inexact):
         return _reduced_in_process(xs, numbers, spec)
-    return _differentiable_reduced_in_process(xs, numbers, spec)
+    found: Sequence[Array] = _differentiable_reduced_in_process(xs, numbers, spec)
+    return found
 
 
-class _Collectives(NamedTuple):
-    """Reduces arrays by collectives of XLA where the kernels cannot."""
+@dataclass(frozen=True)
+class _Collectives:
+    """Reduces arrays by collectives of XLA, where the kernels cannot."""
 
     numbers: Numbers
     spec: _ReduceSpec

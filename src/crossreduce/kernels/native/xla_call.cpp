@@ -29,7 +29,6 @@
 namespace {
 
 using xla_ffi::CallFrame;
-
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t STREAMING_NBYTES = 1 << 22, THREADED_NBYTES = 1 << 20; // as in kernels/__init__.py
@@ -39,7 +38,7 @@ const char *const NO_MEMORY = "out of memory";
 // 100 us longer than to return from the call.
 constexpr std::chrono::microseconds PATIENCE{500};
 
-struct Settings { // of the process; see `configure`
+struct Settings { // of the process; see `handlers`
     const InstructionSet *isa = nullptr;
     int threads = 1;
     std::chrono::duration<double> limit{40};
@@ -280,6 +279,8 @@ void destroy_site(void *site) { delete static_cast<CallSite *>(site); }
 // Make the state of a call site.
 xla_ffi::Error *instantiate(CallFrame *frame) {
     static const xla_ffi::TypeInfo info = {xla_ffi::head_of<xla_ffi::TypeInfo>(), destroy_site};
+    if (frame->api->head.size < sizeof(xla_ffi::Api))
+        return error_of(frame->api, xla_ffi::INTERNAL, "this version of XLA lacks functions that crossreduce calls");
     if (site_type.id == 0) {
         static const char name[] = "crossreduce_call_site";
         xla_ffi::RegisterType type = {xla_ffi::head_of<xla_ffi::RegisterType>(), {name, sizeof name - 1}, &site_type, &info};
@@ -356,7 +357,7 @@ void finish(const std::shared_ptr<Meeting> &meeting, const CallFrame &frame) {
         if (meeting->fault.empty()) {
             other.meeting = meeting;
             xla_ffi::Schedule task = {xla_ffi::head_of<xla_ffi::Schedule>(), frame.context, complete, &other};
-            frame.api->schedule(&task);
+            if (frame.api->schedule(&task) != nullptr) complete(&other); // XLA has no threads
         } else fail(other, xla_ffi::RESOURCE_EXHAUSTED, meeting->fault);
     }
 }
