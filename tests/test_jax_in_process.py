@@ -104,6 +104,25 @@ def test_one_function_twice_and_a_loop():
         assert loop.tolist() == [37.0**4] * 3
 
 
+def test_a_late_device_blocks_no_thread():
+    """Devices that wait for a late one go on by futures, and XLA's collectives that follow do not block each other."""
+
+    def own(x):
+        late = lax.cond(
+            lax.axis_index("d") == 5, lambda: lax.fori_loop(0, 40, lambda _, a: jnp.tanh(a @ a), a), lambda: a
+        )
+        first = all_reduce(x + 0 * late.sum(), "d")
+        second = lax.psum(first * x, "d")
+        return all_reduce(second + x, "d"), lax.psum(all_reduce(x, "d", "max"), "d")
+
+    a = np.zeros((300, 300), "float32")
+    x = np.arange(8.0, dtype="float32")[:, None].repeat(3, 1)
+    run = jax.jit(spread(own, 8, False))
+    for _ in range(10):
+        got = run(x)
+        assert (got[0].tolist(), got[1].tolist()) == ([8 * 28 * 28 + 28] * 3, [56] * 3)
+
+
 # ---- memory and compilations ----------------------------------------------------------------------------------------
 
 
