@@ -18,7 +18,6 @@ from functools import lru_cache
 from typing import Any, Final
 
 import jax
-import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -100,6 +99,11 @@ def _register() -> bool:
 
 
 def limit_s() -> float:
+    """Return how long devices wait for a missing one, in seconds: ``CROSSREDUCE_JAX_TIMEOUT``, or 40, XLA's own limit.
+
+    Raises:
+      ArgumentError: the variable is not a positive number.
+    """
     text = os.environ.get("CROSSREDUCE_JAX_TIMEOUT", "40")
     try:
         limit = float(text)
@@ -148,7 +152,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     if jax.process_count() > 1 or ctx.module_context.lowering_parameters.for_export:
         return _lower_otherwise(ctx, *operands, **params)
     numbers, axes = params["numbers"], params["axes"]
-    number = jax.core.ShapedArray((), np.int32)
+    number = jax.core.ShapedArray((), jax.numpy.dtype("int32"))
     own = mlir.lower_fun(lambda: lax.axis_index(params["others"] + axes.names), multiple_results=False)(
         ctx.replace(primitive=None, avals_in=[], avals_out=[number])
     )
@@ -159,6 +163,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         _TARGET,
         operand_output_aliases={k: k for k, operand in enumerate(unshaped) if same and not _is_kept(ctx, operand)},
         has_side_effect=True,
+        backend_config={"numbers": ir.DenseI64ArrayAttr.get([axes.devices, numbers.divisor])},
     )
     shapes = [tuple(operand.type.shape) for operand in unshaped]
     results = lowering(
@@ -171,7 +176,6 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         op=KERNEL_OPS[numbers.op],
         accumulator=numbers.accumulator,
         axes=str(axes),
-        numbers=np.array([axes.devices, numbers.divisor], np.int64),
     )
     return [
         stablehlo.reshape(ir.RankedTensorType.get(aval.shape, result.type.element_type), result)
