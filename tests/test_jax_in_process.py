@@ -282,7 +282,6 @@ STRUCTS = {
     "FailFuture": ("XLA_FFI_Future_SetError_Args", "future error"),
     "RegisterType": ("XLA_FFI_Type_Register_Args", "name id=type_id info=type_info"),
     "State": ("XLA_FFI_State_Set_Args", "context=ctx stage id=type_id state"),
-    "Schedule": ("XLA_FFI_ThreadPool_Schedule_Args", "context=ctx task data"),
     "RunId": ("XLA_FFI_RunId_Get_Args", "context=ctx run_id"),
     "CallFrame": (
         "XLA_FFI_CallFrame",
@@ -292,7 +291,7 @@ STRUCTS = {
         "XLA_FFI_Api",
         "version=api_version internal=internal_api create_error=XLA_FFI_Error_Create "
         "register_type=XLA_FFI_Type_Register "
-        "set_state=XLA_FFI_State_Set get_state=XLA_FFI_State_Get schedule=XLA_FFI_ThreadPool_Schedule "
+        "set_state=XLA_FFI_State_Set get_state=XLA_FFI_State_Get "
         "create_future=XLA_FFI_Future_Create complete_future=XLA_FFI_Future_SetAvailable "
         "fail_future=XLA_FFI_Future_SetError get_run_id=XLA_FFI_RunId_Get",
     ),

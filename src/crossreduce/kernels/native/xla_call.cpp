@@ -18,6 +18,9 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -66,7 +69,7 @@ struct Arrival { // of a device
     bool done = false;                 // the results are written, or the meeting has a fault
     bool leave = false;                // the device makes a future instead of waiting
     xla_ffi::Future *future = nullptr; // null: the device waits in its call
-    std::shared_ptr<Meeting> meeting;  // keeps it while a task that completes the future is scheduled
+    std::shared_ptr<Meeting> meeting;  // keeps it while a thread is about to complete the future
 };
 
 struct Meeting {
@@ -89,6 +92,7 @@ struct Meeting {
 std::mutex &lock = *new std::mutex;
 std::condition_variable &meeting_added = *new std::condition_variable;
 std::list<std::shared_ptr<Meeting>> &meetings = *new std::list<std::shared_ptr<Meeting>>; // not full, or failed
+std::list<Arrival *> &completions = *new std::list<Arrival *>; // whose futures are about to be completed
 bool watchdog_started = false, watchdog_idle = false;
 xla_ffi::TypeId site_type{0};
 
@@ -113,11 +117,19 @@ void fail(const Arrival &arrival, xla_ffi::ErrorCode code, const std::string &fa
     arrival.api->fail_future(&failed);
 }
 
-void complete(void *data) {
-    const Arrival &arrival = *static_cast<Arrival *>(data);
-    const std::shared_ptr<Meeting> meeting = std::move(static_cast<Arrival *>(data)->meeting);
+// Complete the future of a device, and go on with the device's program in this thread. Returns null.
+void *complete_one(void *) {
+#if defined(__x86_64__)
+    _mm_setcsr(_mm_getcsr() | 0x8040); // flush subnormal numbers, like the threads in which XLA runs programs
+#endif
+    std::unique_lock<std::mutex> locked(lock);
+    Arrival &arrival = *completions.front();
+    completions.pop_front();
+    locked.unlock();
+    const std::shared_ptr<Meeting> meeting = std::move(arrival.meeting);
     xla_ffi::CompleteFuture done = {xla_ffi::head_of<xla_ffi::CompleteFuture>(), arrival.future};
     arrival.api->complete_future(&done);
+    return nullptr;
 }
 
 // ---- the bounded wait ----------------------------------------------------------------------------------------------
@@ -349,16 +361,19 @@ xla_ffi::Error *wait(Meeting &meeting, Arrival &own, CallFrame &frame, bool is_f
     return error;
 }
 
-// Reduce the arrays of a full meeting and tell its devices. Those with futures go on in threads of XLA, not one after
-// another in this thread: a collective of XLA that follows would block it while it has devices to tell.
-void finish(const std::shared_ptr<Meeting> &meeting, const CallFrame &frame) {
+// Reduce the arrays of a full meeting and tell its devices. Each device that has a future goes on in a new thread. In
+// this thread, or in XLA's pool, a collective of XLA that follows could block all threads that there are, while devices
+// that it waits for have not been told.
+void finish(const std::shared_ptr<Meeting> &meeting) {
     if (const char *fault = reduce(*meeting)) meeting->fault = fault;
     for (Arrival &other : meeting->arrivals) {
         if (!wake(other)) continue;
         if (meeting->fault.empty()) {
             other.meeting = meeting;
-            xla_ffi::Schedule task = {xla_ffi::head_of<xla_ffi::Schedule>(), frame.context, complete, &other};
-            if (frame.api->schedule(&task) != nullptr) complete(&other); // XLA has no threads
+            std::unique_lock<std::mutex> locked(lock);
+            completions.push_back(&other);
+            locked.unlock();
+            if (!start_thread(complete_one)) complete_one(nullptr);
         } else fail(other, xla_ffi::RESOURCE_EXHAUSTED, meeting->fault);
     }
 }
@@ -398,7 +413,7 @@ xla_ffi::Error *arrive(CallFrame &frame) {
     if (is_last) meetings.remove(meeting);
     locked.unlock();
 
-    if (!is_late && is_last) finish(meeting, frame);
+    if (!is_late && is_last) finish(meeting);
     else if (!is_late)
         if (xla_ffi::Error *error = wait(*meeting, own, frame, is_first)) return error;
     if (frame.future != nullptr || meeting->fault.empty()) return nullptr;

@@ -117,12 +117,6 @@ struct State { // sets the state of a call site, or gets it
     TypeId *id;
     void *state;
 };
-struct Schedule {
-    Head head;
-    Context *context;
-    void (*task)(void *data);
-    void *data;
-};
 struct RunId {
     Head head;
     Context *context;
@@ -141,9 +135,7 @@ struct Api {
     Function<RegisterType> register_type;
     Unused get_context;
     Function<State> set_state, get_state;
-    Unused allocate, free;
-    Function<Schedule> schedule;
-    Unused thread_count;
+    Unused allocate, free, schedule, thread_count;
     Function<CreateFuture> create_future;
     Function<CompleteFuture> complete_future;
     Function<FailFuture> fail_future;
