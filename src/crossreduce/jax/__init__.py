@@ -1,8 +1,8 @@
 """``all_reduce`` inside JAX programs: under ``shard_map``, ``pmap`` and ``vmap``, in ``jit``, through ``grad``.
 
 Input: a pytree of this device's arrays, and the name of the axis to reduce over. Output: the same tree, reduced, on
-every device. It runs XLA's own collective, or a schedule by means of ``engines.jax``. Outside such programs,
-``crossreduce.all_reduce`` reduces lists of per-device arrays.
+every device. It runs the compiled kernels (on CPU devices of one process), XLA's own collective, or a schedule by means
+of ``engines.jax``. Outside such programs, ``crossreduce.all_reduce`` reduces lists of per-device arrays.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, permutations
 from typing import Any, Final, NamedTuple
@@ -23,7 +24,7 @@ except ImportError as error:
 
     raise missing("crossreduce.jax needs JAX, but", "jax", error) from error
 
-from ..engines.jax import spmd
+from ..engines.jax import in_process, spmd
 from ..engines.jax.axes import MeshAxes, read_axes, unreduced, varying
 from ..engines.jax.permutations import compile_permutations
 from ..errors import ArgumentError, ReductionError, UnsupportedError, shown
@@ -75,8 +76,9 @@ def all_reduce(
       topology: the links between the devices: a ``Topology``, a machine's name or a file's path. Its devices are the
         positions along the axis, in order. ``None``: all links are equal.
       algorithm: a planner's name. "auto" (and "nccl"): the algorithm with the shortest simulated time on the topology.
-        Without a topology, or if it joins all pairs of devices equally: XLA's own collective, and "halving_doubling"
-        for products. Without a topology, "hierarchical_copy" over several axes reduces over the last one first.
+        Without a topology, or if it joins all pairs of devices equally: the compiled kernels on CPU devices of one
+        process; elsewhere XLA's own collective, and "halving_doubling" for products. Without a topology,
+        "hierarchical_copy" over several axes reduces over the last one first.
       num_packs: for "one_device" and "hierarchical_copy": the number of trees whose roots rotate, that share the
         buffer; at most one per device.
     Returns:
@@ -214,10 +216,49 @@ def _gathered(x: Array, axes: MeshAxes) -> Array:
     return lax.psum(placed, axes.names).reshape(axes.devices * x.shape[0], *x.shape[1:])
 
 
-# ---- packing ------------------------------------------------------------------------------------------------------
+# ---- arrays of one dtype ------------------------------------------------------------------------------------------
 
 
-def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
+def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> Sequence[Array]:
+    """Reduce arrays of one dtype: by the compiled kernels, if it is possible and no other algorithm is required."""
+    if not _is_free(spec) or not in_process.supports(numbers, spec.axes):
+        return _reduced_by_collectives(xs, numbers, spec)
+    _log_plan(spec.axes, "the compiled kernels on CPU devices, elsewhere XLA's own all-reduce")
+    is_linear = numbers.op in (ReduceOp.SUM, ReduceOp.MEAN)
+    if is_linear or not jnp.issubdtype(xs[0].dtype, jnp.inexact):
+        return _reduced_in_process(xs, numbers, spec)
+    found: Sequence[Array] = _differentiable_reduced_in_process(xs, numbers, spec)
+    return found
+
+
+@dataclass(frozen=True)
+class _Collectives:
+    """Reduces arrays by collectives of XLA, where the kernels cannot."""
+
+    numbers: Numbers
+    spec: _ReduceSpec
+
+    def __call__(self, xs: Sequence[Array]) -> Sequence[Array]:
+        return _reduced_by_collectives(list(xs), self.numbers, self.spec)
+
+
+def _reduced_in_process(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
+    return in_process.reduce(xs, numbers, spec.axes, _Collectives(numbers, spec))
+
+
+_differentiable_reduced_in_process = jax.custom_jvp(_reduced_in_process, nondiff_argnums=(1, 2))
+
+
+@_differentiable_reduced_in_process.defjvp  # type: ignore[untyped-decorator]
+def _reduced_in_process_jvp(numbers: Numbers, spec: _ReduceSpec, primals: Any, tangents: Any) -> Any:
+    (xs,), (ts,) = primals, tangents
+    ys = _differentiable_reduced_in_process(xs, numbers, spec)
+    wide = [[x.astype(numbers.accumulator) for x in group] for group in (xs, ys, ts)]
+    found = [_selection_tangent(numbers.op, None, spec.axes, x, y, t) for x, y, t in zip(*wide, strict=True)]
+    return ys, [t.astype(numbers.result) for t in found]
+
+
+def _reduced_by_collectives(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array]:
     """Reduce arrays of one dtype. For a program all of them are joined, for XLA's collective at most the small ones."""
     program = _program(spec, numbers.op, sum(x.size for x in xs) * itemsize(numbers.accumulator))
     # Along mesh axes that are not Manual, XLA itself partitions arrays, and would gather those that are joined.
@@ -242,11 +283,16 @@ def _reduced(xs: list[Array], numbers: Numbers, spec: _ReduceSpec) -> list[Array
 # ---- planning -----------------------------------------------------------------------------------------------------
 
 
+def _is_free(spec: _ReduceSpec) -> bool:
+    """Return whether the algorithm is "auto" and all links are equal: no schedule is faster than a collective."""
+    return spec.algorithm == "auto" and (spec.topology is None or _is_uniform(spec.topology))
+
+
 def _program(spec: _ReduceSpec, op: ReduceOp, nbytes: int) -> Program | None:
     """Return the program for a buffer, or ``None`` if XLA's own collective reduces it."""
     axes, algorithm, topology, packs = spec
     names = host_devices(axes.devices)
-    if algorithm == "auto" and (topology is None or _is_uniform(topology)):
+    if _is_free(spec):
         if op is not ReduceOp.PRODUCT:
             _log_plan(axes, "XLA's own all-reduce")
             return None
@@ -334,12 +380,16 @@ def _selection_jvp(op: ReduceOp, program: Any, axes: MeshAxes, primals: tuple[Ar
     """Return the result and its tangent. Devices with the same extreme share its gradient, as in ``jnp.max``."""
     (x,), (t,) = primals, tangents
     y = _differentiable_selection(x, op, program, axes)
+    return y, _selection_tangent(op, program, axes, x, y, t)
+
+
+def _selection_tangent(op: ReduceOp, program: Program | None, axes: MeshAxes, x: Array, y: Array, t: Array) -> Array:
     if op is ReduceOp.PRODUCT:
         xs = lax.all_gather(x, axes.names)
         own = (jnp.arange(axes.devices) == lax.axis_index(axes.names)).reshape(-1, *[1] * x.ndim)
-        return y, _sum(jnp.prod(jnp.where(own, 1, xs), 0) * t, program, axes)
+        return _sum(jnp.prod(jnp.where(own, 1, xs), 0) * t, program, axes)
     hit = (x == y).astype(x.dtype)
-    return y, _sum(hit * t, program, axes) / _sum(hit, program, axes)
+    return _sum(hit * t, program, axes) / _sum(hit, program, axes)
 
 
 def _flatten_slices(slices: IndexedSlices) -> tuple[tuple[Array, Array], Any]:

@@ -61,8 +61,7 @@ bool read_kernel(Kernel &kernel, PyObject *args) {
                           &kernel.sources, &kernel.results, &sizes, &programs, &segments))
         return false;
     kernel.isa = instruction_set(isa);
-    int numbers[4] = {index_of(op, OP_NAMES, OPS), index_of(dtype, DTYPE_NAMES, DTYPES),
-                      index_of(accumulator, DTYPE_NAMES, DTYPES), index_of(result, DTYPE_NAMES, DTYPES)};
+    int numbers[4] = {op_named(op), dtype_named(dtype), dtype_named(accumulator), dtype_named(result)};
     if (kernel.isa == nullptr || *std::min_element(numbers, numbers + 4) < 0) {
         PyErr_Format(PyExc_ValueError, "unknown instruction set, op or dtype among %s, %s, %s, %s, %s", isa, op, dtype,
                      accumulator, result);
@@ -273,6 +272,9 @@ PyType_Slot kernel_slots[] = {{Py_tp_new, reinterpret_cast<void *>(kernel_new)},
                               {0, nullptr}};
 
 } // namespace
+
+int op_named(const char *name) { return index_of(name, OP_NAMES, OPS); }
+int dtype_named(const char *name) { return index_of(name, DTYPE_NAMES, DTYPES); }
 
 const InstructionSet *instruction_set(const char *name) {
 #if defined(__x86_64__) && defined(__GNUC__)

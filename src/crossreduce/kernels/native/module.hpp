@@ -13,8 +13,10 @@
 
 #include "kernel.hpp"
 
-// Add the class Kernel; or RankProgram and SharedMemory. Return -1 with an error set if that fails.
+// Add the class Kernel; RankProgram and SharedMemory; or the custom call of XLA. Return -1 with an error set if that
+// fails.
 int add_kernel(PyObject *module);
+int add_xla_call(PyObject *module);
 int add_shared_memory(PyObject *module);
 
 // Return the kernel of a Kernel object, or null with an error set.
@@ -22,6 +24,10 @@ const Kernel *kernel_of(PyObject *object);
 
 // A run with at most this traffic keeps the interpreter's lock: releasing and reacquiring it could take longer.
 constexpr int64_t MAX_NBYTES_WITH_LOCK = 1 << 15;
+
+// Return the number of an op or a dtype, or -1 if the name is unknown.
+int op_named(const char *name);
+int dtype_named(const char *name);
 
 // Return the functions of an instruction set, or null if this build or this machine does not support it.
 const InstructionSet *instruction_set(const char *name);

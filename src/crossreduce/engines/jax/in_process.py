@@ -1,0 +1,223 @@
+"""All-reduce among devices of one process on the CPU: a custom call of XLA, which runs the compiled kernels.
+
+Input: arrays of one dtype, ``Numbers`` and ``MeshAxes``, inside a function that JAX traces. Output: the reduced arrays.
+The devices meet in the custom call (``kernels/native/xla_call.cpp``), and one run of a kernel reduces the arrays of all
+of them, in the order of their positions. Each result has the memory of its operand, unless XLA still needs the operand.
+
+The platform is known only when a program is lowered. So a caller also gives the function that reduces the arrays by
+collectives of XLA. It is lowered on other platforms, in jobs of several processes, and for ``jax.export``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func, stablehlo
+
+from ... import kernels
+from ...errors import ArgumentError, shown
+from ...frameworks import Array
+from ...frameworks.jax import finish
+from ...kernels import FusedProgram, Segment
+from ...ops import KERNEL_OPS, Numbers
+from .axes import MeshAxes
+
+_LOG: Final = logging.getLogger("crossreduce")
+_TARGET: Final = "crossreduce_all_reduce"
+
+Reduce = Callable[[Sequence[Array]], Sequence[Array]]
+"""Reduces arrays by collectives of XLA. It must be hashable: it is a parameter of a primitive."""
+
+
+def supports(numbers: Numbers, axes: MeshAxes) -> bool:
+    """Return whether ``reduce`` can reduce arrays over axes here.
+
+    The axes must belong to a mesh, all of whose axes are manual: XLA itself would partition the others.
+    """
+    kinds = jax.sharding.get_abstract_mesh().axis_types or ()
+    manual = all(kind is jax.sharding.AxisType.Manual for kind in kinds)
+    return axes.devices > 1 and not axes.mapped and manual and _has_kernel(numbers) and _register()
+
+
+def reduce(xs: Sequence[Array], numbers: Numbers, axes: MeshAxes, otherwise: Reduce) -> list[Array]:
+    """Reduce arrays; every device receives the results.
+
+    Sums and means are differentiable, like ``lax.psum``; minima, maxima and products are not.
+
+    Args:
+      xs: arrays of one dtype and any shapes; if ``axes.checked``, they vary over the axes.
+      numbers: how the arrays are reduced. ``supports`` must have accepted it.
+      axes: the axes whose positions are combined, in order.
+      otherwise: used where the program is not lowered for the CPU devices of one process.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    others = tuple(name for name in mesh.axis_names if name in mesh.manual_axes and name not in axes.names)
+    found: list[Array] = _ALL_REDUCE.bind(*xs, numbers=numbers, axes=axes, others=others, otherwise=otherwise)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _has_kernel(numbers: Numbers) -> bool:
+    """Return whether the compiled kernels can reduce arrays like this."""
+    if kernels.instruction_set() == "numpy":
+        return False
+    dtypes = numbers.dtype, numbers.accumulator, numbers.result
+    program = FusedProgram(1, ((0, 0, 1),), (~0, ~0))
+    try:
+        kernels.compile_kernel(
+            KERNEL_OPS[numbers.op], dtypes, numbers.divisor, 2, 2, (1,), (program,), (Segment(0, 0, 1, 0),)
+        )
+    except ValueError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _register() -> bool:
+    """Register the custom call; return whether JAX accepts it."""
+    try:
+        sizes = kernels.STREAMING_BYTES, kernels.THREADED_BYTES
+        handlers = kernels.native().xla_handlers(kernels.instruction_set(), kernels.threads(), *sizes, limit_s())
+        jax.ffi.register_ffi_target(_TARGET, handlers, platform="cpu")
+    except ArgumentError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- of any class: another version of XLA's interface
+        _LOG.info(
+            "JAX does not accept the custom call of the kernels (%s); XLA's own all-reduce is used instead", error
+        )
+        return False
+    return True
+
+
+def limit_s() -> float:
+    """Return how long devices wait for a missing one, in seconds: ``CROSSREDUCE_JAX_TIMEOUT``, or 40, XLA's own limit.
+
+    Raises:
+      ArgumentError: the variable is not a positive number.
+    """
+    text = os.environ.get("CROSSREDUCE_JAX_TIMEOUT", "40")
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not 0 < limit < 1e9:
+        problem = "CROSSREDUCE_JAX_TIMEOUT must be a positive number of seconds."
+        raise ArgumentError.of(problem, shown(text), "CROSSREDUCE_JAX_TIMEOUT=40")
+    return limit
+
+
+# ---- the primitive --------------------------------------------------------------------------------------------------
+
+_ALL_REDUCE: Final = Primitive("crossreduce_in_process_all_reduce")
+_ALL_REDUCE.multiple_results = True
+
+
+def _abstract_eval(*xs: Any, numbers: Numbers, axes: MeshAxes, **_: Any) -> list[Any]:
+    kinds = jax.make_jaxpr(lambda *values: lax.psum(values, axes.names))(*xs).out_avals if axes.checked else xs
+    return [kind.update(dtype=jax.numpy.dtype(numbers.result), weak_type=False) for kind in kinds]
+
+
+def _transpose(cotangents: Sequence[Any], *_: Any, numbers: Numbers, axes: MeshAxes, **params: Any) -> list[Any]:
+    """Return the cotangents of the arrays, as ``psum`` does: if types are checked, all devices have the same ones."""
+    given = [k for k, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
+    values = [cotangents[k] for k in given]
+    if axes.checked:
+        values = [axes.vary(finish(numbers, value)) for value in values]
+    else:
+        values = _ALL_REDUCE.bind(*values, numbers=numbers, axes=axes, **params)
+    found = list(cotangents)
+    for k, value in zip(given, values, strict=True):
+        found[k] = value
+    return found
+
+
+def _batch(args: Sequence[Array], dims: Sequence[Any], **params: Any) -> tuple[list[Array], Sequence[Any]]:
+    return _ALL_REDUCE.bind(*args, **params), dims
+
+
+def _lower_otherwise(ctx: Any, *operands: Any, otherwise: Reduce, **_: Any) -> Any:
+    return mlir.lower_fun(lambda *xs: otherwise(xs))(ctx, *operands)
+
+
+def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    if jax.process_count() > 1 or ctx.module_context.lowering_parameters.for_export:
+        return _lower_otherwise(ctx, *operands, **params)
+    numbers, axes = params["numbers"], params["axes"]
+    number = jax.core.ShapedArray((), jax.numpy.dtype("int32"))
+    own = mlir.lower_fun(lambda: lax.axis_index(params["others"] + axes.names), multiple_results=False)(
+        ctx.replace(primitive=None, avals_in=[], avals_out=[number])
+    )
+    # Without reshapes, XLA recognizes that a donated argument and a result have the same memory. (pmap reshapes.)
+    unshaped = list(map(_unshaped, operands))
+    same = numbers.dtype == numbers.result
+    lowering = jax.ffi.ffi_lowering(
+        _TARGET,
+        operand_output_aliases={k: k for k, operand in enumerate(unshaped) if same and not _is_kept(ctx, operand)},
+        has_side_effect=True,
+        backend_config={"numbers": ir.DenseI64ArrayAttr.get([axes.devices, numbers.divisor])},
+    )
+    shapes = [tuple(operand.type.shape) for operand in unshaped]
+    results = lowering(
+        ctx.replace(
+            avals_in=[*(aval.update(shape=shape) for aval, shape in zip(ctx.avals_in, shapes, strict=True)), number],
+            avals_out=[aval.update(shape=shape) for aval, shape in zip(ctx.avals_out, shapes, strict=True)],
+        ),
+        *unshaped,
+        *own,
+        op=KERNEL_OPS[numbers.op],
+        accumulator=numbers.accumulator,
+        axes=str(axes),
+    )
+    return [
+        stablehlo.reshape(ir.RankedTensorType.get(aval.shape, result.type.element_type), result)
+        for aval, result in zip(ctx.avals_out, results, strict=True)
+    ]
+
+
+def _unshaped(value: Any) -> Any:
+    """Return the value that a value is made of by reshaping it."""
+    while not isinstance(value.owner, ir.Block) and value.owner.name == "stablehlo.reshape":
+        value = value.owner.operands[0]
+    return value
+
+
+def _is_kept(ctx: Any, value: Any) -> bool:
+    """Return whether a value is an argument of the whole program that is not donated.
+
+    XLA would copy such an argument if the result had its memory, and the copy takes longer than the reduction. JAX
+    lowers the body of a ``shard_map`` before its call, so arguments of the program are recognized by their types. (XLA
+    also copies a value that a later operation reads; that operation is not lowered yet.)
+    """
+    if not isinstance(value.owner, ir.Block):
+        return False
+    parent = value.owner.owner.operation
+    if parent.name == "sdy.manual_computation":
+        return _is_kept(ctx, _unshaped(parent.operands[ir.BlockArgument(value).arg_number]))
+    return parent.name == "func.func" and value.type not in _donated_types(ctx.module_context.module)
+
+
+def _donated_types(module: Any) -> list[Any]:
+    """Return the types of the arguments of a program that are donated."""
+    for function in module.body.operations:
+        if isinstance(function, func.FuncOp) and function.name.value == "main":
+            names = [{one.name for one in ir.DictAttr(attributes)} for attributes in function.arg_attrs]
+            marks = {"jax.buffer_donor", "tf.aliasing_output"}
+            return [kind for kind, own in zip(function.type.inputs, names, strict=True) if marks & own]
+    return []
+
+
+_ALL_REDUCE.def_abstract_eval(_abstract_eval)
+ad.deflinear2(_ALL_REDUCE, _transpose)
+batching.primitive_batchers[_ALL_REDUCE] = _batch
+mlir.register_lowering(_ALL_REDUCE, _lower_otherwise)
+mlir.register_lowering(_ALL_REDUCE, _lower, platform="cpu", cacheable=False)

@@ -1,0 +1,97 @@
+"""Random JAX programs of ``crossreduce.jax.all_reduce`` and XLA's own collectives, two at a time.
+
+``python jax_storm.py FIRST COUNT`` runs the programs of seeds FIRST to FIRST + COUNT in two threads. It fails if a
+program hangs, differs between two runs, or differs from the same program with XLA's collectives.
+"""
+
+import faulthandler
+import math
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from crossreduce.jax import all_reduce
+
+DEVICES = 8
+KINDS = ("ours", "ours", "ours", "two", "psum", "ppermute", "all_gather", "compute", "scan")
+
+
+def theirs(xs, axes, op):
+    reduce = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax}[op]
+    return jax.tree.map(lambda x: reduce(x, axes), xs)
+
+
+def step(kind, reduce, v, other, axes, op, mesh):
+    """Apply one random operation to a value."""
+    n, first = math.prod(mesh.shape[axis] for axis in axes), axes[0]
+    if kind == "ours":
+        return reduce(v, axes, op) / n
+    if kind == "two":
+        v, w = reduce((v, other[: max(1, other.size // 3)]), axes, op)
+        return v / n + w.sum() * 1e-3
+    if kind == "psum":
+        return lax.psum(jnp.sin(v), axes) / n
+    if kind == "ppermute":
+        size = mesh.shape[first]
+        return lax.ppermute(v, first, [(k, (k + 1) % size) for k in range(size)])
+    if kind == "all_gather":
+        return lax.all_gather(v, first).mean(0)
+    if kind == "compute":
+        return jnp.tanh(v + (jnp.outer(v[:50], v[:50]) @ jnp.outer(v[:50], v[:50])).mean())
+    return lax.scan(lambda c, _: (jnp.sin(reduce(c, axes, op)) / n, None), v, None, length=3)[0]
+
+
+def program(seed, reduce):
+    """Return a jitted program and its argument. Three values are independent of each other, unless steps mix them."""
+    rng = random.Random(seed)
+    shape = rng.choice([(8,), (4, 2), (2, 4), (2, 2, 2)])
+    names = ("a", "b", "c")[: len(shape)]
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]).reshape(shape), names)
+    size = rng.choice([1, 7, 300, 5000, 70000])
+    steps = [
+        (
+            rng.choice(KINDS),
+            tuple(rng.sample(names, rng.randint(1, len(names)))),
+            rng.choice(["sum", "mean", "max"]),
+            rng.randrange(3),
+        )
+        for _ in range(rng.randint(3, 8))
+    ]
+
+    def own(x):
+        values = [x, jnp.cos(x), x * 0.5]
+        for kind, axes, op, k in steps:
+            values[k] = step(kind, reduce, values[k], values[k - 1], axes, op, mesh)
+        return values[0] + values[1] - values[2]
+
+    x = np.random.default_rng(seed).standard_normal(DEVICES * size).astype("float32")
+    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=P(names), out_specs=P(names), check_vma=False)), x
+
+
+def check(seed):
+    run, x = program(seed, all_reduce)
+    first, second = (np.asarray(run(x)) for _ in range(2))
+    assert first.tobytes() == second.tobytes(), f"program {seed} is not deterministic"
+    peer, x = program(seed, theirs)
+    np.testing.assert_allclose(first, np.asarray(peer(x)), rtol=1e-3, atol=1e-3, err_msg=f"program {seed}")
+
+
+def main():
+    first, count = map(int, sys.argv[1:])
+    faulthandler.dump_traceback_later(60 + 5 * count, exit=True)
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(check, seed) for seed in range(first, first + count)]:
+            done.result()
+    print(f"{count} programs")
+
+
+if __name__ == "__main__":
+    main()
