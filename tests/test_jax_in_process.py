@@ -225,7 +225,7 @@ def test_a_device_that_does_not_arrive_is_named():
     x = np.ones((8, 8), "float32")
     every = jax.jit(spread(lambda x: all_reduce(x, "d"), 8))
     every(x)
-    settings = kernels.instruction_set(), kernels.threads()
+    settings = kernels.instruction_set(), kernels.threads(), kernels.STREAMING_BYTES, kernels.THREADED_BYTES
     kernels.native().xla_handlers(*settings, 0.7)
     try:
         start = time.monotonic()

@@ -211,7 +211,8 @@ def _list_structure(size: int) -> Any:
     """Return the structure of a list of ``size`` leaves."""
     import optree
 
-    return optree.tree_structure([0] * size, namespace=_NAMESPACE)
+    leaves: Any = [0] * size
+    return optree.tree_structure(leaves, namespace=_NAMESPACE)
 
 
 def leaf_paths(structure: Any) -> list[str]:
