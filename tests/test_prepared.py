@@ -222,6 +222,17 @@ def test_ops_with_prepared_calls_are_copied_and_pickled():
                 assert made.reduce("sum", value, "cpu:0")[0].tolist() == [2.0] * 3
 
 
+def test_options_that_cannot_be_hashed():
+    """Calls with such options are not prepared."""
+
+    class Unhashable(cr.CommunicationOptions):
+        __hash__ = None
+
+    value = cr.PerReplica([np.ones(3)] * 2)
+    for _ in range(2):
+        assert cr.AllReduceCrossDeviceOps().reduce("sum", value, "cpu:0", Unhashable())[0].tolist() == [2.0] * 3
+
+
 def test_an_error_of_a_prepared_call_writes_nothing(monkeypatch):
     """If the number of threads is invalid, a prepared call raises the same error as the first one would."""
     value = cr.PerReplica([np.ones(1 << 20, "float32") for _ in range(2)])

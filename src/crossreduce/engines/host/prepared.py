@@ -47,7 +47,7 @@ def new_calls() -> Calls | None:
     return None if kind is None else kind()
 
 
-def _without_calls(_: Calls) -> tuple[Callable[[], Calls | None], tuple[()]]:
+def _without_calls(_: Calls) -> tuple[Callable[..., Any], tuple[()]]:
     """Return how ``copyreg`` makes a copy: pickles and deep copies of an op start without prepared calls."""
     return new_calls, ()
 
