@@ -1,7 +1,10 @@
 """Calls that were made before run in compiled code: the same results, and only where nothing has changed."""
 
+import copy
+import dataclasses
 import gc
 import itertools
+import pickle
 import sys
 import threading
 import tracemalloc
@@ -194,6 +197,40 @@ def test_an_op_with_methods_of_its_own_is_not_prepared():
     for _ in range(3):
         ops.reduce("sum", value, value)
     assert ops.calls == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(cr.ReductionToOneDevice):
+    """An op that does not allow attributes to be set."""
+
+    _root: str = "cpu:0"
+    _accumulate: None = None
+
+
+def test_ops_with_prepared_calls_are_copied_and_pickled():
+    """Copies of ops and of their strategies start without prepared calls; a frozen subclass can prepare calls, too."""
+
+    value = cr.PerReplica([np.ones(3)] * 2)
+    for ops in (cr.AllReduceCrossDeviceOps("direct"), cr.ReductionToOneDevice(), Frozen()):
+        ops.reduce("sum", value, "cpu:0")
+        assert ops._calls is not None
+        strategy = cr.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops)
+        copied = [copy.deepcopy(ops), pickle.loads(pickle.dumps(ops)), copy.deepcopy(strategy).cross_device_ops]
+        for made in copied:
+            assert made._calls is not ops._calls
+            for _ in range(2):
+                assert made.reduce("sum", value, "cpu:0")[0].tolist() == [2.0] * 3
+
+
+def test_options_that_cannot_be_hashed():
+    """Calls with such options are not prepared."""
+
+    class Unhashable(cr.CommunicationOptions):
+        __hash__ = None
+
+    value = cr.PerReplica([np.ones(3)] * 2)
+    for _ in range(2):
+        assert cr.AllReduceCrossDeviceOps().reduce("sum", value, "cpu:0", Unhashable())[0].tolist() == [2.0] * 3
 
 
 def test_an_error_of_a_prepared_call_writes_nothing(monkeypatch):

@@ -373,6 +373,24 @@ def test_frameworks_that_differ_between_replicas(accelerated):
     assert f"replica 1 on cpu:1: {accelerated.name}" in str(caught.value)
 
 
+def test_lists_of_containers_of_a_framework(torch_):
+    """A list of named tuples of torch is a tree, also after a call has taken one of them for an array."""
+    torch = torch_
+    made = torch.max(torch.ones(2, 3), 0)
+    with pytest.raises(cr.ReductionError):
+        cr.AllReduceCrossDeviceOps().broadcast(made, ["cpu:0"])
+    reduced = cr.all_reduce([[made], [made]], "sum")
+    assert reduced[0][0].values.tolist() == [2.0] * 3
+
+
+def test_leaves_are_not_the_list_of_the_caller():
+    """A thread that changes a list does not change the leaves of a call that runs."""
+    tree = [np.ones(2), 1.0]
+    leaves, _ = flatten_tree(tree)
+    tree.clear()
+    assert len(leaves) == 2
+
+
 def test_results_do_not_share_containers():
     """Each replica's tree has its own containers: changing one result changes no other."""
     trees, total = build(lambda x: {"l": Layer(x, x), "d": [x]})

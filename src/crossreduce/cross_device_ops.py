@@ -316,7 +316,7 @@ class _BatchReducing(CrossDeviceOps):
             getattr(type(self), name, None) is getattr(ours, name, None)
             for name in ("batch_reduce", "reduce_implementation", "batch_reduce_implementation", "_planner")
         ):
-            self._calls = new_calls()
+            object.__setattr__(self, "_calls", new_calls())  # a subclass may be a frozen dataclass
         return self._calls
 
     def reduce_implementation(

@@ -189,8 +189,11 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
     """
     import optree
 
-    if type(tree) is list and {*map(type, tree)} <= KNOWN.keys():  # a shortcut: optree takes 0.3 us per leaf
-        return tree, _list_structure(len(tree))
+    if type(tree) is list:  # a shortcut: optree takes 0.3 us per leaf
+        leaves = tree.copy()  # another thread may change the list
+        kinds = {*map(type, leaves)}
+        if kinds <= KNOWN.keys() and not any(map(_may_be_a_node, kinds)):
+            return leaves, _list_structure(len(leaves))
     while True:
         try:
             leaves, structure = optree.tree_flatten(tree, namespace=_NAMESPACE)
@@ -204,6 +207,12 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
             return leaves, structure
         for kind in unknown:
             _register(kind)
+
+
+@lru_cache(maxsize=256)
+def _may_be_a_node(kind: type) -> bool:
+    """Return whether a class of a framework may have leaves, such as ``torch.return_types.max``."""
+    return issubclass(kind, tuple) or dataclasses.is_dataclass(kind)
 
 
 @lru_cache(maxsize=256)

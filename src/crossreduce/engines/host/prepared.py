@@ -7,7 +7,8 @@ recognises: whatever differs from the first call takes the path in Python again,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copyreg
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ def _loaded() -> type[Calls] | None:
     names = {name.lower(): op for name, op in ReduceOp.__members__.items()}
     names |= {name.upper(): op for name, op in names.items()}
     _calls.use(PerReplica, Mirrored, ReduceOp, names, lambda name: (canonical(name),), DEFAULT, large_array_offset())
+    copyreg.pickle(_calls.Calls, _without_calls)
     return _calls.Calls
 
 
@@ -43,6 +45,11 @@ def new_calls() -> Calls | None:
     """Return an empty object for the prepared calls of one op; ``None``: nothing can be prepared here."""
     kind = None if kernels.instruction_set() == "numpy" else _loaded()
     return None if kind is None else kind()
+
+
+def _without_calls(_: Calls) -> tuple[Callable[..., Any], tuple[()]]:
+    """Return how ``copyreg`` makes a copy: pickles and deep copies of an op start without prepared calls."""
+    return new_calls, ()
 
 
 def prepare(

@@ -230,7 +230,10 @@ PyObject *add(PyObject *self, PyObject *args) {
         forget_error();
         if (PyErr_Occurred()) return nullptr;
         if (!usable || calls.find(key.object, batch.signature) != nullptr) Py_RETURN_NONE;
-        if (PyErr_Occurred()) return nullptr;
+        if (PyErr_Occurred()) { // the options cannot be hashed
+            forget_error();
+            return result_or_none(nullptr);
+        }
         auto prepared = std::make_shared<Prepared>();
         prepared->signature = batch.signature;
         const auto read_one = [&](PyObject *one) { return read_run(one, batch, results, kept.object, *prepared); };
