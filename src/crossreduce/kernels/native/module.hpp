@@ -6,9 +6,9 @@
 #include <Python.h>
 
 #include <exception>
-#include <limits>
 #include <new>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "kernel.hpp"
@@ -112,9 +112,10 @@ template <class Int> bool read_ints(PyObject *sequence, std::vector<Int> &to) {
     return read_each(sequence, [&](PyObject *one) {
         const long long value = PyLong_AsLongLong(one);
         if (value == -1 && PyErr_Occurred()) return false;
-        if (value < std::numeric_limits<Int>::min() || value > std::numeric_limits<Int>::max())
+        const auto narrowed = static_cast<Int>(value);
+        if (static_cast<long long>(narrowed) != value || (std::is_unsigned<Int>::value && value < 0))
             return value_error("an integer is out of range");
-        to.push_back(static_cast<Int>(value));
+        to.push_back(narrowed);
         return true;
     });
 }
