@@ -244,12 +244,15 @@ class CrossDeviceOps:
     def reduce_prepared(
         self,
         op: ReduceOp,
-        rows: list[list[Any]],
+        rows: list[Any],
         devices: tuple[str, ...],
         options: CommunicationOptions | None,
-        out: list[list[Any]] | None,
+        out: Any,
     ) -> list[list[Any]] | None:
-        """Reduce lists of arrays, one per replica, if such a call was made before; otherwise return ``None``."""
+        """Reduce lists of arrays, one per replica, if such a call was made before; otherwise return ``None``.
+
+        The arguments may be any trees, and ``out`` also ``None``: only lists of arrays are recognized.
+        """
         return None if self._calls is None else self._calls.all_reduce(op, rows, devices, options, out)
 
     def _writes_out(self, jobs: list[Job]) -> bool:

@@ -27,6 +27,11 @@ _BINARY: Final[dict[ReduceOp, Any]] = {op: getattr(torch, name) for op, name in 
 _KINDS: Final = ("cuda", "xpu", "mps")
 _NAMES: Final[dict[Any, str]] = {getattr(torch, name): name for name in DTYPES}
 DTYPES_BY_NAME: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
+# Bound once, since `is_transformed` runs in every call.
+_interpreter: Final = torch._C._functorch.peek_interpreter_stack
+_dispatch_modes: Final = torch._C._len_torch_dispatch_stack
+_is_jit_tracing: Final = torch._C._is_tracing
+_forward_ad: Final = torch.autograd.forward_ad
 # torch can store and copy these dtypes, but has no kernels for their sums, minima and maxima.
 _INERT: Final = frozenset({"uint16", "uint32", "uint64"})
 
@@ -310,11 +315,11 @@ class _AcrossReplicas(torch.autograd.Function):  # type: ignore[misc]
 def is_transformed() -> bool:
     """Return whether tensors may be tracers: in torch.func, forward_ad, torch.compile, jit.trace or dispatch modes."""
     return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
+        _interpreter() is not None
+        or _dispatch_modes() > 0
         or torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch.autograd.forward_ad._current_level >= 0
+        or _is_jit_tracing()
+        or _forward_ad._current_level >= 0
     )
 
 

@@ -74,6 +74,6 @@ if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # torch 2.10 and newer
     with contextlib.suppress(ImportError):  # not compiled
         from ._calls import use_torch
 
-        use_torch(
-            torch.Tensor, torch.Tensor.__dlpack_c_exchange_api__, is_transformed, torch.autograd.graph.increment_version
-        )
+        # torch.autograd.graph.increment_version only wraps a single tensor in a tuple, and calls this function.
+        mark_dirty = torch._C._increment_version
+        use_torch(torch.Tensor, torch.Tensor.__dlpack_c_exchange_api__, is_transformed, mark_dirty)

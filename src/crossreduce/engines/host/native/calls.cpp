@@ -87,7 +87,8 @@ PyObject *reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     PyObject *op = arguments[0], *value = arguments[1], *destinations = arguments[2], *options = arguments[3],
              *out = arguments[4], *sources = nullptr, *devices = nullptr;
     try {
-        Batch batch;
+        const BatchLease lease;
+        Batch &batch = *lease;
         if (!add_value(batch, value, destinations, out, sources, devices)) {
             forget_error();
             return result_or_none(nullptr);
@@ -105,7 +106,8 @@ PyObject *batch_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t co
              *sources = nullptr, *devices = nullptr;
     const bool with_out = outs != Py_None;
     try {
-        Batch batch;
+        const BatchLease lease;
+        Batch &batch = *lease;
         bool known = PyList_CheckExact(pairs) && (!with_out || PyList_CheckExact(outs));
         const Py_ssize_t size = known ? PyList_Size(pairs) : 0;
         known = known && size > 0 && (!with_out || PyList_Size(outs) == size);
@@ -140,7 +142,7 @@ bool add_lists(Batch &batch, PyObject *lists, std::vector<PyObject *> &to) {
     std::vector<PyObject *> rows; // copies, since another thread may change the lists
     for (size_t k = 0; k < batch.replicas; k++) {
         Ref row(item(lists, static_cast<Py_ssize_t>(k)));
-        rows.push_back(row ? batch.own(PySequence_Tuple(row.object)) : nullptr);
+        rows.push_back(row && PyList_CheckExact(row.object) ? batch.own(PyList_AsTuple(row.object)) : nullptr);
         if (rows[k] == nullptr || PyTuple_Size(rows[k]) != PyTuple_Size(rows[0])) return false;
     }
     for (Py_ssize_t tensor = 0; tensor < PyTuple_Size(rows[0]); tensor++)
@@ -153,7 +155,8 @@ PyObject *all_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t coun
     PyObject *op = arguments[0], *lists = arguments[1], *devices = arguments[2], *options = arguments[3],
              *outs = arguments[4];
     try {
-        Batch batch;
+        const BatchLease lease;
+        Batch &batch = *lease;
         bool known = PyTuple_Check(devices);
         batch.replicas = batch.destinations = known ? static_cast<size_t>(PyTuple_Size(devices)) : 0;
         known = known && add_lists(batch, lists, batch.arrays) && !batch.arrays.empty();
@@ -217,7 +220,8 @@ PyObject *add(PyObject *self, PyObject *args) {
         return nullptr;
     Calls &calls = calls_of(self);
     try {
-        Batch batch;
+        const BatchLease lease;
+        Batch &batch = *lease;
         batch.replicas = static_cast<size_t>(PyTuple_Size(sources));
         batch.destinations = static_cast<size_t>(PyTuple_Size(destinations));
         const auto read_row = [&](PyObject *row) {

@@ -1,15 +1,14 @@
 #include "prepared_calls.hpp"
 
-#include <cstring>
-
-#include "overlap.hpp"
-
 PyTypeObject *reduce_op;
 PyObject *ops_by_name, *default_options, *name_threads;
 
 namespace {
 
 constexpr size_t MAX_PREPARED = 4096;
+// A thread keeps the memory of a batch of at most this many arrays: about 160 bytes per array.
+constexpr size_t MAX_KEPT_ARRAYS = 1 << 16;
+thread_local std::unique_ptr<Batch> kept;
 
 bool same_sizes(const ArrayView &a, const ArrayView &b) {
     return a.axes == b.axes && std::equal(a.sizes, a.sizes + a.axes, b.sizes);
@@ -35,14 +34,12 @@ PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
     }
     Ref results(PyList_New(static_cast<Py_ssize_t>(batch.tensors() * batch.destinations)));
     if (!results) return nullptr;
-    std::vector<Source> sources;
-    std::vector<char *> targets;
     for (size_t number = 0; number < prepared.runs.size(); number++) {
         const Run &run = prepared.runs[number];
-        sources.clear(), targets.clear();
+        batch.sources.clear(), batch.targets.clear();
         for (size_t tensor : run.tensors) {
             for (size_t k = 0; k < batch.replicas; k++)
-                sources.push_back({batch.views[tensor * batch.replicas + k].data, nullptr});
+                batch.sources.push_back({batch.views[tensor * batch.replicas + k].data, nullptr});
             for (size_t r = 0; r < batch.destinations; r++) {
                 const size_t at = tensor * batch.destinations + r;
                 PyObject *array;
@@ -55,13 +52,13 @@ PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
                     data = batch.out_views[at].data;
                     Py_INCREF(array);
                 }
-                targets.push_back(data);
+                batch.targets.push_back(data);
                 if (PyList_SetItem(results.object, static_cast<Py_ssize_t>(at), array) < 0) return nullptr;
             }
         }
         const bool small = kernel_api->traffic_nbytes(*run.kernel) <= MAX_NBYTES_WITH_LOCK;
         const auto execute = [&](int on, bool streaming) {
-            return kernel_api->run(*run.kernel, sources, targets, on, streaming);
+            return kernel_api->run(*run.kernel, batch.sources, batch.targets, on, streaming);
         };
         if (!(small ? execute(1, false) : without_lock(false, [&] { return execute(threads[number], run.streaming); })))
             return PyErr_NoMemory();
@@ -75,6 +72,21 @@ PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
 }
 
 } // namespace
+
+void Batch::clear() {
+    for (PyObject *object : owned) Py_DECREF(object);
+    owned.clear(), arrays.clear(), outs.clear(), views.clear(), out_views.clear(), signature.clear(), extents.clear();
+    replicas = destinations = 0, access = nullptr;
+}
+
+BatchLease::BatchLease() : batch(std::move(kept)) {
+    if (batch == nullptr) batch = std::make_unique<Batch>();
+}
+
+BatchLease::~BatchLease() {
+    batch->clear(); // this may run Python code, which may make a call
+    if (batch->arrays.capacity() + batch->outs.capacity() <= MAX_KEPT_ARRAYS) kept = std::move(batch);
+}
 
 bool append(PyObject *tuple, size_t size, std::vector<PyObject *> &to) {
     if (tuple == nullptr || !PyTuple_Check(tuple) || static_cast<size_t>(PyTuple_Size(tuple)) != size) return false;
@@ -103,8 +115,6 @@ bool Batch::view_arrays() {
 
 bool Batch::view_outs(const Prepared &prepared) {
     out_views.resize(outs.size());
-    std::vector<Extent> extents;
-    extents.reserve(arrays.size() + outs.size());
     for (const Run &run : prepared.runs)
         for (size_t tensor : run.tensors) {
             const ArrayView &like = first(tensor);
@@ -126,7 +136,7 @@ bool Batch::view_outs(const Prepared &prepared) {
                     extents.push_back({data, data + in, 0, -1});
             }
         }
-    return find_overlap(extents) == nullptr;
+    return find_overlap(extents, spare) == nullptr;
 }
 
 PyObject *key_of(PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, bool with_out) {

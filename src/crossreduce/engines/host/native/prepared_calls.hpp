@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "arrays.hpp"
+#include "overlap.hpp"
 
 struct Run { // one kernel, which reduces some tensors of a batch
     PyObject *executable;
@@ -48,10 +49,12 @@ struct Batch {
     const ArrayAccess *access = nullptr;
     std::vector<ArrayView> views, out_views;
     std::vector<int64_t> signature; // dtypes and sizes
+    std::vector<Source> sources;    // of one kernel, and the memory of its results
+    std::vector<char *> targets;
+    std::vector<Extent> extents, spare; // see find_overlap
 
-    ~Batch() {
-        for (PyObject *object : owned) Py_DECREF(object);
-    }
+    // Forget everything but the memory of the vectors.
+    void clear();
     size_t tensors() const { return arrays.size() / replicas; }
     const ArrayView &first(size_t tensor) const { return views[tensor * replicas]; }
 
@@ -65,6 +68,20 @@ struct Batch {
     bool view_arrays();
     // View the arrays of `outs`. Return false if they do not fit the results, or share memory with other arrays.
     bool view_outs(const Prepared &prepared);
+};
+
+// A batch that lives as long as this object. Its memory is that of the thread's last batch, unless that was very large:
+// whenever memory of 64 KiB and more is freed, glibc merges all small free blocks, and new results must split them again.
+class BatchLease {
+  public:
+    BatchLease();
+    ~BatchLease();
+    BatchLease(const BatchLease &) = delete;
+    BatchLease &operator=(const BatchLease &) = delete;
+    Batch &operator*() const { return *batch; }
+
+  private:
+    std::unique_ptr<Batch> batch;
 };
 
 // Append the elements of a tuple to `to`. Return false if it is not a tuple of `size`.
