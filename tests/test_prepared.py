@@ -298,7 +298,26 @@ def test_prepared_calls_keep_nothing():
         tracemalloc.stop()
     assert list(map(sys.getrefcount, counted)) == before
     calls = new_calls()
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="5 arguments expected, 1 given"):
         calls.reduce("sum")
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(ValueError, match="a row must be a tuple of arrays"):
         calls.add(cr.ReduceOp.SUM, None, ("cpu:0",), ("cpu:0",), [xs], [xs], False, [])
+
+
+def test_one_overlap_among_many_arrays_is_found():
+    """Among hundreds of results, in any order and far apart in memory, two that share a byte are found every time."""
+    rng, count = np.random.default_rng(0), 150
+    areas = [np.zeros(1 << 12, "int8"), np.zeros(1 << 16, "int8"), np.zeros(1 << 25, "int8")]
+    rows = [[np.ones(12, "int8") for _ in range(count)] for _ in range(2)]
+    for _ in range(30):
+        places = [(k, 12 * at) for k, area in enumerate(areas) for at in rng.choice(area.size // 12 - 1, 100, False)]
+        rng.shuffle(places)
+        made = [areas[k][at : at + 12] for k, at in places]
+        out = [made[:count], made[count:]]
+        for _ in range(2):  # the second call is prepared
+            result = cr.all_reduce(rows, "sum", out=out)
+            assert all((x == 2).all() for row in result for x in row)
+        (k, at), other = places[7], rng.integers(count)
+        out[1][other] = areas[k][at + 11 : at + 23]
+        with pytest.raises(cr.ReductionError, match="memory"):
+            cr.all_reduce(rows, "sum", out=out)

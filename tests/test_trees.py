@@ -379,7 +379,7 @@ def test_lists_of_containers_of_a_framework(torch_):
     import torch
 
     made = torch.max(torch.ones(2, 3), 0)
-    with pytest.raises(cr.ReductionError):
+    with pytest.raises(cr.ReductionError, match="max"):
         cr.AllReduceCrossDeviceOps().broadcast(made, ["cpu:0"])
     reduced = cr.all_reduce([[made], [made]], "sum")
     assert reduced[0][0].values.tolist() == [2.0] * 3

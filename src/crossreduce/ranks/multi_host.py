@@ -18,7 +18,6 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Final
 
-from .. import kernels
 from ..lowering import lower
 from ..ops import Numbers, copying
 from ..packing import itemsize
@@ -29,7 +28,7 @@ from ..transports.base import Transport
 from .exchange import Exchange, ExchangeProgram, all_equal, delay, exchange_program, piece_sizes
 from .instructions import ArrayPlaces, Phase, RankInstruction, kernel, native_program, pipelined
 from .one_host import RankExecutable, one_round
-from .programs import LINE, PIECE_BYTES, SLOT_BYTES, RankCompiler, analyze, line_shares
+from .programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, analyze, line_shares
 from .shared_memory import RankMemory, StageRunner
 
 TAG: Final = 0
@@ -132,7 +131,7 @@ class MultiHostEngine:
         if destinations[collective]:
             program = one_round("all_gather", len(self.ranks), [((k,), destinations[collective]) for k in leaders])
             analysis = analyze(program, copying(numbers.result), 1)
-            streaming = starts[-1] + sizes[-1] * nbytes >= kernels.STREAMING_BYTES
+            streaming = starts[-1] + sizes[-1] * nbytes >= STREAMING_BYTES
             outputs = [ArrayPlaces(buffers - 1, starts)]
             delivery = RankCompiler(analysis, me, sizes, [finals], outputs, streaming=streaming, bases=used)
             phases.append((depth, partial(delivery.phase, phase=1)))

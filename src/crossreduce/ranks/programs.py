@@ -20,7 +20,6 @@ from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
-from ..kernels import STREAMING_BYTES
 from ..lowering import ChunkProgram, Program
 from ..ops import Numbers, copying
 from ..packing import itemsize
@@ -34,6 +33,9 @@ PIECE_BYTES: Final = 1 << 20
 # the results of the previous one. A half has room for two pieces, which is what the programs of ``one_host`` need,
 # and for rounding. Schedules with more intermediate values get smaller pieces.
 SLOT_BYTES: Final = 2 * (2 * PIECE_BYTES + (1 << 18))
+# A rank writes results of at least this many bytes with streaming stores. All ranks of a host write at the same
+# time and share its cache, so this is less than kernels.STREAMING_BYTES.
+STREAMING_BYTES: Final = 1 << 22
 LINE: Final = 64  # bytes of a cache line; chunks begin at multiples of it
 
 
