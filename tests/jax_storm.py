@@ -45,11 +45,10 @@ def step(kind, reduce, v, other, axes, op, mesh):
         return lax.all_gather(v, first).mean(0)
     if kind == "compute":
         return jnp.tanh(v + (jnp.outer(v[:50], v[:50]) @ jnp.outer(v[:50], v[:50])).mean())
-    # jaxlib 0.10 runs XLA's collectives in a loop beside other ones of the same devices, which it then confuses: the
-    # process crashes. So XLA gets no loop.
-    return lax.scan(lambda c, _: (jnp.sin(reduce(c, axes, op)) / n, None), v, None, length=3, unroll=reduce is theirs)[
-        0
-    ]
+    # In jaxlib 0.10.2, programs with a loop of XLA's collectives beside others crash the process now and then, without
+    # crossreduce too. So XLA gets no loop.
+    once = lambda c, _: (jnp.sin(reduce(c, axes, op)) / n, None)  # noqa: E731
+    return lax.scan(once, v, None, length=3, unroll=reduce is theirs)[0]
 
 
 def program(seed, reduce):
