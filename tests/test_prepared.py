@@ -300,6 +300,7 @@ def test_prepared_calls_keep_nothing():
     calls = new_calls()
     with pytest.raises(TypeError, match="5 arguments expected, 1 given"):
         calls.reduce("sum")
+    assert calls.all_reduce(cr.ReduceOp.SUM, [], (), None, None) is None
     with pytest.raises(ValueError, match="a row must be a tuple of arrays"):
         calls.add(cr.ReduceOp.SUM, None, ("cpu:0",), ("cpu:0",), [xs], [xs], False, [])
 
@@ -321,3 +322,18 @@ def test_one_overlap_among_many_arrays_is_found():
         out[1][other] = areas[k][at + 11 : at + 23]
         with pytest.raises(cr.ReductionError, match="memory"):
             cr.all_reduce(rows, "sum", out=out)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_one_array_per_replica_needs_no_list(name, request, monkeypatch):
+    """all_reduce of bare arrays runs in compiled code, too, and returns or writes into arrays, not lists."""
+    library = request.getfixturevalue(f"{name}_")
+    xs = library.arrays([np.arange(5.0) + k for k in range(3)])
+    out = library.arrays([np.zeros(5) for _ in range(3)])
+    reduce = partial(cr.all_reduce, xs, "sum", cross_device_ops=cr.AllReduceCrossDeviceOps())
+    for call in range(2):
+        for found in reduce(), reduce(out=out):
+            assert [library.to_numpy(x).tolist() for x in found] == [[3.0, 6.0, 9.0, 12.0, 15.0]] * 3
+        assert all(a is b for a, b in zip(found, out, strict=True))
+        if call == 0:
+            monkeypatch.setattr("crossreduce.trees.flatten_trees", None)  # calls in Python fail from now on

@@ -87,9 +87,11 @@ def all_reduce(
         raise ArgumentError.of(
             "devices must have one name per replica.", f"{len(given)} trees; {', '.join(names)}", "devices=None"
         )
-    found = ops.reduce_prepared(op, given, host_devices(len(given)) if names is None else names, options, out)
-    if found is not None:  # lists of arrays, as in an earlier call
-        return found
+    bare = type(given[0]) is not list  # trees that may be single arrays
+    rows, results = ([[tree] for tree in given], _each_in_a_list(out)) if bare else (given, out)
+    found = ops.reduce_prepared(op, rows, host_devices(len(given)) if names is None else names, options, results)
+    if found is not None:
+        return [row[0] for row in found] if bare else found
     flat, structure = flatten_trees(given)
     targets = None if out is None else _flat_targets(out, len(given), structure)
     return [unflatten_tree(structure, row) for row in reduce_leaves(flat, structure, op, names, ops, options, targets)]
@@ -134,6 +136,10 @@ def reduce_leaves(
             error.prefix(f"leaf {leaf_paths(structure)[error.pair]}")
         raise
     return [list(row) for row in zip(*(result.values for result in reduced), strict=True)] or [[] for _ in rows]
+
+
+def _each_in_a_list(trees: Any) -> Any:
+    return [[tree] for tree in trees] if type(trees) is list else trees
 
 
 def _listed(out: Any, replicas: int) -> list[Any]:

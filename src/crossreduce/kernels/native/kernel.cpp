@@ -350,9 +350,7 @@ void run_tile(const Run &run, const Segment &segment, int64_t start, int64_t sto
 void run_share(void *argument, long number, char *memory) {
     const Run &run = *static_cast<Run *>(argument);
     const auto &first = run.first_share;
-    auto at = static_cast<std::ptrdiff_t>(number);
-    if (first.back() >= static_cast<long>(first.size())) // not one share per segment
-        at = std::upper_bound(first.begin(), first.end(), number) - first.begin() - 1;
+    const auto at = std::upper_bound(first.begin(), first.end(), number) - first.begin() - 1;
     const Segment &segment = run.kernel.segments[static_cast<size_t>(at)];
     const int64_t start = segment.start + (number - first[static_cast<size_t>(at)]) * run.share;
     const int64_t stop = std::min(segment.stop, start + run.share);

@@ -41,6 +41,9 @@ const char *const NO_MEMORY = "out of memory";
 // a virtual machine, 10 % of a small all-reduce.
 constexpr std::chrono::milliseconds PATIENCE{5};
 
+// A device that arrives after its meeting has failed gets the same error, if not more meetings than this failed since.
+constexpr std::ptrdiff_t MAX_FAILED = 64;
+
 struct Settings { // of the process; see `handlers`
     const InstructionSet *isa = nullptr;
     int threads = 1;
@@ -70,6 +73,7 @@ struct Arrival { // of a device
     bool leave = false;                // the device makes a future instead of waiting
     xla_ffi::Future *future = nullptr; // null: the device waits in its call
     std::shared_ptr<Meeting> meeting;  // keeps it while a thread is about to complete the future
+    std::list<Arrival *> self{this};   // becomes an element of `completions`, so that none must be allocated then
 };
 
 struct Meeting {
@@ -79,7 +83,8 @@ struct Meeting {
     int64_t arrived = 0;
     std::atomic<bool> full{false};
     bool asynchronous = false; // all devices but the last one make futures
-    std::string fault; // the error that each device gets
+    std::string fault; // the error that each device gets, and its code
+    xla_ffi::ErrorCode code = xla_ffi::DEADLINE_EXCEEDED;
     std::vector<Arrival> arrivals;
     Meeting(CallSite &at, int64_t of, int64_t number)
         : site(&at), run(of), group(number),
@@ -111,9 +116,9 @@ bool wake(Arrival &arrival) {
     return false;
 }
 
-void fail(const Arrival &arrival, xla_ffi::ErrorCode code, const std::string &fault) {
+void fail(const Arrival &arrival, const Meeting &meeting) {
     xla_ffi::FailFuture failed = {xla_ffi::head_of<xla_ffi::FailFuture>(), arrival.future,
-                                  error_of(arrival.api, code, fault)};
+                                  error_of(arrival.api, meeting.code, meeting.fault)};
     arrival.api->fail_future(&failed);
 }
 
@@ -149,6 +154,13 @@ std::string missing_positions(const Meeting &meeting) {
            "only late needs a larger CROSSREDUCE_JAX_TIMEOUT";
 }
 
+// Remove the oldest meetings that have failed, whose missing devices may never arrive. The caller has the lock.
+void forget_failed() {
+    const auto is_failed = [](const auto &meeting) { return !meeting->fault.empty(); };
+    auto failed = std::count_if(meetings.begin(), meetings.end(), is_failed);
+    for (; failed > MAX_FAILED; failed--) meetings.erase(std::find_if(meetings.begin(), meetings.end(), is_failed));
+}
+
 // Fails meetings that are not full in time. While no meeting is open, it sleeps.
 void *watch(void *) {
     std::unique_lock<std::mutex> locked(lock);
@@ -161,11 +173,16 @@ void *watch(void *) {
             first = std::min(first, meeting->deadline);
         }
         if (late != nullptr) {
-            late->fault = missing_positions(*late);
+            try {
+                late->fault = missing_positions(*late);
+            } catch (const std::exception &) { // bad_alloc; this text needs no memory
+                late->fault = NO_MEMORY;
+            }
+            forget_failed();
             for (Arrival &arrival : late->arrivals) wake(arrival);
             locked.unlock();
             for (const Arrival &arrival : late->arrivals)
-                if (arrival.future != nullptr) fail(arrival, xla_ffi::DEADLINE_EXCEEDED, late->fault);
+                if (arrival.future != nullptr) fail(arrival, *late);
             locked.lock();
             continue;
         }
@@ -365,16 +382,16 @@ xla_ffi::Error *wait(Meeting &meeting, Arrival &own, CallFrame &frame, bool is_f
 // this thread, or in XLA's pool, a collective of XLA that follows could block all threads that there are, while devices
 // that it waits for have not been told.
 void finish(const std::shared_ptr<Meeting> &meeting) {
-    if (const char *fault = reduce(*meeting)) meeting->fault = fault;
+    if (const char *fault = reduce(*meeting)) meeting->fault = fault, meeting->code = xla_ffi::RESOURCE_EXHAUSTED;
     for (Arrival &other : meeting->arrivals) {
         if (!wake(other)) continue;
         if (meeting->fault.empty()) {
             other.meeting = meeting;
             std::unique_lock<std::mutex> locked(lock);
-            completions.push_back(&other);
+            completions.splice(completions.end(), other.self);
             locked.unlock();
             if (!start_thread(complete_one)) complete_one(nullptr);
-        } else fail(other, xla_ffi::RESOURCE_EXHAUSTED, meeting->fault);
+        } else fail(other, *meeting);
     }
 }
 
@@ -417,7 +434,7 @@ xla_ffi::Error *arrive(CallFrame &frame) {
     else if (!is_late)
         if (xla_ffi::Error *error = wait(*meeting, own, frame, is_first)) return error;
     if (frame.future != nullptr || meeting->fault.empty()) return nullptr;
-    return error_of(api, xla_ffi::DEADLINE_EXCEEDED, meeting->fault);
+    return error_of(api, meeting->code, meeting->fault);
 }
 
 // Called once per device and run of a custom call.

@@ -157,7 +157,7 @@ PyObject *all_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t coun
     try {
         const BatchLease lease;
         Batch &batch = *lease;
-        bool known = PyTuple_Check(devices);
+        bool known = PyTuple_Check(devices) && PyTuple_Size(devices) > 0;
         batch.replicas = batch.destinations = known ? static_cast<size_t>(PyTuple_Size(devices)) : 0;
         known = known && add_lists(batch, lists, batch.arrays) && !batch.arrays.empty();
         if (known && outs != Py_None)
