@@ -34,7 +34,7 @@ from .validation import (
     read_op,
     read_options,
 )
-from .values import DistributedValues, Mirrored, PerReplica
+from .values import DistributedValues, Mirrored, PerReplica, host_devices
 
 if TYPE_CHECKING:
     from .engines.host._calls import Calls
@@ -245,15 +245,18 @@ class CrossDeviceOps:
         self,
         op: ReduceOp,
         rows: list[Any],
-        devices: tuple[str, ...],
+        devices: tuple[str, ...] | None,
         options: CommunicationOptions | None,
         out: Any,
     ) -> list[list[Any]] | None:
         """Reduce lists of arrays, one per replica, if such a call was made before; otherwise return ``None``.
 
-        The arguments may be any trees, and ``out`` also ``None``: only lists of arrays are recognized.
+        ``rows`` and ``out`` may contain any trees, and ``out`` may be ``None``: only lists of arrays are recognized.
+        ``devices``: one per replica; for ``None``, those of the host.
         """
-        return None if self._calls is None else self._calls.all_reduce(op, rows, devices, options, out)
+        if self._calls is None:
+            return None
+        return self._calls.all_reduce(op, rows, host_devices(len(rows)) if devices is None else devices, options, out)
 
     def _writes_out(self, jobs: list[Job]) -> bool:
         """Return whether the implementation writes into ``out`` itself; otherwise its results are copied there.

@@ -18,7 +18,7 @@ from .frameworks import framework_of
 from .ops import ReduceOp
 from .options import CommunicationOptions
 from .validation import read_op, uniform_value
-from .values import DistributedValues, PerReplica, host_devices, read_devices
+from .values import DistributedValues, PerReplica, read_devices
 
 _NAMESPACE = "crossreduce"
 _DEFAULT = AllReduceCrossDeviceOps("auto")
@@ -89,7 +89,7 @@ def all_reduce(
         )
     bare = type(given[0]) is not list  # trees that may be single arrays
     rows, results = ([[tree] for tree in given], _each_in_a_list(out)) if bare else (given, out)
-    found = ops.reduce_prepared(op, rows, host_devices(len(given)) if names is None else names, options, results)
+    found = ops.reduce_prepared(op, rows, names, options, results)
     if found is not None:
         return [row[0] for row in found] if bare else found
     flat, structure = flatten_trees(given)
@@ -110,7 +110,7 @@ def reduce_leaves(
 
     ``out``: for each replica the leaves of the tree that its results are written into.
     """
-    found = ops.reduce_prepared(op, rows, host_devices(len(rows)) if devices is None else devices, options, out)
+    found = ops.reduce_prepared(op, rows, devices, options, out)
     if found is not None:
         return found
     pairs: list[tuple[PerReplica, PerReplica]] = []

@@ -230,11 +230,8 @@ PyObject *add(PyObject *self, PyObject *args) {
         if (!read_each(rows, read_row)) return nullptr;
         Ref key(key_of(op, options, sources, destinations, with_out != 0)), kept(PyList_New(0));
         if (!key || !kept) return nullptr;
-        const bool usable = batch.view_arrays();
-        forget_error();
-        if (PyErr_Occurred()) return nullptr;
-        if (!usable || calls.find(key.object, batch.signature) != nullptr) Py_RETURN_NONE;
-        if (PyErr_Occurred()) { // the options cannot be hashed
+        const bool usable = batch.view_arrays() && calls.find(key.object, batch.signature) == nullptr;
+        if (!usable || PyErr_Occurred()) { // an error: for example, the options cannot be hashed
             forget_error();
             return result_or_none(nullptr);
         }
