@@ -5,9 +5,11 @@ page and 16 bytes after a cache line, into given arrays (out=) and into new ones
 NumPy loop with copies, and a tiled loop in C, which adds up to four sources at a time into a tile of 8 KiB and copies
 that to each result. ``np.copyto`` of the same bytes, on all threads, shows the rate of the memory. The questions:
 
-- excess: by how many microseconds is a call slower than the faster loop?
+- excess: by how many microseconds is a call slower than the faster loop? (With new results: than the faster loop and
+  ``np.empty`` for each result.)
 - rate: from 4 MiB read and written on, how many times as fast as the NumPy loop is it?
-- cliff: by which factor does the time grow if the size doubles? (from 16 KiB on)
+- cliff: by which factor does the time grow if the size doubles, and how much more than that of the faster loop? (from
+  16 KiB on)
 
 With --frameworks, torch tensors beside torch's own chain of ``add_`` and copies, instead of the grid.
 Run: python benchmarks/host_grid.py [--quick] [--frameworks] [--json PATH]
@@ -38,7 +40,7 @@ MOST_BYTES = 4 << 30  # of all arrays of a case
 REPLICAS = (2, 3, 8, 16, 32, 64)
 DTYPES = {"float32": ("float", np.dtype("float32")), "float64": ("double", np.dtype("float64"))}
 DTYPES["bfloat16"] = ("bfloat16", np.dtype(ml_dtypes.bfloat16))
-LOOP, C, OURS, FRESH, COPY = "NumPy loop", "tiled C loop", "ours, out=", "ours", "copy"
+LOOP, C, OURS, FRESH, COPY, EMPTY = "NumPy loop", "tiled C loop", "ours, out=", "ours", "copy", "np.empty"
 C_LOOP = """
 #include <stddef.h>
 #include <stdint.h>
@@ -141,6 +143,7 @@ def grid_case(library: Any, dtype: str, replicas: int, nbytes: int, offset: int,
         C: lambda: in_c(sources, replicas, results, replicas, size),
         OURS: lambda: ops.reduce("sum", value, value, out=out),
         FRESH: lambda: ops.reduce("sum", value, value),
+        EMPTY: lambda: [np.empty(x.shape, x.dtype) for x in xs],
     }
     if dtype == "bfloat16" and nbytes * replicas > 1 << 24:
         del runs[LOOP]  # it takes seconds
@@ -160,6 +163,11 @@ def grid_case(library: Any, dtype: str, replicas: int, nbytes: int, offset: int,
         return medians(runs, 3, budget_s)
 
 
+def fastest(seconds: dict[str, float], name: str) -> float:
+    """Return the seconds of the faster loop, with the allocation of results if the contender ``name`` makes new ones."""
+    return min(seconds.get(loop, float("inf")) for loop in (LOOP, C)) + (seconds[EMPTY] if name == FRESH else 0)
+
+
 def grid(quick: bool) -> Iterator[dict[str, Any]]:
     """Yield the rows of the grid."""
     library = compiled()
@@ -173,9 +181,8 @@ def grid(quick: bool) -> Iterator[dict[str, Any]]:
                 continue  # every size for float32, every other one elsewhere
             found = grid_case(library, dtype, replicas, nbytes, offset, 0.05 if quick else 0.15)
             row = {"dtype": dtype, "replicas": replicas, "offset": offset, "bytes": nbytes, "seconds": found}
-            best = min(found.get(name, float("inf")) for name in (LOOP, C))
-            excess = [(found[name] - best) * 1e6 for name in (OURS, FRESH)]
-            rates = [best / found[name] for name in (OURS, FRESH)]
+            excess = [(found[name] - fastest(found, name)) * 1e6 for name in (OURS, FRESH)]
+            rates = [fastest(found, name) / found[name] for name in (OURS, FRESH)]
             print(
                 f"  {dtype:9} {replicas:3} x {size_text(nbytes):8} +{offset:2}: "
                 + " ".join(f"{name} {seconds * 1e6:.4g}" for name, seconds in found.items())
@@ -192,9 +199,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         excess = {}
         for row in rows:
             found = row["seconds"]
-            best = min(found.get(other, float("inf")) for other in (LOOP, C))
             key = f"{row['dtype']} {row['replicas']} x {size_text(row['bytes'])} +{row['offset']}"
-            excess[key] = (found[name] - best) * 1e6
+            excess[key] = (found[name] - fastest(found, name)) * 1e6
         slower = {key: value for key, value in excess.items() if value > 3}
         worst = sorted(slower.items(), key=lambda item: -item[1])[:5]
         large = {}
@@ -207,17 +213,20 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             large[f"from {least} replicas"] = {"least": min(ratios, default=None)}
             if ratios:
                 large[f"from {least} replicas"]["median"] = statistics.median(ratios)
-        steps = [
-            b["seconds"][name] / a["seconds"][name]
+        doubled = [
+            (a["seconds"], b["seconds"])
             for a, b in itertools.pairwise(rows)
             if b["bytes"] == 2 * a["bytes"] and a["bytes"] >= 1 << 14
         ]
+        steps = [b[name] / a[name] for a, b in doubled]
+        beside = [step * fastest(a, name) / fastest(b, name) for step, (a, b) in zip(steps, doubled, strict=True)]
         answers[name] = {
             "cases": len(excess),
             "slower by more than 3 us": len(slower),
             "worst, us": dict(worst),
             "times as fast as the NumPy loop, from 4 MiB on": large,
             "greatest factor of a doubled size": max(steps, default=None),
+            "greatest factor of a doubled size, over the loop's": max(beside, default=None),
         }
         print(f"\n{name}: {answers[name]}")
     return answers

@@ -277,12 +277,12 @@ def slow_to_write(rendezvous):
     comm = member(rendezvous, 8)
     if comm.rank == 2:
         with mmap.mmap(comm.memory.fd, 0) as mapped:
-            mapped[128] = 2 + 2
+            mapped[0] = 2 + 2
             time.sleep(1.6)
             reason = encoded(PeerLostError("the reason", [1]))
-            mapped[132:136] = len(reason).to_bytes(4, "little")
-            mapped[136 : 136 + len(reason)] = reason
-            mapped[128] = 1
+            mapped[4:8] = len(reason).to_bytes(4, "little")
+            mapped[8 : 8 + len(reason)] = reason
+            mapped[0] = 1
     with pytest.raises(PeerLostError, match="the reason") as error:
         comm.barrier()
     return error.value.ranks
@@ -297,7 +297,7 @@ def killed_while_it_writes(rendezvous):
     comm = member(rendezvous, 8)
     if comm.rank == 2:
         with mmap.mmap(comm.memory.fd, 0) as mapped:
-            mapped[128] = 2 + 2  # 2 + rank: rank 2 is writing a reason (see shared_memory.hpp)
+            mapped[0] = 2 + 2  # 2 + rank: rank 2 is writing a reason (see shared_memory.hpp)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.2)
     try:

@@ -16,6 +16,7 @@ from .ops import INTEGERS, ReduceOp, require_dtype
 from .ranks.communicator import ArrayView, Communicator
 from .ranks.diagnostics import call_text
 from .ranks.measurement import measure
+from .ranks.prepared import new_calls, prepare
 from .topology import Topology
 from .transports.mpi import UNFINISHED, MpiMessage, MpiRendezvous, MpiTransport
 from .validation import read_op
@@ -73,6 +74,7 @@ class MpiGroup:
     def __init__(self, communicator: Communicator, comm: Any, transport: MpiTransport) -> None:
         """Users call ``join`` instead."""
         self._communicator, self._comm, self._transport = communicator, comm, transport
+        self._calls = new_calls(communicator)
         self.rank, self.size, self.hosts = communicator.rank, communicator.size, communicator.hosts
 
     def all_reduce(self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None) -> Array:
@@ -87,10 +89,14 @@ class MpiGroup:
           UnsupportedError: the op is not defined for the dtype.
           PeerLostError, CollectiveTimeout: a rank died or was late; the group cannot be used again.
         """
+        done: Array | None = self._calls.run(self._communicator, "all_reduce", op, 0, x, out)
+        if done is not None:
+            return done
         op = read_op(op)
         given = _readable(x, op)
         given, result = _with_result(given, given.shape, out)
         self._communicator.all_reduce(op, _memory(given), _memory(result))
+        self._prepare("all_reduce", op, None, x, given, _memory(given), result)
         return result
 
     def reduce(self, x: Any, op: ReduceOp | str = "sum", root: int = 0, out: Array | None = None) -> Array | None:
@@ -106,30 +112,43 @@ class MpiGroup:
 
     def broadcast(self, x: Any, root: int = 0, out: Array | None = None) -> Array:
         """Return the array of rank ``root``. ``x`` has the same shape and dtype on every rank."""
+        done: Array | None = self._calls.run(self._communicator, "broadcast", None, root, x, out)
+        if done is not None:
+            return done
         given = _readable(x)
         given, result = _with_result(given, given.shape, out)
+        array = _memory(given if self.rank == root else result)
+        self._communicator.broadcast(array, root)
         if self.rank == root and result is not given:
             np.copyto(result, given)
-        self._communicator.broadcast(_memory(result), root)
+        self._prepare("broadcast", None, root, x, given, array, result)
         return result
 
     def all_gather(self, x: Any, out: Array | None = None) -> Array:
         """Return all ranks' arrays, stacked, of shape ``(size, *x.shape)``."""
+        done: Array | None = self._calls.run(self._communicator, "all_gather", None, 0, x, out)
+        if done is not None:
+            return done
         given = _readable(x)
         given, result = _with_result(given, (self.size, *given.shape), out)
         if self._runs_in_mpi("all_gather", given):
             self._finish(self._comm.Iallgather(_bytes(given), _bytes(result)))
         else:
             self._communicator.all_gather(_memory(given), _rows(result))
+            self._prepare("all_gather", None, None, x, given, _memory(given), result)
         return result
 
     def reduce_scatter(self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None) -> Array:
         """Return this rank's row of the reduction. ``x`` has shape ``(size, ...)``."""
+        done: Array | None = self._calls.run(self._communicator, "reduce_scatter", op, 0, x, out)
+        if done is not None:
+            return done
         op = read_op(op)
         given = self._require_rows(_readable(x, op))
         given, result = _with_result(given, given.shape[1:], out)
         if self._communicator.supports("reduce_scatter", op, given.dtype.name):
             self._communicator.reduce_scatter(op, _rows(given), _memory(result))
+            self._prepare("reduce_scatter", op, None, x, given, _memory(result), result)
         else:  # several hosts: all-reduce and keep this rank's row; all_reduce rejects an undefined op
             np.copyto(result, self.all_reduce(given, op)[self.rank])
         return result
@@ -201,6 +220,20 @@ class MpiGroup:
         """Close."""
         self.close()
 
+    def _prepare(
+        self,
+        collective: str,
+        op: ReduceOp | None,
+        root: int | None,
+        x: Any,
+        given: Array,
+        array: ArrayView,
+        result: Array,
+    ) -> None:
+        """Prepare a call that has just run, unless its array had to be converted or copied."""
+        if given is x:
+            prepare(self._calls, self._communicator, collective, op, root, given, array, result)
+
     def _runs_in_mpi(self, collective: str, given: Array, root: int | None = None) -> bool:
         """Return whether MPI executes a call; if so, after a check that all ranks make the same call."""
         if self._communicator.supports(collective, None, given.dtype.name):
@@ -238,7 +271,7 @@ def _readable(x: Any, op: ReduceOp | None = None) -> Array:
     require_dtype(array.dtype.name)
     if op is ReduceOp.MEAN and array.dtype.name in INTEGERS:
         array = array.astype(np.float64)
-    return np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray adds a dimension to scalars
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
 def _with_result(given: Array, shape: tuple[int, ...], out: Array | None) -> tuple[Array, Array]:

@@ -56,6 +56,8 @@ class Communicator(Member):
     Calls block, release Python's global lock, and react to signals; calls of several threads run one after another. All
     ranks must make the same calls in the same order; this is checked before any result is written.
 
+    ``lock`` is held during each call.
+
     Args:
       rendezvous: where the ranks meet.
       transport: carries messages between hosts; it may be ``None`` if all ranks are on one host. A function that
@@ -82,7 +84,7 @@ class Communicator(Member):
         timeout_s: float,
         global_ranks: Sequence[int] | None = None,
     ) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._caller: int | None = None  # the thread that is in a call
         self._pid = os.getpid()
         self._executables: dict[Any, RankExecutable] = {}
@@ -185,7 +187,7 @@ class Communicator(Member):
     def plan_on(self, topology: Topology) -> None:
         """Plan later calls between hosts on the links of ``topology``, the same on all ranks (see ``measurement``)."""
         if self._remote is not None:
-            with self._lock:
+            with self.lock:
                 self._remote.topology = topology
                 self._executables.clear()
                 self._stages = 0
@@ -255,7 +257,7 @@ class Communicator(Member):
         if self._caller == threading.get_ident():  # a signal handler called this during a call, which then fails
             self._abort(self._lost([self.rank], "left"))
             return
-        with self._lock:
+        with self.lock:
             self._release()
 
     def __del__(self) -> None:
@@ -302,7 +304,7 @@ class Communicator(Member):
         """Run a call; for ``inner`` see the engines. ``compiled`` returns the executable, if ``key`` is not cached."""
         thread = threading.get_ident()
         self._require_usable(thread)  # before the lock, which is never released if it was held during a fork
-        with self._lock:
+        with self.lock:
             self._caller = thread
             try:
                 self._require_intact()
@@ -314,17 +316,31 @@ class Communicator(Member):
                         self._executables.clear()
                         self._stages = executable.stages
                     self._executables[key] = executable
-                self._execute(executable, addresses, inner)
+                found = executable
+                self._finish(lambda: self.engine.run(found, addresses, self, self.timeout_s, inner))
             finally:
                 self._caller = None
                 if self._closed:
                     self._release()
 
-    def _execute(
-        self, executable: RankExecutable, addresses: tuple[int, ...], inner: Callable[[], None] | None
-    ) -> None:
+    def executable(self, name: str, op: ReduceOp | None, array: ArrayView, root: int | None) -> RankExecutable | None:
+        """Return the executable of a collective that was called with such an array, or ``None`` if it was forgotten."""
+        return self._executables.get((name, op, array.dtype, array.shape, root))
+
+    def resume(self, executable: RankExecutable, outcome: int) -> None:
+        """Complete a call that compiled code has begun with the lock, and that stopped with ``outcome``."""
+        self._caller = threading.get_ident()
         try:
-            same = self.engine.run(executable, addresses, self, self.timeout_s, inner)
+            self._finish(lambda: self._complete(outcome, executable.stages))
+        finally:
+            self._caller = None
+            if self._closed:
+                self._release()
+
+    def _finish(self, run: Callable[[], bool]) -> None:
+        """Run a call. ``run`` returns whether all ranks made the same call."""
+        try:
+            same = run()
             calls = {} if same else self._calls_of_all()
         except (GroupAborted, InnerFailure, PeerError, ReductionError) as error:
             if isinstance(error, ReductionError):

@@ -287,13 +287,15 @@ class RankCompiler:
                 else _placed(self._inputs[array], piece, start, self._analysis.numbers.dtype)
                 for operand in operands
             )
-            written = [_placed(self._outputs[array], piece, start, numbers.result)] if kept else []
-            if value >= 0:
-                written.append(self._reference(piece, chunk, value))
-            if list(read) == written:
-                continue  # the root of a broadcast already has the result
-            streaming = self._streaming and len(operands) == 1 and value < 0
-            instructions.append(RankInstruction(stop - start, read, tuple(written), numbers, streaming))
+            streaming, size = self._streaming and len(operands) == 1 and value < 0, stop - start
+            slot = self._reference(piece, chunk, value) if value >= 0 else None
+            if kept:
+                place = _placed(self._outputs[array], piece, start, numbers.result)
+                if read != (place,):  # the root of a broadcast already has the result
+                    instructions.append(RankInstruction(size, read, (place,), numbers, streaming))
+                read, numbers = (place,), copying(numbers.result)
+            if slot is not None:  # copied from the result, since copies need not read the slot's lines
+                instructions.append(RankInstruction(size, read, (slot,), numbers))
         return joined(instructions)
 
     def _reference(self, piece: int, chunk: int, value: int) -> BufferReference:

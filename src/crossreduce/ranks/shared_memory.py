@@ -42,14 +42,16 @@ class RankMemory:
       host: the ranks of this host, ascending.
       rank: this rank.
       slot: bytes of each rank's slot.
-      spin_s: how long this rank spins before it sleeps; 0 if ranks share a CPU.
+      spin_s: how long this rank spins before it yields its CPU to other processes; 0 if ranks share a CPU.
+
+    ``native`` is the compiled object.
     """
 
     def __init__(self, fd: int, host: tuple[int, ...], rank: int, slot: int, spin_s: float) -> None:
         self.host, self.place, self.fd = host, host.index(rank), fd
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.place)
         threads = max(1, kernels.threads() // len(host))
-        self._native = kernels.native().SharedMemory(fd, self.place, len(host), slot, spin_s, threads)
+        self.native = kernels.native().SharedMemory(fd, self.place, len(host), slot, spin_s, threads)
 
     @staticmethod
     def nbytes(ranks: int, slot: int) -> int:
@@ -67,33 +69,33 @@ class RankMemory:
           text: describes the call; the ranks' texts must be equal.
           until: the number of the first stage that is not executed.
         """
-        return int(self._native.begin(program, addresses, text, until, SLICE_S))
+        return int(self.native.begin(program, addresses, text, until, SLICE_S))
 
     def advance(self, until: int) -> int:
         """Continue the current op up to stage ``until``, and return an outcome as ``begin`` does."""
-        return int(self._native.advance(until, SLICE_S))
+        return int(self.native.advance(until, SLICE_S))
 
     def end_op(self) -> None:
         """End the current op early; all ranks of the host do so in the same stage."""
-        self._native.end_op()
+        self.native.end_op()
 
     @property
     def running(self) -> bool:
         """Whether an op has begun and not ended."""
-        return bool(self._native.running())
+        return bool(self.native.running())
 
     @property
     def number(self) -> int:
         """The sequence number of this rank's latest op, from 1."""
-        return int(self._native.number())
+        return int(self.native.number())
 
     def address(self, rank: int) -> int:
         """Return the address of the half of a rank's slot that the current op uses."""
-        return int(self._native.address(self.host.index(rank)))
+        return int(self.native.address(self.host.index(rank)))
 
     def ops(self, rank: int) -> list[tuple[int, str, float, float | None]]:
         """Return a rank's last calls: number, text, begin and end by ``time.monotonic`` (``None``: not ended)."""
-        return list(self._native.ops(self.host.index(rank)))
+        return list(self.native.ops(self.host.index(rank)))
 
     def last_call(self, rank: int) -> CallSignature:
         """Return the last call that a rank of this host began; its number is 0 if there was none."""
@@ -102,11 +104,11 @@ class RankMemory:
 
     def arrivals(self) -> int:
         """Return the number of barriers at which this rank has arrived."""
-        return int(self._native.arrivals()[self.place])
+        return int(self.native.arrivals()[self.place])
 
     def missing(self) -> list[int]:
         """Return the ranks of this host that have not arrived at the barrier at which this rank waits."""
-        arrivals = self._native.arrivals()
+        arrivals = self.native.arrivals()
         return [rank for k, rank in enumerate(self.host) if arrivals[k] < arrivals[self.place]]
 
     def alive(self, rank: int) -> bool:
@@ -119,29 +121,29 @@ class RankMemory:
 
     def record_leaving(self) -> None:
         """Record that this rank leaves the group on purpose."""
-        if not self._native.cause():
+        if not self.native.cause():
             with suppress(ValueError):  # raised if an interrupted op of this rank has not ended
-                self._native.begin(kernels.native().RankProgram([[], []]), (), LEFT, 0, 0.0)
+                self.native.begin(kernels.native().RankProgram([[], []]), (), LEFT, 0, 0.0)
 
     def abort(self, error: ReductionError) -> None:
         """Abort the group for all ranks of this host. The first error becomes the reason."""
-        self._native.abort(encoded(error, MAX_CAUSE_BYTES))
+        self.native.abort(encoded(error, MAX_CAUSE_BYTES))
 
     def abort_cause(self) -> ReductionError | None:
         """Return the error for which the group was aborted, the same on all ranks of this host, or ``None``."""
-        text = self._native.cause()
+        text = self.native.cause()
         return decoded(text) if text else None
 
     def aborting_rank(self) -> int | None:
         """Return the rank of this host that is writing the reason of an abort, or ``None``."""
-        place = self._native.aborting_rank()
+        place = self.native.aborting_rank()
         return None if place < 0 else self.host[place]
 
     def close(self) -> None:
         """Release the memory, and with it the lock that shows that this rank is alive."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            self._native.close()
+            self.native.close()
             os.close(fd)
 
     def __del__(self) -> None:

@@ -26,8 +26,8 @@ FRAMEWORKS = ("numpy", "torch")
 
 
 @cache
-def _loaded() -> type[Calls] | None:
-    """Return the compiled class, or ``None`` where it was not built."""
+def compiled() -> Any:
+    """Return the compiled module, ready for use, or ``None`` where it was not built."""
     try:
         from . import _calls
     except ImportError:
@@ -38,13 +38,13 @@ def _loaded() -> type[Calls] | None:
     names |= {name.upper(): op for name, op in names.items()}
     _calls.use(PerReplica, Mirrored, ReduceOp, names, lambda name: (canonical(name),), DEFAULT, large_array_offset())
     copyreg.pickle(_calls.Calls, _without_calls)
-    return _calls.Calls
+    return _calls
 
 
 def new_calls() -> Calls | None:
     """Return an empty object for the prepared calls of one op; ``None``: nothing can be prepared here."""
-    kind = None if kernels.instruction_set() == "numpy" else _loaded()
-    return None if kind is None else kind()
+    module = None if kernels.instruction_set() == "numpy" else compiled()
+    return None if module is None else module.Calls()
 
 
 def _without_calls(_: Calls) -> tuple[Callable[..., Any], tuple[()]]:

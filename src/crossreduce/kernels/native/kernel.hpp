@@ -36,6 +36,7 @@ struct Kernel {
     const InstructionSet *isa;
     // Set by `validate`:
     int slots;            // the most slots that one of the programs uses
+    bool only_copies;     // whether each result is a source, of which the bytes are copied
     int64_t elements;     // the number of elements in all segments
     bool by_line;         // the programs are small enough to run line by line
     size_t tile_nbytes;   // the bytes of a tile in the accumulator's dtype

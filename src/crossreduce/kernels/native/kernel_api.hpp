@@ -12,4 +12,7 @@ struct KernelApi {
     PyObject *(*new_memory)(size_t nbytes, char **data); // an object that owns memory of the pool
     void *(*allocate)(size_t nbytes);                    // memory of the pool without an object
     void (*free)(void *memory, size_t nbytes);
+    bool (*can_begin)(PyObject *memory); // whether a SharedMemory is open, is not aborted and runs no op
+    // Begin an op of a SharedMemory, run all stages of its RankProgram, and return the outcome; -1 with an error set.
+    int (*begin)(PyObject *memory, PyObject *program, const std::vector<char *> &buffers, const std::string &signature);
 };

@@ -19,6 +19,10 @@ int add_kernel(PyObject *module);
 int add_xla_call(PyObject *module);
 int add_shared_memory(PyObject *module);
 
+// Used by other compiled modules: see kernel_api.hpp.
+bool can_begin(PyObject *memory);
+int begin(PyObject *memory, PyObject *program, const std::vector<char *> &buffers, const std::string &signature);
+
 // Return the kernel of a Kernel object, or null with an error set.
 const Kernel *kernel_of(PyObject *object);
 

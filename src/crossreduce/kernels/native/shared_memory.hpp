@@ -49,16 +49,17 @@ struct OpRecord { // an op in the flight recorder of a rank
 };
 
 struct alignas(64) RankState {
-    std::atomic<uint64_t> arrivals; // the number of barriers that the rank has reached
-    std::atomic<uint64_t> number;   // the number of the rank's latest op
+    // What other ranks read at every barrier is in one cache line.
+    std::atomic<uint64_t> arrivals;   // the number of barriers that the rank has reached
+    std::atomic<uint64_t> digests[2]; // of the signatures of its last two ops, by the parity of their numbers
+    std::atomic<uint32_t> bell;       // a futex: the lower half of `arrivals`
+    std::atomic<uint32_t> sleepers;   // the number of ranks that wait on it
+    alignas(64) std::atomic<uint64_t> number; // the number of the rank's latest op
     OpRecord records[RECORDED_OPS];
 };
 
 struct GroupState { // at the start of the memory; the states of the ranks and the slots follow
-    alignas(64) std::atomic<uint64_t> arrivals; // the sum of the arrivals of all ranks at all barriers
-    alignas(64) std::atomic<uint32_t> barriers; // the number of barriers that all ranks have reached; a futex
-    std::atomic<uint32_t> sleepers;             // the number of ranks that wait on the futex
-    alignas(64) std::atomic<uint32_t> aborted;  // 0: no; 1: yes; 2 + rank: this rank is writing the cause
+    alignas(64) std::atomic<uint32_t> aborted; // 0: no; 1: yes; 2 + rank: this rank is writing the cause
     uint32_t cause_length;
     char cause[CAUSE_NBYTES];
 };
@@ -83,12 +84,13 @@ class SharedMemory {
     // Abort the group and wake all ranks. Later causes are ignored.
     void abort(const std::string &cause);
     std::string cause() const; // empty: not aborted, or the cause is incomplete
+    bool is_aborted() const { return group->aborted.load(std::memory_order_acquire) != 0; }
     int aborting_rank() const; // the rank that is writing the cause; -1: none
 
     int rank, ranks;
     int64_t slot;
     uint64_t number = 0; // the number of this rank's latest op
-    int64_t spin_ns = 0; // how long a rank spins before it sleeps
+    int64_t spin_ns = 0; // how long a rank spins before it yields its CPU, and then sleeps
     RankState &state(int of) const { return states[of]; }
     char *memory(int of) const { return slots + of * slot; }
     const RankProgram *current() const { return program; }
@@ -96,6 +98,7 @@ class SharedMemory {
   private:
     SharedMemory() = default;
     void arrive();
+    bool all_reached();
     bool wait(int64_t until_ns);
     bool run(const std::vector<Instruction> &instructions);
     bool signatures_match() const;
@@ -107,8 +110,11 @@ class SharedMemory {
     int process = 0;          // the process that mapped the memory
     int threads = 1;
     uint64_t arrivals = 0; // the number of barriers that this rank has reached
+    int met = 0;           // how many other ranks, from the next one on, are known to have reached the last of them
     const RankProgram *program = nullptr;
     std::vector<char *> buffers;
+    std::vector<Source> sources; // of an instruction, and the memory of its results
+    std::vector<char *> results;
     size_t next = 0;      // the next stage
     bool waiting = false; // this rank has reached a barrier that others have not
     OpRecord *record = nullptr;

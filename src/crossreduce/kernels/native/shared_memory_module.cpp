@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t MAX_NBYTES = int64_t{1} << 46;
 constexpr int MAX_REGIONS = 1000000, MAX_RANKS = 100000;
+constexpr double SLICE_S = 0.05; // see ranks/shared_memory.py
 
 struct ProgramObject {
     PyObject_HEAD
@@ -157,17 +158,35 @@ PyObject *memory_nbytes(PyObject *, PyObject *args) {
     return PyLong_FromLongLong(SharedMemory::nbytes(ranks, slot));
 }
 
+Outcome run_stages(SharedMemoryObject *self, size_t until, double slice_s) {
+    self->busy = true;
+    const Outcome outcome = without_lock(Outcome::out_of_memory, [&] {
+        return self->memory->advance(until, static_cast<int64_t>(slice_s * 1e9));
+    });
+    self->busy = false;
+    if (self->memory->current() == nullptr) Py_CLEAR(self->running);
+    return outcome;
+}
+
 PyObject *advance_op(SharedMemoryObject *self, Py_ssize_t until, double slice_s) {
     const RankProgram *program = self->memory->current();
     if (program == nullptr || until < 0 || static_cast<size_t>(until) > program->stages.size())
         return PyErr_Format(PyExc_ValueError, "no op is running, or its program has fewer stages");
-    self->busy = true;
-    const Outcome outcome = without_lock(Outcome::out_of_memory, [&] {
-        return self->memory->advance(static_cast<size_t>(until), static_cast<int64_t>(slice_s * 1e9));
-    });
-    self->busy = false;
-    if (self->memory->current() == nullptr) Py_CLEAR(self->running);
-    return PyLong_FromLong(static_cast<long>(outcome));
+    return PyLong_FromLong(static_cast<long>(run_stages(self, static_cast<size_t>(until), slice_s)));
+}
+
+const RankProgram *program_of(PyObject *object) {
+    if (PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) == reinterpret_cast<void *>(program_dealloc))
+        return reinterpret_cast<ProgramObject *>(object)->program;
+    PyErr_SetString(PyExc_TypeError, "the first argument is not a RankProgram");
+    return nullptr;
+}
+
+void begin_op(SharedMemoryObject *self, PyObject *program, std::vector<char *> buffers, const std::string &signature) {
+    self->memory->begin(*program_of(program), std::move(buffers), signature);
+    Py_INCREF(program);
+    Py_XDECREF(self->running);
+    self->running = program;
 }
 
 PyObject *memory_begin(PyObject *object, PyObject *args) {
@@ -178,28 +197,23 @@ PyObject *memory_begin(PyObject *object, PyObject *args) {
     double slice_s;
     if (!PyArg_ParseTuple(args, "OOs#nd", &program_object, &addresses, &signature, &length, &until, &slice_s))
         return nullptr;
-    if (PyType_GetSlot(Py_TYPE(program_object), Py_tp_dealloc) != reinterpret_cast<void *>(program_dealloc))
-        return PyErr_Format(PyExc_TypeError, "the first argument is not a RankProgram");
-    const RankProgram &program = *reinterpret_cast<ProgramObject *>(program_object)->program;
-    if (!usable(self, true) || !valid_slice(slice_s)) return nullptr;
+    const RankProgram *program = program_of(program_object);
+    if (program == nullptr || !usable(self, true) || !valid_slice(slice_s)) return nullptr;
     const SharedMemory &memory = *self->memory;
-    if (until < 0 || static_cast<size_t>(until) > program.stages.size() || memory.current() != nullptr ||
-        program.slots > memory.ranks || program.slot_nbytes > memory.slot / 2 ||
-        PySequence_Size(addresses) < program.buffers) {
+    if (until < 0 || static_cast<size_t>(until) > program->stages.size() || memory.current() != nullptr ||
+        program->slots > memory.ranks || program->slot_nbytes > memory.slot / 2 ||
+        PySequence_Size(addresses) < program->buffers) {
         if (!PyErr_Occurred()) value_error("the rank program does not fit the shared memory, or an op is running");
         return nullptr;
     }
     try {
         std::vector<char *> buffers;
-        for (int k = 0; k < program.buffers; k++) {
+        for (int k = 0; k < program->buffers; k++) {
             Ref one(item(addresses, k));
             buffers.push_back(one ? static_cast<char *>(PyLong_AsVoidPtr(one.object)) : nullptr);
             if (PyErr_Occurred()) return nullptr;
         }
-        Py_INCREF(program_object);
-        Py_XDECREF(self->running);
-        self->running = program_object;
-        self->memory->begin(program, std::move(buffers), {signature, static_cast<size_t>(length)});
+        begin_op(self, program_object, std::move(buffers), {signature, static_cast<size_t>(length)});
     } catch (const std::exception &) {
         return PyErr_NoMemory();
     }
@@ -329,6 +343,17 @@ PyType_Slot memory_slots[] = {{Py_tp_new, reinterpret_cast<void *>(memory_new)},
                               {0, nullptr}};
 
 } // namespace
+
+bool can_begin(PyObject *object) {
+    const SharedMemoryObject *self = memory_of(object);
+    return self->memory != nullptr && !self->busy && self->memory->current() == nullptr && !self->memory->is_aborted();
+}
+
+int begin(PyObject *object, PyObject *program, const std::vector<char *> &buffers, const std::string &signature) {
+    SharedMemoryObject *self = memory_of(object);
+    begin_op(self, program, buffers, signature);
+    return static_cast<int>(run_stages(self, program_of(program)->stages.size(), SLICE_S));
+}
 
 int add_shared_memory(PyObject *module) {
     if (add_class<ProgramObject>(module, "crossreduce.kernels._native.RankProgram", program_slots) < 0) return -1;

@@ -16,6 +16,7 @@ namespace {
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t task_added = PTHREAD_COND_INITIALIZER, helpers_done = PTHREAD_COND_INITIALIZER;
 ParallelTask *tasks = nullptr; // the tasks with shares left, the newest one last
+std::atomic<uint64_t> added{0}; // how many tasks there were
 int started = 0;
 pthread_key_t key;
 struct Scratch {
@@ -67,8 +68,8 @@ struct DefaultFloatingPoint {
 #endif
 };
 
-// Wait for a condition for some microseconds, as long as it may take a helper to finish its last share. If the caller
-// sleeps instead, waking it takes longer than that.
+// Wait as long as a condition holds, but only for some microseconds: as long as it may take a helper to finish its last
+// share, or a caller to add another task. To wake a thread that sleeps instead takes longer than that.
 template <class Condition> void spin_while(Condition condition) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(30);
     while (condition() && std::chrono::steady_clock::now() < end) {
@@ -78,10 +79,13 @@ template <class Condition> void spin_while(Condition condition) {
     }
 }
 
-void run_shares(ParallelTask &task, char *scratch) {
+void run_shares(ParallelTask &task, bool is_helper, char *scratch) {
     DefaultFloatingPoint environment;
-    for (long share; (share = task.next_share.fetch_add(1, std::memory_order_relaxed)) < task.shares;)
+    while (task.taken.fetch_add(1, std::memory_order_relaxed) < task.shares) {
+        const long share = is_helper ? task.shares - 1 - task.last_taken.fetch_add(1, std::memory_order_relaxed)
+                                     : task.first_taken++;
         task.function(task.argument, share, scratch);
+    }
 }
 
 void remove(ParallelTask &task) {
@@ -93,17 +97,27 @@ void remove(ParallelTask &task) {
 }
 
 void *help(void *) {
+    bool spins = false; // after a task, since the next one often follows at once
     pthread_mutex_lock(&lock);
     for (;;) {
         ParallelTask *task = tasks;
         while (task != nullptr && task->active >= task->helpers) task = task->next;
+        if (task == nullptr && spins) {
+            const uint64_t seen = added;
+            pthread_mutex_unlock(&lock);
+            spin_while([&] { return added.load(std::memory_order_relaxed) == seen; });
+            pthread_mutex_lock(&lock);
+            spins = false;
+            continue;
+        }
         if (task == nullptr) {
             pthread_cond_wait(&task_added, &lock);
             continue;
         }
+        spins = true;
         task->active++;
         pthread_mutex_unlock(&lock);
-        if (char *scratch = own_scratch(task->scratch_nbytes)) run_shares(*task, scratch);
+        if (char *scratch = own_scratch(task->scratch_nbytes)) run_shares(*task, true, scratch);
         pthread_mutex_lock(&lock);
         remove(*task); // no share is left, or this thread has no memory
         if (--task->active == 0) pthread_cond_broadcast(&helpers_done);
@@ -122,10 +136,11 @@ bool run_parallel(ParallelTask &task) {
         ParallelTask **end = &tasks;
         while (*end != nullptr) end = &(*end)->next;
         *end = &task;
+        added++;
         for (int k = 0; k < task.helpers; k++) pthread_cond_signal(&task_added);
         pthread_mutex_unlock(&lock);
     }
-    run_shares(task, scratch);
+    run_shares(task, false, scratch);
     if (task.helpers > 0) {
         spin_while([&] { return task.active.load(std::memory_order_relaxed) > 0; });
         pthread_mutex_lock(&lock);

@@ -10,7 +10,10 @@ struct ParallelTask {
     long shares;
     int helpers;           // the maximum number of threads that help the caller
     size_t scratch_nbytes; // the bytes of working memory per thread; a thread keeps them until it ends
-    std::atomic<long> next_share{0};
+    // The caller takes shares from the first one on, helpers from the last one: if calls repeat with the same memory, it
+    // is then more often in the cache of the same core.
+    std::atomic<long> taken{0}, last_taken{0}; // by all threads; by helpers
+    long first_taken = 0;                      // by the caller
     std::atomic<int> active{0}; // helpers that are running shares; changed under the pool's lock
     ParallelTask *next = nullptr;
 };

@@ -318,7 +318,8 @@ int fill(PyObject *module) {
     name_devices = PyUnicode_InternFromString("_devices");
     name_threads = PyUnicode_InternFromString("threads");
     if (kernel_api == nullptr || !name_values || !name_devices || !name_threads || load_numpy() < 0) return -1;
-    return add_class<CallsObject>(module, "crossreduce.engines.host._calls.Calls", calls_slots);
+    if (add_class<CallsObject>(module, "crossreduce.engines.host._calls.Calls", calls_slots) < 0) return -1;
+    return add_rank_calls(module);
 }
 
 PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, END_OF_MODULE_SLOTS};

@@ -99,3 +99,5 @@ void forget_error();
 // Classes and values of the package, kept for ever.
 extern PyTypeObject *reduce_op;
 extern PyObject *ops_by_name, *default_options, *name_threads;
+
+int add_rank_calls(PyObject *module); // add the class RankCalls; return -1 with an error set if that fails

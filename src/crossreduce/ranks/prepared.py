@@ -1,0 +1,88 @@
+"""Prepared calls of ranks: a collective of NumPy arrays that was called before runs again in compiled code.
+
+Input: a collective that has just taken the path in Python. Output: an object of ``RankCalls``, which recognises later
+calls with arrays of the same class, dtype and shape. It only recognises: whatever differs takes the path in Python
+again, which checks and explains.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from ..engines.host.prepared import compiled
+from ..ops import ReduceOp
+from .communicator import ArrayView, Communicator
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class RankCalls(Protocol):
+    """The prepared calls of a group."""
+
+    def run(
+        self, communicator: Communicator, collective: str, op: ReduceOp | str | None, root: int, x: Any, out: Any, /
+    ) -> Any:
+        """Return the result of a call that was prepared; ``None``: it was not. Errors are those of ``communicator``."""
+
+    def add(self, *call: Any) -> None:
+        """Add a call; see ``rank_calls.cpp``."""
+
+
+class _NoCalls:
+    def run(self, *_: Any) -> None:
+        return None
+
+    def add(self, *_: Any) -> None:
+        raise AssertionError
+
+
+NO_CALLS: Final[RankCalls] = _NoCalls()
+
+
+def new_calls(communicator: Communicator) -> RankCalls:
+    """Return an object for the prepared calls of a group. If its ranks are on several hosts, none are prepared."""
+    module = compiled() if len(communicator.hosts) == 1 else None
+    return NO_CALLS if module is None else module.RankCalls(communicator.memory.native, communicator.lock)
+
+
+def prepare(
+    calls: RankCalls,
+    communicator: Communicator,
+    collective: str,
+    op: ReduceOp | None,
+    root: int | None,
+    x: NDArray[Any],
+    array: ArrayView,
+    result: NDArray[Any],
+) -> None:
+    """Prepare a call that has just run.
+
+    Args:
+      calls: what the call is added to.
+      communicator: the group.
+      collective: "all_reduce", "broadcast", "all_gather" or "reduce_scatter".
+      op: the reduction; ``None``: arrays are copied.
+      root: the root of a broadcast.
+      x: the array that was given, in C order.
+      array: the view that the call to the communicator was described by.
+      result: the array of the result.
+    """
+    if calls is NO_CALLS:
+        return
+    size, given, made = communicator.size, x.nbytes, result.nbytes
+    whole, whole_result = [(False, 0)], [(True, 0)]
+    places = {
+        "all_reduce": whole + whole_result,
+        "broadcast": whole if root == communicator.rank else whole_result,
+        "all_gather": whole + [(True, k * given) for k in range(size)],
+        "reduce_scatter": [(False, k * made) for k in range(size)] + whole_result,
+    }[collective]
+    with communicator.lock:
+        executable = communicator.executable(collective, op, array, root)
+        if executable is not None:
+            in_place, copied = collective in ("all_reduce", "broadcast"), collective == "broadcast" and places is whole
+            calls.add(
+                *(collective, op, root or 0, x, result.shape, x.itemsize, executable),
+                *(executable.program, executable.text, places, in_place, copied),
+            )
