@@ -164,7 +164,7 @@ def grid_case(library: Any, dtype: str, replicas: int, nbytes: int, offset: int,
 
 
 def fastest(seconds: dict[str, float], name: str) -> float:
-    """Return the seconds of the faster loop, with the allocation of results if the contender ``name`` makes new ones."""
+    """Return the faster loop's seconds; if the contender ``name`` makes new results, with those of ``np.empty``."""
     return min(seconds.get(loop, float("inf")) for loop in (LOOP, C)) + (seconds[EMPTY] if name == FRESH else 0)
 
 

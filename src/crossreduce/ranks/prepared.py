@@ -1,4 +1,4 @@
-"""Prepared calls of ranks: a collective of NumPy arrays that was called before runs again in compiled code.
+"""Prepared calls of ranks: a collective that was called before runs again in compiled code.
 
 Input: a collective that has just taken the path in Python. Output: an object of ``RankCalls``, which recognises later
 calls with arrays of the same class, dtype and shape. It only recognises: whatever differs takes the path in Python
@@ -7,14 +7,11 @@ again, which checks and explains.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from ..engines.host.prepared import compiled
 from ..ops import ReduceOp
 from .communicator import ArrayView, Communicator
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 class RankCalls(Protocol):
@@ -52,9 +49,9 @@ def prepare(
     collective: str,
     op: ReduceOp | None,
     root: int | None,
-    x: NDArray[Any],
+    x: Any,
     array: ArrayView,
-    result: NDArray[Any],
+    result: Any,
 ) -> None:
     """Prepare a call that has just run.
 
@@ -64,7 +61,7 @@ def prepare(
       collective: "all_reduce", "broadcast", "all_gather" or "reduce_scatter".
       op: the reduction; ``None``: arrays are copied.
       root: the root of a broadcast.
-      x: the array that was given, in C order.
+      x: the NumPy array or torch tensor that was given, in C order.
       array: the view that the call to the communicator was described by.
       result: the array of the result.
     """
@@ -84,5 +81,5 @@ def prepare(
             in_place, copied = collective in ("all_reduce", "broadcast"), collective == "broadcast" and places is whole
             calls.add(
                 *(collective, op, root or 0, x, result.shape, x.itemsize, executable),
-                *(executable.program, executable.text, places, in_place, copied),
+                *(executable.program, executable.stages, executable.text, places, in_place, copied),
             )

@@ -22,6 +22,7 @@ from ..ops import ReduceOp
 from ..ranks.communicator import Communicator
 from ..ranks.diagnostics import call_text
 from ..ranks.instructions import reduction_numbers
+from ..ranks.prepared import new_calls, prepare
 from .inner_gloo import InnerGloo
 from .memory import (
     NAMES,
@@ -61,10 +62,16 @@ class Collectives(InnerGloo):
         super().__init__(communicator)
         self._gloo = gloo
         self._rank, self._size = communicator.rank, communicator.size
+        from ..engines.host import torch as _  # noqa: F401 - compiled code then reads tensors; it needs the kernels
+
+        self._calls = new_calls(communicator)
 
     # ---- reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, kind: Any) -> None:
+        known = _OPS.get(kind.op)
+        if known is not None and self._calls.run(self._communicator, "all_reduce", known, 0, tensor, tensor) is tensor:
+            return
         plain = tensor.layout is _STRIDED and is_plain(tensor)
         if not plain:
             self._are_apart("all_reduce", [tensor])
@@ -78,6 +85,8 @@ class Collectives(InnerGloo):
         self._communicator.all_reduce(op, array, array)
         if not plain:
             copy_back(tensor, source)
+        else:
+            prepare(self._calls, self._communicator, "all_reduce", op, None, tensor, array, tensor)
 
     def reduce(self, tensor: Any, kind: Any, root: int, result: Any = None) -> None:
         """Write the reduction of all ranks' ``tensor`` to the root's ``result``; ``None``: to its ``tensor``."""
@@ -116,6 +125,9 @@ class Collectives(InnerGloo):
         copy_back(output, written)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, kind: Any) -> None:
+        known = _OPS.get(kind.op)
+        if known and self._calls.run(self._communicator, "reduce_scatter", known, 0, tensor, output) is output:
+            return
         fits = tensor.numel() == output.numel() * self._size and output.dtype == tensor.dtype and tensor.is_cpu
         remedy = "an input as large as the outputs of all ranks together"
         self._require(fits, "reduce_scatter", [output, tensor], "elements of the input:", [tensor.numel()], remedy)
@@ -128,8 +140,11 @@ class Collectives(InnerGloo):
         written = writable(output)
         if not apart:  # the output may be this rank's part of the input
             (source,) = separated([source], [written], {0: written.data_ptr() - self._rank * written.nbytes})
-        self._communicator.reduce_scatter(op, equal_parts(source, self._size), memory(written))
+        array = memory(written)
+        self._communicator.reduce_scatter(op, equal_parts(source, self._size), array)
         copy_back(output, written)
+        if source is tensor and written is output:
+            prepare(self._calls, self._communicator, "reduce_scatter", op, None, tensor, array, output)
 
     def _reduce_each(self, inputs: Any, output: Any, kind: Any) -> None:
         result = torch.empty(output.shape, dtype=output.dtype)  # later inputs may overlap the output
@@ -140,6 +155,8 @@ class Collectives(InnerGloo):
     # ---- moves ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Any, root: int) -> None:
+        if self._calls.run(self._communicator, "broadcast", None, root, tensor, tensor) is tensor:
+            return
         if root != self._rank:
             self._are_apart("broadcast", [tensor])
         inner = self._inner("broadcast", tensor, root)
@@ -148,7 +165,10 @@ class Collectives(InnerGloo):
             options = self._options(c10d.BroadcastOptions, rootRank=root)
             self._run_in_gloo(inner, self._gloo.broadcast, [raw(plain)], options)
         else:
-            self._communicator.broadcast(memory(plain), root)
+            array = memory(plain)
+            self._communicator.broadcast(array, root)
+            if plain is tensor and tensor.dtype in NAMES:
+                prepare(self._calls, self._communicator, "broadcast", None, root, tensor, array, tensor)
         if root != self._rank:
             copy_back(tensor, plain)
 
@@ -180,6 +200,8 @@ class Collectives(InnerGloo):
         copy_back_all(results, written)
 
     def all_gather_single(self, output: Any, tensor: Any) -> None:
+        if self._calls.run(self._communicator, "all_gather", None, 0, tensor, output) is output:
+            return
         fits = output.numel() == tensor.numel() * self._size and output.dtype == tensor.dtype and output.is_cpu
         remedy = "an output as large as the inputs of all ranks together"
         self._require(fits, "all_gather", [tensor, output], "elements of the output:", [output.numel()], remedy)
@@ -192,7 +214,10 @@ class Collectives(InnerGloo):
             options = self._options(c10d.AllgatherOptions)
             self._run_in_gloo(inner, self._gloo._allgather_base, raw(written), raw(source), options)
         else:
-            self._communicator.all_gather(memory(source), equal_parts(written, self._size))
+            array = memory(source)
+            self._communicator.all_gather(array, equal_parts(written, self._size))
+            if source is tensor and written is output and tensor.dtype in NAMES:
+                prepare(self._calls, self._communicator, "all_gather", None, None, tensor, array, output)
         copy_back(output, written)
 
     def gather(self, results: Sequence[Any], tensor: Any, root: int) -> None:

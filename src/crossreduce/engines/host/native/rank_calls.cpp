@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr size_t MAX_PREPARED = 1024;
+constexpr int64_t MAX_STAGES = 1 << 15; // of all programs; see ranks/communicator.py
 
 std::atomic<uint64_t> forks{0}; // how often an ancestor of this process was forked since the module was loaded
 
@@ -45,6 +45,7 @@ struct RankCallsObject {
     PyObject *memory, *acquire, *release; // the SharedMemory, and methods of the lock of its communicator
     uint64_t forks;
     Table *table;
+    int64_t stages; // of the programs in the table
 };
 
 uint64_t hash_of(const std::vector<int64_t> &signature) { // FNV-1a on words, with a final mix
@@ -86,9 +87,10 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     if (count != 6) return PyErr_Format(PyExc_TypeError, "6 arguments expected, %zd given", count);
     auto &self = *reinterpret_cast<RankCallsObject *>(object);
     PyObject *communicator = arguments[0], *x = arguments[4], *out = arguments[5];
-    const ArrayAccess *access = numpy_access(x);
+    const ArrayAccess *access = access_of(x);
     ArrayView view, target;
-    if (access == nullptr || self.forks != forks || !access->view(x, false, view)) Py_RETURN_NONE;
+    if (access == nullptr || self.forks != forks || !access->is_usable() || !access->view(x, out == x, view))
+        return none_or_error();
     try {
         static thread_local std::vector<int64_t> signature;
         if (!read_signature(arguments[1], arguments[2], arguments[3], view, signature)) return none_or_error();
@@ -113,9 +115,13 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
             const ArrayView like{nullptr, call->sizes.data(), static_cast<int>(call->sizes.size()), view.dtype};
             result.object = access->make(like, view.dtype, call->itemsize, &target.data);
             if (!result) return nullptr;
+        } else if (out == x) {
+            Py_INCREF(out);
+            target = view;
+            if (!call->in_place) return none_or_error();
         } else {
             Py_INCREF(out);
-            if (numpy_access(out) != access || !access->view(out, true, target) || target.dtype != view.dtype ||
+            if (access_of(out) != access || !access->view(out, true, target) || target.dtype != view.dtype ||
                 target.axes != static_cast<int>(call->sizes.size()) ||
                 !std::equal(call->sizes.begin(), call->sizes.end(), target.sizes))
                 return none_or_error();
@@ -160,11 +166,12 @@ PyObject *add(PyObject *object, PyObject *args) {
     PyObject *name, *op, *root, *x, *sizes, *executable, *program, *buffers;
     const char *text;
     Py_ssize_t length, itemsize;
+    long long stages;
     int in_place, copied;
-    if (!PyArg_ParseTuple(args, "OOOOO!nOOs#Opp", &name, &op, &root, &x, &PyTuple_Type, &sizes, &itemsize, &executable,
-                          &program, &text, &length, &buffers, &in_place, &copied))
+    if (!PyArg_ParseTuple(args, "OOOOO!nOOLs#Opp", &name, &op, &root, &x, &PyTuple_Type, &sizes, &itemsize, &executable,
+                          &program, &stages, &text, &length, &buffers, &in_place, &copied))
         return nullptr;
-    const ArrayAccess *access = numpy_access(x);
+    const ArrayAccess *access = access_of(x);
     ArrayView view;
     if (access == nullptr || !access->view(x, false, view)) return none_or_error();
     try {
@@ -177,9 +184,13 @@ PyObject *add(PyObject *object, PyObject *args) {
         call->nbytes = nbytes_of(view.sizes, static_cast<size_t>(view.axes), call->itemsize);
         call->result_nbytes = nbytes_of(call->sizes.data(), call->sizes.size(), call->itemsize);
         if (!read_each(buffers, [&](PyObject *one) { return read_buffer(one, *call); })) return nullptr;
-        call->kept = PyTuple_Pack(4, name, executable, program, access->dtype_object(view.dtype));
+        PyObject *dtype = access->dtype_object(view.dtype);
+        call->kept = PyTuple_Pack(4, name, executable, program, dtype == nullptr ? Py_None : dtype);
         if (call->kept == nullptr) return nullptr;
-        if (self.table->size() >= MAX_PREPARED) self.table->clear();
+        if ((self.stages += stages) > MAX_STAGES) { // forget all others
+            self.table->clear();
+            self.stages = stages;
+        }
         (*self.table)[hash_of(call->signature)] = std::move(call);
     } catch (const std::exception &) {
         return PyErr_NoMemory();
@@ -216,9 +227,9 @@ PyMethodDef methods[] = {
     {"run", as_function(run), METH_FASTCALL,
      "run(communicator, collective, op, root, x, out): return the result of a call that was prepared; None: it was not."},
     {"add", add, METH_VARARGS,
-     "add(collective, op, root, x, result_sizes, itemsize, executable, program, text, buffers, in_place, "
-     "copied): prepare a call. A buffer of the program is (in_result, offset); `in_place`: the result may be x; `copied`: x is copied to the "
-     "result afterwards. The caller holds the lock."},
+     "add(collective, op, root, x, result_sizes, itemsize, executable, program, stages, text, buffers, in_place, "
+     "copied): prepare a call. A buffer of the program is (in_result, offset); `in_place`: the result may be x; `copied`: "
+     "x is copied to the result afterwards. The caller holds the lock."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot class_slots[] = {{Py_tp_new, reinterpret_cast<void *>(calls_new)},

@@ -1,0 +1,202 @@
+"""Collectives that were called before run in compiled code: the same results and errors, and only where nothing changed."""
+
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from members import member
+from ranks import Died, ranks
+
+from crossreduce import mpi
+from crossreduce.errors import ContextError, MismatchError, PeerLostError
+from crossreduce.ranks import prepared
+
+
+class Counted:
+    """Passes calls on to the compiled ones, and counts those that were prepared."""
+
+    def __init__(self, calls):
+        self.calls, self.hits, self.add = calls, 0, calls.add
+
+    def run(self, *arguments):
+        found = self.calls.run(*arguments)
+        self.hits += found is not None
+        return found
+
+
+def group_of(rendezvous, timeout_s=20):
+    """Return a group of NumPy arrays without an MPI, and the counter of its prepared calls."""
+    group = mpi.MpiGroup(member(rendezvous, timeout_s), None, SimpleNamespace(close=lambda _: None))
+    assert group._calls is not prepared.NO_CALLS
+    group._calls = Counted(group._calls)
+    return group, group._calls
+
+
+def array(rank, shape, dtype, seed):
+    return np.random.default_rng([seed, rank]).integers(0, 4, shape).astype(getattr(ml_dtypes, dtype, dtype))
+
+
+def every_collective(rendezvous):
+    group, counter = group_of(rendezvous)
+    n, me = group.size, group.rank
+    for seed, (dtype, row) in enumerate(
+        (dtype, row) for dtype in ("float32", "bfloat16", "int64", "bool") for row in ((), (0,), (3, 5), (40_001,))
+    ):
+        xs = [array(k, row, dtype, seed) for k in range(n)]
+        stacked = [array(k, (n, *row), dtype, 100 + seed) for k in range(n)]
+        op = "max" if dtype == "bool" else "sum"
+        combine = np.max if dtype == "bool" else np.sum
+        total = combine(np.stack(xs), 0).astype(xs[0].dtype)
+        row_total = combine(np.stack(stacked), 0).astype(xs[0].dtype)[me]
+        for turn in range(3):  # the first takes the path in Python
+            before = counter.hits
+            out = np.empty_like(xs[me])
+            runs = {
+                "all_reduce": (group.all_reduce(xs[me], op), total),
+                "all_reduce, out": (group.all_reduce(xs[me], op, out), total),
+                "all_reduce, in place": (group.all_reduce(here := xs[me].copy(), op.upper(), here), total),
+                "reduce_scatter": (group.reduce_scatter(stacked[me], op), row_total),
+                "all_gather": (group.all_gather(xs[me]), np.stack(xs)),
+                "broadcast": (group.broadcast(xs[me], n - 1), xs[n - 1]),
+                "broadcast, in place": (group.broadcast(there := xs[me].copy(), 0, out=there), xs[0]),
+            }
+            for name, (found, expected) in runs.items():
+                assert isinstance(found, np.ndarray)
+                assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
+                assert (found == expected).all(), (name, dtype, row, turn)
+            assert runs["all_reduce, out"][0] is out
+            assert (xs[me] == array(me, row, dtype, seed)).all(), "an input was written"
+            if turn:
+                assert counter.hits - before == len(runs)
+    group.close()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_every_prepared_collective_gives_the_result_of_the_first_call(n):
+    """All forms of the prepared collectives give NumPy's results, and run in compiled code from the second call on."""
+    ranks(n, every_collective)
+
+
+def what_is_not_prepared(rendezvous):
+    group, counter = group_of(rendezvous)
+    n, x = group.size, np.ones((4, 6), np.float32)
+    for _ in range(2):
+        group.all_reduce(x), group.all_gather(x)
+    hits = counter.hits
+    for given in (np.asfortranarray(x), x.astype(">f4"), x.tolist()):  # another layout, another byte order, no array
+        for _ in range(2):
+            assert (group.all_reduce(given) == n).all()
+    for _ in range(2):
+        both = np.ones((8, 6), np.float32)
+        group.all_reduce(both[:4], out=both[2:6])  # the result overlaps the input
+        assert both[:, 0].tolist() == [1, 1, n, n, n, n, 1, 1]
+    assert counter.hits == hits
+    for bad in (np.empty((6, 4), np.float32), np.empty((4, 6)), [1.0], x[:, :5]):
+        with pytest.raises(ValueError, match="out must be"):
+            group.all_reduce(x, out=bad)
+    frozen = x.copy()
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        group.all_reduce(x, out=frozen)
+    with pytest.raises(ValueError, match="not a known reduction"):
+        group.all_reduce(x, "sums")
+    means = [group.all_reduce(np.arange(3) + group.rank, "mean") for _ in range(2)]
+    assert (means[1] == np.arange(3) + (n - 1) / 2).all()
+    assert means[1].dtype == np.float64
+    group.close()
+
+
+def test_a_call_that_differs_from_the_prepared_one_takes_the_path_in_python():
+    """Other layouts, byte orders, overlaps and results, invalid arguments, and means of integers, take that path."""
+    ranks(2, what_is_not_prepared)
+
+
+def mismatches(rendezvous):
+    group, _ = group_of(rendezvous)
+    x, y = np.ones(5, np.float32), np.ones(6, np.float32)
+    for given in (x, y, x, y):
+        group.all_reduce(given)
+    for _ in range(3):
+        out, mine = np.full(5 + group.rank, -1, np.float32), (x, y)[group.rank]
+        with pytest.raises(MismatchError, match=r"float32\[6\].*float32\[5\]"):
+            group.all_reduce(mine, out=out)
+        assert (out == -1).all(), "a result was written"
+        root = np.full(5, group.rank, np.float32)
+        with pytest.raises(MismatchError):
+            group.broadcast(root, 0, out=root) if group.rank else group.all_reduce(root, out=root)
+        assert (root == group.rank).all()
+        assert (group.all_reduce(x) == 2).all()
+    group.close()
+
+
+def test_prepared_calls_that_differ_between_ranks_write_nothing():
+    """Ranks whose prepared calls differ raise a MismatchError, write nothing, and can still use the group."""
+    ranks(2, mismatches)
+
+
+def lost(rendezvous):
+    group, counter = group_of(rendezvous)
+    x = np.ones(1000, np.float32)
+    for _ in range(3):
+        group.all_reduce(x)
+    assert counter.hits == 2
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(PeerLostError) as error:
+            group.all_reduce(x)
+        assert error.value.ranks == (1,)
+    return str(error.value)
+
+
+def test_a_rank_that_dies_during_prepared_calls_is_named():
+    """The others raise PeerLostError with the rank, in the prepared call and in every later one."""
+    first, died, third = ranks(3, lost, check=False)
+    assert isinstance(died, Died)
+    assert first == third
+    assert "rank 1" in first
+
+
+def other_threads(rendezvous):
+    group, _ = group_of(rendezvous)
+    x = np.ones(64, np.float32)
+    group.all_reduce(x)
+    late = threading.Event()
+
+    def run():
+        late.set()
+        group.all_reduce(x)
+
+    if group.rank == 0:  # waits in compiled code, while the main thread makes the next call
+        thread = threading.Thread(target=run)
+        thread.start()
+        late.wait()
+        time.sleep(0.05)
+        result = group.all_reduce(x * 2)
+        thread.join()
+    else:
+        time.sleep(0.3)
+        group.all_reduce(x)
+        result = group.all_reduce(x * 2)
+    assert (result == 4).all()
+    child = os.fork()
+    if not child:
+        try:
+            group.all_reduce(x)
+        except ContextError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    group.close()
+    with pytest.raises(ContextError, match="is closed"):
+        group.all_reduce(x)
+
+
+def test_prepared_calls_of_threads_forked_processes_and_closed_groups():
+    """A call of another thread waits for the one that runs; a forked process and a closed group raise ContextError."""
+    ranks(2, other_threads)
