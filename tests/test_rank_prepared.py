@@ -1,4 +1,4 @@
-"""Collectives that were called before run in compiled code: the same results and errors, and only where nothing changed."""
+"""Collectives that were called before run in compiled code: the same results and errors, if nothing has changed."""
 
 import os
 import signal

@@ -92,8 +92,6 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     if (access == nullptr || self.forks != forks || !access->is_usable() || !access->view(x, out == x, view))
         return none_or_error();
     try {
-        static thread_local std::vector<int64_t> signature;
-        if (!read_signature(arguments[1], arguments[2], arguments[3], view, signature)) return none_or_error();
         // Another thread may add calls, but only while it has the lock.
         Ref locked(PyObject_CallFunctionObjArgs(self.acquire, Py_False, nullptr));
         if (!locked || locked.object != Py_True) return none_or_error();
@@ -106,21 +104,21 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
                 PyErr_Restore(type, value, traceback);
             }
         } release{self.release};
+        static thread_local std::vector<int64_t> signature; // no Python code runs while it is used
+        if (!read_signature(arguments[1], arguments[2], arguments[3], view, signature)) return none_or_error();
         const auto found = self.table->find(hash_of(signature));
         if (found == self.table->end() || found->second->signature != signature || !kernel_api->can_begin(self.memory))
             return none_or_error();
         const std::shared_ptr<RankCall> call = found->second;
-        Ref result(out);
+        Ref result(nullptr);
         if (out == Py_None) {
             const ArrayView like{nullptr, call->sizes.data(), static_cast<int>(call->sizes.size()), view.dtype};
             result.object = access->make(like, view.dtype, call->itemsize, &target.data);
             if (!result) return nullptr;
         } else if (out == x) {
-            Py_INCREF(out);
             target = view;
             if (!call->in_place) return none_or_error();
         } else {
-            Py_INCREF(out);
             if (access_of(out) != access || !access->view(out, true, target) || target.dtype != view.dtype ||
                 target.axes != static_cast<int>(call->sizes.size()) ||
                 !std::equal(call->sizes.begin(), call->sizes.end(), target.sizes))
@@ -138,8 +136,9 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
             if (!done) return nullptr;
         }
         if (call->copied && target.data != view.data) copy(target.data, view.data, static_cast<size_t>(call->nbytes));
-        Py_INCREF(result.object);
-        return result.object;
+        PyObject *written = result ? result.object : out;
+        Py_INCREF(written);
+        return written;
     } catch (const std::exception &) {
         return PyErr_NoMemory();
     }
