@@ -127,7 +127,7 @@ def mismatches(rendezvous):
             group.all_reduce(mine, out=out)
         assert (out == -1).all(), "a result was written"
         root = np.full(5, group.rank, np.float32)
-        with pytest.raises(MismatchError):
+        with pytest.raises(MismatchError, match="broadcast"):
             group.broadcast(root, 0, out=root) if group.rank else group.all_reduce(root, out=root)
         assert (root == group.rank).all()
         assert (group.all_reduce(x) == 2).all()
@@ -148,7 +148,7 @@ def lost(rendezvous):
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     for _ in range(2):
-        with pytest.raises(PeerLostError) as error:
+        with pytest.raises(PeerLostError, match="rank 1") as error:
             group.all_reduce(x)
         assert error.value.ranks == (1,)
     return str(error.value)

@@ -287,7 +287,7 @@ class RankCompiler:
                 else _placed(self._inputs[array], piece, start, self._analysis.numbers.dtype)
                 for operand in operands
             )
-            streaming, size = self._streaming and len(operands) == 1 and value < 0, stop - start
+            size, streaming = stop - start, self._streaming and len(operands) == 1 and value < 0
             slot = self._reference(piece, chunk, value) if value >= 0 else None
             if kept:
                 place = _placed(self._outputs[array], piece, start, numbers.result)

@@ -28,6 +28,8 @@ FRAMEWORKS = ("numpy", "torch")
 @cache
 def compiled() -> Any:
     """Return the compiled module, ready for use, or ``None`` where it was not built."""
+    if kernels.native() is None:
+        return None
     try:
         from . import _calls
     except ImportError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from itertools import chain
@@ -14,6 +13,7 @@ from ... import kernels
 from ...frameworks import Array
 from ...frameworks.torch import DTYPES_BY_NAME, has_no_memory, is_frozen, is_transformed
 from . import ArrayMemory
+from .prepared import compiled
 
 _MOST_AXES: Final = 64  # the kernels read strided sources of at most this many dimensions
 
@@ -70,10 +70,6 @@ def _allocate(shape: tuple[int, ...], dtype: Any, count: int) -> list[Any]:
 
 MEMORY: Final = TorchMemory()
 
-if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # torch 2.10 and newer
-    with contextlib.suppress(ImportError):  # not compiled
-        from ._calls import use_torch
-
-        # torch.autograd.graph.increment_version only wraps a single tensor in a tuple, and calls this function.
-        mark_dirty = torch._C._increment_version
-        use_torch(torch.Tensor, torch.Tensor.__dlpack_c_exchange_api__, is_transformed, mark_dirty)
+if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") and (calls := compiled()) is not None:  # torch 2.10 and newer
+    # torch.autograd.graph.increment_version only wraps a single tensor in a tuple, and calls this function.
+    calls.use_torch(torch.Tensor, torch.Tensor.__dlpack_c_exchange_api__, is_transformed, torch._C._increment_version)
