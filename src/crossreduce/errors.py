@@ -36,9 +36,9 @@ class ReductionError(Exception):
         return cls(message(problem, given, remedy))
 
     def prefix(self, where: str, pair: int | None = None) -> None:
-        """Put the position of the error in front of its text; it replaces ``pair k:`` if the text starts with that."""
+        """Put a position in front of the text, unless it is empty; it replaces ``pair k:`` if the text starts so."""
         text = str(self).removeprefix(f"pair {self.pair}: ")
-        self.args = (f"{where}: {text}",)
+        self.args = (f"{where}: {text}" if where else text,)
         self.pair = pair
 
 

@@ -122,7 +122,7 @@ def reduce_leaves(
                     framework_of(component)  # raises for a leaf that is not an array
                 value = PerReplica(components, devices)
         except ReductionError as error:
-            error.prefix(f"leaf {leaf_paths(structure)[number]}")
+            name_leaf(error, structure, number)
             raise
         pairs.append((value, value))
     targets = None
@@ -133,7 +133,7 @@ def reduce_leaves(
         reduced = ops.batch_reduce(op, pairs, options, out=targets)
     except ReductionError as error:
         if error.pair is not None:  # replace the pair's number by the leaf's path
-            error.prefix(f"leaf {leaf_paths(structure)[error.pair]}")
+            name_leaf(error, structure, error.pair)
         raise
     return [list(row) for row in zip(*(result.values for result in reduced), strict=True)] or [[] for _ in rows]
 
@@ -215,6 +215,12 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
 def leaf_paths(structure: Any) -> list[str]:
     """Return the path of each leaf as a Python expression: ``tree['w'][0]``."""
     return [accessor.codify("tree") for accessor in structure.accessors()]
+
+
+def name_leaf(error: ReductionError, structure: Any, number: int) -> None:
+    """Add a leaf's path to an error, unless the tree is a single array."""
+    path = leaf_paths(structure)[number]
+    error.prefix("" if path == "tree" else f"leaf {path}")
 
 
 def _outline(structures: list[Any], replica: int) -> str:

@@ -181,6 +181,9 @@ class ReplicaContext:
             and tensors that require gradients, if the op is min, max or product or replicas share an accelerator.
         """
         self._require_current("all_reduce")
+        if isinstance(value, (str, ReduceOp)):
+            given = f"all_reduce({shown(reduce_op)}, {shown(value)})"
+            raise ArgumentError.of("the op comes before the value.", given, f"all_reduce({value!r}, value)")
         op = read_op(reduce_op)
         hints = read_options(options)
         leaves, structure = self._flatten(value)

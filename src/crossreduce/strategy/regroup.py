@@ -11,7 +11,7 @@ from typing import Any
 from ..devices import parse
 from ..errors import ArgumentError, ReductionError, UnsupportedError, shown
 from ..frameworks import framework_of
-from ..trees import flatten_tree, flatten_trees, leaf_paths, unflatten_tree
+from ..trees import flatten_tree, flatten_trees, name_leaf, unflatten_tree
 from ..values import DistributedValues, PerReplica, default_devices, locate
 
 
@@ -134,8 +134,6 @@ def map_leaves(leaves: Iterable[Any], structure: Any, function: Callable[[Any], 
         try:
             made.append(function(leaf))
         except ReductionError as error:
-            path = leaf_paths(structure)[number]
-            if path != "tree":
-                error.prefix(f"leaf {path}")
+            name_leaf(error, structure, number)
             raise
     return made

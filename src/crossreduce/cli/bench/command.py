@@ -81,7 +81,7 @@ def bench(
         Path | None, Option(metavar="FILE.svg|.png", help="With --against: draw the ratios over the sizes.")
     ] = None,
     keep_memory: Annotated[
-        bool, Option("--keep-memory", help="With --against: also measure with crossreduce.keep_memory().")
+        bool, Option("--keep-memory", metavar=" ", help="With --against: also measure with crossreduce.keep_memory().")
     ] = False,
 ) -> None:
     """Time a collective and print the table of nccl-tests.
