@@ -183,7 +183,7 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
         axes.grid(alpha=0.3)
     every[0][0].set_ylabel("microseconds of an all-reduce")
     every[0][0].legend()
-    figure.savefig(picture, dpi=120, metadata={"Software": None})
+    figure.savefig(picture, metadata={"Date": None})
 
 
 def main() -> None:
@@ -215,10 +215,10 @@ def main() -> None:
                 )
     lines = list(ahead(rows))
     print(f"\nA peer is faster at {len(lines)} of {len(rows)} points.", *lines, sep="\n")
-    if given.picture:
-        draw(rows, given.picture)
     if given.json is not None or not given.quick:
         keep("rank_grid", {"libraries": libraries, "rows": rows}, given.json or RESULTS / "rank_grid.json")
+    if given.picture:
+        draw(rows, given.picture)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from ranks import Died, ranks
 
 from crossreduce import mpi
 from crossreduce.errors import ContextError, MismatchError, PeerLostError
-from crossreduce.ranks import prepared
+from crossreduce.ranks import one_host, prepared, shared_memory
 
 
 class Counted:
@@ -76,10 +76,30 @@ def every_collective(rendezvous):
     group.close()
 
 
+def every_collective_without_reading_peers(rendezvous):
+    """Let one rank fail to read the memory of the others; then none does."""
+    asked = []
+
+    def can_read_all(memory):
+        asked.append(memory)
+        return rendezvous.rank != 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory.RankMemory, "can_read_all", can_read_all)
+        patch.setattr(one_host, "peer_stages", None)
+        every_collective(rendezvous)
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_every_prepared_collective_gives_the_result_of_the_first_call(n):
     """All forms of the prepared collectives give NumPy's results, and run in compiled code from the second call on."""
     ranks(n, every_collective)
+
+
+def test_ranks_that_may_not_read_the_memory_of_others():
+    """If one rank may not read the memory of the others' processes, all use the shared memory."""
+    ranks(3, every_collective_without_reading_peers)
 
 
 def what_is_not_prepared(rendezvous):

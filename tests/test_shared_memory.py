@@ -16,12 +16,14 @@ from crossreduce import kernels
 from crossreduce.errors import ArgumentError, CollectiveTimeout, PeerLostError, decoded, encoded
 from crossreduce.kernels import FusedProgram, Segment
 from crossreduce.ranks.communicator import encoded_text
+from crossreduce.ranks.instructions import PEER_BUFFER
 from crossreduce.ranks.shared_memory import (
     DONE,
     LEFT,
     MAX_CAUSE_BYTES,
     MAX_TEXT_BYTES,
     MISMATCH,
+    UNREADABLE,
     WAITING,
     RankMemory,
     WaitTimer,
@@ -284,6 +286,31 @@ def test_texts_that_differ_anywhere_are_a_mismatch(pair):
                 other.end_op()
             assert other.ops(0)[-1][1] == text
             assert other.ops(1)[-1][1] == second
+
+
+def test_copies_from_the_memory_of_another_process(pair):
+    """A rank copies from the buffer 0 of another rank's caller, which does not use it itself; if the address is not
+    readable, the op stops with an outcome of its own."""
+    one, other = pair
+    assert one.can_read(1)
+    source, result = (ctypes.c_int64 * 8)(*range(8)), (ctypes.c_int64 * 8)()
+    copies = native.RankProgram([[], [copy((PEER_BUFFER + 1, 16), (~1, 0), 6)], []])
+    for address, outcome in ((ctypes.addressof(source), DONE), (8, UNREADABLE)):
+        assert one.begin(copies, (0, ctypes.addressof(result)), "a", 2, 0.0) == WAITING
+        assert other.begin(nothing(3), (address,), "a", 2, 1.0) == DONE
+        assert one.advance(2, 1.0) == outcome
+        assert list(result) == [2, 3, 4, 5, 6, 7, 0, 0]
+        one.end_op(), other.end_op()
+
+
+def test_other_processes_are_only_read(pair):
+    """Buffers of other ranks cannot be written or combined, and their ranks must exist."""
+    peer, own = (PEER_BUFFER, 0), (~0, 0)
+    for sources, results in (((own,), (peer,)), ((peer, own), (own,)), ((peer,), (own, own))):
+        one = kernel(len(sources), len(results)), sources, results, False
+        raises(ValueError, native.RankProgram, [[one], []])
+    beyond = native.RankProgram([[copy((PEER_BUFFER + 2, 0), own)], []])
+    raises(ValueError, pair[0].begin, beyond, (0,), "a", 2, 0.0)
 
 
 def test_the_last_ops_are_recorded(pair):

@@ -206,7 +206,7 @@ def test_shapes_and_dtypes_that_differ_are_listed():
         strategy.run(lambda: context().all_reduce("mean", {"a": "text"}))
     with pytest.raises(cr.ArgumentError, match="not a known reduction"):
         strategy.run(lambda: context().all_reduce("average", 1.0))
-    with pytest.raises(cr.ArgumentError, match=r"the op comes before the value(?s:.*)all_reduce\('sum', value\)"):
+    with pytest.raises(cr.ArgumentError, match=r"the op comes before the value(?s:.*)all_reduce\(.sum., value\)"):
         strategy.run(lambda: context().all_reduce(np.ones(2), "sum"))
     with pytest.raises(cr.ArgumentError, match="the components do not have this axis"):
         strategy.run(lambda: context().all_gather(np.ones(2), 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from .. import kernels
 from ..kernels import FusedProgram, Segment
@@ -16,8 +16,13 @@ from ..ops import ACCUMULATORS, INTEGERS, KERNEL_OPS, Numbers, ReduceOp
 from ..packing import itemsize
 
 
+PEER_BUFFER: Final = 1 << 20
+"""The region of rank r's caller's buffer 0 is ``PEER_BUFFER + r``; it can only be copied. As in shared_memory.hpp."""
+
+
 class BufferReference(NamedTuple):
-    """``offset`` bytes into the slot of rank k of the host (region k), or into the caller's buffer k (region ~k)."""
+    """``offset`` bytes into the slot of rank k of the host (region k), into the caller's buffer k (region ~k), or into
+    the buffer 0 of another rank's caller (see ``PEER_BUFFER``)."""
 
     region: int
     offset: int

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from ..lowering import Program, lower
@@ -21,7 +22,7 @@ from ..packing import itemsize
 from ..planning import direct, one_shot
 from ..schedule import Chunk, Schedule, Step
 from .exchange import ExchangeProgram
-from .instructions import RankInstruction, native_program
+from .instructions import PEER_BUFFER, BufferReference, RankInstruction, native_program
 from .programs import rank_stages
 from .shared_memory import StageRunner
 
@@ -30,6 +31,10 @@ SMALL_BYTES_OF_2_RANKS: Final = 1 << 15
 """Up to this many bytes, each rank that needs the result of an all-reduce or reduce reduces everything itself.
 
 Measured, this way over a share per rank: 2 ranks 0.83 for 16 and 32 KiB, 1.0 from 64 KiB on; 4 ranks 1.05 for 8 KiB."""
+
+
+PEER_BYTES: Final = 8192
+"""From this size on, broadcasts and all-gathers read the memory of the other ranks' processes, where that is allowed."""
 
 
 class RankExecutable(NamedTuple):
@@ -46,8 +51,9 @@ class RankExecutable(NamedTuple):
 class OneHostEngine:
     """Compiles and runs the calls of rank number ``rank`` of the ``ranks`` ranks of a host."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
+    def __init__(self, rank: int, ranks: int, reads_peers: bool = False) -> None:
+        """``reads_peers``: whether each rank may read the memory of the others' processes."""
+        self._rank, self._ranks, self._reads_peers = rank, ranks, reads_peers
 
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; callers cache it.
@@ -57,8 +63,12 @@ class OneHostEngine:
         """
         stages: Sequence[Any] = [[], []]  # one barrier, which compares the calls
         if collective:
-            found = host_collective(collective, self._ranks, root, size * itemsize(numbers.dtype))
-            stages = rank_stages(found.program, found.inputs, found.outputs, size, numbers, self._rank)
+            nbytes = size * itemsize(numbers.dtype)
+            found = host_collective(collective, self._ranks, root, nbytes)
+            if self._reads_peers and collective in ("broadcast", "all_gather") and nbytes >= PEER_BYTES:
+                stages = peer_stages(found, size, numbers, self._rank)
+            else:
+                stages = rank_stages(found.program, found.inputs, found.outputs, size, numbers, self._rank)
         return RankExecutable(native_program(stages), len(stages), text)
 
     @staticmethod
@@ -118,6 +128,24 @@ def host_collective(collective: str, ranks: int, root: int | None, nbytes: int) 
     """
     small = SMALL_BYTES_OF_2_RANKS if ranks == 2 else SMALL_BYTES
     return _host_collective(collective, ranks, root, nbytes <= small)
+
+
+def peer_stages(found: HostCollective, size: int, numbers: Numbers, rank: int) -> list[list[RankInstruction]]:
+    """Return the stages of a rank that copies from the memory of the other ranks' processes.
+
+    ``found`` has one round of copies from buffer 0. Stage 1 copies; after it all ranks wait, since others read their
+    memory.
+    """
+    copies = []
+    for chunk, source, result in zip(found.program.chunks, found.inputs, found.outputs, strict=True):
+        (sender,) = chunk.sources
+        if rank in chunk.destinations and (sender != rank or source != result):
+            assert source == 0, "only buffer 0 is known to other ranks"
+            region = ~source if sender == rank else PEER_BUFFER + sender
+            places = (BufferReference(region, 0),), (BufferReference(~result, 0),)
+            copies.append(((sender - rank) % len(found.program.devices), RankInstruction(size, *places, numbers)))
+    copies.sort(key=itemgetter(0))  # own memory first, then a different rank on every rank
+    return [[], [copy for _, copy in copies], []]
 
 
 @lru_cache(maxsize=256)

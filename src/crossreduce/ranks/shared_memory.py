@@ -29,9 +29,9 @@ MAX_CAUSE_BYTES: Final = 2040
 LEFT: Final = "left the group"
 _LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
-DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY = range(5)
+DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY, UNREADABLE = range(6)
 """Outcomes: all required stages are executed; ``SLICE_S`` ended before that; the ranks' calls differ; the group was
-aborted; the kernels could not allocate working memory."""
+aborted; the kernels could not allocate working memory; the memory of another rank's process cannot be read."""
 
 
 class RankMemory:
@@ -57,6 +57,10 @@ class RankMemory:
     def nbytes(ranks: int, slot: int) -> int:
         """Return the bytes of memory that ``ranks`` ranks with slots of ``slot`` bytes share."""
         return int(kernels.native().SharedMemory.nbytes(ranks, slot))
+
+    def can_read_all(self) -> bool:
+        """Return whether this process may read the memory of all ranks of the host. Only before the first op."""
+        return all(self.native.can_read(place) for place in range(len(self.host)))
 
     def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
         """Begin the next op and execute the stages before ``until``; return an outcome, see ``DONE``.
@@ -234,6 +238,10 @@ class StageRunner:
             outcome = self.memory.advance(until)
         if outcome == BROKEN:
             raise GroupAborted
+        if outcome == UNREADABLE:
+            problem = "this rank can no longer read the memory of another rank's process (process_vm_readv)."
+            remedy = "ranks that do not change their user or their rights while the group is used"
+            raise ReductionError.of(problem, f"rank {self.memory.host[self.memory.place]}", remedy)
         if outcome == NO_MEMORY:
             raise MemoryError("the kernels could not allocate working memory")
         return outcome == DONE

@@ -12,6 +12,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 #endif
 
@@ -133,12 +134,37 @@ SharedMemory *SharedMemory::map(int fd, int rank, int ranks, int64_t slot, int64
     SharedMemory *made = over(at, rank, ranks, slot, spin_ns, threads);
     made->mapped_nbytes = size;
     made->process = getpid();
+    made->probe = now_ns(CLOCK_MONOTONIC) ^ reinterpret_cast<intptr_t>(made);
+    RankState &own = made->states[rank];
+    own.process.store(made->process, std::memory_order_relaxed);
+    own.probe.store(made->probe, std::memory_order_relaxed);
+    own.buffers[0].store(reinterpret_cast<uint64_t>(&made->probe), std::memory_order_release);
     return made;
 }
 
 SharedMemory::~SharedMemory() {
     // A forked child may have mapped something else at this address.
     if (mapped_nbytes > 0 && getpid() == process) munmap(group, mapped_nbytes);
+}
+
+// Read the caller's buffer 0 of another rank's current op. Return false, with errno, if that fails.
+bool SharedMemory::read_peer(int of, int64_t offset, char *to, int64_t nbytes) const {
+    const RankState &peer = states[of];
+    const auto process_id = static_cast<pid_t>(peer.process.load(std::memory_order_relaxed));
+    uint64_t from = peer.buffers[number % 2].load(std::memory_order_acquire) + static_cast<uint64_t>(offset);
+    while (nbytes > 0) {
+        iovec here = {to, static_cast<size_t>(nbytes)}, there = {reinterpret_cast<void *>(from), here.iov_len};
+        const ssize_t count = process_vm_readv(process_id, &here, 1, &there, 1, 0);
+        if (count <= 0) return false;
+        to += count, from += static_cast<uint64_t>(count), nbytes -= count;
+    }
+    return true;
+}
+
+bool SharedMemory::can_read(int of) const {
+    int64_t found = 0;
+    return read_peer(of, 0, reinterpret_cast<char *>(&found), sizeof found) &&
+           found == states[of].probe.load(std::memory_order_relaxed);
 }
 
 void SharedMemory::arrive() {
@@ -207,6 +233,8 @@ SharedMemory *SharedMemory::map(int, int, int, int64_t, int64_t, int) {
 }
 SharedMemory::~SharedMemory() = default;
 void SharedMemory::arrive() {}
+bool SharedMemory::read_peer(int, int64_t, char *, int64_t) const { return false; }
+bool SharedMemory::can_read(int) const { return false; }
 bool SharedMemory::wait(int64_t) { return false; }
 void SharedMemory::abort(const std::string &) {}
 
@@ -232,6 +260,7 @@ void SharedMemory::begin(const RankProgram &new_program, std::vector<char *> mem
     record = &own.records[number % RECORDED_OPS];
     record->write(number, signature, now_ns(CLOCK_MONOTONIC));
     own.number.store(number, std::memory_order_release);
+    own.buffers[number % 2].store(buffers.empty() ? 0 : reinterpret_cast<uint64_t>(buffers[0]), std::memory_order_relaxed);
     own.digests[number % 2].store(digest_of(signature, number), std::memory_order_relaxed);
 }
 
@@ -244,21 +273,28 @@ bool SharedMemory::signatures_match() const {
     return true;
 }
 
-bool SharedMemory::run(const std::vector<Instruction> &instructions) {
+Outcome SharedMemory::run(const std::vector<Instruction> &instructions) {
     const int64_t half = static_cast<int64_t>(number % 2) * (slot / 2);
     const auto address = [&](const BufferRef &ref) {
         if (ref.region >= 0) return memory(ref.region) + half + ref.offset;
         return buffers[static_cast<size_t>(~ref.region)] + ref.offset;
     };
     for (const Instruction &one : instructions) {
+        if (one.sources[0].region >= PEER_BUFFER) { // a copy
+            const int64_t nbytes = one.kernel->elements * static_cast<int64_t>(ITEMSIZES[one.kernel->result]);
+            if (read_peer(one.sources[0].region - PEER_BUFFER, one.sources[0].offset, address(one.results[0]), nbytes))
+                continue;
+            if (errno == ESRCH) continue; // that rank has died, and will be missing at the next barrier
+            return group->aborted.load(std::memory_order_acquire) != 0 ? Outcome::aborted : Outcome::unreadable;
+        }
         sources.clear();
         results.clear();
         for (const BufferRef &ref : one.sources) sources.push_back({address(ref), nullptr});
         for (const BufferRef &ref : one.results) results.push_back(address(ref));
         const int count = traffic_nbytes(*one.kernel) < THREADED_NBYTES ? 1 : threads;
-        if (!run_kernel(*one.kernel, sources, results, count, one.streaming)) return false;
+        if (!run_kernel(*one.kernel, sources, results, count, one.streaming)) return Outcome::out_of_memory;
     }
-    return true;
+    return Outcome::done;
 }
 
 Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
@@ -280,7 +316,8 @@ Outcome SharedMemory::advance(size_t until, int64_t slice_ns) {
                 return Outcome::mismatch;
             }
         }
-        if (!run(program->stages[next])) return Outcome::out_of_memory;
+        const Outcome outcome = run(program->stages[next]);
+        if (outcome != Outcome::done) return outcome;
         next++;
     }
     if (next == program->stages.size()) end_op();

@@ -13,8 +13,10 @@
 
 #include "kernel.hpp"
 
+constexpr int PEER_BUFFER = 1 << 20;
+
 struct BufferRef { // the location of an operand
-    int region;     // a rank: that rank's slot; ~k: the caller's buffer k
+    int region;     // a rank: that rank's slot; ~k: the caller's buffer k; PEER_BUFFER + r: buffer 0 of rank r's caller
     int64_t offset; // bytes
 };
 
@@ -27,6 +29,7 @@ struct Instruction { // runs a kernel
 struct RankProgram {
     std::vector<std::vector<Instruction>> stages;
     int slots;           // how many slots the instructions use, from the first
+    int peers;           // of how many ranks, from the first, they may read the caller's buffer
     int buffers;         // how many of the caller's buffers they use
     int64_t slot_nbytes; // the bytes of each slot that they use, in one half
 };
@@ -54,7 +57,9 @@ struct alignas(64) RankState {
     std::atomic<uint64_t> digests[2]; // of the signatures of its last two ops, by the parity of their numbers
     std::atomic<uint32_t> bell;       // a futex: the lower half of `arrivals`
     std::atomic<uint32_t> sleepers;   // the number of ranks that wait on it
+    std::atomic<uint64_t> buffers[2]; // the addresses of buffer 0 of the callers of its last two ops; at first of `probe`
     alignas(64) std::atomic<uint64_t> number; // the number of the rank's latest op
+    std::atomic<int64_t> process, probe;      // the rank's process; a number that can also be read in its memory
     OpRecord records[RECORDED_OPS];
 };
 
@@ -64,7 +69,7 @@ struct GroupState { // at the start of the memory; the states of the ranks and t
     char cause[CAUSE_NBYTES];
 };
 
-enum class Outcome { done, waiting, mismatch, aborted, out_of_memory };
+enum class Outcome { done, waiting, mismatch, aborted, out_of_memory, unreadable };
 
 class SharedMemory {
   public:
@@ -83,6 +88,8 @@ class SharedMemory {
     void end_op();
     // Abort the group and wake all ranks. Later causes are ignored.
     void abort(const std::string &cause);
+    // Whether this rank can read the memory of another rank's process. Asked before the first op.
+    bool can_read(int of) const;
     std::string cause() const; // empty: not aborted, or the cause is incomplete
     bool is_aborted() const { return group->aborted.load(std::memory_order_acquire) != 0; }
     int aborting_rank() const; // the rank that is writing the cause; -1: none
@@ -100,7 +107,8 @@ class SharedMemory {
     void arrive();
     bool all_reached();
     bool wait(int64_t until_ns);
-    bool run(const std::vector<Instruction> &instructions);
+    Outcome run(const std::vector<Instruction> &instructions);
+    bool read_peer(int of, int64_t offset, char *to, int64_t nbytes) const;
     bool signatures_match() const;
 
     GroupState *group = nullptr;
@@ -109,6 +117,7 @@ class SharedMemory {
     size_t mapped_nbytes = 0; // 0: the memory is the caller's
     int process = 0;          // the process that mapped the memory
     int threads = 1;
+    int64_t probe = 0;
     uint64_t arrivals = 0; // the number of barriers that this rank has reached
     int met = 0;           // how many other ranks, from the next one on, are known to have reached the last of them
     const RankProgram *program = nullptr;

@@ -27,10 +27,12 @@ bool read_refs(PyObject *list, size_t count, int64_t nbytes, std::vector<BufferR
         std::vector<int64_t> fields;
         if (!one || !read_ints(one.object, fields)) return false;
         if (fields.size() != 2 || fields[1] < 0 || fields[1] > MAX_NBYTES || fields[0] < -MAX_REGIONS ||
-            fields[0] > MAX_REGIONS)
+            fields[0] >= PEER_BUFFER + MAX_RANKS || (fields[0] > MAX_REGIONS && fields[0] < PEER_BUFFER))
             return value_error("an operand of an instruction is (region, offset)");
         const int region = static_cast<int>(fields[0]);
-        if (region >= 0) {
+        if (region >= PEER_BUFFER) {
+            program.peers = std::max(program.peers, region - PEER_BUFFER + 1);
+        } else if (region >= 0) {
             program.slots = std::max(program.slots, region + 1);
             program.slot_nbytes = std::max(program.slot_nbytes, fields[1] + nbytes);
         } else {
@@ -53,8 +55,14 @@ bool read_instruction(PyObject *fields, ProgramObject &self, std::vector<Instruc
     const int64_t size = kernel->sizes[0];
     const int64_t in = size * static_cast<int64_t>(ITEMSIZES[kernel->dtype]);
     const int64_t out = size * static_cast<int64_t>(ITEMSIZES[kernel->result]);
-    return read_refs(sources, static_cast<size_t>(kernel->sources), in, stage.back().sources, *self.program) &&
-           read_refs(results, static_cast<size_t>(kernel->results), out, stage.back().results, *self.program);
+    if (!read_refs(sources, static_cast<size_t>(kernel->sources), in, stage.back().sources, *self.program) ||
+        !read_refs(results, static_cast<size_t>(kernel->results), out, stage.back().results, *self.program))
+        return false;
+    const auto is_peer = [](const BufferRef &ref) { return ref.region >= PEER_BUFFER; };
+    const auto &from = stage.back().sources, &to = stage.back().results;
+    const bool copies = kernel->only_copies && from.size() == 1 && to.size() == 1;
+    return std::none_of(to.begin(), to.end(), is_peer) && (copies || std::none_of(from.begin(), from.end(), is_peer)) ? true
+           : value_error("another rank's buffer can only be the source of a copy");
 }
 
 PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *) {
@@ -201,14 +209,16 @@ PyObject *memory_begin(PyObject *object, PyObject *args) {
     if (program == nullptr || !usable(self, true) || !valid_slice(slice_s)) return nullptr;
     const SharedMemory &memory = *self->memory;
     if (until < 0 || static_cast<size_t>(until) > program->stages.size() || memory.current() != nullptr ||
-        program->slots > memory.ranks || program->slot_nbytes > memory.slot / 2 ||
+        program->slots > memory.ranks || program->peers > memory.ranks || program->slot_nbytes > memory.slot / 2 ||
         PySequence_Size(addresses) < program->buffers) {
         if (!PyErr_Occurred()) value_error("the rank program does not fit the shared memory, or an op is running");
         return nullptr;
     }
     try {
         std::vector<char *> buffers;
-        for (int k = 0; k < program->buffers; k++) {
+        // Buffer 0 also if only other ranks read it.
+        const Py_ssize_t count = std::min<Py_ssize_t>(PySequence_Size(addresses), std::max(program->buffers, 1));
+        for (Py_ssize_t k = 0; k < count; k++) {
             Ref one(item(addresses, k));
             buffers.push_back(one ? static_cast<char *>(PyLong_AsVoidPtr(one.object)) : nullptr);
             if (PyErr_Occurred()) return nullptr;
@@ -260,6 +270,12 @@ PyObject *memory_address(PyObject *object, PyObject *args) {
     if (memory == nullptr) return nullptr;
     const int64_t half = static_cast<int64_t>(memory->number % 2) * (memory->slot / 2);
     return PyLong_FromVoidPtr(memory->memory(rank) + half);
+}
+
+PyObject *memory_can_read(PyObject *object, PyObject *args) {
+    int rank;
+    const SharedMemory *memory = read_rank(object, args, rank);
+    return memory == nullptr ? nullptr : PyBool_FromLong(memory->can_read(rank));
 }
 
 PyObject *memory_number(PyObject *object, PyObject *) {
@@ -321,7 +337,7 @@ PyMethodDef memory_methods[] = {
      "memory at the addresses alive until the op ends."},
     {"advance", locked<memory_advance>, METH_VARARGS,
      "advance(until, slice_s): run the stages before `until`. Returns 0: done; 1: still waiting for other ranks; 2: "
-     "the signatures differ; 3: aborted; 4: out of memory."},
+     "the signatures differ; 3: aborted; 4: out of memory; 5: the memory of another rank cannot be read."},
     {"end_op", locked<memory_end_op>, METH_NOARGS, "End the current op early; all ranks must do so in the same stage."},
     {"abort", locked<memory_abort>, METH_VARARGS, "abort(cause): abort the group; later causes are ignored."},
     {"cause", locked<memory_cause>, METH_NOARGS,
@@ -329,6 +345,8 @@ PyMethodDef memory_methods[] = {
     {"aborting_rank", locked<memory_aborting_rank>, METH_NOARGS, "Return the rank that is writing the cause of an abort, or -1."},
     {"address", locked<memory_address>, METH_VARARGS,
      "address(rank): return the address of the half of the rank's slot that the current op uses."},
+    {"can_read", locked<memory_can_read>, METH_VARARGS,
+     "can_read(rank): return whether this process may read the memory of the rank's process. Only before the first op."},
     {"close", locked<memory_close>, METH_NOARGS, "Unmap the memory; afterwards every other method raises ValueError."},
     {"number", locked<memory_number>, METH_NOARGS, "Return the number of this rank's latest op, starting at 1."},
     {"running", locked<memory_running>, METH_NOARGS, "Return whether an op is running."},
