@@ -294,7 +294,7 @@ def test_copies_from_the_memory_of_another_process(pair):
     one, other = pair
     assert one.can_read(1)
     source, result = (ctypes.c_int64 * 8)(*range(8)), (ctypes.c_int64 * 8)()
-    copies = native.RankProgram([[], [copy((PEER_BUFFER + 1, 16), (~1, 0), 6)], []])
+    copies = native.RankProgram([[], [copy((PEER_BUFFER + 2, 16), (~1, 0), 6)], []])
     for address, outcome in ((ctypes.addressof(source), DONE), (8, UNREADABLE)):
         assert one.begin(copies, (0, ctypes.addressof(result)), "a", 2, 0.0) == WAITING
         assert other.begin(nothing(3), (address,), "a", 2, 1.0) == DONE
@@ -303,13 +303,29 @@ def test_copies_from_the_memory_of_another_process(pair):
         one.end_op(), other.end_op()
 
 
+def test_a_process_that_dies_before_its_memory_is_read(fd):
+    """A copy from the memory of a process that has ended copies nothing; the next barrier then waits for that rank."""
+    one = native.SharedMemory(fd, 0, 2, SLOT, 0.0, 1)
+    result = (ctypes.c_int64 * 8)(*[7] * 8)
+    copies = native.RankProgram([[], [copy((PEER_BUFFER + 2, 0), (~1, 0))], []])
+    child = os.fork()
+    if not child:
+        other = native.SharedMemory(fd, 1, 2, SLOT, 0.0, 1)
+        source = (ctypes.c_int64 * 8)()
+        other.begin(nothing(3), (ctypes.addressof(source),), "a", 2, 0.0)  # arrives at the first barrier
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert one.begin(copies, (0, ctypes.addressof(result)), "a", 3, 0.01) == WAITING
+    assert (one.arrivals(), list(result)) == ([2, 1], [7] * 8)
+
+
 def test_other_processes_are_only_read(pair):
     """Buffers of other ranks cannot be written or combined, and their ranks must exist."""
     peer, own = (PEER_BUFFER, 0), (~0, 0)
     for sources, results in (((own,), (peer,)), ((peer, own), (own,)), ((peer,), (own, own))):
         one = kernel(len(sources), len(results)), sources, results, False
         raises(ValueError, native.RankProgram, [[one], []])
-    beyond = native.RankProgram([[copy((PEER_BUFFER + 2, 0), own)], []])
+    beyond = native.RankProgram([[copy((PEER_BUFFER + 4, 0), own)], []])
     raises(ValueError, pair[0].begin, beyond, (0,), "a", 2, 0.0)
 
 

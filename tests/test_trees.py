@@ -359,7 +359,7 @@ def test_errors_contain_the_path_of_the_leaf(ops):
     trees = [Frozen(Layer(good, x), good) for x in (good, np.ones(3))]
     with pytest.raises(cr.MismatchError, match=r"^leaf tree\.layer\.b: "):
         cr.all_reduce(trees, cross_device_ops=ops)
-    with pytest.raises(cr.MismatchError, match="^the replicas of one value differ"):
+    with pytest.raises(cr.MismatchError, match=r"^the replicas of one value differ"):
         cr.all_reduce([good, np.ones(3)], cross_device_ops=ops)
 
 

@@ -15,14 +15,13 @@ from ..kernels import FusedProgram, Segment
 from ..ops import ACCUMULATORS, INTEGERS, KERNEL_OPS, Numbers, ReduceOp
 from ..packing import itemsize
 
-
 PEER_BUFFER: Final = 1 << 20
-"""The region of rank r's caller's buffer 0 is ``PEER_BUFFER + r``; it can only be copied. As in shared_memory.hpp."""
+"""The region of buffer k, 0 or 1, of the caller of rank r is ``PEER_BUFFER + 2 r + k``; it can only be copied."""
 
 
 class BufferReference(NamedTuple):
     """``offset`` bytes into the slot of rank k of the host (region k), into the caller's buffer k (region ~k), or into
-    the buffer 0 of another rank's caller (see ``PEER_BUFFER``)."""
+    a buffer of another rank's caller (see ``PEER_BUFFER``)."""
 
     region: int
     offset: int

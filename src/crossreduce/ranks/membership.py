@@ -92,7 +92,7 @@ class Member(Peers):
             assert self.transport is not None
             self.transport = self._watched = WatchedTransport(self.transport, self._warn_of_remote_wait)
             self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
-        self.engine = self._remote or OneHostEngine(self.rank, self.size, self._reads_peers)
+        self.engine = self._remote or OneHostEngine(self.rank, self.size, self._reads_peer)
         _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, self._global_hosts())
 
     def _join_host(self) -> None:
@@ -115,7 +115,7 @@ class Member(Peers):
         self.peers = [PeerInfo(*json.loads(info)) for info in self.rendezvous.all_gather(json.dumps(own).encode())]
         self.token = self.peers[0].token
         readable = self.rendezvous.all_gather(b"1" if self.memory.can_read_all() else b"")
-        self._reads_peers = all(readable[rank] for rank in self.host)
+        self._reads_peer = len(self.host) == 2 and all(readable[rank] for rank in self.host)
         # alive() looks for the file lock that a rank's process holds. A process cannot detect its own locks, so a rank
         # with this process's pid that is not alive is a second rank of this process.
         same = [rank for rank in self.host if self.peers[rank].pid == os.getpid() and not self.memory.alive(rank)]

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from ..lowering import Program, lower
@@ -22,7 +21,8 @@ from ..packing import itemsize
 from ..planning import direct, one_shot
 from ..schedule import Chunk, Schedule, Step
 from .exchange import ExchangeProgram
-from .instructions import PEER_BUFFER, BufferReference, RankInstruction, native_program
+from .instructions import RankInstruction, native_program
+from .pairs import PAIRED, pair_stages
 from .programs import rank_stages
 from .shared_memory import StageRunner
 
@@ -33,8 +33,8 @@ SMALL_BYTES_OF_2_RANKS: Final = 1 << 15
 Measured, this way over a share per rank: 2 ranks 0.83 for 16 and 32 KiB, 1.0 from 64 KiB on; 4 ranks 1.05 for 8 KiB."""
 
 
-PEER_BYTES: Final = 8192
-"""From this size on, broadcasts and all-gathers read the memory of the other ranks' processes, where that is allowed."""
+PAIR_BYTES: Final = 1 << 13
+"""From this size on, two ranks read the memory of each other's process, where that is allowed (see ``pairs``)."""
 
 
 class RankExecutable(NamedTuple):
@@ -51,9 +51,9 @@ class RankExecutable(NamedTuple):
 class OneHostEngine:
     """Compiles and runs the calls of rank number ``rank`` of the ``ranks`` ranks of a host."""
 
-    def __init__(self, rank: int, ranks: int, reads_peers: bool = False) -> None:
-        """``reads_peers``: whether each rank may read the memory of the others' processes."""
-        self._rank, self._ranks, self._reads_peers = rank, ranks, reads_peers
+    def __init__(self, rank: int, ranks: int, reads_peer: bool = False) -> None:
+        """``reads_peer``: whether there are two ranks, and each may read the memory of the other's process."""
+        self._rank, self._ranks, self._reads_peer = rank, ranks, reads_peer
 
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; callers cache it.
@@ -64,10 +64,10 @@ class OneHostEngine:
         stages: Sequence[Any] = [[], []]  # one barrier, which compares the calls
         if collective:
             nbytes = size * itemsize(numbers.dtype)
-            found = host_collective(collective, self._ranks, root, nbytes)
-            if self._reads_peers and collective in ("broadcast", "all_gather") and nbytes >= PEER_BYTES:
-                stages = peer_stages(found, size, numbers, self._rank)
+            if self._reads_peer and collective in PAIRED and nbytes >= PAIR_BYTES:
+                stages = pair_stages(collective, root, size, numbers, self._rank)
             else:
+                found = host_collective(collective, self._ranks, root, nbytes)
                 stages = rank_stages(found.program, found.inputs, found.outputs, size, numbers, self._rank)
         return RankExecutable(native_program(stages), len(stages), text)
 
@@ -128,24 +128,6 @@ def host_collective(collective: str, ranks: int, root: int | None, nbytes: int) 
     """
     small = SMALL_BYTES_OF_2_RANKS if ranks == 2 else SMALL_BYTES
     return _host_collective(collective, ranks, root, nbytes <= small)
-
-
-def peer_stages(found: HostCollective, size: int, numbers: Numbers, rank: int) -> list[list[RankInstruction]]:
-    """Return the stages of a rank that copies from the memory of the other ranks' processes.
-
-    ``found`` has one round of copies from buffer 0. Stage 1 copies; after it all ranks wait, since others read their
-    memory.
-    """
-    copies = []
-    for chunk, source, result in zip(found.program.chunks, found.inputs, found.outputs, strict=True):
-        (sender,) = chunk.sources
-        if rank in chunk.destinations and (sender != rank or source != result):
-            assert source == 0, "only buffer 0 is known to other ranks"
-            region = ~source if sender == rank else PEER_BUFFER + sender
-            places = (BufferReference(region, 0),), (BufferReference(~result, 0),)
-            copies.append(((sender - rank) % len(found.program.devices), RankInstruction(size, *places, numbers)))
-    copies.sort(key=itemgetter(0))  # own memory first, then a different rank on every rank
-    return [[], [copy for _, copy in copies], []]
 
 
 @lru_cache(maxsize=256)

@@ -138,7 +138,7 @@ SharedMemory *SharedMemory::map(int fd, int rank, int ranks, int64_t slot, int64
     RankState &own = made->states[rank];
     own.process.store(made->process, std::memory_order_relaxed);
     own.probe.store(made->probe, std::memory_order_relaxed);
-    own.buffers[0].store(reinterpret_cast<uint64_t>(&made->probe), std::memory_order_release);
+    own.buffers[0][0].store(reinterpret_cast<uint64_t>(&made->probe), std::memory_order_release);
     return made;
 }
 
@@ -147,11 +147,11 @@ SharedMemory::~SharedMemory() {
     if (mapped_nbytes > 0 && getpid() == process) munmap(group, mapped_nbytes);
 }
 
-// Read the caller's buffer 0 of another rank's current op. Return false, with errno, if that fails.
-bool SharedMemory::read_peer(int of, int64_t offset, char *to, int64_t nbytes) const {
+// Read from buffer 0 or 1 of the caller of another rank's current op. Return false, with errno, if that fails.
+bool SharedMemory::read_peer(int of, int buffer, int64_t offset, char *to, int64_t nbytes) const {
     const RankState &peer = states[of];
     const auto process_id = static_cast<pid_t>(peer.process.load(std::memory_order_relaxed));
-    uint64_t from = peer.buffers[number % 2].load(std::memory_order_acquire) + static_cast<uint64_t>(offset);
+    uint64_t from = peer.buffers[number % 2][buffer].load(std::memory_order_acquire) + static_cast<uint64_t>(offset);
     while (nbytes > 0) {
         iovec here = {to, static_cast<size_t>(nbytes)}, there = {reinterpret_cast<void *>(from), here.iov_len};
         const ssize_t count = process_vm_readv(process_id, &here, 1, &there, 1, 0);
@@ -163,7 +163,7 @@ bool SharedMemory::read_peer(int of, int64_t offset, char *to, int64_t nbytes) c
 
 bool SharedMemory::can_read(int of) const {
     int64_t found = 0;
-    return read_peer(of, 0, reinterpret_cast<char *>(&found), sizeof found) &&
+    return read_peer(of, 0, 0, reinterpret_cast<char *>(&found), sizeof found) &&
            found == states[of].probe.load(std::memory_order_relaxed);
 }
 
@@ -233,7 +233,7 @@ SharedMemory *SharedMemory::map(int, int, int, int64_t, int64_t, int) {
 }
 SharedMemory::~SharedMemory() = default;
 void SharedMemory::arrive() {}
-bool SharedMemory::read_peer(int, int64_t, char *, int64_t) const { return false; }
+bool SharedMemory::read_peer(int, int, int64_t, char *, int64_t) const { return false; }
 bool SharedMemory::can_read(int) const { return false; }
 bool SharedMemory::wait(int64_t) { return false; }
 void SharedMemory::abort(const std::string &) {}
@@ -260,7 +260,8 @@ void SharedMemory::begin(const RankProgram &new_program, std::vector<char *> mem
     record = &own.records[number % RECORDED_OPS];
     record->write(number, signature, now_ns(CLOCK_MONOTONIC));
     own.number.store(number, std::memory_order_release);
-    own.buffers[number % 2].store(buffers.empty() ? 0 : reinterpret_cast<uint64_t>(buffers[0]), std::memory_order_relaxed);
+    for (size_t k = 0; k < 2 && k < buffers.size(); k++)
+        own.buffers[number % 2][k].store(reinterpret_cast<uint64_t>(buffers[k]), std::memory_order_relaxed);
     own.digests[number % 2].store(digest_of(signature, number), std::memory_order_relaxed);
 }
 
@@ -279,11 +280,13 @@ Outcome SharedMemory::run(const std::vector<Instruction> &instructions) {
         if (ref.region >= 0) return memory(ref.region) + half + ref.offset;
         return buffers[static_cast<size_t>(~ref.region)] + ref.offset;
     };
+    // The lines of a result that is written in place are in the cache.
+    const bool in_place = buffers.size() > 1 && buffers[0] == buffers[1];
     for (const Instruction &one : instructions) {
         if (one.sources[0].region >= PEER_BUFFER) { // a copy
             const int64_t nbytes = one.kernel->elements * static_cast<int64_t>(ITEMSIZES[one.kernel->result]);
-            if (read_peer(one.sources[0].region - PEER_BUFFER, one.sources[0].offset, address(one.results[0]), nbytes))
-                continue;
+            const int peer = one.sources[0].region - PEER_BUFFER;
+            if (read_peer(peer / 2, peer % 2, one.sources[0].offset, address(one.results[0]), nbytes)) continue;
             if (errno == ESRCH) continue; // that rank has died, and will be missing at the next barrier
             return group->aborted.load(std::memory_order_acquire) != 0 ? Outcome::aborted : Outcome::unreadable;
         }
@@ -292,7 +295,7 @@ Outcome SharedMemory::run(const std::vector<Instruction> &instructions) {
         for (const BufferRef &ref : one.sources) sources.push_back({address(ref), nullptr});
         for (const BufferRef &ref : one.results) results.push_back(address(ref));
         const int count = traffic_nbytes(*one.kernel) < THREADED_NBYTES ? 1 : threads;
-        if (!run_kernel(*one.kernel, sources, results, count, one.streaming)) return Outcome::out_of_memory;
+        if (!run_kernel(*one.kernel, sources, results, count, one.streaming && !in_place)) return Outcome::out_of_memory;
     }
     return Outcome::done;
 }

@@ -16,7 +16,8 @@
 constexpr int PEER_BUFFER = 1 << 20;
 
 struct BufferRef { // the location of an operand
-    int region;     // a rank: that rank's slot; ~k: the caller's buffer k; PEER_BUFFER + r: buffer 0 of rank r's caller
+    // A rank: that rank's slot; ~k: the caller's buffer k; PEER_BUFFER + 2 r + k: buffer k (0 or 1) of rank r's caller.
+    int region;
     int64_t offset; // bytes
 };
 
@@ -29,7 +30,7 @@ struct Instruction { // runs a kernel
 struct RankProgram {
     std::vector<std::vector<Instruction>> stages;
     int slots;           // how many slots the instructions use, from the first
-    int peers;           // of how many ranks, from the first, they may read the caller's buffer
+    int peers;           // of how many ranks, from the first, they may read the callers' buffers
     int buffers;         // how many of the caller's buffers they use
     int64_t slot_nbytes; // the bytes of each slot that they use, in one half
 };
@@ -57,7 +58,8 @@ struct alignas(64) RankState {
     std::atomic<uint64_t> digests[2]; // of the signatures of its last two ops, by the parity of their numbers
     std::atomic<uint32_t> bell;       // a futex: the lower half of `arrivals`
     std::atomic<uint32_t> sleepers;   // the number of ranks that wait on it
-    std::atomic<uint64_t> buffers[2]; // the addresses of buffer 0 of the callers of its last two ops; at first of `probe`
+    // The addresses of buffers 0 and 1 of the callers of its last two ops; at first the address of `probe`.
+    std::atomic<uint64_t> buffers[2][2];
     alignas(64) std::atomic<uint64_t> number; // the number of the rank's latest op
     std::atomic<int64_t> process, probe;      // the rank's process; a number that can also be read in its memory
     OpRecord records[RECORDED_OPS];
@@ -108,7 +110,7 @@ class SharedMemory {
     bool all_reached();
     bool wait(int64_t until_ns);
     Outcome run(const std::vector<Instruction> &instructions);
-    bool read_peer(int of, int64_t offset, char *to, int64_t nbytes) const;
+    bool read_peer(int of, int buffer, int64_t offset, char *to, int64_t nbytes) const;
     bool signatures_match() const;
 
     GroupState *group = nullptr;

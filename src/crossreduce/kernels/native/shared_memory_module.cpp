@@ -27,11 +27,11 @@ bool read_refs(PyObject *list, size_t count, int64_t nbytes, std::vector<BufferR
         std::vector<int64_t> fields;
         if (!one || !read_ints(one.object, fields)) return false;
         if (fields.size() != 2 || fields[1] < 0 || fields[1] > MAX_NBYTES || fields[0] < -MAX_REGIONS ||
-            fields[0] >= PEER_BUFFER + MAX_RANKS || (fields[0] > MAX_REGIONS && fields[0] < PEER_BUFFER))
+            fields[0] >= PEER_BUFFER + 2 * MAX_RANKS || (fields[0] > MAX_REGIONS && fields[0] < PEER_BUFFER))
             return value_error("an operand of an instruction is (region, offset)");
         const int region = static_cast<int>(fields[0]);
         if (region >= PEER_BUFFER) {
-            program.peers = std::max(program.peers, region - PEER_BUFFER + 1);
+            program.peers = std::max(program.peers, (region - PEER_BUFFER) / 2 + 1);
         } else if (region >= 0) {
             program.slots = std::max(program.slots, region + 1);
             program.slot_nbytes = std::max(program.slot_nbytes, fields[1] + nbytes);
@@ -216,8 +216,8 @@ PyObject *memory_begin(PyObject *object, PyObject *args) {
     }
     try {
         std::vector<char *> buffers;
-        // Buffer 0 also if only other ranks read it.
-        const Py_ssize_t count = std::min<Py_ssize_t>(PySequence_Size(addresses), std::max(program->buffers, 1));
+        // The first two also if only other ranks read them.
+        const Py_ssize_t count = std::min<Py_ssize_t>(PySequence_Size(addresses), std::max(program->buffers, 2));
         for (Py_ssize_t k = 0; k < count; k++) {
             Ref one(item(addresses, k));
             buffers.push_back(one ? static_cast<char *>(PyLong_AsVoidPtr(one.object)) : nullptr);
