@@ -331,7 +331,7 @@ except cr.BackendError as error:
     print("refused:", error)
 """
     out = child(code)
-    assert 'refused: leaf tree: framework "numpy" was requested, but numpy cannot be imported' in out
+    assert 'refused: framework "numpy" was requested, but numpy cannot be imported' in out
     assert "pip install" in out
 
 
