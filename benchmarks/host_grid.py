@@ -302,7 +302,7 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
         axes.grid(alpha=0.3)
     every[0].set_ylabel("GB/s read and written")
     every[0].legend(fontsize=7)
-    figure.savefig(picture, metadata={"Date": None})
+    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
 
 def main() -> None:

@@ -183,7 +183,7 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
         axes.grid(alpha=0.3)
     every[0][0].set_ylabel("microseconds of an all-reduce")
     every[0][0].legend()
-    figure.savefig(picture, metadata={"Date": None})
+    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
 
 def main() -> None:

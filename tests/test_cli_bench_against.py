@@ -158,7 +158,7 @@ def test_one_command_writes_the_table_the_json_and_the_chart(printed, measured, 
 
 
 REJECTED = [
-    ("--against jax,nccl", 'one of jax, tensorflow, torch, numpy, gloo, mpi, not "nccl"'),
+    ("--against jax,nccl", 'one of jax, tensorflow, torch, numpy, gloo, mpi, impi, not "nccl"'),
     ("--against jax --launch 2", "--launch cannot be used with --against"),
     ("--against jax --peers gloo --topology dgx-1v", "--peers, --topology cannot be used with --against"),
     ("--against jax --collective reduce -A ring,direct", "--collective, --algorithm cannot be used with --against"),
@@ -172,7 +172,7 @@ REJECTED = [
 
 def test_wrong_arguments_are_rejected_before_anything_runs(crossreduce, measured, monkeypatch):
     """Options that exclude each other, and ops and devices that a peer does not support, are errors."""
-    monkeypatch.setattr(ranks, "_mpiexec", lambda: "mpiexec")
+    monkeypatch.setattr(ranks, "launcher", lambda _: ("mpiexec", {}))
     monkeypatch.setattr(ranks, "find_spec", lambda name: True)
     for line, words in REJECTED:
         code, out, error = crossreduce("bench", *line.split())

@@ -400,6 +400,21 @@ def test_mpi_is_measured_by_the_same_loop():
     assert [(row["wrong"], row["wrong_in"]) for row in rows] == [("0", "0")] * 3
 
 
+def test_intel_mpi_is_found_by_its_root(tmp_path, monkeypatch):
+    """The peer impi is the Intel MPI in I_MPI_ROOT, also if another MPI is installed; mpi4py loads its library."""
+    monkeypatch.delenv("I_MPI_ROOT", raising=False)
+    assert ranks.launcher("impi") is None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "impi_info").touch()
+    monkeypatch.setenv("I_MPI_ROOT", str(tmp_path))
+    command = ranks.mpi_command("impi", 3, "module", "argument")
+    assert command == [f"{tmp_path}/bin/mpiexec.hydra", "-n", "3", sys.executable, "-m", "module", "argument"]
+    variables = ranks.mpi_environment("impi")
+    assert (variables["MPI4PY_LIBMPI"], variables["MPI4PY_MPIABI"]) == (f"{tmp_path}/lib/libmpi.so.12", "mpich")
+    assert variables["LD_LIBRARY_PATH"].startswith(f"{tmp_path}/lib:")
+    assert "MPI4PY_LIBMPI" not in ranks.mpi_environment("mpi")
+
+
 @pytest.fixture
 def rejected(crossreduce, monkeypatch):
     """Return a function that runs a command line that must be rejected, and returns its error."""
@@ -420,7 +435,7 @@ def rejected(crossreduce, monkeypatch):
         ("--peers gloo", "--peers requires ranks: add --launch N, or start this command with torchrun."),
         ("--launch 0", "--launch must be 1 or more, not 0"),
         ("--launch 99999", "--launch must be at most 4096 ranks"),
-        ("--launch 2 --peers nccl", '--peers must be one of gloo, mpi, not "nccl"'),
+        ("--launch 2 --peers nccl", '--peers must be one of gloo, mpi, impi, not "nccl"'),
         ("--launch 2 -g 4", "--devices cannot be used with ranks"),
         ("--launch 2 -A ring --topology dgx-1", "--algorithm, --topology cannot be used with ranks"),
         ("--launch 2 -o avg -d int8 --peers mpi", "the peer mpi does not support means of integers"),

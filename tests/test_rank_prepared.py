@@ -182,6 +182,29 @@ def test_a_rank_that_dies_during_prepared_calls_is_named():
     assert "rank 1" in first
 
 
+def interrupted(rendezvous):
+    group, counter = group_of(rendezvous)
+    x = np.ones(64, np.float32)
+    for _ in range(2):
+        group.all_reduce(x)
+    assert counter.hits == 1
+    if group.rank == 0:
+        threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        begun = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            group.all_reduce(x)
+        assert time.monotonic() - begun < 2
+    else:
+        time.sleep(1)
+    with pytest.raises(PeerLostError, match="rank 0 was interrupted"):
+        group.all_reduce(x)
+
+
+def test_ctrl_c_ends_the_wait_in_a_prepared_call():
+    """Ctrl-C ends a prepared call that waits in compiled code, and the group is aborted on all ranks."""
+    ranks(3, interrupted)
+
+
 def other_threads(rendezvous):
     group, _ = group_of(rendezvous)
     x = np.ones(64, np.float32)

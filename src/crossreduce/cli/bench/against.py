@@ -84,8 +84,8 @@ def contest(request: BenchRequest, peer: str, memory: str) -> list[dict[str, Any
         args = [text, peer, folder, *(["keep"] if memory == KEPT else [])]
         if peer == "gloo":
             code = launch([sys.executable, "-m", module, *args], count)
-        elif peer == "mpi":
-            code = _run(ranks.mpi_command(count, module, *args), ranks.mpi_environment())
+        elif peer in ranks.MPIS:
+            code = _run(ranks.mpi_command(peer, count, module, *args), ranks.mpi_environment(peer))
         else:
             code = _run([sys.executable, "-m", module, *args])
         if code:

