@@ -50,7 +50,7 @@ Kernel sum_kernel(int sources, int results, int64_t size) {
 
 struct Call { // one rank's part of an all-reduce: copy in, reduce a share, copy out; three chunks in the pipeline
     std::vector<std::unique_ptr<Kernel>> kernels;
-    RankProgram program{{}, 0, 2, SLOT / 2};
+    RankProgram program{{}, 0, 0, 2, SLOT / 2};
 
     Instruction instruction(int64_t size, std::vector<BufferRef> sources, std::vector<BufferRef> results) {
         kernels.push_back(std::make_unique<Kernel>(
@@ -108,7 +108,7 @@ std::string signature_of(uint64_t op) {
 }
 
 bool failed(const char *what, int rank, long op) {
-    std::printf("%s: rank %d, op %ld\n", what, rank, op);
+    std::fprintf(stderr, "%s: rank %d, op %ld\n", what, rank, op); // stdout would be lost in _Exit
     return false;
 }
 

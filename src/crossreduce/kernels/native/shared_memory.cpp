@@ -213,7 +213,7 @@ bool SharedMemory::wait(int64_t until_ns) {
         if (all_reached()) return true;
         now = now_ns(CLOCK_MONOTONIC);
     }
-    return false;
+    return all_reached(); // a rank may have aborted after all had arrived
 }
 
 void SharedMemory::abort(const std::string &text) {
@@ -260,6 +260,7 @@ void SharedMemory::begin(const RankProgram &new_program, std::vector<char *> mem
     record = &own.records[number % RECORDED_OPS];
     record->write(number, signature, now_ns(CLOCK_MONOTONIC));
     own.number.store(number, std::memory_order_release);
+    if (is_aborted()) return; // this op will not run; others may still need what the last ones published
     for (size_t k = 0; k < 2 && k < buffers.size(); k++)
         own.buffers[number % 2][k].store(reinterpret_cast<uint64_t>(buffers[k]), std::memory_order_relaxed);
     own.digests[number % 2].store(digest_of(signature, number), std::memory_order_relaxed);
