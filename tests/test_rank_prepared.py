@@ -182,18 +182,47 @@ def test_a_rank_that_dies_during_prepared_calls_is_named():
     assert "rank 1" in first
 
 
-def interrupted(rendezvous):
+def killed_after_its_part(rendezvous):
+    """Rank 0 stops while it reads; rank 1, which has read, is killed at the last barrier; then rank 0 goes on."""
+    group, _ = group_of(rendezvous)
+    big = np.ones((2, 1 << 24), np.float32)
+    pids = group._communicator.peers
+    group.all_reduce(np.ones(1, np.float32))
+    if group.rank == 1:
+        threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if os.fork() == 0:  # continues rank 0 after this rank's end
+            time.sleep(1.3)
+            os.kill(pids[0].pid, signal.SIGCONT)
+            os._exit(0)
+    else:
+        threading.Timer(0.004, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    try:
+        result = group.reduce_scatter(big)
+    except PeerLostError as error:
+        return error.ranks
+    return bool((result == 2).all())
+
+
+def test_a_rank_that_dies_while_its_memory_is_read():
+    """The other rank either has the right result, or raises PeerLostError that names the rank."""
+    first, died = ranks(2, killed_after_its_part, check=False)
+    assert isinstance(died, Died)
+    assert first in (True, (1,))
+
+
+def interrupted(rendezvous, delay_s):
     group, counter = group_of(rendezvous)
     x = np.ones(64, np.float32)
     for _ in range(2):
         group.all_reduce(x)
     assert counter.hits == 1
     if group.rank == 0:
-        threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        threading.Timer(delay_s, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
         begun = time.monotonic()
         with pytest.raises(KeyboardInterrupt) as caught:
             group.all_reduce(x)
         assert (type(caught.value), time.monotonic() - begun < 2) == (KeyboardInterrupt, True)
+        assert "rank 0 was interrupted" in str(group._communicator.memory.abort_cause())
     else:
         time.sleep(1)
     with pytest.raises(PeerLostError, match="rank 0 was interrupted"):
@@ -202,7 +231,41 @@ def interrupted(rendezvous):
 
 def test_ctrl_c_ends_the_wait_in_a_prepared_call():
     """Ctrl-C ends a prepared call that waits in compiled code, and the group is aborted on all ranks."""
-    ranks(3, interrupted)
+    for delay_s in (0.02, 0.3):  # before and after the first time that the wait returns to Python
+        ranks(3, interrupted, delay_s)
+
+
+def handled(rendezvous):
+    group, _ = group_of(rendezvous)
+    x, errors = np.ones(64, np.float32), []
+    for _ in range(2):
+        group.all_reduce(x)
+
+    def handler(*_):
+        try:
+            group.all_reduce(x)
+        except ContextError as error:
+            errors.append(str(error))
+
+    if group.rank == 0:
+        signal.signal(signal.SIGUSR1, handler)
+        threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1)).start()
+    else:
+        time.sleep(0.3)
+    assert (group.all_reduce(x) == 2).all()
+    assert len(errors) == (group.rank == 0)
+    if group.rank == 0:
+        signal.signal(signal.SIGUSR1, lambda *_: group.close())
+        threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1)).start()
+    else:
+        time.sleep(0.3)
+    with pytest.raises(PeerLostError, match="rank 0 left"):
+        group.all_reduce(x)
+
+
+def test_signal_handlers_during_a_prepared_call():
+    """A handler that calls the group gets a ContextError, and one that closes it ends the call."""
+    ranks(2, handled)
 
 
 def other_threads(rendezvous):

@@ -254,7 +254,7 @@ class Communicator(Member):
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        if self._caller == threading.get_ident():  # a signal handler called this during a call, which then fails
+        if self._is_calling(threading.get_ident()):  # a signal handler called this during a call, which then fails
             self._abort(self._lost([self.rank], "left"))
             return
         with self.lock:
@@ -311,10 +311,10 @@ class Communicator(Member):
                 executable = self._executables.get(key)
                 if executable is None:
                     executable = compiled()
-                    self._stages += executable.stages
+                    self._stages += executable.cost
                     if self._stages > _CACHED_STAGES:  # the new executable replaces all others
                         self._executables.clear()
-                        self._stages = executable.stages
+                        self._stages = executable.cost
                     self._executables[key] = executable
                 found = executable
                 self._finish(lambda: self.engine.run(found, addresses, self, self.timeout_s, inner))
@@ -336,6 +336,16 @@ class Communicator(Member):
             self._caller = None
             if self._closed:
                 self._release()
+
+    def abandon(self) -> None:
+        """Abort the group because an exception ended a prepared call before ``resume`` could handle it."""
+        self._abort(self._lost([self.rank], "was interrupted"))
+        if self._closed:
+            self._release()
+
+    def _is_calling(self, thread: int) -> bool:
+        """Return whether this thread is in a call, in Python or in compiled code."""
+        return thread in (self._caller, self.memory.native.caller())
 
     def _finish(self, run: Callable[[], bool]) -> None:
         """Run a call. ``run`` returns whether all ranks made the same call."""
@@ -370,7 +380,7 @@ class Communicator(Member):
         if os.getpid() != self._pid:
             problem = f'group "{self.name}" belongs to process {self._pid}, from which this process was forked.'
             raise ContextError.of(problem, f"process {os.getpid()}", "make the group after the fork, or use spawn")
-        if self._caller == thread:
+        if self._is_calling(thread):
             problem = f'this thread is already in a call of group "{self.name}".'
             raise ContextError.of(problem, "a call in a signal handler", "only close() or abort() in a handler")
         self._require_open()  # before _run takes the lock: a signal handler during close() would wait for it forever

@@ -46,6 +46,12 @@ class RankExecutable(NamedTuple):
     digest: bytes = b""  # a digest of all that several hosts must agree on
     exchange: ExchangeProgram | None = None  # None: the rank is not a leader, or nothing moves
     deliveries: tuple[list[RankInstruction], ...] = ()  # per piece: copy the exchange's results to where ranks read
+    instructions: int = 0  # the number of instructions of the program
+
+    @property
+    def cost(self) -> int:
+        """About how much memory this takes, in stages of usual size."""
+        return max(self.stages, self.instructions // 2)
 
 
 class OneHostEngine:
@@ -69,7 +75,7 @@ class OneHostEngine:
             else:
                 found = host_collective(collective, self._ranks, root, nbytes)
                 stages = rank_stages(found.program, found.inputs, found.outputs, size, numbers, self._rank)
-        return RankExecutable(native_program(stages), len(stages), text)
+        return RankExecutable(native_program(stages), len(stages), text, instructions=sum(map(len, stages)))
 
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:

@@ -81,5 +81,5 @@ def prepare(
             in_place, copied = collective in ("all_reduce", "broadcast"), collective == "broadcast" and places is whole
             calls.add(
                 *(collective, op, root or 0, x, result.shape, x.itemsize, executable),
-                *(executable.program, executable.stages, executable.text, places, in_place, copied),
+                *(executable.program, executable.cost, executable.text, places, in_place, copied),
             )

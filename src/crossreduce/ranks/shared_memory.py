@@ -13,7 +13,7 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -212,6 +212,10 @@ class StageRunner:
         """Raise if the missing ranks will not arrive. It is called every ``SLICE_S`` seconds of a wait."""
         raise NotImplementedError
 
+    def _require_alive(self, ranks: Iterable[int]) -> None:
+        """Raise if one of these ranks has ended."""
+        raise NotImplementedError
+
     def _warn_after_s(self) -> float:
         """Return the seconds of waiting after which a warning is due."""
         raise NotImplementedError
@@ -239,6 +243,9 @@ class StageRunner:
         if outcome == BROKEN:
             raise GroupAborted
         if outcome == UNREADABLE:
+            for _ in range(100):  # a process that dies releases its memory before its lock
+                self._require_alive(self.memory.host)
+                time.sleep(0.01)
             problem = "this rank can no longer read the memory of another rank's process (process_vm_readv)."
             remedy = "ranks that do not change their user or their rights while the group is used"
             raise ReductionError.of(problem, f"rank {self.memory.host[self.memory.place]}", remedy)

@@ -103,8 +103,8 @@ PyObject *new_memory(size_t nbytes, char **data) {
     return made;
 }
 
-KernelApi api = {kernel_of,      traffic_nbytes, run_kernel, new_memory,
-                 allocate_memory, free_memory,    can_begin,  begin};
+KernelApi api = {kernel_of,       traffic_nbytes, run_kernel, new_memory,    allocate_memory,
+                 free_memory, can_begin,      set_caller, is_unfinished, begin};
 
 int fill(PyObject *module) {
     if (add_class<MemoryObject>(module, "crossreduce.kernels._native.Memory", memory_slots) < 0) return -1;

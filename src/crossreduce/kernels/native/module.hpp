@@ -21,6 +21,8 @@ int add_shared_memory(PyObject *module);
 
 // Used by other compiled modules: see kernel_api.hpp.
 bool can_begin(PyObject *memory);
+void set_caller(PyObject *memory, bool inside);
+bool is_unfinished(PyObject *memory);
 int begin(PyObject *memory, PyObject *program, const std::vector<char *> &buffers, const std::string &signature);
 
 // Return the kernel of a Kernel object, or null with an error set.

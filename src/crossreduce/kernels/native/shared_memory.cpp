@@ -288,7 +288,6 @@ Outcome SharedMemory::run(const std::vector<Instruction> &instructions) {
             const int64_t nbytes = one.kernel->elements * static_cast<int64_t>(ITEMSIZES[one.kernel->result]);
             const int peer = one.sources[0].region - PEER_BUFFER;
             if (read_peer(peer / 2, peer % 2, one.sources[0].offset, address(one.results[0]), nbytes)) continue;
-            if (errno == ESRCH) continue; // that rank has died, and will be missing at the next barrier
             return group->aborted.load(std::memory_order_acquire) != 0 ? Outcome::aborted : Outcome::unreadable;
         }
         sources.clear();

@@ -97,6 +97,7 @@ struct SharedMemoryObject {
     SharedMemory *memory; // null: closed
     PyObject *running;    // the rank program of the current op, or null
     bool busy;            // a thread runs stages without the interpreter's lock
+    unsigned long caller; // the thread that makes a prepared call, or 0
 };
 
 SharedMemoryObject *memory_of(PyObject *object) { return reinterpret_cast<SharedMemoryObject *>(object); }
@@ -272,6 +273,8 @@ PyObject *memory_address(PyObject *object, PyObject *args) {
     return PyLong_FromVoidPtr(memory->memory(rank) + half);
 }
 
+PyObject *memory_caller(PyObject *object, PyObject *) { return PyLong_FromUnsignedLong(memory_of(object)->caller); }
+
 PyObject *memory_can_read(PyObject *object, PyObject *args) {
     int rank;
     const SharedMemory *memory = read_rank(object, args, rank);
@@ -345,6 +348,7 @@ PyMethodDef memory_methods[] = {
     {"aborting_rank", locked<memory_aborting_rank>, METH_NOARGS, "Return the rank that is writing the cause of an abort, or -1."},
     {"address", locked<memory_address>, METH_VARARGS,
      "address(rank): return the address of the half of the rank's slot that the current op uses."},
+    {"caller", locked<memory_caller>, METH_NOARGS, "Return the identity of the thread that makes a prepared call, or 0."},
     {"can_read", locked<memory_can_read>, METH_VARARGS,
      "can_read(rank): return whether this process may read the memory of the rank's process. Only before the first op."},
     {"close", locked<memory_close>, METH_NOARGS, "Unmap the memory; afterwards every other method raises ValueError."},
@@ -365,6 +369,15 @@ PyType_Slot memory_slots[] = {{Py_tp_new, reinterpret_cast<void *>(memory_new)},
 bool can_begin(PyObject *object) {
     const SharedMemoryObject *self = memory_of(object);
     return self->memory != nullptr && !self->busy && self->memory->current() == nullptr && !self->memory->is_aborted();
+}
+
+void set_caller(PyObject *object, bool inside) {
+    memory_of(object)->caller = inside ? PyThread_get_thread_ident() : 0;
+}
+
+bool is_unfinished(PyObject *object) {
+    const SharedMemoryObject *self = memory_of(object);
+    return self->memory != nullptr && self->memory->current() != nullptr && !self->memory->is_aborted();
 }
 
 int begin(PyObject *object, PyObject *program, const std::vector<char *> &buffers, const std::string &signature) {

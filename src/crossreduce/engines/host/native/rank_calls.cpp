@@ -83,6 +83,14 @@ void copy(char *to, const char *from, size_t nbytes) {
     PyEval_RestoreThread(state);
 }
 
+// Abort the group, and keep the error that is set: a signal handler raised it before `resume` could handle it.
+void abandon(PyObject *communicator) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    Ref done(PyObject_CallMethod(communicator, "abandon", nullptr));
+    PyErr_Restore(type, value, traceback);
+}
+
 PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     if (count != 6) return PyErr_Format(PyExc_TypeError, "6 arguments expected, %zd given", count);
     auto &self = *reinterpret_cast<RankCallsObject *>(object);
@@ -96,14 +104,15 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
         Ref locked(PyObject_CallFunctionObjArgs(self.acquire, Py_False, nullptr));
         if (!locked || locked.object != Py_True) return none_or_error();
         struct Release {
-            PyObject *method;
+            PyObject *method, *memory;
             ~Release() {
                 PyObject *type, *value, *traceback;
                 PyErr_Fetch(&type, &value, &traceback);
+                kernel_api->set_caller(memory, false);
                 Ref done(PyObject_CallNoArgs(method));
                 PyErr_Restore(type, value, traceback);
             }
-        } release{self.release};
+        } release{self.release, self.memory};
         static thread_local std::vector<int64_t> signature; // no Python code runs while it is used
         if (!read_signature(arguments[1], arguments[2], arguments[3], view, signature)) return none_or_error();
         const auto found = self.table->find(hash_of(signature));
@@ -130,9 +139,11 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
         buffers.reserve(call->buffers.size());
         for (const BufferPlace &place : call->buffers)
             buffers.push_back((place.in_result ? target.data : view.data) + place.offset);
+        kernel_api->set_caller(self.memory, true); // a signal handler may use the group
         const int outcome = kernel_api->begin(self.memory, call->program, buffers, call->text);
         if (outcome != 0) {
             Ref done(PyObject_CallMethod(communicator, "resume", "Oi", call->executable, outcome));
+            if (!done && kernel_api->is_unfinished(self.memory)) abandon(communicator);
             if (!done) return nullptr;
         }
         if (call->copied && target.data != view.data) copy(target.data, view.data, static_cast<size_t>(call->nbytes));
