@@ -304,7 +304,7 @@ def test_copies_from_the_memory_of_another_process(pair):
 
 
 def test_a_process_that_dies_before_its_memory_is_read(fd):
-    """If a process has ended, a copy from its memory stops the op before the next barrier: it may have arrived there."""
+    """A copy from the memory of a process that has ended stops the op; it may have arrived at the next barrier."""
     one = native.SharedMemory(fd, 0, 2, SLOT, 0.0, 1)
     result = (ctypes.c_int64 * 8)(*[7] * 8)
     copies = native.RankProgram([[], [copy((PEER_BUFFER + 2, 0), (~1, 0))], []])
