@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -35,6 +33,7 @@ from common import RESULTS, keep, summary
 
 import crossreduce as cr
 from crossreduce.cli.bench.launch import launch
+from crossreduce.cli.bench.ranks import launcher, mpi_environment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import namespaces
@@ -262,17 +261,9 @@ def on_one_host(ranks: int, cases: list[Case], path: Path) -> dict[str, dict[str
     assert code == 0, f"a rank ended with exit code {code}"
     found = json.loads(path.read_text())
     compared = [case for case in cases if MPI in case["least"]]
-    # PyPI's Open MPI installs mpiexec beside the interpreter.
-    mpiexec = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-    if compared and mpiexec and find_spec("mpi4py"):
-        settings = {
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        }
-        line = [mpiexec, "-n", str(ranks), *command("mpi", compared, path)]
-        subprocess.run(line, check=True, timeout=LIMIT_S, env={**settings, **os.environ, "OMP_NUM_THREADS": "1"})
+    if compared and (mpi := launcher("mpi")) and find_spec("mpi4py"):
+        line = [mpi[0], "-n", str(ranks), *command("mpi", compared, path)]
+        subprocess.run(line, check=True, timeout=LIMIT_S, env=mpi_environment("mpi") | {"OMP_NUM_THREADS": "1"})
         for name, times in json.loads(path.read_text()).items():
             found[name] |= times
     return found

@@ -47,7 +47,6 @@ def calls(
     x = np.random.default_rng(world.rank).integers(0, 8, shape).astype(np.float32)
     results = {"reduce_scatter": (part,), "all_gather": (n, part)}
     out, theirs = (np.empty(results.get(collective, shape), np.float32) for _ in range(2))
-    ours: dict[str, Callable[[], Any]]
     if collective == "broadcast":
         here, there = x.copy(), x.copy()
 
@@ -118,13 +117,11 @@ def rank(task: dict[str, Any]) -> None:
 
 def measured(folder: Path, ranks: int, quick: bool) -> dict[str, Any]:
     """Return the rows of one MPI with this many ranks."""
+    from crossreduce.cli.bench.ranks import mpi_environment
+
     launcher = next(path for name in ("mpiexec.hydra", "mpiexec") if (path := folder / "bin" / name).exists())
     site = next(folder.glob("lib/python*/site-packages"))
     settings = {
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "I_MPI_ROOT": str(folder),
         "I_MPI_FABRICS": "shm",
         "LD_LIBRARY_PATH": f"{folder / 'lib'}:{folder / 'lib' / 'libfabric'}",
@@ -138,7 +135,7 @@ def measured(folder: Path, ranks: int, quick: bool) -> dict[str, Any]:
         task = {"sizes": [1 << k for k in exponents], "repeats": 3 if quick else 7, "path": str(path)}
         task["bytes"] = 1e6 if quick else 5e7
         command = [launcher, "-n", str(ranks), folder / "bin" / "python", __file__, "--rank", json.dumps(task)]
-        subprocess.run(command, check=True, timeout=LIMIT_S, env={**os.environ, **settings})
+        subprocess.run(command, check=True, timeout=LIMIT_S, env=mpi_environment("mpi") | settings)
         return json.loads(path.read_text())
 
 

@@ -37,6 +37,16 @@ def group_of(rendezvous, timeout_s=20):
     return group, group._calls
 
 
+def prepared_group(rendezvous, size, calls=2):
+    """Return a group, and an array whose all-reduce was called some times: all but the first in compiled code."""
+    group, counter = group_of(rendezvous)
+    x = np.ones(size, np.float32)
+    for _ in range(calls):
+        group.all_reduce(x)
+    assert counter.hits == calls - 1
+    return group, x
+
+
 def array(rank, shape, dtype, seed):
     return np.random.default_rng([seed, rank]).integers(0, 4, shape).astype(getattr(ml_dtypes, dtype, dtype))
 
@@ -160,11 +170,7 @@ def test_prepared_calls_that_differ_between_ranks_write_nothing():
 
 
 def lost(rendezvous):
-    group, counter = group_of(rendezvous)
-    x = np.ones(1000, np.float32)
-    for _ in range(3):
-        group.all_reduce(x)
-    assert counter.hits == 2
+    group, x = prepared_group(rendezvous, 1000, calls=3)
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     for _ in range(2):
@@ -211,11 +217,7 @@ def test_a_rank_that_dies_while_its_memory_is_read():
 
 
 def interrupted(rendezvous, delay_s):
-    group, counter = group_of(rendezvous)
-    x = np.ones(64, np.float32)
-    for _ in range(2):
-        group.all_reduce(x)
-    assert counter.hits == 1
+    group, x = prepared_group(rendezvous, 64)
     if group.rank == 0:
         threading.Timer(delay_s, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
         begun = time.monotonic()
@@ -236,10 +238,8 @@ def test_ctrl_c_ends_the_wait_in_a_prepared_call():
 
 
 def handled(rendezvous):
-    group, _ = group_of(rendezvous)
-    x, errors = np.ones(64, np.float32), []
-    for _ in range(2):
-        group.all_reduce(x)
+    group, x = prepared_group(rendezvous, 64)
+    errors = []
 
     def handler(*_):
         try:

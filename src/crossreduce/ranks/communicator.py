@@ -85,7 +85,7 @@ class Communicator(Member):
         global_ranks: Sequence[int] | None = None,
     ) -> None:
         self.lock = threading.Lock()
-        self._caller: int | None = None  # the thread that is in a call
+        self._caller: int | None = None  # the thread that is in a call in Python; see ``_is_calling``
         self._pid = os.getpid()
         self._executables: dict[Any, RankExecutable] = {}
         self._stages = 0  # the number of stages of all cached executables
@@ -329,11 +329,9 @@ class Communicator(Member):
 
     def resume(self, executable: RankExecutable, outcome: int) -> None:
         """Complete a call that compiled code has begun with the lock, and that stopped with ``outcome``."""
-        self._caller = threading.get_ident()
         try:
             self._finish(lambda: self._complete(outcome, executable.stages))
         finally:
-            self._caller = None
             if self._closed:
                 self._release()
 

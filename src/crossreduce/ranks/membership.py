@@ -114,8 +114,9 @@ class Member(Peers):
         own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex())
         self.peers = [PeerInfo(*json.loads(info)) for info in self.rendezvous.all_gather(json.dumps(own).encode())]
         self.token = self.peers[0].token
-        readable = self.rendezvous.all_gather(b"1" if self.memory.can_read_all() else b"")
-        self._reads_peer = len(self.host) == 2 and all(readable[rank] for rank in self.host)
+        self._reads_peer = len(self.host) == self.size == 2 and all(
+            self.rendezvous.all_gather(b"1" if self.memory.can_read_all() else b"")
+        )
         # alive() looks for the file lock that a rank's process holds. A process cannot detect its own locks, so a rank
         # with this process's pid that is not alive is a second rank of this process.
         same = [rank for rank in self.host if self.peers[rank].pid == os.getpid() and not self.memory.alive(rank)]

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 from ..engines.host.prepared import compiled
 from ..ops import ReduceOp
 from .communicator import ArrayView, Communicator
+from .shared_memory import SLICE_S
 
 
 class RankCalls(Protocol):
@@ -40,7 +41,7 @@ NO_CALLS: Final[RankCalls] = _NoCalls()
 def new_calls(communicator: Communicator) -> RankCalls:
     """Return an object for the prepared calls of a group. If its ranks are on several hosts, none are prepared."""
     module = compiled() if len(communicator.hosts) == 1 else None
-    return NO_CALLS if module is None else module.RankCalls(communicator.memory.native, communicator.lock)
+    return NO_CALLS if module is None else module.RankCalls(communicator.memory.native, communicator.lock, SLICE_S)
 
 
 def prepare(

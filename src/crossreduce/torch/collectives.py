@@ -17,6 +17,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp as TorchOp
 
+from ..engines.host import torch as _host  # noqa: F401 - compiled code then reads tensors
 from ..errors import ArgumentError, MismatchError
 from ..ops import ReduceOp
 from ..ranks.communicator import Communicator
@@ -62,8 +63,6 @@ class Collectives(InnerGloo):
         super().__init__(communicator)
         self._gloo = gloo
         self._rank, self._size = communicator.rank, communicator.size
-        from ..engines.host import torch as _  # noqa: F401 - compiled code then reads tensors; it needs the kernels
-
         self._calls = new_calls(communicator)
 
     # ---- reductions -----------------------------------------------------------------------------------------------

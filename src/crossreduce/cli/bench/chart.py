@@ -98,7 +98,7 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
         axes = drawn.add_axes((0.07, 0.17, 0.74, 0.73))
         axes.set_facecolor(theme.paper)
         for number, peer in enumerate(peers):
-            colour = theme.colours[number % 7]
+            colour = theme.colours[number % len(theme.colours)]
             for memory in (DEFAULT, KEPT):
                 found = [each for each in fastest if (each.peer, each.row["memory"]) == (peer, memory)]
                 if not found:
@@ -109,7 +109,7 @@ def draw_ratios(report: dict[str, Any], path: str | os.PathLike[str], *, dark: b
                     [each.ratio for each in found],
                     linestyle=":" if kept else "--" if peer in RANK_PEERS else "-",
                     color=colour,
-                    marker=_MARKERS[number % 7],
+                    marker=_MARKERS[number % len(_MARKERS)],
                     markersize=4 if kept else 6,
                     markerfacecolor=theme.paper if kept else colour,
                     label=None if kept else _NAMES[peer] + (f", {devices} ranks" if peer in RANK_PEERS else ""),

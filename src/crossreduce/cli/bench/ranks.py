@@ -200,10 +200,10 @@ def require(request: BenchRequest, option: str) -> None:
             remedy = f"pip install 'crossreduce[mpi]' {package}, or omit {peer} from {option}"
             raise BackendError.of(problem, remedy=remedy)
         if request.dtype not in _MPI_TYPES:
-            raise UnsupportedError.of(f"MPI does not support {request.dtype}.", remedy=f"{option} without mpi")
+            raise UnsupportedError.of(f"MPI does not support {request.dtype}.", remedy=f"{option} without {peer}")
         if request.op == "mean" and "int" in request.dtype:
-            problem = "the peer mpi does not support means of integers: MPI does not define them."
-            raise UnsupportedError.of(problem, f"-d {request.dtype}", f"{option} without mpi, or -d float")
+            problem = f"the peer {peer} does not support means of integers: MPI does not define them."
+            raise UnsupportedError.of(problem, f"-d {request.dtype}", f"{option} without {peer}, or -d float")
 
 
 def launcher(peer: str) -> tuple[str, dict[str, str]] | None:

@@ -504,15 +504,14 @@ void copy_segments(const Kernel &kernel, const std::vector<Source> &sources, con
 bool run_kernel(const Kernel &kernel, const std::vector<Source> &sources, const std::vector<char *> &results,
                 int threads, bool streaming) {
     const auto is_contiguous = [](const Source &source) { return source.strided == nullptr; };
+    const bool contiguous = std::all_of(sources.begin(), sources.end(), is_contiguous);
     // glibc copies with an instruction that does not read the lines that it overwrites, which other cores may have.
-    if (kernel.only_copies && kernel.results == 1 && threads == 1 && !streaming &&
-        std::all_of(sources.begin(), sources.end(), is_contiguous)) {
+    if (kernel.only_copies && kernel.results == 1 && threads == 1 && !streaming && contiguous) {
         copy_segments(kernel, sources, results);
         return true;
     }
     Format format = format_of(kernel);
-    bool by_line = !format.convert_sources && !format.convert_results && kernel.by_line;
-    for (const Source &source : sources) by_line = by_line && source.strided == nullptr;
+    bool by_line = !format.convert_sources && !format.convert_results && kernel.by_line && contiguous;
     const size_t arrays = std::min(static_cast<size_t>(kernel.sources), MAX_PASS_SOURCES) + static_cast<size_t>(kernel.results);
     const bool too_many = arrays > (ways() < MANY_WAYS ? ways() : MANY_ARRAYS);
     const bool copies_tiles = !streaming && kernel.results > 1 && too_many;

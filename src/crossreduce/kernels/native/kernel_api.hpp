@@ -16,5 +16,6 @@ struct KernelApi {
     void (*set_caller)(PyObject *memory, bool inside); // note that this thread makes a prepared call, or no longer does
     bool (*is_unfinished)(PyObject *memory);           // whether an op has neither ended nor been aborted
     // Begin an op of a SharedMemory, run all stages of its RankProgram, and return the outcome; -1 with an error set.
-    int (*begin)(PyObject *memory, PyObject *program, const std::vector<char *> &buffers, const std::string &signature);
+    int (*begin)(PyObject *memory, PyObject *program, const std::vector<char *> &buffers, const std::string &signature,
+                 double slice_s);
 };

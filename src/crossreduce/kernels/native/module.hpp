@@ -23,7 +23,8 @@ int add_shared_memory(PyObject *module);
 bool can_begin(PyObject *memory);
 void set_caller(PyObject *memory, bool inside);
 bool is_unfinished(PyObject *memory);
-int begin(PyObject *memory, PyObject *program, const std::vector<char *> &buffers, const std::string &signature);
+int begin(PyObject *memory, PyObject *program, const std::vector<char *> &buffers, const std::string &signature,
+          double slice_s);
 
 // Return the kernel of a Kernel object, or null with an error set.
 const Kernel *kernel_of(PyObject *object);
@@ -124,6 +125,11 @@ template <class Int> bool read_ints(PyObject *sequence, std::vector<Int> &to) {
         to.push_back(narrowed);
         return true;
     });
+}
+
+// Return a function with METH_FASTCALL as PyMethodDef has it.
+template <class Function> PyCFunction as_function(Function function) {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
 // Call `run` without the interpreter's lock. Return its result, or `otherwise` if it throws.

@@ -10,7 +10,6 @@ namespace {
 
 constexpr int64_t MAX_NBYTES = int64_t{1} << 46;
 constexpr int MAX_REGIONS = 1000000, MAX_RANKS = 100000;
-constexpr double SLICE_S = 0.05; // see ranks/shared_memory.py
 
 struct ProgramObject {
     PyObject_HEAD
@@ -61,8 +60,9 @@ bool read_instruction(PyObject *fields, ProgramObject &self, std::vector<Instruc
     const auto is_peer = [](const BufferRef &ref) { return ref.region >= PEER_BUFFER; };
     const auto &from = stage.back().sources, &to = stage.back().results;
     const bool copies = kernel->only_copies && from.size() == 1 && to.size() == 1;
-    return std::none_of(to.begin(), to.end(), is_peer) && (copies || std::none_of(from.begin(), from.end(), is_peer)) ? true
-           : value_error("another rank's buffer can only be the source of a copy");
+    if (std::any_of(to.begin(), to.end(), is_peer) || (!copies && std::any_of(from.begin(), from.end(), is_peer)))
+        return value_error("another rank's buffer can only be the source of a copy");
+    return true;
 }
 
 PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *) {
@@ -380,10 +380,11 @@ bool is_unfinished(PyObject *object) {
     return self->memory != nullptr && self->memory->current() != nullptr && !self->memory->is_aborted();
 }
 
-int begin(PyObject *object, PyObject *program, const std::vector<char *> &buffers, const std::string &signature) {
+int begin(PyObject *object, PyObject *program, const std::vector<char *> &buffers, const std::string &signature,
+          double slice_s) {
     SharedMemoryObject *self = memory_of(object);
     begin_op(self, program, buffers, signature);
-    return static_cast<int>(run_stages(self, program_of(program)->stages.size(), SLICE_S));
+    return static_cast<int>(run_stages(self, program_of(program)->stages.size(), slice_s));
 }
 
 int add_shared_memory(PyObject *module) {

@@ -69,10 +69,7 @@ PyObject *mirrored_of(PyObject *results, size_t at, size_t count, PyObject *devi
 }
 
 // Return what a method returns: null, for an error; None, if there is neither an error nor a result.
-PyObject *result_or_none(PyObject *result) {
-    if (result != nullptr || PyErr_Occurred()) return result;
-    Py_RETURN_NONE;
-}
+PyObject *result_or_none(PyObject *result) { return result != nullptr || PyErr_Occurred() ? result : none_or_error(); }
 
 Calls &calls_of(PyObject *object) { return *reinterpret_cast<CallsObject *>(object)->calls; }
 
@@ -90,8 +87,7 @@ PyObject *reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
         const BatchLease lease;
         Batch &batch = *lease;
         if (!add_value(batch, value, destinations, out, sources, devices)) {
-            forget_error();
-            return result_or_none(nullptr);
+            return none_or_error();
         }
         Ref results(run(calls_of(self), op, options, sources, devices, batch));
         return result_or_none(results ? mirrored_of(results.object, 0, batch.destinations, devices) : nullptr);
@@ -118,8 +114,7 @@ PyObject *batch_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t co
                                                               out, sources, devices);
         }
         if (!known) {
-            forget_error();
-            return result_or_none(nullptr);
+            return none_or_error();
         }
         Ref results(run(calls_of(self), op, options, sources, devices, batch));
         if (!results) return result_or_none(nullptr);
@@ -163,8 +158,7 @@ PyObject *all_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t coun
         if (known && outs != Py_None)
             known = add_lists(batch, outs, batch.outs) && batch.outs.size() == batch.arrays.size();
         if (!known) {
-            forget_error();
-            return result_or_none(nullptr);
+            return none_or_error();
         }
         Ref results(run(calls_of(self), op, options, devices, devices, batch));
         if (!results) return result_or_none(nullptr);
@@ -232,15 +226,13 @@ PyObject *add(PyObject *self, PyObject *args) {
         if (!key || !kept) return nullptr;
         const bool usable = batch.view_arrays() && calls.find(key.object, batch.signature) == nullptr;
         if (!usable || PyErr_Occurred()) { // an error: for example, the options cannot be hashed
-            forget_error();
-            return result_or_none(nullptr);
+            return none_or_error();
         }
         auto prepared = std::make_shared<Prepared>();
         prepared->signature = batch.signature;
         const auto read_one = [&](PyObject *one) { return read_run(one, batch, results, kept.object, *prepared); };
         if (!read_each(runs, read_one)) { // a result may be one that only the path in Python writes into
-            forget_error();
-            return result_or_none(nullptr);
+            return none_or_error();
         }
         for (size_t tensor = 0; tensor < batch.tensors(); tensor++) {
             PyObject *dtype = batch.access->dtype_object(batch.first(tensor).dtype);
@@ -280,10 +272,6 @@ PyObject *use(PyObject *, PyObject *args) {
     reduce_op = reinterpret_cast<PyTypeObject *>(given[2]);
     ops_by_name = given[3], device_names = given[4], default_options = given[5];
     Py_RETURN_NONE;
-}
-
-template <class Function> PyCFunction as_function(Function function) {
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
 PyMethodDef calls_methods[] = {

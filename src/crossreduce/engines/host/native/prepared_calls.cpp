@@ -10,16 +10,6 @@ constexpr size_t MAX_PREPARED = 4096;
 constexpr size_t MAX_KEPT_ARRAYS = 1 << 16;
 thread_local std::unique_ptr<Batch> kept;
 
-bool same_sizes(const ArrayView &a, const ArrayView &b) {
-    return a.axes == b.axes && std::equal(a.sizes, a.sizes + a.axes, b.sizes);
-}
-
-uint64_t hash_of(const std::vector<int64_t> &signature) { // FNV-1a on words, with a final mix
-    uint64_t hash = 0xcbf29ce484222325;
-    for (int64_t word : signature) hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3, hash ^= hash >> 29;
-    return hash;
-}
-
 // Run a prepared call. Return the results, tensor after tensor, in a new list; or null with an error set.
 PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
     std::vector<int> threads;
@@ -72,6 +62,16 @@ PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
 }
 
 } // namespace
+
+uint64_t hash_of(const std::vector<int64_t> &signature) { // FNV-1a on words, with a final mix
+    uint64_t hash = 0xcbf29ce484222325;
+    for (int64_t word : signature) hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3, hash ^= hash >> 29;
+    return hash;
+}
+
+bool same_sizes(const ArrayView &a, const ArrayView &b) {
+    return a.axes == b.axes && std::equal(a.sizes, a.sizes + a.axes, b.sizes);
+}
 
 void Batch::clear() {
     for (PyObject *object : owned) Py_DECREF(object);
@@ -183,10 +183,20 @@ void forget_error() {
     if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
 }
 
+PyObject *none_or_error() {
+    forget_error();
+    if (PyErr_Occurred()) return nullptr;
+    Py_RETURN_NONE;
+}
+
+PyObject *read_op(PyObject *op) {
+    if (PyUnicode_CheckExact(op)) return PyDict_GetItemWithError(ops_by_name, op);
+    return Py_TYPE(op) == reduce_op ? op : nullptr;
+}
+
 PyObject *run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, Batch &batch) {
     std::shared_ptr<Prepared> prepared;
-    if (PyUnicode_CheckExact(op)) op = PyDict_GetItemWithError(ops_by_name, op);
-    else if (Py_TYPE(op) != reduce_op) return nullptr;
+    op = read_op(op);
     if (op != nullptr && batch.view_arrays()) {
         Ref key(key_of(op, options, sources, destinations, !batch.outs.empty()));
         if (key) prepared = calls.find(key.object, batch.signature);

@@ -96,6 +96,15 @@ PyObject *run(Calls &calls, PyObject *op, PyObject *options, PyObject *sources, 
 // Ignore an error, since the call is not handled here; but keep Ctrl-C.
 void forget_error();
 
+// Forget an error; then return None, which a method returns for a call that it does not handle, or null for Ctrl-C.
+PyObject *none_or_error();
+
+// Return the ReduceOp that an argument is or names, borrowed; or null, for which an error may be set.
+PyObject *read_op(PyObject *op);
+
+bool same_sizes(const ArrayView &a, const ArrayView &b);
+uint64_t hash_of(const std::vector<int64_t> &signature);
+
 // Classes and values of the package, kept for ever.
 extern PyTypeObject *reduce_op;
 extern PyObject *ops_by_name, *default_options, *name_threads;

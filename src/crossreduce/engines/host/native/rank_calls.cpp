@@ -26,7 +26,7 @@ struct BufferPlace { // a caller's buffer of a rank program
 
 struct RankCall {
     std::vector<int64_t> signature;
-    PyObject *kept = nullptr; // (executable, program, dtype of the array)
+    PyObject *kept = nullptr; // a tuple: what must live as long as this
     PyObject *executable, *program;
     std::string text; // describes the call
     std::vector<BufferPlace> buffers;
@@ -46,18 +46,12 @@ struct RankCallsObject {
     uint64_t forks;
     Table *table;
     int64_t stages; // of the programs in the table
+    double slice_s; // see ranks/shared_memory.py
 };
-
-uint64_t hash_of(const std::vector<int64_t> &signature) { // FNV-1a on words, with a final mix
-    uint64_t hash = 0xcbf29ce484222325;
-    for (int64_t word : signature) hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3, hash ^= hash >> 29;
-    return hash;
-}
 
 // Set the signature of a call. Return false if it cannot be one that was prepared; an error may be set.
 bool read_signature(PyObject *name, PyObject *op, PyObject *root, const ArrayView &view, std::vector<int64_t> &to) {
-    if (PyUnicode_CheckExact(op)) op = PyDict_GetItemWithError(ops_by_name, op);
-    else if (op != Py_None && Py_TYPE(op) != reduce_op) return false;
+    if (op != Py_None) op = read_op(op); // None: arrays are copied
     if (op == nullptr || !PyLong_CheckExact(root)) return false;
     const long number = PyLong_AsLong(root);
     if (number == -1 && PyErr_Occurred()) return false;
@@ -67,29 +61,17 @@ bool read_signature(PyObject *name, PyObject *op, PyObject *root, const ArrayVie
     return true;
 }
 
-PyObject *none_or_error() {
-    forget_error();
-    if (PyErr_Occurred()) return nullptr;
-    Py_RETURN_NONE;
-}
+// Keeps the error that is set, if any, while it lives; other errors are lost.
+class SavedError {
+  public:
+    SavedError() { PyErr_Fetch(&type, &value, &traceback); }
+    ~SavedError() { PyErr_Restore(type, value, traceback); }
+    SavedError(const SavedError &) = delete;
+    SavedError &operator=(const SavedError &) = delete;
 
-void copy(char *to, const char *from, size_t nbytes) {
-    if (static_cast<int64_t>(nbytes) <= MAX_NBYTES_WITH_LOCK) {
-        std::memcpy(to, from, nbytes);
-        return;
-    }
-    PyThreadState *state = PyEval_SaveThread();
-    std::memcpy(to, from, nbytes);
-    PyEval_RestoreThread(state);
-}
-
-// Abort the group, and keep the error that is set: a signal handler raised it before `resume` could handle it.
-void abandon(PyObject *communicator) {
+  private:
     PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    Ref done(PyObject_CallMethod(communicator, "abandon", nullptr));
-    PyErr_Restore(type, value, traceback);
-}
+};
 
 PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     if (count != 6) return PyErr_Format(PyExc_TypeError, "6 arguments expected, %zd given", count);
@@ -106,11 +88,9 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
         struct Release {
             PyObject *method, *memory;
             ~Release() {
-                PyObject *type, *value, *traceback;
-                PyErr_Fetch(&type, &value, &traceback);
+                const SavedError saved;
                 kernel_api->set_caller(memory, false);
                 Ref done(PyObject_CallNoArgs(method));
-                PyErr_Restore(type, value, traceback);
             }
         } release{self.release, self.memory};
         static thread_local std::vector<int64_t> signature; // no Python code runs while it is used
@@ -120,17 +100,16 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
             return none_or_error();
         const std::shared_ptr<RankCall> call = found->second;
         Ref result(nullptr);
+        const ArrayView like{nullptr, call->sizes.data(), static_cast<int>(call->sizes.size()), view.dtype};
         if (out == Py_None) {
-            const ArrayView like{nullptr, call->sizes.data(), static_cast<int>(call->sizes.size()), view.dtype};
             result.object = access->make(like, view.dtype, call->itemsize, &target.data);
             if (!result) return nullptr;
         } else if (out == x) {
             target = view;
             if (!call->in_place) return none_or_error();
         } else {
-            if (access_of(out) != access || !access->view(out, true, target) || target.dtype != view.dtype ||
-                target.axes != static_cast<int>(call->sizes.size()) ||
-                !std::equal(call->sizes.begin(), call->sizes.end(), target.sizes))
+            if (access_of(out) != access || !access->view(out, true, target) || target.dtype != like.dtype ||
+                !same_sizes(target, like))
                 return none_or_error();
             const bool apart = view.data + call->nbytes <= target.data || target.data + call->result_nbytes <= view.data;
             if (!apart && !(call->in_place && view.data == target.data)) return none_or_error();
@@ -140,13 +119,20 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
         for (const BufferPlace &place : call->buffers)
             buffers.push_back((place.in_result ? target.data : view.data) + place.offset);
         kernel_api->set_caller(self.memory, true); // a signal handler may use the group
-        const int outcome = kernel_api->begin(self.memory, call->program, buffers, call->text);
+        const int outcome = kernel_api->begin(self.memory, call->program, buffers, call->text, self.slice_s);
         if (outcome != 0) {
             Ref done(PyObject_CallMethod(communicator, "resume", "Oi", call->executable, outcome));
-            if (!done && kernel_api->is_unfinished(self.memory)) abandon(communicator);
+            if (!done && kernel_api->is_unfinished(self.memory)) { // a signal handler raised before `resume` could act
+                const SavedError saved;
+                Ref aborted(PyObject_CallMethod(communicator, "abandon", nullptr));
+            }
             if (!done) return nullptr;
         }
-        if (call->copied && target.data != view.data) copy(target.data, view.data, static_cast<size_t>(call->nbytes));
+        if (call->copied && target.data != view.data) {
+            const auto copy = [&] { return std::memcpy(target.data, view.data, static_cast<size_t>(call->nbytes)); };
+            if (call->nbytes <= MAX_NBYTES_WITH_LOCK) copy();
+            else without_lock<void *>(nullptr, copy);
+        }
         PyObject *written = result ? result.object : out;
         Py_INCREF(written);
         return written;
@@ -210,10 +196,12 @@ PyObject *add(PyObject *object, PyObject *args) {
 
 PyObject *calls_new(PyTypeObject *type, PyObject *args, PyObject *) {
     PyObject *memory, *lock;
-    if (!PyArg_ParseTuple(args, "OO", &memory, &lock)) return nullptr;
+    double slice_s;
+    if (!PyArg_ParseTuple(args, "OOd", &memory, &lock, &slice_s)) return nullptr;
     return make_object<RankCallsObject>(type, [&](RankCallsObject &self) {
         self.table = new Table();
         self.forks = forks;
+        self.slice_s = slice_s;
         self.memory = memory;
         Py_INCREF(memory);
         self.acquire = PyObject_GetAttrString(lock, "acquire");
@@ -227,10 +215,6 @@ void calls_dealloc(PyObject *object) {
     delete self.table;
     for (PyObject *one : {self.memory, self.acquire, self.release}) Py_XDECREF(one);
     free_object(object);
-}
-
-template <class Function> PyCFunction as_function(Function function) {
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
 PyMethodDef methods[] = {
