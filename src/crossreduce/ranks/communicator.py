@@ -29,7 +29,7 @@ from ..transports.base import Rendezvous, RunningCollective, Transport
 from .diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_text
 from .exchange import PeerError
 from .instructions import reduction_numbers
-from .membership import Member, renewed
+from .membership import Hosts, Member, renewed
 from .multi_host import COLLECTIVES
 from .one_host import RankExecutable
 from .peers import InnerFailure
@@ -61,7 +61,8 @@ class Communicator(Member):
     Args:
       rendezvous: where the ranks meet.
       transport: carries messages between hosts; it may be ``None`` if all ranks are on one host. A function that
-        connects one is called, on all ranks, when all of them are there; its argument is set when it should give up.
+        connects one is called, on all ranks, when all of them are there; its arguments: an event that is set when it should
+        give up, and the ranks of each host. The communicator closes what it returns, if it has a method ``close``.
       name: the group's name in messages.
       timeout_s: how long a call waits for other ranks, in seconds.
       global_ranks: the ranks' numbers in messages and errors, such as those in a larger group; ``None``: 0, 1, ...
@@ -78,7 +79,7 @@ class Communicator(Member):
     def __init__(
         self,
         rendezvous: Rendezvous,
-        transport: Transport | Callable[[threading.Event], Transport] | None,
+        transport: Transport | Callable[[threading.Event, Hosts], Transport] | None,
         *,
         name: str,
         timeout_s: float,
@@ -273,6 +274,8 @@ class Communicator(Member):
                 self.rendezvous.record_leaving()
             self.memory.record_leaving()
             self.memory.close()
+            if self._own_transport is not None:
+                self._own_transport.close()
         if self._watched is not None:  # last, since Ctrl-C may end the wait for its thread, and close() does not retry
             self._watched.close()
 

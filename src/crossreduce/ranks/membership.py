@@ -17,7 +17,7 @@ from _thread import start_new_thread
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeAlias
 
 from .. import kernels
 from ..errors import (
@@ -51,6 +51,8 @@ CANCEL_S: Final = 0.3  # the longest wait for the end of a transport's cancelled
 REMOTE_CAUSE_S: Final = 0.3  # how long a rank waits for another host to publish why it aborted
 _CONNECTED, _CONNECTING = "connected", "connecting"
 
+Hosts: TypeAlias = tuple[tuple[int, ...], ...]  # the ranks of each host
+
 
 class Member(Peers):
     """One rank of a group; for arguments and errors see ``Communicator``."""
@@ -58,7 +60,7 @@ class Member(Peers):
     def __init__(
         self,
         rendezvous: Rendezvous,
-        transport: Transport | Callable[[threading.Event], Transport] | None,
+        transport: Transport | Callable[[threading.Event, Hosts], Transport] | None,
         name: str,
         timeout_s: float,
         global_ranks: Sequence[int] | None,
@@ -70,12 +72,14 @@ class Member(Peers):
         self._broken: ReductionError | None = None
         self._remote: MultiHostEngine | None = None
         self._watched: WatchedTransport | None = None
+        self._own_transport: Transport | None = None  # the one that this connected, and closes
         self._warned: RemoteWait | None = None
         where, alone = f"rank {self.global_ranks[self.rank]}", True
         try:
             self._join_host()
             alone = False  # the further checks have the same outcome on all ranks
             self.transport = self._connected(transport) if callable(transport) else transport
+            self._own_transport = self.transport if callable(transport) else None
             self._require_transport()
         except Exception as error:
             failure = self._shared_failure(error, where, alone)
@@ -90,6 +94,8 @@ class Member(Peers):
             raise
         if len(self.hosts) > 1:
             assert self.transport is not None
+            if (connections := getattr(self.transport, "connections", None)) is not None:
+                self.memory.native.carry(connections)
             self.transport = self._watched = WatchedTransport(self.transport, self._warn_of_remote_wait)
             self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
         self.engine = self._remote or OneHostEngine(self.rank, self.size, self._reads_peer)
@@ -128,10 +134,10 @@ class Member(Peers):
     def _require_transport(self) -> None:
         if len(self.hosts) > 1 and self.transport is None:
             given = f"hosts of ranks {', '.join(map(str, self._global_hosts()))}"
-            remedy = "transport=GlooTransport(...) or MpiTransport(...)"
+            remedy = "transport=TcpTransport(...) or MpiTransport(...)"
             raise ArgumentError.of("ranks on several hosts need a transport between them.", given, remedy)
 
-    def _connected(self, connect: Callable[[threading.Event], Transport]) -> Transport:
+    def _connected(self, connect: Callable[[threading.Event, Hosts], Transport]) -> Transport:
         """Return what ``connect`` returns; all ranks call it together.
 
         It may block, so it runs in a thread. Meanwhile, the ranks tell each other at the rendezvous that they are
@@ -143,7 +149,7 @@ class Member(Peers):
 
         def run() -> None:
             try:
-                results.put(connect(cancelled))
+                results.put(connect(cancelled, self.hosts))
             except Exception as error:  # noqa: BLE001 - it is raised on all ranks
                 results.put(error)
 
@@ -166,7 +172,7 @@ class Member(Peers):
                 failed = {rank: text for rank, text in enumerate(states) if text not in (_CONNECTED, _CONNECTING)}
                 if failed:
                     given = "; ".join(f"rank {self.global_ranks[rank]}: {text}" for rank, text in failed.items())
-                    remedy = "a network on which all ranks reach each other; GLOO_SOCKET_IFNAME names gloo's interface"
+                    remedy = "a network on which all ranks reach each other; GLOO_SOCKET_IFNAME names the interface"
                     raise ReductionError.of("the ranks could not connect to each other.", given, remedy)
                 if _CONNECTING not in states:
                     assert result is not None

@@ -51,9 +51,8 @@ class MultiHostEngine:
         self.hosts, self.rank, self.memory, self.transport = hosts, rank, memory, transport
         self.ranks, self.host = memory.host, hosts.index(memory.host)
         self.leaders = min(map(len, hosts))
-        place = self.ranks.index(rank)
-        self.leader = place if place < self.leaders else None
-        self.peers = tuple(ranks[place] for ranks in hosts) if self.leader is not None else ()
+        self.peers = rail_peers(hosts, rank)
+        self.leader = self.ranks.index(rank) if self.peers else None
         self.topology: Topology | None = None  # the topology of the hosts, if it was measured
         self._exchange: Exchange | None = None  # the exchange of the current op
 
@@ -228,6 +227,16 @@ class MultiHostEngine:
         """Return a word at the start of the half of a rank's slot that the current op uses, or at an offset from it."""
         start = self.memory.address(self.rank if rank is None else rank) + offset
         return ctypes.c_int32.from_address(start + 4 * which)
+
+
+def rail_peers(hosts: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
+    """Return the rail leaders, one of each host, among which a rank exchanges data; empty: it is no leader.
+
+    >>> rail_peers(((0, 1), (2, 3, 4)), 3), rail_peers(((0, 1), (2, 3, 4)), 4)
+    ((1, 3), ())
+    """
+    place = next(ranks for ranks in hosts if rank in ranks).index(rank)
+    return tuple(ranks[place] for ranks in hosts) if place < min(map(len, hosts)) else ()
 
 
 def _digest(text: bytes, more: str) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 import sys
 import threading
 import weakref
@@ -24,7 +25,10 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError
 from ..ranks.communicator import Communicator
-from ..transports.gloo import GlooTransport, translated
+from ..ranks.multi_host import rail_peers
+from ..transports import tcp
+from ..transports.base import Transport
+from ..transports.gloo import BesideGloo, translated
 from .collectives import Collectives
 from .memory import copy_back_all, readable, tensors_in, writable
 from .op_queue import Message, OpQueue, Works, exclude_from_compile
@@ -70,8 +74,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._collectives = Collectives(self.communicator, gloo)
         self._timeout_lock = threading.RLock()
         self._numbers, self._number = itertools.count(1), 0  # of calls
-        # Ctrl-C does not end waits for other hosts, so ops of several hosts do not run in the caller's thread.
-        self.queue = OpQueue(name, inline=len(self.communicator.hosts) == 1)
+        self.queue = OpQueue(name, inline=True)
         self._messages = OpQueue(f"{name} messages", inline=False)  # waits for messages on behalf of the main thread
         self._end = weakref.finalize(self, close, self.queue, self.communicator, self._messages)
 
@@ -330,16 +333,26 @@ def connect(
 ) -> tuple[Any, Communicator]:
     """Return gloo's process group and the communicator of a group whose ranks meet at ``store``.
 
-    The communicator uses gloo as its transport between hosts; no other code of ``crossreduce.torch`` chooses one. gloo
-    connects after the ranks have met, since it would wait for a missing rank 5 times as long, and could not name it.
-    ``global_ranks``: the ranks' numbers in the world, for errors; empty: the group is the world.
+    Ranks of different hosts exchange data over connections of their own, not gloo's; no other code of
+    ``crossreduce.torch`` chooses a transport. gloo connects after the ranks have met, since it would wait for a missing
+    rank 5 times as long, and could not name it. ``global_ranks``: the ranks' numbers in the world, for errors; empty:
+    the group is the world.
     """
     seconds, made = timeout.total_seconds(), []
 
-    def connected(cancelled: threading.Event) -> GlooTransport:
+    def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...]) -> Transport:
         inner = CancellableStore(dist.PrefixStore("gloo/", store), cancelled)
         made.append(dist.ProcessGroupGloo(inner, rank, size, timeout=timeout))
-        return GlooTransport(made[0], inner)
+        addresses = CancellableStore(dist.PrefixStore("tcp/", store), cancelled)
+
+        def read(peer: int) -> bytes:
+            addresses.wait([str(peer)])
+            return addresses.get(str(peer))
+
+        interfaces = [each for each in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]
+        peers = rail_peers(hosts, rank)
+        sockets = tcp.connect(rank, peers, partial(addresses.set, str(rank)), read, cancelled, interfaces)
+        return BesideGloo(sockets, made[0], inner)
 
     rendezvous = StoreRendezvous(dist.PrefixStore("crossreduce/", store), rank, size, seconds, global_ranks)
     communicator = Communicator(rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks)

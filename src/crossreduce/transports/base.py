@@ -1,6 +1,6 @@
 """Protocols of what a group of ranks needs from its environment: a rendezvous, and a transport between hosts.
 
-Input and output: see ``Rendezvous`` and ``Transport``. ``mpi.py`` implements both, ``gloo.py`` a transport and
+Input and output: see ``Rendezvous`` and ``Transport``. ``mpi.py`` implements both, ``tcp.py`` a transport and
 ``torch/rendezvous.py`` a rendezvous; the caller of a ``Communicator`` creates them, and passes them to it.
 """
 
@@ -94,3 +94,6 @@ class Transport(Protocol):
 
     def abort(self) -> None:
         """Make all messages of this rank fail soon; later ones fail, too. Any thread may call it."""
+
+    def close(self) -> None:
+        """Leave: tell the other ranks, if that is possible, make all messages fail, and release everything."""

@@ -24,6 +24,8 @@ constexpr int64_t PAGE = 4096;
 // After spinning a rank yields its CPU until it has waited for this time, then it sleeps: to wake a sleeping rank takes
 // about 50 us, to yield to another one 1 us.
 constexpr int64_t YIELD_NS = 200000;
+// A rank with pending messages to or from other hosts sleeps at most this long at a time.
+constexpr int64_t NAP_NS = 200000;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
               "other processes do not share a lock");
@@ -198,17 +200,19 @@ bool SharedMemory::wait(int64_t until_ns) {
         now = now_ns(CLOCK_MONOTONIC);
     }
     while (now < yield) {
+        if (progress) progress();
         sched_yield();
         if (all_reached()) return true;
         now = now_ns(CLOCK_MONOTONIC);
     }
     while (now < until_ns && group->aborted.load(std::memory_order_acquire) == 0) {
+        const int64_t left = progress && progress() ? std::min(until_ns - now, NAP_NS) : until_ns - now;
         RankState &late = states[(rank + 1 + met) % ranks];
         late.sleepers.fetch_add(1, std::memory_order_seq_cst);
         const uint32_t seen = late.bell.load(std::memory_order_seq_cst);
         // A rank may have been killed or stopped between its arrival and the ring of its bell.
         const bool reached = late.arrivals.load(std::memory_order_acquire) >= arrivals;
-        if (!reached) futex_wait(late.bell, seen, until_ns - now);
+        if (!reached) futex_wait(late.bell, seen, left);
         late.sleepers.fetch_sub(1, std::memory_order_relaxed);
         if (all_reached()) return true;
         now = now_ns(CLOCK_MONOTONIC);

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -100,6 +101,8 @@ class SharedMemory {
     int64_t slot;
     uint64_t number = 0; // the number of this rank's latest op
     int64_t spin_ns = 0; // how long a rank spins before it yields its CPU, and then sleeps
+    // Called while a rank waits: moves messages to and from other hosts, and returns whether some are pending.
+    std::function<bool()> progress;
     RankState &state(int of) const { return states[of]; }
     char *memory(int of) const { return slots + of * slot; }
     const RankProgram *current() const { return program; }

@@ -4,7 +4,12 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "connections.hpp"
 #include "shared_memory.hpp"
+
+#if defined(__linux__)
+std::shared_ptr<Connections> *connections_in(PyObject *object);
+#endif
 
 namespace {
 
@@ -281,6 +286,16 @@ PyObject *memory_can_read(PyObject *object, PyObject *args) {
     return memory == nullptr ? nullptr : PyBool_FromLong(memory->can_read(rank));
 }
 
+PyObject *memory_carry(PyObject *object, PyObject *connections) {
+    if (!usable(memory_of(object), true)) return nullptr;
+#if defined(__linux__)
+    memory_of(object)->memory->progress = [carried = *connections_in(connections)] { return carried->progress(); };
+#else
+    (void)connections;
+#endif
+    Py_RETURN_NONE;
+}
+
 PyObject *memory_number(PyObject *object, PyObject *) {
     if (!usable(memory_of(object), false)) return nullptr;
     return PyLong_FromUnsignedLongLong(memory_of(object)->memory->number);
@@ -351,6 +366,7 @@ PyMethodDef memory_methods[] = {
     {"caller", locked<memory_caller>, METH_NOARGS, "Return the identity of the thread that makes a prepared call, or 0."},
     {"can_read", locked<memory_can_read>, METH_VARARGS,
      "can_read(rank): return whether this process may read the memory of the rank's process. Only before the first op."},
+    {"carry", locked<memory_carry>, METH_O, "carry(connections): move their messages while this rank waits at a barrier."},
     {"close", locked<memory_close>, METH_NOARGS, "Unmap the memory; afterwards every other method raises ValueError."},
     {"number", locked<memory_number>, METH_NOARGS, "Return the number of this rank's latest op, starting at 1."},
     {"running", locked<memory_running>, METH_NOARGS, "Return whether an op is running."},

@@ -1,0 +1,88 @@
+// Messages between ranks of different hosts, over sockets that are connected already.
+//
+// There is no thread: messages move while a rank waits for one of them, or at a barrier (`progress`). What a rank has
+// sent meanwhile is in the buffers of the system. Each message is preceded by a header with its tag and size. Messages
+// of one tag between two ranks arrive in order. A rank reads from a peer only while it expects a message from it.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+struct MessageHeader {
+    uint64_t tag, nbytes;
+};
+
+struct Message {
+    enum class State { pending, done, lost, left, aborted };
+    MessageHeader header;
+    char *data;
+    int64_t moved = 0; // bytes; of a message that is sent, the header counts
+    int peer;          // index of the peer
+    State state = State::pending;
+};
+
+class Connections {
+  public:
+    // Use connected sockets, which this object closes: `ranks` and `sockets` of the peers.
+    Connections(std::vector<int> ranks, std::vector<int> sockets);
+    ~Connections();
+    Connections(const Connections &) = delete;
+    Connections &operator=(const Connections &) = delete;
+
+    int index_of(int rank) const; // of a peer; -1: there is no connection to it
+    // Begin to send, or expect, a message. Its memory must stay valid until it is no longer pending.
+    std::shared_ptr<Message> send(int peer, uint64_t tag, char *data, int64_t nbytes);
+    std::shared_ptr<Message> receive(int peer, uint64_t tag, char *data, int64_t nbytes);
+    // Move messages until one is no longer pending, until a time of the monotonic clock, or until a signal comes.
+    Message::State wait(Message &message, int64_t until_ns);
+    // Move what can be moved at once. Return whether messages are pending.
+    bool progress();
+    // Close the connection to a peer, since a message was not completed.
+    void give_up(int peer, const std::string &why);
+    // Make all messages fail, and the peers' messages to this rank. Any thread may call it.
+    void abort();
+    // Tell the peers that this rank leaves, abort, and close the sockets if no thread waits.
+    void close();
+    // In a forked process: close the sockets, which stay open in the parent.
+    void close_after_fork();
+    std::string why(int peer); // why the connection to a peer is closed
+
+  private:
+    struct Incoming {       // the message that is being read
+        bool active = false;
+        bool blocked = false; // it is large and not expected yet, so it stays in the socket
+        MessageHeader header{};
+        uint64_t moved = 0;
+        std::shared_ptr<Message> into; // null: `early`
+        std::vector<char> early;
+    };
+    struct Peer {
+        int rank, socket;
+        Message::State state = Message::State::done; // done: connected; else why not
+        std::string why;
+        bool said_farewell = false;
+        std::deque<std::shared_ptr<Message>> out;
+        std::map<uint64_t, std::deque<std::shared_ptr<Message>>> expected; // by tag
+        std::map<uint64_t, std::deque<std::vector<char>>> early;           // complete messages that nobody expected
+        size_t expectations = 0;
+        Incoming incoming;
+        std::vector<char> staged; // bytes that were read and belong to no message yet: from `staged_begin` on
+        size_t staged_begin = 0, staged_end = 0;
+    };
+
+    void write_to(Peer &peer);
+    void read_from(Peer &peer);
+    bool begin_incoming(Peer &peer);
+    void finish_incoming(Peer &peer);
+    void lose(Peer &peer, Message::State state, const std::string &why);
+    bool has_work(const Peer &peer) const { return peer.state == Message::State::done && (!peer.out.empty() || peer.expectations > 0); }
+
+    std::mutex lock;
+    std::vector<Peer> peers;
+    int waiters = 0;
+};
