@@ -61,8 +61,8 @@ class Communicator(Member):
     Args:
       rendezvous: where the ranks meet.
       transport: carries messages between hosts; it may be ``None`` if all ranks are on one host. A function that
-        connects one is called, on all ranks, when all of them are there; its arguments: an event that is set when it should
-        give up, and the ranks of each host. The communicator closes what it returns, if it has a method ``close``.
+        connects one is called, on all ranks, when all of them are there. Its arguments: an event that is set when it
+        should give up, and the ranks of each host. The communicator closes what it returns.
       name: the group's name in messages.
       timeout_s: how long a call waits for other ranks, in seconds.
       global_ranks: the ranks' numbers in messages and errors, such as those in a larger group; ``None``: 0, 1, ...

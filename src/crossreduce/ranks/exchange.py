@@ -12,7 +12,7 @@ was complete when it began, as ``verify`` proves. No value of a piece is replace
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -25,6 +25,8 @@ from ..transports.base import PendingMessage, Transport
 from .instructions import kernel
 from .programs import LINE
 
+EAGER_BYTES: Final = 1 << 14
+"""If a stripe has at most so many bytes, its first round is in the messages by which the hosts compare their calls."""
 ROUND_LAG: Final = 2
 """Stages from a round to the next, if there are several pieces. With 1 the link would idle during combinations."""
 
@@ -68,6 +70,7 @@ class ExchangeProgram(NamedTuple):
     delay: int  # a piece that enters in stage t is complete in stage t + delay
     window: int  # the number of pieces that have memory at the same time
     room: int  # bytes of each piece's memory
+    eager: bool  # whether the first round is in the first messages; the same on all hosts
 
     def partial_at(self, piece: int) -> int:
         """Return the offset in the exchange's memory at which a piece's partial result has to be."""
@@ -110,7 +113,8 @@ def exchange_program(
     # it: late + 2 stages. When it is used again, its last sends are ROUND_LAG stages old.
     window = min(len(sizes), late + 2)
     room = max(piece.nbytes for piece in pieces)
-    return ExchangeProgram(part, peers, pieces, numbers, _lag(len(sizes)), late, window, room)
+    eager = len(sizes) == 1 and sizes[0] * itemsize(numbers.accumulator) <= EAGER_BYTES
+    return ExchangeProgram(part, peers, pieces, numbers, _lag(len(sizes)), late, window, room, eager)
 
 
 @lru_cache(maxsize=4096)
@@ -157,6 +161,26 @@ class Exchange:
         self._sends: list[list[tuple[PendingMessage, int]]] = [[] for _ in range(program.window)]
         self._receives: dict[tuple[int, int], list[tuple[PendingMessage, int]]] = {}
 
+    def first_data(self) -> dict[int, bytes]:
+        """Return, if the program is eager, what this host sends to others in the first round."""
+        data: dict[int, bytes] = {}
+        if self._program.eager:
+            base, places = self._places(0)
+            for value, host in self._program.part.stages[0].sends:
+                place, nbytes, _ = places[value]
+                data[host] = data.get(host, b"") + ctypes.string_at(base + place, nbytes)
+        return data
+
+    def take_first(self, data: Mapping[int, bytes]) -> None:
+        """Take what other hosts have sent as ``first_data``."""
+        at = dict.fromkeys(data, 0)
+        if self._program.eager:
+            base, places = self._places(0)
+            for value, host in self._program.part.stages[0].receives:
+                place, nbytes, _ = places[value]
+                ctypes.memmove(base + place, data[host][at[host] : at[host] + nbytes], nbytes)
+                at[host] += nbytes
+
     def run_stage(self, stage: int) -> None:
         """Send, wait and combine what this stage requires.
 
@@ -167,6 +191,8 @@ class Exchange:
             self._post_receives(0)
         self._post_receives(stage + 1)
         for piece, r in self._active(stage):
+            if r == 0 and self._program.eager:
+                continue
             sends = self._sends[piece % self._program.window]
             self._start(piece, self._program.part.stages[r].sends, self._transport.send, sends)
         for piece, r in self._active(stage - self._program.lag + 1):
@@ -192,7 +218,8 @@ class Exchange:
             if r == 0:
                 self._wait(self._sends[piece % self._program.window])
             receives = self._receives[piece, r] = []
-            self._start(piece, self._program.part.stages[r].receives, self._transport.receive, receives)
+            if r > 0 or not self._program.eager:
+                self._start(piece, self._program.part.stages[r].receives, self._transport.receive, receives)
 
     def _start(
         self,
@@ -236,22 +263,43 @@ def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
         raise PeerDisconnected(rank, str(error)) from error
 
 
-def all_equal(
-    digest: bytes, peers: tuple[int, ...], host: int, transport: Transport, tag: int, timeout_s: float
-) -> bool:
-    """Exchange digests of equal length with the ranks ``peers`` of all hosts and return whether all are equal.
+def agreed(
+    digest: bytes,
+    data: Mapping[int, bytes],
+    peers: tuple[int, ...],
+    host: int,
+    transport: Transport,
+    tag: int,
+    timeout_s: float,
+) -> dict[int, bytes] | None:
+    """Exchange the first messages of an op with the ranks ``peers`` of all hosts: a digest of the call, and data.
 
-    ``host`` is this host's number. Raises ``PeerError`` if a rank of another host was lost or is late.
+    Returns what each other host has sent beside its digest; ``None`` if the digests are not all equal.
+
+    Args:
+      digest: of this rank's call, of equal length on all hosts.
+      data: for each host at most ``EAGER_BYTES``; hosts may be missing.
+      peers: the rank with which this one exchanges messages on each host.
+      host: this host's number.
+      transport: between hosts.
+      tag: of the messages.
+      timeout_s: how long each message may take.
+    Raises:
+      PeerError: a rank of another host was lost or is late.
     """
     size = len(digest)
-    own = ctypes.create_string_buffer(digest, size)
-    received = [ctypes.create_string_buffer(size) for _ in peers]
     others = [(k, rank) for k, rank in enumerate(peers) if k != host]
-    pending = [(transport.receive(ctypes.addressof(received[k]), size, rank, tag), rank) for k, rank in others]
-    pending += [(transport.send(ctypes.addressof(own), size, rank, tag), rank) for _, rank in others]
+    received = {k: ctypes.create_string_buffer(size + EAGER_BYTES) for k, _ in others}
+    sent = {k: ctypes.create_string_buffer(digest + data.get(k, b""), size + len(data.get(k, b""))) for k, _ in others}
+    pending = [
+        (transport.receive(ctypes.addressof(received[k]), len(received[k]), rank, tag), rank) for k, rank in others
+    ]
+    pending += [(transport.send(ctypes.addressof(sent[k]), len(sent[k]), rank, tag), rank) for k, rank in others]
     for message, rank in pending:
         wait_for(message, rank, timeout_s)
-    return all(received[k].raw == digest for k, _ in others)
+    if any(received[k].raw[:size] != digest for k, _ in others):
+        return None
+    return {k: received[k].raw[size:] for k, _ in others}
 
 
 def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from ..planning import Request, plan, schedule_for
 from ..schedule import Schedule
 from ..topology import Topology
 from ..transports.base import Transport
-from .exchange import Exchange, ExchangeProgram, all_equal, delay, exchange_program, piece_sizes
+from .exchange import EAGER_BYTES, Exchange, ExchangeProgram, agreed, delay, exchange_program, piece_sizes
 from .instructions import ArrayPlaces, Phase, RankInstruction, kernel, native_program, pipelined
 from .one_host import RankExecutable, one_round
 from .programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, analyze, line_shares
@@ -157,8 +157,15 @@ class MultiHostEngine:
         same = same_here
         if self.leader is not None:
             digest = blake2b(executable.digest + str(self.memory.number).encode(), digest_size=16).digest()
-            digest = digest if same_here else bytes(len(digest))  # zeros differ from every call's digest
-            same = self._all_equal(digest, timeout_s) and same_here
+            data: dict[int, bytes] = {}
+            if not same_here:
+                digest = bytes(len(digest))  # zeros differ from every call's digest
+            elif exchange is not None:
+                data = exchange.first_data()
+            received = self._agreed(digest, data, timeout_s)
+            same = same_here and received is not None
+            if exchange is not None and received is not None:
+                exchange.take_first(received)
         if not same_here:
             self._exchange = None
             return False
@@ -176,7 +183,7 @@ class MultiHostEngine:
                 inner()
             runner.reach(4)  # all ranks of this host have returned from it
             if self.leader is not None:
-                self._all_equal(bytes(1), timeout_s)  # and all ranks of the other hosts
+                self._agreed(bytes(1), {}, timeout_s)  # and all ranks of the other hosts
             runner.reach(5)
         elif exchange is None and executable.stages > 3:
             runner.reach(executable.stages)
@@ -189,10 +196,10 @@ class MultiHostEngine:
             self._exchange = None
         return True
 
-    def _all_equal(self, digest: bytes, timeout_s: float) -> bool:
-        """Return whether the leaders of all hosts passed the same digest."""
+    def _agreed(self, digest: bytes, data: dict[int, bytes], timeout_s: float) -> dict[int, bytes] | None:
+        """Return the data of the leaders of all other hosts; ``None``: they did not all pass the same digest."""
         with self._waiting_for_hosts():
-            return all_equal(digest, self.peers, self.host, self.transport, TAG, timeout_s)
+            return agreed(digest, data, self.peers, self.host, self.transport, TAG, timeout_s)
 
     def _exchange_stage(
         self, executable: RankExecutable, exchange: Exchange, addresses: tuple[int, ...], stage: int
@@ -260,11 +267,14 @@ def host_schedule(topology: Topology | None, hosts: int, collective: str, nbytes
       root: the root's host, of a reduce or broadcast.
     """
     names = host_names(hosts)
-    if topology is None and (hosts == 2 or collective == "all_reduce"):  # optimal, and found without a search
+    if hosts == 2 or (topology is None and collective == "all_reduce"):  # optimal, and found without a search
         end = names if root is None else (names[root],)
         sources = end if collective == "broadcast" else names
         destinations = end if collective == "reduce" else names
-        algorithm = "direct" if root is None else "one_device"
+        algorithm = "one_device"
+        if root is None:  # with 2 hosts both algorithms send each array once, and one_shot does it in one round
+            small = nbytes * (hosts - 1) <= EAGER_BYTES
+            algorithm = "one_shot" if hosts == 2 or small else "direct"
         return schedule_for(Request(collective, sources, destinations, algorithm))
     wiring = topology or Topology.full_mesh(names, gb_per_s=1, latency_s=1e-4)
     main = None if root is None else wiring.devices[root]

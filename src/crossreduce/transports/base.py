@@ -90,7 +90,7 @@ class Transport(Protocol):
         """Start to send ``nbytes`` from ``address`` to rank ``dst`` of the group."""
 
     def receive(self, address: int, nbytes: int, src: int, tag: int) -> PendingMessage:
-        """Start to receive ``nbytes`` from rank ``src`` of the group into ``address``."""
+        """Start to receive at most ``nbytes`` from rank ``src`` of the group into ``address``: a whole message."""
 
     def abort(self) -> None:
         """Make all messages of this rank fail soon; later ones fail, too. Any thread may call it."""

@@ -80,13 +80,13 @@ std::shared_ptr<Message> Connections::receive(int index, uint64_t tag, char *dat
     const std::lock_guard<std::mutex> held(lock);
     Peer &peer = peers[static_cast<size_t>(index)];
     std::deque<std::vector<char>> &early = peer.early[tag];
-    if (!early.empty() && early.front().size() == made->header.nbytes) {
+    if (!early.empty() && early.front().size() <= made->header.nbytes) {
         std::memcpy(data, early.front().data(), early.front().size());
         early.pop_front();
         made->state = State::done;
         return made;
     }
-    if (!early.empty()) lose(peer, State::lost, "a message has another size than this rank expects");
+    if (!early.empty()) lose(peer, State::lost, "a message is larger than this rank expects");
     if (peer.state != State::done) {
         made->state = peer.state;
         return made;
@@ -149,8 +149,8 @@ bool Connections::begin_incoming(Peer &peer) {
     const auto expected = peer.expected.find(incoming.header.tag);
     if (expected != peer.expected.end() && !expected->second.empty()) {
         incoming.into = expected->second.front();
-        if (incoming.into->header.nbytes != incoming.header.nbytes) {
-            lose(peer, State::lost, "a message has another size than this rank expects");
+        if (incoming.into->header.nbytes < incoming.header.nbytes) {
+            lose(peer, State::lost, "a message is larger than this rank expects");
             return false;
         }
         expected->second.pop_front();
@@ -174,8 +174,8 @@ void Connections::finish_incoming(Peer &peer) {
             return;
         }
         incoming.into = expected.front(); // it was expected while it was read
-        if (incoming.into->header.nbytes != incoming.header.nbytes) {
-            lose(peer, State::lost, "a message has another size than this rank expects");
+        if (incoming.into->header.nbytes < incoming.header.nbytes) {
+            lose(peer, State::lost, "a message is larger than this rank expects");
             return;
         }
         expected.pop_front();
