@@ -1,11 +1,15 @@
 """Every transport obeys the laws of ``transport_laws``. To test another transport, add it to ``TRANSPORTS``."""
 
 import contextlib
-import ctypes
-from datetime import timedelta
+import json
+import os
+import signal
+import socket
+import threading
+import time
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import transport_laws
 from ranks import SocketTransport, ranks
@@ -13,6 +17,7 @@ from test_mpi import launched
 from transport_laws import LAWS
 
 from crossreduce.errors import PeerLostError
+from crossreduce.transports.tcp import TcpTransport, connect
 
 
 def on_sockets(law, folder):
@@ -28,19 +33,34 @@ def on_sockets(law, folder):
     ranks(3, rank)
 
 
-def on_gloo(law, folder):
-    """Run a test of transport_laws.py on gloo, in forked processes."""
+def on_tcp(law, folder):
+    """Run a test of transport_laws.py on connections of the library's own, in forked processes."""
 
     def rank(rendezvous):
-        import torch.distributed as dist
-
-        from crossreduce.transports.gloo import GlooTransport
-
-        store = dist.FileStore(str(folder / "store"), rendezvous.size)
-        gloo = dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.size, timeout=timedelta(seconds=30))
-        law(GlooTransport(gloo), rendezvous)
+        transport = TcpTransport(connected(rendezvous))
+        law(transport, rendezvous)
+        with contextlib.suppress(PeerLostError):  # one of the laws aborts the group
+            rendezvous.all_gather(b"")
+        transport.close()
 
     ranks(3, rank)
+
+
+def connected(rendezvous, seconds=20.0):
+    """Return a socket for each other rank; all ranks call it together."""
+    payloads, cancelled = [], threading.Event()
+    timer = threading.Timer(seconds, cancelled.set)
+    timer.start()
+    try:
+        return connect(
+            rendezvous.rank,
+            range(rendezvous.size),
+            lambda payload: payloads.extend(rendezvous.all_gather(payload)),
+            lambda rank: payloads[rank],
+            cancelled,
+        )
+    finally:
+        timer.cancel()
 
 
 def on_mpi(law, folder):
@@ -50,7 +70,7 @@ def on_mpi(law, folder):
     assert output.count("passed") == 3, output
 
 
-TRANSPORTS = {"sockets": on_sockets, "gloo": on_gloo, "mpi": on_mpi}
+TRANSPORTS = {"sockets": on_sockets, "tcp": on_tcp, "mpi": on_mpi}
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
@@ -60,25 +80,77 @@ def test_every_transport_obeys_the_laws(transport, law, tmp_path):
     TRANSPORTS[transport](law, tmp_path)
 
 
-def test_gloo_tells_a_lost_connection_from_a_timeout():
-    """A wait that gloo let time out raises a ConnectionError if gloo had lost the connection, or else a TimeoutError.
+def test_strangers_and_dead_addresses_do_not_disturb_connections():
+    """A rank finds the address that works, and programs that connect to its port meanwhile are ignored."""
 
-    The texts are those of torch 2.13, with a peer that was killed and with one that was stopped.
-    """
-    from crossreduce.transports.gloo import GlooTransport
+    def rank(rendezvous):
+        payloads, me = [], rendezvous.rank
 
-    def fail(text):
-        raise RuntimeError(text)
+        def publish(payload):
+            _, port, key = json.loads(payload)
+            if me == 0:  # a port that nobody listens to, a listener that never answers, and one that answers wrongly
+                silent, wrong = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+                rendezvous.kept = silent, wrong
+                threading.Thread(target=lambda: wrong.accept()[0].sendall(b"x" * 16), daemon=True).start()
+                with socket.create_server(("127.0.0.1", 0)) as closed:
+                    closed_port = closed.getsockname()[1]
+                targets = [("127.0.0.1", p) for p in (closed_port, *(x.getsockname()[1] for x in (silent, wrong)))]
+                for guess in (b"", b"GET / HTTP/1.0\r\n\r\n", b"\1\0\0\0" + bytes(16), b"x" * 20):
+                    stranger = socket.create_connection(("127.0.0.1", port))
+                    stranger.sendall(guess)
+                    rendezvous.kept += (stranger,)
+                payload = json.dumps([targets, port, key])
+            payloads.extend(rendezvous.all_gather(payload if isinstance(payload, bytes) else payload.encode()))
 
-    waiting = "gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 3000ms for send operation to complete"
-    reasons = {
-        "gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:63107.": ConnectionError,
-        "Application timeout caused pair closure": TimeoutError,
-    }
-    for reason, kind in reasons.items():
-        gloo = SimpleNamespace(
-            send=lambda *_: SimpleNamespace(wait=lambda _: fail(waiting)), recv=lambda *_, reason=reason: fail(reason)
-        )
-        message = GlooTransport(gloo).send(ctypes.addressof(ctypes.create_string_buffer(8)), 8, 1, 0)
-        with pytest.raises(kind, match="rank 1"):
-            message.wait(3)
+        def read(other):
+            targets, port, key = json.loads(payloads[other])
+            tried.extend(targets)
+            return json.dumps([[*(t[0] for t in targets), "127.0.0.1"], port, key]).encode()
+
+        tried = []
+        transport = TcpTransport(connect(me, range(3), publish, read, threading.Event()))
+        transport_laws.messages_arrive_in_order(transport, rendezvous)
+        transport.close()
+
+    ranks(3, rank)
+
+
+def test_a_rank_that_is_not_reached_is_named():
+    """If a rank never connects, the others raise an error with its number and what was tried, when they give up."""
+
+    def rank(rendezvous):
+        if rendezvous.rank == 1:
+            rendezvous.all_gather(json.dumps([["127.0.0.1"], 1, "00" * 16]).encode())
+        else:
+            with pytest.raises(ConnectionError, match=r"ranks \[1\]") as error:
+                connected(rendezvous, 0.7)
+            assert ("127.0.0.1" in str(error.value)) == (rendezvous.rank > 1)
+        rendezvous.all_gather(b"")
+
+    ranks(3, rank)
+
+
+def test_a_forked_process_does_not_keep_connections_open():
+    """The death of a rank is noticed at once, although a process that it forked, such as a data loader's, lives on."""
+
+    def rank(rendezvous):
+        transport = TcpTransport(connected(rendezvous))
+        if rendezvous.rank == 0:
+            child = os.fork()
+            if child == 0:
+                time.sleep(20)
+                os._exit(0)
+            rendezvous.all_gather(str(child).encode())
+            transport.connections = None  # the end of the process would do the same
+            del transport
+        else:
+            child = int(rendezvous.all_gather(b"")[0])
+            memory, began = np.zeros(8, np.uint8), time.monotonic()
+            with pytest.raises(ConnectionError, match="rank 0"):
+                transport.receive(memory.ctypes.data, 8, 0, 0).wait(15)
+            assert time.monotonic() - began < 5
+            if rendezvous.rank == 1:
+                os.kill(child, signal.SIGKILL)
+        rendezvous.all_gather(b"")
+
+    ranks(2, rank)

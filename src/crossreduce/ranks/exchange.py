@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Final, NamedTuple
 
 from .. import kernels
@@ -162,13 +162,13 @@ class Exchange:
         self._receives: dict[tuple[int, int], list[tuple[PendingMessage, int]]] = {}
 
     def first_data(self) -> dict[int, bytes]:
-        """Return, if the program is eager, what this host sends to others in the first round."""
+        """Return, if the program is eager, what this host sends to others in the first round, by their ranks."""
         data: dict[int, bytes] = {}
         if self._program.eager:
             base, places = self._places(0)
             for value, host in self._program.part.stages[0].sends:
-                place, nbytes, _ = places[value]
-                data[host] = data.get(host, b"") + ctypes.string_at(base + place, nbytes)
+                (place, nbytes, _), rank = places[value], self._program.peers[host]
+                data[rank] = data.get(rank, b"") + ctypes.string_at(base + place, nbytes)
         return data
 
     def take_first(self, data: Mapping[int, bytes]) -> None:
@@ -177,9 +177,9 @@ class Exchange:
         if self._program.eager:
             base, places = self._places(0)
             for value, host in self._program.part.stages[0].receives:
-                place, nbytes, _ = places[value]
-                ctypes.memmove(base + place, data[host][at[host] : at[host] + nbytes], nbytes)
-                at[host] += nbytes
+                (place, nbytes, _), rank = places[value], self._program.peers[host]
+                ctypes.memmove(base + place, data[rank][at[rank] : at[rank] + nbytes], nbytes)
+                at[rank] += nbytes
 
     def run_stage(self, stage: int) -> None:
         """Send, wait and combine what this stage requires.
@@ -264,23 +264,17 @@ def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
 
 
 def agreed(
-    digest: bytes,
-    data: Mapping[int, bytes],
-    peers: tuple[int, ...],
-    host: int,
-    transport: Transport,
-    tag: int,
-    timeout_s: float,
+    digest: bytes, data: Mapping[int, bytes], ranks: Sequence[int], transport: Transport, tag: int, timeout_s: float
 ) -> dict[int, bytes] | None:
-    """Exchange the first messages of an op with the ranks ``peers`` of all hosts: a digest of the call, and data.
+    """Exchange the first messages of an op with ``ranks`` of other hosts: a digest of the call, and data.
 
-    Returns what each other host has sent beside its digest; ``None`` if the digests are not all equal.
+    Returns what each other rank has sent beside its digest, in memory of ``EAGER_BYTES``; ``None`` if the digests are
+    not all equal.
 
     Args:
       digest: of this rank's call, of equal length on all hosts.
-      data: for each host at most ``EAGER_BYTES``; hosts may be missing.
-      peers: the rank with which this one exchanges messages on each host.
-      host: this host's number.
+      data: for each rank at most ``EAGER_BYTES``; ranks may be missing.
+      ranks: one of each other host.
       transport: between hosts.
       tag: of the messages.
       timeout_s: how long each message may take.
@@ -288,18 +282,15 @@ def agreed(
       PeerError: a rank of another host was lost or is late.
     """
     size = len(digest)
-    others = [(k, rank) for k, rank in enumerate(peers) if k != host]
-    received = {k: ctypes.create_string_buffer(size + EAGER_BYTES) for k, _ in others}
-    sent = {k: ctypes.create_string_buffer(digest + data.get(k, b""), size + len(data.get(k, b""))) for k, _ in others}
-    pending = [
-        (transport.receive(ctypes.addressof(received[k]), len(received[k]), rank, tag), rank) for k, rank in others
-    ]
-    pending += [(transport.send(ctypes.addressof(sent[k]), len(sent[k]), rank, tag), rank) for k, rank in others]
+    received = [ctypes.create_string_buffer(size + EAGER_BYTES) for _ in ranks]
+    sent = [ctypes.create_string_buffer(first := digest + data.get(rank, b""), len(first)) for rank in ranks]
+    started = [*zip(ranks, received, repeat(transport.receive)), *zip(ranks, sent, repeat(transport.send))]
+    pending = [(start(ctypes.addressof(memory), len(memory), rank, tag), rank) for rank, memory, start in started]
     for message, rank in pending:
         wait_for(message, rank, timeout_s)
-    if any(received[k].raw[:size] != digest for k, _ in others):
+    if any(memory.raw[:size] != digest for memory in received):
         return None
-    return {k: received[k].raw[size:] for k, _ in others}
+    return {rank: memory.raw[size:] for rank, memory in zip(ranks, received, strict=True)}
 
 
 def piece_sizes(size: int, nbytes: int, smallest: int, largest: int, depth: int) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from ..errors import (
     message,
 )
 from ..transports.base import Rendezvous, Transport
+from ..transports.tcp import TcpTransport
 from . import diagnostics, flight_recorder
 from .bootstrap import bootstrap
 from .diagnostics import DOCTOR
@@ -94,8 +95,8 @@ class Member(Peers):
             raise
         if len(self.hosts) > 1:
             assert self.transport is not None
-            if (connections := getattr(self.transport, "connections", None)) is not None:
-                self.memory.native.carry(connections)
+            if isinstance(self.transport, TcpTransport):
+                self.memory.native.carry(self.transport.connections)
             self.transport = self._watched = WatchedTransport(self.transport, self._warn_of_remote_wait)
             self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
         self.engine = self._remote or OneHostEngine(self.rank, self.size, self._reads_peer)

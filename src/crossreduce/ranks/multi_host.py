@@ -63,7 +63,8 @@ class MultiHostEngine:
         nbytes = itemsize(numbers.dtype)
         root_host = None if root is None else next(k for k, ranks in enumerate(self.hosts) if root in ranks)
         rounded = 1 << (size * nbytes - 1).bit_length()
-        schedule = host_schedule(self.topology, len(self.hosts), collective, rounded, root_host)
+        widened = itemsize(numbers.accumulator) > itemsize(numbers.result)
+        schedule = host_schedule(self.topology, len(self.hosts), collective, rounded, root_host, widened)
         between = lower(schedule)
         sizes = piece_sizes(size, nbytes, SMALLEST_PIECE, PIECE_BYTES, delay(between, 2))
         exchange = None
@@ -199,7 +200,8 @@ class MultiHostEngine:
     def _agreed(self, digest: bytes, data: dict[int, bytes], timeout_s: float) -> dict[int, bytes] | None:
         """Return the data of the leaders of all other hosts; ``None``: they did not all pass the same digest."""
         with self._waiting_for_hosts():
-            return agreed(digest, data, self.peers, self.host, self.transport, TAG, timeout_s)
+            others = [peer for peer in self.peers if peer != self.rank]
+            return agreed(digest, data, others, self.transport, TAG, timeout_s)
 
     def _exchange_stage(
         self, executable: RankExecutable, exchange: Exchange, addresses: tuple[int, ...], stage: int
@@ -256,7 +258,9 @@ def host_names(hosts: int) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def host_schedule(topology: Topology | None, hosts: int, collective: str, nbytes: int, root: int | None) -> Schedule:
+def host_schedule(
+    topology: Topology | None, hosts: int, collective: str, nbytes: int, root: int | None, widened: bool = False
+) -> Schedule:
     """Return the schedule by which hosts exchange the partial results of their ranks.
 
     Args:
@@ -265,6 +269,7 @@ def host_schedule(topology: Topology | None, hosts: int, collective: str, nbytes
       collective: one of ``COLLECTIVES``.
       nbytes: of an array, rounded up to a power of 2.
       root: the root's host, of a reduce or broadcast.
+      widened: whether partial results are larger than results.
     """
     names = host_names(hosts)
     if hosts == 2 or (topology is None and collective == "all_reduce"):  # optimal, and found without a search
@@ -272,9 +277,11 @@ def host_schedule(topology: Topology | None, hosts: int, collective: str, nbytes
         sources = end if collective == "broadcast" else names
         destinations = end if collective == "reduce" else names
         algorithm = "one_device"
-        if root is None:  # with 2 hosts both algorithms send each array once, and one_shot does it in one round
-            small = nbytes * (hosts - 1) <= EAGER_BYTES
-            algorithm = "one_shot" if hosts == 2 or small else "direct"
+        if (
+            root is None
+        ):  # of 2 hosts each sends its array once with both algorithms, but direct sends halves of results
+            once = hosts == 2 and not widened
+            algorithm = "one_shot" if once or nbytes * (hosts - 1) <= EAGER_BYTES else "direct"
         return schedule_for(Request(collective, sources, destinations, algorithm))
     wiring = topology or Topology.full_mesh(names, gb_per_s=1, latency_s=1e-4)
     main = None if root is None else wiring.devices[root]

@@ -166,6 +166,10 @@ PyType_Slot message_slots[] = {{Py_tp_dealloc, reinterpret_cast<void *>(message_
 } // namespace
 
 std::shared_ptr<Connections> *connections_in(PyObject *object) {
+    if (PyType_GetSlot(Py_TYPE(object), Py_tp_new) != reinterpret_cast<void *>(connections_new)) {
+        PyErr_SetString(PyExc_TypeError, "the argument must be Connections");
+        return nullptr;
+    }
     return reinterpret_cast<ConnectionsObject *>(object)->connections;
 }
 

@@ -8,6 +8,7 @@
 #include "shared_memory.hpp"
 
 #if defined(__linux__)
+// The value of a Connections object; null, with an error set, for others.
 std::shared_ptr<Connections> *connections_in(PyObject *object);
 #endif
 
@@ -289,7 +290,9 @@ PyObject *memory_can_read(PyObject *object, PyObject *args) {
 PyObject *memory_carry(PyObject *object, PyObject *connections) {
     if (!usable(memory_of(object), true)) return nullptr;
 #if defined(__linux__)
-    memory_of(object)->memory->progress = [carried = *connections_in(connections)] { return carried->progress(); };
+    const auto *found = connections_in(connections);
+    if (found == nullptr) return nullptr;
+    memory_of(object)->memory->progress = [carried = *found] { return carried->progress(); };
 #else
     (void)connections;
 #endif
