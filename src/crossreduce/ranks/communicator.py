@@ -158,8 +158,9 @@ class Communicator(Member):
     def delegate(self, text: str, start: Callable[[], RunningCollective]) -> None:
         """Let another library execute a collective, and return when it has done so on all ranks.
 
-        If it fails on a rank, this group is aborted, with the same error on all ranks. If ``start``, or the library,
-        raises an error that is not a ``ConnectionError``, it is raised at the end, and the group can still be used.
+        If it fails on a rank, this group is aborted, with the same error on all ranks. If ``start`` raises a
+        ``RuntimeError``, ``TypeError`` or ``ValueError``, or the library an error that is not a ``ConnectionError``, it
+        is raised at the end, and the group can still be used.
 
         Args:
           text: the description of the call, the same on all ranks.
@@ -170,7 +171,7 @@ class Communicator(Member):
         def inner() -> None:
             try:
                 running = start()
-            except Exception as error:  # noqa: BLE001 - raised below
+            except (RuntimeError, TypeError, ValueError) as error:  # raised below; others are those of signal handlers
                 failures.append(error)
                 return
             self._wait_for_inner(running)
