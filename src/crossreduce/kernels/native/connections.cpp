@@ -81,7 +81,7 @@ std::shared_ptr<Message> Connections::receive(int index, uint64_t tag, char *dat
     Peer &peer = peers[static_cast<size_t>(index)];
     std::deque<std::vector<char>> &early = peer.early[tag];
     if (!early.empty() && early.front().size() <= made->header.nbytes) {
-        std::memcpy(data, early.front().data(), early.front().size());
+        if (!early.front().empty()) std::memcpy(data, early.front().data(), early.front().size());
         early.pop_front();
         made->state = State::done;
         return made;
@@ -93,7 +93,6 @@ std::shared_ptr<Message> Connections::receive(int index, uint64_t tag, char *dat
     }
     peer.expected[tag].push_back(made);
     peer.expectations++;
-    peer.incoming.blocked = false;
     return made;
 }
 
@@ -179,7 +178,7 @@ void Connections::finish_incoming(Peer &peer) {
             return;
         }
         expected.pop_front();
-        std::memcpy(incoming.into->data, incoming.early.data(), incoming.early.size());
+        if (!incoming.early.empty()) std::memcpy(incoming.into->data, incoming.early.data(), incoming.early.size());
     }
     incoming.into->state = State::done;
     incoming.into = nullptr;
@@ -199,7 +198,7 @@ void Connections::read_from(Peer &peer) {
             char *to = (incoming.into != nullptr ? incoming.into->data : incoming.early.data()) + incoming.moved;
             const uint64_t left = incoming.header.nbytes - incoming.moved;
             const size_t taken = std::min<uint64_t>(left, peer.staged_end - peer.staged_begin);
-            std::memcpy(to, peer.staged.data() + peer.staged_begin, taken);
+            if (taken > 0) std::memcpy(to, peer.staged.data() + peer.staged_begin, taken);
             peer.staged_begin += taken;
             incoming.moved += taken;
             if (taken == left) {
@@ -210,7 +209,7 @@ void Connections::read_from(Peer &peer) {
         }
         // Nothing is staged now but, between messages, the start of a header.
         const size_t kept = peer.staged_end - peer.staged_begin;
-        std::memmove(peer.staged.data(), peer.staged.data() + peer.staged_begin, kept);
+        if (kept > 0) std::memmove(peer.staged.data(), peer.staged.data() + peer.staged_begin, kept);
         peer.staged_begin = 0, peer.staged_end = kept;
         parts[count++] = part(peer.staged.data() + kept, STAGED_NBYTES - kept);
         msghdr message = {};
