@@ -22,6 +22,7 @@ from crossreduce.ranks.exchange import (
     all_equal,
     exchange_program,
     piece_sizes,
+    run_stage,
 )
 from crossreduce.schedule import Chunk, Schedule, Step
 from crossreduce.topology import Topology
@@ -126,7 +127,7 @@ def exchange(schedule, inputs, numbers, sizes, shared=None, peers=None, timeout_
             if stage < len(sizes) and inputs[k] is not None:
                 piece = np.ascontiguousarray(inputs[k][starts[stage] : starts[stage + 1]])
                 ctypes.memmove(made.base + program.partial_at(stage), piece.ctypes.data, piece.nbytes)
-            made.run_stage(stage)
+            run_stage([made], stage)
             done = stage - program.delay
             if done >= 0:
                 to = out.ctypes.data + int(starts[done]) * out.itemsize
@@ -313,7 +314,7 @@ def test_steps_without_effect_are_removed():
 
 def run_all(made):
     for stage in range(9):
-        made.run_stage(stage)
+        run_stage([made], stage)
 
 
 def test_a_host_that_is_gone_or_late_is_named():

@@ -83,7 +83,7 @@ def table(rendezvous):
     comm.barrier()
     hosts = comm.hosts
     assert "crossreduce watchdog" in {thread.name for thread in threading.enumerate()}
-    assert comm.supports("all_reduce", ReduceOp.SUM, "bfloat16")
+    assert comm.supports(ReduceOp.SUM, "bfloat16")
     assert not comm.supports("all_gather", None, "float32")
     with pytest.raises(UnsupportedError, match="another library, after agree"):
         comm.all_gather(memory(np.zeros(1)), [memory(np.zeros(1)) for _ in range(n)])

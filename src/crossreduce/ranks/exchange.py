@@ -143,10 +143,10 @@ def _lines(nbytes: int) -> int:
 class Exchange:
     """One op's exchange: ``program``, whose messages have ``tag`` and must each complete within ``timeout_s`` seconds.
 
-    In stage t the caller puts piece t's partial result at ``program.partial_at(t)``, calls ``run_stage(t)``, and then
-    finds the results of piece t - ``delay`` at ``program.results_at``. After the last piece ``close`` waits for the
-    remaining sends. All hosts do so. After a failure the caller must keep the exchange until the transport is freed,
-    since messages are still written to its memory.
+    In stage t the caller puts piece t's partial result at ``program.partial_at(t)``, calls ``run_stage([self], t)``,
+    and then finds the results of piece t - ``delay`` at ``program.results_at``. After the last piece ``close`` waits
+    for the remaining sends. All hosts do so. After a failure the caller must keep the exchange until the transport is
+    freed, since messages are still written to its memory.
     """
 
     def __init__(self, program: ExchangeProgram, transport: Transport, tag: int, timeout_s: float) -> None:
@@ -157,18 +157,14 @@ class Exchange:
         self._sends: list[list[tuple[PendingMessage, int]]] = [[] for _ in range(program.window)]
         self._receives: dict[tuple[int, int], list[tuple[PendingMessage, int]]] = {}
 
-    def run_stage(self, stage: int) -> None:
-        """Send, wait and combine what this stage requires.
-
-        Raises:
-          PeerError: a rank of another host was lost or is late; the op cannot continue.
-        """
-        if stage == 0:
-            self._post_receives(0)
-        self._post_receives(stage + 1)
+    def send(self, stage: int) -> None:
+        """Start to send what this stage requires."""
         for piece, r in self._active(stage):
             sends = self._sends[piece % self._program.window]
             self._start(piece, self._program.part.stages[r].sends, self._transport.send, sends)
+
+    def complete(self, stage: int) -> None:
+        """Wait for the messages that have to arrive in this stage, and combine them."""
         for piece, r in self._active(stage - self._program.lag + 1):
             self._finish(piece, r)
 
@@ -187,7 +183,8 @@ class Exchange:
     def _places(self, piece: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
         return self.base + self._program.partial_at(piece), self._program.pieces[piece].places
 
-    def _post_receives(self, stage: int) -> None:
+    def post_receives(self, stage: int) -> None:
+        """Start to receive what is sent in a stage; memory that is used again waits for its last sends."""
         for piece, r in self._active(stage):
             if r == 0:
                 self._wait(self._sends[piece % self._program.window])
@@ -224,6 +221,25 @@ class Exchange:
         while messages:
             wait_for(*messages[0], self._timeout_s)
             del messages[0]
+
+
+def run_stage(exchanges: Sequence[Exchange], stage: int) -> None:
+    """Send, receive and combine what a stage of an op requires, which consists of these exchanges.
+
+    All of them have the same number of pieces and rounds. Two hosts list the exchanges in which both take part in the
+    same order, so messages need no names: they are ordered by stage, exchange and round. No exchange waits for a
+    message before all have started theirs.
+
+    Raises:
+      PeerError: a rank of another host was lost or is late; the op cannot continue.
+    """
+    for posted in range(stage + 1 if stage else 0, stage + 2):
+        for each in exchanges:
+            each.post_receives(posted)
+    for each in exchanges:
+        each.send(stage)
+    for each in exchanges:
+        each.complete(stage)
 
 
 def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:
