@@ -170,7 +170,7 @@ class RankAnalysis:
         fits = fitting_size([self], room, int(PIECE_BYTES / self._contributed))
         return max(1, min(size, fits // LINE * LINE or fits))
 
-    def _demand(self) -> tuple[Fraction, list[tuple[int, Fraction]]]:
+    def _demand(self) -> tuple[Fraction, list[tuple[int, Fraction | int]]]:
         """Return the most bytes that a rank contributes, and for each slot the bytes for rounding and for values.
 
         All are bytes per element of an array, except those for rounding, which do not depend on the size.
