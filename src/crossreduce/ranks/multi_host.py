@@ -32,7 +32,7 @@ from .programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompil
 from .shared_memory import RankMemory, StageRunner
 
 TAG: Final = 0
-SMALLEST_PIECE: Final = 1 << 17
+SMALLEST_PIECE: Final = 1 << 18
 """Bytes that cross a link in a large array's first and last pieces, of all leaders together; the others have up to
 ``PIECE_BYTES``."""
 
