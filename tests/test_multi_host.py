@@ -202,7 +202,7 @@ def disagreeing(rendezvous):
     comm, transport = joined(rendezvous)
     me, texts = comm.rank, []
     x = np.arange(50_000, dtype="float32") + me
-    out = np.full_like(x, 7)
+    out, rows = np.full_like(x, 7), np.full((5, *x.shape), 7, "float32")
     calls = [
         # The calls differ in the op (twice: also within a host), the size, the collective, or the text of ``agree``.
         lambda: comm.all_reduce(ReduceOp.SUM if me < 2 else ReduceOp.MAX, memory(x), memory(out)),
@@ -210,12 +210,14 @@ def disagreeing(rendezvous):
         lambda: comm.all_reduce(ReduceOp.SUM, memory(x[: 10_000 + me]), memory(out[: 10_000 + me])),
         lambda: comm.barrier() if me == 4 else comm.all_reduce(ReduceOp.SUM, memory(x), memory(out)),
         lambda: comm.agree(f"inner op {me // 3}"),
+        lambda: comm.barrier() if me == 0 else comm.all_gather(memory(x), memories(rows)),
     ]
     for call in calls:
         with pytest.raises(MismatchError) as error:
             call()
         texts.append(str(error.value))
         assert (out == 7).all()
+        assert (rows == 7).all()
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(out))
     comm.close()
     transport.close()

@@ -36,6 +36,8 @@ SMALLEST_PIECE: Final = 1 << 18
 """Bytes that cross a link in a large array's first and last pieces, of all leaders together; the others have up to
 ``PIECE_BYTES``."""
 
+_LOCAL_DELAY: Final = 2  # stages: the first 3 execute even if calls differ, and must not write into callers' buffers
+
 # Words at the start of each slot: whether all hosts made the same call; whether the rank waits for another host.
 _VERDICT, _REMOTE = 0, 1
 _SAME, _DIFFERENT = 1, 2
@@ -173,8 +175,12 @@ class MultiHostEngine:
             )
             used = compiled[kind].ends
         assert max(used) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
+        first = {"up": 0, "local": _LOCAL_DELAY}
         phases: list[Phase] = [
-            (phase, partial(compiled[kind].phase, phase=phase)) for kind in kinds if kind != "down" for phase in (0, 1)
+            (delay + phase, partial(compiled[kind].phase, phase=phase))
+            for kind, delay in first.items()
+            if kind in compiled
+            for phase in (0, 1)
         ]
         deliveries: tuple[list[RankInstruction], ...] = ()
         if "down" in compiled:
