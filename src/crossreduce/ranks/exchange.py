@@ -6,7 +6,8 @@ fully reduced pieces. The other ranks of the host are not involved.
 Pieces are pipelined: in stage t of the exchange, piece j executes round r where t = j + lag * r; the lag is ROUND_LAG,
 or 1 for a single piece. The order of all messages is fixed, so messages need no names. A message is sent lag - 1 stages
 before the receiver waits for it, so that the link is not idle; receives are posted one stage early. A round sends what
-was complete when it began, as ``verify`` proves. No value of a piece is replaced before the piece is complete.
+was complete when it began, as ``verify`` proves. No value of a piece is replaced before the piece is complete. An op
+may consist of several exchanges, which execute each stage together (``run_stage``).
 """
 
 from __future__ import annotations

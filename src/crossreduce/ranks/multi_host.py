@@ -128,18 +128,15 @@ class MultiHostEngine:
         begins with a line of words; the rooms of the programs follow. The memories of the exchanges count as the
         leader's buffers after the caller's. Piece j is distributed in stage j + ``depth``.
         """
-        parts, programs = (
-            host_parts(self.hosts, collective, root),
-            host_programs(self.hosts, collective, root, self.host),
-        )
-        mine = [a for part in parts for a in part.arrays if self.rank in a.sources or self.rank in a.destinations]
-        buffers = 1 + max(
-            max(a.input * (self.rank in a.sources), a.output * (self.rank in a.destinations)) for a in mine
-        )
+        parts = host_parts(self.hosts, collective, root)
+        programs = host_programs(self.hosts, collective, root, self.host)
+        arrays = [array for part in parts for array in part.arrays]
+        read = [array.input for array in arrays if self.rank in array.sources]
+        written = [array.output for array in arrays if self.rank in array.destinations]
+        buffers = 1 + max(read + written)  # the number of the caller's
         nbytes, wide, narrow = map(itemsize, (numbers.dtype, numbers.accumulator, numbers.result))
         starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
-        written = sum(self.rank in a.destinations for a in mine)
-        streaming = written * sum(sizes) * nbytes >= STREAMING_BYTES
+        streaming = len(written) * sum(sizes) * nbytes >= STREAMING_BYTES
 
         def given(p: int, a: int) -> ArrayPlaces:
             return ArrayPlaces(parts[p].arrays[a].input, starts)
@@ -147,23 +144,22 @@ class MultiHostEngine:
         def wanted(p: int, a: int) -> ArrayPlaces:
             return ArrayPlaces(parts[p].arrays[a].output, starts)
 
-        def partial_result(p: int, a: int) -> ArrayPlaces:
-            return striped(p, a, exchanges[p].partial_at, wide) if p in exchanges else ArrayPlaces(buffers, ())
-
-        def result(p: int, a: int) -> ArrayPlaces:
-            return striped(p, a, exchanges[p].results_at, narrow) if p in exchanges else ArrayPlaces(buffers, ())
-
-        def striped(p: int, a: int, at: Callable[[int], int], width: int) -> ArrayPlaces:
-            stripes = [self._stripe(parts[p], size, numbers) for size in sizes]
-            places = tuple(at(j) + one.shifts.get(a, 0) * width for j, one in enumerate(stripes))
+        def striped(at: Callable[[ExchangeProgram, int], int], width: int, p: int, a: int) -> ArrayPlaces:
+            """Return where a leader's stripe of an array is in the memory of the exchange; others do not use it."""
+            if p not in exchanges:
+                return ArrayPlaces(buffers, ())
+            shifts = [self._stripe(parts[p], size, numbers).shifts.get(a, 0) for size in sizes]
+            places = tuple(at(exchanges[p], piece) + shift * width for piece, shift in enumerate(shifts))
             return ArrayPlaces(buffers + [*exchanges].index(p), places)
 
-        ends = {"up": (given, partial_result), "local": (given, wanted), "down": (result, wanted)}
+        partials = partial(striped, ExchangeProgram.partial_at, wide)
+        results = partial(striped, ExchangeProgram.results_at, narrow)
+        ends: dict[str, tuple[Callable[[int, int], ArrayPlaces], ...]]
+        ends = {"up": (given, partials), "local": (given, wanted), "down": (results, wanted)}
         compiled, used = {}, (LINE,) * len(self.ranks)
         kinds = [kind for kind in programs._fields if getattr(programs, kind) is not None]
         for kind, analysis in zip(kinds, programs.analyses(numbers), strict=True):
-            arrays = getattr(programs, kind).arrays
-            inputs, outputs = ([place(*array) for array in arrays] for place in ends[kind])
+            inputs, outputs = ([place(*array) for array in getattr(programs, kind).arrays] for place in ends[kind])
             compiled[kind] = RankCompiler(
                 analysis,
                 self.ranks.index(self.rank),
