@@ -9,14 +9,16 @@ import time
 import numpy as np
 import oracle
 import pytest
-from members import Resources, Warnings, memory
+from members import Resources, Warnings, memories, memory
 from ranks import Moment, SocketTransport, ranks
 
-from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError, UnsupportedError
+from crossreduce.errors import CollectiveTimeout, MismatchError, PeerLostError
 from crossreduce.ops import ReduceOp
 from crossreduce.ranks import watchdog
 from crossreduce.ranks.communicator import Communicator
 from crossreduce.ranks.exchange import Exchange
+from crossreduce.ranks.host_parts import host_names
+from crossreduce.topology import Topology
 
 
 def on(*names):
@@ -80,17 +82,62 @@ def table(rendezvous):
             shared = given.copy()
             comm.broadcast(memory(shared), root)
             got[f"broadcast {root}", op, dtype, size] = shared
-    comm.barrier()
+        check_rows(comm, ReduceOp(op), dtype, -(-size // n))
     hosts = comm.hosts
+    # On links of different speeds, hosts forward what others send, and messages of several parts share a connection.
+    speeds = [[0 if a == b else 1 if {a, b} == {0, 2} else 5 for b in range(len(hosts))] for a in range(len(hosts))]
+    comm.plan_on(Topology.from_matrix(speeds, host_names(len(hosts)), latency_s=1e-4))
+    for op, dtype, size in (("sum", "float32", 40_001), ("mean", "bfloat16", 3)):
+        check_rows(comm, ReduceOp(op), dtype, size)
+    comm.barrier()
     assert "crossreduce watchdog" in {thread.name for thread in threading.enumerate()}
-    assert comm.supports("all_reduce", ReduceOp.SUM, "bfloat16")
-    assert not comm.supports("all_gather", None, "float32")
-    with pytest.raises(UnsupportedError, match="another library, after agree"):
-        comm.all_gather(memory(np.zeros(1)), [memory(np.zeros(1)) for _ in range(n)])
+    assert comm.supports(ReduceOp.SUM, "bfloat16")
+    assert comm.supports(None, "complex64")
+    assert not comm.supports(ReduceOp.MAX, "complex64")
     comm.close()
     transport.close()
     assert "crossreduce watchdog" not in {thread.name for thread in threading.enumerate()}
     return hosts, got
+
+
+def check_rows(comm, op, dtype, size):
+    """Compare the collectives with an array per rank, also in place, with NumPy. Row k of rank i is ``every[i][k]``."""
+    n, me = comm.size, comm.rank
+    every = list(zip(*(parts(n, size, dtype, 100 + k) for k in range(n)), strict=True))
+    own = every[me][me]
+
+    def filled(count=n):
+        return [np.full_like(own, 7) for _ in range(count)]
+
+    def same(found, due):
+        assert [x.tobytes() for x in found] == [x.tobytes() for x in due], (op, dtype, size)
+
+    for in_place in (False, True):
+        given, got = [x.copy() for x in every[me]], filled()
+        if in_place:
+            got[me] = given[me]
+        comm.all_gather(memory(given[me]), memories(got))
+        same(got, [every[k][k] for k in range(n)])
+        (result,) = [given[me]] if in_place else filled(1)
+        comm.reduce_scatter(op, memories(given), memory(result))
+        close(result, [every[k][me] for k in range(n)], op.value, dtype)
+        given = [x.copy() for x in every[me]]
+        got = given if in_place else filled()
+        comm.all_to_all(memories(given), memories(got))
+        same(got, [every[k][me] for k in range(n)])
+        for root in (0, n - 1):
+            given = [x.copy() for x in every[me]]
+            got = filled()
+            if in_place:
+                got[me] = given[me]
+            comm.gather(memory(given[me]), memories(got) if me == root else None, root)
+            same(
+                [*got[:me], *got[me + 1 :]], [every[k][k] if me == root else filled(1)[0] for k in range(n) if k != me]
+            )
+            same(given, every[me])
+            (result,) = [given[me]] if in_place else filled(1)
+            comm.scatter(memories(given) if me == root else None, memory(result), root)
+            same([result], [every[root][me]])
 
 
 @pytest.mark.parametrize(
@@ -99,13 +146,12 @@ def table(rendezvous):
         ("aabb", ((0, 1), (2, 3))),
         ("aaabbbbb", ((0, 1, 2), (3, 4, 5, 6, 7))),
         ("abab", ((0, 2), (1, 3))),
-        ("abcc", ((0,), (1,), (2, 3))),
+        ("abbcccc", ((0,), (1, 2), (3, 4, 5, 6))),
         ("ab", ((0,), (1,))),
     ],
 )
 def test_every_collective_over_hosts(names, hosts):
-    """Reductions of any op, dtype and size, in place or not, to one rank or all, are correct; all ranks have the same
-    bits."""
+    """Every collective, with any op, dtype and size, in place or not, is correct; all ranks have the same bits."""
     found = ranks(len(names), table, environment=on(*names), timeout_s=90)
     n = len(names)
     assert {one for one, _ in found} == {hosts}
@@ -156,7 +202,7 @@ def disagreeing(rendezvous):
     comm, transport = joined(rendezvous)
     me, texts = comm.rank, []
     x = np.arange(50_000, dtype="float32") + me
-    out = np.full_like(x, 7)
+    out, rows = np.full_like(x, 7), np.full((5, *x.shape), 7, "float32")
     calls = [
         # The calls differ in the op (twice: also within a host), the size, the collective, or the text of ``agree``.
         lambda: comm.all_reduce(ReduceOp.SUM if me < 2 else ReduceOp.MAX, memory(x), memory(out)),
@@ -164,12 +210,14 @@ def disagreeing(rendezvous):
         lambda: comm.all_reduce(ReduceOp.SUM, memory(x[: 10_000 + me]), memory(out[: 10_000 + me])),
         lambda: comm.barrier() if me == 4 else comm.all_reduce(ReduceOp.SUM, memory(x), memory(out)),
         lambda: comm.agree(f"inner op {me // 3}"),
+        lambda: comm.barrier() if me == 0 else comm.all_gather(memory(x), memories(rows)),
     ]
     for call in calls:
         with pytest.raises(MismatchError) as error:
             call()
         texts.append(str(error.value))
         assert (out == 7).all()
+        assert (rows == 7).all()
     comm.all_reduce(ReduceOp.SUM, memory(x), memory(out))
     comm.close()
     transport.close()
@@ -374,20 +422,41 @@ def shuffled(rendezvous):
     return seen
 
 
-def test_each_host_sends_one_partial_result():
-    """The transport carries one partial result per host, not one per rank."""
+def test_each_byte_crosses_a_link_once():
+    """The transport carries partial results of a host, not of its ranks, and each array once."""
+    # In arrays, for two hosts of two ranks: each host sends its partial result of an all-reduce once, those of the
+    # other's two arrays of a reduce-scatter, its own two arrays of an all-gather, and four of an all-to-all.
+    due = {"all_reduce": 2, "reduce": 1, "broadcast": 1, "all_gather": 4, "reduce_scatter": 4, "all_to_all": 8}
+    due |= {"gather": 2, "scatter": 2}
     found = ranks(4, counted, environment=on(*"aabb"))
-    assert sum(found) == 2 * 400_000  # each of two hosts sends the array once
+    assert {name: sum(one[name] for one in found) for name in found[0]} == {
+        name: arrays * 400_000 for name, arrays in due.items()
+    }
 
 
 def counted(rendezvous):
+    """Return the bytes that this rank sends in each collective."""
     comm, transport = joined(rendezvous)
-    x = np.ones(100_000, "float32")
+    x, rows, others = np.ones(100_000, "float32"), *(list(np.ones((4, 100_000), "float32")) for _ in range(2))
+    one, each, root = memory(x), memories(rows), comm.rank == 0
     comm.barrier()
     sent, send = [], transport.send
     transport.send = lambda address, nbytes, dst, tag: (sent.append(nbytes), send(address, nbytes, dst, tag))[1]
-    comm.all_reduce(ReduceOp.SUM, memory(x), memory(x))
-    assert (x == 4).all()
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(ReduceOp.SUM, one, one),
+        "reduce": lambda: comm.reduce(ReduceOp.SUM, one, each[0] if root else None, 0),
+        "broadcast": lambda: comm.broadcast(one, 0),
+        "all_gather": lambda: comm.all_gather(one, each),
+        "reduce_scatter": lambda: comm.reduce_scatter(ReduceOp.SUM, each, one),
+        "all_to_all": lambda: comm.all_to_all(each, memories(others)),
+        "gather": lambda: comm.gather(one, each if root else None, 0),
+        "scatter": lambda: comm.scatter(each if root else None, one, 0),
+    }
+    counts = {}
+    for name, call in calls.items():
+        sent.clear()
+        call()
+        counts[name] = sum(size for size in sent if size > 16)
     comm.close()
     transport.close()
-    return sum(size for size in sent if size > 16)
+    return counts

@@ -13,8 +13,10 @@ from test_rank_programs import POISON, Machine
 from crossreduce.ops import ReduceOp, copying
 from crossreduce.packing import itemsize
 from crossreduce.ranks import multi_host, programs
+from crossreduce.ranks.host_parts import host_parts
 from crossreduce.ranks.instructions import reduction_numbers
 from crossreduce.ranks.multi_host import MultiHostEngine
+from crossreduce.ranks.one_host import collective_arrays
 
 
 @pytest.fixture(autouse=True)
@@ -37,91 +39,95 @@ def compiled(hosts, collective, size, numbers, root):
     return plans
 
 
-def exchanged(plans, leaders, sizes_of, piece, numbers, memories, sources):
-    """Write the results of a piece into the memory of its leaders, one per host, as the exchange between hosts does."""
+def exchanges_of(hosts, collective, root, host):
+    """Return, for each part in which a host takes part, the part and the number of its exchange."""
+    parts = [part for part in host_parts(hosts, collective, root) if part.crosses]
+    return {part: k for k, part in enumerate(one for one in parts if host in {*one.sources, *one.destinations})}
+
+
+def exchanged(plans, hosts, leader, parts, piece, numbers, memories):
+    """Write the results of a piece into the memory of a leader of each host, as the exchanges between hosts do."""
     wide, narrow = oracle.dtype_of(numbers.accumulator), oracle.dtype_of(numbers.result)
-    size = sizes_of(piece)
-    partials = []
-    for rank in leaders:
-        at = plans[rank].exchange.partial_at(piece)
-        if rank in sources:
-            partials.append(memories[rank][-1][at : at + size * wide.itemsize].view(wide).copy())
-    total = sum(partials[1:], partials[0])
-    if len(partials) > 1:
-        total = (total if numbers.divisor == 1 else total / wide.type(numbers.divisor)).astype(narrow)
-    for rank in leaders:
-        exchange = plans[rank].exchange
-        if any(value >= 0 for value in exchange.part.results):
-            at = exchange.results_at(piece)
-            memories[rank][-1][at : at + size * narrow.itemsize] = total.astype(narrow).view(np.uint8)
+
+    def place(host, part, at, dtype):
+        rank, k = hosts[host][leader], parts[host][part]
+        exchange = plans[rank].exchanges[k]
+        size = sum(elements for _, _, elements in exchange.pieces[piece].places[: len(exchange.part.results)])
+        memory = memories[rank][k - len(plans[rank].exchanges)]
+        start = getattr(exchange, at)(piece)
+        return memory[start : start + size * dtype.itemsize].view(dtype)
+
+    for part in dict.fromkeys(part for known in parts for part in known):
+        partials = [place(host, part, "partial_at", wide).copy() for host in part.sources]
+        total = sum(partials[1:], partials[0])
+        if len(partials) > 1:
+            total = total if numbers.divisor == 1 else total / wide.type(numbers.divisor)
+        for host in part.destinations:
+            if part.enters(host):
+                place(host, part, "results_at", narrow)[:] = total.astype(narrow)
 
 
 def run(hosts, collective, size, dtype, op=ReduceOp.SUM, root=None, in_place=False):
     """Run a call on all ranks and compare all memory with the oracle's."""
-    ranks = [rank for host in hosts for rank in host]
+    ranks = sorted(rank for host in hosts for rank in host)
     n = len(ranks)
-    numbers = copying(dtype) if collective == "broadcast" else reduction_numbers(op, dtype, n)
+    reduces = "reduce" in collective
+    numbers = reduction_numbers(op, dtype, n) if reduces else copying(dtype)
     plans = compiled(hosts, collective, size, numbers, root)
     assert len({plan.stages for plan in plans.values()}) == 1
     made = oracle.dtype_of(dtype)
     draw = np.random.default_rng(size)
-    given = {rank: draw.integers(0, 8, size).astype(made) for rank in ranks}
-    total = oracle.reduce(op.value, [given[rank] for rank in sorted(ranks)], result=dtype)
-    memories, wanted = {}, {}
-    for rank in ranks:
-        own, blank = given[rank].copy(), np.full(size * made.itemsize, POISON, np.uint8).view(made)
-        if collective == "broadcast":
-            memories[rank], wanted[rank] = [own], [given[root]]
-        elif root not in (None, rank):
-            memories[rank], wanted[rank] = [own], [given[rank]]
-        else:
-            memories[rank], wanted[rank] = (
-                ([own, own], [total, total]) if in_place else ([own, blank], [given[rank], total])
-            )
-        memories[rank] = [x.view(np.uint8) for x in memories[rank]]
-        exchange = plans[rank].exchange
-        if exchange is not None:
-            memories[rank].append(np.zeros(exchange.nbytes, np.uint8))
+    arrays = collective_arrays(collective, n, root)
+    memories = {rank: {} for rank in ranks}
+    for array in arrays:
+        for rank in array.destinations:
+            memories[rank][array.output] = np.full(size * made.itemsize, POISON, np.uint8).view(made)
+        for rank in array.sources:
+            memories[rank].setdefault(array.input, draw.integers(0, 8, size).astype(made))
+            memories[rank][array.input][:] = draw.integers(0, 8, size).astype(made)
+    if in_place:
+        for known in memories.values():
+            known[1] = known[0]
+    wanted = {rank: {k: x.copy() for k, x in known.items()} for rank, known in memories.items()}
+    for array in arrays:
+        given = [memories[rank][array.input] for rank in array.sources]
+        total = oracle.reduce(op.value, given, result=dtype) if reduces else given[0]
+        for rank in array.destinations:
+            for k in (0, 1) if in_place else (array.output,):
+                wanted[rank][k] = total.copy()
+    for rank, known in memories.items():
+        memories[rank] = [known[k].view(np.uint8) for k in range(1 + max(known))]
+        memories[rank] += [np.zeros(exchange.nbytes, np.uint8) for exchange in plans[rank].exchanges]
     machines = [
         Machine(np.zeros((len(host), 2, 1 << 13), np.uint8), [[memories[rank] for rank in host]]) for host in hosts
     ]
-    leaders = min(map(len, hosts))
-    sources = set(ranks)
-    if collective == "broadcast":
-        sources = set(next(host for host in hosts if root in host))
+    leaders, parts = min(map(len, hosts)), [exchanges_of(hosts, collective, root, k) for k in range(len(hosts))]
     for stage in range(plans[ranks[0]].stages):
         for machine, host in zip(machines, hosts, strict=True):
             for place in draw.permutation(len(host)):
                 for instruction in plans[host[place]].program[stage]:
                     machine.run(0, int(place), instruction)
         for leader in range(leaders):
-            rail = [host[leader] for host in hosts]
-            exchange = plans[rail[0]].exchange
+            exchange = plans[hosts[0][leader]].exchanges[0]
             piece = stage - 1 - exchange.delay
             if 0 <= piece < len(exchange.pieces):
-
-                def stripe(piece, exchange=exchange):
-                    return sum(
-                        elements for _, _, elements in exchange.pieces[piece].places[: exchange_chunks(exchange)]
-                    )
-
-                exchanged(plans, rail, stripe, piece, numbers, memories, sources)
+                exchanged(plans, hosts, leader, parts, piece, numbers, memories)
                 for machine, host in zip(machines, hosts, strict=True):
                     deliveries = plans[host[leader]].deliveries
-                    for instruction in deliveries[piece] if deliveries else ():
+                    for instruction in deliveries[stage - 1] if deliveries else ():
                         machine.run(0, leader, instruction)
         for machine in machines:
             machine.barrier()
     for rank in ranks:
-        for found, right in zip(memories[rank], wanted[rank], strict=False):
-            assert found.tobytes() == right.tobytes(), (rank, hosts, collective, size)
+        for k, right in wanted[rank].items():
+            assert memories[rank][k].tobytes() == right.tobytes(), (rank, k, hosts, collective, size, root, dtype)
 
 
-def exchange_chunks(exchange):
-    """Return the number of chunks of a piece; the host's partial result has one value of each chunk."""
-    return len(exchange.part.results)
-
-
+COLLECTIVES = (
+    ("all_reduce", "all_gather", "gather"),
+    ("reduce", "reduce_scatter"),
+    ("broadcast", "scatter", "all_to_all"),
+)
 HOSTS = (
     ((0, 1), (2, 3)),
     ((0, 2, 4), (1, 3)),
@@ -133,19 +139,21 @@ HOSTS = (
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "broadcast"])
-def test_calls_over_hosts_give_the_results_of_the_oracle_without_races(hosts, collective):
-    """For any hosts, root, size and dtype, the local programs around the exchange give the oracle's results, write
+@pytest.mark.parametrize("collectives", COLLECTIVES, ids=str)
+def test_calls_over_hosts_give_the_results_of_the_oracle_without_races(hosts, collectives):
+    """For any hosts, root, size and dtype, the local programs around the exchanges give the oracle's results, write
     nothing else, and no two ranks access the same bytes of a slot between two barriers if one of them writes."""
     ranks = sum(map(len, hosts))
-    for size in (1, 100, 700, 3000):
-        for dtype in ("int64", "float16", "float32"):
-            for root in (0, ranks - 1) if collective != "all_reduce" else (None,):
-                run(hosts, collective, size, dtype, root=root)
-    if collective != "broadcast":
-        run(hosts, collective, 3000, "bfloat16", ReduceOp.MEAN, None if collective == "all_reduce" else 0)
-    if collective == "all_reduce":
-        run(hosts, collective, 3000, "float32", in_place=True)
+    for collective in collectives:
+        roots = (0, ranks - 1) if collective in ("reduce", "broadcast", "gather", "scatter") else (None,)
+        for size in (1, 100, 700, 3000):
+            for dtype in ("int64", "float16", "float32"):
+                for root in roots:
+                    run(hosts, collective, size, dtype, root=root)
+        if "reduce" in collective:
+            run(hosts, collective, 3000, "bfloat16", ReduceOp.MEAN, roots[0])
+        if collective == "all_reduce":
+            run(hosts, collective, 3000, "float32", in_place=True)
 
 
 def test_pieces_fit_into_slots_of_real_size(monkeypatch):
@@ -158,5 +166,7 @@ def test_pieces_fit_into_slots_of_real_size(monkeypatch):
         hosts = tuple(tuple(range(a, b)) for a, b in pairwise(ends))
         for dtype in ("uint8", "bfloat16", "complex128"):
             numbers = reduction_numbers(ReduceOp.SUM if dtype != "uint8" else ReduceOp.MAX, dtype, int(ends[-1]))
-            for plan in compiled(hosts, "all_reduce", (9 << 20) // itemsize(dtype), numbers, None).values():
-                assert plan.stages > 9
+            for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+                using, size = numbers if "reduce" in collective else copying(dtype), (9 << 20) // itemsize(dtype)
+                for plan in compiled(hosts, collective, size, using, None).values():
+                    assert plan.stages > 9

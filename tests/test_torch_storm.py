@@ -126,8 +126,8 @@ def leaves(rendezvous, place, victim):
 @pytest.mark.parametrize("store", ["file", "tcp"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_leaves_is_not_said_to_have_died(tmp_path, store, victim):
-    """If a rank destroys its group while others wait for it, the ranks of all hosts raise that it left, also if the store
-    ends with it."""
+    """If a rank destroys its group while others wait for it, the ranks of all hosts raise that it left, even if the
+    store ends with it."""
     place = f"file://{tmp_path}/store" if store == "file" else f"tcp://127.0.0.1:{free_port()}"
     environment = [{"CROSSREDUCE_HOST": host} for host in "aab"]
     found = ranks(3, leaves, place, victim, environment=environment)

@@ -71,7 +71,25 @@ def coalesced_all_reduces(c):
 
 @check
 def inner_backend(c):
-    """gloo executes sparse and bitwise reductions, which crossreduce does not support."""
+    """gloo executes sparse and bitwise reductions, which crossreduce does not support, and no other collective."""
+    collectives, rows = dist.group.WORLD._collectives, torch.ones(c.size, 5)
+    gloo, collectives._gloo = collectives._gloo, None
+    try:
+        for x in (rows, rows.to(torch.complex64), rows.to(torch.float8_e5m2)):  # the last is moved as bytes
+            own, listed = x[0].clone(), list(x) if c.rank == 1 else None
+            dist.broadcast(own, 1)
+            dist.all_gather_into_tensor(x, own)
+            dist.all_gather(list(x), own)
+            dist.gather(own, listed, 1)
+            dist.scatter(own, listed, 1)
+            dist.all_to_all_single(torch.empty_like(x), x)
+            dist.all_to_all(list(torch.empty_like(x)), list(x))
+        dist.all_reduce(rows)
+        dist.reduce(rows, 1)
+        dist.reduce_scatter_tensor(rows[0].clone(), rows)
+        dist.reduce_scatter(rows[0].clone(), list(rows))
+    finally:
+        collectives._gloo = gloo
     bits = [given(rank, (9, 4), torch.int32, 140) for rank in range(c.size)]
     for op, function in ((dist.ReduceOp.BAND, torch.bitwise_and), (dist.ReduceOp.BXOR, torch.bitwise_xor)):
         x = bits[c.rank].clone()

@@ -12,7 +12,7 @@ combinations are merged), and ``for_device`` if devices exchange messages (one d
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -315,6 +315,23 @@ def _with_slots(folds: dict[int, list[int]], results: list[int]) -> FusedProgram
         free.extend(slot_of[x] for x in dying)
         written.append((slot_of[value], *read))
     return FusedProgram(slots, tuple(written), tuple(~slot_of[x] if x in folds else x for x in results))
+
+
+@lru_cache(maxsize=4096)
+def part_of(program: Program, sources: tuple[int, ...], destinations: tuple[int, ...]) -> Program:
+    """Return the program of the chunks with these sources and destinations, as one of a buffer of only these chunks.
+
+    The rounds keep their numbers.
+
+    >>> from crossreduce.planning import plan
+    >>> program = lower(plan("dgx-1v", "reduce_scatter").schedule)
+    >>> print({chunk.destinations for chunk in part_of(program, tuple(range(8)), (3,)).chunks})
+    {(3,)}
+    """
+    ends = set(sources), set(destinations)
+    chunks = [chunk for chunk in program.chunks if (set(chunk.sources), set(chunk.destinations)) == ends]
+    whole = sum(chunk.share for chunk in chunks)
+    return replace(program, chunks=tuple(chunk._replace(share=chunk.share / whole) for chunk in chunks), routes=())
 
 
 class LocalValue(NamedTuple):

@@ -1,8 +1,8 @@
 """Collectives of NumPy arrays among the ranks of an MPI communicator: ``mpiexec -n 8 python script.py``.
 
 Input: an mpi4py communicator, and arrays. Output: arrays. The ranks of a host reduce through shared memory. MPI
-connects the processes and carries messages between hosts. If there are several hosts, gather, all-gather, scatter and
-all-to-all are calls of MPI. mpi4py is imported when a group is joined, not before.
+connects the processes and carries messages between hosts; it reduces and distributes nothing itself. mpi4py is imported
+when a group is joined, not before.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import numpy as np
 from .errors import ArgumentError, BackendError, shown
 from .ops import INTEGERS, ReduceOp, require_dtype
 from .ranks.communicator import ArrayView, Communicator
-from .ranks.diagnostics import call_text
 from .ranks.measurement import measure
 from .ranks.prepared import new_calls, prepare
 from .topology import Topology
-from .transports.mpi import UNFINISHED, MpiMessage, MpiRendezvous, MpiTransport
+from .transports.mpi import MpiRendezvous, MpiTransport
 from .validation import read_op
 
 Array = np.ndarray[Any, Any]
@@ -58,7 +57,7 @@ def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> 
     own = comm.Dup()
     rendezvous = MpiRendezvous(own, timeout_s)
     transport = MpiTransport(own, rendezvous.abort_cause)
-    return MpiGroup(Communicator(rendezvous, transport, name=name, timeout_s=timeout_s), own, transport)
+    return MpiGroup(Communicator(rendezvous, transport, name=name, timeout_s=timeout_s), transport)
 
 
 class MpiGroup:
@@ -71,9 +70,9 @@ class MpiGroup:
     which share memory.
     """
 
-    def __init__(self, communicator: Communicator, comm: Any, transport: MpiTransport) -> None:
+    def __init__(self, communicator: Communicator, transport: MpiTransport) -> None:
         """Users call ``join`` instead."""
-        self._communicator, self._comm, self._transport = communicator, comm, transport
+        self._communicator, self._transport = communicator, transport
         self._calls = new_calls(communicator)
         self.rank, self.size, self.hosts = communicator.rank, communicator.size, communicator.hosts
 
@@ -131,11 +130,8 @@ class MpiGroup:
             return done
         given = _readable(x)
         given, result = _with_result(given, (self.size, *given.shape), out)
-        if self._runs_in_mpi("all_gather", given):
-            self._finish(self._comm.Iallgather(_bytes(given), _bytes(result)))
-        else:
-            self._communicator.all_gather(_memory(given), _rows(result))
-            self._prepare("all_gather", None, None, x, given, _memory(given), result)
+        self._communicator.all_gather(_memory(given), _rows(result))
+        self._prepare("all_gather", None, None, x, given, _memory(given), result)
         return result
 
     def reduce_scatter(self, x: Any, op: ReduceOp | str = "sum", out: Array | None = None) -> Array:
@@ -146,11 +142,8 @@ class MpiGroup:
         op = read_op(op)
         given = self._require_rows(_readable(x, op))
         given, result = _with_result(given, given.shape[1:], out)
-        if self._communicator.supports("reduce_scatter", op, given.dtype.name):
-            self._communicator.reduce_scatter(op, _rows(given), _memory(result))
-            self._prepare("reduce_scatter", op, None, x, given, _memory(result), result)
-        else:  # several hosts: all-reduce and keep this rank's row; all_reduce rejects an undefined op
-            np.copyto(result, self.all_reduce(given, op)[self.rank])
+        self._communicator.reduce_scatter(op, _rows(given), _memory(result))
+        self._prepare("reduce_scatter", op, None, x, given, _memory(result), result)
         return result
 
     def gather(self, x: Any, root: int = 0, out: Array | None = None) -> Array | None:
@@ -159,10 +152,7 @@ class MpiGroup:
         result = None
         if self.rank == root:
             given, result = _with_result(given, (self.size, *given.shape), out)
-        if self._runs_in_mpi("gather", given, root):
-            self._finish(self._comm.Igather(_bytes(given), None if result is None else _bytes(result), root))
-        else:
-            self._communicator.gather(_memory(given), None if result is None else _rows(result), root)
+        self._communicator.gather(_memory(given), None if result is None else _rows(result), root)
         return result
 
     def scatter(self, x: Any, out: Array, root: int = 0) -> Array:
@@ -181,10 +171,7 @@ class MpiGroup:
                 remedy = f"x of {result.dtype} and shape {(self.size, *result.shape)}"
                 raise ArgumentError.of("each row of x must have the shape and dtype of out.", sizes, remedy)
             given, _ = _with_result(given, result.shape, result)
-        if self._runs_in_mpi("scatter", result, root):
-            self._finish(self._comm.Iscatter(None if given is None else _bytes(given), _bytes(result), root))
-        else:
-            self._communicator.scatter(None if given is None else _rows(given), _memory(result), root)
+        self._communicator.scatter(None if given is None else _rows(given), _memory(result), root)
         return result
 
     def all_to_all(self, x: Any, out: Array | None = None) -> Array:
@@ -193,10 +180,7 @@ class MpiGroup:
         given, result = _with_result(given, given.shape, out)
         if np.may_share_memory(given, result):  # a row would be written before it is read
             given = given.copy()
-        if self._runs_in_mpi("all_to_all", given):
-            self._finish(self._comm.Ialltoall(_bytes(given), _bytes(result)))
-        else:
-            self._communicator.all_to_all(_rows(given), _rows(result))
+        self._communicator.all_to_all(_rows(given), _rows(result))
         return result
 
     def barrier(self) -> None:
@@ -233,28 +217,6 @@ class MpiGroup:
         """Prepare a call that has just run, unless its array had to be converted or copied."""
         if given is x:
             prepare(self._calls, self._communicator, collective, op, root, given, array, result)
-
-    def _runs_in_mpi(self, collective: str, given: Array, root: int | None = None) -> bool:
-        """Return whether MPI executes a call; if so, after a check that all ranks make the same call."""
-        if self._communicator.supports(collective, None, given.dtype.name):
-            return False
-        if root is not None:
-            self._communicator.check_root(root)
-        self._communicator.agree(call_text(collective, None, root, given.dtype.name, given.shape))
-        return True
-
-    def _finish(self, request: Any) -> None:
-        """Wait for a collective of MPI.
-
-        Raises:
-          PeerLostError, CollectiveTimeout: a rank did not take part; MPI does not report which one.
-        """
-        try:
-            with self._communicator.aborting():
-                MpiMessage(request, self._transport).wait(self._communicator.timeout_s)
-        except BaseException:
-            UNFINISHED.append(request)
-            raise
 
     def _require_rows(self, given: Array) -> Array:
         if given.ndim == 0 or given.shape[0] != self.size:
@@ -299,7 +261,3 @@ def _memory(array: Array) -> ArrayView:
 
 def _rows(array: Array) -> list[ArrayView]:
     return [_memory(array[k, ...]) for k in range(len(array))]
-
-
-def _bytes(array: Array) -> Any:
-    return array.reshape(-1).view(np.uint8)

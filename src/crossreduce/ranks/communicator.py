@@ -30,7 +30,6 @@ from .diagnostics import DOCTOR, UNUSABLE, CallSignature, call_text, mismatch_te
 from .exchange import PeerError
 from .instructions import reduction_numbers
 from .membership import Hosts, Member, renewed
-from .multi_host import COLLECTIVES
 from .one_host import RankExecutable
 from .peers import InnerFailure
 from .shared_memory import MAX_TEXT_BYTES, GroupAborted
@@ -208,10 +207,8 @@ class Communicator(Member):
             self._abort(self._lost([self.rank], "was interrupted"))
             raise
 
-    def supports(self, collective: str, op: ReduceOp | None = None, dtype: str = "uint8") -> bool:
-        """Return whether this communicator can run a call. If not, the caller has to run it itself, after ``agree``."""
-        if self._remote is not None and collective not in COLLECTIVES:
-            return False
+    def supports(self, op: ReduceOp | None, dtype: str) -> bool:
+        """Return whether this communicator can reduce a dtype by an op, or move it (``None``)."""
         with suppress(UnsupportedError):
             reduction_numbers(op or ReduceOp.MAX, dtype, self.size)
             return True
@@ -289,10 +286,6 @@ class Communicator(Member):
 
         def compiled() -> RankExecutable:
             numbers = copying(array.dtype) if op is None else reduction_numbers(op, array.dtype, self.size)
-            if self._remote is not None and name not in COLLECTIVES:
-                problem = f"{name} is not supported between hosts."
-                remedy = 'another library, after agree("the call") on all ranks, whenever supports() returns False'
-                raise UnsupportedError.of(problem, f"{len(self.hosts)} hosts", remedy)
             text = call_text(name, op and op.value, root, array.dtype, array.shape)
             return self.engine.compile(name, array.size, numbers, root, encoded_text(text))
 

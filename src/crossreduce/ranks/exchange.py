@@ -6,15 +6,16 @@ fully reduced pieces. The other ranks of the host are not involved.
 Pieces are pipelined: in stage t of the exchange, piece j executes round r where t = j + lag * r; the lag is ROUND_LAG,
 or 1 for a single piece. The order of all messages is fixed, so messages need no names. A message is sent lag - 1 stages
 before the receiver waits for it, so that the link is not idle; receives are posted one stage early. A round sends what
-was complete when it began, as ``verify`` proves. No value of a piece is replaced before the piece is complete.
+was complete when it began, as ``verify`` proves. No value of a piece is replaced before the piece is complete. An op
+may consist of several exchanges, which execute each stage together (``run_stage``).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise, repeat
+from itertools import chain, pairwise, repeat
 from typing import Final, NamedTuple
 
 from .. import kernels
@@ -26,7 +27,7 @@ from .instructions import kernel
 from .programs import LINE
 
 EAGER_BYTES: Final = 1 << 14
-"""If a stripe has at most so many bytes, its first round is in the messages by which the hosts compare their calls."""
+"""If a leader's stripes have at most so many bytes, their first round is in the messages that compare the calls."""
 ROUND_LAG: Final = 2
 """Stages from a round to the next, if there are several pieces. With 1 the link would idle during combinations."""
 
@@ -70,7 +71,7 @@ class ExchangeProgram(NamedTuple):
     delay: int  # a piece that enters in stage t is complete in stage t + delay
     window: int  # the number of pieces that have memory at the same time
     room: int  # bytes of each piece's memory
-    eager: bool  # whether the first round is in the first messages; the same on all hosts
+    eager: bool  # whether the messages of the first round are parts of the op's first messages; for a single piece
 
     def partial_at(self, piece: int) -> int:
         """Return the offset in the exchange's memory at which a piece's partial result has to be."""
@@ -97,7 +98,7 @@ def delay(program: Program, pieces: int) -> int:
 
 @lru_cache(maxsize=1024)
 def exchange_program(
-    program: Program, host: int, peers: tuple[int, ...], sizes: tuple[int, ...], numbers: Numbers
+    program: Program, host: int, peers: tuple[int, ...], sizes: tuple[int, ...], numbers: Numbers, eager: bool = False
 ) -> ExchangeProgram:
     """Return what host number ``host`` does, for pieces of ``sizes`` elements; see ``ExchangeProgram``.
 
@@ -113,7 +114,6 @@ def exchange_program(
     # it: late + 2 stages. When it is used again, its last sends are ROUND_LAG stages old.
     window = min(len(sizes), late + 2)
     room = max(piece.nbytes for piece in pieces)
-    eager = len(sizes) == 1 and sizes[0] * itemsize(numbers.accumulator) <= EAGER_BYTES
     return ExchangeProgram(part, peers, pieces, numbers, _lag(len(sizes)), late, window, room, eager)
 
 
@@ -147,10 +147,10 @@ def _lines(nbytes: int) -> int:
 class Exchange:
     """One op's exchange: ``program``, whose messages have ``tag`` and must each complete within ``timeout_s`` seconds.
 
-    In stage t the caller puts piece t's partial result at ``program.partial_at(t)``, calls ``run_stage(t)``, and then
-    finds the results of piece t - ``delay`` at ``program.results_at``. After the last piece ``close`` waits for the
-    remaining sends. All hosts do so. After a failure the caller must keep the exchange until the transport is freed,
-    since messages are still written to its memory.
+    In stage t the caller puts piece t's partial result at ``program.partial_at(t)``, calls ``run_stage([self], t)``,
+    and then finds the results of piece t - ``delay`` at ``program.results_at``. After the last piece ``close`` waits
+    for the remaining sends. All hosts do so. After a failure the caller must keep the exchange until the transport is
+    freed, since messages are still written to its memory.
     """
 
     def __init__(self, program: ExchangeProgram, transport: Transport, tag: int, timeout_s: float) -> None:
@@ -161,40 +161,30 @@ class Exchange:
         self._sends: list[list[tuple[PendingMessage, int]]] = [[] for _ in range(program.window)]
         self._receives: dict[tuple[int, int], list[tuple[PendingMessage, int]]] = {}
 
-    def first_data(self) -> dict[int, bytes]:
-        """Return, if the program is eager, what this host sends to others in the first round, by their ranks."""
-        data: dict[int, bytes] = {}
-        if self._program.eager:
-            base, places = self._places(0)
-            for value, host in self._program.part.stages[0].sends:
-                (place, nbytes, _), rank = places[value], self._program.peers[host]
-                data[rank] = data.get(rank, b"") + ctypes.string_at(base + place, nbytes)
-        return data
+    def first_sends(self) -> Iterator[tuple[int, int, int]]:
+        """Yield address, bytes and receiver of what this host sends in the first messages."""
+        return self._first(self._program.part.stages[0].sends)
 
-    def take_first(self, data: Mapping[int, bytes]) -> None:
-        """Take what other hosts have sent as ``first_data``."""
-        at = dict.fromkeys(data, 0)
-        if self._program.eager:
-            base, places = self._places(0)
-            for value, host in self._program.part.stages[0].receives:
-                (place, nbytes, _), rank = places[value], self._program.peers[host]
-                ctypes.memmove(base + place, data[rank][at[rank] : at[rank] + nbytes], nbytes)
-                at[rank] += nbytes
+    def first_receives(self) -> Iterator[tuple[int, int, int]]:
+        """Yield address, bytes and sender of what other hosts send in the first messages."""
+        return self._first(self._program.part.stages[0].receives)
 
-    def run_stage(self, stage: int) -> None:
-        """Send, wait and combine what this stage requires.
+    def _first(self, moves: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        base, places = self._places(0)
+        for value, host in moves if self._program.eager else ():
+            place, nbytes, _ = places[value]
+            yield base + place, nbytes, self._program.peers[host]
 
-        Raises:
-          PeerError: a rank of another host was lost or is late; the op cannot continue.
-        """
-        if stage == 0:
-            self._post_receives(0)
-        self._post_receives(stage + 1)
+    def send(self, stage: int) -> None:
+        """Start to send what this stage requires."""
         for piece, r in self._active(stage):
             if r == 0 and self._program.eager:
                 continue
             sends = self._sends[piece % self._program.window]
             self._start(piece, self._program.part.stages[r].sends, self._transport.send, sends)
+
+    def complete(self, stage: int) -> None:
+        """Wait for the messages that have to arrive in this stage, and combine them."""
         for piece, r in self._active(stage - self._program.lag + 1):
             self._finish(piece, r)
 
@@ -213,7 +203,8 @@ class Exchange:
     def _places(self, piece: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
         return self.base + self._program.partial_at(piece), self._program.pieces[piece].places
 
-    def _post_receives(self, stage: int) -> None:
+    def post_receives(self, stage: int) -> None:
+        """Start to receive what is sent in a stage; memory that is used again waits for its last sends."""
         for piece, r in self._active(stage):
             if r == 0:
                 self._wait(self._sends[piece % self._program.window])
@@ -251,6 +242,41 @@ class Exchange:
         while messages:
             wait_for(*messages[0], self._timeout_s)
             del messages[0]
+
+
+def first_data(exchanges: Iterable[Exchange]) -> dict[int, bytes]:
+    """Return the data of the first messages of an op, by the receiving ranks."""
+    data: dict[int, bytes] = {}
+    for address, nbytes, rank in chain.from_iterable(each.first_sends() for each in exchanges):
+        data[rank] = data.get(rank, b"") + ctypes.string_at(address, nbytes)
+    return data
+
+
+def take_first(exchanges: Iterable[Exchange], data: Mapping[int, bytes]) -> None:
+    """Take what other ranks have sent as ``first_data``."""
+    at = dict.fromkeys(data, 0)
+    for address, nbytes, rank in chain.from_iterable(each.first_receives() for each in exchanges):
+        ctypes.memmove(address, data[rank][at[rank] : at[rank] + nbytes], nbytes)
+        at[rank] += nbytes
+
+
+def run_stage(exchanges: Sequence[Exchange], stage: int) -> None:
+    """Send, receive and combine what a stage of an op requires, which consists of these exchanges.
+
+    All of them have the same number of pieces and rounds. Two hosts list the exchanges in which both take part in the
+    same order, so messages need no names: they are ordered by stage, exchange and round. No exchange waits for a
+    message before all have started theirs.
+
+    Raises:
+      PeerError: a rank of another host was lost or is late; the op cannot continue.
+    """
+    for posted in range(stage + 1 if stage else 0, stage + 2):
+        for each in exchanges:
+            each.post_receives(posted)
+    for each in exchanges:
+        each.send(stage)
+    for each in exchanges:
+        each.complete(stage)
 
 
 def wait_for(pending: PendingMessage, rank: int, timeout_s: float) -> None:

@@ -23,7 +23,7 @@ from ..topology import Link, Switch, Topology
 from ..transports.base import PendingMessage, Transport
 from .communicator import Communicator
 from .exchange import wait_for
-from .multi_host import host_names
+from .host_parts import host_names
 
 _TAG: Final = 1  # the tag of messages; reductions, which may run at the same time, have another
 _PINGS: Final = 9

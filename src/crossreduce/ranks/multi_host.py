@@ -3,38 +3,51 @@
 Input: a collective, the ranks of the hosts, and the links between hosts if they were measured. Output: an executable
 for each rank. If the smallest host has n ranks, the first n ranks of each host are its rail leaders. Each leader owns a
 stripe of every piece: it reduces the stripe on its host and exchanges it with the same leader of the other hosts. The
-reduction to the leaders and the distribution of the results are rank programs. They are pipelined with the exchange:
-while a piece is exchanged, later ones are reduced, and earlier ones are distributed. Partial results travel in the
-accumulator's dtype; where they become final they are divided and rounded, once.
+reduction to the leaders and the distribution of the results are rank programs (see ``host_parts``). They are pipelined
+with the exchanges: while a piece is exchanged, later ones are reduced, and earlier ones are distributed. Arrays that
+stay on a host are moved by a third program. Partial results travel in the accumulator's dtype; where they become final
+they are divided and rounded, once.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Final
 
-from ..lowering import lower
-from ..ops import Numbers, copying
+from ..lowering import Program, lower, part_of
+from ..ops import Numbers
 from ..packing import itemsize
-from ..planning import Request, plan, schedule_for
-from ..schedule import Schedule
 from ..topology import Topology
 from ..transports.base import Transport
-from .exchange import EAGER_BYTES, Exchange, ExchangeProgram, agreed, delay, exchange_program, piece_sizes
+from .exchange import (
+    EAGER_BYTES,
+    Exchange,
+    ExchangeProgram,
+    agreed,
+    delay,
+    exchange_program,
+    first_data,
+    piece_sizes,
+    run_stage,
+    take_first,
+)
+from .host_parts import HostPart, Stripe, crossing_arrays, host_names, host_parts, host_programs, host_schedule, stripe
 from .instructions import ArrayPlaces, Phase, RankInstruction, kernel, native_program, pipelined
-from .one_host import RankExecutable, one_round
-from .programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, analyze, line_shares
+from .one_host import RankExecutable
+from .programs import LINE, PIECE_BYTES, SLOT_BYTES, STREAMING_BYTES, RankCompiler, fitting_size
 from .shared_memory import RankMemory, StageRunner
 
 TAG: Final = 0
-SMALLEST_PIECE: Final = 1 << 17
-"""Bytes of a large array's first and last pieces, of all leaders together; the others have up to ``PIECE_BYTES``."""
-COLLECTIVES: Final = ("all_reduce", "reduce", "broadcast")  # these run over several hosts
+SMALLEST_PIECE: Final = 1 << 18
+"""Bytes that cross a link in a large array's first and last pieces, of all leaders together; the others have up to
+``PIECE_BYTES``."""
+
+_LOCAL_DELAY: Final = 2  # stages: the first 3 execute even if calls differ, and must not write into callers' buffers
 
 # Words at the start of each slot: whether all hosts made the same call; whether the rank waits for another host.
 _VERDICT, _REMOTE = 0, 1
@@ -54,31 +67,66 @@ class MultiHostEngine:
         self.peers = rail_peers(hosts, rank)
         self.leader = self.ranks.index(rank) if self.peers else None
         self.topology: Topology | None = None  # the topology of the hosts, if it was measured
-        self._exchange: Exchange | None = None  # the exchange of the current op
+        self._exchanges: tuple[Exchange, ...] = ()  # those of the current op
 
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
         """Return the executable of a call; if ``size`` is 0, it only compares the ranks' calls, as no data moves."""
         if size == 0:
             return RankExecutable(native_program([[]] * 3), 3, text, _digest(text, ""))
         nbytes = itemsize(numbers.dtype)
-        root_host = None if root is None else next(k for k, ranks in enumerate(self.hosts) if root in ranks)
-        rounded = 1 << (size * nbytes - 1).bit_length()
+        parts = host_parts(self.hosts, collective, root)
+        arrays = sum(len(part.arrays) for part in parts)
+        rounded = 1 << (size * arrays * nbytes - 1).bit_length()
         widened = itemsize(numbers.accumulator) > itemsize(numbers.result)
-        schedule = host_schedule(self.topology, len(self.hosts), collective, rounded, root_host, widened)
+        schedule = host_schedule(self.topology, self.hosts, collective, rounded, root, widened)
         between = lower(schedule)
-        sizes = piece_sizes(size, nbytes, SMALLEST_PIECE, PIECE_BYTES, delay(between, 2))
-        exchange = None
+        crossing = nbytes * crossing_arrays(len(self.hosts), parts)
+        most = min(PIECE_BYTES, crossing * self._fitting_size(collective, numbers, root))
+        sizes = piece_sizes(size, crossing, SMALLEST_PIECE, most, delay(between, 2))
+        exchanges = {}  # by the numbers of the parts
         if self.leader is not None:
-            shares = [line_shares(piece, self.leaders, nbytes) for piece in sizes]
-            stripes = tuple(ends[self.leader + 1] - ends[self.leader] for ends in shares)
             order = [host_names(len(self.hosts)).index(name) for name in schedule.devices]
-            peers = tuple(self.peers[host] for host in order)
-            exchange = exchange_program(between, order.index(self.host), peers, stripes, numbers)
+            # The parts that cross are the same for all hosts, so they all decide alike.
+            elements = sum(self._stripe(part, sizes[0], numbers).size for part in parts if part.crosses)
+            eager = len(sizes) == 1 and elements * itemsize(numbers.accumulator) <= EAGER_BYTES
+            for p, part in enumerate(parts):
+                made = self._part_exchange(part, between, order, sizes, numbers, eager)
+                if made is not None:
+                    exchanges[p] = made
         depth = delay(between, len(sizes)) + 2
-        phases, deliveries = self._local_parts(collective, sizes, numbers, root, exchange, depth)
+        phases, deliveries = self._local_parts(collective, sizes, numbers, root, exchanges, depth)
         stages = pipelined(len(sizes), phases, depth)
         digest = _digest(text, f"{schedule.to_json()} {sizes}")
-        return RankExecutable(native_program(stages), len(stages), text, digest, exchange, deliveries)
+        return RankExecutable(native_program(stages), len(stages), text, digest, tuple(exchanges.values()), deliveries)
+
+    def _fitting_size(self, collective: str, numbers: Numbers, root: int | None) -> int:
+        """Return the most elements per array with which the pieces of all hosts fit into slots."""
+        # Hosts with the same number of ranks, and the root at the same place, have slots of the same size.
+        kinds = {(len(ranks), ranks.index(root) if root in ranks else -1): k for k, ranks in enumerate(self.hosts)}
+        analyses = [host_programs(self.hosts, collective, root, k).analyses(numbers) for k in kinds.values()]
+        return min(fitting_size(one, SLOT_BYTES // 2 - LINE, PIECE_BYTES) for one in analyses)
+
+    def _part_exchange(
+        self,
+        part: HostPart,
+        between: Program,
+        order: list[int],
+        sizes: tuple[int, ...],
+        numbers: Numbers,
+        eager: bool,
+    ) -> ExchangeProgram | None:
+        """Return what this leader exchanges of a part; ``None``: its host takes no part. ``order``: see ``compile``."""
+        if not part.crosses:
+            return None
+        ends = (tuple(map(order.index, hosts)) for hosts in (part.sources, part.destinations))
+        stripes = tuple(self._stripe(part, size, numbers).size for size in sizes)
+        peers = tuple(self.peers[host] for host in order)
+        made = exchange_program(part_of(between, *ends), order.index(self.host), peers, stripes, numbers, eager)
+        return made if any(stage.sends or stage.receives for stage in made.part.stages) else None
+
+    def _stripe(self, part: HostPart, size: int, numbers: Numbers) -> Stripe:
+        assert self.leader is not None
+        return stripe(len(part.arrays), self.leaders, self.leader, size, itemsize(numbers.dtype))
 
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:
@@ -91,54 +139,71 @@ class MultiHostEngine:
         sizes: tuple[int, ...],
         numbers: Numbers,
         root: int | None,
-        exchange: ExchangeProgram | None,
+        exchanges: dict[int, ExchangeProgram],
         depth: int,
     ) -> tuple[list[Phase], tuple[list[RankInstruction], ...]]:
-        """Return the reduction to the leaders and the distribution of results, as phases for ``pipelined``.
+        """Return the programs of this rank's host, as phases for ``pipelined``, and what follows each exchange stage.
 
-        The second part of the result is, for each piece, the instructions that a leader executes after the exchange. A
-        slot begins with a line of words; the room of the reduction and that of the distribution follow. The exchange's
-        memory counts as the leader's buffer after the caller's. Piece j is distributed in stage j + ``depth``.
+        The second part of the result is for leaders, who copy results from the exchanges' memory to their slots. A slot
+        begins with a line of words; the rooms of the programs follow. The memories of the exchanges count as the
+        leader's buffers after the caller's. Piece j is distributed in stage j + ``depth``.
         """
-        everyone, leaders = tuple(range(len(self.ranks))), range(self.leaders)
-        me, used = self.ranks.index(self.rank), (LINE,) * len(self.ranks)
-        main = tuple(k for k in everyone if self.ranks[k] == root)
-        sources = main if collective == "broadcast" else everyone
-        destinations = {
-            "all_reduce": everyone,
-            "reduce": main,
-            "broadcast": tuple(k for k in everyone if k not in main),
-        }
-        buffers = 1 if collective == "broadcast" or (collective == "reduce" and self.rank != root) else 2
-        nbytes = itemsize(numbers.dtype)
+        parts = host_parts(self.hosts, collective, root)
+        programs = host_programs(self.hosts, collective, root, self.host)
+        arrays = [array for part in parts for array in part.arrays]
+        read = [array.input for array in arrays if self.rank in array.sources]
+        written = [array.output for array in arrays if self.rank in array.destinations]
+        buffers = 1 + max(read + written)  # the number of the caller's
+        nbytes, wide, narrow = map(itemsize, (numbers.dtype, numbers.accumulator, numbers.result))
         starts = tuple(start * nbytes for start in accumulate(sizes[:-1], initial=0))
-        partials = finals = ArrayPlaces(buffers, ())  # where the leader's own stripe is; other ranks do not use them
-        if exchange is not None and self.leader is not None:
-            stripes = [line_shares(size, self.leaders, nbytes)[self.leader] for size in sizes]
-            wide, narrow = itemsize(numbers.accumulator), itemsize(numbers.result)
-            partials, finals = (
-                ArrayPlaces(buffers, tuple(at(j) - stripe * width for j, stripe in enumerate(stripes)))
-                for at, width in ((exchange.partial_at, wide), (exchange.results_at, narrow))
+        streaming = len(written) * sum(sizes) * nbytes >= STREAMING_BYTES
+
+        def given(p: int, a: int) -> ArrayPlaces:
+            return ArrayPlaces(parts[p].arrays[a].input, starts)
+
+        def wanted(p: int, a: int) -> ArrayPlaces:
+            return ArrayPlaces(parts[p].arrays[a].output, starts)
+
+        def striped(at: Callable[[ExchangeProgram, int], int], width: int, p: int, a: int) -> ArrayPlaces:
+            """Return where a leader's stripe of an array is in the memory of the exchange; others do not use it."""
+            if p not in exchanges:
+                return ArrayPlaces(buffers, ())
+            shifts = [self._stripe(parts[p], size, numbers).shifts.get(a, 0) for size in sizes]
+            places = tuple(at(exchanges[p], piece) + shift * width for piece, shift in enumerate(shifts))
+            return ArrayPlaces(buffers + [*exchanges].index(p), places)
+
+        partials = partial(striped, ExchangeProgram.partial_at, wide)
+        results = partial(striped, ExchangeProgram.results_at, narrow)
+        ends: dict[str, tuple[Callable[[int, int], ArrayPlaces], ...]]
+        ends = {"up": (given, partials), "local": (given, wanted), "down": (results, wanted)}
+        compiled, used = {}, (LINE,) * len(self.ranks)
+        kinds = [kind for kind in programs._fields if getattr(programs, kind) is not None]
+        for kind, analysis in zip(kinds, programs.analyses(numbers), strict=True):
+            inputs, outputs = ([place(*array) for array in getattr(programs, kind).arrays] for place in ends[kind])
+            compiled[kind] = RankCompiler(
+                analysis,
+                self.ranks.index(self.rank),
+                sizes,
+                inputs,
+                outputs,
+                streaming=streaming and kind != "up",
+                bases=used,
             )
-        phases: list[Phase] = []
-        deliveries: tuple[list[RankInstruction], ...] = ()
-        if sources:
-            program = one_round("reduce_scatter", len(self.ranks), [(sources, (k,)) for k in leaders])
-            analysis = analyze(program, numbers._replace(result=numbers.accumulator, divisor=1), 1)
-            reduction = RankCompiler(analysis, me, sizes, [ArrayPlaces(0, starts)], [partials], bases=used)
-            phases += [(phase, partial(reduction.phase, phase=phase)) for phase in (0, 1)]
-            used = reduction.ends
-        if destinations[collective]:
-            program = one_round("all_gather", len(self.ranks), [((k,), destinations[collective]) for k in leaders])
-            analysis = analyze(program, copying(numbers.result), 1)
-            streaming = starts[-1] + sizes[-1] * nbytes >= STREAMING_BYTES
-            outputs = [ArrayPlaces(buffers - 1, starts)]
-            delivery = RankCompiler(analysis, me, sizes, [finals], outputs, streaming=streaming, bases=used)
-            phases.append((depth, partial(delivery.phase, phase=1)))
-            if exchange is not None:
-                deliveries = tuple(delivery.phase(piece, 0) for piece in range(len(sizes)))
-            used = delivery.ends
+            used = compiled[kind].ends
         assert max(used) <= SLOT_BYTES // 2, "a piece does not fit into a slot"
+        first = {"up": 0, "local": _LOCAL_DELAY}
+        phases: list[Phase] = [
+            (delay + phase, partial(compiled[kind].phase, phase=phase))
+            for kind, delay in first.items()
+            if kind in compiled
+            for phase in (0, 1)
+        ]
+        deliveries: tuple[list[RankInstruction], ...] = ()
+        if "down" in compiled:
+            phases.append((depth, partial(compiled["down"].phase, phase=1)))
+            if exchanges:
+                delivered = [compiled["down"].phase(piece, 0) for piece in range(len(sizes))]
+                deliveries = (*([] for _ in range(depth - 2)), *delivered)
         return phases, deliveries
 
     def run(
@@ -150,10 +215,10 @@ class MultiHostEngine:
         inner: Callable[[], None] | None = None,
     ) -> bool:
         """Run a call; see ``OneHostEngine.run``."""
-        exchange = None
-        if executable.exchange is not None:
-            exchange = self._exchange = Exchange(executable.exchange, self.transport, TAG, timeout_s)
-            addresses = (*addresses, exchange.base)
+        exchanges = self._exchanges = tuple(
+            Exchange(program, self.transport, TAG, timeout_s) for program in executable.exchanges
+        )
+        addresses = (*addresses, *(exchange.base for exchange in exchanges))
         same_here = runner.begin(executable.program, addresses, executable.text, 2)
         same = same_here
         if self.leader is not None:
@@ -161,23 +226,23 @@ class MultiHostEngine:
             data: dict[int, bytes] = {}
             if not same_here:
                 digest = bytes(len(digest))  # zeros differ from every call's digest
-            elif exchange is not None:
-                data = exchange.first_data()
+            else:
+                data = first_data(exchanges)
             received = self._agreed(digest, data, timeout_s)
             same = same_here and received is not None
-            if exchange is not None and received is not None:
-                exchange.take_first(received)
+            if received is not None:
+                take_first(exchanges, received)
         if not same_here:
-            self._exchange = None
+            self._exchanges = ()
             return False
         if self.leader is not None:
             self._word(_VERDICT).value = _SAME if same else _DIFFERENT
-        if exchange is not None and same:
-            self._exchange_stage(executable, exchange, addresses, 1)
+        if exchanges and same:
+            self._exchange_stage(executable, exchanges, addresses, 1)
         runner.reach(3)
         if self._word(_VERDICT, self.ranks[0]).value != _SAME:
             self.memory.end_op()
-            self._exchange = None
+            self._exchanges = ()
             return False
         if inner is not None:
             with self._waiting_for_hosts():
@@ -186,15 +251,16 @@ class MultiHostEngine:
             if self.leader is not None:
                 self._agreed(bytes(1), {}, timeout_s)  # and all ranks of the other hosts
             runner.reach(5)
-        elif exchange is None and executable.stages > 3:
+        elif not exchanges and executable.stages > 3:
             runner.reach(executable.stages)
-        elif exchange is not None:
+        elif exchanges:
             for stage in range(2, executable.stages - 1):
-                self._exchange_stage(executable, exchange, addresses, stage)
+                self._exchange_stage(executable, exchanges, addresses, stage)
                 runner.reach(stage + 2)
             with self._waiting_for_hosts():
-                exchange.close()
-            self._exchange = None
+                for exchange in exchanges:
+                    exchange.close()
+            self._exchanges = ()
         return True
 
     def _agreed(self, digest: bytes, data: dict[int, bytes], timeout_s: float) -> dict[int, bytes] | None:
@@ -204,18 +270,16 @@ class MultiHostEngine:
             return agreed(digest, data, others, self.transport, TAG, timeout_s)
 
     def _exchange_stage(
-        self, executable: RankExecutable, exchange: Exchange, addresses: tuple[int, ...], stage: int
+        self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], stage: int
     ) -> None:
         """Execute the inter-host part of a stage, after the stage's instructions."""
-        assert executable.exchange is not None
 
         def address(region: int, offset: int) -> int:
             return offset + (addresses[~region] if region < 0 else self.memory.address(self.ranks[region]))
 
         with self._waiting_for_hosts():
-            exchange.run_stage(stage - 1)
-        piece = stage - 1 - executable.exchange.delay
-        delivered = executable.deliveries[piece] if executable.deliveries and piece >= 0 else ()
+            run_stage(exchanges, stage - 1)
+        delivered = executable.deliveries[stage - 1] if executable.deliveries else ()
         for size, operands, results, numbers, _ in delivered:
             run = kernel(numbers, size, len(operands), len(results)).run
             run([[address(*place) for place in operands]], [[address(*place) for place in results]], 1, False, False)
@@ -250,39 +314,3 @@ def rail_peers(hosts: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]
 
 def _digest(text: bytes, more: str) -> bytes:
     return blake2b(text + b"\0" + more.encode(), digest_size=16).digest()
-
-
-def host_names(hosts: int) -> tuple[str, ...]:
-    """Return the names of hosts in their topology and schedules."""
-    return tuple(f"host{k}/cpu:0" for k in range(hosts))
-
-
-@lru_cache(maxsize=256)
-def host_schedule(
-    topology: Topology | None, hosts: int, collective: str, nbytes: int, root: int | None, widened: bool = False
-) -> Schedule:
-    """Return the schedule by which hosts exchange the partial results of their ranks.
-
-    Args:
-      topology: the links between hosts; ``None``: they were not measured and are assumed to be equal.
-      hosts: the number of hosts.
-      collective: one of ``COLLECTIVES``.
-      nbytes: of an array, rounded up to a power of 2.
-      root: the root's host, of a reduce or broadcast.
-      widened: whether partial results are larger than results.
-    """
-    names = host_names(hosts)
-    if hosts == 2 or (topology is None and collective == "all_reduce"):  # optimal, and found without a search
-        end = names if root is None else (names[root],)
-        sources = end if collective == "broadcast" else names
-        destinations = end if collective == "reduce" else names
-        algorithm = "one_device"
-        if (
-            root is None
-        ):  # of 2 hosts each sends its array once with both algorithms, but direct sends halves of results
-            once = hosts == 2 and not widened
-            algorithm = "one_shot" if once or nbytes * (hosts - 1) <= EAGER_BYTES else "direct"
-        return schedule_for(Request(collective, sources, destinations, algorithm))
-    wiring = topology or Topology.full_mesh(names, gb_per_s=1, latency_s=1e-4)
-    main = None if root is None else wiring.devices[root]
-    return plan(wiring, collective, nbytes, root=main).schedule.cut_into(1)

@@ -44,8 +44,8 @@ class RankExecutable(NamedTuple):
     stages: int  # the number of stages of the program
     text: bytes  # describes the call
     digest: bytes = b""  # a digest of all that several hosts must agree on
-    exchange: ExchangeProgram | None = None  # None: the rank is not a leader, or nothing moves
-    deliveries: tuple[list[RankInstruction], ...] = ()  # per piece: copy the exchange's results to where ranks read
+    exchanges: tuple[ExchangeProgram, ...] = ()  # one for each of the parts in which the rank, a leader, takes part
+    deliveries: tuple[list[RankInstruction], ...] = ()  # after each stage of the exchanges: copy results to slots
     instructions: int = 0  # the number of instructions of the program
 
     @property
@@ -138,39 +138,63 @@ def host_collective(collective: str, ranks: int, root: int | None, nbytes: int) 
 
 @lru_cache(maxsize=256)
 def _host_collective(collective: str, ranks: int, root: int | None, small: bool) -> HostCollective:
-    everyone, main = tuple(range(ranks)), () if root is None else (root,)
+    arrays = collective_arrays(collective, ranks, root)
     if collective in ("all_reduce", "reduce"):
         names = rank_names(ranks)
-        destinations = tuple(names[k] for k in main or everyone)
+        destinations = tuple(names[k] for k in arrays[0].destinations)
         schedule = one_shot(names, names, destinations) if small else direct(names, names, destinations, owners=names)
-        return HostCollective(lower(schedule), (0,), (1,))
-    ends: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-    inputs: Sequence[int]
-    outputs: Sequence[int]
-    each, here, rows = [(k,) for k in everyone], [0] * ranks, [1 + k for k in everyone]
-    if collective == "broadcast":
-        ends, inputs, outputs = [(main, everyone)], [0], [0]
-    elif collective == "all_gather":
-        ends, inputs, outputs = [(one, everyone) for one in each], here, rows
-    elif collective == "gather":
-        ends, inputs, outputs = [(one, main) for one in each], here, rows
-    elif collective == "scatter":
-        ends, inputs, outputs = [(main, one) for one in each], rows, here
-    elif collective == "reduce_scatter":
-        ends, inputs, outputs = [(everyone, one) for one in each], everyone, [ranks] * ranks
+        program = lower(schedule)
     else:
-        assert collective == "all_to_all", collective
-        ends = [(src, dst) for src in each for dst in each]
-        inputs, outputs = [*everyone] * ranks, [ranks + src for src in everyone for _ in each]
-    return HostCollective(one_round(collective, ranks, ends), tuple(inputs), tuple(outputs))
+        program = lower(one_round(collective, rank_names(ranks), [array[:2] for array in arrays]))
+    return HostCollective(program, tuple(array.input for array in arrays), tuple(array.output for array in arrays))
 
 
-def one_round(collective: str, ranks: int, ends: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> Program:
-    """Return the program of one round in which every destination combines, or copies, the inputs of the sources.
+class CollectiveArray(NamedTuple):
+    """One of the equal arrays of which a collective consists: the ranks that contribute to it and that need its result.
 
-    ``ends`` lists the sources and the destinations of each of the equal chunks.
+    ``input`` and ``output``: the numbers of the caller's buffers, as in ``HostCollective``.
+    """
 
-    >>> print(one_round("gather", 3, [((0,), (0,)), ((1,), (0,)), ((2,), (0,))]))
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    input: int
+    output: int
+
+
+def collective_arrays(collective: str, ranks: int, root: int | None) -> list[CollectiveArray]:
+    """Return the arrays of a collective among ``ranks`` ranks.
+
+    >>> for array in collective_arrays("gather", 2, 0):
+    ...     print(array)
+    CollectiveArray(sources=(0,), destinations=(0,), input=0, output=1)
+    CollectiveArray(sources=(1,), destinations=(0,), input=0, output=2)
+    """
+    everyone, main = tuple(range(ranks)), () if root is None else (root,)
+    if collective in ("all_reduce", "reduce"):
+        return [CollectiveArray(everyone, main or everyone, 0, 1)]
+    if collective == "broadcast":
+        return [CollectiveArray(main, everyone, 0, 0)]
+    if collective in ("all_gather", "gather"):
+        return [CollectiveArray((k,), main or everyone, 0, 1 + k) for k in everyone]
+    if collective == "scatter":
+        return [CollectiveArray(main, (k,), 1 + k, 0) for k in everyone]
+    if collective == "reduce_scatter":
+        return [CollectiveArray(everyone, (k,), k, ranks) for k in everyone]
+    assert collective == "all_to_all", collective
+    return [CollectiveArray((src,), (dst,), dst, ranks + src) for src in everyone for dst in everyone]
+
+
+def one_round(
+    collective: str,
+    devices: tuple[str, ...],
+    ends: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
+    shares: Sequence[Fraction] | None = None,
+) -> Schedule:
+    """Return the schedule of one round in which every destination combines, or copies, the inputs of the sources.
+
+    ``ends`` lists the sources and the destinations of each chunk; ``shares`` its share, ``None``: all are equal.
+
+    >>> print(lower(one_round("gather", rank_names(3), [((0,), (0,)), ((1,), (0,)), ((2,), (0,))])))
     gather one_shot: 3 devices, 3 chunks, 2 instructions
       chunk 1: v1 on cpu:0 = v0
       chunk 2: v1 on cpu:0 = v0
@@ -182,8 +206,9 @@ def one_round(collective: str, ranks: int, ends: Iterable[tuple[tuple[int, ...],
         for dst in destinations
         if sources != (dst,)
     )
-    chunks = tuple(Chunk(Fraction(1, len(pairs)), sources, destinations) for sources, destinations in pairs)
-    return lower(Schedule(collective, "one_shot", rank_names(ranks), chunks, (steps,) if steps else ()))
+    shares = shares or [Fraction(1, len(pairs))] * len(pairs)
+    chunks = tuple(Chunk(share, *pair) for share, pair in zip(shares, pairs, strict=True))
+    return Schedule(collective, "one_shot", devices, chunks, (steps,) if steps else ())
 
 
 def rank_names(ranks: int) -> tuple[str, ...]:

@@ -45,10 +45,10 @@ def line_shares(size: int, count: int, nbytes: int) -> tuple[int, ...]:
     >>> line_shares(100, 3, 4)
     (0, 32, 64, 100)
     """
-    return *(_boundary(k, count, size, nbytes) for k in range(count)), size
+    return *(boundary(k, count, size, nbytes) for k in range(count)), size
 
 
-def _boundary(numerator: int, denominator: int, size: int, nbytes: int) -> int:
+def boundary(numerator: int, denominator: int, size: int, nbytes: int) -> int:
     """Return a share's boundary in elements, rounded down to whole lines; the end of the array is not rounded."""
     if numerator == denominator:
         return size
@@ -121,7 +121,7 @@ class RankAnalysis:
             array = min(int(start), arrays - 1)
             assert stop - array <= 1, "a chunk is in one array"
             self._bounds.append((array, (start - array).as_integer_ratio(), (stop - array).as_integer_ratio()))
-        self._contributed, self._room = self._demand()
+        self._contributed, self.demands = self._demand()
         self._templates: dict[int, list[list[_Template]]] = {}
 
     def templates(self, rank: int) -> list[list[_Template]]:
@@ -161,19 +161,16 @@ class RankAnalysis:
         """Return for each chunk its array and its range of elements in a piece of ``size`` elements per array."""
         nbytes = itemsize(self.numbers.dtype)
         return [
-            (array, _boundary(*start, size, nbytes), _boundary(*stop, size, nbytes))
+            (array, boundary(*start, size, nbytes), boundary(*stop, size, nbytes))
             for array, start, stop in self._bounds
         ]
 
     def piece_size(self, size: int, room: int) -> int:
         """Return the elements per array of a piece, for arrays of ``size`` elements and slots of ``room`` bytes."""
-        fits = int(PIECE_BYTES / self._contributed)
-        for rounding, stored in self._room:
-            fits = min(fits, int((room - rounding) / stored))
-        fits = max(1, fits)
+        fits = fitting_size([self], room, int(PIECE_BYTES / self._contributed))
         return max(1, min(size, fits // LINE * LINE or fits))
 
-    def _demand(self) -> tuple[Fraction, list[tuple[int, Fraction]]]:
+    def _demand(self) -> tuple[Fraction, list[tuple[int, Fraction | int]]]:
         """Return the most bytes that a rank contributes, and for each slot the bytes for rounding and for values.
 
         All are bytes per element of an array, except those for rounding, which do not depend on the size.
@@ -191,12 +188,23 @@ class RankAnalysis:
                 for group in groups
                 for c, value in group.values
             )
-            if stored:
-                demands.append((rounding, stored * self.arrays))
+            demands.append((rounding, stored * self.arrays))
         return max(contributed) * self.arrays * itemsize(self.numbers.dtype), demands
 
 
 analyze: Final = lru_cache(maxsize=256)(RankAnalysis)
+
+
+def fitting_size(analyses: Sequence[RankAnalysis], room: int, most: int) -> int:
+    """Return the most elements per array of a piece with which all these programs fit into slots of ``room`` bytes.
+
+    The programs run at the same time, on the same ranks. The result is at least 1 and at most ``most``.
+    """
+    for demands in zip(*(analysis.demands for analysis in analyses), strict=True):
+        rounding, stored = map(sum, zip(*demands, strict=True))
+        if stored:
+            most = min(most, int((room - rounding) / stored))
+    return max(1, most)
 
 
 def _chunk_values(chunk: ChunkProgram, phase: dict[int, int], numbers: Numbers) -> _ChunkValues:

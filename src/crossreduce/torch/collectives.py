@@ -1,7 +1,8 @@
 """The collectives on CPU tensors, which a group's queue runs.
 
-Input: tensors, as ``torch.distributed`` passes them. Output: calls of a ``Communicator``, or of gloo for collectives
-that the communicator does not support. Tensors that are not contiguous are copied; dtypes that cannot be reduced are
+Input: tensors, as ``torch.distributed`` passes them. Output: calls of a ``Communicator``, or of gloo for reductions
+that the communicator does not support, and for all-to-alls of unequal parts. Tensors that are not contiguous are
+copied; dtypes that cannot be reduced are
 moved as bytes. All functions block.
 
 An input that overlaps a result is copied first, unless the two are exactly in place: the input, or its part for this
@@ -158,16 +159,12 @@ class Collectives(InnerGloo):
             return
         if root != self._rank:
             self._are_apart("broadcast", [tensor])
-        inner = self._inner("broadcast", tensor, root)
+        self._agree_on_bytes("broadcast", tensor, root)
         plain = readable(tensor)
-        if inner:
-            options = self._options(c10d.BroadcastOptions, rootRank=root)
-            self._run_in_gloo(inner, self._gloo.broadcast, [raw(plain)], options)
-        else:
-            array = memory(plain)
-            self._communicator.broadcast(array, root)
-            if plain is tensor and tensor.dtype in NAMES:
-                prepare(self._calls, self._communicator, "broadcast", None, root, tensor, array, tensor)
+        array = memory(plain)
+        self._communicator.broadcast(array, root)
+        if plain is tensor and tensor.dtype in NAMES:
+            prepare(self._calls, self._communicator, "broadcast", None, root, tensor, array, tensor)
         if root != self._rank:
             copy_back(tensor, plain)
 
@@ -187,15 +184,11 @@ class Collectives(InnerGloo):
             for result, row in zip(results, rows, strict=True):
                 result.detach().copy_(row[: result.numel()].reshape(result.shape))
             return
-        inner = self._inner("all_gather", tensor)
+        self._agree_on_bytes("all_gather", tensor)
         source, written = readable(tensor), [writable(x) for x in results]
         if not apart:
             (source,) = separated([source], written, {0: written[self._rank].data_ptr()})
-        if inner:
-            options = self._options(c10d.AllgatherOptions)
-            self._run_in_gloo(inner, self._gloo.allgather, [list(map(raw, written))], [raw(source)], options)
-        else:
-            self._communicator.all_gather(memory(source), [memory(x) for x in written])
+        self._communicator.all_gather(memory(source), [memory(x) for x in written])
         copy_back_all(results, written)
 
     def all_gather_single(self, output: Any, tensor: Any) -> None:
@@ -205,50 +198,36 @@ class Collectives(InnerGloo):
         remedy = "an output as large as the inputs of all ranks together"
         self._require(fits, "all_gather", [tensor, output], "elements of the output:", [output.numel()], remedy)
         apart = self._are_apart("all_gather", [output], [tensor])
-        inner = self._inner("all_gather", tensor)
+        self._agree_on_bytes("all_gather", tensor)
         source, written = readable(tensor), writable(output)
         if not apart:  # the input may be this rank's part of the output
             (source,) = separated([source], [written], {0: written.data_ptr() + self._rank * source.nbytes})
-        if inner:
-            options = self._options(c10d.AllgatherOptions)
-            self._run_in_gloo(inner, self._gloo._allgather_base, raw(written), raw(source), options)
-        else:
-            array = memory(source)
-            self._communicator.all_gather(array, equal_parts(written, self._size))
-            if source is tensor and written is output and tensor.dtype in NAMES:
-                prepare(self._calls, self._communicator, "all_gather", None, None, tensor, array, output)
+        array = memory(source)
+        self._communicator.all_gather(array, equal_parts(written, self._size))
+        if source is tensor and written is output and tensor.dtype in NAMES:
+            prepare(self._calls, self._communicator, "all_gather", None, None, tensor, array, output)
         copy_back(output, written)
 
     def gather(self, results: Sequence[Any], tensor: Any, root: int) -> None:
         self._require_rooted("gather", tensor, results, root)
         apart = self._are_apart("gather", results, [tensor])
-        inner = self._inner("gather", tensor, root)
+        self._agree_on_bytes("gather", tensor, root)
         source, written = readable(tensor), [writable(x) for x in results]
         if not apart and root == self._rank:
             (source,) = separated([source], written, {0: written[root].data_ptr()})
-        if inner:
-            into = [list(map(raw, written))] if root == self._rank else []
-            options = self._options(c10d.GatherOptions, rootRank=root)
-            self._run_in_gloo(inner, self._gloo.gather, into, [raw(source)], options)
-        else:
-            places = [memory(x) for x in written] if root == self._rank else None
-            self._communicator.gather(memory(source), places, root)
+        places = [memory(x) for x in written] if root == self._rank else None
+        self._communicator.gather(memory(source), places, root)
         copy_back_all(results, written)
 
     def scatter(self, output: Any, inputs: Sequence[Any], root: int) -> None:
         self._require_rooted("scatter", output, inputs, root)
         apart = self._are_apart("scatter", [output], inputs)
-        inner = self._inner("scatter", output, root)
+        self._agree_on_bytes("scatter", output, root)
         sources, written = [readable(x) for x in inputs], writable(output)
         if not apart:
             sources = separated(sources, [written], {root: written.data_ptr()})
-        if inner:
-            of = [list(map(raw, sources))] if root == self._rank else []
-            options = self._options(c10d.ScatterOptions, rootRank=root)
-            self._run_in_gloo(inner, self._gloo.scatter, [raw(written)], of, options)
-        else:
-            places = [memory(x) for x in sources] if root == self._rank else None
-            self._communicator.scatter(places, memory(written), root)
+        places = [memory(x) for x in sources] if root == self._rank else None
+        self._communicator.scatter(places, memory(written), root)
         copy_back(output, written)
 
     def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -260,7 +239,8 @@ class Collectives(InnerGloo):
         sizes, rooms = [x.numel() for x in inputs], [x.numel() for x in outputs]
         even = self._are_even(sizes, rooms, inputs[0], "elements")
         sources, written = [readable(x) for x in inputs], [writable(x) for x in outputs]
-        if even and not self._inner("all_to_all", inputs[0]):
+        if even:
+            self._agree_on_bytes("all_to_all", inputs[0])
             if not apart:
                 sources = separated(sources, written, {k: x.data_ptr() for k, x in enumerate(written)})
             self._communicator.all_to_all([memory(x) for x in sources], [memory(x) for x in written])
@@ -283,10 +263,10 @@ class Collectives(InnerGloo):
         sizes = list(sizes) or [tensor.shape[0] // self._size] * self._size
         even = self._are_even(sizes, rooms, tensor, "rows")
         source, written = readable(tensor), writable(output)
-        inner = not even or bool(self._inner("all_to_all", tensor))
         if not apart:
-            (source,) = separated([source], [written], {} if inner else {0: written.data_ptr()})
-        if not inner:
+            (source,) = separated([source], [written], {0: written.data_ptr()} if even else {})
+        if even:
+            self._agree_on_bytes("all_to_all", tensor)
             self._communicator.all_to_all(equal_parts(source, self._size), equal_parts(written, self._size))
         else:
             self._exchange(written, source, rooms, sizes)
@@ -376,20 +356,17 @@ class Collectives(InnerGloo):
         if name == "bool":
             op = _OF_BOOLS.get(kind.op, op)
         strided = tensor.layout is _STRIDED
-        if op is not None and name is not None and strided and self._communicator.supports(collective, op, name):
+        if op is not None and name is not None and strided and self._communicator.supports(op, name):
             return op
         self._agree(collective, kind.op.name.lower() if op is None else op.value, tensor, root)
         if op is not None and name is not None and strided:
             reduction_numbers(op, name, self._size)  # raises an error if the op is not defined
         return None
 
-    def _inner(self, collective: str, tensor: Any, root: int | None = None) -> str:
-        """Return, if gloo has to run a collective that only moves data, its description for ``_run_in_gloo``."""
-        name = NAMES.get(tensor.dtype)
-        inner = not self._communicator.supports(collective, None, name or "uint8")
-        if not inner and name is None:  # the communicator would not compare dtypes that it moves as bytes
+    def _agree_on_bytes(self, collective: str, tensor: Any, root: int | None = None) -> None:
+        """Compare the dtypes of a collective that moves a tensor as bytes: the communicator would not do it."""
+        if tensor.dtype not in NAMES:
             self._agree(collective, None, tensor, root)
-        return call_text(collective, None, root, _name(tensor), tensor.shape) if inner else ""
 
     def _agree(self, collective: str, op: str | None, tensor: Any, root: int | None) -> None:
         self._communicator.agree(call_text(collective, op, root, _name(tensor), tensor.shape))
