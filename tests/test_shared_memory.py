@@ -58,7 +58,7 @@ def nothing(stages=2):
 @pytest.fixture
 def fd():
     number = os.memfd_create("test")
-    os.ftruncate(number, native.SharedMemory.nbytes(2, SLOT))
+    os.ftruncate(number, RankMemory.nbytes(2, SLOT))
     yield number
     os.close(number)
 

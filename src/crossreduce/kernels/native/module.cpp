@@ -111,7 +111,8 @@ int fill(PyObject *module) {
     memory_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "Memory")); // kept for ever
     Ref capsule(PyCapsule_New(&api, KERNEL_API, nullptr));
     if (memory_type == nullptr || !capsule || PyModule_AddObjectRef(module, "API", capsule.object) < 0) return -1;
-    return add_kernel(module) < 0 || add_shared_memory(module) < 0 ? -1 : add_xla_call(module);
+    const bool failed = add_kernel(module) < 0 || add_shared_memory(module) < 0 || add_mailboxes(module) < 0;
+    return failed ? -1 : add_xla_call(module);
 }
 
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, END_OF_MODULE_SLOTS};
