@@ -91,7 +91,9 @@ class Messages:
         if isinstance(outcome, tuple) and outcome[0] != ANY_RANK:
             source, found = outcome
             name = self._communicator.name
-            problem = f'rank {self._communicator.global_ranks[source]} of group "{name}" sent a message of another size.'
+            problem = (
+                f'rank {self._communicator.global_ranks[source]} of group "{name}" sent a message of another size.'
+            )
             given = f"a message of {found} bytes for a tensor of {nbytes} bytes"
             raise MismatchError.of(problem, given, "a tensor of the size that was sent")
         if isinstance(failure, TimeoutError):

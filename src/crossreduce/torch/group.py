@@ -255,7 +255,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return Message(work, finish, tensors, self._messages, self.communicator.interrupt, public)
 
     def _message_in_memory(
-        self, messages: Messages, tensors: Sequence[Any], buffers: Sequence[Any], peer: int | None, tag: int, sends: bool
+        self,
+        messages: Messages,
+        tensors: Sequence[Any],
+        buffers: Sequence[Any],
+        peer: int | None,
+        tag: int,
+        sends: bool,
     ) -> Any:
         """Return the work of a message between ranks of a host; for arguments see ``_message``."""
         (tensor,), (buffer,) = tensors, buffers

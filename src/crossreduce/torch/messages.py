@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+from ..errors import ReductionError
 from ..ranks.messages import Messages
 from .op_queue import Finished, exclude_from_compile
 

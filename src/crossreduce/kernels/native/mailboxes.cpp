@@ -130,6 +130,7 @@ void Mailboxes::close() {
 
 void Mailboxes::copy_out(int src, uint64_t position, void *to, uint64_t count) const {
     const char *from = bytes + static_cast<uint64_t>(src * ranks + rank) * capacity;
+    if (count == 0) return; // `to` may be null
     const uint64_t at = position % capacity, first = std::min(count, capacity - at);
     std::memcpy(to, from + at, first);
     std::memcpy(static_cast<char *>(to) + first, from, count - first);
@@ -509,9 +510,11 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
     }
     const auto finished = [&] { return message->status.load() != MessageStatus::waiting; };
     const auto result = [&] {
+        const MessageStatus status = message->status.load();
+        if (status == MessageStatus::waiting) return status; // another thread may match it now
         source = message->source;
         nbytes = message->found_nbytes;
-        return message->status.load();
+        return status;
     };
     int64_t now = now_ns();
     const int64_t until = now + slice_ns, spin = std::min(until, now + spin_ns), yield = std::min(until, now + YIELD_NS);
