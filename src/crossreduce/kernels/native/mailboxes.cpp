@@ -292,10 +292,13 @@ void Mailboxes::deliver(const Shared &message, int src, uint64_t nbytes, uint64_
 
 void Mailboxes::complete(const Shared &message, MessageStatus status) {
     message->status.store(status);
-    if (message->forgotten) messages.erase(message->id);
+    if (message->forgotten) {
+        messages.erase(message->id);
+        ended.push_back(message->id);
+    }
     unfinished--;
-    completed++;
     update_pending();
+    if (own().sleepers.load() > 0) notify(rank); // another thread of this rank may wait for this message
 }
 
 void Mailboxes::update_pending() { own().pending.store(unfinished > 0); }
@@ -381,6 +384,11 @@ void Mailboxes::forget(uint64_t id) {
     if (found == messages.end()) return;
     found->second->forgotten = true;
     if (found->second->status != MessageStatus::waiting) messages.erase(found);
+}
+
+std::vector<uint64_t> Mailboxes::completed() {
+    const Lock lock(mutex);
+    return std::exchange(ended, {});
 }
 
 bool Mailboxes::withdraw(uint64_t id) {
@@ -484,7 +492,6 @@ bool Mailboxes::advance(int64_t until_ns) {
     if (own().bell.load() == scanned.load(std::memory_order_relaxed) && unread.load(std::memory_order_relaxed) == 0)
         return false;
     Lock lock(mutex);
-    const uint64_t before = completed;
     do {
         const uint32_t seen = own().bell.load();
         if (seen != scanned.load(std::memory_order_relaxed)) {
@@ -495,8 +502,6 @@ bool Mailboxes::advance(int64_t until_ns) {
             }
         }
     } while (read_some(lock) && now_ns() < until_ns && !closed.load());
-    // Other threads of this rank may sleep until one of these messages is complete.
-    if (completed != before && own().sleepers.load() > 0) notify(rank);
     return true;
 }
 
@@ -537,7 +542,8 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
         advance(until);
         now = now_ns();
     }
-    for (int64_t nap = FIRST_NAP_NS; now < until && !finished() && !closed.load(); nap *= 2) {
+    for (int64_t nap = FIRST_NAP_NS; now < until && !finished() && !closed.load();
+         nap = std::min(2 * nap, slice_ns)) {
         call_for_help(message->peer);
         own().sleepers.fetch_add(1);
         const uint32_t seen = own().bell.load();
@@ -613,6 +619,7 @@ uint64_t Mailboxes::receive(int, int64_t, char *, uint64_t) { return 0; }
 MessageStatus Mailboxes::wait(uint64_t, int64_t, int &, uint64_t &) { return MessageStatus::done; }
 bool Mailboxes::is_pending(uint64_t) { return false; }
 void Mailboxes::forget(uint64_t) {}
+std::vector<uint64_t> Mailboxes::completed() { return {}; }
 bool Mailboxes::withdraw(uint64_t) { return true; }
 
 #endif

@@ -94,8 +94,9 @@ class Mailboxes {
     // complete one, also its source and size.
     MessageStatus wait(uint64_t id, int64_t slice_ns, int &source, uint64_t &nbytes);
     bool is_pending(uint64_t id);
-    // Free the result of a message, as soon as it is complete.
+    // Free the result of a message, as soon as it is complete; `completed` then returns its number, once.
     void forget(uint64_t id);
+    std::vector<uint64_t> completed();
     // Withdraw a message that is not complete: of a receive, nothing is written any more. Return false if its memory is
     // still needed, since the other rank knows of it.
     bool withdraw(uint64_t id);
@@ -158,7 +159,7 @@ class Mailboxes {
     std::atomic<int> unread{0};       // the size of `reads`
     std::mutex mutex;                 // of all that follows
     uint64_t last_id = 0, last_order = 0;
-    uint64_t unfinished = 0, completed = 0;                                     // counts of messages
+    uint64_t unfinished = 0;                                                    // how many messages are not complete
     std::unordered_map<uint64_t, Shared> messages;                              // all but complete ones that were forgotten
     std::map<std::pair<int, int64_t>, std::deque<Shared>> posted;               // receives, by source and tag
     std::map<std::pair<int, int64_t>, std::deque<Unexpected>> unexpected;       // by source and tag
@@ -168,6 +169,7 @@ class Mailboxes {
     std::vector<std::deque<Shared>> streams;                                    // sends that were pulled, by rank
     std::vector<uint64_t> tails, kept;                                          // of the rings to other ranks; bytes
     std::vector<signed char> readable;                                          // by rank; -1: not known
+    std::vector<uint64_t> ended;                                                // for `completed`
     std::thread *helper = nullptr;
     bool helper_failed = false;
 };

@@ -14,8 +14,7 @@ constexpr long WAITING = -1;
 struct MailboxesObject {
     PyObject_HEAD
     Mailboxes *boxes;
-    std::unordered_map<uint64_t, PyObject *> *owners; // of the memory of messages that are not complete
-    size_t checked;                                   // how many owners remained when they were last checked
+    std::unordered_map<uint64_t, PyObject *> *owners; // of the memory of messages that may not be complete
     int process;
 };
 
@@ -52,18 +51,12 @@ template <PyObject *(*METHOD)(PyObject *, PyObject *)> PyObject *locked(PyObject
 #endif
 }
 
-void release_owners(MailboxesObject *self, bool all) {
-    std::vector<PyObject *> released;
-    for (auto at = self->owners->begin(); at != self->owners->end();) {
-        if (!all && self->boxes->is_pending(at->first)) {
-            ++at;
-        } else {
-            released.push_back(at->second);
-            at = self->owners->erase(at);
-        }
-    }
-    self->checked = self->owners->size();
-    for (PyObject *one : released) Py_DECREF(one); // last, since this may run any code
+void release_owner(MailboxesObject *self, uint64_t id) {
+    const auto found = self->owners->find(id);
+    if (found == self->owners->end()) return;
+    PyObject *owner = found->second;
+    self->owners->erase(found);
+    Py_DECREF(owner); // last, since this may run any code
 }
 
 PyObject *boxes_new(PyTypeObject *type, PyObject *args, PyObject *) {
@@ -88,7 +81,8 @@ void close_boxes(MailboxesObject *self) {
         self->boxes->close();
         return 0;
     });
-    release_owners(self, true);
+    const auto owners = std::exchange(*self->owners, {});
+    for (const auto &[id, owner] : owners) Py_DECREF(owner);
 }
 
 void boxes_dealloc(PyObject *object) {
@@ -120,7 +114,7 @@ PyObject *begin_message(PyObject *object, PyObject *args) {
     if (peer < LEAST || peer >= use.boxes->ranks) return PyErr_Format(PyExc_ValueError, "the rank is out of range");
     MailboxesObject *self = boxes_of(object);
     try {
-        if (self->owners->size() >= 2 * self->checked + 8) release_owners(self, false);
+        for (const uint64_t id : use.boxes->completed()) release_owner(self, id);
         self->owners->reserve(self->owners->size() + 1);
         const uint64_t id = (use.boxes->*BEGIN)(peer, tag, reinterpret_cast<char *>(address), nbytes);
         if (id != 0 && use.boxes->is_pending(id)) {
@@ -158,13 +152,7 @@ PyObject *release(PyObject *object, PyObject *args, bool withdraw) {
     if (!use) return nullptr;
     const bool released = !withdraw || without_lock(false, [&] { return use.boxes->withdraw(id); });
     use.boxes->forget(id);
-    MailboxesObject *self = boxes_of(object);
-    const auto found = self->owners->find(id);
-    if (found != self->owners->end() && !use.boxes->is_pending(id)) {
-        PyObject *owner = found->second;
-        self->owners->erase(found);
-        Py_DECREF(owner);
-    }
+    if (!use.boxes->is_pending(id)) release_owner(boxes_of(object), id);
     return PyBool_FromLong(released);
 }
 
