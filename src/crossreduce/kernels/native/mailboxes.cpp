@@ -26,7 +26,8 @@ struct OfferPayload {
 constexpr uint64_t RINGS_NBYTES = 1 << 18, MOST = 1 << 16, LEAST = 1 << 8;
 constexpr uint64_t EAGER_NBYTES = 1 << 13; // from here on, one copy by process_vm_readv takes less time than two copies
 constexpr uint64_t ALIGNMENT = 32;         // of records
-constexpr uint64_t PIECE = 1 << 22;        // how much is read before a thread looks for other work, or ends its wait
+constexpr uint64_t PIECE = 1 << 20;        // how much is read before a thread looks for other work, or ends its wait
+constexpr uint64_t SHARED_NBYTES = 1 << 22; // two threads read a message of so many bytes, if each rank has a CPU
 constexpr int PARTS_AT_ONCE = 64;
 constexpr uint64_t CROWDED_NBYTES = 1 << 22;
 constexpr int64_t FIRST_NAP_NS = 1000000;      // a rank that sleeps asks the other one for help after this time,
@@ -284,6 +285,8 @@ void Mailboxes::deliver(const Shared &message, int src, uint64_t nbytes, uint64_
     if (can_read(src)) {
         reads.push_back(message);
         unread.store(static_cast<int>(reads.size()));
+        // While its sender waits, a second thread reads every other piece: this took 0.55 of the time for 64 MiB.
+        if (nbytes >= SHARED_NBYTES && spin_ns > 0) wake_helper(rank);
     } else {
         pulled[{src, offer}] = message;
         reply(src, PULL, offer);
@@ -397,30 +400,25 @@ bool Mailboxes::withdraw(uint64_t id) {
     if (found == messages.end()) return true;
     const Shared message = found->second;
     if (message->status != MessageStatus::waiting) return true;
-    message->withdrawn = true;
-    while (message->reading) { // a piece is being read
-        lock.unlock();
-        sched_yield();
-        lock.lock();
-    }
-    if (message->status != MessageStatus::waiting) return true;
     if (message->sends) {
         auto &records = outgoing[static_cast<size_t>(message->peer)];
         const auto is_its = [&](const Outgoing &one) { return one.message == message; };
         const auto record = std::find_if(records.begin(), records.end(), is_its);
         if (record == records.end()) return false;
         records.erase(record);
-    } else if (const auto read = std::find(reads.begin(), reads.end(), message); read != reads.end()) {
-        reads.erase(read);
-        unread.store(static_cast<int>(reads.size()));
-        reply(message->source, DONE, message->offer);
-    } else if (pulled.erase({message->source, message->offer}) == 0) { // of a pulled one, the next parts are dropped
+    } else if (message->offer == 0) {
         const auto at = posted.find({message->peer, message->tag});
-        if (at != posted.end()) {
-            const auto end = std::remove(at->second.begin(), at->second.end(), message);
-            at->second.erase(end, at->second.end());
-            if (at->second.empty()) posted.erase(at);
+        at->second.erase(std::find(at->second.begin(), at->second.end(), message));
+        if (at->second.empty()) posted.erase(at);
+    } else if (pulled.erase({message->source, message->offer}) == 0) { // of a pulled one, the next parts are dropped
+        message->withdrawn = true;
+        end_reading(message);
+        while (message->readers > 0) {
+            lock.unlock();
+            sched_yield();
+            lock.lock();
         }
+        reply(message->source, DONE, message->offer);
     }
     complete(message, MessageStatus::mismatch);
     return true;
@@ -448,40 +446,42 @@ bool Mailboxes::can_read(int src) {
     return known != 0;
 }
 
-// Read a piece of an offer without the lock. Return false if there is none.
+// Begin to read no further piece of a message.
+void Mailboxes::end_reading(const Shared &message) {
+    const auto at = std::find(reads.begin(), reads.end(), message);
+    if (at != reads.end()) reads.erase(at);
+    unread.store(static_cast<int>(reads.size()));
+}
+
+// Read a piece of an offer without the lock; other threads may read others. Return false if there is none.
 bool Mailboxes::read_some(Lock &lock) {
     if (reads.empty()) return false;
     const Shared message = reads.front();
-    reads.pop_front();
-    unread.store(static_cast<int>(reads.size()));
-    message->reading = true;
-    const uint64_t count = std::min(PIECE, message->nbytes - message->moved);
+    const uint64_t start = message->moved, count = std::min(PIECE, message->nbytes - start);
+    message->moved += count;
+    message->readers++;
+    if (message->moved == message->nbytes) end_reading(message);
     lock.unlock();
-    const bool good = read_peer(message->source, message->address + message->moved, message->memory + message->moved, count);
+    const bool good = read_peer(message->source, message->address + start, message->memory + start, count);
     lock.lock();
-    message->reading = false;
-    if (message->withdrawn) {
-        reply(message->source, DONE, message->offer);
-        complete(message, MessageStatus::mismatch);
-        return true;
-    }
-    // A rank that leaves says so before it frees its memory. Its message is lost, and its end will be noticed.
-    if (mood(message->source) != OPEN) return true;
+    message->readers--;
+    message->read += count;
     if (!good) {
+        message->failed = true;
+        end_reading(message);
+    }
+    if (message->withdrawn || message->readers > 0) return true;
+    // A rank that leaves says so before it frees its memory. Its message is lost, and its end will be noticed.
+    if ((message->failed || message->read == message->nbytes) && mood(message->source) != OPEN) return true;
+    if (message->failed) {
         readable[static_cast<size_t>(message->source)] = 0;
         message->moved = 0;
         pulled[{message->source, message->offer}] = message;
         reply(message->source, PULL, message->offer);
-        return true;
+    } else if (message->read == message->nbytes) {
+        reply(message->source, DONE, message->offer);
+        complete(message, MessageStatus::done);
     }
-    message->moved += count;
-    if (message->moved < message->nbytes) {
-        reads.push_back(message);
-        unread.store(static_cast<int>(reads.size()));
-        return true;
-    }
-    reply(message->source, DONE, message->offer);
-    complete(message, MessageStatus::done);
     return true;
 }
 
@@ -521,39 +521,31 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
         nbytes = message->found_nbytes;
         return status;
     };
-    int64_t now = now_ns();
-    const int64_t until = now + slice_ns, spin = std::min(until, now + spin_ns), yield = std::min(until, now + YIELD_NS);
+    int64_t now = now_ns(), since = now, nap = FIRST_NAP_NS;
+    const int64_t until = now + slice_ns;
     advance(until);
-    if (finished() || slice_ns <= 0) {
-        if (!finished()) call_for_help(message->peer);
-        return result();
-    }
+    if (slice_ns <= 0 && !finished()) call_for_help(message->peer);
+    if (slice_ns <= 0 || finished()) return result();
     waiters.fetch_add(1);
-    while (now < spin && !closed.load(std::memory_order_relaxed)) {
-        for (int k = 0; k < 64; k++) {
-            if (advance(until) && finished()) break;
-            relax();
+    bool undisturbed = true; // by signals, which Python handles
+    while (undisturbed && !finished() && (now = now_ns()) < until && !closed.load()) {
+        bool changed = false;
+        if (now < since + spin_ns) {
+            for (int k = 0; k < 64 && !(changed = advance(until)); k++) relax();
+        } else if (now < since + YIELD_NS) {
+            sched_yield();
+            changed = advance(until);
+        } else {
+            call_for_help(message->peer);
+            own().sleepers.fetch_add(1);
+            const uint32_t seen = own().bell.load();
+            if (seen == scanned.load() && !finished() && unread.load() == 0 && !closed.load())
+                undisturbed = futex_wait(own().bell, seen, std::min(nap, until - now));
+            own().sleepers.fetch_sub(1);
+            nap = std::min(2 * nap, slice_ns);
+            changed = advance(until);
         }
-        if (finished()) break;
-        now = now_ns();
-    }
-    while (now < yield && !finished() && !closed.load(std::memory_order_relaxed)) {
-        sched_yield();
-        advance(until);
-        now = now_ns();
-    }
-    for (int64_t nap = FIRST_NAP_NS; now < until && !finished() && !closed.load();
-         nap = std::min(2 * nap, slice_ns)) {
-        call_for_help(message->peer);
-        own().sleepers.fetch_add(1);
-        const uint32_t seen = own().bell.load();
-        bool undisturbed = true;
-        if (seen == scanned.load() && !finished() && unread.load() == 0 && !closed.load())
-            undisturbed = futex_wait(own().bell, seen, std::min(nap, until - now));
-        own().sleepers.fetch_sub(1);
-        advance(until);
-        if (!undisturbed) break; // Python handles the signal
-        now = now_ns();
+        if (changed) since = now_ns();
     }
     waiters.fetch_sub(1);
     return result();
@@ -564,9 +556,13 @@ void Mailboxes::call_for_help(int of) const {
     for (int to = of == ANY_RANK ? 0 : of; to < (of == ANY_RANK ? ranks : of + 1); to++) {
         Box &box = boxes[to];
         if (to == rank || box.pending.load() == 0) continue;
-        box.help.fetch_add(1);
-        if (box.helpers.load() > 0) futex_wake_all(box.help);
+        wake_helper(to);
     }
+}
+
+void Mailboxes::wake_helper(int of) const {
+    boxes[of].help.fetch_add(1);
+    if (boxes[of].helpers.load() > 0) futex_wake_all(boxes[of].help);
 }
 
 void Mailboxes::start_helper() {
@@ -582,7 +578,7 @@ void Mailboxes::start_helper() {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-// The helper works while another rank waits for this one, and no thread of this rank waits.
+// The helper works while another rank waits for this one, and no thread of this rank waits, or while it reads.
 void Mailboxes::help() {
     Box &box = own();
     while (!closed.load()) {
@@ -592,7 +588,7 @@ void Mailboxes::help() {
         box.helpers.store(0);
         if (box.help.load() == seen) continue;
         int64_t worked = now_ns();
-        while (!closed.load() && waiters.load() == 0 && box.pending.load() != 0 && now_ns() < worked + HELP_NS) {
+        while (!closed.load() && (waiters.load() == 0 || unread.load() > 0) && box.pending.load() != 0 && now_ns() < worked + HELP_NS) {
             if (advance(now_ns() + HELP_NS)) {
                 worked = now_ns();
                 continue;

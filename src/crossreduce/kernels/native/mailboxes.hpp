@@ -67,9 +67,10 @@ struct Message { // a send or receive of this rank
     // Of a receive: the matching message. Of a send, `source` is the peer.
     int source = ANY_RANK;
     uint64_t found_nbytes = 0, offer = 0, address = 0;
-    uint64_t moved = 0;     // bytes read, or sent as parts
-    bool reading = false;   // a thread reads the sender's memory without the lock
-    bool withdrawn = false; // no further piece is read
+    uint64_t moved = 0; // bytes sent or received as parts, or that threads read or have read
+    uint64_t read = 0;  // bytes that were read
+    int readers = 0;    // how many threads read pieces of the sender's memory, without the lock
+    bool failed = false, withdrawn = false;
 };
 
 class Mailboxes {
@@ -136,10 +137,12 @@ class Mailboxes {
     void deliver(const Shared &message, int src, uint64_t nbytes, uint64_t offer, uint64_t address);
     void complete(const Shared &message, MessageStatus status);
     bool read_some(Lock &lock);
+    void end_reading(const Shared &message);
     bool can_read(int src);
     bool read_peer(int of, uint64_t from, char *to, uint64_t count) const;
     void update_pending();
     void call_for_help(int of) const;
+    void wake_helper(int of) const;
     void start_helper();
     void help();
 
