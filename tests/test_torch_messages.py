@@ -53,13 +53,20 @@ def exchanges(rendezvous, store, reads):
     rank, size, draw = rendezvous.rank, rendezvous.size, random.Random(rendezvous.rank)
     others, count = [peer for peer in range(size) if peer != rank], 45
     # Each pair's messages of one tag are begun in their order, everything else in any order, and waited for in any.
-    queues = [[(peer, k, sends) for k in range(tag, count, TAGS)] for peer in others for tag in range(TAGS) for sends in (0, 1)]
+    queues = [
+        [(peer, k, sends) for k in range(tag, count, TAGS)]
+        for peer in others
+        for tag in range(TAGS)
+        for sends in (0, 1)
+    ]
     works, held = [], []
     while queues := [each for each in queues if each]:
         peer, k, sends = draw.choice(queues).pop(0)
         want = message(rank, peer, k) if sends else message(peer, rank, k)
         got = None if sends else like(want, draw)
-        works.append((dist.isend(want, peer, tag=k % TAGS) if sends else dist.irecv(got, peer, tag=k % TAGS), got, want))
+        works.append(
+            (dist.isend(want, peer, tag=k % TAGS) if sends else dist.irecv(got, peer, tag=k % TAGS), got, want)
+        )
         held.append(want)
         if draw.random() < 0.3:
             works[draw.randrange(len(works))][0].is_completed()
@@ -75,7 +82,7 @@ def exchanges(rendezvous, store, reads):
     def run(function, *arguments):
         try:
             function(*arguments)
-        except BaseException as error:  # noqa: BLE001 - reported by the main thread
+        except BaseException as error:
             failed.append(error)
 
     def send_all(peer):
@@ -108,7 +115,9 @@ def exchanges(rendezvous, store, reads):
     large = torch.arange(1 << 24, dtype=torch.int32)  # 64 MiB, both ways at once
     if rank < 2:
         got = torch.zeros_like(large)
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, large, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, large, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]
+        ):
             work.wait()
         assert torch.equal(got, large)
     assert group._in_memory is not None
@@ -217,7 +226,13 @@ def refused(rendezvous, store):
     works = [dist.irecv(torch.zeros(3), 1 - rank, tag=8), dist.isend(torch.zeros(1 << 20), 1 - rank, tag=9)]
     late = dist.irecv(torch.zeros(3), 1 - rank, tag=10)
     failed = []
-    waiting = threading.Thread(target=lambda: failed.append(pytest.raises(RuntimeError, late.wait).value))
+
+    def wait_for_late():
+        with pytest.raises(RuntimeError, match=r"\w") as error:
+            late.wait()
+        failed.append(error.value)
+
+    waiting = threading.Thread(target=wait_for_late)
     waiting.start()
     time.sleep(0.2)
     dist.barrier()

@@ -47,7 +47,7 @@ class Messages:
             raise self._public("send", dst, ConnectionError(str(error))) from None
 
     def receive(self, owner: Any, address: int, nbytes: int, src: int, tag: int) -> int:
-        """Begin to receive from a rank, or from ``ANY_RANK``, and return the message's number; for ``owner`` see ``send``."""
+        """Begin to receive from a rank, or from ``ANY_RANK``; otherwise like ``send``."""
         try:
             return int(self._native.receive(src, tag, address, nbytes, owner))
         except ValueError as error:

@@ -17,7 +17,7 @@ _FINISHING: Final = threading.Lock()
 class HostMessage(Finished):
     """The work of a message that may not be complete, and what is called once when it is.
 
-    ``require_open`` raises if this process was forked from the one that began the message. ``settings``: those of the group,
+    ``require_open`` raises if this process was forked from the one that began the message. ``settings``: the group's,
     whose ``_timeout`` is that of a wait without its own.
     """
 
@@ -89,7 +89,7 @@ class HostMessage(Finished):
             if not self._finished:
                 self._require_open()
                 self._messages.forget(self._message[0])
-        except Exception:  # noqa: BLE001, S110 - the group is closed, or Python ends
+        except Exception:  # noqa: BLE001 - the group is closed, or Python ends
             pass
 
 

@@ -26,7 +26,7 @@ struct OfferPayload {
 constexpr uint64_t RINGS_NBYTES = 1 << 18, MOST = 1 << 16, LEAST = 1 << 8;
 constexpr uint64_t EAGER_NBYTES = 1 << 13; // from here on, one copy by process_vm_readv takes less time than two copies
 constexpr uint64_t ALIGNMENT = 32;         // of records
-constexpr uint64_t PIECE = 1 << 20;        // how much is read before a thread looks for other work, or ends its wait
+constexpr uint64_t PIECE = 1 << 18;        // how much is read before a thread looks for other work, or ends its wait
 constexpr uint64_t SHARED_NBYTES = 1 << 22; // two threads read a message of so many bytes, if each rank has a CPU
 constexpr int PARTS_AT_ONCE = 64;
 constexpr uint64_t CROWDED_NBYTES = 1 << 22;
