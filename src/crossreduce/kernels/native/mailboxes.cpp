@@ -98,10 +98,7 @@ Mailboxes *Mailboxes::map(int fd, int64_t offset, int rank, int ranks, int64_t s
     return made;
 }
 
-Mailboxes::~Mailboxes() {
-    close();
-    if (mapped_nbytes > 0) munmap(mapped, mapped_nbytes);
-}
+Mailboxes::~Mailboxes() { close(); }
 
 bool Mailboxes::enter() {
     users.fetch_add(1);
@@ -111,7 +108,7 @@ bool Mailboxes::enter() {
 }
 
 void Mailboxes::close() {
-    closed.store(true);
+    if (closed.exchange(true)) return;
     // After this store no other rank completes a message whose bytes it has read in this process.
     own().mood.store(LEFT);
     own().help.fetch_add(1);
@@ -124,7 +121,7 @@ void Mailboxes::close() {
     }
     if (helper != nullptr) helper->join();
     delete helper;
-    helper = nullptr;
+    if (mapped_nbytes > 0) munmap(mapped, mapped_nbytes);
 }
 
 // Rings
