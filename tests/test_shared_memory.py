@@ -406,6 +406,7 @@ def test_long_texts_that_differ_at_the_end_still_differ():
 
 def test_a_rank_is_alive_until_its_process_ends(fd):
     """Other ranks detect a process by its lock, which the operating system releases however the process ends."""
+    os.ftruncate(fd, RankMemory.nbytes(2, SLOT))
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -27,6 +27,8 @@ SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time
 MAX_TEXT_BYTES: Final = 232  # the limit of a call's description; as in the native shared_memory.hpp
 MAX_CAUSE_BYTES: Final = 2040
 LEFT: Final = "left the group"
+READS_PEERS: Final = True  # whether messages are read from the memory of another rank's process where that is allowed
+_PAGE: Final = 1 << 16  # the largest page of any system
 _LOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY, UNREADABLE = range(6)
@@ -44,7 +46,7 @@ class RankMemory:
       slot: bytes of each rank's slot.
       spin_s: how long this rank spins before it yields its CPU to other processes; 0 if ranks share a CPU.
 
-    ``native`` is the compiled object.
+    ``native`` is the compiled object; ``mailboxes`` is the one for messages between two ranks (see ``messages``).
     """
 
     def __init__(self, fd: int, host: tuple[int, ...], rank: int, slot: int, spin_s: float) -> None:
@@ -52,11 +54,13 @@ class RankMemory:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.place)
         threads = max(1, kernels.threads() // len(host))
         self.native = kernels.native().SharedMemory(fd, self.place, len(host), slot, spin_s, threads)
+        offset = _mailboxes_offset(len(host), slot)
+        self.mailboxes = kernels.native().Mailboxes(fd, offset, self.place, len(host), spin_s, READS_PEERS)
 
     @staticmethod
     def nbytes(ranks: int, slot: int) -> int:
         """Return the bytes of memory that ``ranks`` ranks with slots of ``slot`` bytes share."""
-        return int(kernels.native().SharedMemory.nbytes(ranks, slot))
+        return _mailboxes_offset(ranks, slot) + int(kernels.native().Mailboxes.nbytes(ranks))
 
     def can_read_all(self) -> bool:
         """Return whether this process may read the memory of all ranks of the host. Only before the first op."""
@@ -147,6 +151,7 @@ class RankMemory:
         """Release the memory, and with it the lock that shows that this rank is alive."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
+            self.mailboxes.close()
             self.native.close()
             os.close(fd)
 
@@ -154,6 +159,11 @@ class RankMemory:
         """Close the descriptor. The compiled object unmaps the memory, except in a forked process."""
         if getattr(self, "fd", -1) >= 0 and os is not None:  # Python sets it to None when it ends
             os.close(self.fd)
+
+
+def _mailboxes_offset(ranks: int, slot: int) -> int:
+    """Return where the mailboxes begin, behind the slots: at a page."""
+    return -(-int(kernels.native().SharedMemory.nbytes(ranks, slot)) // _PAGE) * _PAGE
 
 
 def is_stopped(pid: int) -> bool:

@@ -25,13 +25,15 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import ArgumentError, UnsupportedError
 from ..ranks.communicator import Communicator
+from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.multi_host import rail_peers
 from ..transports import tcp
 from ..transports.base import Transport
 from ..transports.gloo import BesideGloo, translated
 from .collectives import Collectives
 from .memory import copy_back_all, readable, tensors_in, writable
-from .op_queue import Message, OpQueue, Works, exclude_from_compile
+from .messages import HostMessage
+from .op_queue import Finished, Message, OpQueue, Works, exclude_from_compile
 from .rendezvous import CancellableStore, StoreRendezvous, reaching
 from .subclasses import has_wrapper, unwrapped
 
@@ -75,7 +77,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._timeout_lock = threading.RLock()
         self._numbers, self._number = itertools.count(1), 0  # of calls
         self.queue = OpQueue(name, inline=True)
-        self._messages = OpQueue(f"{name} messages", inline=False)  # waits for messages on behalf of the main thread
+        self._messages = OpQueue(f"{name} messages", inline=False)  # waits for gloo's on behalf of the main thread
+        # A receive from any rank could not be withdrawn from gloo, so with several hosts gloo carries all messages.
+        self._in_memory = Messages(self.communicator) if len(self.communicator.hosts) == 1 else None
         self._end = weakref.finalize(self, close, self.queue, self.communicator, self._messages)
 
     def getBackendName(self) -> str:  # noqa: N802 - the trampoline's name
@@ -222,7 +226,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._message("recv_anysource", writable, tensors, tag)
 
     def _message(self, method: str, plain: Callable[[Any], Any], tensors: Sequence[Any], *arguments: int) -> Any:
-        """Return the work of a method of the inner backend that sends or receives ``tensors``.
+        """Return the work of a method that sends or receives ``tensors``, in memory or by the inner backend.
 
         ``plain`` returns for each tensor the one that is used. Ctrl-C ends a wait for the work, and then aborts this
         group, since gloo would still write to the tensors.
@@ -236,6 +240,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         buffers = [plain(x) for x in tensors]
         self.queue.require_open()  # a forked process would write to its parent's connections
         self._number = next(self._numbers)
+        strided = len(buffers) == 1 and buffers[0].is_cpu and buffers[0].layout is torch.strided
+        if self._in_memory is not None and strided and arguments[-1] >= 0:  # of other calls gloo raises the errors
+            return self._message_in_memory(self._in_memory, tensors, buffers, peer, arguments[-1], method == "send")
         inner = self._backend_of(tensors[0].device, method.removesuffix("_anysource"))
         if not tensors[0].is_cpu:
             return getattr(inner, method)(buffers, *arguments)
@@ -249,6 +256,31 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         copies = not all(map(operator.is_, tensors, buffers))
         finish = partial(copy_back_all, tensors, buffers) if copies else None
         return Message(work, finish, tensors, self._messages, self.communicator.interrupt, public)
+
+    def _message_in_memory(
+        self,
+        messages: Messages,
+        tensors: Sequence[Any],
+        buffers: Sequence[Any],
+        peer: int | None,
+        tag: int,
+        sends: bool,
+    ) -> Any:
+        """Return the work of a message between ranks of a host; for arguments see ``_message``."""
+        (tensor,), (buffer,) = tensors, buffers
+        if peer == self.rank():
+            problem = "a rank cannot send a message to itself, nor receive one of itself."
+            raise ArgumentError.of(problem, f"rank {peer}", "copy the tensor")
+        nbytes, other = buffer.nbytes, ANY_RANK if peer is None else peer
+        if sends:
+            number, finish = messages.send(buffer, buffer.data_ptr(), nbytes, other, tag), None
+            if not number:
+                return Finished(buffers)
+        else:
+            number = messages.receive(buffer, buffer.data_ptr(), nbytes, other, tag)
+            finish = None if tensor is buffer else partial(copy_back_all, tensors, buffers)
+        message = number, "send" if sends else "recv", other, nbytes
+        return HostMessage(messages, message, tensors, finish, self.queue.require_open, self._settings)
 
     def _message_failure(self, method: str, peer: int | None, error: RuntimeError) -> Exception:
         """Return the error to raise for one of gloo, which it is itself if it is not about connections."""

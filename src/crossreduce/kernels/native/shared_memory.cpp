@@ -1,19 +1,15 @@
 #include "shared_memory.hpp"
 
 #include <algorithm>
-#include <cerrno>
-#include <climits>
 #include <cstring>
-#include <ctime>
+
+#include "futex.hpp"
 
 #if defined(__linux__)
-#include <linux/futex.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
-#include <unistd.h>
 #endif
 
 namespace {
@@ -21,28 +17,11 @@ namespace {
 // Below this many bytes read and written, waking another thread costs more time than it saves.
 constexpr int64_t THREADED_NBYTES = 1 << 20;
 constexpr int64_t PAGE = 4096;
-// After spinning a rank yields its CPU until it has waited for this time, then it sleeps: to wake a sleeping rank takes
-// about 50 us, to yield to another one 1 us.
-constexpr int64_t YIELD_NS = 200000;
 // A rank with pending messages to or from other hosts sleeps at most this long at a time.
 constexpr int64_t NAP_NS = 200000;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
               "other processes do not share a lock");
-
-int64_t now_ns(clockid_t clock) {
-    timespec time;
-    clock_gettime(clock, &time);
-    return int64_t{1000000000} * time.tv_sec + time.tv_nsec;
-}
-
-void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
-}
 
 // Return a number that differs for other signatures and other ops, except by a chance of 2**-64 (the mix is murmur3's).
 uint64_t digest_of(const std::string &signature, uint64_t op) {
@@ -62,16 +41,6 @@ int64_t slots_offset(int ranks) {
     const auto before = static_cast<int64_t>(sizeof(GroupState)) + ranks * static_cast<int64_t>(sizeof(RankState));
     return (before + PAGE - 1) / PAGE * PAGE;
 }
-
-#if defined(__linux__)
-void futex_wait(std::atomic<uint32_t> &word, uint32_t value, int64_t ns) {
-    timespec time = {static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
-    syscall(SYS_futex, &word, FUTEX_WAIT, value, &time, nullptr, 0);
-}
-void futex_wake_all(std::atomic<uint32_t> &word) {
-    syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
-#endif
 
 } // namespace
 

@@ -1,0 +1,178 @@
+// Messages between two ranks of a host, through memory that the ranks share.
+//
+// Each ordered pair of ranks has a ring of bytes, which one rank writes and the other reads. A ring contains records:
+//   data   a message of few bytes, with its tag; its send is complete
+//   offer  a message of more bytes: its tag, its size and its address in the sender's process
+//   done   the other rank has read the message of an offer
+//   pull   the other rank cannot read the sender's memory (process_vm_readv), and asks for the parts of an offer
+//   part   some bytes of a message that was pulled
+// Messages and receives are matched by source and tag, in their orders. A message that came before its receive is kept
+// in memory of the receiving process; beyond CROWDED_NBYTES a sender only makes offers.
+//
+// Whichever thread waits for a message does all work of its rank. If no thread waits, a rank that waits for this one
+// wakes its helper, a thread that otherwise sleeps: so a receive that has begun completes a send, and a send that did
+// not fit into a ring goes on, also while their rank computes or is in a collective.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+constexpr int ANY_RANK = -1;
+
+enum class MessageStatus { waiting, done, mismatch, unknown };
+
+struct Ring { // from one rank to another
+    alignas(64) std::atomic<uint64_t> head; // how many bytes were written
+    std::atomic<uint32_t> wanted;           // the sender waits for room
+    alignas(64) std::atomic<uint64_t> tail; // how many bytes were read
+    std::atomic<uint32_t> crowded;          // the receiver keeps many messages that it has not received yet
+};
+
+enum RankMood : uint32_t { OPEN, LEFT, GAVE_UP };
+
+struct Box { // of one rank
+    alignas(64) std::atomic<uint32_t> bell; // a futex: changes when another rank has written or read something
+    std::atomic<uint32_t> sleepers;         // how many threads of the rank sleep until that
+    alignas(64) std::atomic<uint32_t> help; // a futex: changes when another rank waits for this one
+    std::atomic<uint32_t> helpers;          // whether the helper sleeps until that
+    std::atomic<uint32_t> pending;          // whether messages of this rank are not complete
+    std::atomic<uint32_t> mood;             // a RankMood: whether its offers are valid
+    std::atomic<int64_t> process, probe;    // its process, and a number that can also be read in its memory,
+    std::atomic<uint64_t> address;          // at this address
+};
+
+struct Record {
+    uint32_t kind, length; // `length` bytes follow
+    int64_t tag;           // of a part: its position in the message
+    uint64_t id;           // the sender's number of the message; of `done` and `pull`, the receiver's of those
+};
+
+struct Message { // a send or receive of this rank
+    uint64_t id;
+    bool sends = false;
+    int peer; // ANY_RANK: any
+    int64_t tag;
+    char *memory;
+    uint64_t nbytes;
+    bool forgotten = false; // nobody will ask for its result
+    std::atomic<MessageStatus> status{MessageStatus::waiting};
+    // Of a receive: the matching message. Of a send, `source` is the peer.
+    int source = ANY_RANK;
+    uint64_t found_nbytes = 0, offer = 0, address = 0;
+    uint64_t moved = 0; // bytes sent or received as parts, or that threads read or have read
+    uint64_t read = 0;  // bytes that were read
+    int readers = 0;    // how many threads read pieces of the sender's memory, without the lock
+    bool failed = false, withdrawn = false;
+};
+
+class Mailboxes {
+  public:
+    // Map the memory of all ranks at an offset of a file. Returns null and sets errno if that fails. `may_read`: whether
+    // to use process_vm_readv where the system allows it.
+    static Mailboxes *map(int fd, int64_t offset, int rank, int ranks, int64_t spin_ns, bool may_read);
+    // Use the caller's memory, which must be zero before the first rank uses it and must outlive this object.
+    static Mailboxes *over(void *memory, int rank, int ranks, int64_t spin_ns, bool may_read);
+    ~Mailboxes();
+    static int64_t nbytes(int ranks);
+
+    // Any thread may call these methods, but only while `enter` has returned true and `leave` was not called.
+    bool enter(); // false: closed
+    void leave() { users.fetch_sub(1); }
+
+    // Begin to send or receive; return 0 if the message is complete, else its number. The memory must stay valid while
+    // `is_pending`.
+    uint64_t send(int dst, int64_t tag, char *memory, uint64_t nbytes);
+    uint64_t receive(int src, int64_t tag, char *memory, uint64_t nbytes);
+    // Make progress, and return the message's status; wait for it up to about `slice_ns`, or until a signal. For a
+    // complete one, also its source and size.
+    MessageStatus wait(uint64_t id, int64_t slice_ns, int &source, uint64_t &nbytes);
+    bool is_pending(uint64_t id);
+    // Free the result of a message, as soon as it is complete; `completed` then returns its number, once.
+    void forget(uint64_t id);
+    std::vector<uint64_t> completed();
+    // Withdraw a message that is not complete: of a receive, nothing is written any more. Return false if its memory is
+    // still needed, since the other rank knows of it.
+    bool withdraw(uint64_t id);
+    void give_up() { own().mood.store(GAVE_UP); } // from now on, others must not use this rank's offers
+    RankMood mood(int of) const { return static_cast<RankMood>(boxes[of].mood.load()); }
+
+    void close(); // wait until no thread uses this object, and end the helper
+
+    int rank, ranks;
+
+  private:
+    using Shared = std::shared_ptr<Message>;
+    using Lock = std::unique_lock<std::mutex>;
+    struct Outgoing { // a record that waits for room in a ring
+        Record record;
+        std::vector<char> payload;
+        Shared message; // whose memory is the payload, if it is not null
+    };
+    struct Unexpected { // a message without a receive
+        uint64_t order;
+        uint64_t nbytes, offer, address; // offer is 0 for a message that `payload` contains
+        std::vector<char> payload;
+    };
+
+    Mailboxes() = default;
+    Box &own() const { return boxes[rank]; }
+    Ring &ring(int src, int dst) const { return rings[src * ranks + dst]; }
+    void copy_out(int src, uint64_t position, void *to, uint64_t count) const;
+    void notify(int of) const;
+    bool put(int dst, const Record &record, const char *payload);
+    void flush(int dst);
+    void reply(int dst, uint32_t kind, uint64_t id);
+    bool advance(int64_t until_ns);
+    void drain(int src);
+    void arrived(int src, const Record &record, uint64_t position);
+    Shared matching(int src, int64_t tag);
+    void deliver(const Shared &message, int src, uint64_t nbytes, uint64_t offer, uint64_t address);
+    void complete(const Shared &message, MessageStatus status);
+    bool read_some(Lock &lock);
+    void end_reading(const Shared &message);
+    bool can_read(int src);
+    bool read_peer(int of, uint64_t from, char *to, uint64_t count) const;
+    void update_pending();
+    void call_for_help(int of) const;
+    void wake_helper(int of) const;
+    void start_helper();
+    void help();
+
+    Box *boxes = nullptr;
+    Ring *rings = nullptr;
+    char *bytes = nullptr;
+    uint64_t capacity = 0, eager = 0; // of a ring; of a message that is sent as data
+    int64_t spin_ns = 0, probe = 0;
+    bool may_read = true;
+    void *mapped = nullptr;
+    size_t mapped_nbytes = 0; // 0: the memory is the caller's
+    int process = 0;
+
+    std::atomic<bool> closed{false};
+    std::atomic<int> users{0}, waiters{0};
+    std::atomic<uint32_t> scanned{0}; // the bell's value when the rings were last read
+    std::atomic<int> unread{0};       // the size of `reads`
+    std::mutex mutex;                 // of all that follows
+    uint64_t last_id = 0, last_order = 0;
+    uint64_t unfinished = 0;                                                    // how many messages are not complete
+    std::unordered_map<uint64_t, Shared> messages;                              // all but complete ones that were forgotten
+    std::map<std::pair<int, int64_t>, std::deque<Shared>> posted;               // receives, by source and tag
+    std::map<std::pair<int, int64_t>, std::deque<Unexpected>> unexpected;       // by source and tag
+    std::map<std::pair<int, uint64_t>, Shared> pulled;                          // receives, by source and offer
+    std::deque<Shared> reads;                                                   // receives that read offers
+    std::vector<std::deque<Outgoing>> outgoing;                                 // by rank
+    std::vector<std::deque<Shared>> streams;                                    // sends that were pulled, by rank
+    std::vector<uint64_t> tails, kept;                                          // of the rings to other ranks; bytes
+    std::vector<signed char> readable;                                          // by rank; -1: not known
+    std::vector<uint64_t> ended;                                                // for `completed`
+    std::thread *helper = nullptr;
+    bool helper_failed = false;
+};

@@ -1,0 +1,130 @@
+"""``Messages``: messages between two ranks of a group whose ranks are all on one host.
+
+Input: memory, the other rank and a tag. Output: received messages, or errors that name the other rank. The compiled
+mailboxes in the shared memory carry the messages (``kernels/native/mailboxes.hpp``); this module handles the waits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, Final
+
+from ..errors import MismatchError, ReductionError
+from .communicator import Communicator
+from .shared_memory import SLICE_S
+
+ANY_RANK: Final = -1
+_WAITING: Final = -1  # what the compiled ``wait`` returns
+_OPEN: Final = 0  # the mood of a rank whose messages are valid
+
+
+class Messages:
+    """The messages of one rank, of any number of threads.
+
+    Messages between two ranks with the same tag are received in the order in which they were sent. A message that is
+    received into memory of another size is dropped, and the receiving rank gets a ``MismatchError``.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._native = communicator.memory.mailboxes
+        self._timed_out = False
+        self._checked = [-math.inf] * communicator.size  # when each rank was last found to be alive
+
+    def send(self, owner: Any, address: int, nbytes: int, dst: int, tag: int) -> int:
+        """Begin to send memory, and return the message's number, or 0 if it is complete.
+
+        ``owner`` is referenced while the memory is needed.
+        """
+        if self._timed_out or time.monotonic() > self._checked[dst] + SLICE_S:
+            failure = self._failure(dst)
+            if failure is not None:
+                raise self._public("send", dst, failure)
+        try:
+            return int(self._native.send(dst, tag, address, nbytes, owner))
+        except ValueError as error:  # the group was closed just now
+            raise self._public("send", dst, ConnectionError(str(error))) from None
+
+    def receive(self, owner: Any, address: int, nbytes: int, src: int, tag: int) -> int:
+        """Begin to receive from a rank, or from ``ANY_RANK``; otherwise like ``send``."""
+        try:
+            return int(self._native.receive(src, tag, address, nbytes, owner))
+        except ValueError as error:
+            raise self._public("recv", src, ConnectionError(str(error))) from None
+
+    def wait(self, number: int, method: str, peer: int, nbytes: int, timeout_s: float) -> int | None:
+        """Return the other rank when the message is complete; if ``timeout_s`` is 0 and it is not, return ``None``.
+
+        After an error the message's memory is not written any more.
+
+        Args:
+          number: of the message.
+          method: "send" or "recv".
+          peer: the other rank, or ``ANY_RANK``.
+          nbytes: the size of the memory.
+          timeout_s: if it is not 0, a message that takes longer fails, and with it all later ones of this rank.
+        Raises:
+          MismatchError: the message has another size.
+          PeerLostError, CollectiveTimeout: the other rank has ended, or is late.
+        """
+        began, slice_s, failure = time.monotonic(), min(SLICE_S, timeout_s), None
+        try:
+            while (outcome := self._native.wait(number, 0.0 if failure else slice_s)) == _WAITING:
+                if failure is not None:
+                    break
+                now = time.monotonic()
+                if not timeout_s and now < self._checked[peer] + SLICE_S:
+                    return None
+                failure = self._failure(peer)  # the rank may have sent the message before it ended, so look again
+                if failure is None and timeout_s and now >= began + timeout_s:
+                    failure = TimeoutError(f"it took more than {timeout_s:g} s")
+                if failure is None and not timeout_s:
+                    return None
+        except BaseException as error:
+            if isinstance(error, (ValueError, OSError)) and self._communicator.memory.fd < 0:
+                raise self._public(method, peer, ConnectionError(str(error))) from None
+            self._interrupt(number)  # Ctrl-C, or what a signal handler raised
+            raise
+        if isinstance(outcome, int) and outcome != _WAITING:
+            return outcome
+        if isinstance(outcome, tuple) and outcome[0] != ANY_RANK:
+            source, found = outcome
+            name = self._communicator.name
+            problem = (
+                f'rank {self._communicator.global_ranks[source]} of group "{name}" sent a message of another size.'
+            )
+            given = f"a message of {found} bytes for a tensor of {nbytes} bytes"
+            raise MismatchError.of(problem, given, "a tensor of the size that was sent")
+        if isinstance(failure, TimeoutError):
+            self._timed_out = True
+            self._native.give_up()
+        self._native.withdraw(number)
+        raise self._public(method, peer, failure or ConnectionError("another wait for this message has failed"))
+
+    def forget(self, number: int) -> None:
+        """Free the result of a message as soon as it is complete."""
+        self._native.forget(number)
+
+    def _failure(self, peer: int) -> OSError | None:
+        """Return why no message can be exchanged with a rank any more, or ``None``."""
+        memory = self._communicator.memory
+        if memory.abort_cause() is not None:
+            return ConnectionError("the group was aborted")
+        if peer == ANY_RANK:
+            return None
+        if self._timed_out:
+            return ConnectionAbortedError("this rank closed its connections")
+        if self._native.mood(peer) != _OPEN or not memory.alive(peer):
+            return ConnectionError("the other rank ended, or a message of it timed out")
+        self._checked[peer] = time.monotonic()
+        return None
+
+    def _interrupt(self, number: int) -> None:
+        """Withdraw a message whose wait was interrupted, and abort the group, since the other rank still expects it."""
+        if self._native.wait(number, 0.0) == _WAITING:
+            self._native.withdraw(number)
+            self._communicator.interrupt()
+
+    def _public(self, method: str, peer: int, failure: OSError) -> ReductionError:
+        return self._communicator.message_failure(method, None if peer == ANY_RANK else peer, failure)

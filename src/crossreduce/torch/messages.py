@@ -1,0 +1,96 @@
+"""The work of ``send`` and ``recv`` between two ranks of a host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+from ..errors import ReductionError
+from ..ranks.messages import Messages
+from .op_queue import Finished, exclude_from_compile
+
+_FINISHING: Final = threading.Lock()
+
+
+class HostMessage(Finished):
+    """The work of a message that may not be complete, and what is called once when it is.
+
+    ``require_open`` raises if this process was forked from the one that began the message. ``settings``: the group's,
+    whose ``_timeout`` is that of a wait without its own.
+    """
+
+    _finished, _error, _source = False, None, -1
+
+    def __init__(
+        self,
+        messages: Messages,
+        message: tuple[int, str, int, int],
+        tensors: Sequence[Any],
+        finish: Callable[[], None] | None,
+        require_open: Callable[[], None],
+        settings: Any,
+    ) -> None:
+        """``message``: its number, "send" or "recv", the other rank, and its bytes; see ``Messages.wait``."""
+        super().__init__(tensors)
+        self._messages, self._message, self._finish = messages, message, finish
+        self._require_open, self._settings = require_open, settings
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._finished:
+            limit_s = timeout.total_seconds() if timeout else 0.0
+            self._advance(limit_s if limit_s > 0 else self._settings._timeout.total_seconds())
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                del self  # the error refers to this frame, so it would refer to itself
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._finished:
+            self._advance(0.0)
+        return self._finished
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def _advance(self, limit_s: float) -> None:
+        """Wait for the message; if ``limit_s`` is 0, only find out whether it is complete."""
+        source: int | None = -1
+        error: Exception | None = None
+        try:
+            self._require_open()
+            source = self._messages.wait(*self._message, limit_s)
+        except (ReductionError, RuntimeError) as failed:
+            error = failed.with_traceback(None)
+        if source is None:
+            return
+        with _FINISHING:
+            if self._finished:
+                return
+            if error is None and self._finish is not None:
+                self._finish()
+            self._source, self._error, self._finish = source, error, None
+            self._finished = True
+        if error is None:
+            self._messages.forget(self._message[0])
+
+    def __del__(self) -> None:
+        """Let the message complete without this work."""
+        try:
+            if not self._finished:
+                self._require_open()
+                self._messages.forget(self._message[0])
+        except Exception:  # noqa: BLE001 - the group is closed, or Python ends
+            pass
+
+
+exclude_from_compile(HostMessage)

@@ -1,0 +1,197 @@
+// Ranks as threads that exchange random messages through mailboxes in one memory: sizes, tags, any source, several
+// threads per rank, messages for which nobody waits, and receives that are withdrawn. A thread sanitizer can check
+// threads, but not processes. It runs without Python, like kernel_cases.cpp.
+//
+//   mailbox_cases [messages] [seed] [ranks]
+//
+// Compile it together with mailboxes.cpp.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include "mailboxes.hpp"
+
+namespace {
+
+using Random = std::mt19937_64;
+constexpr int TAGS = 3;
+
+uint64_t below(Random &random, uint64_t most) { return random() % most; }
+
+// The size of a message, which both ranks compute: most are small, some are offers of several pieces or parts.
+uint64_t size_of(uint64_t seed, int src, int dst, uint64_t number) {
+    Random random(seed * 1000003 + static_cast<uint64_t>(src * 64 + dst) * 7919 + number);
+    const uint64_t kind = below(random, 20);
+    if (kind < 2) return 0;
+    if (kind < 14) return below(random, 200);
+    if (kind < 19) return below(random, 40000);
+    return below(random, 400000);
+}
+
+unsigned char byte_of(int src, uint64_t number, uint64_t at) {
+    return static_cast<unsigned char>(static_cast<uint64_t>(src) * 31 + number * 7 + at * 13 + (at >> 8));
+}
+
+void fail(const char *what, int rank, uint64_t number) {
+    std::fprintf(stderr, "%s: rank %d, message %llu\n", what, rank, static_cast<unsigned long long>(number));
+    std::_Exit(1);
+}
+
+struct Sent {
+    std::vector<char> memory;
+    uint64_t id;
+};
+
+MessageStatus finish(Mailboxes &boxes, uint64_t id, Random &random, int &source) {
+    uint64_t nbytes = 0;
+    MessageStatus status;
+    do {
+        status = boxes.wait(id, below(random, 4) == 0 ? 0 : static_cast<int64_t>(below(random, 3000000)), source, nbytes);
+    } while (status == MessageStatus::waiting);
+    boxes.forget(id);
+    return status;
+}
+
+// Message k from src to dst has tag k % TAGS. The last tag is only received from any source, with the size 8.
+void send_all(Mailboxes &boxes, int dst, uint64_t count, uint64_t seed) {
+    Random random(seed + 17 * static_cast<uint64_t>(boxes.rank * 64 + dst));
+    std::deque<Sent> sent;
+    for (uint64_t k = 0; k < count; k++) {
+        const bool any = k % TAGS == TAGS - 1;
+        std::vector<char> memory(any ? 8 : size_of(seed, boxes.rank, dst, k));
+        for (uint64_t at = 0; at < memory.size(); at++) memory[at] = static_cast<char>(byte_of(boxes.rank, k, at));
+        sent.push_back({std::move(memory), 0});
+        Sent &last = sent.back();
+        last.id = boxes.send(dst, static_cast<int64_t>(k % TAGS), last.memory.data(), last.memory.size());
+        while (sent.size() > below(random, 40)) {
+            int source;
+            if (sent.front().id != 0 && finish(boxes, sent.front().id, random, source) != MessageStatus::done)
+                fail("a send failed", boxes.rank, k);
+            sent.pop_front();
+        }
+    }
+    for (Sent &one : sent) {
+        int source;
+        if (one.id != 0 && finish(boxes, one.id, random, source) != MessageStatus::done) fail("a send failed", boxes.rank, count);
+    }
+}
+
+// Receive the messages of a tag from a rank, several at a time.
+void receive_all(Mailboxes &boxes, int src, uint64_t tag, uint64_t count, uint64_t seed) {
+    Random random(seed + 29 * static_cast<uint64_t>(boxes.rank * 64 + src) + tag);
+    std::vector<uint64_t> numbers;
+    for (uint64_t k = tag; k < count; k += TAGS) numbers.push_back(k);
+    for (size_t begin = 0; begin < numbers.size();) {
+        const size_t end = std::min(numbers.size(), begin + 1 + below(random, 8));
+        std::vector<std::vector<char>> memories;
+        std::vector<uint64_t> ids;
+        for (size_t k = begin; k < end; k++) {
+            const uint64_t nbytes = size_of(seed, src, boxes.rank, numbers[k]);
+            const bool wrong = numbers[k] % 50 == 7;
+            memories.emplace_back(nbytes + (wrong ? 3 : 0), static_cast<char>(0x5b));
+            ids.push_back(boxes.receive(src, static_cast<int64_t>(tag), memories.back().data(), memories.back().size()));
+        }
+        if (below(random, 3) == 0) std::this_thread::sleep_for(std::chrono::microseconds(below(random, 2000)));
+        for (size_t k = end; k-- > begin;) {
+            int source = ANY_RANK;
+            const bool wrong = numbers[k] % 50 == 7;
+            const std::vector<char> &memory = memories[k - begin];
+            if (finish(boxes, ids[k - begin], random, source) != (wrong ? MessageStatus::mismatch : MessageStatus::done))
+                fail("wrong status", boxes.rank, numbers[k]);
+            if (source != src) fail("wrong source", boxes.rank, numbers[k]);
+            for (uint64_t at = 0; at < memory.size(); at++)
+                if (memory[at] != static_cast<char>(wrong ? 0x5b : byte_of(src, numbers[k], at)))
+                    fail("wrong byte", boxes.rank, numbers[k]);
+        }
+        begin = end;
+    }
+}
+
+// Receive all messages of the last tag from any source: those of one rank come in their order.
+void receive_any(Mailboxes &boxes, uint64_t count, uint64_t seed) {
+    Random random(seed + 31 * static_cast<uint64_t>(boxes.rank));
+    std::vector<uint64_t> next(static_cast<size_t>(boxes.ranks), TAGS - 1);
+    const uint64_t total = static_cast<uint64_t>(boxes.ranks - 1) * (count / TAGS);
+    for (uint64_t k = 0; k < total; k++) {
+        char memory[8];
+        int source = ANY_RANK;
+        if (below(random, 5) == 0) { // a receive that is withdrawn writes nothing, unless it has received a message
+            const uint64_t id = boxes.receive(ANY_RANK, 100, memory, 8);
+            if (!boxes.withdraw(id) || boxes.is_pending(id)) fail("not withdrawn", boxes.rank, k);
+        }
+        if (finish(boxes, boxes.receive(ANY_RANK, TAGS - 1, memory, 8), random, source) != MessageStatus::done)
+            fail("wrong status", boxes.rank, k);
+        uint64_t &number = next[static_cast<size_t>(source)];
+        for (uint64_t at = 0; at < 8; at++)
+            if (memory[at] != static_cast<char>(byte_of(source, number, at))) fail("wrong order", boxes.rank, number);
+        number += TAGS;
+    }
+}
+
+void run_rank(Mailboxes &boxes, uint64_t count, uint64_t seed) {
+    std::vector<std::thread> threads;
+    for (int of = 0; of < boxes.ranks; of++) {
+        if (of == boxes.rank) continue;
+        threads.emplace_back([&, of] { send_all(boxes, of, count, seed); });
+        for (uint64_t tag = 0; tag < TAGS - 1; tag++)
+            threads.emplace_back([&, of, tag] { receive_all(boxes, of, tag, count, seed); });
+    }
+    threads.emplace_back([&] { receive_any(boxes, count, seed); });
+    for (std::thread &one : threads) one.join();
+}
+
+// Rank 0 waits for nothing, and sleeps: its helper completes its sends and receives, since rank 1 waits for them.
+void run_helped(Mailboxes &boxes, std::atomic<bool> &over) {
+    constexpr uint64_t NBYTES = 300000;
+    std::vector<char> out(NBYTES, static_cast<char>(boxes.rank + 1)), in(NBYTES);
+    const int other = 1 - boxes.rank;
+    const uint64_t ids[] = {boxes.receive(other, 0, in.data(), NBYTES), boxes.send(other, 0, out.data(), NBYTES)};
+    Random random(0);
+    int source;
+    if (boxes.rank == 0) {
+        while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    } else {
+        for (const uint64_t id : ids) finish(boxes, id, random, source);
+        over = true;
+    }
+    for (const uint64_t id : ids)
+        if (boxes.rank == 0) finish(boxes, id, random, source);
+    if (std::count(in.begin(), in.end(), static_cast<char>(other + 1)) != NBYTES) fail("wrong bytes", boxes.rank, 0);
+}
+
+} // namespace
+
+int main(int argc, char **given) {
+    const uint64_t messages = argc > 1 ? std::strtoull(given[1], nullptr, 10) : 600;
+    const uint64_t seed = argc > 2 ? std::strtoull(given[2], nullptr, 10) : 0;
+    const int most = argc > 3 ? std::atoi(given[3]) : 3;
+    for (int ranks = 2; ranks <= most; ranks++) {
+        for (const bool may_read : {true, false}) {
+            const auto bytes = static_cast<size_t>(Mailboxes::nbytes(ranks));
+            void *block = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+            std::unique_ptr<char, decltype(&std::free)> shared(static_cast<char *>(block), std::free);
+            std::memset(shared.get(), 0, bytes);
+            std::vector<std::unique_ptr<Mailboxes>> boxes;
+            for (int rank = 0; rank < ranks; rank++)
+                boxes.emplace_back(Mailboxes::over(shared.get(), rank, ranks, ranks % 2 * 50000, may_read));
+            std::atomic<bool> over{false};
+            std::vector<std::thread> threads;
+            for (int rank = 0; rank < ranks; rank++)
+                threads.emplace_back([&, rank] {
+                    Mailboxes &own = *boxes[static_cast<size_t>(rank)];
+                    if (!own.enter()) fail("closed", rank, 0);
+                    run_rank(own, messages / TAGS * TAGS, seed + static_cast<uint64_t>(ranks));
+                    if (rank < 2) run_helped(own, over);
+                    own.leave();
+                });
+            for (std::thread &one : threads) one.join();
+        }
+    }
+    std::printf("2 to %d ranks x %llu messages: OK\n", most, static_cast<unsigned long long>(messages));
+    return 0;
+}

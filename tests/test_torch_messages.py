@@ -1,0 +1,386 @@
+"""Messages between ranks of one host: order, tags, sizes, dtypes, threads, and ranks that compute, end or are late."""
+
+import ctypes
+import gc
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks
+
+import crossreduce.torch  # noqa: F401 - registers the backend
+from crossreduce import ArgumentError, MismatchError, PeerLostError, kernels
+from crossreduce.errors import ContextError
+from crossreduce.ranks import shared_memory
+
+DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.complex128, torch.uint8)
+SIZES = (0, 1, 3, 64, 1000, 5000, 30_001, 1 << 17)
+TAGS = 3
+
+
+def join(rendezvous, store, reads=True, timeout_s=30):
+    """Make the group of all ranks; ``reads``: whether large messages are read from the sender's process."""
+    shared_memory.READS_PEERS = reads
+    torch.set_num_threads(1)  # a forked process has no other threads of torch's pool
+    rank, size, timeout = rendezvous.rank, rendezvous.size, timedelta(seconds=timeout_s)
+    dist.init_process_group("crossreduce", f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    return dist.group.WORLD
+
+
+def message(src, dst, number):
+    """Return message ``number`` from one rank to another: the same content on both, of any dtype, size and strides."""
+    draw = random.Random(src * 1000 + dst * 100 + number)
+    size, dtype = draw.choice(SIZES), draw.choice(DTYPES)
+    made = torch.arange(2 * size).mul(7 + number).add(31 * src + dst).remainder(251).to(dtype).reshape(2, size)
+    return draw.choice([lambda: made[0], lambda: made.T, lambda: made[:, ::3], lambda: made.clone()])()
+
+
+def like(tensor, draw):
+    """Return a tensor for a message, which may have other strides."""
+    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)[..., 0] if draw.random() < 0.4 else made
+
+
+def exchanges(rendezvous, store, reads):
+    group = join(rendezvous, store, reads)
+    rank, size, draw = rendezvous.rank, rendezvous.size, random.Random(rendezvous.rank)
+    others, count = [peer for peer in range(size) if peer != rank], 45
+    # Each pair's messages of one tag are begun in their order, everything else in any order, and waited for in any.
+    queues = [
+        [(peer, k, sends) for k in range(tag, count, TAGS)]
+        for peer in others
+        for tag in range(TAGS)
+        for sends in (0, 1)
+    ]
+    works, held = [], []
+    while queues := [each for each in queues if each]:
+        peer, k, sends = draw.choice(queues).pop(0)
+        want = message(rank, peer, k) if sends else message(peer, rank, k)
+        got = None if sends else like(want, draw)
+        works.append(
+            (dist.isend(want, peer, tag=k % TAGS) if sends else dist.irecv(got, peer, tag=k % TAGS), got, want)
+        )
+        held.append(want)
+        if draw.random() < 0.3:
+            works[draw.randrange(len(works))][0].is_completed()
+    draw.shuffle(works)
+    for work, got, want in works:
+        assert work.wait() is True
+        assert work.is_completed()
+        assert work.is_success()
+        assert got is None or torch.equal(got, want)
+    # Blocking calls of one thread per pair and direction, beside messages that any rank may receive.
+    failed = []
+
+    def run(function, *arguments):
+        try:
+            function(*arguments)
+        except BaseException as error:
+            failed.append(error)
+
+    def send_all(peer):
+        for k in range(count):
+            dist.send(message(rank, peer, k), peer, tag=10)
+            dist.send(torch.tensor([rank, k]), peer, tag=11)
+
+    def receive_all(peer):
+        for k in range(count):
+            want = message(peer, rank, k)
+            got = torch.zeros(want.shape, dtype=want.dtype)
+            assert dist.recv(got, peer, tag=10) == peer
+            assert torch.equal(got, want)
+
+    def receive_any():
+        following = dict.fromkeys(others, 0)
+        for _ in range(count * len(others)):
+            got = torch.zeros(2, dtype=torch.int64)
+            src = dist.recv(got, tag=11)
+            assert got.tolist() == [src, following[src]]
+            following[src] += 1
+
+    threads = [threading.Thread(target=run, args=(each, peer)) for each in (send_all, receive_all) for peer in others]
+    threads.append(threading.Thread(target=run, args=(receive_any,)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    large = torch.arange(1 << 24, dtype=torch.int32)  # 64 MiB, both ways at once
+    if rank < 2:
+        got = torch.zeros_like(large)
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, large, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]
+        ):
+            work.wait()
+        assert torch.equal(got, large)
+    assert group._in_memory is not None
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_messages_are_received_in_order_by_tag_and_source(tmp_path, reads):
+    """Messages of each pair and tag are received in their order, of any size, dtype and strides, by any thread, whether
+    ranks may read each other's memory or not; others in any order."""
+    ranks(3, exchanges, tmp_path / "store", reads, timeout_s=100)
+
+
+def without_waits(rendezvous, store):
+    rank, other = rendezvous.rank, 1 - rendezvous.rank
+    join(rendezvous, store)
+    for reads in (True, False):
+        shared_memory.READS_PEERS = reads
+        group = dist.new_group()
+        big, got = torch.full((1 << 20,), 2.0 + rank), torch.zeros(1 << 20)
+        # A receive has begun, and its rank is in a collective, or computes: the send completes.
+        if rank:
+            work = dist.irecv(got, 0, group)
+            dist.barrier(group)
+            work.wait()
+            assert torch.equal(got, big - 1)
+        else:
+            dist.send(big, 1, group)
+            dist.barrier(group)
+        # More messages than a ring contains, to a rank that receives them later.
+        parts = [torch.full((100,), float(k)) for k in range(1500)]
+        if rank:
+            works = [dist.isend(part, 0, group) for part in parts]
+            dist.barrier(group)
+            dist.barrier(group)
+            assert all(work.is_completed() for work in works)
+        else:
+            dist.barrier(group)
+            for k, part in enumerate(parts):
+                dist.recv(got[:100], 1, group)
+                assert torch.equal(got[:100], part), k
+            dist.barrier(group)
+        # Polling alone completes messages.
+        works = [dist.isend(big, other, group), dist.irecv(got, other, group)]
+        deadline = time.monotonic() + 20
+        while not all([work.is_completed() for work in works]):  # noqa: C419 - each of them makes progress
+            assert time.monotonic() < deadline
+        assert torch.equal(got, torch.full_like(got, 2.0 + other))
+        # A message whose work nobody keeps arrives, and its memory is released afterwards.
+        dropped = torch.full((1 << 20,), 5.0 + rank)
+        alive = weakref.ref(dropped)
+        dist.isend(dropped, other, group)
+        del dropped
+        gc.collect()
+        dist.barrier(group)
+        assert alive() is not None
+        dist.recv(got, other, group)
+        assert torch.equal(got, torch.full_like(got, 5.0 + other))
+        dist.barrier(group)
+        for _ in range(10):
+            works = [dist.isend(big, other, group), dist.irecv(got, other, group)]
+            for work in works:
+                work.wait()
+        assert alive() is None
+        dist.destroy_process_group(group)
+    dist.destroy_process_group()
+
+
+def test_messages_need_no_wait_of_the_other_rank(tmp_path):
+    """A message completes although the other rank computes or is in a collective, once it has begun its part; polling
+    is enough; and a send completes although its work was dropped."""
+    ranks(2, without_waits, tmp_path / "store", timeout_s=60)
+
+
+def refused(rendezvous, store):
+    rank = rendezvous.rank
+    group = join(rendezvous, store)
+    for size in (3, 100_000):
+        x = torch.zeros(size)
+        if rank:
+            dist.send(torch.ones(size), 0)
+            dist.send(torch.full((size,), 2.0), 0)
+        else:
+            for wrong in (size - 1, size + 1):
+                y = torch.zeros(wrong)
+                work = dist.irecv(y, *([1] if wrong < size else []))
+                given = rf"rank 1 of group .* another size[\s\S]*of {4 * size} bytes for a tensor of {4 * wrong} bytes"
+                with pytest.raises(MismatchError, match=given):
+                    work.wait()
+                with pytest.raises(MismatchError, match=given):
+                    work.wait()
+                assert work.is_completed()
+                assert not work.is_success()
+                assert isinstance(work.exception(), MismatchError)
+                assert not y.any()
+        dist.barrier()
+        if rank:
+            dist.send(torch.full((size,), 3.0), 0)
+        else:
+            assert dist.recv(x, 1) == 1
+            assert torch.equal(x, torch.full((size,), 3.0))
+    with pytest.raises(ArgumentError, match="to itself"):
+        group.send([torch.ones(1)], rank, 0)
+    with pytest.raises(RuntimeError, match="single tensor"):
+        group.send([torch.ones(1)] * 2, 1 - rank, 0)
+    works = [dist.irecv(torch.zeros(3), 1 - rank, tag=8), dist.isend(torch.zeros(1 << 20), 1 - rank, tag=9)]
+    late = dist.irecv(torch.zeros(3), 1 - rank, tag=10)
+    failed = []
+
+    def wait_for_late():
+        with pytest.raises(RuntimeError, match=r"\w") as error:
+            late.wait()
+        failed.append(error.value)
+
+    waiting = threading.Thread(target=wait_for_late)
+    waiting.start()
+    time.sleep(0.2)
+    dist.barrier()
+    dist.destroy_process_group()
+    waiting.join(10)
+    assert isinstance(failed[0], (ContextError, PeerLostError)), failed
+    for work in works:
+        with pytest.raises(ContextError, match="destroyed"):
+            work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+
+
+def test_messages_that_cannot_be_received_raise(tmp_path):
+    """A message of another size raises a MismatchError, is dropped, and the next one is received; messages to oneself
+    and of several tensors raise; pending messages of a destroyed group fail."""
+    ranks(2, refused, tmp_path / "store", timeout_s=60)
+
+
+def ends(rendezvous, store, reads):
+    rank = rendezvous.rank
+    join(rendezvous, store, reads)
+    x = torch.arange(1 << 22, dtype=torch.float32)
+    if rank == 1:
+        dist.send(torch.tensor([5.0]), 0, tag=1)
+        dist.isend(x, 0)
+        dist.isend(x, 2)
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    got = torch.zeros(1 << 22)
+    for _ in range(40):  # the sender dies during one of these, or before it
+        try:
+            dist.recv(got, 1)
+        except PeerLostError as error:
+            assert error.ranks == (1,)  # noqa: PT017 - it may also arrive
+            break
+        assert torch.equal(got, x)
+        got.zero_()
+    small = torch.zeros(1)
+    if rank == 0:
+        assert dist.recv(small, 1, tag=1) == 1  # it was sent before the rank died
+        assert small.item() == 5
+    begun = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"rank 1 died; rank \d was in send to rank 1") as error:
+        dist.send(small, 1)
+    assert error.value.ranks == (1,)
+    assert time.monotonic() - begun < 2
+    pair = torch.zeros(10)  # the others can still exchange messages
+    work = dist.isend(torch.full((10,), float(rank)), 2 - rank)
+    dist.recv(pair, 2 - rank)
+    work.wait()
+    assert torch.equal(pair, torch.full((10,), 2.0 - rank))
+    return "done"
+
+
+def test_a_death_loses_only_messages_that_were_not_read(tmp_path):
+    """A small message that was sent arrives although its sender has died since; other messages of that rank, and to it,
+    raise a PeerLostError that names it; and the others' messages are not affected."""
+    for reads in (True, False):
+        found = ranks(3, ends, tmp_path / f"store{reads}", reads, timeout_s=60, check=False)
+        assert [found[0], found[2]] == ["done"] * 2, found
+
+
+def test_a_withdrawn_receive_is_not_written():
+    """The compiled mailboxes: a receive that is withdrawn, at any time, is not written any more, and its message, if it
+    was not matched yet, is for the next receive; memory is referenced until then; many messages wait for a receive."""
+    native, slice_s = kernels.native(), 0.05
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, native.Mailboxes.nbytes(2))
+    for wrong in ((-1, 2), (2, 2), (0, 0)):
+        with pytest.raises(ValueError, match="arguments are"):
+            native.Mailboxes(fd, 0, *wrong, 0.0, True)
+    with pytest.raises(OSError, match="space"):
+        native.Mailboxes(fd, 1 << 16, 0, 2, 0.0, True)
+    for reads in (True, False):
+        os.ftruncate(fd, 0)
+        os.ftruncate(fd, native.Mailboxes.nbytes(2))
+        first, second = (native.Mailboxes(fd, 0, rank, 2, 0.0, reads) for rank in (0, 1))
+
+        class Memory:
+            def __init__(self, nbytes, fill):
+                self.buffer = (ctypes.c_char * nbytes).from_buffer(bytearray([fill]) * nbytes)
+                self.nbytes = nbytes
+
+            @property
+            def arguments(self):
+                return ctypes.addressof(self.buffer), self.nbytes, self
+
+        large, small = 300_000, 1000
+        for nbytes in (large, small):
+            old, new, data = Memory(nbytes, 1), Memory(nbytes, 2), Memory(nbytes, 3)
+            alive, number = weakref.ref(old), second.receive(0, 5, *old.arguments)
+            assert second.wait(number, 0.0) == -1
+            assert second.withdraw(number) is True
+            assert second.wait(number, 0.0) is None
+            sent = first.send(1, 5, *data.arguments)
+            receive = second.receive(-1, 5, *new.arguments)
+            deadline = time.monotonic() + 10
+            while second.wait(receive, 0.01) == -1 or (sent and first.wait(sent, 0.01) == -1):
+                assert time.monotonic() < deadline
+            assert new.buffer.raw == bytes([3]) * nbytes
+            assert old.buffer.raw == bytes([1]) * nbytes
+            del old
+            assert alive() is None
+        # Withdrawn after its message was matched; with parts, after some of them were written.
+        old, data = Memory(large, 1), Memory(large, 3)
+        number = second.receive(0, 6, *old.arguments)
+        sent = first.send(1, 6, *data.arguments)
+        if not reads:
+            while second.wait(number, 0.0) == -1 and old.buffer[0] == b"\1":
+                first.wait(sent, 0.0)
+        second.withdraw(number)
+        seen = old.buffer.raw
+        new, receive = Memory(small, 2), second.receive(0, 6, *Memory(small, 2).arguments)
+        if reads:  # the offer was not read yet, so the next receive gets it
+            while (outcome := second.wait(receive, slice_s)) == -1:
+                pass
+            assert outcome == (0, large)
+        deadline = time.monotonic() + 10
+        while first.wait(sent, 0.01) == -1:
+            second.wait(receive, 0.01)
+            assert time.monotonic() < deadline
+        assert old.buffer.raw == seen
+        # Messages without a receive: at first they are copied, later they stay with their sender.
+        data, waiting = [Memory(8000, k % 251) for k in range(1500)], []
+        for one in data:
+            waiting.append(first.send(1, 7, *one.arguments))
+            second.wait(second.receive(0, 99, *new.arguments), 0.0)
+        assert 100 < sum(number > 0 and first.wait(number, 0.0) == -1 for number in waiting) < 1400
+        for k in range(1500):
+            got = Memory(8000, 255)
+            receive = second.receive(0, 7, *got.arguments)
+            while second.wait(receive, slice_s) == -1:
+                pass
+            assert got.buffer.raw == bytes([k % 251]) * 8000, k
+        # Closed mailboxes refuse everything, and tell the other rank.
+        number = first.receive(1, 3, *new.arguments)
+        assert (first.mood(1), second.mood(0)) == (0, 0)
+        second.give_up()
+        assert first.mood(1) == 2
+        second.close()
+        second.close()
+        assert first.mood(1) == 1
+        with pytest.raises(ValueError, match="closed"):
+            second.wait(number, 0.0)
+        with pytest.raises(ValueError, match="closed"):
+            second.send(0, 3, *new.arguments)
+        with pytest.raises(ValueError, match="range"):
+            first.send(2, 3, *new.arguments)
+        del first, second
+    os.close(fd)
