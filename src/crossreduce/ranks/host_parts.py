@@ -106,7 +106,7 @@ def host_schedule(topology: Topology | None, hosts: Hosts, collective: str, nbyt
 # On a host
 
 
-class Cut(NamedTuple):
+class ArrayCut(NamedTuple):
     """The share of array number ``array`` of a part that is in the stripe of a leader.
 
     It is from ``start`` to ``stop``, which count shares of the array: one share per leader.
@@ -119,7 +119,7 @@ class Cut(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def cuts(arrays: int, leaders: int) -> tuple[Cut, ...]:
+def cuts(arrays: int, leaders: int) -> tuple[ArrayCut, ...]:
     """Return how equal stripes cut arrays, in order; a stripe has at most one cut of an array.
 
     >>> [tuple(cut) for cut in cuts(3, 2)]
@@ -128,7 +128,7 @@ def cuts(arrays: int, leaders: int) -> tuple[Cut, ...]:
     whole = arrays * leaders  # an array has ``leaders`` shares, a stripe ``arrays``
     ends = sorted({*range(0, whole + 1, leaders), *range(0, whole, arrays)})
     bounds = [(start // leaders, start // arrays, start, stop) for start, stop in pairwise(ends)]
-    return tuple(Cut(k, leader, start - k * leaders, stop - k * leaders) for k, leader, start, stop in bounds)
+    return tuple(ArrayCut(k, leader, start - k * leaders, stop - k * leaders) for k, leader, start, stop in bounds)
 
 
 class Stripe(NamedTuple):
