@@ -289,7 +289,7 @@ def overlapping_tensors(c):
 
 @check
 def messages_between_two_ranks(c):
-    """gloo, the inner backend, carries messages between two ranks, with tags and from any source."""
+    """Messages between two ranks arrive, with tags and from any source: in memory, or between hosts with gloo."""
     after, before = (c.rank + 1) % c.size, (c.rank - 1) % c.size
     sent, got = given(c.rank, (100,), torch.float32, 110), torch.empty(100)
     works = [dist.isend(sent, after, tag=4), dist.irecv(got, before, tag=4)]

@@ -2,7 +2,7 @@
 
 Input: calls of ``torch.distributed``, from Python and, through its trampolines, from C++ (DDP, functional collectives).
 Output: ops for a queue, which runs them in the order of the calls. Tensors that are not in host memory, and messages
-between two ranks, are passed on to an inner backend: gloo for the CPU, NCCL for CUDA.
+in a group on several hosts, are passed on to an inner backend: gloo for the CPU, NCCL for CUDA.
 """
 
 from __future__ import annotations
