@@ -144,6 +144,9 @@ def of_torch(ranks: int, task: Task, path: Path) -> dict[str, Any]:
 
 def of_hosts(ranks: list[int], slower: dict[tuple[int, int], str], task: Task, path: Path) -> dict[str, Any]:
     """Run crossreduce and gloo in processes of several network namespaces."""
+    why_not = namespaces.available()
+    if why_not:
+        raise RuntimeError(why_not)
     hosts = [host for host, count in enumerate(ranks) for _ in range(count)]
     with namespaces.hosts(len(ranks), slower=slower) as bed:
         common = {"WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": bed.addresses[0], "MASTER_PORT": "29500"}
@@ -217,7 +220,9 @@ def text(row: Row) -> str:
     """Return a row as a line."""
     kind = "" if row["dtype"] == "float32" else f"{row['dtype']} "
     case = f"{row['collective']} {kind}{row['form']}"
-    line = f"{row['part']}, {row['place']}: {case:23} {size_text(row['bytes']):>8}: {OURS} {row['ours_s'] * 1e6:10.4g} us"
+    line = (
+        f"{row['part']}, {row['place']}: {case:23} {size_text(row['bytes']):>8}: {OURS} {row['ours_s'] * 1e6:10.4g} us"
+    )
     line += f", {row['peer']} {row['peer_s'] * 1e6:10.4g} us, ratio {row['ratio']:.2f}"
     if "floor_s" in row:
         ours, peer = (row[key] / row["floor_s"] for key in ("ours_s", "peer_s"))
@@ -231,7 +236,7 @@ def ahead(rows: list[Row]) -> list[Row]:
 
 
 def required(rows: list[Row]) -> list[dict[str, Any]]:
-    """Return the requirements for which there are rows: the greatest value, the limit, and whether it is met."""
+    """Return for each requirement that has rows the greatest value, its case, the limit, and whether it is met."""
     found = []
     for what, fields, value_of, most in REQUIRED:
         chosen = [
@@ -240,8 +245,11 @@ def required(rows: list[Row]) -> list[dict[str, Any]]:
             if all(row[key] in wanted if key == "bytes" else row[key] == wanted for key, wanted in fields.items())
         ]
         if chosen:
-            value = max(map(value_of, chosen))
-            found.append({"what": what, "value": float(f"{value:.4g}"), "limit": most, "met": value <= most})
+            worst = max(chosen, key=value_of)
+            value = float(f"{value_of(worst):.4g}")
+            collective = f"{worst['collective']} {worst['form']}".strip()
+            case = f"{worst['place']}, {collective}, {size_text(worst['bytes'])}, {worst['peer']}"
+            found.append({"what": what, "value": value, "limit": most, "met": value <= most, "greatest": case})
     return found
 
 
@@ -264,8 +272,6 @@ def main() -> int:
         if given.only not in title:
             continue
         try:
-            if part == "hosts" and (why_not := namespaces.available()):
-                raise RuntimeError(why_not)
             with tempfile.TemporaryDirectory() as folder:
                 found = run(Path(folder) / "rows.json")
         except (AssertionError, OSError, RuntimeError, StopIteration, subprocess.SubprocessError) as error:
@@ -282,8 +288,8 @@ def main() -> int:
     print(f"\nA peer is faster at {len(faster)} of {len(rows)} points.", *map(text, faster), sep="\n")
     print("\nRequirements:")
     for each in requirements:
-        met = "met" if each["met"] else "NOT MET"
-        print(f"  {each['what']:<72}{each['value']:8.3g}   at most {each['limit']:.3g}   {met}")
+        met = "met" if each["met"] else f"NOT MET ({each['greatest']})"
+        print(f"  {each['what']:<78}{each['value']:8.3g}   at most {each['limit']:.3g}   {met}")
     print(*(f"not measured: {title}: {why}" for title, why in missing.items()), sep="\n")
     print(f"{time.monotonic() - begun:.0f} s")
     kept = {"libraries": libraries, "missing": missing, "requirements": requirements, "rows": rows}

@@ -16,7 +16,12 @@ from common import RESULTS, size_text
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "ranks.svg"
 OURS = "#D55E00"
 # The colours are those of Okabe and Ito, for colour-blind readers.
-PEERS = {"gloo": ("#000000", "x"), "Open MPI": ("#0072B2", "s"), "Intel MPI": ("#009E73", "v"), "MPICH": ("#CC79A7", "^")}
+PEERS = {
+    "gloo": ("#000000", "x"),
+    "Open MPI": ("#0072B2", "s"),
+    "Intel MPI": ("#009E73", "v"),
+    "MPICH": ("#CC79A7", "^"),
+}
 OTHER = ("#56B4E9", "D")
 
 
@@ -76,7 +81,7 @@ def panel(axes: Any, rows: list[dict[str, Any]]) -> None:
     if limits:
         line(limits, "floor_s", "_", "the limit of the links", "0.5")
     sizes = sorted({row["bytes"] for row in rows})
-    ticks = [size for size in sizes if size.bit_length() % 4 == sizes[-1].bit_length() % 4]
+    ticks = sizes[:: 1 + len(sizes) // 7]
     axes.set_xticks(ticks, [size_text(tick) for tick in ticks], rotation=45)
     axes.minorticks_off()
     axes.grid(alpha=0.3)

@@ -38,7 +38,7 @@ Calls = dict[str, Callable[[], Any]]
 def in_turn(
     runs: Calls, barriers: Calls, gather: Callable[[float], list[float]], task: dict[str, Any]
 ) -> dict[str, list[float]]:
-    """Return for each contender the slowest rank's seconds per call, by turn. ``gather(x)``: the ``x`` of every rank."""
+    """Return for each contender the slowest rank's seconds per call, by turn. ``gather(x)``: each rank's ``x``."""
 
     def turn(name: str) -> float:
         run, barrier, count = runs[name], barriers[name], counts[name]
