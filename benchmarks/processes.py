@@ -187,10 +187,11 @@ def runs(peers: dict[str, Path], quick: bool, repeats: int | None) -> Iterator[t
         cases = [(*case, "float32") for case in task["cases"]]
         return task | {"cases": cases, "ddp": ddp, "measure_topology": measure_topology}
 
-    for ranks in RANKS:
+    counts = RANKS[:2] if quick else RANKS
+    for ranks in counts:
         for name, folder in peers.items():
             yield "mpi", f"{ranks} ranks", name, partial(of_mpi, ranks, folder, task("mpi", MPI_SIZES, 1))
-    for ranks in RANKS:
+    for ranks in counts:
         one = torch(task("torch", TORCH_SIZES, 1.5, (*COLLECTIVES, "send_recv")))
         one["cases"].append(("all_reduce", QUICK_SIZES[-1] if quick else TORCH_SIZES[-1], "bfloat16"))
         yield "torch", f"{ranks} ranks", "gloo", partial(of_torch, ranks, one)
@@ -256,7 +257,7 @@ def required(rows: list[Row]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mpi", action="append", metavar="NAME=FOLDER", help="a peer; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="few sizes and repeats, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="few sizes, ranks and repeats, to see that it runs")
     parser.add_argument("--only", default="", help='only sets of ranks with this text, such as "mpi, 8 ranks"')
     parser.add_argument("--repeats", type=int, help="measurements of each case")
     parser.add_argument("--json", type=Path)
