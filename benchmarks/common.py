@@ -57,7 +57,7 @@ def size_text(nbytes: int) -> str:
     """Return a number of bytes as text, such as ``64 MiB``."""
     for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if nbytes >= 1 << shift:
-            return f"{nbytes / (1 << shift):g} {unit}"
+            return f"{nbytes / (1 << shift):.4g} {unit}"
     return f"{nbytes} B"
 
 

@@ -1,366 +1,305 @@
-"""Are ranks faster with crossreduce than with gloo and Open MPI, on one host and between hosts?
+"""Is there a collective, a size or a number of ranks at which gloo or an MPI is faster than crossreduce?
 
-One host: all-reduces of 2, 4 and 8 ranks, and steps of DistributedDataParallel on 8. Crossreduce and gloo are two
-process groups of the same processes and alternate; ratios are medians of the ratios of adjacent turns. Open MPI has
-other processes, started afterwards with the same loop; its ratio is that of the medians. Several hosts: network
-namespaces joined by links of 1 Gbit/s, in one case also one of 200 Mbit/s (tests/namespaces.py, requires root). The
-time of an all-reduce is compared with a lower limit: the time of the bytes that must cross a link or, with unequal
-links, the planner's bound. Both assume the links' raw rates, of which headers take 4.6 % at an MTU of 1500.
+Four parts; contenders run in turn in the same processes, and the slowest rank's time counts (rank_programs.py):
+  mpi: NumPy arrays, ``crossreduce.mpi`` and each MPI in processes that this MPI started, 2, 4 and 8 ranks of one host.
+  torch: tensors, the backends crossreduce and gloo of torch.distributed, 2, 4 and 8 ranks of one host.
+  ddp: a training step of DistributedDataParallel with 25 M parameters, 8 ranks, the same backends.
+  hosts: the same backends on network namespaces joined by links of 1 Gbit/s, in one case also one of 200 Mbit/s
+    (tests/namespaces.py, requires root). Times of large arrays are compared with a lower limit: the time of the bytes
+    that must cross a link or, with three hosts, the planner's bound. Both assume the links' raw rates, of which
+    headers take 4.6 % at an MTU of 1500.
 
-Data is random, and renewed before each measurement of an all-reduce; the slowest rank's time counts. Every element is
-checked once per case, before the measurements.
-Run: python benchmarks/processes.py [--quick] [--only NAME] [--repeats N] [--json PATH]
+It prints each point, the points at which a peer is faster, and the requirements.
+Run: python benchmarks/processes.py [--mpi NAME=FOLDER ...] [--quick] [--only TEXT] [--repeats N] [--json PATH]
+  [--picture PATH]
+FOLDER: a virtual environment with bin/mpiexec, mpi4py and NumPy, such as one with ``pip install impi-rt mpi4py numpy``;
+without --mpi, Open MPI beside this interpreter. --only: parts and ranks such as "torch" or "mpi, 8 ranks"; then results
+are kept only in given files.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from importlib.util import find_spec
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from common import RESULTS, keep, summary
+from common import RESULTS, keep, size_text
+from rank_chart import PICTURE, draw
+from rank_programs import ALONE, LIMIT_S, OURS
 
 import crossreduce as cr
 from crossreduce.cli.bench.launch import launch
-from crossreduce.cli.bench.ranks import launcher, mpi_environment
+from crossreduce.cli.bench.ranks import mpi_environment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import namespaces
 
-OURS, GLOO, MPI, ALONE = "crossreduce", "gloo", "Open MPI", "no reduction"
-LARGE, SMALL, BETWEEN = 1 << 26, 1 << 10, 1 << 25
-LIMIT_S = 240  # the timeout of crossreduce's calls, and the time limit of a run under mpiexec or on several hosts
-BLOCK = 1_048_573  # an input repeats this many random elements; a prime, so that the pieces of an all-reduce differ
-GBIT_BPS = 125e6
-SLOW = "200mbit"
-DDP_LAYERS = (1024, 4096, 4096, 1024)  # 25 M parameters
-# Samples per rank. With 8 ranks on 2 cores, more samples would hide the reduction: with 16 samples, a step without a
-# reduction already takes 0.6 of the time of a step with gloo. Steps without a reduction are measured, too.
-DDP_BATCH = 1
+PROGRAM, SOURCES = Path(__file__).with_name("rank_programs.py"), Path(__file__).parents[1] / "src"
+RANKS = (2, 4, 8)
+COLLECTIVES = ("all_reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all")
+MPI_SIZES, TORCH_SIZES = ([1 << k for k in range(6, 27, step)] for step in (2, 4))
+HOST_SIZES = [1 << 10, 1 << 16, 1 << 20, 1 << 25]
+QUICK_SIZES = (1 << 10, 1 << 20)
+GBIT_BPS, SLOW = 125e6, "200mbit"
+# The ranks of each host, and the rates of slow links.
+HOSTS: dict[str, tuple[list[int], dict[tuple[int, int], str]]] = {
+    "2 x 1": ([1, 1], {}),
+    "2 x 4": ([4, 4], {}),
+    "3 + 5": ([3, 5], {}),
+    "3 x 2, slow link": ([2, 2, 2], {(1, 2): SLOW}),
+}
 
-Case = dict[str, Any]
+Row = dict[str, Any]
+Task = dict[str, Any]
 
-
-def all_reduce(name: str, nbytes: int, repeats: int, calls: int, least: dict[str, float], **more: Any) -> Case:
-    return {
-        "name": name,
-        "nbytes": nbytes,
-        "dtype": "float32",
-        "repeats": repeats,
-        "calls": calls,
-        "least": least,
-    } | more
-
-
-def one_host(ranks: int) -> list[Case]:
-    gloo, mpi = (3, 2) if ranks == 8 else (2, 1.5)
-    found = [
-        all_reduce("64 MiB", LARGE, 9, 1, {GLOO: gloo, MPI: mpi}),
-        # Each in-place call multiplies the values by up to 8; after 40 calls (8**40 = 1.3e36) they are still finite.
-        all_reduce("1 KiB", SMALL, 15, 40, {GLOO: 5}, **({"most_s": 60e-6} if ranks == 2 else {})),
-    ]
-    if ranks == 8:
-        found.append(all_reduce("bfloat16, 64 MiB", LARGE, 9, 1, {GLOO: 3}, dtype="bfloat16"))
-        found.append(
-            {"name": "DDP step, 25 M parameters", "ddp": True, "repeats": 7, "calls": 1, "least": {GLOO: 1 / 0.6}}
+# Requirements: the text, the rows, what is compared, and its greatest allowed value in any of the rows.
+REQUIRED: tuple[tuple[str, dict[str, Any], Callable[[Row], float], float], ...] = (
+    ("one host, every collective, time / that of the faster MPI", {"part": "mpi"}, lambda r: r["ratio"], 1),
+    *(
+        (
+            f"2 ranks, all_reduce of NumPy arrays of {text}, us",
+            {"part": "mpi", "place": "2 ranks", "collective": "all_reduce", "form": "out=", "bytes": sizes},
+            lambda r: r["ours_s"] * 1e6,
+            most,
         )
-    return found
+        for text, sizes, most in (("up to 1 KiB", (64, 256, 1 << 10), 2), ("1 MiB", (1 << 20,), 60))
+    ),
+    ("8 ranks, DDP step, time / gloo's", {"part": "ddp", "peer": "gloo"}, lambda r: r["ratio"], 0.55),
+    *(
+        (
+            f"2 ranks, send and recv of {size_text(nbytes)}, time / gloo's",
+            {"part": "torch", "place": "2 ranks", "collective": "send_recv", "bytes": (nbytes,)},
+            lambda r: r["ratio"],
+            most,
+        )
+        for nbytes, most in ((1 << 10, 1 / 5), (1 << 26, 1 / 3))
+    ),
+    *(
+        (
+            f"hosts {place}, all_reduce of 1 KiB, time / gloo's",
+            {"part": "hosts", "place": place, "collective": "all_reduce", "bytes": (1 << 10,)},
+            lambda r: r["ratio"],
+            most,
+        )
+        for place, most in (("2 x 1", 1), ("2 x 4", 1.5))
+    ),
+    *(
+        (
+            f"hosts {place}, {collective} of 32 MiB, time / the limit of the links",
+            {"part": "hosts", "place": place, "collective": collective, "bytes": (1 << 25,)},
+            lambda r: r["ours_s"] / r["floor_s"],
+            most,
+        )
+        for place, collective, most in (
+            ("2 x 4", "all_reduce", 1.07),
+            ("3 x 2, slow link", "all_reduce", 1.12),
+            ("2 x 4", "all_gather", 1.10),
+            ("2 x 4", "reduce_scatter", 1.10),
+        )
+    ),
+)
 
 
-def between_hosts() -> list[dict[str, Any]]:
-    """Return the cases of several hosts: the ranks on each, the slow links, and the time to compare with."""
-    case = all_reduce("32 MiB", BETWEEN, 5, 1, {})
-    three = cr.Topology.from_matrix([[0, 0.125, 0.125], [0.125, 0, 0.025], [0.125, 0.025, 0]])
-    bound_s = BETWEEN / float(cr.bound(three, "all_reduce").algbw * 10**9)
-    return [
-        {
-            "name": "2 hosts x 4 ranks",
-            "ranks": [4, 4],
-            "slower": {},
-            "case": case | {"floor_s": BETWEEN / GBIT_BPS, "most": 1.10},
-        },
-        {
-            "name": "3 + 5 ranks",
-            "ranks": [3, 5],
-            "slower": {},
-            "case": case | {"floor_s": BETWEEN / GBIT_BPS, "most": 1.12},
-        },
-        {
-            "name": "3 hosts x 2 ranks, one link at a fifth",
-            "ranks": [2, 2, 2],
-            "slower": {(1, 2): SLOW},
-            "case": case | {"floor_s": bound_s, "most": 1.15, "measure": True},
-        },
-    ]
+# The ranks of each part. All functions return what rank 0 wrote.
 
 
-# The code that each rank runs.
+def command(task: Task, path: Path) -> list[str]:
+    return [str(PROGRAM), json.dumps(task | {"path": str(path)})]
 
 
-class Turns:
-    """Times the calls of all contenders alternately. ``gather(x)`` returns the ``x`` of every rank."""
-
-    def __init__(self, gather: Callable[[float], list[float]]):
-        self.gather = gather
-
-    def timed(
-        self, case: Case, renew: Callable[[], object], runs: dict[str, tuple[Any, Any]]
-    ) -> dict[str, list[float]]:
-        """Return for each contender the slowest rank's seconds per call, by turn. ``runs``: its barrier and call."""
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for turn in range(1 + case["repeats"]):
-            for name, (barrier, run) in runs.items():
-                renew()
-                barrier(), barrier()
-                start = time.perf_counter()
-                for _ in range(case["calls"]):
-                    run()
-                took = max(self.gather((time.perf_counter() - start) / case["calls"]))
-                if turn:
-                    times[name].append(took)
-        return times
+def of_mpi(ranks: int, folder: Path, task: Task, path: Path) -> dict[str, Any]:
+    """Run ``crossreduce.mpi`` and the MPI of a virtual environment."""
+    found = [folder / "bin" / name for name in ("mpiexec.hydra", "mpiexec") if (folder / "bin" / name).exists()]
+    assert found, f"there is no mpiexec in {folder / 'bin'}"
+    site = next(folder.glob("lib/python*/site-packages"))
+    settings = {
+        "I_MPI_ROOT": str(folder),
+        "I_MPI_FABRICS": "shm",
+        "LD_LIBRARY_PATH": f"{folder / 'lib'}:{folder / 'lib' / 'libfabric'}",
+        "OMP_NUM_THREADS": "1",
+        # The MPI's own mpi4py; all other packages are those of this interpreter.
+        "PYTHONPATH": os.pathsep.join(map(str, (SOURCES, site, *(p for p in sys.path if p.endswith("site-packages"))))),
+    }
+    python = [folder / "bin" / "python", "-m", "mpi4py"]  # this module aborts all ranks if one fails
+    line = [found[0], "-n", str(ranks), *python, *command(task, path)]
+    subprocess.run(line, check=True, timeout=LIMIT_S, env=mpi_environment("mpi") | settings)
+    return json.loads(path.read_text())
 
 
-def block(rank: int) -> np.ndarray:
-    return np.random.default_rng(rank).standard_normal(BLOCK, np.float32)
-
-
-def check(got: np.ndarray, inputs: list[np.ndarray], unit: float) -> None:
-    """Raise if a sum of repeated blocks is wrong by more than gamma(n) sum |x|; ``unit``: the unit roundoff."""
-    n, size = len(inputs), got.size
-    due = sum(x.astype(np.float64) for x in inputs)
-    allowed = sum(np.abs(x) for x in inputs) * (n * unit / (1 - n * unit))
-    for start in range(0, size, BLOCK):
-        part = got[start : start + BLOCK]
-        wrong = np.abs(part - due[: part.size]) > allowed[: part.size]
-        assert not wrong.any(), f"{wrong.sum()} of {part.size} elements are wrong"
-
-
-def torch_rank(cases: list[Case], path: Path) -> None:
-    import torch
-    import torch.distributed as dist
-
-    import crossreduce.torch as crt
-
-    torch.set_num_threads(1)
-    dist.init_process_group(OURS, timeout=timedelta(seconds=LIMIT_S))
-    groups = {OURS: dist.group.WORLD, GLOO: dist.new_group(backend="gloo")}
-    rank, size = dist.get_rank(), dist.get_world_size()
-    times = torch.zeros(size, dtype=torch.float64)
-
-    def gather(value: float) -> list[float]:
-        times.zero_()[rank] = value
-        dist.all_reduce(times, group=groups[GLOO])
-        return times.tolist()
-
-    small = torch.zeros(1)
-    found: dict[str, Any] = {}
-    for case in cases:
-        if case.get("measure"):
-            crt.measure_topology()
-        barriers = {name: lambda group=group: dist.all_reduce(small, group=group) for name, group in groups.items()}
-        if case.get("ddp"):
-            renew, calls = ddp(groups)
-        else:
-            dtype = getattr(torch, case["dtype"])
-            inputs = [torch.from_numpy(block(k)).to(dtype) for k in range(size)]
-            count = case["nbytes"] // dtype.itemsize
-            source = inputs[rank].repeat(-(-count // BLOCK))[:count].clone()
-            x = torch.empty_like(source)
-
-            def renew(x: Any = x, source: Any = source) -> None:
-                x.copy_(source)
-
-            calls = {name: lambda group=group, x=x: dist.all_reduce(x, group=group) for name, group in groups.items()}
-            for call in calls.values():
-                renew()
-                call()
-                check(x.float().numpy(), [y.float().numpy() for y in inputs], torch.finfo(dtype).eps / 2)
-        runs = {name: (barriers.get(name, barriers[GLOO]), call) for name, call in calls.items()}
-        found[case["name"]] = Turns(gather).timed(case, renew, runs)
-        if rank == 0:
-            path.write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def ddp(groups: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Callable[[], None]]]:
-    """Return a ``renew`` that does nothing, and a training step for each group and one without a reduction."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    def step_of(group: Any) -> tuple[Any, Callable[[], None]]:
-        torch.manual_seed(0)
-        layers = [layer for a, b in pairwise(DDP_LAYERS) for layer in (torch.nn.Linear(a, b), torch.nn.ReLU())]
-        model: Any = torch.nn.Sequential(*layers)
-        if group is not None:
-            model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        torch.manual_seed(1 + dist.get_rank())
-        images, targets = torch.randn(DDP_BATCH, DDP_LAYERS[0]), torch.randn(DDP_BATCH, DDP_LAYERS[-1])
-
-        def step() -> None:
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(images), targets).backward()
-            optimizer.step()
-
-        return model, step
-
-    made = {name: step_of(group) for name, group in (groups | {ALONE: None}).items()}
-    for _, step in made.values():
-        step(), step()  # before the measurements, since DDP rearranges its buckets after the first step
-    ours, theirs = (list(made[name][0].parameters()) for name in groups)
-    for x, y in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(x, y)
-    return lambda: None, {name: step for name, (_, step) in made.items()}
-
-
-def mpi_rank(cases: list[Case], path: Path) -> None:
-    from mpi4py import MPI as mpi  # noqa: N811 - MPI is the name of the contender
-
-    world = mpi.COMM_WORLD
-    small = np.zeros(1, np.float32)
-    inputs = [block(k) for k in range(world.size)]
-    found = {}
-    for case in cases:
-        source = np.resize(inputs[world.rank], case["nbytes"] // 4)
-        x = source.copy()
-
-        def call(x: np.ndarray = x) -> None:
-            world.Allreduce(mpi.IN_PLACE, x)
-
-        call()
-        check(x, inputs, np.finfo(np.float32).eps / 2)
-        runs = {MPI: (lambda: world.Allreduce(mpi.IN_PLACE, small), call)}
-        found[case["name"]] = Turns(world.allgather).timed(case, lambda x=x, source=source: np.copyto(x, source), runs)
-    if world.rank == 0:
-        path.write_text(json.dumps(found))
-
-
-# The code of the process that starts the ranks.
-
-
-def command(kind: str, cases: list[Case], path: Path) -> list[str]:
-    return [sys.executable, __file__, "--rank", json.dumps({"kind": kind, "cases": cases, "path": str(path)})]
-
-
-def on_one_host(ranks: int, cases: list[Case], path: Path) -> dict[str, dict[str, list[float]]]:
-    """Run crossreduce and gloo in the same processes, then (if it is installed) Open MPI; return times by case."""
-    code = launch(command("torch", cases, path), ranks)
+def of_torch(ranks: int, task: Task, path: Path) -> dict[str, Any]:
+    """Run crossreduce and gloo on this host."""
+    code = launch([sys.executable, *command(task, path)], ranks)
     assert code == 0, f"a rank ended with exit code {code}"
-    found = json.loads(path.read_text())
-    compared = [case for case in cases if MPI in case["least"]]
-    if compared and (mpi := launcher("mpi")) and find_spec("mpi4py"):
-        line = [mpi[0], "-n", str(ranks), *command("mpi", compared, path)]
-        subprocess.run(line, check=True, timeout=LIMIT_S, env=mpi_environment("mpi") | {"OMP_NUM_THREADS": "1"})
-        for name, times in json.loads(path.read_text()).items():
-            found[name] |= times
-    return found
+    return json.loads(path.read_text())
 
 
-def on_hosts(ranks: list[int], slower: dict[tuple[int, int], str], case: Case, path: Path) -> dict[str, list[float]]:
-    """Run crossreduce and gloo in processes of several network namespaces; return the times of both."""
+def of_hosts(ranks: list[int], slower: dict[tuple[int, int], str], task: Task, path: Path) -> dict[str, Any]:
+    """Run crossreduce and gloo in processes of several network namespaces."""
+    why_not = namespaces.available()
+    if why_not:
+        raise RuntimeError(why_not)
     hosts = [host for host, count in enumerate(ranks) for _ in range(count)]
     with namespaces.hosts(len(ranks), slower=slower) as bed:
         common = {"WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": bed.addresses[0], "MASTER_PORT": "29500"}
         processes = [
-            bed.run(host, command("torch", [case], path), {**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"})
+            bed.run(host, [sys.executable, *command(task, path)], common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"})
             for rank, host in enumerate(hosts)
         ]
         deadline = time.monotonic() + LIMIT_S
         for process in processes:
             assert process.wait(deadline - time.monotonic()) == 0, "a rank failed"
-    found: dict[str, dict[str, list[float]]] = json.loads(path.read_text())
-    return found[case["name"]]
+    found = json.loads(path.read_text())
+    for row in found["rows"]:
+        if row["bytes"] == HOST_SIZES[-1]:
+            row["floor_s"] = floor_s(row["collective"], ranks, row["bytes"])
+    return found
 
 
-def judged(title: str, case: Case, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Print a case's times and targets, and return them for the JSON file."""
-    ours = statistics.median(times[OURS])
-    print(f"{title}: {ours * 1e3:.3f} ms")
-    kept: dict[str, Any] = {"seconds": {name: summary(each) for name, each in times.items()}, "required": []}
-
-    def require(what: str, value: float, limit: float, met: bool) -> None:
-        print(f"  {what:<28}{value:8.2f}   required: {limit:g}   {'met' if met else 'NOT MET'}")
-        kept["required"].append({"what": what, "value": value, "limit": limit, "met": met})
-
-    for name, least in case["least"].items():
-        if name not in times:
-            print(f"  {name} is not installed")
-            continue
-        # Only gloo's calls alternate with crossreduce's, so only they are compared turn by turn.
-        each = [b / a for a, b in zip(times[OURS], times[name], strict=True)] if name == GLOO else []
-        ratio = statistics.median(each) if each else statistics.median(times[name]) / ours
-        require(f"{name} / ours", ratio, least, ratio >= least)
-        if each:
-            kept["required"][-1] |= {"least_turn": min(each), "greatest_turn": max(each)}
-    if ALONE in times:
-        print(f"  {ALONE + ' / ours':<28}{statistics.median(times[ALONE]) / ours:8.2f}")
-    if "most_s" in case:
-        require("microseconds", ours * 1e6, case["most_s"] * 1e6, ours <= case["most_s"])
-    if "floor_s" in case:
-        require(
-            "relative to the limit",
-            ours / case["floor_s"],
-            case["most"],
-            ours <= case["most"] * case["floor_s"],
-        )
-        print(f"  {'gloo, relative to the limit':<28}{statistics.median(times[GLOO]) / case['floor_s']:8.2f}")
-        kept["floor_s"] = case["floor_s"]
-    return kept
+def floor_s(collective: str, ranks: list[int], nbytes: int) -> float | None:
+    """Return the least time of a collective between hosts with links of 1 Gbit/s (three hosts: one at a fifth)."""
+    if len(ranks) == 3:
+        three = cr.Topology.from_matrix([[0, 0.125, 0.125], [0.125, 0, 0.025], [0.125, 0.025, 0]])
+        planned = collective in ("all_reduce", "reduce_scatter", "all_gather")  # each host has as many ranks
+        return nbytes / float(cr.bound(three, collective).algbw * 10**9) if planned else None
+    share = max(ranks) / sum(ranks)  # a host needs the parts of the other host's ranks, or has to send sums for them
+    crosses = {"all_gather": share, "reduce_scatter": share, "all_to_all": ranks[0] * ranks[1] / sum(ranks)}
+    return nbytes * crosses.get(collective, 1) / GBIT_BPS
 
 
-def main() -> None:
+def runs(peers: dict[str, Path], quick: bool, repeats: int | None) -> Iterator[tuple[str, str, str, Any]]:
+    """Yield for each set of ranks its part and place, the name of its peer, and a function that runs it at a path."""
+
+    def task(kind: str, sizes: list[int], budget_s: float, collectives: tuple[str, ...] = COLLECTIVES) -> Task:
+        cases = [(name, size) for name in collectives for size in (QUICK_SIZES if quick else sizes)]
+        fixed = repeats or (2 if quick else None)
+        return {"kind": kind, "cases": cases, "budget_s": budget_s, "repeats": fixed}
+
+    def torch(task: Task, ddp: bool = False, measure_topology: bool = False) -> Task:
+        cases = [(*case, "float32") for case in task["cases"]]
+        return task | {"cases": cases, "ddp": ddp, "measure_topology": measure_topology}
+
+    counts = RANKS[:2] if quick else RANKS
+    for ranks in counts:
+        for name, folder in peers.items():
+            yield "mpi", f"{ranks} ranks", name, partial(of_mpi, ranks, folder, task("mpi", MPI_SIZES, 1))
+    for ranks in counts:
+        one = torch(task("torch", TORCH_SIZES, 1.5, (*COLLECTIVES, "send_recv")))
+        one["cases"].append(("all_reduce", QUICK_SIZES[-1] if quick else TORCH_SIZES[-1], "bfloat16"))
+        yield "torch", f"{ranks} ranks", "gloo", partial(of_torch, ranks, one)
+    yield "ddp", "8 ranks", "gloo", partial(of_torch, 8, torch(task("torch", [], 15, ()), ddp=True))
+    for place, (each, slower) in HOSTS.items():
+        one = torch(task("torch", HOST_SIZES, 1.5), measure_topology=bool(slower))
+        yield "hosts", place, "gloo", partial(of_hosts, each, slower, one)
+
+
+# The rows: a point, crossreduce's time and that of one peer.
+
+
+def compared(row: Row) -> Iterator[Row]:
+    """Yield for each peer of a case a row with the medians, and the ratio of the times of adjacent turns."""
+    ours = row["seconds"][OURS]
+    for peer, theirs in row["seconds"].items():
+        if peer != OURS:
+            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+            numbers = {"ours_s": statistics.median(ours), "peer_s": statistics.median(theirs)}
+            numbers |= {"ratio": statistics.median(ratios), "least_ratio": min(ratios), "greatest_ratio": max(ratios)}
+            numbers |= {"floor_s": row["floor_s"]} if row.get("floor_s") else {}
+            found = {key: row[key] for key in ("collective", "form", "dtype", "bytes")}
+            yield found | {"peer": peer, "turns": len(ours)} | {key: float(f"{x:.4g}") for key, x in numbers.items()}
+
+
+def text(row: Row) -> str:
+    """Return a row as a line."""
+    kind = "" if row["dtype"] == "float32" else f"{row['dtype']} "
+    case = f"{row['collective']} {kind}{row['form']}"
+    line = (
+        f"{row['part']}, {row['place']}: {case:23} {size_text(row['bytes']):>8}: {OURS} {row['ours_s'] * 1e6:10.4g} us"
+    )
+    line += f", {row['peer']} {row['peer_s'] * 1e6:10.4g} us, ratio {row['ratio']:.2f}"
+    if "floor_s" in row:
+        ours, peer = (row[key] / row["floor_s"] for key in ("ours_s", "peer_s"))
+        line += f"; relative to the limit of the links: {ours:.2f}, {row['peer']} {peer:.2f}"
+    return line
+
+
+def ahead(rows: list[Row]) -> list[Row]:
+    """Return the rows in which a peer is faster."""
+    return [row for row in rows if row["ratio"] > 1 and row["peer"] != ALONE]
+
+
+def required(rows: list[Row]) -> list[dict[str, Any]]:
+    """Return for each requirement that has rows the greatest value, its case, the limit, and whether it is met."""
+    found = []
+    for what, fields, value_of, most in REQUIRED:
+        chosen = [
+            row
+            for row in rows
+            if all(row[key] in wanted if key == "bytes" else row[key] == wanted for key, wanted in fields.items())
+        ]
+        if chosen:
+            worst = max(chosen, key=value_of)
+            value = float(f"{value_of(worst):.4g}")
+            collective = f"{worst['collective']} {worst['form']}".strip()
+            case = f"{worst['place']}, {collective}, {size_text(worst['bytes'])}, {worst['peer']}"
+            found.append({"what": what, "value": value, "limit": most, "met": value <= most, "greatest": case})
+    return found
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few repeats, to see that it runs")
+    parser.add_argument("--mpi", action="append", metavar="NAME=FOLDER", help="a peer; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="few sizes, ranks and repeats, to see that it runs")
+    parser.add_argument("--only", default="", help='only sets of ranks with this text, such as "mpi, 8 ranks"')
     parser.add_argument("--repeats", type=int, help="measurements of each case")
-    parser.add_argument("--only", default="", help="only sets of ranks with this text in their name")
-    parser.add_argument("--json", type=Path, default=RESULTS / "processes.json")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
-    if given.rank:
-        task = json.loads(given.rank)
-        (mpi_rank if task["kind"] == "mpi" else torch_rank)(task["cases"], Path(task["path"]))
-        return
-    repeats = 2 if given.quick else given.repeats
-    kept: dict[str, Any] = {}
+    beside = [f"Open MPI={Path(sys.executable).parents[1]}"]
+    peers = {name: Path(folder) for name, folder in (one.split("=", 1) for one in given.mpi or beside)}
+    whole = not (given.quick or given.only)
+    rows, libraries, missing = [], {}, {}
     begun = time.monotonic()
-
-    def sized(case: Case) -> Case:
-        return case if repeats is None else case | {"repeats": repeats}
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "times.json"
-        for ranks in (2, 4, 8):
-            if given.only in (title := f"{ranks} ranks"):
-                cases = [sized(case) for case in one_host(ranks)]
-                found = on_one_host(ranks, cases, path)
-                for case in cases:
-                    kept[f"{title}, {case['name']}"] = judged(f"{title}, {case['name']}", case, found[case["name"]])
-        why_not = namespaces.available()
-        if why_not:
-            print(f"between hosts: not measured: {why_not}")
-        for several in [] if why_not else between_hosts():
-            if given.only in (title := several["name"]):
-                case = sized(several["case"])
-                kept[f"{title}, {case['name']}"] = judged(
-                    f"{title}, {case['name']}", case, on_hosts(several["ranks"], several["slower"], case, path)
-                )
+    for part, place, peer, run in runs(peers, given.quick, given.repeats):
+        title = f"{part}, {place}, {peer}"
+        if given.only not in title:
+            continue
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                found = run(Path(folder) / "rows.json")
+        except (AssertionError, OSError, RuntimeError, StopIteration, subprocess.SubprocessError) as error:
+            missing[title] = str(error)
+            print(f"{title}: not measured: {error}", flush=True)
+            continue
+        libraries[peer] = found["library"]
+        for case in found["rows"]:
+            case["seconds"] = {peer if name == "MPI" else name: each for name, each in case["seconds"].items()}
+            for row in compared(case):
+                rows.append({"part": part, "place": place} | row)
+                print(text(rows[-1]), flush=True)
+    faster, requirements = ahead(rows), required(rows)
+    print(f"\nA peer is faster at {len(faster)} of {len(rows)} points.", *map(text, faster), sep="\n")
+    print("\nRequirements:")
+    for each in requirements:
+        met = "met" if each["met"] else f"NOT MET ({each['greatest']})"
+        print(f"  {each['what']:<78}{each['value']:8.3g}   at most {each['limit']:.3g}   {met}")
+    print(*(f"not measured: {title}: {why}" for title, why in missing.items()), sep="\n")
     print(f"{time.monotonic() - begun:.0f} s")
-    if not given.only:
-        keep("processes", {"cases": kept, "between_hosts": why_not or "network namespaces"}, given.json)
+    kept = {"libraries": libraries, "missing": missing, "requirements": requirements, "rows": rows}
+    if given.json or whole:
+        keep("processes", kept, given.json or RESULTS / "processes.json")
+    if given.picture or whole:
+        draw(rows, given.picture or PICTURE)
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -29,7 +29,6 @@ IN_PLACE, EAGER = "crossreduce, into given arrays (`out=`)", "TensorFlow, hierar
 IN_GRAPH, ONE = "TensorFlow, in a `tf.function`", "TensorFlow, to one device"
 OURS = "crossreduce"
 SIZES = {LOOP: "NumPy loop", STACK: "torch `stack().sum(0)`", R2O: ONE, HCA: EAGER, PSUM: "JAX `psum`"}
-RANKS = {"Open MPI": "Open MPI", "gloo": "gloo"}
 
 
 class Job(NamedTuple):
@@ -116,35 +115,18 @@ IN_FRAMEWORKS = tuple(
     for case, text in (("gradients", "ResNet-50's gradients"), ("small", "160 x 1 KiB"), ("large", "64 MiB"))
 )
 
-RANKS_OF_ONE_HOST = (
-    *(
-        Job(f"{size}, {ranks} ranks", f"{ranks} ranks, {size}", "crossreduce", RANKS)
-        for size in ("64 MiB", "1 KiB")
-        for ranks in (2, 4, 8)
-    ),
-    Job("64 MiB of bfloat16, 8 ranks", "8 ranks, bfloat16, 64 MiB", "crossreduce", RANKS),
-    Job(
-        "a step of DDP with 25 M parameters, 8 ranks",
-        *("8 ranks, DDP step, 25 M parameters", "crossreduce", RANKS),
-        context={"no reduction": "the step without a reduction"},
-    ),
-)
-
-HOSTS = (
-    Job("32 MiB, 2 hosts with 4 ranks each", "2 hosts x 4 ranks, 32 MiB", "crossreduce", RANKS),
-    Job("32 MiB, hosts with 3 and 5 ranks", "3 + 5 ranks, 32 MiB", "crossreduce", RANKS),
-    Job(
-        "32 MiB, 3 hosts with 2 ranks each, one link five times slower",
-        *("3 hosts x 2 ranks, one link at a fifth, 32 MiB", "crossreduce", RANKS),
-    ),
-)
-
 TABLES = {
     "One process, arrays in host memory": ("host_reduction", ONE_PROCESS),
     "Inside the frameworks' compiled programs, 8 replicas": ("plugins", IN_FRAMEWORKS),
-    "One process per rank, one host": ("processes", RANKS_OF_ONE_HOST),
-    "One process per rank, several hosts with links of 1 Gbit/s": ("processes", HOSTS),
 }
+# The tables of ranks, by the part of processes.json.
+GRIDS = {
+    "mpi": "One process per rank, one host, NumPy arrays: crossreduce / the fastest MPI",
+    "torch": "One process per rank, one host, torch tensors: crossreduce / gloo",
+    "ddp": "A step of DDP with 25 M parameters: crossreduce / gloo",
+    "hosts": "One process per rank, several hosts with links of 1 Gbit/s: crossreduce / gloo",
+}
+ALONE = "no reduction"
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
@@ -158,10 +140,8 @@ def rows_of(kept: dict[str, Any], job: Job) -> list[Row]:
     Rows that ``kept`` does not contain are left out.
     """
     case = kept["cases"][job.case]
-    times = dict(case["rows"] if "rows" in case else case["seconds"])
-    labels = {job.ours: OURS, **job.context, "floor": "the limit of the links", **job.peers}
-    if "floor_s" in case:
-        times["floor"] = dict.fromkeys(("median_s", "min_s", "max_s"), case["floor_s"])
+    times = case["rows"] if "rows" in case else case["seconds"]
+    labels = {job.ours: OURS, **job.context, **job.peers}
     ours = times[job.ours]
     found = []
     for name, label in labels.items():
@@ -191,7 +171,7 @@ def table(kept: dict[str, Any], jobs: tuple[Job, ...]) -> Iterator[str]:
     for job in jobs:
         text = job.text
         for row in rows_of(kept, job):
-            spread = "" if row.least_s == row.most_s else f"{time_text(row.least_s)} to {time_text(row.most_s)}"
+            spread = f"{time_text(row.least_s)} to {time_text(row.most_s)}"
             ratio = "" if row.label == OURS else ratio_text(row.ratio)
             yield f"| {text} | {row.label} | {time_text(row.median_s)} | {spread} | {ratio} |"
             text = ""
@@ -219,6 +199,63 @@ def against_table(report: dict[str, Any]) -> Iterator[str]:
             text = f"**{text}**" if each is not None and each.ratio < 1 else text
             cells.append(text + " *" * (each is not None and each.one_result))
         yield f"| {' | '.join(cells)} |"
+
+
+def grid(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of one part of processes.json: the time of crossreduce and that of its fastest peer by size.
+
+    Times of peers that are faster are bold. Of several forms of a collective, the one with ``out=`` is shown.
+    """
+    sizes = sorted({row["bytes"] for row in rows})
+    yield f"| ranks | collective | {' | '.join(map(size_text, sizes))} |"
+    yield "|---" * (2 + len(sizes)) + "|"
+    places, collectives = (list(dict.fromkeys(row[key] for row in rows)) for key in ("place", "collective"))
+    for place in places:
+        for collective in collectives:
+            for dtype in ("float32", "bfloat16"):
+                cases = [r for r in rows if (r["place"], r["collective"], r["dtype"]) == (place, collective, dtype)]
+                shown = [row for row in cases if row["form"] == "out="] or cases
+                cells = [grid_cell([row for row in shown if row["bytes"] == size]) for size in sizes]
+                if shown:
+                    kind = "" if dtype == "float32" else f", {dtype}"
+                    yield f"| {place} | `{collective}`{kind} | {' | '.join(cells)} |"
+
+
+def grid_cell(rows: list[dict[str, Any]]) -> str:
+    """Return the times of a point: the row of the fastest peer, and the limit of the links if there is one."""
+    peers = [row for row in rows if row["peer"] != ALONE]
+    if not peers:
+        return ""
+    row = max(peers, key=lambda row: row["ratio"])
+    peer = time_text(row["peer_s"])
+    text = f"{time_text(row['ours_s'])} / {f'**{peer}**' if row['ratio'] > 1 else peer}"
+    text += f"; limit {time_text(row['floor_s'])}" if "floor_s" in row else ""
+    alone = [time_text(row["peer_s"]) for row in rows if row["peer"] == ALONE]
+    return text + (f"; {ALONE} {alone[0]}" if alone else "")
+
+
+def requirements(kept: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of the requirements of processes.py."""
+    yield "| requirement | measured | at most | |"
+    yield "|---|---|---|---|"
+    for each in kept["requirements"]:
+        met = "met" if each["met"] else f"not met: {each['greatest']}"
+        yield f"| {each['what']} | {each['value']:.3g} | {each['limit']:.3g} | {met} |"
+
+
+def faster_ranks(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of the points of processes.json at which a peer is faster, one line per collective and peer."""
+    yield "| ranks | collective | faster | sizes | at most |"
+    yield "|---|---|---|---|---|"
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["ratio"] > 1 and row["peer"] != ALONE:
+            key = tuple(row[key] for key in ("part", "place", "collective", "form", "peer"))
+            found.setdefault(key, []).append(row)
+    for (_, place, collective, form, peer), points in found.items():
+        sizes = ", ".join(size_text(row["bytes"]) for row in points)
+        most = max(row["ratio"] for row in points)
+        yield f"| {place} | `{collective}` {form} | {peer} | {sizes} | {most:.2f} x |"
 
 
 def faster(kept: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -267,7 +304,16 @@ def figures(kept: dict[str, dict[str, Any]]) -> str:
     lines += [*against_table(kept["against"]), ""]
     for title, (file, jobs) in TABLES.items():
         lines += [f"## {title}", "", *table(kept[file], jobs), ""]
-    return "\n".join([*lines, "## Where another library is faster", "", *faster(kept), ""])
+    ranks = kept["processes"]["rows"]
+    for part, title in GRIDS.items():
+        rows = [row for row in ranks if row["part"] == part]
+        lines += [*((f"## {title}", "", *grid(rows), "") if rows else ())]
+    lines += ["## Requirements of ranks", "", *requirements(kept["processes"]), ""]
+    lines += ["## Where another library is faster", "", *faster(kept), ""]
+    points = len([row for row in ranks if row["peer"] != ALONE])
+    count = sum(row["ratio"] > 1 and row["peer"] != ALONE for row in ranks)
+    lines += [f"Ranks: a peer is faster at {count} of {points} points.", "", *faster_ranks(ranks), ""]
+    return "\n".join(lines)
 
 
 def main() -> None:

