@@ -50,7 +50,8 @@ def in_turn(
 
     counts = dict.fromkeys(runs, 1)
     for name in runs:
-        while turn(name) * counts[name] < TURN_S and counts[name] < MOST_CALLS:
+        # Twice, since a single turn may be long because another program ran.
+        while counts[name] < MOST_CALLS and any(turn(name) * counts[name] < TURN_S for _ in range(2)):
             counts[name] *= 4
     times: dict[str, list[float]] = {name: [] for name in runs}
     turns = task["repeats"] or TURNS[0]
