@@ -69,7 +69,7 @@ def test_a_host_that_receives_less_from_all_has_one_cable():
     apart = ((0, 1, 1), (1, 0, 1), (1, 1, 0))
     late = ((0, 1e-4, 1e-4),) * 3
     speeds = Speeds(apart, late, (0, 0, 0), (10, 10, 10))
-    assert measurement._cables(speeds, [1.9, 1.04, 0.4]) == (0.0, 1.04, 1.0)
+    assert measurement._cables(speeds, [(0.95, 1.9), (0.52, 1.04), (0.2, 0.4)]) == (0.0, 1.04, 1.0)
     topology = host_topology(speeds._replace(cables=(0.0, 1.04, 1.0)))
     assert topology.devices == ("host0/cpu:0", "host1/cpu:0", "host2/cpu:0")
     assert topology.route("host1/cpu:0", "host2/cpu:0") == ("host1/cpu:0", "host1.cable", "host2.cable", "host2/cpu:0")

@@ -32,7 +32,9 @@ _MESSAGES: Final = 8
 _STREAMS: Final = 5  # the median counts: other work may slow one down, a token bucket speed one up
 _ALL_AT_ONCE: Final = 3  # repeats of streams between all hosts; the median counts
 _MAX_BYTES: Final = 1 << 25  # the most bytes of a stream, and of what a host receives at once
-_SHARED: Final = 0.75  # a host's links share a cable if, all used at once, they carry less than this share of their sum
+_SHARED: Final = (
+    0.75  # a host's links share a cable if, all used at once, they have less than this share of their speed
+)
 _COPIED_BYTES: Final = 1 << 22  # copied to measure the bandwidth of memory
 _LOCAL_LATENCY_S: Final = 1e-6
 
@@ -87,9 +89,9 @@ def measure(communicator: Communicator, seconds: float = 1.0) -> Topology:
         received = []
         with communicator.aborting():
             for _ in range(_ALL_AT_ONCE):
-                received.append(probe.all_at_once(speeds.gb_per_s, each_s / _ALL_AT_ONCE) if probe else 0.0)
+                received.append(probe.all_at_once(speeds.gb_per_s, each_s / _ALL_AT_ONCE) if probe else (0.0, 0.0))
                 communicator.agree("measure_topology")  # all have received before any sends again
-        own_cable = json.dumps(median(received)).encode()
+        own_cable = json.dumps([median(column) for column in zip(*received, strict=True)]).encode()
         of_ranks = [json.loads(text) for text in communicator.rendezvous.all_gather(own_cable)]
         speeds = speeds._replace(cables=_cables(speeds, [of_ranks[ranks[0]] for ranks in hosts]))
     if count > 1:
@@ -164,8 +166,11 @@ class _Probe:
                 self._wait(self._send(other, 8), other)
                 self.bandwidth[other] = median(self._stream_in(other, nbytes) for _ in range(_STREAMS))
 
-    def all_at_once(self, gb_per_s: Sequence[Sequence[float]], seconds: float) -> float:
-        """Return how many GB/s this host receives from all others, which send at the same time."""
+    def all_at_once(self, gb_per_s: Sequence[Sequence[float]], seconds: float) -> tuple[float, float]:
+        """Receive from all other hosts, which send at the same time.
+
+        Returns which share of their own speeds the links have then, and how many GB/s they carry together.
+        """
         room = _MAX_BYTES // len(self.peers)
 
         def share(src: int, dst: int) -> int:
@@ -180,7 +185,9 @@ class _Probe:
         taken = time.perf_counter() - began
         for message in outgoing:
             self._wait(*message)
-        return sum(share(other, self.host) for other in others) / taken / 1e9
+        shares = {other: share(other, self.host) for other in others}
+        alone_s = max(nbytes / gb_per_s[other][self.host] / 1e9 for other, nbytes in shares.items())
+        return alone_s / taken, sum(shares.values()) / taken / 1e9
 
     def _stream_out(self, other: int, nbytes: int) -> None:
         for pending in [self._send(other, nbytes // _MESSAGES) for _ in range(_MESSAGES)]:
@@ -219,13 +226,13 @@ def _gathered(communicator: Communicator, found: dict[str, object]) -> Speeds:
     )
 
 
-def _cables(speeds: Speeds, received: Sequence[float]) -> tuple[float, ...]:
+def _cables(speeds: Speeds, received: Sequence[tuple[float, float]]) -> tuple[float, ...]:
     """Return for each host its cable's bandwidth, if its links share one: see ``_SHARED``; else 0."""
     cables = []
-    for dst, together in enumerate(received):
+    for dst, (share, together) in enumerate(received):
         singly = [row[dst] for row in speeds.gb_per_s]
         # A burst may make a link look faster than its cable, which is impossible: the faster number counts.
-        cables.append(_rounded(max(together, *singly)) if together < _SHARED * sum(singly) else 0.0)
+        cables.append(_rounded(max(together, *singly)) if share < _SHARED else 0.0)
     return tuple(cables)
 
 
