@@ -389,7 +389,10 @@ class Communicator(Member):
         self._require_open()
         if self._broken is not None:
             raise renewed(self._broken)
-        if self.memory.running:  # an interrupted call has not aborted the group: Ctrl-C came twice, for example
+        unfinished = self._remote is not None and self._remote.has_unfinished_exchange
+        if (
+            self.memory.running or unfinished
+        ):  # an interrupted call has not aborted the group: Ctrl-C came twice, perhaps
             self._abort(self._lost([self.rank], "was interrupted"))
             self._raise_broken()
 

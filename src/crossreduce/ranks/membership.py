@@ -262,11 +262,13 @@ class Member(Peers):
 
     def _abort(self, error: ReductionError) -> None:
         """Make all ranks, of this host and of others, stop with this error, or with that of an earlier abort."""
-        if len(self.hosts) > 1:
-            error = decoded(self.rendezvous.publish_abort(encoded(self.memory.abort_cause() or error)))
-        self.memory.abort(error)
-        if len(self.hosts) > 1 and self.transport is not None:
-            self.transport.abort()
+        try:
+            if len(self.hosts) > 1:
+                error = decoded(self.rendezvous.publish_abort(encoded(self.memory.abort_cause() or error)))
+        finally:  # another Ctrl-C may end the call above
+            self.memory.abort(error)
+            if len(self.hosts) > 1 and self.transport is not None:
+                self.transport.abort()
 
     def _raise_broken(self) -> NoReturn:
         """Write the flight recorder's dump, and raise the error for which the group was aborted."""

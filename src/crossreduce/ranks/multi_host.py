@@ -284,6 +284,11 @@ class MultiHostEngine:
             run = kernel(numbers, size, len(operands), len(results)).run
             run([[address(*place) for place in operands]], [[address(*place) for place in results]], 1, False, False)
 
+    @property
+    def has_unfinished_exchange(self) -> bool:
+        """Whether messages of an op that an exception has ended may still be under way."""
+        return bool(self._exchanges)
+
     def is_waiting_for_hosts(self, rank: int) -> bool:
         """Return whether a rank of this host waits for another host: in the current op, or still in the one before."""
         other = -SLOT_BYTES // 2 if self.memory.number % 2 else SLOT_BYTES // 2  # ops use the halves in turn

@@ -28,6 +28,8 @@ from .base import PendingMessage
 
 _STAGGER_S: Final = 0.25  # from an attempt to connect to one with the next address (RFC 8305, section 5)
 _RETRY_S: Final = 1.0  # from the last address of a rank to another attempt with the first one
+_HANDSHAKE_S: Final = 5.0  # the longest time that an unknown program may take to prove that it is a rank
+_MOST_UNKNOWN: Final = 64  # connections of unknown programs that are open at once; the oldest one is closed first
 _CHECK_S: Final = 0.05  # between two queries whether the attempt was cancelled
 _DIGEST: Final = 16
 _HELLO: Final = struct.Struct(f"<i{_DIGEST}s")  # the rank that connects, and its proof
@@ -52,8 +54,9 @@ class TcpTransport:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEP_ALIVE:
                 each.setsockopt(socket.IPPROTO_TCP, option, value)
-        descriptors = [each.detach() for each in sockets.values()]
-        self.connections = kernels.native().Connections(list(sockets), descriptors)
+        self.connections = kernels.native().Connections(list(sockets), [each.fileno() for each in sockets.values()])
+        for each in sockets.values():
+            each.detach()
         _ALL.add(self)
 
     def send(self, address: int, nbytes: int, dst: int, tag: int) -> PendingMessage:
@@ -188,6 +191,8 @@ class _Meeting:
         self._due: dict[int, tuple[float, int]] = {}  # when to try which address of a rank next
         self._selector = selectors.DefaultSelector()
         self._open: dict[socket.socket, Iterator[int]] = {}  # handshakes, each of which yields the event it waits for
+        self._tried: dict[tuple[int, tuple[str, int]], socket.socket] = {}  # the last attempt of each rank and address
+        self._accepted_at: dict[socket.socket, float] = {}  # connections of programs that have proved nothing yet
         if listener is not None:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
@@ -215,6 +220,9 @@ class _Meeting:
     def step(self) -> None:
         """Do what can be done now, or within a short time."""
         now = time.monotonic()
+        for made, at in list(self._accepted_at.items()):
+            if now > at + _HANDSHAKE_S:
+                self._drop(made)
         for peer, (at, number) in list(self._due.items()):
             if now >= at:
                 self._try(peer, self.targets[peer][number])
@@ -222,16 +230,31 @@ class _Meeting:
                 self._due[peer] = (now + _RETRY_S, 0) if last else (now + _STAGGER_S, number + 1)
         for key, _ in self._selector.select(_CHECK_S):
             if key.fileobj is self._listener:
-                with contextlib.suppress(OSError):  # it was closed again
-                    made = self._listener.accept()[0]
-                    self._begin(made, self._accepted(made))
+                self._accept()
             else:
                 assert isinstance(key.fileobj, socket.socket)
                 self._continue(key.fileobj)
 
+    def _accept(self) -> None:
+        assert self._listener is not None
+        if len(self._accepted_at) >= _MOST_UNKNOWN:
+            self._drop(min(self._accepted_at, key=lambda made: self._accepted_at[made]))
+        try:
+            made = self._listener.accept()[0]
+        except OSError:  # it was closed again, or this process has too many open files
+            time.sleep(_CHECK_S)
+            return
+        self._accepted_at[made] = time.monotonic()
+        self._begin(made, self._accepted(made))
+
     def _try(self, peer: int, target: tuple[str, int]) -> None:
-        made = socket.socket(socket.AF_INET6 if ":" in target[0] else socket.AF_INET, socket.SOCK_STREAM)
-        self._begin(made, self._connecting(made, peer, target))
+        """Begin to connect to an address, unless the last attempt with it still goes on."""
+        if self._tried.get((peer, target)) in self._open:
+            return
+        with contextlib.suppress(OSError):  # no IPv6 here, or too many open files
+            made = socket.socket(socket.AF_INET6 if ":" in target[0] else socket.AF_INET, socket.SOCK_STREAM)
+            self._tried[peer, target] = made
+            self._begin(made, self._connecting(made, peer, target))
 
     def _begin(self, made: socket.socket, handshake: Iterator[int]) -> None:
         made.setblocking(False)
@@ -246,9 +269,17 @@ class _Meeting:
             self._selector.register(made, next(self._open[made]))
         except StopIteration:
             del self._open[made]
+            self._accepted_at.pop(made, None)
         except (OSError, EOFError):
-            del self._open[made]
-            made.close()
+            self._drop(made)
+
+    def _drop(self, made: socket.socket) -> None:
+        """Close a connection whose handshake has not ended."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(made)
+        self._accepted_at.pop(made, None)
+        del self._open[made]
+        made.close()
 
     def _connecting(self, made: socket.socket, peer: int, target: tuple[str, int]) -> Iterator[int]:
         with contextlib.suppress(BlockingIOError):
@@ -278,6 +309,7 @@ class _Meeting:
             or peer not in self._expected
         ):
             raise EOFError
+        self._accepted_at.pop(made, None)
         made.sendall(_proof(self._key, "welcome", peer, self._rank))
         yield selectors.EVENT_READ
         _received(made, 1)

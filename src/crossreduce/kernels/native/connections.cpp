@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <cstring>
 #include <ctime>
-#include <poll.h>
+#include <poll.h> // POLLRDHUP needs _GNU_SOURCE, which g++ and clang++ define
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -263,14 +263,19 @@ Message::State Connections::wait(Message &message, int64_t until_ns) {
         polled.clear();
         for (const Peer &peer : peers) {
             if (!has_work(peer)) continue;
-            const bool reads = peer.expectations > 0 && !peer.incoming.blocked;
-            polled.push_back({peer.socket, static_cast<short>((reads ? POLLIN : 0) | (peer.out.empty() ? 0 : POLLOUT)), 0});
+            // While a message blocks others, nothing is read, so the end of the connection has to be noticed here.
+            const int reads = peer.expectations == 0 ? 0 : peer.incoming.blocked ? POLLRDHUP : POLLIN;
+            polled.push_back({peer.socket, static_cast<short>(reads | (peer.out.empty() ? 0 : POLLOUT)), 0});
         }
         held.unlock();
         const timespec time = {static_cast<time_t>(left / 1000000000), static_cast<long>(left % 1000000000)};
         const bool interrupted = ppoll(polled.data(), polled.size(), &time, nullptr) < 0;
         held.lock();
         if (interrupted) break; // by a signal
+        for (const pollfd &each : polled)
+            for (Peer &peer : peers)
+                if (peer.socket == each.fd && peer.incoming.blocked && (each.revents & (POLLRDHUP | POLLERR | POLLHUP)) != 0)
+                    lose(peer, State::lost, "it has closed the connection");
     }
     waiters--;
     return message.state;
