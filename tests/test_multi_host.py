@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import oracle
@@ -460,3 +461,34 @@ def counted(rendezvous):
     comm.close()
     transport.close()
     return counts
+
+
+def interrupted_twice(rendezvous):
+    comm, transport = joined(rendezvous)
+    x = np.ones(1 << 20, "float32")
+    if comm.rank == 0:
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        # The first Ctrl-C comes while the last messages are sent, the second while the abort is published.
+        with (
+            mock.patch.object(Exchange, "close", interrupt),
+            mock.patch.object(comm.rendezvous, "publish_abort", interrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            comm.broadcast(memory(x), 0)
+        with pytest.raises((PeerLostError, ConnectionError), match="rank 0 was interrupted"):
+            comm.broadcast(memory(x), 0)
+    else:
+        with pytest.raises(PeerLostError, match="rank 0 was interrupted"):
+            for _ in range(2):
+                comm.broadcast(memory(x), 0)
+    comm.close()
+    transport.close()
+
+
+def test_an_op_that_two_interrupts_ended_is_not_followed_by_another():
+    """If Ctrl-C ends the end of an op, and another one its abort, the next call aborts the group: memory of messages that
+    are still being sent must not be used again."""
+    ranks(2, interrupted_twice, environment=on("a", "b"))

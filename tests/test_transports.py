@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from pathlib import Path
@@ -95,6 +96,7 @@ def test_strangers_and_dead_addresses_do_not_disturb_connections():
                 with socket.create_server(("127.0.0.1", 0)) as closed:
                     closed_port = closed.getsockname()[1]
                 targets = [("127.0.0.1", p) for p in (closed_port, *(x.getsockname()[1] for x in (silent, wrong)))]
+                rendezvous.kept += tuple(socket.create_connection(("127.0.0.1", port)) for _ in range(100))  # silent
                 for guess in (b"", b"GET / HTTP/1.0\r\n\r\n", b"\1\0\0\0" + bytes(16), b"x" * 20):
                     stranger = socket.create_connection(("127.0.0.1", port))
                     stranger.sendall(guess)
@@ -154,3 +156,23 @@ def test_a_forked_process_does_not_keep_connections_open():
         rendezvous.all_gather(b"")
 
     ranks(2, rank)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_lost_connection_is_noticed_behind_a_large_message(reset):
+    """A wait fails at once if its connection ends while a large message of another tag, which nobody expects, blocks it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    transport, memory = TcpTransport({1: near}), np.zeros(8, np.uint8)
+    pending = transport.receive(memory.ctypes.data, 8, 1, 1)
+    far.sendall(struct.pack("<QQ", 0, 2 << 20) + bytes(1000))
+    if reset:
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    threading.Timer(0.2, far.close).start()
+    began, used = time.monotonic(), time.process_time()
+    with pytest.raises(ConnectionError, match="rank 1"):
+        pending.wait(20)
+    assert time.monotonic() - began < 5
+    assert time.process_time() - used < 1
+    transport.close()
