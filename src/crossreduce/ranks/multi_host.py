@@ -80,9 +80,10 @@ class MultiHostEngine:
         schedule = host_schedule(self.topology, self.hosts, collective, rounded, root, widened)
         between = lower(schedule)
         crossing = nbytes * crossing_arrays(len(self.hosts), parts)
-        # The more rounds, the more pieces are under way when the last one begins. Measured for 32 MiB on 2 cores: 2 hosts
-        # of 4 ranks take 1.08, 1.065, 1.055 of the link's time with 1 MiB, 1/2 and 1/4 MiB at 1 Gbit/s, and at 10 Gbit/s
-        # 94, 89 and 126 ms; 3 hosts of 2 ranks with one slow link, in 4 rounds, 1.20, 1.135 and 1.10 of the bound.
+        # The more rounds, the more pieces are under way when the last one begins. Measured for 32 MiB on 2 cores: 2
+        # hosts of 4 ranks take 1.08, 1.065 and 1.055 of the link's time with pieces of 1 MiB, 1/2 and 1/4 MiB at
+        # 1 Gbit/s, and 94, 89 and 126 ms at 10 Gbit/s; 3 hosts of 2 ranks with one slow link, in 4 rounds, 1.20, 1.135
+        # and 1.10 of the bound.
         most = min(PIECE_BYTES // max(2, between.round_count), crossing * self._fitting_size(collective, numbers, root))
         sizes = piece_sizes(size, crossing, SMALLEST_PIECE, most, delay(between, 2))
         exchanges = {}  # by the numbers of the parts
@@ -236,7 +237,7 @@ class MultiHostEngine:
                 take_first(exchanges, received)
         if not same_here:
             self._exchanges = ()
-            return bool(self._exchanges)
+            return False
         if self.leader is not None:
             self._word(_VERDICT).value = _SAME if same else _DIFFERENT
         if exchanges and same:
@@ -245,7 +246,7 @@ class MultiHostEngine:
         if self._word(_VERDICT, self.ranks[0]).value != _SAME:
             self.memory.end_op()
             self._exchanges = ()
-            return bool(self._exchanges)
+            return False
         if inner is not None:
             with self._waiting_for_hosts():
                 inner()
