@@ -488,6 +488,6 @@ def interrupted_twice(rendezvous):
 
 
 def test_an_op_that_two_interrupts_ended_is_not_followed_by_another():
-    """If Ctrl-C ends the end of an op, and another one its abort, the next call aborts the group: memory of messages that
-    are still being sent must not be used again."""
+    """If Ctrl-C ends the end of an op, and another one its abort, the next call aborts the group: memory of messages
+    that are still being sent must not be used again."""
     ranks(2, interrupted_twice, environment=on("a", "b"))

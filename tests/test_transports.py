@@ -160,7 +160,7 @@ def test_a_forked_process_does_not_keep_connections_open():
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_lost_connection_is_noticed_behind_a_large_message(reset):
-    """A wait fails at once if its connection ends while a large message of another tag, which nobody expects, blocks it."""
+    """A wait fails at once if its connection ends while a large message of another tag, not expected yet, blocks it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
