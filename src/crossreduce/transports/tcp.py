@@ -100,7 +100,7 @@ def connect(
     Args:
       rank: of this process.
       peers: the ranks to connect to; of two ranks the higher one connects to the lower one.
-      publish: makes this rank's addresses and key known to the other ranks, and to nobody else.
+      publish: makes this rank's addresses and key known to the other ranks only.
       read: waits for what a rank has published.
       cancelled: when it is set, this gives up.
       interfaces: names of the network interfaces to use, such as "eth0"; empty: any.
@@ -248,7 +248,7 @@ class _Meeting:
         self._begin(made, self._accepted(made))
 
     def _try(self, peer: int, target: tuple[str, int]) -> None:
-        """Begin to connect to an address, unless the last attempt with it still goes on."""
+        """Begin to connect to an address, unless the last attempt with it has not ended."""
         if self._tried.get((peer, target)) in self._open:
             return
         with contextlib.suppress(OSError):  # no IPv6 here, or too many open files

@@ -294,7 +294,7 @@ bool Connections::progress() {
     return pending;
 }
 
-void Connections::give_up(int peer, const std::string &why) {
+void Connections::disconnect(int peer, const std::string &why) {
     const std::lock_guard<std::mutex> held(lock);
     lose(peers[static_cast<size_t>(peer)], State::lost, why);
 }

@@ -1,7 +1,7 @@
 // Messages between ranks of different hosts, over sockets that are connected already.
 //
-// There is no thread: messages move while a rank waits for one of them, or at a barrier (`progress`). What a rank has
-// sent meanwhile is in the buffers of the system. Each message is preceded by a header with its tag and size. Messages
+// No thread belongs to them: messages move while a rank waits for one of them, or at a barrier (`progress`). In the
+// meantime the buffers of the system contain what a rank has sent. Each message is preceded by a header with its tag and size. Messages
 // of one tag between two ranks arrive in order. A rank reads from a peer only while it expects a message from it.
 #pragma once
 
@@ -34,7 +34,7 @@ class Connections {
     Connections(const Connections &) = delete;
     Connections &operator=(const Connections &) = delete;
 
-    int index_of(int rank) const; // of a peer; -1: there is no connection to it
+    int index_of(int rank) const; // of a peer; -1: this rank is not connected to it
     // Begin to send, or expect, a message. Its memory must stay valid until it is no longer pending.
     std::shared_ptr<Message> send(int peer, uint64_t tag, char *data, int64_t nbytes);
     std::shared_ptr<Message> receive(int peer, uint64_t tag, char *data, int64_t nbytes);
@@ -43,7 +43,7 @@ class Connections {
     // Move what can be moved at once. Return whether messages are pending.
     bool progress();
     // Close the connection to a peer, since a message was not completed.
-    void give_up(int peer, const std::string &why);
+    void disconnect(int peer, const std::string &why);
     // Make all messages fail, and the peers' messages to this rank. Any thread may call it.
     void abort();
     // Tell the peers that this rank leaves, abort, and close the sockets if no thread waits.
@@ -68,7 +68,7 @@ class Connections {
         bool said_farewell = false;
         std::deque<std::shared_ptr<Message>> out;
         std::map<uint64_t, std::deque<std::shared_ptr<Message>>> expected; // by tag
-        std::map<uint64_t, std::deque<std::vector<char>>> early;           // complete messages that nobody expected
+        std::map<uint64_t, std::deque<std::vector<char>>> early;           // complete messages, not expected yet
         size_t expectations = 0;
         Incoming incoming;
         std::vector<char> staged; // bytes that were read and belong to no message yet: from `staged_begin` on

@@ -64,7 +64,7 @@ PyObject *begin(PyObject *object, PyObject *const *args, Py_ssize_t count, bool 
     if (PyErr_Occurred()) return nullptr;
     Connections &connections = connections_of(object);
     const int peer = connections.index_of(static_cast<int>(rank));
-    if (peer < 0) return PyErr_Format(PyExc_ValueError, "there is no connection to rank %ld", rank);
+    if (peer < 0) return PyErr_Format(PyExc_ValueError, "this rank is not connected to rank %ld", rank);
     if (nbytes < 0 || tag < 0) return value_error("sizes and tags are at least 0"), nullptr;
     return reinterpret_cast<PyObject *>(make_object<MessageObject>(message_type, [&](MessageObject &self) {
         self.rank = rank;
@@ -134,7 +134,7 @@ PyObject *message_wait(PyObject *object, PyObject *argument) {
         }
         if (PyErr_CheckSignals() < 0) return nullptr;
         if (now_ns() >= began + limit) {
-            connections.give_up(message.peer, "an earlier message did not complete in time");
+            connections.disconnect(message.peer, "an earlier message did not complete in time");
             PyErr_Format(PyExc_TimeoutError, "the message to or from rank %ld did not complete in time", self->rank);
             return nullptr;
         }
@@ -175,7 +175,7 @@ std::shared_ptr<Connections> *connections_in(PyObject *object) {
 
 int add_connections(PyObject *module) {
     if (add_class<MessageObject>(module, "crossreduce.kernels._native.PendingMessage", message_slots) < 0) return -1;
-    message_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "PendingMessage")); // kept for ever
+    message_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "PendingMessage")); // never released
     if (message_type == nullptr) return -1;
     return add_class<ConnectionsObject>(module, "crossreduce.kernels._native.Connections", connections_slots);
 }
