@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,7 +20,8 @@ class HostMessage(Finished):
     whose ``_timeout`` is that of a wait without its own.
     """
 
-    _finished, _error, _source = False, None, -1
+    _finished, _source = False, -1
+    _error: Exception | None = None
 
     def __init__(
         self,
@@ -41,10 +43,7 @@ class HostMessage(Finished):
             limit_s = timeout.total_seconds() if timeout else 0.0
             self._advance(limit_s if limit_s > 0 else self._settings._timeout.total_seconds())
         if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                del self  # the error refers to this frame, so it would refer to itself
+            raise copy.copy(self._error)  # a raised error refers to the caller's frame, and that one to this work
         return True
 
     def is_completed(self) -> bool:
