@@ -116,8 +116,8 @@ class Mailboxes {
     struct Outgoing { // a record that waits for room in a ring
         Record record;
         std::vector<char> payload;
-        Shared message;       // of data and offers: a send; of replies: a receive to complete then, or null
-        MessageStatus status; // of that receive
+        Shared message; // data and offers: the send; replies: the receive that is complete when they are written, or null
+        MessageStatus status = MessageStatus::done; // its status then
     };
     struct Unexpected { // a message without a receive
         uint64_t order;
