@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from ranks import ranks
 
 import crossreduce.torch  # noqa: F401 - registers the backend
-from crossreduce import ArgumentError, MismatchError, PeerLostError, kernels
+from crossreduce import ArgumentError, CollectiveTimeout, MismatchError, PeerLostError, kernels
 from crossreduce.errors import ContextError
 from crossreduce.ranks import shared_memory
 
@@ -356,7 +357,45 @@ def test_a_withdrawn_receive_is_not_written():
             second.wait(receive, 0.01)
             assert time.monotonic() < deadline
         assert old.buffer.raw == seen
-        # Messages without a receive: at first they are copied, later they stay with their sender.
+        # A withdrawn send is not written to the other rank any more, if that one cannot read it.
+        if not reads:
+            data, got = Memory(large, 3), Memory(large, 1)
+            sent = first.send(1, 8, *data.arguments)
+            assert first.withdraw(sent) is False
+            receive = second.receive(0, 8, *got.arguments)
+            for _ in range(3):
+                assert second.wait(receive, 0.01) == first.wait(sent, 0.01) == -1
+            assert got.buffer.raw == bytes([1]) * large
+            assert second.withdraw(receive) is True
+        # A reply that waits for room: the receive is not complete, and if it is withdrawn, the reply is still written.
+        filled = [Memory(4064, 4) for _ in range(16)]
+        assert native.Mailboxes.nbytes(2) // 4 // 4096 == len(filled)  # so many fill the ring
+        for size in (large, large - 1) if reads else (large - 1,):
+            data, got = Memory(large, 3), Memory(size, 1)
+            sent = first.send(1, 9, *data.arguments)
+            assert [second.send(0, 9, *one.arguments) for one in filled] == [0] * 16
+            receive = second.receive(0, 9, *got.arguments)
+            outcome = second.wait(receive, 0.0)
+            while size == large and got.buffer[large - 1] != b"\3":  # then another thread makes room
+                outcome = second.wait(receive, 0.0)
+            assert second.withdraw(receive) is True
+            assert outcome in (-1, 0, (0, large))
+            assert got.buffer.raw == bytes([3 if size == large else 1]) * size
+            assert first.wait(sent, 10.0) == 1
+            for one in filled:
+                assert first.wait(first.receive(1, 9, *one.arguments), 10.0) == 1
+        # Messages without a receive: at first they are copied, later they stay with their sender; empty ones, too.
+        empty = Memory(1, 0)
+        waiting = []
+        for k in range(30_000):
+            waiting.append(first.send(1, 1000 + k, ctypes.addressof(empty.buffer), 0, empty))
+            if k % 100 == 0:
+                second.wait(second.receive(0, 99, *new.arguments), 0.0)
+        assert 5_000 < sum(number > 0 and first.wait(number, 0.0) == -1 for number in waiting) < 29_000
+        for k in range(30_000):
+            receive = second.receive(0, 1000 + k, ctypes.addressof(empty.buffer), 0, empty)
+            while second.wait(receive, slice_s) == -1:
+                pass
         data, waiting = [Memory(8000, k % 251) for k in range(1500)], []
         for one in data:
             waiting.append(first.send(1, 7, *one.arguments))
@@ -384,3 +423,140 @@ def test_a_withdrawn_receive_is_not_written():
             first.send(2, 3, *new.arguments)
         del first, second
     os.close(fd)
+
+
+def full_rings(rendezvous, store):
+    rank = rendezvous.rank
+    join(rendezvous, store)
+    for size in (1 << 20, 100):  # of the tensor that receives
+        for stays in (True, False):
+            group = dist.new_group()
+            if rank == 0:
+                work = dist.isend(torch.ones(1 << 20), 1, group, tag=9)
+                time.sleep(0.5)
+                assert work.wait()
+            else:
+                time.sleep(0.2)
+                for _ in range(16):  # they fill the ring, so there is no room for the reply that the message was read
+                    dist.send(torch.ones(4064, dtype=torch.uint8), 0, group)
+                got = torch.zeros(size)
+                with nullcontext() if size == 1 << 20 else pytest.raises(MismatchError):
+                    dist.recv(got, 0, group, tag=9)
+                assert got.eq(1).all() == (size == 1 << 20)
+            if stays:
+                dist.barrier(group)
+            dist.destroy_process_group(group)
+    dist.destroy_process_group()
+
+
+def test_a_full_ring_does_not_hold_back_the_end_of_a_message(tmp_path):
+    """A rank whose ring to the sender is full receives a message, or a message of another size, and is then in a
+    collective or leaves: the send completes."""
+    ranks(2, full_rings, tmp_path / "store", timeout_s=20)
+
+
+def modified(rendezvous, store, reads):
+    rank = rendezvous.rank
+    join(rendezvous, store, reads)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    for interrupted in (True, False):
+        group = dist.new_group()
+        x, got = torch.ones(1 << 20), torch.zeros(1 << 20)
+        if rank == 0:
+            if interrupted:
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                with pytest.raises(KeyboardInterrupt):
+                    dist.send(x, 1, group)
+            else:
+                with pytest.raises(CollectiveTimeout, match="within its timeout"):
+                    dist.isend(x, 1, group).wait(timedelta(seconds=0.2))
+            x.fill_(7)
+        dist.barrier()
+        begun = time.monotonic()
+        if rank:
+            # The compiled receive, without the checks of the group, must not use the offer either.
+            native = group._in_memory._native
+            number = native.receive(0, 0, got.data_ptr(), got.nbytes, got)
+            assert native.wait(number, 0.3) == -1
+            with pytest.raises(PeerLostError):
+                dist.recv(got, 0, group)
+            dist.barrier()
+        else:
+            error = PeerLostError if interrupted else CollectiveTimeout
+            for peer in (1, None):
+                with pytest.raises(error):
+                    dist.recv(got, peer, group)
+            assert time.monotonic() < begun + 2
+            dist.barrier()  # the sender's memory is valid until here
+    dist.destroy_process_group()
+
+
+def test_a_tensor_is_not_received_after_its_send_failed(tmp_path):
+    """After Ctrl-C or a timeout the caller changes the tensor that it sent: a receive that begins now raises a
+    PeerLostError; and all receives of the sender fail at once, also those from any rank."""
+    for reads in (True, False):
+        ranks(2, modified, tmp_path / f"store{reads}", reads, timeout_s=20)
+
+
+def releases(rendezvous, store):
+    rank, other = rendezvous.rank, 1 - rendezvous.rank
+    group = join(rendezvous, store)
+    gc.disable()  # the works and errors are in no cycle
+    for size in (4, 100_000):  # of messages of another size
+        if rank:
+            dist.send(torch.ones(size), 0)
+        else:
+            wrong = torch.zeros(size + 1)
+            alive = weakref.ref(wrong)
+            with pytest.raises(MismatchError):
+                dist.irecv(wrong, 1).wait()
+            del wrong
+            assert alive() is None
+    # A send whose work was dropped, after any later call about messages.
+    received, dropped = dist.irecv(torch.zeros(1), other, tag=5), torch.ones(100_000)
+    alive = weakref.ref(dropped)
+    dist.isend(dropped, other)
+    del dropped
+    dist.recv(torch.zeros(100_000), other)
+    dist.barrier()
+    deadline = time.monotonic() + 10
+    while alive() is not None:
+        assert not received.is_completed()
+        assert time.monotonic() < deadline
+    # A process that is forked while a thread finishes the message.
+    dist.send(torch.ones(1), other, tag=5)
+    held, over = threading.Event(), threading.Event()
+
+    def hold():
+        with received._finishing:
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            received.wait()
+        except ContextError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    over.set()
+    thread.join()
+    assert received.wait()
+    dist.barrier()
+    messages = group._in_memory
+    dist.destroy_process_group()
+    messages.forget(1)  # does nothing, without an error
+
+
+def test_tensors_of_ended_messages_are_released(tmp_path):
+    """Of messages of another size and of dropped works; and a forked process does not wait for its parent's threads."""
+    ranks(2, releases, tmp_path / "store", timeout_s=20)

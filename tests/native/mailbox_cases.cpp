@@ -164,6 +164,52 @@ void run_helped(Mailboxes &boxes, std::atomic<bool> &over) {
     if (std::count(in.begin(), in.end(), static_cast<char>(other + 1)) != NBYTES) fail("wrong bytes", boxes.rank, 0);
 }
 
+// Rank 1, whose ring to rank 0 is full, withdraws a receive in two threads while a third waits for it: its message is
+// received as a whole or not to its end, nothing is written afterwards, and the send completes.
+void run_withdrawn(Mailboxes &boxes, std::atomic<int> &sent) {
+    constexpr uint64_t NBYTES = 700000;
+    Random random(static_cast<uint64_t>(boxes.rank));
+    for (int round = 0; round < 10; round++) {
+        std::vector<char> memory(NBYTES, static_cast<char>(1 - boxes.rank));
+        int source;
+        if (boxes.rank == 0) {
+            const uint64_t id = boxes.send(1, 200 + round, memory.data(), NBYTES);
+            if (finish(boxes, id, random, source) != MessageStatus::done) fail("a send failed", 0, id);
+            sent = round + 1;
+            continue;
+        }
+        char small[4000];
+        std::memset(small, 0, sizeof small);
+        for (int k = 0; k < 16; k++) // one of them may wait for room
+            if (const uint64_t id = boxes.send(0, 300, small, sizeof small)) boxes.withdraw(id);
+        const uint64_t id = boxes.receive(0, 200 + round, memory.data(), NBYTES);
+        std::vector<std::thread> threads;
+        threads.emplace_back([&] { // its status may be unknown, when it was withdrawn
+            uint64_t nbytes;
+            while (boxes.wait(id, 100000, source, nbytes) == MessageStatus::waiting) continue;
+        });
+        const auto nap = std::chrono::microseconds(below(random, 1000));
+        for (int k = 0; k < 2; k++)
+            threads.emplace_back([&] {
+                std::this_thread::sleep_for(nap);
+                if (!boxes.withdraw(id)) fail("not withdrawn", 1, id);
+                boxes.forget(id);
+            });
+        for (std::thread &one : threads) one.join();
+        const std::vector<char> before = memory;
+        // The parts of a pulled message, and an offer that was not read, are for this rank's next wait.
+        const uint64_t next = boxes.receive(0, 400, small, sizeof small), again = boxes.receive(0, 200 + round, small, 0);
+        uint64_t nbytes;
+        int from;
+        while (sent <= round) boxes.wait(next, 100000, from, nbytes);
+        for (const uint64_t one : {next, again}) {
+            boxes.withdraw(one);
+            boxes.forget(one);
+        }
+        if (memory != before) fail("written after it was withdrawn", 1, id);
+    }
+}
+
 } // namespace
 
 int main(int argc, char **given) {
@@ -180,6 +226,7 @@ int main(int argc, char **given) {
             for (int rank = 0; rank < ranks; rank++)
                 boxes.emplace_back(Mailboxes::over(shared.get(), rank, ranks, ranks % 2 * 50000, may_read));
             std::atomic<bool> over{false};
+            std::atomic<int> sent{0};
             std::vector<std::thread> threads;
             for (int rank = 0; rank < ranks; rank++)
                 threads.emplace_back([&, rank] {
@@ -187,6 +234,7 @@ int main(int argc, char **given) {
                     if (!own.enter()) fail("closed", rank, 0);
                     run_rank(own, messages / TAGS * TAGS, seed + static_cast<uint64_t>(ranks));
                     if (rank < 2) run_helped(own, over);
+                    if (rank < 2) run_withdrawn(own, sent);
                     own.leave();
                 });
             for (std::thread &one : threads) one.join();

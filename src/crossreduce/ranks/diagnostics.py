@@ -141,21 +141,25 @@ def timeout_text(timeout_s: float, call: CallSignature, late: Mapping[int, CallS
 def lost_text(ranks: Mapping[int, str], call: CallSignature, name: str, how: str = "died") -> str:
     """Return the text of a ``PeerLostError``, for the current ``call`` of the other ranks.
 
-    ``ranks``: for each lost rank where it was. ``how``: "died", "left", "died or left" or "was interrupted".
+    ``ranks``: for each lost rank where it was. ``how``: "died", "left", "died or left" or "was interrupted". If there
+    was no call, its text is empty.
 
     >>> print(lost_text({3: "pid 4711 on host a"}, CallSignature(17, "barrier"), "world"))
     rank 3 died during op 17, barrier, of group "world". The group cannot be used again. Restart the job.
       given: rank 3: pid 4711 on host a
       try:   read the last output of rank 3; crossreduce doctor DIR shows the last calls of each rank
+    >>> print(lost_text({3: "pid 4711 on host a"}, CallSignature(0, ""), "world").splitlines()[0])
+    rank 3 died before the first op of group "world". The group cannot be used again. Restart the job.
     """
     assert ranks, "no rank was lost"
     if len(ranks) > 1:
         how = how.replace("was ", "were ")
+    where = f'during {call.words}, of group "{name}"' if call.text else f'before the first op of group "{name}"'
     shown = [f"rank {rank}: {ranks[rank]}" for rank in sorted(ranks)[:_MAX_CALLS]]
     if len(ranks) > _MAX_CALLS:
         shown.append(f"and {len(ranks) - _MAX_CALLS} other ranks")
     return message(
-        f'{rank_list(ranks)} {how} during {call.words}, of group "{name}". {UNUSABLE}',
+        f"{rank_list(ranks)} {how} {where}. {UNUSABLE}",
         "; ".join(shown),
         f"read the last output of {rank_list(ranks)}; {DOCTOR} DIR shows the last calls of each rank",
     )

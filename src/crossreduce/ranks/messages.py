@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from typing import Any, Final
 
 from ..errors import MismatchError, ReductionError
@@ -30,7 +31,8 @@ class Messages:
         self._communicator = communicator
         self._native = communicator.memory.mailboxes
         self._timed_out = False
-        self._checked = [-math.inf] * communicator.size  # when each rank was last found to be alive
+        # When each rank was last found to be alive; the last item is for ``ANY_RANK``.
+        self._checked = [-math.inf] * (communicator.size + 1)
 
     def send(self, owner: Any, address: int, nbytes: int, dst: int, tag: int) -> int:
         """Begin to send memory, and return the message's number, or 0 if it is complete.
@@ -47,16 +49,22 @@ class Messages:
             raise self._public("send", dst, ConnectionError(str(error))) from None
 
     def receive(self, owner: Any, address: int, nbytes: int, src: int, tag: int) -> int:
-        """Begin to receive from a rank, or from ``ANY_RANK``; otherwise like ``send``."""
+        """Begin to receive from a rank, or from ``ANY_RANK``; otherwise like ``send``.
+
+        A rank that has ended may have sent the message before.
+        """
         try:
-            return int(self._native.receive(src, tag, address, nbytes, owner))
+            failure = self._own_failure()
+            if failure is None:
+                return int(self._native.receive(src, tag, address, nbytes, owner))
         except ValueError as error:
-            raise self._public("recv", src, ConnectionError(str(error))) from None
+            failure = ConnectionError(str(error))
+        raise self._public("recv", src, failure)
 
     def wait(self, number: int, method: str, peer: int, nbytes: int, timeout_s: float) -> int | None:
         """Return the other rank when the message is complete; if ``timeout_s`` is 0 and it is not, return ``None``.
 
-        After an error the message's memory is not written any more.
+        After an error the message's memory is not written any more, and what it contains later is not received.
 
         Args:
           number: of the message.
@@ -98,33 +106,44 @@ class Messages:
             raise MismatchError.of(problem, given, "a tensor of the size that was sent")
         if isinstance(failure, TimeoutError):
             self._timed_out = True
-            self._native.give_up()
-        self._native.withdraw(number)
+            with suppress(ValueError):  # the group was closed just now
+                self._native.give_up()
+        self._withdraw(number)
         raise self._public(method, peer, failure or ConnectionError("another wait for this message has failed"))
 
     def forget(self, number: int) -> None:
         """Free the result of a message as soon as it is complete."""
-        self._native.forget(number)
+        with suppress(ValueError):  # the group was closed just now
+            self._native.forget(number)
+
+    def _withdraw(self, number: int) -> None:
+        """Forget a message; its memory is the caller's again, or the group was aborted, or the other rank has ended."""
+        with suppress(ValueError):  # the group was closed just now
+            if not self._native.withdraw(number) and self._communicator.memory.abort_cause() is not None:
+                self._native.give_up()  # the other rank may not know yet
 
     def _failure(self, peer: int) -> OSError | None:
         """Return why no message can be exchanged with a rank any more, or ``None``."""
-        memory = self._communicator.memory
-        if memory.abort_cause() is not None:
-            return ConnectionError("the group was aborted")
-        if peer == ANY_RANK:
-            return None
-        if self._timed_out:
-            return ConnectionAbortedError("this rank closed its connections")
-        if self._native.mood(peer) != _OPEN or not memory.alive(peer):
+        failure = self._own_failure()
+        if failure is not None:
+            return failure
+        if peer != ANY_RANK and (self._native.mood(peer) != _OPEN or not self._communicator.memory.alive(peer)):
             return ConnectionError("the other rank ended, or a message of it timed out")
         self._checked[peer] = time.monotonic()
         return None
 
+    def _own_failure(self) -> OSError | None:
+        if self._communicator.memory.abort_cause() is not None:
+            return ConnectionError("the group was aborted")
+        return ConnectionAbortedError("this rank closed its connections") if self._timed_out else None
+
     def _interrupt(self, number: int) -> None:
         """Withdraw a message whose wait was interrupted, and abort the group, since the other rank still expects it."""
-        if self._native.wait(number, 0.0) == _WAITING:
-            self._native.withdraw(number)
-            self._communicator.interrupt()
+        with suppress(ValueError):  # the group was closed just now
+            if self._native.wait(number, 0.0) == _WAITING:
+                if not self._native.withdraw(number):
+                    self._native.give_up()
+                self._communicator.interrupt()
 
     def _public(self, method: str, peer: int, failure: OSError) -> ReductionError:
         return self._communicator.message_failure(method, None if peer == ANY_RANK else peer, failure)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
-from ..errors import ReductionError
+from ..errors import MismatchError, ReductionError
 from ..ranks.messages import Messages
 from .op_queue import Finished, exclude_from_compile
-
-_FINISHING: Final = threading.Lock()
 
 
 class HostMessage(Finished):
@@ -21,7 +20,8 @@ class HostMessage(Finished):
     whose ``_timeout`` is that of a wait without its own.
     """
 
-    _finished, _error, _source = False, None, -1
+    _finished, _source = False, -1
+    _error: Exception | None = None
 
     def __init__(
         self,
@@ -36,16 +36,14 @@ class HostMessage(Finished):
         super().__init__(tensors)
         self._messages, self._message, self._finish = messages, message, finish
         self._require_open, self._settings = require_open, settings
+        self._finishing = threading.RLock()  # a signal handler may wait while its thread finishes
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._finished:
             limit_s = timeout.total_seconds() if timeout else 0.0
             self._advance(limit_s if limit_s > 0 else self._settings._timeout.total_seconds())
         if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                del self  # the error refers to this frame, so it would refer to itself
+            raise copy.copy(self._error)  # a raised error refers to the caller's frame, and that one to this work
         return True
 
     def is_completed(self) -> bool:
@@ -68,19 +66,24 @@ class HostMessage(Finished):
         error: Exception | None = None
         try:
             self._require_open()
+        except (ReductionError, RuntimeError) as closed:  # in a forked process, nobody releases the lock below
+            if not self._finished:
+                self._error, self._finished = closed.with_traceback(None), True
+            return
+        try:
             source = self._messages.wait(*self._message, limit_s)
         except (ReductionError, RuntimeError) as failed:
             error = failed.with_traceback(None)
         if source is None:
             return
-        with _FINISHING:
+        with self._finishing:
             if self._finished:
                 return
             if error is None and self._finish is not None:
                 self._finish()
             self._source, self._error, self._finish = source, error, None
             self._finished = True
-        if error is None:
+        if error is None or isinstance(error, MismatchError):  # other errors have withdrawn the message
             self._messages.forget(self._message[0])
 
     def __del__(self) -> None:

@@ -30,6 +30,7 @@ constexpr uint64_t PIECE = 1 << 18;        // how much is read before a thread l
 constexpr uint64_t SHARED_NBYTES = 1 << 22; // two threads read a message of so many bytes, if each rank has a CPU
 constexpr int PARTS_AT_ONCE = 64;
 constexpr uint64_t CROWDED_NBYTES = 1 << 22;
+constexpr uint64_t KEPT_NBYTES = 200;      // memory of a message without a receive whose tag no other has, but for its bytes
 constexpr int64_t FIRST_NAP_NS = 1000000;      // a rank that sleeps asks the other one for help after this time,
                                                // and again each time it has doubled
 constexpr int64_t HELP_NS = 100000000;         // a helper without work sleeps after this time
@@ -107,8 +108,8 @@ bool Mailboxes::enter() {
     return false;
 }
 
-void Mailboxes::close() {
-    if (closed.exchange(true)) return;
+bool Mailboxes::close() {
+    if (closed.exchange(true)) return false;
     // After this store no other rank completes a message whose bytes it has read in this process.
     own().mood.store(LEFT);
     own().help.fetch_add(1);
@@ -122,6 +123,7 @@ void Mailboxes::close() {
     if (helper != nullptr) helper->join();
     delete helper;
     if (mapped_nbytes > 0) munmap(mapped, mapped_nbytes);
+    return true;
 }
 
 // Rings
@@ -173,9 +175,13 @@ void Mailboxes::flush(int dst) {
     auto &records = outgoing[static_cast<size_t>(dst)];
     for (; !records.empty(); records.pop_front()) {
         Outgoing &next = records.front();
-        const bool direct = next.message != nullptr && next.record.kind == DATA;
-        if (!put(dst, next.record, direct ? next.message->memory : next.payload.data())) return;
-        if (direct) complete(next.message, MessageStatus::done);
+        if (!put(dst, next.record, next.record.kind == DATA ? next.message->memory : next.payload.data())) return;
+        if (next.message == nullptr) {
+            replies--;
+            update_pending();
+        } else if (next.record.kind != OFFER) {
+            complete(next.message, next.status);
+        }
     }
     auto &parts = streams[static_cast<size_t>(dst)];
     for (int written = 0; !parts.empty(); written++) {
@@ -191,8 +197,11 @@ void Mailboxes::flush(int dst) {
     }
 }
 
-void Mailboxes::reply(int dst, uint32_t kind, uint64_t id) {
-    outgoing[static_cast<size_t>(dst)].push_back({{kind, 0, 0, id}, {}, nullptr});
+// A receive, if there is one, is complete when the reply is in the ring: until then its rank must not leave.
+void Mailboxes::reply(int dst, uint32_t kind, uint64_t id, const Shared &message, MessageStatus status) {
+    outgoing[static_cast<size_t>(dst)].push_back({{kind, 0, 0, id}, {}, message, status});
+    if (message == nullptr) replies++;
+    update_pending();
     flush(dst);
 }
 
@@ -221,6 +230,7 @@ void Mailboxes::arrived(int src, const Record &record, uint64_t position) {
         if (found == messages.end() || found->second->status != MessageStatus::waiting) return;
         const Shared message = found->second;
         if (record.kind == DONE) return complete(message, MessageStatus::done);
+        if (message->withdrawn) return;
         streams[static_cast<size_t>(src)].push_back(message);
         return flush(src);
     }
@@ -246,7 +256,7 @@ void Mailboxes::arrived(int src, const Record &record, uint64_t position) {
         kept_one.payload.resize(record.length);
         copy_out(src, position, kept_one.payload.data(), record.length);
         uint64_t &count = kept[static_cast<size_t>(src)];
-        count += record_nbytes(record.length);
+        count += KEPT_NBYTES + record.length;
         if (count > CROWDED_NBYTES) ring(src, rank).crowded.store(1, std::memory_order_relaxed);
     }
     unexpected[{src, record.tag}].push_back(std::move(kept_one));
@@ -273,7 +283,7 @@ void Mailboxes::deliver(const Shared &message, int src, uint64_t nbytes, uint64_
     message->source = src;
     message->found_nbytes = nbytes;
     if (nbytes != message->nbytes) {
-        if (offer != 0) reply(src, DONE, offer);
+        if (offer != 0) return reply(src, DONE, offer, message, MessageStatus::mismatch);
         return complete(message, MessageStatus::mismatch);
     }
     if (offer == 0) return complete(message, MessageStatus::done);
@@ -295,19 +305,20 @@ void Mailboxes::complete(const Shared &message, MessageStatus status) {
     if (message->forgotten) {
         messages.erase(message->id);
         ended.push_back(message->id);
+        has_ended.store(true, std::memory_order_relaxed);
     }
     unfinished--;
     update_pending();
     if (own().sleepers.load() > 0) notify(rank); // another thread of this rank may wait for this message
 }
 
-void Mailboxes::update_pending() { own().pending.store(unfinished > 0); }
+void Mailboxes::update_pending() { own().pending.store(unfinished + replies > 0); }
 
 uint64_t Mailboxes::send(int dst, int64_t tag, char *memory, uint64_t nbytes) {
     const Lock lock(mutex);
     auto &records = outgoing[static_cast<size_t>(dst)];
     const bool crowded = ring(rank, dst).crowded.load(std::memory_order_relaxed) != 0;
-    const bool inside = nbytes <= eager && (nbytes == 0 || !crowded);
+    const bool inside = nbytes <= eager && !crowded;
     Record record = {DATA, static_cast<uint32_t>(inside ? nbytes : 0), tag, 0};
     if (inside && records.empty() && put(dst, record, memory)) return 0;
     const auto message = std::make_shared<Message>();
@@ -362,7 +373,7 @@ uint64_t Mailboxes::receive(int src, int64_t tag, char *memory, uint64_t nbytes)
         if (first.offer == 0) {
             if (first.nbytes == nbytes && nbytes > 0) std::memcpy(memory, first.payload.data(), nbytes);
             uint64_t &count = kept[static_cast<size_t>(of)];
-            count -= record_nbytes(first.nbytes);
+            count -= KEPT_NBYTES + first.nbytes;
             if (count < CROWDED_NBYTES / 2) ring(of, rank).crowded.store(0, std::memory_order_relaxed);
         }
         deliver(message, of, first.nbytes, first.offer, first.address);
@@ -387,7 +398,9 @@ void Mailboxes::forget(uint64_t id) {
 }
 
 std::vector<uint64_t> Mailboxes::completed() {
+    if (!has_ended.load(std::memory_order_relaxed)) return {};
     const Lock lock(mutex);
+    has_ended.store(false, std::memory_order_relaxed);
     return std::exchange(ended, {});
 }
 
@@ -397,12 +410,22 @@ bool Mailboxes::withdraw(uint64_t id) {
     if (found == messages.end()) return true;
     const Shared message = found->second;
     if (message->status != MessageStatus::waiting) return true;
+    MessageStatus status = MessageStatus::mismatch;
+    const auto is_its = [&](const Outgoing &one) { return one.message == message; };
+    std::deque<Outgoing> none, &records = message->source == ANY_RANK ? none : outgoing[static_cast<size_t>(message->source)];
+    const auto record = std::find_if(records.begin(), records.end(), is_its);
+    if (message->sends && record == records.end()) { // the other rank knows of it
+        message->withdrawn = true;
+        auto &parts = streams[static_cast<size_t>(message->peer)];
+        parts.erase(std::remove(parts.begin(), parts.end(), message), parts.end());
+        return false;
+    }
     if (message->sends) {
-        auto &records = outgoing[static_cast<size_t>(message->peer)];
-        const auto is_its = [&](const Outgoing &one) { return one.message == message; };
-        const auto record = std::find_if(records.begin(), records.end(), is_its);
-        if (record == records.end()) return false;
         records.erase(record);
+    } else if (record != records.end()) { // it has ended, except that its reply was not written
+        status = record->status;
+        record->message = nullptr;
+        replies++;
     } else if (message->offer == 0) {
         const auto at = posted.find({message->peer, message->tag});
         at->second.erase(std::find(at->second.begin(), at->second.end(), message));
@@ -415,9 +438,10 @@ bool Mailboxes::withdraw(uint64_t id) {
             sched_yield();
             lock.lock();
         }
+        if (message->status != MessageStatus::waiting) return true; // another thread has withdrawn it, too
         reply(message->source, DONE, message->offer);
     }
-    complete(message, MessageStatus::mismatch);
+    complete(message, status);
     return true;
 }
 
@@ -469,15 +493,16 @@ bool Mailboxes::read_some(Lock &lock) {
     }
     if (message->withdrawn || message->readers > 0) return true;
     // A rank that leaves says so before it frees its memory. Its message is lost, and its end will be noticed.
-    if ((message->failed || message->read == message->nbytes) && mood(message->source) != OPEN) return true;
+    // After a rank has given up, others do not wait for it to read their memory.
+    if ((message->failed || message->read == message->nbytes) && (mood(message->source) != OPEN || mood(rank) != OPEN))
+        return true;
     if (message->failed) {
         readable[static_cast<size_t>(message->source)] = 0;
         message->moved = 0;
         pulled[{message->source, message->offer}] = message;
         reply(message->source, PULL, message->offer);
     } else if (message->read == message->nbytes) {
-        reply(message->source, DONE, message->offer);
-        complete(message, MessageStatus::done);
+        reply(message->source, DONE, message->offer, message, MessageStatus::done);
     }
     return true;
 }
@@ -606,7 +631,7 @@ Mailboxes *Mailboxes::map(int, int64_t, int, int, int64_t, bool) {
 }
 Mailboxes::~Mailboxes() = default;
 bool Mailboxes::enter() { return false; }
-void Mailboxes::close() {}
+bool Mailboxes::close() { return true; }
 uint64_t Mailboxes::send(int, int64_t, char *, uint64_t) { return 0; }
 uint64_t Mailboxes::receive(int, int64_t, char *, uint64_t) { return 0; }
 MessageStatus Mailboxes::wait(uint64_t, int64_t, int &, uint64_t &) { return MessageStatus::done; }

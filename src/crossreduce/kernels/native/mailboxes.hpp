@@ -17,6 +17,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -43,7 +44,7 @@ struct Box { // of one rank
     std::atomic<uint32_t> sleepers;         // how many threads of the rank sleep until that
     alignas(64) std::atomic<uint32_t> help; // a futex: changes when another rank waits for this one
     std::atomic<uint32_t> helpers;          // whether the helper sleeps until that
-    std::atomic<uint32_t> pending;          // whether messages of this rank are not complete
+    std::atomic<uint32_t> pending;          // whether messages of this rank are not complete, or replies wait
     std::atomic<uint32_t> mood;             // a RankMood: whether its offers are valid
     std::atomic<int64_t> process, probe;    // its process, and a number that can also be read in its memory,
     std::atomic<uint64_t> address;          // at this address
@@ -98,13 +99,14 @@ class Mailboxes {
     // Free the result of a message, as soon as it is complete; `completed` then returns its number, once.
     void forget(uint64_t id);
     std::vector<uint64_t> completed();
-    // Withdraw a message that is not complete: of a receive, nothing is written any more. Return false if its memory is
-    // still needed, since the other rank knows of it.
+    // Withdraw a message that is not complete: of a receive, nothing is written any more. Return false if it is an offer
+    // that the other rank knows of: its memory is still needed, and only `give_up` makes the other rank not use it.
     bool withdraw(uint64_t id);
-    void give_up() { own().mood.store(GAVE_UP); } // from now on, others must not use this rank's offers
+    // From now on, others must not use this rank's offers, and this rank uses none.
+    void give_up() { own().mood.store(GAVE_UP); }
     RankMood mood(int of) const { return static_cast<RankMood>(boxes[of].mood.load()); }
 
-    void close(); // wait until no thread uses this object, and end the helper
+    bool close(); // wait until no thread uses this object, and end the helper; false: another thread does or has done so
 
     int rank, ranks;
 
@@ -114,7 +116,8 @@ class Mailboxes {
     struct Outgoing { // a record that waits for room in a ring
         Record record;
         std::vector<char> payload;
-        Shared message; // whose memory is the payload, if it is not null
+        Shared message; // data and offers: the send; replies: the receive that is complete when they are written, or null
+        MessageStatus status = MessageStatus::done; // its status then
     };
     struct Unexpected { // a message without a receive
         uint64_t order;
@@ -129,7 +132,8 @@ class Mailboxes {
     void notify(int of) const;
     bool put(int dst, const Record &record, const char *payload);
     void flush(int dst);
-    void reply(int dst, uint32_t kind, uint64_t id);
+    void reply(int dst, uint32_t kind, uint64_t id, const Shared &message = nullptr,
+               MessageStatus status = MessageStatus::done);
     bool advance(int64_t until_ns);
     void drain(int src);
     void arrived(int src, const Record &record, uint64_t position);
@@ -160,12 +164,14 @@ class Mailboxes {
     std::atomic<int> users{0}, waiters{0};
     std::atomic<uint32_t> scanned{0}; // the bell's value when the rings were last read
     std::atomic<int> unread{0};       // the size of `reads`
+    std::atomic<bool> has_ended{false}; // whether `ended` contains any
     std::mutex mutex;                 // of all that follows
     uint64_t last_id = 0, last_order = 0;
     uint64_t unfinished = 0;                                                    // how many messages are not complete
+    uint64_t replies = 0;                                                       // and replies wait that complete none
     std::unordered_map<uint64_t, Shared> messages;                              // all but complete ones that were forgotten
     std::map<std::pair<int, int64_t>, std::deque<Shared>> posted;               // receives, by source and tag
-    std::map<std::pair<int, int64_t>, std::deque<Unexpected>> unexpected;       // by source and tag
+    std::map<std::pair<int, int64_t>, std::list<Unexpected>> unexpected;        // by source and tag
     std::map<std::pair<int, uint64_t>, Shared> pulled;                          // receives, by source and offer
     std::deque<Shared> reads;                                                   // receives that read offers
     std::vector<std::deque<Outgoing>> outgoing;                                 // by rank

@@ -59,6 +59,11 @@ void release_owner(MailboxesObject *self, uint64_t id) {
     Py_DECREF(owner); // last, since this may run any code
 }
 
+// Release what belonged to messages that nobody waits for and that are complete now.
+void release_completed(MailboxesObject *self, Mailboxes &boxes) {
+    for (const uint64_t id : boxes.completed()) release_owner(self, id);
+}
+
 PyObject *boxes_new(PyTypeObject *type, PyObject *args, PyObject *) {
     int fd, rank, ranks, may_read;
     long long offset;
@@ -77,10 +82,7 @@ PyObject *boxes_new(PyTypeObject *type, PyObject *args, PyObject *) {
 }
 
 void close_boxes(MailboxesObject *self) {
-    without_lock(0, [&] {
-        self->boxes->close();
-        return 0;
-    });
+    if (!without_lock(false, [&] { return self->boxes->close(); })) return; // it may still wait for threads that read
     const auto owners = std::exchange(*self->owners, {});
     for (const auto &[id, owner] : owners) Py_DECREF(owner);
 }
@@ -114,7 +116,7 @@ PyObject *begin_message(PyObject *object, PyObject *args) {
     if (peer < LEAST || peer >= use.boxes->ranks) return PyErr_Format(PyExc_ValueError, "the rank is out of range");
     MailboxesObject *self = boxes_of(object);
     try {
-        for (const uint64_t id : use.boxes->completed()) release_owner(self, id);
+        release_completed(self, *use.boxes);
         self->owners->reserve(self->owners->size() + 1);
         const uint64_t id = (use.boxes->*BEGIN)(peer, tag, reinterpret_cast<char *>(address), nbytes);
         if (id != 0 && use.boxes->is_pending(id)) {
@@ -139,6 +141,7 @@ PyObject *boxes_wait(PyObject *object, PyObject *args) {
     const MessageStatus status = without_lock(MessageStatus::waiting, [&] {
         return use.boxes->wait(id, static_cast<int64_t>(slice_s * 1e9), source, nbytes);
     });
+    release_completed(boxes_of(object), *use.boxes);
     if (status == MessageStatus::unknown) Py_RETURN_NONE;
     if (status == MessageStatus::waiting) return PyLong_FromLong(WAITING);
     if (status == MessageStatus::done) return PyLong_FromLong(source);
@@ -153,6 +156,7 @@ PyObject *release(PyObject *object, PyObject *args, bool withdraw) {
     const bool released = !withdraw || without_lock(false, [&] { return use.boxes->withdraw(id); });
     use.boxes->forget(id);
     if (!use.boxes->is_pending(id)) release_owner(boxes_of(object), id);
+    release_completed(boxes_of(object), *use.boxes);
     return PyBool_FromLong(released);
 }
 
