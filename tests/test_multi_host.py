@@ -469,13 +469,13 @@ def interrupted_twice(rendezvous):
     if comm.rank == 0:
 
         def interrupt(*_):
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("by the test")
 
         # The first Ctrl-C comes while the last messages are sent, the second while the abort is published.
         with (
             mock.patch.object(Exchange, "close", interrupt),
             mock.patch.object(comm.rendezvous, "publish_abort", interrupt),
-            pytest.raises(KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt, match="by the test"),
         ):
             comm.broadcast(memory(x), 0)
         with pytest.raises((PeerLostError, ConnectionError), match="rank 0 was interrupted"):

@@ -31,7 +31,7 @@ class Counted:
 
 def group_of(rendezvous, timeout_s=20):
     """Return a group of NumPy arrays without an MPI, and the counter of its prepared calls."""
-    group = mpi.MpiGroup(member(rendezvous, timeout_s), None, SimpleNamespace(close=lambda _: None))
+    group = mpi.MpiGroup(member(rendezvous, timeout_s), SimpleNamespace(close=lambda _: None))
     assert group._calls is not prepared.NO_CALLS
     group._calls = Counted(group._calls)
     return group, group._calls

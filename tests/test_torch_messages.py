@@ -440,7 +440,7 @@ def full_rings(rendezvous, store):
                 for _ in range(16):  # they fill the ring, so there is no room for the reply that the message was read
                     dist.send(torch.ones(4064, dtype=torch.uint8), 0, group)
                 got = torch.zeros(size)
-                with nullcontext() if size == 1 << 20 else pytest.raises(MismatchError):
+                with nullcontext() if size == 1 << 20 else pytest.raises(MismatchError, match="bytes"):
                     dist.recv(got, 0, group, tag=9)
                 assert got.eq(1).all() == (size == 1 << 20)
             if stays:
@@ -460,7 +460,7 @@ def modified(rendezvous, store, reads):
     join(rendezvous, store, reads)
 
     def interrupt(*_):
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("by the test")
 
     signal.signal(signal.SIGALRM, interrupt)
     for interrupted in (True, False):
@@ -469,7 +469,7 @@ def modified(rendezvous, store, reads):
         if rank == 0:
             if interrupted:
                 signal.setitimer(signal.ITIMER_REAL, 0.2)
-                with pytest.raises(KeyboardInterrupt):
+                with pytest.raises(KeyboardInterrupt, match="by the test"):
                     dist.send(x, 1, group)
             else:
                 with pytest.raises(CollectiveTimeout, match="within its timeout"):
@@ -482,13 +482,13 @@ def modified(rendezvous, store, reads):
             native = group._in_memory._native
             number = native.receive(0, 0, got.data_ptr(), got.nbytes, got)
             assert native.wait(number, 0.3) == -1
-            with pytest.raises(PeerLostError):
+            with pytest.raises(PeerLostError, match="rank 0"):
                 dist.recv(got, 0, group)
             dist.barrier()
         else:
             error = PeerLostError if interrupted else CollectiveTimeout
             for peer in (1, None):
-                with pytest.raises(error):
+                with pytest.raises(error, match="group "):
                     dist.recv(got, peer, group)
             assert time.monotonic() < begun + 2
             dist.barrier()  # the sender's memory is valid until here
@@ -512,7 +512,7 @@ def releases(rendezvous, store):
         else:
             wrong = torch.zeros(size + 1)
             alive = weakref.ref(wrong)
-            with pytest.raises(MismatchError):
+            with pytest.raises(MismatchError, match="message"):
                 dist.irecv(wrong, 1).wait()
             del wrong
             assert alive() is None
