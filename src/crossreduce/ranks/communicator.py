@@ -390,9 +390,7 @@ class Communicator(Member):
         if self._broken is not None:
             raise renewed(self._broken)
         unfinished = self._remote is not None and self._remote.has_unfinished_exchange
-        if (
-            self.memory.running or unfinished
-        ):  # an interrupted call has not aborted the group: Ctrl-C came twice, perhaps
+        if self.memory.running or unfinished:  # an interrupted call has not aborted the group: Ctrl-C came twice
             self._abort(self._lost([self.rank], "was interrupted"))
             self._raise_broken()
 
