@@ -527,6 +527,7 @@ def releases(rendezvous, store):
     while alive() is not None:
         assert not received.is_completed()
         assert time.monotonic() < deadline
+    dist.barrier()
     # A process that is forked while a thread finishes the message.
     dist.send(torch.ones(1), other, tag=5)
     held, over = threading.Event(), threading.Event()
