@@ -69,13 +69,13 @@ def fails_inside(rendezvous, store, how, carrier):
     parts = [torch.ones(10) for _ in range(size)]
     dist.all_gather(parts, parts[rank])
     if rank == 2 and carrier == "gloo":
-        group._collectives._gloo = SimpleNamespace(allgather=fail)
+        group._collectives._gloo = SimpleNamespace(allreduce=fail)
     elif rank == 2:
         group.communicator.transport._transport.send = fail
     began = Moment()
     try:
-        if carrier == "gloo":
-            dist.all_gather(parts, parts[rank])
+        if carrier == "gloo":  # the library has no bitwise reductions
+            dist.all_reduce(torch.ones(10, dtype=torch.int64), op=dist.ReduceOp.BXOR)
         else:
             dist.all_reduce(parts[0])
     except (CollectiveTimeout, PeerLostError) as error:
