@@ -5,11 +5,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <ctime>
 #include <poll.h> // POLLRDHUP needs _GNU_SOURCE, which g++ and clang++ define
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
+
+#include "futex.hpp"
 
 namespace {
 
@@ -21,10 +22,12 @@ constexpr int64_t SHARED_WAIT_NS = 1000000;    // of several threads that wait, 
 
 using State = Message::State;
 
-int64_t now_ns() {
-    timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return int64_t{1000000000} * time.tv_sec + time.tv_nsec;
+std::shared_ptr<Message> new_message(int peer, uint64_t tag, char *data, int64_t nbytes) {
+    auto made = std::make_shared<Message>();
+    made->header = {tag, static_cast<uint64_t>(nbytes)};
+    made->data = data;
+    made->peer = peer;
+    return made;
 }
 
 iovec part(void *at, size_t nbytes) {
@@ -57,10 +60,7 @@ int Connections::index_of(int rank) const {
 }
 
 std::shared_ptr<Message> Connections::send(int index, uint64_t tag, char *data, int64_t nbytes) {
-    auto made = std::make_shared<Message>();
-    made->header = {tag, static_cast<uint64_t>(nbytes)};
-    made->data = data;
-    made->peer = index;
+    const auto made = new_message(index, tag, data, nbytes);
     const std::lock_guard<std::mutex> held(lock);
     Peer &peer = peers[static_cast<size_t>(index)];
     if (peer.state != State::done) {
@@ -73,10 +73,7 @@ std::shared_ptr<Message> Connections::send(int index, uint64_t tag, char *data, 
 }
 
 std::shared_ptr<Message> Connections::receive(int index, uint64_t tag, char *data, int64_t nbytes) {
-    auto made = std::make_shared<Message>();
-    made->header = {tag, static_cast<uint64_t>(nbytes)};
-    made->data = data;
-    made->peer = index;
+    const auto made = new_message(index, tag, data, nbytes);
     const std::lock_guard<std::mutex> held(lock);
     Peer &peer = peers[static_cast<size_t>(index)];
     std::deque<std::vector<char>> &early = peer.early[tag];

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
-#include <ctime>
 
 #include "connections.hpp"
+#include "futex.hpp"
 
 #if defined(__linux__)
 
@@ -29,12 +29,6 @@ struct MessageObject {
 PyTypeObject *message_type = nullptr;
 
 Connections &connections_of(PyObject *object) { return **reinterpret_cast<ConnectionsObject *>(object)->connections; }
-
-int64_t now_ns() {
-    timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return int64_t{1000000000} * time.tv_sec + time.tv_nsec;
-}
 
 PyObject *connections_new(PyTypeObject *type, PyObject *args, PyObject *) {
     return make_object<ConnectionsObject>(type, [&](ConnectionsObject &self) {

@@ -37,20 +37,6 @@ struct Use {
     explicit operator bool() const { return boxes != nullptr; }
 };
 
-// A method during which no other method of the object runs, except while a thread has released the interpreter's lock;
-// see shared_memory_module.cpp.
-template <PyObject *(*METHOD)(PyObject *, PyObject *)> PyObject *locked(PyObject *object, PyObject *args) {
-#ifdef Py_GIL_DISABLED
-    PyObject *result;
-    Py_BEGIN_CRITICAL_SECTION(object);
-    result = METHOD(object, args);
-    Py_END_CRITICAL_SECTION();
-    return result;
-#else
-    return METHOD(object, args);
-#endif
-}
-
 void release_owner(MailboxesObject *self, uint64_t id) {
     const auto found = self->owners->find(id);
     if (found == self->owners->end()) return;

@@ -134,6 +134,20 @@ template <class Function> PyCFunction as_function(Function function) {
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
+// A method during which no other method of the object runs, except while a thread waits without the interpreter's lock.
+// That lock ensures this; free-threaded interpreters have locks per object instead, which are released likewise.
+template <PyObject *(*METHOD)(PyObject *, PyObject *)> PyObject *locked(PyObject *object, PyObject *args) {
+#ifdef Py_GIL_DISABLED
+    PyObject *result;
+    Py_BEGIN_CRITICAL_SECTION(object);
+    result = METHOD(object, args);
+    Py_END_CRITICAL_SECTION();
+    return result;
+#else
+    return METHOD(object, args);
+#endif
+}
+
 // Call `run` without the interpreter's lock. Return its result, or `otherwise` if it throws.
 template <class Result, class Run> Result without_lock(Result otherwise, Run &&run) {
     PyThreadState *state = PyEval_SaveThread();

@@ -123,20 +123,6 @@ const SharedMemory *read_rank(PyObject *object, PyObject *args, int &rank) {
     return nullptr;
 }
 
-// A method during which no other method of the object runs, except while a thread waits without the interpreter's lock.
-// That lock ensures this; free-threaded interpreters have locks per object instead, which are released likewise.
-template <PyObject *(*METHOD)(PyObject *, PyObject *)> PyObject *locked(PyObject *object, PyObject *args) {
-#ifdef Py_GIL_DISABLED
-    PyObject *result;
-    Py_BEGIN_CRITICAL_SECTION(object);
-    result = METHOD(object, args);
-    Py_END_CRITICAL_SECTION();
-    return result;
-#else
-    return METHOD(object, args);
-#endif
-}
-
 bool valid_slice(double slice_s) { // false for NaN
     return (slice_s >= 0 && slice_s <= 1e6) || value_error("slice_s must be from 0 to 1e6 seconds");
 }
