@@ -57,7 +57,8 @@ def join(comm: Any = None, *, timeout_s: float = 300.0, name: str = "world") -> 
     own = comm.Dup()
     rendezvous = MpiRendezvous(own, timeout_s)
     transport = MpiTransport(own, rendezvous.abort_cause)
-    return MpiGroup(Communicator(rendezvous, transport, name=name, timeout_s=timeout_s), transport)
+    communicator = Communicator(rendezvous, transport, name=name, timeout_s=timeout_s, overlapping=False)
+    return MpiGroup(communicator, transport)
 
 
 class MpiGroup:

@@ -65,6 +65,7 @@ class Communicator(Member):
       name: the group's name in messages.
       timeout_s: how long a call waits for other ranks, in seconds.
       global_ranks: the ranks' numbers in messages and errors, such as those in a larger group; ``None``: 0, 1, ...
+      overlapping: whether ranks may compute while an op runs, as under DDP; the same on all ranks.
     Raises, on all ranks if one has the fault:
       ArgumentError: CROSSREDUCE_NUM_THREADS is invalid, or ranks on several hosts have no transport.
       BackendError: the compiled kernels are missing, or this system is not Linux.
@@ -83,6 +84,7 @@ class Communicator(Member):
         name: str,
         timeout_s: float,
         global_ranks: Sequence[int] | None = None,
+        overlapping: bool = True,
     ) -> None:
         self.lock = threading.Lock()
         self._caller: int | None = None  # the thread that is in a call in Python; see ``_is_calling``
@@ -90,7 +92,7 @@ class Communicator(Member):
         self._executables: dict[Any, RankExecutable] = {}
         self._stages = 0  # the number of stages of all cached executables
         self._closed = False
-        super().__init__(rendezvous, transport, name, timeout_s, global_ranks)
+        super().__init__(rendezvous, transport, name, timeout_s, global_ranks, overlapping)
 
     # The collectives
 

@@ -40,7 +40,7 @@ from .diagnostics import DOCTOR
 from .multi_host import MultiHostEngine
 from .one_host import OneHostEngine
 from .peers import PeerInfo, Peers
-from .programs import SLOT_BYTES
+from .programs import PAIR_TURNS, SLOT_BYTES, TURN_BYTES
 from .shared_memory import SPIN_S, RankMemory, WaitTimer, is_stopped
 from .watchdog import RemoteWait, WatchedTransport
 
@@ -65,6 +65,7 @@ class Member(Peers):
         name: str,
         timeout_s: float,
         global_ranks: Sequence[int] | None,
+        overlapping: bool,
     ) -> None:
         self.rank, self.size, self.name, self.timeout_s = rendezvous.rank, rendezvous.size, name, timeout_s
         self.rendezvous = rendezvous
@@ -99,7 +100,7 @@ class Member(Peers):
                 self.memory.native.carry(self.transport.connections)
             self.transport = self._watched = WatchedTransport(self.transport, self._warn_of_remote_wait)
             self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
-        self.engine = self._remote or OneHostEngine(self.rank, self.size, self._reads_peer)
+        self.engine = self._remote or OneHostEngine(self.rank, self.size, self._reads_peer, overlapping)
         _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, self._global_hosts())
 
     def _join_host(self) -> None:
@@ -110,11 +111,19 @@ class Member(Peers):
         if kernels.instruction_set() == "numpy":
             remedy = "unset CROSSREDUCE_KERNELS, or install crossreduce with a C++ compiler"
             raise BackendError.of("ranks need the compiled kernels.", "kernels in NumPy", remedy)
-        found = bootstrap(self.rendezvous, lambda ranks: RankMemory.nbytes(ranks, SLOT_BYTES), self.global_ranks)
+
+        def turns(ranks: int) -> int:
+            return PAIR_TURNS if ranks == self.size == 2 else 1
+
+        def slot(ranks: int) -> int:
+            return SLOT_BYTES + 2 * (turns(ranks) - 1) * TURN_BYTES
+
+        found = bootstrap(self.rendezvous, lambda ranks: RankMemory.nbytes(ranks, slot(ranks)), self.global_ranks)
         self.hosts, self.host = found.hosts, found.host
         spin_s = SPIN_S if len(self.host) <= found.cpus else 0.0
         try:
-            self.memory = RankMemory(found.fd, self.host, self.rank, SLOT_BYTES, spin_s)
+            ranks = len(self.host)
+            self.memory = RankMemory(found.fd, self.host, self.rank, slot(ranks), spin_s, turns(ranks))
         except OSError as error:
             problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
             raise ReductionError.of(problem, str(error), remedy) from error

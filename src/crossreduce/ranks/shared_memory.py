@@ -44,16 +44,17 @@ class RankMemory:
       host: the ranks of this host, ascending.
       rank: this rank.
       slot: bytes of each rank's slot.
+      turns: at how many places in their half of each slot the ops begin, in turn, ``TURN_BYTES`` apart.
       spin_s: how long this rank spins before it yields its CPU to other processes; 0 if ranks share a CPU.
 
     ``native`` is the compiled object; ``mailboxes`` is the one for messages between two ranks (see ``messages``).
     """
 
-    def __init__(self, fd: int, host: tuple[int, ...], rank: int, slot: int, spin_s: float) -> None:
+    def __init__(self, fd: int, host: tuple[int, ...], rank: int, slot: int, spin_s: float, turns: int = 1) -> None:
         self.host, self.place, self.fd = host, host.index(rank), fd
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.place)
         threads = max(1, kernels.threads() // len(host))
-        self.native = kernels.native().SharedMemory(fd, self.place, len(host), slot, spin_s, threads)
+        self.native = kernels.native().SharedMemory(fd, self.place, len(host), slot, spin_s, threads, turns)
         offset = _mailboxes_offset(len(host), slot)
         self.mailboxes = kernels.native().Mailboxes(fd, offset, self.place, len(host), spin_s, READS_PEERS)
 

@@ -10,11 +10,13 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "kernel.hpp"
 
 constexpr int PEER_BUFFER = 1 << 20;
+constexpr int64_t TURN_NBYTES = 1 << 15; // the distance between the places at which ops begin
 
 struct BufferRef { // the location of an operand
     // A rank: that rank's slot; ~k: the caller's buffer k; PEER_BUFFER + 2 r + k: buffer k (0 or 1) of rank r's caller.
@@ -101,10 +103,14 @@ class SharedMemory {
     int64_t slot;
     uint64_t number = 0; // the number of this rank's latest op
     int64_t spin_ns = 0; // how long a rank spins before it yields its CPU, and then sleeps
+    // At how many places in their half of each slot the ops begin, in turn; the same on all ranks.
+    int turns = 1;
     // Called while a rank waits: moves messages to and from other hosts, and returns whether some are pending.
     std::function<bool()> progress;
     RankState &state(int of) const { return states[of]; }
-    char *memory(int of) const { return slots + of * slot; }
+    // The memory of a rank's slot for the current op, and how many bytes an op may use there.
+    char *memory(int of) const { return slots + of * slot + start; }
+    int64_t room() const { return slot / 2 - (turns - 1) * TURN_NBYTES; }
     const RankProgram *current() const { return program; }
 
   private:
@@ -120,6 +126,7 @@ class SharedMemory {
     RankState *states = nullptr;
     char *slots = nullptr;
     size_t mapped_nbytes = 0; // 0: the memory is the caller's
+    std::thread::id maker = std::this_thread::get_id();
     int process = 0;          // the process that mapped the memory
     int threads = 1;
     int64_t probe = 0;
@@ -129,6 +136,7 @@ class SharedMemory {
     std::vector<char *> buffers;
     std::vector<Source> sources; // of an instruction, and the memory of its results
     std::vector<char *> results;
+    int64_t start = 0;    // where the current op's memory begins in each slot
     size_t next = 0;      // the next stage
     bool waiting = false; // this rank has reached a barrier that others have not
     OpRecord *record = nullptr;

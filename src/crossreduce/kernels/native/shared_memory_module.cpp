@@ -128,18 +128,20 @@ bool valid_slice(double slice_s) { // false for NaN
 }
 
 PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *) {
-    int fd, rank, ranks, threads;
+    int fd, rank, ranks, threads, turns = 1;
     long long slot;
     double spin_s;
-    if (!PyArg_ParseTuple(args, "iiiLdi", &fd, &rank, &ranks, &slot, &spin_s, &threads)) return nullptr;
+    if (!PyArg_ParseTuple(args, "iiiLdi|i", &fd, &rank, &ranks, &slot, &spin_s, &threads, &turns)) return nullptr;
     if (ranks < 1 || rank < 0 || rank >= ranks || ranks > MAX_RANKS || slot < 0 || slot > MAX_NBYTES / ranks ||
-        slot % 8192 != 0 || threads < 1 || !(spin_s >= 0 && spin_s < 1))
-        return PyErr_Format(PyExc_ValueError, "the arguments are (fd, rank, ranks, slot, spin_s, threads), with "
+        slot % 8192 != 0 || threads < 1 || !(spin_s >= 0 && spin_s < 1) || turns < 1 || turns > 1024 ||
+        (turns > 1 && slot / 2 < turns * TURN_NBYTES))
+        return PyErr_Format(PyExc_ValueError, "the arguments are (fd, rank, ranks, slot, spin_s, threads, turns), with "
                                               "0 <= rank < ranks, slot a multiple of 8192 bytes, spin_s from 0 to 1, "
-                                              "and threads at least 1");
+                                              "threads at least 1, and turns from 1 to 1024 if half a slot has room");
     return make_object<SharedMemoryObject>(type, [&](SharedMemoryObject &self) {
         self.memory = SharedMemory::map(fd, rank, ranks, slot, static_cast<int64_t>(spin_s * 1e9), threads);
         if (self.memory == nullptr) PyErr_SetFromErrno(PyExc_OSError);
+        else self.memory->turns = turns;
         return self.memory != nullptr;
     });
 }
@@ -202,7 +204,7 @@ PyObject *memory_begin(PyObject *object, PyObject *args) {
     if (program == nullptr || !usable(self, true) || !valid_slice(slice_s)) return nullptr;
     const SharedMemory &memory = *self->memory;
     if (until < 0 || static_cast<size_t>(until) > program->stages.size() || memory.current() != nullptr ||
-        program->slots > memory.ranks || program->peers > memory.ranks || program->slot_nbytes > memory.slot / 2 ||
+        program->slots > memory.ranks || program->peers > memory.ranks || program->slot_nbytes > memory.room() ||
         PySequence_Size(addresses) < program->buffers) {
         if (!PyErr_Occurred()) value_error("the rank program does not fit the shared memory, or an op is running");
         return nullptr;
@@ -261,8 +263,7 @@ PyObject *memory_address(PyObject *object, PyObject *args) {
     int rank;
     const SharedMemory *memory = read_rank(object, args, rank);
     if (memory == nullptr) return nullptr;
-    const int64_t half = static_cast<int64_t>(memory->number % 2) * (memory->slot / 2);
-    return PyLong_FromVoidPtr(memory->memory(rank) + half);
+    return PyLong_FromVoidPtr(memory->memory(rank));
 }
 
 PyObject *memory_caller(PyObject *object, PyObject *) { return PyLong_FromUnsignedLong(memory_of(object)->caller); }
