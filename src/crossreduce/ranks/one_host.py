@@ -37,8 +37,9 @@ BLOCKING_PIECE_BYTES: Final = {"all_reduce": 1 << 17, "reduce": 1 << 17, "reduce
 COPIED_PIECE_BYTES: Final = 1 << 18
 """The most bytes that a rank contributes to a piece where three or more ranks only wait while an op runs.
 
-Measured on 2 cores, as the time over that with pieces of 1 MiB. Reductions: 128 KiB 0.86 to 0.95 (8 ranks) and 0.85 to
-1.05 (4 ranks), but 1.07 for a step of DDP on 8 ranks, in which a rank waits for a CPU at each piece. Copies: 256 KiB 0.9 to 1.02."""
+Measured on 2 cores, 1 to 16 MiB, as the time over that with pieces of 1 MiB: reductions of 8 ranks with 128 KiB 0.84 to
+0.96, of 4 ranks 0.85 to 1.06; copies with 256 KiB 0.90 to 1.02. But a step of DDP on 8 ranks, in which each piece waits
+until every rank has got a CPU, takes 1.07 with 128 KiB."""
 
 PAIR_BYTES: Final = 1 << 13
 """From this size on, two ranks read the memory of each other's process, where that is allowed (see ``pairs``)."""

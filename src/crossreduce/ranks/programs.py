@@ -33,9 +33,9 @@ PIECE_BYTES: Final = 1 << 20
 # the results of the previous one. A half has room for two pieces, which is what the programs of ``one_host`` need,
 # and for rounding. Schedules with more intermediate values get smaller pieces.
 SLOT_BYTES: Final = 2 * (2 * PIECE_BYTES + (1 << 18))
-# In a group of two ranks, ops begin at this many places in their half of each slot, in turn, TURN_BYTES apart (as in the
-# native shared_memory.hpp), so that a rank does not write to lines that are still in the other's cache: all-reduces of
-# 16 and 32 KiB take 0.7 to 0.8 of the time. With 4 and 8 ranks it is 1.0 to 1.1.
+# In a group of two ranks, ops begin at this many places in their half of each slot, in turn, TURN_BYTES apart (as in
+# the native shared_memory.hpp). So a rank writes to lines that have left the other's first-level cache: all-reduces of
+# 16 and 32 KiB take 0.7 to 0.8 of the time. With 4 and 8 ranks they take 1.0 to 1.1.
 PAIR_TURNS: Final = 4
 TURN_BYTES: Final = 1 << 15
 # A rank writes results of at least this many bytes with streaming stores. All ranks of a host write at the same
