@@ -122,8 +122,8 @@ class Member(Peers):
         self.hosts, self.host = found.hosts, found.host
         spin_s = SPIN_S if len(self.host) <= found.cpus else 0.0
         try:
-            ranks = len(self.host)
-            self.memory = RankMemory(found.fd, self.host, self.rank, slot(ranks), spin_s, turns(ranks))
+            count = len(self.host)
+            self.memory = RankMemory(found.fd, self.host, self.rank, slot(count), spin_s, turns(count))
         except OSError as error:
             problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
             raise ReductionError.of(problem, str(error), remedy) from error
