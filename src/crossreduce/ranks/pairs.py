@@ -15,7 +15,7 @@ from ..packing import itemsize
 from .instructions import PEER_BUFFER, BufferReference, RankInstruction
 from .programs import STREAMING_BYTES
 
-PAIRED: Final = ("broadcast", "all_gather", "reduce_scatter")
+PAIRED: Final = ("broadcast", "all_gather", "reduce_scatter", "all_to_all")
 # Pieces of the other rank's array are read into the slot. They should stay in the second-level cache.
 PIECE_BYTES: Final = 1 << 17
 
@@ -44,6 +44,8 @@ def pair_stages(
         return [[], [] if rank == root else [copied(of_peer(0), ~0)], []]
     if collective == "all_gather":
         return [[], [copied(~0, ~(1 + rank)), copied(of_peer(0), ~(1 + other))], []]
+    if collective == "all_to_all":
+        return [[], [copied(~rank, ~(2 + rank)), copied(of_peer(rank), ~(2 + other))], []]
     assert collective == "reduce_scatter", collective
     made = []
     for start in range(0, size, PIECE_BYTES // nbytes):

@@ -59,7 +59,7 @@ def prepare(
     Args:
       calls: what the call is added to.
       communicator: the group.
-      collective: "all_reduce", "broadcast", "all_gather" or "reduce_scatter".
+      collective: "all_reduce", "broadcast", "all_gather", "reduce_scatter" or "all_to_all".
       op: the reduction; ``None``: arrays are copied.
       root: the root of a broadcast.
       x: the NumPy array or torch tensor that was given, in C order.
@@ -75,6 +75,7 @@ def prepare(
         "broadcast": whole if root == communicator.rank else whole_result,
         "all_gather": whole + [(True, k * given) for k in range(size)],
         "reduce_scatter": [(False, k * made) for k in range(size)] + whole_result,
+        "all_to_all": [(to, k * (given // size)) for to in (False, True) for k in range(size)],
     }[collective]
     with communicator.lock:
         executable = communicator.executable(collective, op, array, root)
