@@ -62,6 +62,7 @@ def every_collective(rendezvous):
         op = "max" if dtype == "bool" else "sum"
         combine = np.max if dtype == "bool" else np.sum
         total = combine(np.stack(xs), 0).astype(xs[0].dtype)
+        columns = [each[me] for each in stacked]
         row_total = combine(np.stack(stacked), 0).astype(xs[0].dtype)[me]
         for turn in range(3):  # the first takes the path in Python
             before = counter.hits
@@ -72,6 +73,8 @@ def every_collective(rendezvous):
                 "all_reduce, in place": (group.all_reduce(here := xs[me].copy(), op.upper(), here), total),
                 "reduce_scatter": (group.reduce_scatter(stacked[me], op), row_total),
                 "all_gather": (group.all_gather(xs[me]), np.stack(xs)),
+                "all_to_all": (group.all_to_all(stacked[me]), np.stack(columns)),
+                "all_to_all, out": (group.all_to_all(stacked[me], np.empty_like(stacked[me])), np.stack(columns)),
                 "broadcast": (group.broadcast(xs[me], n - 1), xs[n - 1]),
                 "broadcast, in place": (group.broadcast(there := xs[me].copy(), 0, out=there), xs[0]),
             }
@@ -81,8 +84,11 @@ def every_collective(rendezvous):
                 assert (found == expected).all(), (name, dtype, row, turn)
             assert runs["all_reduce, out"][0] is out
             assert (xs[me] == array(me, row, dtype, seed)).all(), "an input was written"
+            assert (stacked[me] == array(me, (n, *row), dtype, 100 + seed)).all(), "an input was written"
             if turn:
                 assert counter.hits - before == len(runs)
+            moved = stacked[me].copy()
+            assert (group.all_to_all(moved, out=moved) == np.stack(columns)).all(), (dtype, row, turn)
     group.close()
 
 

@@ -370,6 +370,18 @@ def test_pieces_of_real_size(collective):
             run([Op(collective, size, "float64", root) for size in (step - 1, step, step + 1)], ranks, draw)
 
 
+def test_pieces_of_ranks_that_only_wait_are_small():
+    """Three or more ranks that do not compute while an op runs use pieces of 128 KiB, and 256 KiB where data is only
+    copied; others use pieces of 1 MiB."""
+    for ranks, overlapping, combined, copied in ((3, False, 32, 16), (3, True, 4, 4), (2, False, 4, 4)):
+        engine = one_host.OneHostEngine(0, ranks, overlapping=overlapping)
+        for collective, stages in (("all_reduce", combined + 2), ("broadcast", copied + 1)):
+            made = engine.compile(
+                collective, 1 << 20, numbers("float32"), 0 if collective == "broadcast" else None, b""
+            )
+            assert made.stages == stages, (collective, ranks, overlapping)
+
+
 def piece_size(collective, ranks, root, dtype, algorithm=None):
     op = Op(collective, 1 << 24, dtype, root, algorithm)
     program, arrays, _ = chosen(op, ranks)

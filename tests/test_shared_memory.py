@@ -17,6 +17,7 @@ from crossreduce.errors import ArgumentError, CollectiveTimeout, PeerLostError, 
 from crossreduce.kernels import FusedProgram, Segment
 from crossreduce.ranks.communicator import encoded_text
 from crossreduce.ranks.instructions import PEER_BUFFER
+from crossreduce.ranks.programs import TURN_BYTES
 from crossreduce.ranks.shared_memory import (
     DONE,
     LEFT,
@@ -67,6 +68,32 @@ def fd():
 def pair(fd):
     """Return the shared memory of two ranks in one process."""
     return [native.SharedMemory(fd, rank, 2, SLOT, 0.0, 1) for rank in (0, 1)]
+
+
+def test_ops_begin_at_places_in_turn():
+    """Ops use the halves of the slots in turn, and in each half the places; both ranks find each other's data there."""
+    turns, slot = 3, 2 * 4 * TURN_BYTES
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, native.SharedMemory.nbytes(2, slot))
+    one, other = (native.SharedMemory(fd, rank, 2, slot, 0.0, 1, turns) for rank in (0, 1))
+    os.close(fd)
+    start, room = one.address(0), slot // 2 - (turns - 1) * TURN_BYTES
+    writes, reads = (
+        native.RankProgram([[copy((~0, 0), (0, room - 64))], []]),
+        native.RankProgram([[], [copy((0, room - 64), (~0, 0))]]),
+    )
+    given, found, places = (ctypes.c_int64 * 8)(), (ctypes.c_int64 * 8)(), []
+    for number in range(1, 13):
+        given[7] = number
+        assert one.begin(writes, (ctypes.addressof(given),), "a", 2, 0.0) == WAITING
+        assert other.begin(reads, (ctypes.addressof(found),), "a", 2, 1.0) == DONE
+        assert one.advance(2, 1.0) == DONE
+        assert found[7] == number
+        places.append(one.address(0) - start)
+        assert other.address(1) - one.address(0) == slot
+    assert places == [number % 2 * slot // 2 + number // 2 % turns * TURN_BYTES for number in range(1, 13)]
+    beyond = native.RankProgram([[copy((~0, 0), (0, room - 56))], []])
+    raises(ValueError, one.begin, beyond, (ctypes.addressof(given),), "a", 2, 0.0)
 
 
 def raises(kinds, call, *args):
@@ -130,6 +157,8 @@ def test_an_instruction_with_several_tensors_raises():
         (0, 2, SLOT, math.nan, 1),
         (0, 2, SLOT, 0.0, 0),  # the number of threads is 0, then missing
         (0, 2, SLOT, 0.0),
+        (0, 2, SLOT, 0.0, 1, 0),  # no turns, and more than half a slot has room for
+        (0, 2, SLOT, 0.0, 1, SLOT // 2 // TURN_BYTES + 1),
         ("0", 2, SLOT, 0.0, 1),  # a rank that is not an integer, and a number of ranks beyond 32 bits
         (0, 2**40, SLOT, 0.0, 1),
     ],

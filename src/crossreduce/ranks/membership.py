@@ -231,7 +231,7 @@ class Member(Peers):
         remote = self._remote is not None and all(
             self._remote.is_waiting_for_hosts(rank) and not is_stopped(self.peers[rank].pid) for rank in missing
         )
-        timed_out = bool(missing) and waited_s > self.timeout_s + DECISION_S * remote
+        timed_out = bool(missing) and waited_s > self.timeout_s + DECISION_S * timer.has_excuse(remote)
         if timed_out or (missing and timer.is_warning_due()):
             missing = self._stopped(missing) or missing  # the others may wait for the stopped ones
             late = {self.global_ranks[rank]: self.memory.last_call(rank) for rank in missing}

@@ -24,6 +24,7 @@ from .diagnostics import CallSignature
 
 SLICE_S: Final = 0.05  # a rank waits this long before it handles signals and checks the other ranks
 SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time that sleeping and waking take
+EXCUSE_S: Final = 1.0
 MAX_TEXT_BYTES: Final = 232  # the limit of a call's description; as in the native shared_memory.hpp
 MAX_CAUSE_BYTES: Final = 2040
 LEFT: Final = "left the group"
@@ -181,6 +182,7 @@ class WaitTimer:
     def __init__(self, warn_s: float) -> None:
         self._began = self._queried = time.monotonic()
         self._warn_s, self._warned = warn_s, False
+        self._excused = -EXCUSE_S
         self._arrivals: int | None = None
 
     def waited_s(self, arrivals: int) -> float:
@@ -190,6 +192,15 @@ class WaitTimer:
                 self._began = time.monotonic()
             self._arrivals = arrivals
         return time.monotonic() - self._began
+
+    def has_excuse(self, now: bool) -> bool:
+        """Return whether the late ranks have an excuse ``now``, or had one in the last second.
+
+        A rank whose excuse has ended needs some time to reach the barrier.
+        """
+        if now:
+            self._excused = time.monotonic()
+        return time.monotonic() < self._excused + EXCUSE_S
 
     def is_warning_due(self) -> bool:
         """Return whether a warning is due now; ``True`` at most once."""

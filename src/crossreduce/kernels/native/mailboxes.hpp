@@ -50,8 +50,10 @@ struct Box { // of one rank
     std::atomic<uint64_t> address;          // at this address
 };
 
+enum Kind : uint32_t { DATA, OFFER, DONE, PULL, PART };
+
 struct Record {
-    uint32_t kind, length; // `length` bytes follow
+    uint32_t kind, length; // a Kind; `length` bytes follow
     int64_t tag;           // of a part: its position in the message
     uint64_t id;           // the sender's number of the message; of `done` and `pull`, the receiver's of those
 };

@@ -1,0 +1,204 @@
+// The progress of messages: reading the memory of other processes, waiting, and the helper.
+#include <algorithm>
+
+#include "futex.hpp"
+#include "mailboxes.hpp"
+
+#if defined(__linux__)
+#include <csignal>
+#include <sched.h>
+#include <sys/uio.h>
+#include <system_error>
+
+namespace {
+
+constexpr uint64_t PIECE = 1 << 18;       // how much is read before a thread looks for other work, or ends its wait
+constexpr int64_t FIRST_NAP_NS = 1000000; // a rank that sleeps asks the other one for help after this time,
+                                          // and again each time it has doubled
+constexpr int64_t HELP_NS = 100000000;    // a helper without work sleeps after this time
+
+} // namespace
+
+// Read from the memory of another rank's process. Return false if that fails.
+bool Mailboxes::read_peer(int of, uint64_t from, char *to, uint64_t count) const {
+    const auto process_id = static_cast<pid_t>(boxes[of].process.load());
+    while (count > 0) {
+        iovec here = {to, static_cast<size_t>(count)}, there = {reinterpret_cast<void *>(from), here.iov_len};
+        const ssize_t moved = process_vm_readv(process_id, &here, 1, &there, 1, 0);
+        if (moved <= 0) return false;
+        to += moved, from += static_cast<uint64_t>(moved), count -= static_cast<uint64_t>(moved);
+    }
+    return true;
+}
+
+bool Mailboxes::can_read(int src) {
+    signed char &known = readable[static_cast<size_t>(src)];
+    if (known < 0) {
+        int64_t found = 0;
+        known = may_read && read_peer(src, boxes[src].address.load(), reinterpret_cast<char *>(&found), sizeof found) &&
+                found == boxes[src].probe.load();
+    }
+    return known != 0;
+}
+
+// Begin to read no further piece of a message.
+void Mailboxes::end_reading(const Shared &message) {
+    const auto at = std::find(reads.begin(), reads.end(), message);
+    if (at != reads.end()) reads.erase(at);
+    unread.store(static_cast<int>(reads.size()));
+}
+
+// Read a piece of an offer without the lock; other threads may read others. Return false if there is none.
+bool Mailboxes::read_some(Lock &lock) {
+    if (reads.empty()) return false;
+    const Shared message = reads.front();
+    const uint64_t start = message->moved, count = std::min(PIECE, message->nbytes - start);
+    message->moved += count;
+    message->readers++;
+    if (message->moved == message->nbytes) end_reading(message);
+    lock.unlock();
+    const bool good = read_peer(message->source, message->address + start, message->memory + start, count);
+    lock.lock();
+    message->readers--;
+    message->read += count;
+    if (!good) {
+        message->failed = true;
+        end_reading(message);
+    }
+    if (message->withdrawn || message->readers > 0) return true;
+    // A rank that leaves says so before it frees its memory. Its message is lost, and its end will be noticed.
+    // After a rank has given up, others do not wait for it to read their memory.
+    if ((message->failed || message->read == message->nbytes) && (mood(message->source) != OPEN || mood(rank) != OPEN))
+        return true;
+    if (message->failed) {
+        readable[static_cast<size_t>(message->source)] = 0;
+        message->moved = 0;
+        pulled[{message->source, message->offer}] = message;
+        reply(message->source, PULL, message->offer);
+    } else if (message->read == message->nbytes) {
+        reply(message->source, DONE, message->offer, message, MessageStatus::done);
+    }
+    return true;
+}
+
+// Progress
+
+// Do what this rank can do now; begin nothing after `until_ns`. Return whether anything had changed.
+bool Mailboxes::advance(int64_t until_ns) {
+    if (own().bell.load() == scanned.load(std::memory_order_relaxed) && unread.load(std::memory_order_relaxed) == 0)
+        return false;
+    Lock lock(mutex);
+    do {
+        const uint32_t seen = own().bell.load();
+        if (seen != scanned.load(std::memory_order_relaxed)) {
+            scanned.store(seen);
+            for (int of = 0; of < ranks; of++) {
+                drain(of);
+                if (!outgoing[static_cast<size_t>(of)].empty() || !streams[static_cast<size_t>(of)].empty()) flush(of);
+            }
+        }
+    } while (read_some(lock) && now_ns() < until_ns && !closed.load());
+    return true;
+}
+
+MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64_t &nbytes) {
+    Shared message;
+    {
+        const Lock lock(mutex);
+        const auto found = messages.find(id);
+        if (found == messages.end()) return MessageStatus::unknown;
+        message = found->second;
+    }
+    const auto finished = [&] { return message->status.load() != MessageStatus::waiting; };
+    const auto result = [&] {
+        const MessageStatus status = message->status.load();
+        if (status == MessageStatus::waiting) return status; // another thread may match it now
+        source = message->source;
+        nbytes = message->found_nbytes;
+        return status;
+    };
+    int64_t now = now_ns(), since = now, nap = FIRST_NAP_NS;
+    const int64_t until = now + slice_ns;
+    advance(until);
+    if (slice_ns <= 0 && !finished()) call_for_help(message->peer);
+    if (slice_ns <= 0 || finished()) return result();
+    waiters.fetch_add(1);
+    bool undisturbed = true; // by signals, which Python handles
+    while (undisturbed && !finished() && (now = now_ns()) < until && !closed.load()) {
+        bool changed = false;
+        if (now < since + spin_ns) {
+            for (int k = 0; k < 64 && !(changed = advance(until)); k++) relax();
+        } else if (now < since + YIELD_NS) {
+            sched_yield();
+            changed = advance(until);
+        } else {
+            call_for_help(message->peer);
+            own().sleepers.fetch_add(1);
+            const uint32_t seen = own().bell.load();
+            if (seen == scanned.load() && !finished() && unread.load() == 0 && !closed.load())
+                undisturbed = futex_wait(own().bell, seen, std::min(nap, until - now));
+            own().sleepers.fetch_sub(1);
+            nap = std::min(2 * nap, slice_ns);
+            changed = advance(until);
+        }
+        if (changed) since = now_ns();
+    }
+    waiters.fetch_sub(1);
+    return result();
+}
+
+// Wake the helper of a rank, or of all ranks, if it can do anything.
+void Mailboxes::call_for_help(int of) const {
+    for (int to = of == ANY_RANK ? 0 : of; to < (of == ANY_RANK ? ranks : of + 1); to++) {
+        Box &box = boxes[to];
+        if (to == rank || box.pending.load() == 0) continue;
+        wake_helper(to);
+    }
+}
+
+void Mailboxes::wake_helper(int of) const {
+    boxes[of].help.fetch_add(1);
+    if (boxes[of].helpers.load() > 0) futex_wake_all(boxes[of].help);
+}
+
+void Mailboxes::start_helper() {
+    if (helper != nullptr || helper_failed || unfinished == 0) return;
+    sigset_t all, before; // signals are for Python's threads
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+        helper = new std::thread([this] { help(); });
+    } catch (const std::system_error &) { // too many threads: then only waiting threads make progress
+        helper_failed = true;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+// The helper works while another rank waits for this one, and no thread of this rank waits, or while it reads.
+void Mailboxes::help() {
+    Box &box = own();
+    while (!closed.load()) {
+        const uint32_t seen = box.help.load();
+        box.helpers.store(1);
+        if (!closed.load()) futex_wait(box.help, seen, int64_t{3600} * 1000000000);
+        box.helpers.store(0);
+        if (box.help.load() == seen) continue;
+        int64_t worked = now_ns();
+        while (!closed.load() && (waiters.load() == 0 || unread.load() > 0) && box.pending.load() != 0 && now_ns() < worked + HELP_NS) {
+            if (advance(now_ns() + HELP_NS)) {
+                worked = now_ns();
+                continue;
+            }
+            box.sleepers.fetch_add(1);
+            const uint32_t value = box.bell.load();
+            if (value == scanned.load() && unread.load() == 0 && !closed.load()) futex_wait(box.bell, value, HELP_NS / 4);
+            box.sleepers.fetch_sub(1);
+        }
+    }
+}
+
+#else // no futex
+
+MessageStatus Mailboxes::wait(uint64_t, int64_t, int &, uint64_t &) { return MessageStatus::done; }
+
+#endif
