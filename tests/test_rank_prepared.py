@@ -102,7 +102,7 @@ def every_collective_without_reading_peers(rendezvous):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory.RankMemory, "can_read_all", can_read_all)
-        patch.setattr(one_host, "pair_stages", None)
+        patch.setattr(one_host, "peer_stages", None)
         every_collective(rendezvous)
     assert len(asked) == 1
 

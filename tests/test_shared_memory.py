@@ -16,7 +16,7 @@ from crossreduce import kernels
 from crossreduce.errors import ArgumentError, CollectiveTimeout, PeerLostError, decoded, encoded
 from crossreduce.kernels import FusedProgram, Segment
 from crossreduce.ranks.communicator import encoded_text
-from crossreduce.ranks.instructions import PEER_BUFFER
+from crossreduce.ranks.instructions import PEER_BUFFER, READABLE_BUFFERS
 from crossreduce.ranks.programs import TURN_BYTES
 from crossreduce.ranks.shared_memory import (
     DONE,
@@ -323,7 +323,7 @@ def test_copies_from_the_memory_of_another_process(pair):
     one, other = pair
     assert one.can_read(1)
     source, result = (ctypes.c_int64 * 8)(*range(8)), (ctypes.c_int64 * 8)()
-    copies = native.RankProgram([[], [copy((PEER_BUFFER + 2, 16), (~1, 0), 6)], []])
+    copies = native.RankProgram([[], [copy((PEER_BUFFER + READABLE_BUFFERS, 16), (~1, 0), 6)], []])
     for address, outcome in ((ctypes.addressof(source), DONE), (8, UNREADABLE)):
         assert one.begin(copies, (0, ctypes.addressof(result)), "a", 2, 0.0) == WAITING
         assert other.begin(nothing(3), (address,), "a", 2, 1.0) == DONE
@@ -336,7 +336,7 @@ def test_a_process_that_dies_before_its_memory_is_read(fd):
     """A copy from the memory of a process that has ended stops the op; it may have arrived at the next barrier."""
     one = native.SharedMemory(fd, 0, 2, SLOT, 0.0, 1)
     result = (ctypes.c_int64 * 8)(*[7] * 8)
-    copies = native.RankProgram([[], [copy((PEER_BUFFER + 2, 0), (~1, 0))], []])
+    copies = native.RankProgram([[], [copy((PEER_BUFFER + READABLE_BUFFERS, 0), (~1, 0))], []])
     child = os.fork()
     if not child:
         other = native.SharedMemory(fd, 1, 2, SLOT, 0.0, 1)
@@ -354,7 +354,7 @@ def test_other_processes_are_only_read(pair):
     for sources, results in (((own,), (peer,)), ((peer, own), (own,)), ((peer,), (own, own))):
         one = kernel(len(sources), len(results)), sources, results, False
         raises(ValueError, native.RankProgram, [[one], []])
-    beyond = native.RankProgram([[copy((PEER_BUFFER + 4, 0), own)], []])
+    beyond = native.RankProgram([[copy((PEER_BUFFER + 2 * READABLE_BUFFERS, 0), own)], []])
     raises(ValueError, pair[0].begin, beyond, (0,), "a", 2, 0.0)
 
 

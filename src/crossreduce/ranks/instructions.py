@@ -16,7 +16,9 @@ from ..ops import ACCUMULATORS, INTEGERS, KERNEL_OPS, Numbers, ReduceOp
 from ..packing import itemsize
 
 PEER_BUFFER: Final = 1 << 20
-"""The region of buffer k, 0 or 1, of the caller of rank r is ``PEER_BUFFER + 2 r + k``; it can only be copied."""
+READABLE_BUFFERS: Final = 64
+"""The region of buffer k < ``READABLE_BUFFERS`` of the caller of rank r is ``PEER_BUFFER + READABLE_BUFFERS r + k``, as
+in the native shared_memory.hpp; it can only be copied."""
 
 
 class BufferReference(NamedTuple):

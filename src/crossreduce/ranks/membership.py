@@ -37,6 +37,7 @@ from ..transports.tcp import TcpTransport
 from . import diagnostics, flight_recorder
 from .bootstrap import bootstrap
 from .diagnostics import DOCTOR
+from .instructions import READABLE_BUFFERS
 from .multi_host import MultiHostEngine
 from .one_host import OneHostEngine
 from .peers import PeerInfo, Peers
@@ -100,7 +101,7 @@ class Member(Peers):
                 self.memory.native.carry(self.transport.connections)
             self.transport = self._watched = WatchedTransport(self.transport, self._warn_of_remote_wait)
             self._remote = MultiHostEngine(self.hosts, self.rank, self.memory, self.transport)
-        self.engine = self._remote or OneHostEngine(self.rank, self.size, self._reads_peer, overlapping)
+        self.engine = self._remote or OneHostEngine(self.rank, self.size, self._reads_peers, overlapping)
         _LOG.info('group "%s": %d ranks on hosts %s', name, self.size, self._global_hosts())
 
     def _join_host(self) -> None:
@@ -130,7 +131,7 @@ class Member(Peers):
         own = PeerInfo(os.getpid(), socket.gethostname(), os.urandom(8).hex())
         self.peers = [PeerInfo(*json.loads(info)) for info in self.rendezvous.all_gather(json.dumps(own).encode())]
         self.token = self.peers[0].token
-        self._reads_peer = len(self.host) == self.size == 2 and all(
+        self._reads_peers = 1 < len(self.host) == self.size <= READABLE_BUFFERS and all(
             self.rendezvous.all_gather(b"1" if self.memory.can_read_all() else b"")
         )
         # alive() looks for the file lock that a rank's process holds. A process cannot detect its own locks, so a rank

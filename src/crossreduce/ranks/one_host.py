@@ -22,7 +22,7 @@ from ..planning import direct, one_shot
 from ..schedule import Chunk, Schedule, Step
 from .exchange import ExchangeProgram
 from .instructions import RankInstruction, native_program
-from .pairs import PAIRED, pair_stages
+from .peer_memory import is_used, peer_stages
 from .programs import rank_stages
 from .shared_memory import StageRunner
 
@@ -40,9 +40,6 @@ COPIED_PIECE_BYTES: Final = 1 << 18
 Measured on 2 cores, 1 to 16 MiB, as the time over that with pieces of 1 MiB: reductions of 8 ranks with 128 KiB 0.84 to
 0.96, of 4 ranks 0.85 to 1.06; copies with 256 KiB 0.90 to 1.02. But a step of DDP on 8 ranks, in which each piece waits
 until every rank has got a CPU, takes 1.07 with 128 KiB."""
-
-PAIR_BYTES: Final = 1 << 13
-"""From this size on, two ranks read the memory of each other's process, where that is allowed (see ``pairs``)."""
 
 
 class RankExecutable(NamedTuple):
@@ -65,13 +62,13 @@ class RankExecutable(NamedTuple):
 class OneHostEngine:
     """Compiles and runs the calls of rank number ``rank`` of the ``ranks`` ranks of a host."""
 
-    def __init__(self, rank: int, ranks: int, reads_peer: bool = False, overlapping: bool = True) -> None:
+    def __init__(self, rank: int, ranks: int, reads_peers: bool = False, overlapping: bool = True) -> None:
         """Make the engine of a rank.
 
-        ``reads_peer``: whether there are two ranks, and each may read the memory of the other's process.
+        ``reads_peers``: whether each rank may read the memory of the others' processes.
         ``overlapping``: whether ranks may compute while an op runs; the same on all ranks.
         """
-        self._rank, self._ranks, self._reads_peer = rank, ranks, reads_peer
+        self._rank, self._ranks, self._reads_peers = rank, ranks, reads_peers
         self._small_pieces = ranks > 2 and not overlapping
 
     def compile(self, collective: str, size: int, numbers: Numbers, root: int | None, text: bytes) -> RankExecutable:
@@ -83,8 +80,8 @@ class OneHostEngine:
         stages: Sequence[Any] = [[], []]  # one barrier, which compares the calls
         if collective:
             nbytes = size * itemsize(numbers.dtype)
-            if self._reads_peer and collective in PAIRED and nbytes >= PAIR_BYTES:
-                stages = pair_stages(collective, root, size, numbers, self._rank)
+            if self._reads_peers and is_used(collective, self._ranks, nbytes):
+                stages = peer_stages(collective, self._ranks, root, size, numbers, self._rank)
             else:
                 found = host_collective(collective, self._ranks, root, nbytes)
                 piece = BLOCKING_PIECE_BYTES.get(collective, COPIED_PIECE_BYTES) if self._small_pieces else None

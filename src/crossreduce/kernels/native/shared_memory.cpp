@@ -111,7 +111,7 @@ SharedMemory *SharedMemory::map(int fd, int rank, int ranks, int64_t slot, int64
     RankState &own = made->states[rank];
     own.process.store(made->process, std::memory_order_relaxed);
     own.probe.store(made->probe, std::memory_order_relaxed);
-    own.buffers[0][0].store(reinterpret_cast<uint64_t>(&made->probe), std::memory_order_release);
+    own.buffer(0, 0).store(reinterpret_cast<uint64_t>(&made->probe), std::memory_order_release);
     return made;
 }
 
@@ -120,11 +120,11 @@ SharedMemory::~SharedMemory() {
     if (mapped_nbytes > 0 && getpid() == process) munmap(group, mapped_nbytes);
 }
 
-// Read from buffer 0 or 1 of the caller of another rank's current op. Return false, with errno, if that fails.
+// Read from a buffer of the caller of another rank's current op. Return false, with errno, if that fails.
 bool SharedMemory::read_peer(int of, int buffer, int64_t offset, char *to, int64_t nbytes) const {
-    const RankState &peer = states[of];
+    RankState &peer = states[of];
     const auto process_id = static_cast<pid_t>(peer.process.load(std::memory_order_relaxed));
-    uint64_t from = peer.buffers[number % 2][buffer].load(std::memory_order_acquire) + static_cast<uint64_t>(offset);
+    uint64_t from = peer.buffer(number, static_cast<size_t>(buffer)).load(std::memory_order_acquire) + static_cast<uint64_t>(offset);
     while (nbytes > 0) {
         iovec here = {to, static_cast<size_t>(nbytes)}, there = {reinterpret_cast<void *>(from), here.iov_len};
         const ssize_t count = process_vm_readv(process_id, &here, 1, &there, 1, 0);
@@ -240,8 +240,8 @@ void SharedMemory::begin(const RankProgram &new_program, std::vector<char *> mem
     record->write(number, signature, now_ns(CLOCK_MONOTONIC));
     own.number.store(number, std::memory_order_release);
     if (is_aborted()) return; // this op will not run; others may still need what the last ones published
-    for (size_t k = 0; k < 2 && k < buffers.size(); k++)
-        own.buffers[number % 2][k].store(reinterpret_cast<uint64_t>(buffers[k]), std::memory_order_relaxed);
+    for (size_t k = 0; k < READABLE_BUFFERS && k < buffers.size(); k++)
+        own.buffer(number, k).store(reinterpret_cast<uint64_t>(buffers[k]), std::memory_order_relaxed);
     own.digests[number % 2].store(digest_of(signature, number), std::memory_order_relaxed);
 }
 
@@ -265,7 +265,8 @@ Outcome SharedMemory::run(const std::vector<Instruction> &instructions) {
         if (one.sources[0].region >= PEER_BUFFER) { // a copy
             const int64_t nbytes = one.kernel->elements * static_cast<int64_t>(ITEMSIZES[one.kernel->result]);
             const int peer = one.sources[0].region - PEER_BUFFER;
-            if (read_peer(peer / 2, peer % 2, one.sources[0].offset, address(one.results[0]), nbytes)) continue;
+            const int of = peer / READABLE_BUFFERS, buffer = peer % READABLE_BUFFERS;
+            if (read_peer(of, buffer, one.sources[0].offset, address(one.results[0]), nbytes)) continue;
             return group->aborted.load(std::memory_order_acquire) != 0 ? Outcome::aborted : Outcome::unreadable;
         }
         sources.clear();

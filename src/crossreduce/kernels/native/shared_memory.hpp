@@ -16,10 +16,11 @@
 #include "kernel.hpp"
 
 constexpr int PEER_BUFFER = 1 << 20;
+constexpr int READABLE_BUFFERS = 64; // how many of the first buffers of a caller other ranks may read
 constexpr int64_t TURN_NBYTES = 1 << 15; // the distance between the places at which ops begin
 
 struct BufferRef { // the location of an operand
-    // A rank: that rank's slot; ~k: the caller's buffer k; PEER_BUFFER + 2 r + k: buffer k (0 or 1) of rank r's caller.
+    // A rank: that rank's slot; ~k: the caller's buffer k; PEER_BUFFER + READABLE_BUFFERS r + k: buffer k of rank r's.
     int region;
     int64_t offset; // bytes
 };
@@ -62,10 +63,16 @@ struct alignas(64) RankState {
     std::atomic<uint32_t> bell;       // a futex: the lower half of `arrivals`
     std::atomic<uint32_t> sleepers;   // the number of ranks that wait on it
     // The addresses of buffers 0 and 1 of the callers of its last two ops; at first the address of `probe`.
-    std::atomic<uint64_t> buffers[2][2];
+    std::atomic<uint64_t> first_buffers[2][2];
     alignas(64) std::atomic<uint64_t> number; // the number of the rank's latest op
     std::atomic<int64_t> process, probe;      // the rank's process; a number that can also be read in its memory
     OpRecord records[RECORDED_OPS];
+    std::atomic<uint64_t> more_buffers[2][READABLE_BUFFERS - 2];
+
+    // The address of a buffer of the caller of an op.
+    std::atomic<uint64_t> &buffer(uint64_t op, size_t k) {
+        return k < 2 ? first_buffers[op % 2][k] : more_buffers[op % 2][k - 2];
+    }
 };
 
 struct GroupState { // at the start of the memory; the states of the ranks and the slots follow

@@ -32,11 +32,11 @@ bool read_refs(PyObject *list, size_t count, int64_t nbytes, std::vector<BufferR
         std::vector<int64_t> fields;
         if (!one || !read_ints(one.object, fields)) return false;
         if (fields.size() != 2 || fields[1] < 0 || fields[1] > MAX_NBYTES || fields[0] < -MAX_REGIONS ||
-            fields[0] >= PEER_BUFFER + 2 * MAX_RANKS || (fields[0] > MAX_REGIONS && fields[0] < PEER_BUFFER))
+            fields[0] >= PEER_BUFFER + READABLE_BUFFERS * MAX_RANKS || (fields[0] > MAX_REGIONS && fields[0] < PEER_BUFFER))
             return value_error("an operand of an instruction is (region, offset)");
         const int region = static_cast<int>(fields[0]);
         if (region >= PEER_BUFFER) {
-            program.peers = std::max(program.peers, (region - PEER_BUFFER) / 2 + 1);
+            program.peers = std::max(program.peers, (region - PEER_BUFFER) / READABLE_BUFFERS + 1);
         } else if (region >= 0) {
             program.slots = std::max(program.slots, region + 1);
             program.slot_nbytes = std::max(program.slot_nbytes, fields[1] + nbytes);
@@ -211,8 +211,9 @@ PyObject *memory_begin(PyObject *object, PyObject *args) {
     }
     try {
         std::vector<char *> buffers;
-        // The first two also if only other ranks read them.
-        const Py_ssize_t count = std::min<Py_ssize_t>(PySequence_Size(addresses), std::max(program->buffers, 2));
+        // The first ones also if only other ranks read them.
+        const Py_ssize_t most = std::max(program->buffers, READABLE_BUFFERS);
+        const Py_ssize_t count = std::min<Py_ssize_t>(PySequence_Size(addresses), most);
         for (Py_ssize_t k = 0; k < count; k++) {
             Ref one(item(addresses, k));
             buffers.push_back(one ? static_cast<char *>(PyLong_AsVoidPtr(one.object)) : nullptr);
