@@ -17,9 +17,11 @@ from crossreduce.ranks import programs  # noqa: E402
 programs.PIECE_BYTES = 16  # before other modules read it: small arrays have many pieces
 
 from crossreduce import mpi  # noqa: E402
-from crossreduce.ranks import multi_host, one_host  # noqa: E402
+from crossreduce.ranks import multi_host, one_host, peer_memory  # noqa: E402
 
-one_host.SMALL_BYTES = multi_host.SMALLEST_PIECE = 16
+one_host.SMALL_BYTES = multi_host.SMALLEST_PIECE = one_host.COPIED_PIECE_BYTES = 16
+one_host.BLOCKING_PIECE_BYTES.clear()
+peer_memory.LEAST_BYTES = peer_memory.LEAST_BYTES_OF_TWO_RANKS = peer_memory.PIECE_BYTES = 64
 
 
 def array(made, views):

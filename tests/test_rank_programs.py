@@ -372,7 +372,7 @@ def test_pieces_of_real_size(collective):
 
 def test_pieces_of_ranks_that_only_wait_are_small():
     """Three or more ranks that do not compute while an op runs use pieces of 128 KiB, and 256 KiB where data is only
-    copied; others use pieces of 1 MiB."""
+    copied; others, and very large arrays, use pieces of 1 MiB."""
     for ranks, overlapping, combined, copied in ((3, False, 32, 16), (3, True, 4, 4), (2, False, 4, 4)):
         engine = one_host.OneHostEngine(0, ranks, overlapping=overlapping)
         for collective, stages in (("all_reduce", combined + 2), ("broadcast", copied + 1)):
@@ -380,6 +380,10 @@ def test_pieces_of_ranks_that_only_wait_are_small():
                 collective, 1 << 20, numbers("float32"), 0 if collective == "broadcast" else None, b""
             )
             assert made.stages == stages, (collective, ranks, overlapping)
+    large = one_host.OneHostEngine(0, 8, overlapping=False).compile(
+        "all_reduce", 1 << 28, numbers("float32"), None, b""
+    )
+    assert large.stages == (1 << 30) // programs.PIECE_BYTES + 2
 
 
 def piece_size(collective, ranks, root, dtype, algorithm=None):

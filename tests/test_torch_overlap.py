@@ -10,6 +10,7 @@ from fleets import Fleet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlaps import FORMS, cases, check, places
+from ranks import ranks as forked
 from torch_running import HERE
 
 from crossreduce.torch import memory
@@ -38,6 +39,28 @@ def test_every_overlap_gives_right_values_or_an_error_on_all_ranks(ranks, data):
     fleet, n = ranks
     case = data.draw(cases(n, FORMS))
     check(case, fleet.run(case))
+
+
+def exchanged_in_place(rendezvous, store):
+    """Exchange rows of several sizes in place, in both forms."""
+    torch.set_num_threads(1)  # a forked process has no other threads of torch's pool
+    rank, n = rendezvous.rank, rendezvous.size
+    dist.init_process_group("crossreduce", f"file://{store}", rank=rank, world_size=n)
+    for size in [100, 5000, 20_000] * 8:
+        right = torch.arange(n).repeat_interleave(size) * n + rank
+        single = torch.arange(n).repeat_interleave(size) + rank * n
+        rows = list(single.clone().split(size))
+        dist.all_to_all_single(single, single)
+        dist.all_to_all(rows, rows)
+        assert torch.equal(single, right), size
+        assert torch.equal(torch.cat(rows), right), size
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_large_all_to_alls_in_place(tmp_path, n):
+    """Ranks that read each other's memory do not read a row that its rank has already overwritten."""
+    forked(n, exchanged_in_place, tmp_path / "store")
 
 
 STARTS = st.lists(st.integers(0, 20), min_size=1) | st.builds(range, st.integers(0, 20), st.just(21), st.integers(1, 7))

@@ -139,7 +139,7 @@ class Communicator(Member):
         self._collective("scatter", None, result, (result.address, *(s.address for s in sources or ())), root)
 
     def all_to_all(self, sources: Sequence[ArrayView], results: Sequence[ArrayView]) -> None:
-        """Copy ``sources[k]`` of rank i to ``results[i]`` of rank k."""
+        """Copy ``sources[k]`` of rank i to ``results[i]`` of rank k. No source may overlap a result."""
         self._check(*sources[:1], *sources, count=self.size)
         self._check(*sources[:1], *results, count=self.size)
         self._collective("all_to_all", None, sources[0], tuple(x.address for x in (*sources, *results)), None)

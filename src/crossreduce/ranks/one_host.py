@@ -23,7 +23,7 @@ from ..schedule import Chunk, Schedule, Step
 from .exchange import ExchangeProgram
 from .instructions import RankInstruction, native_program
 from .peer_memory import is_used, peer_stages
-from .programs import rank_stages
+from .programs import PIECE_BYTES, rank_stages
 from .shared_memory import StageRunner
 
 SMALL_BYTES: Final = 1 << 13
@@ -40,6 +40,10 @@ COPIED_PIECE_BYTES: Final = 1 << 18
 Measured on 2 cores, 1 to 16 MiB, as the time over that with pieces of 1 MiB: reductions of 8 ranks with 128 KiB 0.84 to
 0.96, of 4 ranks 0.85 to 1.06; copies with 256 KiB 0.90 to 1.02. But a step of DDP on 8 ranks, in which each piece waits
 until every rank has got a CPU, takes 1.07 with 128 KiB."""
+
+MOST_PIECES: Final = 4096
+"""Of very large arrays the pieces are larger, so that there are at most so many, divided by the number of ranks: the
+size of an executable, and the time to compile it, grow with both."""
 
 
 class RankExecutable(NamedTuple):
@@ -84,9 +88,14 @@ class OneHostEngine:
                 stages = peer_stages(collective, self._ranks, root, size, numbers, self._rank)
             else:
                 found = host_collective(collective, self._ranks, root, nbytes)
-                piece = BLOCKING_PIECE_BYTES.get(collective, COPIED_PIECE_BYTES) if self._small_pieces else None
+                piece = self._piece_bytes(collective, nbytes) if self._small_pieces else None
                 stages = rank_stages(found.program, found.inputs, found.outputs, size, numbers, self._rank, piece)
         return RankExecutable(native_program(stages), len(stages), text, instructions=sum(map(len, stages)))
+
+    def _piece_bytes(self, collective: str, nbytes: int) -> int:
+        least = BLOCKING_PIECE_BYTES.get(collective, COPIED_PIECE_BYTES)
+        contributed = nbytes * self._ranks if collective in ("reduce_scatter", "scatter", "all_to_all") else nbytes
+        return max(least, min(PIECE_BYTES, contributed * self._ranks // MOST_PIECES))
 
     @staticmethod
     def compile_inner(text: bytes) -> RankExecutable:

@@ -6,7 +6,8 @@ copied; dtypes that cannot be reduced are
 moved as bytes. All functions block.
 
 An input that overlaps a result is copied first, unless the two are exactly in place: the input, or its part for this
-rank, is the result, or the result's part from this rank. Results that share memory are an error on all ranks.
+rank, is the result, or the result's part from this rank. In all-to-alls it is always copied, since other ranks may read
+the inputs while this one writes its results. Results that share memory are an error on all ranks.
 """
 
 from __future__ import annotations
@@ -242,7 +243,7 @@ class Collectives(InnerGloo):
         if even:
             self._agree_on_bytes("all_to_all", inputs[0])
             if not apart:
-                sources = separated(sources, written, {k: x.data_ptr() for k, x in enumerate(written)})
+                sources = separated(sources, written)
             self._communicator.all_to_all([memory(x) for x in sources], [memory(x) for x in written])
         else:  # gloo has no all-to-all of lists
             room = inputs[0].new_empty(sum(rooms))
@@ -264,7 +265,7 @@ class Collectives(InnerGloo):
         even = self._are_even(sizes, rooms, tensor, "rows")
         source, written = readable(tensor), writable(output)
         if not apart:
-            (source,) = separated([source], [written], {0: written.data_ptr()} if even else {})
+            (source,) = separated([source], [written])
         if even:
             self._agree_on_bytes("all_to_all", tensor)
             self._communicator.all_to_all(equal_parts(source, self._size), equal_parts(written, self._size))
