@@ -24,7 +24,7 @@ from .diagnostics import CallSignature
 
 SLICE_S: Final = 0.05  # a rank waits this long before it handles signals and checks the other ranks
 SPIN_S: Final = 50e-6  # a rank spins this long before it sleeps; about the time that sleeping and waking take
-EXCUSE_S: Final = 1.0
+EXCUSE_S: Final = 1.0  # how long after the end of its excuse a late rank is not blamed
 MAX_TEXT_BYTES: Final = 232  # the limit of a call's description; as in the native shared_memory.hpp
 MAX_CAUSE_BYTES: Final = 2040
 LEFT: Final = "left the group"
