@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from itertools import permutations
 from pathlib import Path
@@ -216,27 +217,43 @@ def test_where_xla_reduces():
 
 
 def test_a_device_that_does_not_arrive_is_named():
-    """If some devices do not call all_reduce, the others raise an error that names them, and later programs run."""
+    """If some devices do not call all_reduce, the others raise an error that names them, and later programs run.
+
+    It is raised in time beside another all_reduce that waits longer for a device, which began before.
+    """
+    release = threading.Event()
 
     def own(x):
         return lax.cond(lax.axis_index("d") % 4 == 3, lambda x: x, lambda x: all_reduce(x, "d"), x)
 
+    def late(k, x):
+        if k == 7:
+            assert release.wait(60)
+        return x
+
+    def slow(x):
+        x = jax.pure_callback(late, jax.ShapeDtypeStruct(x.shape, x.dtype), lax.axis_index("d"), x)
+        return all_reduce(x, "d")
+
     run = jax.jit(spread(own, 8, False, P("d")))
     x = np.ones((8, 8), "float32")
-    every = jax.jit(spread(lambda x: all_reduce(x, "d"), 8))
-    every(x)
+    every = jax.jit(spread(slow, 8, False))
+    waiting = every(x)
+    time.sleep(1)  # its other devices arrive
     settings = kernels.instruction_set(), kernels.threads(), kernels.STREAMING_BYTES, kernels.THREADED_BYTES
     kernels.native().xla_handlers(*settings, 0.7)
     try:
         start = time.monotonic()
+        threading.Timer(2, release.set).start()
         match = (
             r"(?s)axis 'd': position 3, 7 did not arrive within 0.7 s.*given: position 0, 1, 2, 4, 5, 6 arrived, of 8"
         )
         with pytest.raises(jax.errors.JaxRuntimeError, match=match):
             jax.block_until_ready(run(x))
         assert 0.5 < time.monotonic() - start < 20
-        assert every(x).tolist() == [8] * 8
+        assert waiting.tolist() == every(x).tolist() == [8] * 8
     finally:
+        release.set()
         kernels.native().xla_handlers(*settings, 40.0)
 
 

@@ -98,7 +98,8 @@ std::mutex &lock = *new std::mutex;
 std::condition_variable &meeting_added = *new std::condition_variable;
 std::list<std::shared_ptr<Meeting>> &meetings = *new std::list<std::shared_ptr<Meeting>>; // not full, or failed
 std::list<Arrival *> &completions = *new std::list<Arrival *>; // whose futures are about to be completed
-bool watchdog_started = false, watchdog_idle = false;
+bool watchdog_started = false;
+Clock::time_point watched_until = Clock::time_point::min(); // when the watchdog wakes up by itself
 xla_ffi::TypeId site_type{0};
 
 xla_ffi::Error *error_of(const xla_ffi::Api *api, xla_ffi::ErrorCode code, const std::string &message) {
@@ -186,8 +187,8 @@ void *watch(void *) {
             locked.lock();
             continue;
         }
-        watchdog_idle = first == Clock::time_point::max();
-        if (watchdog_idle) meeting_added.wait(locked);
+        watched_until = first;
+        if (first == Clock::time_point::max()) meeting_added.wait(locked);
         else meeting_added.wait_until(locked, first);
     }
 }
@@ -345,7 +346,7 @@ std::shared_ptr<Meeting> find_meeting(CallSite &site, int64_t run, int64_t group
         if (one->site == &site && one->run == run && one->group == group) return one;
     if (!watchdog_started) watchdog_started = start_thread(watch);
     meetings.push_back(std::make_shared<Meeting>(site, run, group));
-    if (watchdog_idle) meeting_added.notify_one();
+    if (meetings.back()->deadline < watched_until) meeting_added.notify_one();
     return meetings.back();
 }
 
@@ -457,7 +458,6 @@ PyObject *handlers(PyObject *, PyObject *args) {
         std::lock_guard<std::mutex> locked(lock);
         settings.limit = std::chrono::duration<double>(limit_s);
     }
-    meeting_added.notify_one(); // the watchdog may wait for the end of a longer limit
     settings.isa = instruction_set(isa);
     if (settings.isa == nullptr) return PyErr_Format(PyExc_ValueError, "unknown instruction set %s", isa);
     Ref first(PyCapsule_New(reinterpret_cast<void *>(instantiate), nullptr, nullptr));
