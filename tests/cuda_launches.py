@@ -1,0 +1,332 @@
+"""Batches for the CUDA kernels' body on the host: draws launches, runs them, and compares them with the reference.
+
+Run as a program, it checks so many batches of each dtype, or of some:
+cuda_launches.py LIBRARY BATCHES SEED [DTYPE ...].
+In a process with AddressSanitizer, an access of even one byte after a source or result is an error of its.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from crossreduce.kernels.reference import ReferenceKernel
+from crossreduce.ops import COMPLEX, INTEGERS
+
+THREADS, VECTOR, MAX_STEPS, MAX_FIXED = 256, 16, 64, 8
+SMALL, LARGE = 4032, 32760  # bytes of the parameters
+SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 6e-8, 65504, 3e38])
+THIS_PROCESS = ctypes.CDLL(None)
+KINDS = {"": 0, "accumulator": 1, "float32": 2, "float16": 3, "bfloat16": 4}
+SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "bool": "bool"}
+SHORT |= {name: name.replace("uint", "u").replace("int", "i") for name in INTEGERS}
+
+
+class Numbers(NamedTuple):
+    """The op of the kernels ("mean": of integers), and the dtypes of sources, accumulators and results."""
+
+    op: str
+    dtype: str
+    accumulator: str
+    result: str
+
+
+def all_numbers():
+    """Return the numbers of every kernel."""
+    halves = {"float16", "bfloat16"}
+    for dtype in sorted(SHORT):
+        for op in ("sum", "product", "min", "max"):
+            if dtype == "bool" and op == "sum":
+                continue
+            wide = "float32" if dtype in halves and op in ("sum", "product") else dtype
+            yield Numbers(op, dtype, wide, dtype)
+        if dtype in INTEGERS:
+            for result in ("float64", "float32", "float16", "bfloat16"):
+                yield Numbers("mean", dtype, "float64", result)
+        if dtype in halves:
+            for op in ("sum", "product"):  # not the last combination of several
+                yield Numbers(op, dtype, "float32", "float32")
+    for dtype in sorted(COMPLEX):
+        for op in ("sum", "product"):
+            yield Numbers(op, dtype, dtype, dtype)
+
+
+def kernel_name(numbers):
+    """Return the name of the kernel of some numbers, and how many units an element has."""
+    op, dtype, *_ = numbers
+    if dtype in COMPLEX:
+        part = "f32" if dtype == "complex64" else "f64"
+        return (f"sum_{part}", 2) if op == "sum" else (f"product_c{part[1:] and 2 * int(part[1:])}", 2)
+    if dtype == "bool":
+        return f"{'min' if op == 'product' else op}_bool", 1
+    short = SHORT[dtype]
+    if op in ("sum", "product"):
+        short = short.replace("i", "u")
+    return f"{op}_{short}", 1
+
+
+class Tensor(NamedTuple):
+    """A part: its size in elements, the number of its order, and the addresses of its sources and results."""
+
+    size: int
+    order: int
+    sources: list[int]
+    results: list[int]
+
+
+def head_of(addresses, sizes, size):
+    """Return how many units precede the first at which all addresses are multiples of a vector; None: there is none."""
+    for head in range(VECTOR):
+        if all((at + head * nbytes) % VECTOR == 0 for at, nbytes in zip(addresses, sizes, strict=True)):
+            return head if head < size else None
+    return None
+
+
+def packed(tensors, orders, divisor, units, nbytes, kind=0, room=SMALL):
+    """Return the parameters of a launch. ``nbytes``: of a unit of sources, values and results.
+
+    ``units``: how many an element has; ``kind``: of the results; ``room``: the bytes of the parameters.
+    """
+    source_nbytes, value_nbytes, result_nbytes = nbytes
+    count = min(VECTOR // source_nbytes, 32 // value_nbytes, 8)
+    tile, parts, addresses = 0, b"", b""
+    for size, order, sources, results in tensors:
+        size *= units
+        wide = orders[order][3]
+        sizes = [value_nbytes if wide >> min(k, 63) & 1 else source_nbytes for k in range(len(sources))]
+        sizes += [result_nbytes] * len(results)
+        head = head_of([*sources, *results], sizes, size)
+        if head is not None and head % units:
+            head = None
+        parts += struct.pack("<qIHBB", size, tile, order, head or 0, head is not None)
+        tile += max(1, -(-(size - (head or 0)) // (count * THREADS)))
+        addresses += struct.pack(f"<{len(sources) + len(results)}Q", *sources, *results)
+    stack = max(depth(order) for order in orders)
+    first = tensors[0]
+    header = struct.pack(
+        "<dIIHHHHII", divisor, len(tensors), tile, len(first.sources), len(first.results), len(orders), stack, kind, 0
+    )
+    table = b"".join(struct.pack("<4Q", *order) for order in orders) + parts + addresses
+    made = header + table
+    assert len(made) <= room, "the table of a launch is too large"
+    return made.ljust(room, b"\0")
+
+
+def depth(order):
+    """Return the most values that are on the stack at once."""
+    push, fold, twice, _ = order
+    most = now = 1
+    for k in range(MAX_STEPS):
+        now += push >> k & 1
+        most = max(most, now)
+        now -= (fold >> k & 1) + (twice >> k & 1)
+    return most
+
+
+def folds_of(order, sources):
+    """Return the folds of a fused program with an order, and the result's slot."""
+    push, fold, twice, _ = order
+    folds, stack, free = [], [], [2, 1, 0]
+    for k in range(sources):
+        if k == 0 or push >> k & 1:
+            stack.append(free.pop())
+            folds.append((stack[-1], k))
+        else:
+            folds.append((stack[-1], ~stack[-1], k))
+        for bits in (fold, twice):
+            if bits >> k & 1:
+                top = stack.pop()
+                free.append(top)
+                folds.append((stack[-1], ~stack[-1], ~top))
+    assert len(stack) == 1
+    return folds, stack[0]
+
+
+def drawn_order(draw, sources):
+    """Return a random order: (push, fold, fold_twice, wide)."""
+    push = fold = twice = 0
+    now = 1
+    for k in range(sources):
+        if k and now < 3 and draw.random() < 0.4:
+            push |= 1 << k
+            now += 1
+        left = sources - 1 - k
+        if now > 1 and (left == 0 or draw.random() < 0.4):
+            fold |= 1 << k
+            now -= 1
+            if now > 1 and (left == 0 or draw.random() < 0.5):
+                twice |= 1 << k
+                now -= 1
+    return push, fold, twice, 0
+
+
+def values(draw, dtype, size):
+    """Return an array of a dtype: any bytes, or numbers near to each other, or special ones."""
+    if dtype == "bool":
+        return draw.integers(0, 2, size).astype(np.uint8)
+    kind = np.dtype(dtype)
+    if draw.random() < 0.4:
+        return draw.integers(0, 256, size * kind.itemsize, np.uint8).view(kind)
+    if kind.kind in "iu":
+        return draw.integers(-100 if kind.kind == "i" else 0, 100, size).astype(kind)
+    count = size * (2 if kind.kind == "c" else 1)
+    if draw.random() < 0.2:  # many equal ones, zeros of both signs, NaN in several sources
+        real = draw.choice(SPECIAL, count)
+    else:
+        real = draw.standard_normal(count) * 10.0 ** draw.integers(-6, 6)
+    if count and draw.random() < 0.5:
+        real[draw.integers(0, count, count // 16 + 1)] = draw.choice(SPECIAL, count // 16 + 1)
+    return real.view(np.complex128).astype(kind) if kind.kind == "c" else real.astype(kind)
+
+
+def equal(got, right, dtype):
+    """Return whether two byte strings have the same bits; NaN is NaN."""
+    if got == right:
+        return True
+    if (dtype not in SHORT and dtype not in COMPLEX) or dtype in INTEGERS or dtype == "bool":
+        return False
+    kind = np.dtype({"complex64": "float32", "complex128": "float64"}.get(dtype, dtype))
+    a, b = np.frombuffer(got, kind), np.frombuffer(right, kind)
+    raw = np.dtype(f"u{kind.itemsize}")
+    return bool(((a.view(raw) == b.view(raw)) | ((a != a) & (b != b))).all())
+
+
+def kernels_of(numbers):
+    """Return the names of all kernels that compute some numbers."""
+    name, _ = kernel_name(numbers)
+    mixed = [f"{name}_mixed"] if numbers.dtype in ("float16", "bfloat16") and numbers.op in ("sum", "product") else []
+    if numbers.op == "mean" or numbers.dtype != numbers.result:
+        return [f"{name}_mixed"]
+    fixed = (
+        [f"{name}_{count}" for count in range(2, MAX_FIXED + 1)] if name[:5] == "sum_f" or name == "sum_bf16" else []
+    )
+    names = [f"{name}_any", *fixed]
+    return names + [f"{each}_large" for each in names] * name.startswith("sum") + mixed
+
+
+def host_block(nbytes: int) -> np.ndarray:
+    """Return bytes of host memory, all of them 0xA5."""
+    return np.full(nbytes, 0xA5, np.uint8)
+
+
+def protect(memory: Iterable[tuple[np.ndarray, np.ndarray]], action: str) -> None:
+    """Let AddressSanitizer, where it is, "poison" the bytes around the parts of blocks, or "unpoison" them again."""
+    change = getattr(THIS_PROCESS, f"__asan_{action}_memory_region", None)
+    for block, part in memory if change else ():
+        begin, end = block.ctypes.data, block.ctypes.data + block.nbytes
+        change(ctypes.c_void_p(begin), ctypes.c_size_t(part.ctypes.data - begin))
+        after = part.ctypes.data + part.nbytes
+        change(ctypes.c_void_p(after), ctypes.c_size_t(end - after))
+
+
+def check(
+    library: Any,
+    numbers: Numbers,
+    draw: np.random.Generator,
+    kernel: str | None = None,
+    block_of: Callable[[int], np.ndarray] = host_block,
+) -> None:
+    """Run a drawn batch in a kernel's body and in the reference; raise if a bit or a byte around it differs.
+
+    ``kernel``: one of ``kernels_of(numbers)``; the default is drawn. ``block_of``: allocates like ``host_block``.
+    """
+    names = kernels_of(numbers)
+    kernel = kernel or names[int(draw.integers(0, len(names)))]
+    room = LARGE if kernel.endswith("_large") else SMALL
+    name, units = kernel_name(numbers)
+    kind, wide_kind, out_kind = (np.dtype(np.uint8 if d == "bool" else d) for d in numbers[1:])
+    count = kernel.removeprefix(f"{name}_").split("_")[0]
+    sources = int(count) if count.isdigit() else int(draw.integers(1, draw.choice([3, 9, 20])))
+    if not count.isdigit() and draw.random() < 0.03:
+        sources = int(draw.integers(MAX_STEPS + 1, 2 * MAX_STEPS))
+    results = int(draw.integers(1, draw.choice([2, 9])))
+    orders = [(0, 0, 0, 0)]
+    if sources <= MAX_STEPS and draw.random() < 0.5:
+        orders = [drawn_order(draw, sources) for _ in range(int(draw.integers(1, 4)))]
+    if kernel.endswith("_mixed") and sources <= MAX_STEPS and draw.random() < 0.5:
+        orders = [(*order[:3], int(draw.integers(0, 1 << sources))) for order in orders]
+    divisor = int(draw.integers(1, 12)) if numbers.op in ("sum", "mean") and numbers.accumulator not in INTEGERS else 1
+    tile = min(VECTOR // kind.itemsize * units, 32 // wide_kind.itemsize * units, 8) // units * THREADS
+    largest = [3, 70, tile + 100, 6 * tile][: 4 if sources <= MAX_STEPS else 3]  # elements
+    fits = (room - 32 - 32 * len(orders)) // (16 + 8 * (sources + results))
+    tensors, kept, expected = [], [], []
+    for _ in range(int(draw.integers(1, min(40 if room == LARGE and draw.random() < 0.1 else 6, fits) + 1))):
+        size = int(draw.integers(1, draw.choice(largest)))
+        order = int(draw.integers(0, len(orders)))
+        wide = [bool(orders[order][3] >> k & 1) for k in range(sources)]
+        same, others = int(draw.integers(0, 17)), draw.choice([0, 0.3])  # alignments, and how many differ
+
+        def memory(dtype, same=same, others=others, size=size):
+            shift = (int(draw.integers(0, 17)) if draw.random() < others else same) * dtype.itemsize
+            block = block_of(size * dtype.itemsize + 128)
+            start = -block.ctypes.data % 64 + shift % 64
+            return block, block[start : start + size * dtype.itemsize]
+
+        ins = [memory(wide_kind if each else kind) for each in wide]
+        for (_, part), each in zip(ins, wide, strict=True):
+            part[:] = values(draw, numbers.accumulator if each else numbers.dtype, size).view(np.uint8)
+        outs = [memory(out_kind) for _ in range(results)]
+        given = [part.view(wide_kind if each else kind).copy() for (_, part), each in zip(ins, wide, strict=True)]
+        if draw.random() < 0.4:  # in place
+            for k in range(min(sources, results)):
+                if draw.random() < 0.5 and ins[k][1].nbytes == outs[k][1].nbytes:
+                    outs[k] = ins[k]
+        folds, top = folds_of(orders[order], sources)
+        op = "sum" if numbers.op == "mean" else numbers.op
+        right = np.empty(size, out_kind)
+        dtypes = numbers.dtype, numbers.accumulator, numbers.result
+        if any(wide):
+            given = [x.astype(wide_kind) for x in given]
+            dtypes = numbers.accumulator, numbers.accumulator, numbers.result
+        ReferenceKernel(op, dtypes, divisor, [size], [(3, folds, [~top])], [(0, 0, size, 0)]).run(
+            [[x.view(bool) if numbers.dtype == "bool" else x for x in given]],
+            [[right.view(bool) if numbers.dtype == "bool" else right]], 1, False, False,
+        )  # fmt: skip
+        tensors.append(Tensor(size, order, [p.ctypes.data for _, p in ins], [p.ctypes.data for _, p in outs]))
+        kept.append((ins, outs, [part.tobytes() for _, part in ins]))
+        expected.append(right.tobytes())
+    nbytes = [each.itemsize // units for each in (kind, wide_kind, out_kind)]
+    if kernel.endswith("mixed"):
+        result_kind = numbers.result if numbers.result in KINDS and numbers.op == "mean" else "accumulator"
+        result_kind = "" if numbers.result in (numbers.dtype, "float64") else result_kind
+    else:
+        result_kind = ""
+    launch = packed(tensors, orders, divisor, units, nbytes, KINDS[result_kind], room)
+    buffer = ctypes.create_string_buffer(launch, room)
+    memories = [each for ins, outs, _ in kept for each in (*ins, *outs)]
+    protect(memories, "poison")
+    getattr(library, kernel)(buffer, ctypes.c_uint32(int(draw.integers(1, 40))))
+    protect(memories, "unpoison")
+    for (ins, outs, given), right in zip(kept, expected, strict=True):
+        for block, part in outs:
+            assert equal(part.tobytes(), right, numbers.result), (kernel, numbers, sources, results, divisor, orders)
+            begin = part.ctypes.data - block.ctypes.data
+            assert (block[:begin] == 0xA5).all(), "a byte before a result was written"
+            assert (block[begin + part.size :] == 0xA5).all(), "a byte after a result was written"
+        written = {part.ctypes.data for _, part in outs}
+        for (_, part), before in zip(ins, given, strict=True):
+            assert part.ctypes.data in written or part.tobytes() == before, "a source was written"
+
+
+def check_each(library: Any, batches: int, seed: int, dtypes: Iterable[str] = ()) -> dict[str, int]:
+    """Check at least so many drawn batches of each dtype, or of some, evenly over ops and kernels; return how many."""
+    every, checked = list(all_numbers()), {}
+    for dtype in dtypes or sorted({numbers.dtype for numbers in every}):
+        pairs = [(numbers, kernel) for numbers in every if numbers.dtype == dtype for kernel in kernels_of(numbers)]
+        draw, times = np.random.default_rng([seed, *dtype.encode()]), -(-batches // len(pairs))
+        for numbers, kernel in pairs * times:
+            check(library, numbers, draw, kernel)
+        checked[dtype] = len(pairs) * times
+    return checked
+
+
+if __name__ == "__main__":
+    assert ml_dtypes.bfloat16  # gives NumPy the dtype
+    done = check_each(ctypes.CDLL(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    print("\n".join(f"{dtype} {number}" for dtype, number in done.items()))

@@ -1,0 +1,136 @@
+"""The roundings of the CUDA kernels to float16 and bfloat16, compared with the definition of rounding.
+
+The kernels round a sum of one source that has the accumulator's dtype, float32, or a mean of float64 values. Rounding
+is monotonic, so the right results follow from the numbers of the half dtype: between two neighbours, all values below
+their middle give the lower one, all above it the upper one, and the middle itself gives the one that is even.
+No conversion of NumPy, ml_dtypes or the compiler takes part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import cuda_launches as launches
+import numpy as np
+
+INFINITE = {"f16": 0x7C00, "bf16": 0x7F80}
+NAMES = {"f16": "float16", "bf16": "bfloat16"}
+KERNELS = ("sum_f16_mixed", "sum_bf16_mixed", "mean_i32_mixed")
+NAN = 0x7F800001  # the first bit pattern of a NaN in float32
+
+
+@functools.cache
+def magnitudes(short: str) -> np.ndarray:
+    """Return the float64 values of a half dtype's bit patterns, up to infinity as if the exponents had no end."""
+    fraction_bits, bias = (10, 15) if short == "f16" else (7, 127)
+    bits = np.arange(INFINITE[short] + 1)
+    exponent, fraction = bits >> fraction_bits, bits & ((1 << fraction_bits) - 1)
+    significand = np.where(exponent > 0, fraction + (1 << fraction_bits), fraction)
+    return np.ldexp(significand.astype(np.float64), np.maximum(exponent, 1) - bias - fraction_bits)
+
+
+@functools.cache
+def thresholds(short: str) -> np.ndarray:
+    """Return for k = 1, 2, ... the first bit pattern of float32 whose rounded magnitude is the half's bit pattern k."""
+    numbers = magnitudes(short)
+    middle = ((numbers[:-1] + numbers[1:]) / 2).astype(np.float32)
+    assert (middle == (numbers[:-1] + numbers[1:]) / 2).all(), "float32 represents all middles"
+    is_even = np.arange(middle.size) % 2 == 0
+    return middle.view(np.uint32) + is_even.astype(np.uint32)
+
+
+def right_floats(bits: np.ndarray, short: str) -> np.ndarray:
+    """Return what float32 bit patterns are rounded to; of NaNs, one NaN."""
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    right = np.searchsorted(thresholds(short), magnitude, "right").astype(np.uint16)
+    right[magnitude >= NAN] = 0x7FFF
+    return right | (bits >> np.uint32(16) & np.uint32(0x8000)).astype(np.uint16)
+
+
+def right_range(first: int, count: int, at: np.ndarray) -> np.ndarray:
+    """Return ``right_floats`` of consecutive bit patterns, all of one sign, quickly. ``at``: the thresholds."""
+    low = first & 0x7FFFFFFF
+    edges = np.clip(np.concatenate([[0], at, [NAN, 1 << 31]]).astype(np.int64), low, low + count)
+    steps = np.arange(edges.size - 1)
+    steps[-1] = 0x7FFF
+    return (np.repeat(steps, np.diff(edges)) | (first >> 16 & 0x8000)).astype(np.uint16)
+
+
+def rounded(library: Any, values: np.ndarray, short: str) -> np.ndarray:
+    """Return the bits of float32 or float64 values that a kernel rounds to a half dtype."""
+    result = np.empty(values.size, np.uint16)
+    tensors = [launches.Tensor(values.size, 0, [values.ctypes.data], [result.ctypes.data])]
+    if values.dtype == np.float32:
+        name, nbytes, kind = f"sum_{short}_mixed", (2, 4, 2), ""
+    else:  # means of integers have float64 values
+        name, nbytes, kind = "mean_i32_mixed", (4, 8, 2), NAMES[short]
+    launch = launches.packed(tensors, [(0, 0, 0, 1)], 1, 1, nbytes, launches.KINDS[kind])
+    getattr(library, name)(ctypes.create_string_buffer(launch, launches.SMALL), ctypes.c_uint32(7))
+    return result
+
+
+def differences(got: np.ndarray, right: np.ndarray, short: str) -> int:
+    """Return how many bit patterns of a half dtype differ; NaN is NaN."""
+    differ = np.flatnonzero(got != right)
+    a, b = got[differ] & 0x7FFF, right[differ] & 0x7FFF
+    return int((~((a > INFINITE[short]) & (b > INFINITE[short]))).sum())
+
+
+def wrong_floats(library: Any, bits: np.ndarray, short: str) -> int:
+    """Return how many bit patterns of float32 are not rounded correctly."""
+    return differences(rounded(library, bits.view(np.float32), short), right_floats(bits, short), short)
+
+
+def wrong_range(library: Any, first: int, count: int, short: str) -> int:
+    """Return how many of so many consecutive bit patterns of float32, all of one sign, are not rounded correctly."""
+    bits = np.arange(first, first + count, dtype=np.uint32)
+    right = right_range(first, count, thresholds(short).astype(np.int64))
+    return differences(rounded(library, bits.view(np.float32), short), right, short)
+
+
+@functools.cache
+def notable_bits(short: str) -> np.ndarray:
+    """Return bit patterns of float32: five at every middle, and others at zero, infinity and NaNs; both signs."""
+    near = np.arange(-2, 3)
+    at = thresholds(short).astype(np.int64)[:, None] + near
+    ends = [np.arange(1 << 16), np.arange(0x7F7FFF00, 0x7F810000), np.arange(0x7FBFFF00, 0x7FC00100)]
+    ends += [np.arange(0x7FFFFF00, 1 << 31), np.random.default_rng(3).integers(0, 1 << 31, 1 << 19)]
+    magnitude = np.unique(np.concatenate([at.ravel(), *ends])).astype(np.uint32)
+    return np.concatenate([magnitude, magnitude | np.uint32(1 << 31)])
+
+
+def wrong_doubles(library: Any, short: str) -> int:
+    """Return how many float64 values are rounded wrongly: halfway between two neighbours of a half, and beside it.
+
+    All pairs of neighbours are checked, so that a value that is rounded twice, through float32, is found.
+    """
+    numbers, bits = magnitudes(short), np.arange(INFINITE[short] + 1, dtype=np.uint16)
+    middle = (numbers[:-1] + numbers[1:]) / 2
+    even = np.where(bits[:-1] & 1, bits[1:], bits[:-1])
+    wrong = 0
+    for values, right in (
+        (middle, even),
+        (np.nextafter(middle, -np.inf), bits[:-1]),
+        (np.nextafter(middle, np.inf), bits[1:]),
+    ):
+        wrong += differences(rounded(library, values, short), right, short)
+        wrong += differences(rounded(library, -values, short), right | 0x8000, short)
+    return wrong
+
+
+def wrong_widened(library: Any, short: str) -> int:
+    """Return how many of all bit patterns of a half dtype are not widened to their value in float32."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    result = np.empty(bits.size, np.float32)
+    tensors = [launches.Tensor(bits.size, 0, [bits.ctypes.data], [result.ctypes.data])]
+    launch = launches.packed(tensors, [(0, 0, 0, 0)], 1, 1, (2, 4, 4), launches.KINDS["accumulator"])
+    getattr(library, f"sum_{short}_mixed")(ctypes.create_string_buffer(launch, launches.SMALL), ctypes.c_uint32(7))
+    magnitude = (bits & 0x7FFF).astype(np.int64)
+    right = magnitudes(short)[np.minimum(magnitude, INFINITE[short])]
+    right[magnitude >= INFINITE[short]] = np.inf
+    right = np.where(bits >> 15, -right, right).astype(np.float32)
+    is_nan = magnitude > INFINITE[short]
+    same = np.where(is_nan, np.isnan(result), result.view(np.uint32) == right.view(np.uint32))
+    return int((~same).sum())
