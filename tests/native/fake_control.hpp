@@ -1,0 +1,183 @@
+// The fake CUDA driver: functions for tests. Part of fake_cuda.cpp.
+#pragma once
+
+#define CONTROL extern "C" __attribute__((visibility("default")))
+
+namespace fake {
+
+inline std::map<int, int> attributes;       // of each device
+inline const char *kept(std::string text) { // until this thread's next call
+    static thread_local std::string last;
+    last = std::move(text);
+    return last.c_str();
+}
+inline std::string lines(const std::vector<std::string> &all) {
+    std::string made;
+    for (const std::string &each : all) made += each + "\n";
+    return made;
+}
+// Run the body of a control function; return 0, or the code with which it failed, which is reported.
+template <class Body> int control(const char *name, Body body) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex);
+    try {
+        body();
+        return SUCCESS;
+    } catch (const Refused &refused) {
+        state->report(std::string(name) + ": " + refused.why + " (" + std::to_string(refused.code) + ")");
+        return refused.code;
+    }
+}
+
+} // namespace fake
+
+// Start anew with `devices` devices. peers[a * devices + b]: device a can access memory of device b. All handles and
+// addresses become invalid. cuInit counts once for the process, as in the real driver.
+CONTROL void fake_reset(int devices, const uint8_t *peers, uint64_t seed) {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    fake::state = std::make_unique<fake::State>(devices, peers, seed);
+    fake::faults.clear();
+    fake::attributes = {{16, 132}, {75, 9}, {76, 0}, {41, 1}};
+}
+// Forget reports, operations, counts and faults, but no handles; for an engine that keeps its streams.
+CONTROL void fake_clear() {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    fake::state->reports.clear();
+    fake::state->log.clear();
+    fake::faults.clear();
+}
+CONTROL void fake_initialised(int is) {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    fake::is_initialised = is;
+}
+CONTROL void fake_attribute(int attribute, int value) {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    fake::attributes[attribute] = value;
+}
+CONTROL void fake_label(const char *text) { fake::label = text; } // of what this thread calls from now on
+
+// The n-th call of a function from now on (1: the next one) fails, or succeeds without doing anything.
+CONTROL void fake_fail(const char *name, uint64_t n, int code) {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    fake::Faults &of = fake::faults[name];
+    of.fails[of.counted + n] = code;
+}
+CONTROL void fake_drop(const char *name, uint64_t n) {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    fake::Faults &of = fake::faults[name];
+    of.drops.insert(of.counted + n);
+}
+CONTROL uint64_t fake_count(const char *name) {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    return fake::faults[name].calls;
+}
+
+CONTROL const char *fake_report() {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    return fake::kept(fake::lines(fake::state->reports));
+}
+CONTROL const char *fake_operations() {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    return fake::kept(fake::lines(fake::state->log));
+}
+// What was made and not released: a line for each kind. What the framework and the test have is left out.
+CONTROL const char *fake_live() {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    const fake::State &s = *fake::state;
+    std::map<std::string, size_t> live{{"modules", s.modules.size()},
+                                       {"events", s.events.size()},
+                                       {"graphs", s.graphs.size()},
+                                       {"executable graphs", s.execs.size()}};
+    for (auto &[handle, each] : s.streams) live["streams"] += !each->is_foreign;
+    for (auto &[handle, each] : s.contexts) live["contexts retained"] += static_cast<size_t>(each->retained);
+    for (auto &[begin, each] : fake::state->memory.all())
+        if (each.is_live && !each.is_foreign)
+            live[each.device == fake::HOST ? "pinned bytes" : "device bytes"] += each.nbytes;
+    std::string made;
+    for (auto &[what, count] : live)
+        if (count) made += what + ": " + std::to_string(count) + "\n";
+    return fake::kept(made);
+}
+
+// Execute everything that is queued; the host knows that it is complete, as if it had synchronised with all streams.
+CONTROL void fake_run() {
+    const std::lock_guard<std::recursive_mutex> lock(fake::mutex);
+    fake::state->execute_all();
+    for (auto &[handle, each] : fake::state->streams) fake::join(fake::state->host_clock, each->clock);
+}
+
+// Memory of a device (or of the host: -1, pinned) that belongs to a framework, whose context is active from now on.
+CONTROL uint64_t fake_memory(uint64_t nbytes, int device) {
+    uint64_t address = 0;
+    fake::control("fake_memory", [&] {
+        fake::Context &context = fake::context_of(std::max(device, 0));
+        context.is_foreign = true;
+        address = fake::state->memory.allocate(nbytes, device, context.handle, true);
+    });
+    return address;
+}
+// Memory of the caller that counts as a device's until it is given back.
+CONTROL int fake_own(uint64_t address, uint64_t nbytes, int device) {
+    return fake::control("fake_own", [&] {
+        fake::Context &context = fake::context_of(std::max(device, 0));
+        context.is_foreign = true;
+        fake::state->shadow.forget(address, nbytes);
+        fake::state->memory.own(address, nbytes, device, context.handle, true);
+    });
+}
+// Free or give back memory of fake_memory or fake_own.
+CONTROL int fake_disown(uint64_t address) {
+    return fake::control("fake_disown", [&] {
+        const fake::Allocation *found = fake::state->memory.find(address);
+        if (!found || !found->is_foreign || found->begin != address)
+            fake::refuse(fake::INVALID_VALUE, "the address is not known");
+        fake::state->note_host({address, found->nbytes, true}, "freeing", fake::label);
+        fake::state->execute_all(); // the memory may vanish
+        fake::state->shadow.forget(address, found->nbytes);
+        fake::state->memory.all().erase(address);
+    });
+}
+// A stream of a framework.
+CONTROL void *fake_stream(int device, unsigned flags) {
+    uint64_t handle = 0;
+    fake::control("fake_stream", [&] {
+        fake::Context &context = fake::context_of(device);
+        context.is_foreign = true;
+        handle = fake::add_stream(context, flags == 0, true, false);
+    });
+    return fake::pointer(handle);
+}
+
+// The host accesses memory.
+CONTROL int fake_host_access(uint64_t address, uint64_t nbytes, int writes) {
+    return fake::control("fake_host_access",
+                         [&] { fake::state->note_host({address, nbytes, writes != 0}, "the host", fake::label); });
+}
+// An operation of a framework in a stream, which may be the default one of a device: it writes given bytes, which are
+// copied, or reads them into memory that the caller keeps until the operation has run.
+CONTROL int fake_queue(void *handle, int device, uint64_t address, void *bytes, uint64_t nbytes, int writes) {
+    return fake::control("fake_queue", [&] {
+        const uint64_t before = fake::current_handle;
+        struct Restore {
+            uint64_t to;
+            ~Restore() { fake::current_handle = to; }
+        } restore{before};
+        fake::Context &context = fake::context_of(device);
+        context.is_foreign = true;
+        fake::current_handle = context.handle;
+        fake::Stream &stream = fake::stream_of(handle);
+        fake::Work work{};
+        work.name = "the framework";
+        work.label = fake::label;
+        work.context = stream.context;
+        work.device = stream.device;
+        work.accesses = {{address, nbytes, writes != 0}};
+        if (writes) {
+            auto copy =
+                std::make_shared<std::vector<char>>(static_cast<char *>(bytes), static_cast<char *>(bytes) + nbytes);
+            work.body = [copy, address] { std::memcpy(fake::pointer(address), copy->data(), copy->size()); };
+        } else {
+            work.body = [=] { std::memcpy(bytes, fake::pointer(address), nbytes); };
+        }
+        fake::state->queue_work(stream, std::move(work));
+    });
+}

@@ -1,0 +1,188 @@
+// The fake CUDA driver: memory with owners, vector clocks, and the accesses that are not ordered.
+//
+// Memory of a device is host memory in a reserved range of addresses. Addresses are not used twice before a reset, and
+// freed memory stays mapped, so that an operation that still reads it is reported and does not crash.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace fake {
+
+constexpr int HOST = -1; // the "device" of the host
+constexpr uint64_t PER_DEVICE = uint64_t{8} << 30, GAP = 4096;
+
+// ---- clocks
+
+// Component k counts the operations of chain k that are known to be complete. Chain 0 is the host; each stream is one,
+// and so are the operations that an executable graph has from one captured stream.
+using Clock = std::vector<uint32_t>;
+
+inline void join(Clock &into, const Clock &other) {
+    if (into.size() < other.size()) into.resize(other.size());
+    for (size_t k = 0; k < other.size(); k++) into[k] = std::max(into[k], other[k]);
+}
+
+struct Operation;
+struct Epoch { // an operation's place in its chain
+    size_t chain = 0;
+    uint32_t count = 0;
+    bool precedes(const Clock &clock) const { return chain < clock.size() && clock[chain] >= count; }
+};
+
+// ---- allocations
+
+struct Allocation {
+    uint64_t begin, nbytes;
+    int device; // or HOST: pinned memory
+    uint64_t context;
+    bool is_foreign; // of the framework or the test: not a leak
+    bool is_live;
+};
+
+inline std::string range_text(uint64_t begin, uint64_t nbytes) {
+    char text[80];
+    snprintf(text, sizeof text, "[%#llx, +%llu)", static_cast<unsigned long long>(begin),
+             static_cast<unsigned long long>(nbytes));
+    return text;
+}
+
+class Memory {
+  public:
+    explicit Memory(int devices) : used_(devices + 1, GAP) {
+        nbytes_ = PER_DEVICE * used_.size();
+        void *at = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (at == MAP_FAILED) throw std::bad_alloc();
+        base_ = reinterpret_cast<uint64_t>(at);
+    }
+    Memory(const Memory &) = delete;
+    ~Memory() { munmap(reinterpret_cast<void *>(base_), nbytes_); }
+
+    // Return the address of new memory; 0: there is not enough.
+    uint64_t allocate(uint64_t nbytes, int device, uint64_t context, bool is_foreign) {
+        uint64_t &used = used_[static_cast<size_t>(device == HOST ? used_.size() - 1 : device)];
+        if (nbytes > PER_DEVICE - 2 * GAP || used > PER_DEVICE - 2 * GAP - nbytes) return 0;
+        const uint64_t slot = static_cast<uint64_t>(&used - used_.data());
+        const uint64_t begin = base_ + slot * PER_DEVICE + used;
+        used += (nbytes + 511) / 512 * 512 + GAP;
+        std::memset(reinterpret_cast<void *>(begin), 0xA5, nbytes);
+        own(begin, nbytes, device, context, is_foreign);
+        return begin;
+    }
+    // Take memory of the caller as a device's.
+    void own(uint64_t begin, uint64_t nbytes, int device, uint64_t context, bool is_foreign) {
+        allocations_[begin] = {begin, nbytes, device, context, is_foreign, true};
+    }
+    // Return the allocation that begins at an address or contains it; null: there is none.
+    Allocation *find(uint64_t address) {
+        auto it = allocations_.upper_bound(address);
+        if (it == allocations_.begin()) return nullptr;
+        Allocation &found = (--it)->second;
+        return address < found.begin + std::max<uint64_t>(found.nbytes, 1) ? &found : nullptr;
+    }
+    // Return whether a range has no byte that the driver manages.
+    bool is_pageable(uint64_t begin, uint64_t nbytes) const {
+        if (begin < base_ + nbytes_ && begin + nbytes > base_) return false;
+        auto it = allocations_.lower_bound(begin + nbytes);
+        if (it == allocations_.begin()) return true;
+        const Allocation &last = (--it)->second;
+        return !last.is_live || last.begin + last.nbytes <= begin;
+    }
+    std::map<uint64_t, Allocation> &all() { return allocations_; }
+
+  private:
+    std::vector<uint64_t> used_; // of each device, then of pinned memory
+    uint64_t base_, nbytes_;
+    std::map<uint64_t, Allocation> allocations_;
+};
+
+// ---- accesses
+
+struct Access {
+    uint64_t begin, nbytes;
+    bool writes;
+};
+
+// The accesses to each byte that a later one may conflict with.
+class Shadow {
+  public:
+    struct Conflict {
+        std::shared_ptr<Operation> earlier;
+        bool earlier_writes, writes;
+        uint64_t begin, end;
+    };
+
+    // Note an operation's access; return the earlier operations that it conflicts with and is not ordered after.
+    void access(const std::shared_ptr<Operation> &operation, Epoch epoch, const Clock &clock, const Access &access,
+                std::vector<Conflict> &conflicts) {
+        const uint64_t end = access.begin + access.nbytes;
+        if (access.nbytes == 0) return;
+        split(access.begin);
+        split(end);
+        uint64_t at = access.begin;
+        for (auto it = segments_.lower_bound(at); at < end; at = it->second.end, ++it) {
+            if (it == segments_.end() || it->first != at) { // no access so far
+                const uint64_t next = it == segments_.end() ? end : std::min(end, it->first);
+                it = segments_.emplace(at, Segment{next, {}}).first;
+            }
+            auto &entries = it->second.entries;
+            for (const Entry &each : entries)
+                if (each.operation != operation && (each.writes || access.writes) && !each.epoch.precedes(clock))
+                    note(conflicts, {each.operation, each.writes, access.writes, at, it->second.end});
+            // What is ordered before this access cannot conflict with a later one unless this access does, too.
+            entries.erase(std::remove_if(entries.begin(), entries.end(),
+                                         [&](const Entry &each) {
+                                             return each.operation != operation && (access.writes || !each.writes) &&
+                                                    each.epoch.precedes(clock);
+                                         }),
+                          entries.end());
+            entries.push_back({operation, epoch, access.writes});
+        }
+    }
+    // Forget a range, which is memory of its own from now on.
+    void forget(uint64_t begin, uint64_t nbytes) {
+        split(begin);
+        split(begin + nbytes);
+        segments_.erase(segments_.lower_bound(begin), segments_.lower_bound(begin + nbytes));
+    }
+
+  private:
+    struct Entry {
+        std::shared_ptr<Operation> operation;
+        Epoch epoch;
+        bool writes;
+    };
+    struct Segment {
+        uint64_t end;
+        std::vector<Entry> entries;
+    };
+    void split(uint64_t at) {
+        auto it = segments_.upper_bound(at);
+        if (it == segments_.begin()) return;
+        --it;
+        if (it->first == at || it->second.end <= at) return;
+        segments_.emplace(at, it->second);
+        it->second.end = at;
+    }
+    static void note(std::vector<Conflict> &conflicts, const Conflict &found) {
+        for (Conflict &each : conflicts) {
+            if (each.earlier != found.earlier) continue;
+            each.begin = std::min(each.begin, found.begin);
+            each.end = std::max(each.end, found.end);
+            each.earlier_writes |= found.earlier_writes;
+            each.writes |= found.writes;
+            return;
+        }
+        conflicts.push_back(found);
+    }
+    std::map<uint64_t, Segment> segments_;
+};
+
+} // namespace fake
