@@ -11,6 +11,7 @@ from command_line import expanded
 import crossreduce as cr
 from crossreduce.planning import COLLECTIVES
 from crossreduce.planning.explain import limited_by
+from crossreduce.topology.discover import discover
 from crossreduce.topology.machines import machine_names
 
 DGX = cr.Topology.machine("dgx-1v")
@@ -104,6 +105,7 @@ def test_the_selection_is_that_of_the_library(printed, line, topology):
     """The JSON has the topology that the library returns for the same options, its islands, hosts and bounds."""
     report = json.loads(printed("topology", *line.split(), "--json"))
     assert cr.Topology.from_json(json.dumps(report["topology"])) == topology
+    assert report["notes"] == (list(discover().notes) if line == "this" else [])
     assert report["islands"] == [list(island) for island in topology.islands]
     assert [device for host in report["hosts"].values() for device in host] == list(topology.devices)
     assert list(report["bounds"]) == list(COLLECTIVES)

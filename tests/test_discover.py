@@ -1,25 +1,33 @@
 """Topologies of this machine: from NVML, from /sys, or of one device."""
 
+import ctypes
 import itertools
-import sys
+import subprocess
 from fractions import Fraction
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
 
 import pytest
 
 from crossreduce import Topology
 from crossreduce.topology import discover as module
 from crossreduce.topology.kinds import nvlink
+from crossreduce.topology.nvml import _FUNCTIONS, Nvml
 
 machine, discover = Topology.machine, Topology.discover
 
 NOTHING = Topology(("cpu:0",), ())
+SOURCE = Path(__file__).parent / "native" / "fake_nvml.c"
+
+
+def without_driver(library):
+    """Raise the error of a machine that has no driver."""
+    raise OSError(f"{library}: cannot open shared object file")
 
 
 @pytest.fixture
 def sys_tree(tmp_path, monkeypatch):
     """Return a function that writes a tree of NUMA nodes as Linux does, without GPUs."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(module, "Nvml", without_driver)
     monkeypatch.setattr(module, "NODES", tmp_path)
 
     def write(distances, cpus=None, memory=None, numbers=None):
@@ -111,7 +119,7 @@ def test_odd_trees_are_no_machine(sys_tree, tmp_path):
 @pytest.mark.parametrize("path", ["missing", "file"])
 def test_systems_without_sys(monkeypatch, tmp_path, path):
     """Without the folder of NUMA nodes, as on macOS, on Windows and in bare containers, the topology has one device."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(module, "Nvml", without_driver)
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(module, "NODES", tmp_path / path)
     assert discover() == NOTHING
@@ -124,92 +132,66 @@ def test_this_machine():
 
 # NVML.
 
-
-class RefusedError(Exception):
-    """The error that NVML raises for unsupported queries."""
-
-
 LEVELS = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
 
 
-class Nvml(ModuleType):
-    """An NVML with one GPU for each entry of ``peers``.
+def bus(k):
+    """Return the PCI bus id of the k-th GPU as NVML reports it."""
+    return f"00000000:{k + 0xA0:X}:00.0"
+
+
+def compiled(folder, *flags):
+    """Compile the fake library; return its path."""
+    library = folder / "libnvidia-ml.so.1"
+    folder.mkdir(exist_ok=True)
+    command = ["gcc", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *flags, str(SOURCE), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=60)
+    return library
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """Compile the fake library once; return its path."""
+    return compiled(tmp_path_factory.mktemp("nvml"))
+
+
+def described(library, peers, level=lambda i, j: "SYS", sm=(8, 0), pcie=(4, 16), names=None, order=None, version=2):
+    """Describe a machine to the fake library, which has one GPU for each entry of ``peers``; return the library.
 
     Args:
       peers: for each GPU, the peer of each of its NVLinks: the number of a GPU, "switch", "hidden" (a switch, in a
         virtual machine), "cpu", "other" (a GPU that is not visible), or None for an inactive link.
       level: returns the part of PCIe that joins two GPUs, a key of ``LEVELS``.
+      names: the name of each GPU.
+      order: NVML's number of each GPU.
+      version: NVML's constant for the version of all NVLinks.
     """
-
-    NVML_NVLINK_MAX_LINKS = 18
-
-    def __init__(self, peers, level=lambda i, j: "SYS", sm=(8, 0), pcie=(4, 16), as_bytes=False):
-        super().__init__("pynvml")
-        self.peers, self.level, self.sm, self.pcie, self.as_bytes = peers, level, sm, pcie, as_bytes
-        self.up = 0
-
-    def text(self, value):
-        return value.encode() if self.as_bytes else value
-
-    def nvmlInit(self):  # noqa: N802
-        self.up += 1
-
-    def nvmlShutdown(self):  # noqa: N802
-        self.up -= 1
-
-    def nvmlDeviceGetCount(self):  # noqa: N802
-        return len(self.peers)
-
-    def nvmlDeviceGetHandleByIndex(self, k):  # noqa: N802
-        return SimpleNamespace(k=k)
-
-    def nvmlDeviceGetUUID(self, handle):  # noqa: N802
-        return self.text(f"GPU-{handle.k}{handle.k}-uuid")
-
-    def nvmlDeviceGetPciInfo(self, handle):  # noqa: N802
-        return SimpleNamespace(busId=self.text(f"00000000:{handle.k + 0xA0:X}:00.0"))
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle):  # noqa: N802
-        return self.sm
-
-    def nvmlDeviceGetNvLinkState(self, handle, link):  # noqa: N802
-        if link >= len(self.peers[handle.k]):
-            raise RefusedError
-        return 0 if self.peers[handle.k][link] is None else 1
-
-    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle, link):  # noqa: N802
-        return {"switch": 2, "hidden": 255, "cpu": 1}.get(self.peers[handle.k][link], 0)
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle, link):  # noqa: N802
-        peer = self.peers[handle.k][link]
-        if peer == "hidden":
-            raise RefusedError
-        if isinstance(peer, int):
-            return self.nvmlDeviceGetPciInfo(SimpleNamespace(k=peer))
-        return SimpleNamespace(busId=self.text({"switch": "00000000:C4:00.0"}.get(peer, "00000000:F0:00.0")))
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, a, b):  # noqa: N802
-        return LEVELS[self.level(a.k, b.k)]
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle):  # noqa: N802
-        return self.pcie[0]
-
-    def nvmlDeviceGetMaxPcieLinkWidth(self, handle):  # noqa: N802
-        return self.pcie[1]
+    fake = ctypes.CDLL(str(library))
+    n = len(peers)
+    order = order or range(n)
+    fake.fake_reset(n)
+    for k, links in enumerate(peers):
+        name, uuid = (names or ["V100"] * n)[k], f"GPU-{k}{k}-uuid"
+        fake.fake_gpu(order[k], name.encode(), bus(k).encode(), uuid.encode(), *sm)
+        fake.fake_slot(order[k], *pcie)
+        for link, peer in enumerate(links):
+            of = {"switch": 2, "hidden": 255, "cpu": 1}.get(peer, 0)
+            far = {"switch": "00000000:C4:00.0", "hidden": ""}.get(peer, "00000000:F0:00.0")
+            at = bus(peer) if isinstance(peer, int) else far
+            fake.fake_link(order[k], link, int(peer is not None), of, version, at.encode())
+        for j in range(k):
+            fake.fake_pair(order[j], order[k], LEVELS[level(j, k)], 0)
+    return fake
 
 
 @pytest.fixture
-def nvml(monkeypatch, tmp_path):
-    """Return a function that installs a driver; /sys is empty, and all GPUs are visible."""
+def nvml(monkeypatch, tmp_path, library):
+    """Return a function that describes a machine; /sys is empty, and all GPUs are visible."""
     monkeypatch.setattr(module, "NODES", tmp_path)
+    monkeypatch.setattr(module, "Nvml", lambda name: Nvml(str(library)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-    def install(*arguments, **options):
-        driver = Nvml(*arguments, **options)
-        monkeypatch.setitem(sys.modules, "pynvml", driver)
-        return driver
-
-    return install
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    return lambda *arguments, **options: described(library, *arguments, **options)
 
 
 def bricks(name, one):
@@ -218,13 +200,13 @@ def bricks(name, one):
     return [[int(link.dst[5:]) for link in links for _ in range(int(link.bandwidth / one))] for links in out]
 
 
-@pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.parametrize(("name", "one", "sm"), [("dgx-1v", 25, (7, 0)), ("dgx-1p", 20, (6, 0))])
-def test_a_dgx_1_is_found(nvml, name, one, sm, as_bytes):
+def test_a_dgx_1_is_found(nvml, name, one, sm):
     """From the NVLinks of a DGX-1, discover makes the library's topology of a DGX-1, and shuts NVML down."""
-    driver = nvml(bricks(name, one), sm=sm, as_bytes=as_bytes)
+    fake = nvml(bricks(name, one), sm=sm)
     assert discover() == machine(name)
-    assert driver.up == 0
+    assert fake.fake_opened() == 0
+    assert module.discover().notes == ("8 x V100, from NVML, driver 550.54.14",)
 
 
 @pytest.mark.parametrize("seen", ["switch", "hidden"])
@@ -273,9 +255,9 @@ def test_a_pcie_machine_is_found(nvml, pcie, gb_per_s):
 
 def test_a_switch_is_as_wide_as_its_widest_gpu(nvml):
     """GPUs with different PCIe links share a switch, whose link to the CPU is as fast as the fastest of these."""
-    driver = nvml([[]] * 3, lambda i, j: "PIX" if i + j == 1 else "PHB")
-    driver.nvmlDeviceGetMaxPcieLinkGeneration = lambda handle: (3, 5, 3)[handle.k]
-    driver.nvmlDeviceGetMaxPcieLinkWidth = lambda handle: (16, 8, 16)[handle.k]
+    fake = nvml([[]] * 3, lambda i, j: "PIX" if i + j == 1 else "PHB")
+    for k, slot in enumerate([(3, 16), (5, 8), (3, 16)]):
+        fake.fake_slot(k, *slot)
     topology = discover()
     widths = [topology.link(*pair).bandwidth for pair in (("cuda:0", "pcie0"), ("cuda:1", "pcie0"), ("pcie0", "cpu0"))]
     assert widths == [Fraction("15.75"), Fraction("31.5"), Fraction("31.5")]
@@ -303,11 +285,11 @@ def test_links_that_lead_elsewhere(nvml):
         ("", None),
         ("-1", None),
         ("NoDevFiles", None),
-        ("MIG-1234", [0, 1, 2, 3]),
+        ("2,MIG-1234", [2]),
     ],
 )
 def test_cuda_visible_devices(nvml, monkeypatch, value, found):
-    """Devices are the GPUs that CUDA_VISIBLE_DEVICES selects, numbered as CUDA does; cpu:0 if none; all for MIG-*."""
+    """Devices are the GPUs that CUDA_VISIBLE_DEVICES selects, numbered as CUDA does; cpu:0 if none."""
     nvml([[1, 3], [0, 2, 2], [1, 1, 3, 3, 3], [0, 2, 2, 2]])
     links = {(0, 1): 1, (0, 3): 1, (1, 2): 2, (2, 3): 3}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
@@ -339,37 +321,135 @@ def test_nvlink_by_compute_capability(sm, kind):
     assert nvlink(sm)[0] == kind
 
 
-FUNCTIONS = [name for name in vars(Nvml) if name.startswith("nvml")]
 # Without a function of NEEDED no GPU is found; without one of SPARE the topology of this test is the same.
-NEEDED = {"nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetPciInfo"}
-SPARE = {"nvmlShutdown", "nvmlDeviceGetUUID", "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetMaxPcieLinkWidth"}
+NEEDED = {"nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPciInfo_v3"}
+USED = {
+    "nvmlDeviceGetCudaComputeCapability",
+    "nvmlDeviceGetNvLinkState",
+    "nvmlDeviceGetNvLinkRemotePciInfo_v2",
+    "nvmlDeviceGetMaxPcieLinkGeneration",
+}
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("how", ["refuses", "missing"])
-def test_a_driver_that_refuses(nvml, monkeypatch, name, how):
-    """A function that the driver refuses or lacks is not an error; unless it is in NEEDED, all GPUs are still found."""
-    driver = nvml([[1, 1], [0, 0], []], lambda i, j: "PHB")
+def test_a_driver_that_refuses(nvml, monkeypatch, tmp_path, how):
+    """A function that the driver refuses or lacks is not an error; unless it is in NEEDED, all GPUs are still found. A
+    note names a function of NEEDED."""
+    here = {"peers": [[1, 1], [0, 0], []], "level": lambda i, j: "PHB", "version": 1}
+    fake = nvml(**here)
     whole = discover()
+    for name in _FUNCTIONS:
+        if how == "refuses":
+            fake.fake_failure(name.encode(), 15)
+        else:
+            lacking = compiled(tmp_path / name, f"-D{name}=absent")
+            described(lacking, **here)
+            monkeypatch.setattr(module, "Nvml", lambda _, file=lacking: Nvml(str(file)))
+        topology, notes = discover(), module.discover().notes
+        assert topology.devices == (NOTHING if name in NEEDED else whole).devices
+        assert (topology == whole) == (name not in NEEDED | USED), name
+        if name in NEEDED:
+            why = f"{name}: GPU is lost (15)" if how == "refuses" else f"this driver's NVML has no function {name}"
+            assert notes == (f"no GPUs were found: {why}", "one device, as there is one NUMA node")
 
-    def refuse(*_):
-        raise RefusedError
 
-    if how == "refuses":
-        setattr(driver, name, refuse)
-    else:
-        monkeypatch.delattr(Nvml, name)
-    topology = discover()
-    assert topology.devices == (NOTHING if name in NEEDED else whole).devices
-    assert (topology == whole) == (name in SPARE)
+def test_gpus_without_nvlink_over_two_cpus(nvml, library):
+    """Four GPUs of two NUMA nodes have the links of a tree of PCIe; if the driver does not report the common ancestors,
+    GPUs with the same CPUs are at one CPU. A note lists pairs without peer-to-peer access."""
+    fake = nvml([[]] * 4, lambda i, j: "NODE" if i // 2 == j // 2 else "SYS", pcie=(3, 16))
+    found = discover()
+    assert found.route("cuda:0", "cuda:1") == ("cuda:0", "cpu0", "cuda:1")
+    assert found.route("cuda:0", "cuda:3") == ("cuda:0", "cpu0", "cpu1", "cuda:3")
+    assert {link.bandwidth for link in found.links if "cuda" in link.src} == {machine("pcie-8").links[0].bandwidth}
+    for k in range(4):
+        fake.fake_cpus(k, ctypes.c_ulong(1 << 63 if k < 2 else 3))
+    fake.fake_failure(b"nvmlDeviceGetTopologyCommonAncestor", 3)
+    assert discover() == found
+    opened = Nvml(str(library))
+    opened.call("nvmlInit_v2")
+    first = opened.call("nvmlDeviceGetHandleByIndex_v2", 0)
+    assert opened.call("nvmlDeviceGetCpuAffinity", first) == 1 << 4095
+    opened.call("nvmlShutdown")
+    fake.fake_pair(0, 3, LEVELS["SYS"], 1)
+    assert module.discover().notes[1:] == ("1 of 6 pairs of GPUs cannot access each other's memory: cuda:0 and cuda:3",)
+    nvml([[]] * 8, lambda i, j: ("PIX", "PHB", "SYS")[(i // 2 != j // 2) + (i // 4 != j // 4)], pcie=(3, 16))
+    to = {f"pcie{k}": f"plx{k}" for k in range(4)}
+    links = {tuple(to.get(node, node) for node in link[:2]) for link in discover().links}
+    assert links == {link[:2] for link in machine("pcie-8").links}
 
 
-@pytest.mark.parametrize("broken", [None, ModuleType("pynvml"), SimpleNamespace()])
-def test_a_broken_package(monkeypatch, tmp_path, broken):
-    """If the package pynvml is missing or broken, no GPU is found."""
+def test_one_gpu_and_failed_links(nvml):
+    """One GPU has no links. An NVLink that fails is missing, and a note counts it. The version of NVLink replaces a
+    compute capability that is not reported."""
+    nvml([[]])
+    assert discover() == Topology(("cuda:0",), ())
+    peers = bricks("dgx-1v", 25)
+    for a, b in ((0, 3), (3, 0)):
+        peers[a] = [None if peer == b else peer for peer in peers[a]]
+    fake = nvml(peers, sm=(7, 0))
+    lost = sum(peer is None for peer in peers[0])
+    assert discover() == machine("dgx-1v").without_link(0, 3)
+    counted = tuple(f"cuda:{k}: {lost} of 6 NVLinks are inactive" for k in (0, 3))
+    assert module.discover().notes[1:] == counted
+    fake.fake_failure(b"nvmlDeviceGetCudaComputeCapability", 3)
+    assert discover() == machine("dgx-1v").without_link(0, 3)
+    one = bricks("dgx-1v", 25)
+    one[0][one[0].index(4)] = None
+    one[4][one[4].index(0)] = None
+    nvml(one, sm=(7, 0))
+    assert (discover().link(0, 4).bandwidth, machine("dgx-1v").link(0, 4).bandwidth) == (25, 50)
+    nvml([["switch"] * 36] * 2, sm=(10, 0))
+    assert discover().link("cuda:0", "nvswitch").bandwidth == 36 * 50
+
+
+def test_the_order_of_cuda(nvml, monkeypatch):
+    """GPUs have the order of the PCI bus, whatever NVML's is. If models differ, CUDA orders them so only with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID, which a note tells."""
+    chain = [[1], [0, 2, 2], [1, 1]]
+    nvml(chain)
+    expected = discover()
+    nvml(chain, order=[2, 0, 1], names=["A100", "T4", "A100"])
+    assert discover() == expected
+    head, *notes = module.discover().notes
+    assert head == "2 x A100, 1 x T4, from NVML, driver 550.54.14"
+    assert len(notes) == 1
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in notes[0]
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert module.discover().notes == (head,)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    none = "no GPUs were found: CUDA_VISIBLE_DEVICES='7' selects none of 3 GPUs"
+    assert module.discover().notes[0] == none
+
+
+def test_parts_of_gpus(nvml, monkeypatch):
+    """A process can use one part (MIG) of a GPU: there is one device if CUDA_VISIBLE_DEVICES begins with a part, or if
+    all GPUs have parts; GPUs with parts are left out beside others."""
+    fake = nvml([[1, 2], [0, 2], [0, 1]])
+    whole = discover()
+    fake.fake_mig(1, 1)
+    assert discover() == whole.subset([0, 2]).renamed(["cuda:0", "cuda:1"])
+    assert module.discover().notes[1] == "1 GPUs that are divided into parts (MIG) are left out"
+    one = Topology(("cuda:0",), ()), ("one part (MIG) of a GPU, from NVML, driver 550.54.14",)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-8a3f,MIG-77")
+    assert (discover(), module.discover().notes) == one
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for k in range(3):
+        fake.fake_mig(k, 1)
+    assert (discover(), module.discover().notes) == one
+
+
+def test_libraries_that_are_not_nvml(monkeypatch, tmp_path):
+    """If the library is missing, damaged or another one, no GPU is found, and a note tells why."""
     monkeypatch.setattr(module, "NODES", tmp_path)
-    monkeypatch.setitem(sys.modules, "pynvml", broken)
-    assert discover() == NOTHING
+    (tmp_path / "damaged").write_bytes(b"\x7fELF damaged")
+    for name, why in {
+        str(tmp_path / "missing"): "cannot open shared object file",
+        str(tmp_path / "damaged"): "damaged: ",
+        "libc.so.6": "no function nvmlInit_v2",
+    }.items():
+        found = module.discover(name)
+        assert found.wiring == module.Wiring(("cpu:0",), ())
+        assert why in found.notes[0]
 
 
 def test_no_gpu(nvml):

@@ -21,6 +21,7 @@ from crossreduce.planning import Request, hierarchical_copy, schedules
 from crossreduce.planning.forest import forest
 from crossreduce.planning.trees import fitting
 from crossreduce.schedule import fluid_rate
+from crossreduce.schedule.simulate import LONGER, OPERATION_S
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -183,7 +184,15 @@ def trees():
     assert plan.seconds * 1e6 > alone + float(ticks * latency)  # the page calls the difference "the rest"
     small = cr.plan(PART, nbytes=1 << 10)
     assert (small.algorithm, small.schedule.round_count) == ("one_shot", 1)
-    yield f"For 2**{10} bytes only the latency matters"
+    yield f"For 2**{10} bytes only latency and operations matter"
+    operations = cr.simulate(small.schedule, PART, 1 << 10).operations
+    host = operations * OPERATION_S
+    assert host > 5e-6
+    yield f"1.4 us, and the host queues {operations} operations of {host * 1e6 / operations:.0f} us"
+    assert small.seconds == pytest.approx(host + 2 * float(latency) * 1e-6)
+    yield f"The {OPERATION_S * 1e6:.0f} us of an operation"
+    yield f"each in {OPERATION_S * 1e6:.0f} us (`operation_s`)"
+    yield f"if that takes at most {100 * (LONGER - 1):.1f} % longer"
     assert max(len(PART.route(a, b)) for a, b in permutations(PART.devices, 2)) == 3  # the page: "two hops at most"
 
 

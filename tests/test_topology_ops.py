@@ -82,7 +82,7 @@ HUB = pytest.mark.xfail(
 
 
 @pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=[HUB] if name in ("forest", "nccl", "auto") else []) for name in ALGORITHMS]
+    "algorithm", [pytest.param(name, marks=[HUB] if name == "forest" else []) for name in ALGORITHMS]
 )
 def test_a_hub_without_a_replica_forwards(algorithm):
     """If the only connection between the replicas is a device without a replica, data is routed through it."""

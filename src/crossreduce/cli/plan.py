@@ -25,6 +25,7 @@ from .output import atomic_file, bound_json, draw, print_paged, progress, rate_j
 from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
 
 SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
+RUN_ELSEWHERE: Final = ("msccl", "mscclpp", "nccl-graph")  # formats whose operations are not queued one by one
 FORMATS: Final = f"Format of the export: {', '.join(EXPORTERS)}. Default: by the suffix {', '.join(SUFFIXES)}."
 
 
@@ -35,6 +36,13 @@ def plan(
     algorithm: Annotated[str, Option(help=", ".join(ALGORITHMS))] = "auto",
     root: Annotated[str | None, Option(help="Root, by number or name. Default: the best one.")] = None,
     packs: Annotated[int, Option(help="Number of trees, for one_device and hierarchical_copy.")] = 1,
+    operation_us: Annotated[
+        float | None,
+        Option(
+            help="Microseconds to queue an operation. Default: 2 on CUDA devices; 0 on others, and in exported plans, "
+            "which other programs run."
+        ),
+    ] = None,
     devices: Devices = None,
     without_link: WithoutLink = None,
     hosts: Hosts = 1,
@@ -56,6 +64,9 @@ def plan(
     """
     one_of(COLLECTIVES, "--collective", collective)
     one_of(ALGORITHMS, "--algorithm", algorithm)
+    if operation_us is not None and not 0 <= operation_us <= 1e6:
+        problem = "--operation-us must be a number of microseconds from 0 to 1000000."
+        raise ArgumentError.of(problem, str(operation_us), "--operation-us 2")
     size = read_nbytes("--nbytes", nbytes)
     if at_least(1, "--packs", packs) > MOST_PACKS:
         raise ArgumentError(f"--packs must be {MOST_PACKS} or less, not {packs}.")
@@ -76,7 +87,9 @@ def plan(
     main = None if root is None else read_node("--root", root, complete)
     with atomic_file("--picture", picture) as drawing:
         with atomic_file("--export", export) as exported, progress("planning", 3) as advance:
-            found = planned(chosen, collective, size, algorithm, root=main, packs=packs)
+            cost = 0.0 if operation_us is None and kind in RUN_ELSEWHERE else None
+            cost = cost if operation_us is None else operation_us / 1e6
+            found = planned(chosen, collective, size, algorithm, root=main, packs=packs, operation_s=cost)
             advance("comparing")
             text = json_module.dumps(_report(machine, found, with_steps=steps), indent=2) if json else found.explain()
             advance("exporting")

@@ -19,6 +19,7 @@ from .. import Topology, __version__, bound
 from ..devices import parse
 from ..errors import ArgumentError, PlanError
 from ..planning.bounds import COLLECTIVES
+from ..topology.discover import discover
 from ..topology.machines import machine_names
 from .arguments import read_link, read_machine, read_subset
 from .output import atomic_file, bound_json, draw, grouped, progress, terminal
@@ -132,6 +133,7 @@ def _report(machine: str, topology: Topology) -> dict[str, Any]:
         "crossreduce": __version__,
         "machine": machine,
         "description": dict(machine_names()).get(machine),
+        "notes": list(discover().notes) if machine == "this" else [],
         "hosts": hosts,
         "islands": topology.islands,
         "bounds": bounds,
@@ -151,6 +153,8 @@ def _show(title: str, report: dict[str, Any], complete: Topology, topology: Topo
     if reducing:
         about.add_row("combining", f"{len(reducing)}: {grouped(reducing)}")
     about.add_row("links", str(len(topology.links)))
+    for note in report["notes"]:
+        about.add_row("note", note)
     about.add_row("hosts", f"{len(report['hosts'])}{': ' if named else ''}{grouped(named)}")
     islands = topology.islands
     about.add_row("islands", "1" if len(islands) == 1 else f"{len(islands)}: {', '.join(map(grouped, islands))}")

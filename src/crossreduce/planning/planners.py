@@ -36,6 +36,7 @@ class Request(NamedTuple):
     first: int = 0  # the first pack's root, owner or start: its number among the devices that can be it
     root: str | None = None  # the root of all packs; None: roots rotate over the devices
     devices: tuple[str, ...] = ()  # the devices of the schedule; (): sources, then other destinations, then the root
+    operation_s: float | None = None  # the seconds in which a host queues one operation: see ``simulate``
 
     @property
     def members(self) -> tuple[str, ...]:

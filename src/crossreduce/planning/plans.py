@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 from ..errors import ArgumentError, PlanError, shown
 from ..packing import MOST_PACKS
-from ..schedule import Schedule, byte_count, fluid_rate, simulate
+from ..schedule import Schedule, byte_count, fluid_rate, seconds_of, simulate
 from ..schedule.schedule import many
 from ..topology import Topology, TopologyLike, topology_of
 from .bounds.bound import bound_of_members
@@ -135,7 +135,8 @@ class Plan:
             halves = hierarchical_copy_schedule(request._replace(packs=len(request.members)))
             with suppress(PlanError):
                 rate = fluid_rate(halves, self.topology)
-                found["TensorFlow's trees"] = (simulate(halves, self.topology, self.nbytes).seconds, rate)
+                simulation = simulate(halves, self.topology, self.nbytes, operation_s=request.operation_s)
+                found["TensorFlow's trees"] = (simulation.seconds, rate)
         for algorithm in ("ring", "one_device"):
             with suppress(PlanError):
                 other = planned(request._replace(algorithm=algorithm))
@@ -162,6 +163,7 @@ def plan(
     root: str | int | None = None,
     *,
     packs: int = 1,
+    operation_s: float | None = None,
 ) -> Plan:
     """Plan a collective on a topology.
 
@@ -178,6 +180,8 @@ def plan(
       root: the root of a reduce or broadcast; ``None``: its listed destination or source, else the one with the
         greatest bound. For an all-reduce by one_device or hierarchical_copy: the device that reduces.
       packs: for one_device and hierarchical_copy: the number of trees that share the buffer; roots rotate unless given.
+      operation_s: the seconds in which a host queues one operation, which ``simulate`` explains; ``None``: 2e-6 on CUDA
+        devices, else 0. Set it to 0 if operations are not queued one by one, such as those of exported plans.
     Returns:
       A plan whose schedule is verified; the same request costs one lookup.
     Raises:
@@ -185,7 +189,7 @@ def plan(
       PlanError: a destination cannot be reached (the error names the cut), or the algorithm cannot do the collective.
       OSError: the file of the topology cannot be read.
 
-    >>> print(plan("dgx-1v", "broadcast", "1M", root=2))
+    >>> print(plan("dgx-1v", "broadcast", "1M", root=2, operation_s=0))
     broadcast ring: 8 devices, 48 chunks, 14 rounds, 336 steps; 1048576 bytes in 22.0 us
     >>> square = Topology.ring(4, gb_per_s=25, latency_s=1e-6)
     >>> best = plan(square, "all_reduce", nbytes=1 << 30)
@@ -202,7 +206,8 @@ def plan(
         raise ArgumentError.of(f"packs must be an integer from 1 to {MOST_PACKS}.", shown(packs), "packs=1")
     size = byte_count(nbytes)
     gives, takes, main = _read_devices(topology, collective, sources, destinations, root)
-    return planned(Request(collective, gives, takes, algorithm, topology, size, packs, root=main))
+    cost = seconds_of(operation_s)
+    return planned(Request(collective, gives, takes, algorithm, topology, size, packs, root=main, operation_s=cost))
 
 
 def _read_devices(

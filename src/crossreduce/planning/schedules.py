@@ -154,7 +154,8 @@ def fastest(request: Request) -> tuple[Schedule, float]:
     found = []
     for tried in _tried(topology, request):
         try:
-            made = [pipelined(schedule, topology, request.nbytes) for schedule in candidates(tried._replace(nbytes=0))]
+            schedules = candidates(tried._replace(nbytes=0, operation_s=None))
+            made = [pipelined(schedule, topology, request.nbytes, request.operation_s) for schedule in schedules]
             found.append(min(made, key=lambda one: one[1]))
         except PlanError as error:
             failure = error

@@ -1,7 +1,7 @@
 """Schedules: who sends what to whom, in which order, the proof of the result, and the predicted time."""
 
 from .schedule import Chunk, Route, Schedule, Step, live_rounds
-from .simulate import Simulation, byte_count, fluid_rate, pipelined, simulate
+from .simulate import Simulation, byte_count, fluid_rate, pipelined, seconds_of, simulate
 from .verify import verify
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "fluid_rate",
     "live_rounds",
     "pipelined",
+    "seconds_of",
     "simulate",
     "verify",
 ]

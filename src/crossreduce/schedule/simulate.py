@@ -9,6 +9,11 @@ over one link share its bandwidth, and switches and devices on the route forward
 no time. For one chunk that travels d hops this is (d + p - 1)(latency + bytes / p / bandwidth), the time of a pipelined
 chain in Hockney's model.
 
+CUDA devices execute operations that a thread of their host queues: in each tick one launch for all combinations of a
+device that have the same number of operands (a copy has one operand), whatever their chunks, pieces and rounds are.
+Links carry data while operations are queued, so a tick takes the longer of two times: that of its busiest link, and
+that in which a host queues all its operations of the tick.
+
 Source: Hockney, The communication challenge for MPP, Parallel Computing 20(3), 1994; Sanders, Speck & Träff,
 Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel Computing 35(12), 2009.
 """
@@ -17,16 +22,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+from ..devices import parse
 from ..errors import ArgumentError, PlanError, shown
 from ..topology import Topology, TopologyLike, topology_of
-from .schedule import Schedule
+from .schedule import Schedule, live_rounds
 
 # The least bytes of a piece; smaller ones would save little: any link in links.json carries 1.5 KB in its latency.
 LEAST_PIECE: Final = 1024
@@ -37,6 +43,13 @@ MOST_PIECES: Final = 1 << 16
 
 # The largest buffer that is simulated: an exbibyte, more memory than any machine has.
 MOST_BYTES: Final = 1 << 60
+
+# The seconds in which a host queues one operation of a CUDA device. Assumed, and not measured on any GPU.
+OPERATION_S: Final = 2e-6
+
+# How much longer than the least time a schedule may take whose operations are queued, if it has fewer pieces: near the
+# least time, each piece saves little, and its operations keep the host busy.
+LONGER: Final = 1.005
 
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NBYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([kmg]?)(?:i?b)?", re.IGNORECASE)
@@ -52,6 +65,7 @@ class Simulation:
     busy: dict[Pair, float]  # for each used link, by (src, dst), the seconds that it needs for its data
     bytes: dict[Pair, int]  # for each of these links, the bytes that it carries, in whole elements
     ticks: tuple[float, ...]  # the seconds of each tick; in tick t piece j does round t - j
+    operations: int = 0  # in all ticks: one per tick, device and number of operands
 
 
 def byte_count(given: object) -> int:
@@ -72,7 +86,26 @@ def byte_count(given: object) -> int:
     raise ArgumentError.of(problem, f"nbytes={shown(given)}", "nbytes=1 << 20")
 
 
-def simulate(schedule: Schedule, topology: TopologyLike, nbytes: int | str, itemsize: int = 1) -> Simulation:
+def seconds_of(given: object) -> float | None:
+    """Return the seconds of an operation, a number from 0 to 1, or ``None``.
+
+    Raises:
+      ArgumentError: it is something else.
+    """
+    if given is None or (isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1):
+        return given
+    problem = "operation_s must be a number of seconds from 0 to 1, or None."
+    raise ArgumentError.of(problem, shown(given), f"operation_s={OPERATION_S}")
+
+
+def simulate(
+    schedule: Schedule,
+    topology: TopologyLike,
+    nbytes: int | str,
+    itemsize: int = 1,
+    *,
+    operation_s: float | None = None,
+) -> Simulation:
     """Return the predicted time of a schedule on a topology, and the bytes and busy time of each link.
 
     Args:
@@ -80,8 +113,10 @@ def simulate(schedule: Schedule, topology: TopologyLike, nbytes: int | str, item
       topology: the links: a ``Topology``, a machine's name or a file's path.
       nbytes: the size of the whole buffer (of one replica's, for an all-reduce), 0 or more, or text such as "64M".
       itemsize: bytes of an element; chunks are cut between elements.
+      operation_s: the seconds in which a host queues one operation; ``None``: ``OPERATION_S`` for those of CUDA
+        devices, 0 for those of other devices.
     Raises:
-      ArgumentError: not a schedule or a topology, or an invalid number of bytes.
+      ArgumentError: not a schedule or a topology, or an invalid number of bytes or seconds.
       PlanError: the topology has no route for a transfer.
 
     >>> from crossreduce.planning import ring
@@ -101,13 +136,13 @@ def simulate(schedule: Schedule, topology: TopologyLike, nbytes: int | str, item
         pair: itemsize * sum(spans[chunk][1] - spans[chunk][0] for chunks in by_round.values() for chunk in chunks)
         for pair, by_round in traffic.chunks.items()
     }
-    timing = _Timing(schedule, traffic, nbytes)
+    timing = _Timing(schedule, traffic, nbytes, seconds_of(operation_s))
     busy = {pair: sum(timing.loads[load].values()) for pair, load in traffic.load_of.items()}
     if not nbytes or not traffic.latency_s:
         return Simulation(0.0, busy, carried, ())
     (ticks, repeated), middle = timing.ticks(schedule.pieces), len(traffic.latency_s) - 1
     ticks[middle:middle] = [ticks[middle]] * repeated
-    return Simulation(timing.total(schedule.pieces), busy, carried, tuple(ticks))
+    return Simulation(timing.total(schedule.pieces), busy, carried, tuple(ticks), _operations(schedule))
 
 
 def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
@@ -127,11 +162,15 @@ def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
     )
 
 
-def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Schedule, float]:
+def pipelined(
+    schedule: Schedule, topology: Topology, nbytes: int, operation_s: float | None = None
+) -> tuple[Schedule, float]:
     """Return the schedule cut into the number of pieces that takes the least time for ``nbytes`` bytes, and that time.
 
     If the number of pieces p is at least the number of rounds, the time is a + b p + c / p, which is least at
-    p = sqrt(c / b). Of the smaller numbers, 1 to 32 and powers of two are tried. If an average chunk is cut, its pieces
+    p = sqrt(c / b), or at a p with which in some tick a host queues operations as long as the busiest link carries
+    data. Of the smaller numbers, 1 to 32 and powers of two are tried. If operations are queued, the time may be up to
+    ``LONGER`` times the least, with fewer pieces. If an average chunk is cut, its pieces
     have at least ``LEAST_PIECE`` bytes.
 
     >>> from crossreduce.planning import one_device
@@ -145,17 +184,23 @@ def pipelined(schedule: Schedule, topology: Topology, nbytes: int) -> tuple[Sche
     deep = len(traffic.latency_s)
     if not nbytes or not deep:
         return schedule.cut_into(1), 0.0
-    timing = _Timing(schedule, traffic, nbytes)
+    timing = _Timing(schedule, traffic, nbytes, seconds_of(operation_s))
     most = max(1, min(nbytes // len(schedule.chunks) // LEAST_PIECE, MOST_PIECES))
     tried = {1, deep, most, *range(2, min(deep, 33)), *(1 << k for k in range(deep.bit_length()))}
     windows = timing.windows(deep)
-    latency, transfer = windows[deep - 1]  # of a tick in which all rounds are in progress; not yet divided by pieces
+    latency, transfer, queued = windows[deep - 1]  # of a tick in which all rounds are in progress; for one piece
     if latency:
-        ramps = sum(seconds for _, seconds in windows) - deep * transfer
+        ramps = sum(seconds for _, seconds, _ in windows) - deep * transfer
         best = math.sqrt(max(ramps, 0.0) / latency)
         tried |= {math.floor(best), math.ceil(best)}
+    for _, transfer, seconds in windows if queued else ():
+        if seconds * most > transfer:
+            tried |= {math.floor(transfer / seconds), math.ceil(transfer / seconds)}
     times = {pieces: timing.total(pieces) for pieces in sorted(tried) if 1 <= pieces <= most}
     pieces = min(times, key=lambda pieces: (times[pieces], pieces))
+    if queued:
+        times |= {fewer: timing.total(fewer) for fewer in (math.ceil(pieces * k / 32) for k in range(16, 32))}
+        pieces = min(fewer for fewer in times if times[fewer] <= LONGER * times[pieces])
     return schedule.cut_into(pieces), times[pieces]
 
 
@@ -244,10 +289,54 @@ def _collect(schedule: Schedule, topology: Topology, chunks_of: dict[Pair, dict[
     return latencies
 
 
+class _Launch(NamedTuple):
+    """A device's operations with the same number of operands: one in every tick with one of these rounds."""
+
+    rounds: tuple[int, ...]
+    number: int  # of such operations, on devices of the same host and kind
+
+
+@lru_cache(maxsize=256)
+def _launches(schedule: Schedule) -> dict[tuple[str, str], tuple[_Launch, ...]]:
+    """Return the operations of a schedule, by host and kind of device."""
+    rounds_of: dict[tuple[int, int], dict[int, None]] = {}
+    for r, steps in enumerate(live_rounds(schedule)):
+        for _, dst, srcs in steps:
+            rounds_of.setdefault((dst, len(srcs)), {})[r] = None
+    found: dict[tuple[str, str], Counter[tuple[int, ...]]] = {}
+    for (dst, _), rounds in rounds_of.items():
+        if ":" in schedule.devices[dst]:  # else it is a switch, which combines without operations
+            device = parse(schedule.devices[dst])
+            found.setdefault((device.host, device.kind), Counter())[tuple(rounds)] += 1
+    return {where: tuple(_Launch(*one) for one in counts.items()) for where, counts in found.items()}
+
+
+def _operations(schedule: Schedule) -> int:
+    """Return the number of operations in all ticks."""
+    pieces = schedule.pieces
+    return sum(
+        launch.number * (pieces + sum(min(b - a, pieces) for a, b in pairwise(launch.rounds)))
+        for launches in _launches(schedule).values()
+        for launch in launches
+    )
+
+
+def _queueing(schedule: Schedule, operation_s: float | None) -> list[list[tuple[_Launch, float]]]:
+    """Return, for each host that queues operations, its operations and the seconds in which it queues them once."""
+    hosts: defaultdict[str, list[tuple[_Launch, float]]] = defaultdict(list)
+    if not operation_s and not (operation_s is None and any("cuda:" in device for device in schedule.devices)):
+        return []  # without costs, the operations need not be counted
+    for (host, kind), launches in _launches(schedule).items():
+        cost = operation_s if operation_s is not None else OPERATION_S if kind == "cuda" else 0.0
+        if cost:
+            hosts[host] += [(launch, launch.number * cost) for launch in launches]
+    return list(hosts.values())
+
+
 class _Timing:
     """The times of a schedule's ticks; shares are not rounded to elements, so that no rate exceeds the bound."""
 
-    def __init__(self, schedule: Schedule, traffic: _Traffic, nbytes: int) -> None:
+    def __init__(self, schedule: Schedule, traffic: _Traffic, nbytes: int, operation_s: float | None) -> None:
         shares = [float(chunk.share) * nbytes for chunk in schedule.chunks]
         amounts = [math.fsum(shares[c] for c in chunks) for chunks in traffic.amounts]
         self.latency_s = traffic.latency_s
@@ -255,12 +344,14 @@ class _Timing:
         for bandwidth, by_round in traffic.loads:
             speed = float(bandwidth) * 1e9
             self.loads.append({r: amounts[amount] / speed for r, amount in by_round})
-        self._windows: dict[int, list[tuple[float, float]]] = {}
+        self.queueing = _queueing(schedule, operation_s)
+        self._windows: dict[int, list[tuple[float, float, float]]] = {}
 
     def ticks(self, pieces: int) -> tuple[list[float], int]:
         """Return the seconds of the ticks, and how often the one in which all rounds are in progress is repeated."""
         rounds = len(self.latency_s)
-        ticks = [latency + transfer / pieces for latency, transfer in self.windows(min(pieces, rounds))]
+        windows = self.windows(min(pieces, rounds))
+        ticks = [latency + max(transfer / pieces, queued) for latency, transfer, queued in windows]
         return ticks, max(0, pieces - rounds)
 
     def total(self, pieces: int) -> float:
@@ -268,8 +359,11 @@ class _Timing:
         ticks, repeated = self.ticks(pieces)
         return math.fsum([*ticks, repeated * ticks[len(self.latency_s) - 1]])
 
-    def windows(self, width: int) -> list[tuple[float, float]]:
-        """Return (latency, seconds of the busiest link) of windows of up to ``width`` rounds that slide over all."""
+    def windows(self, width: int) -> list[tuple[float, float, float]]:
+        """Return the latency and the seconds of the busiest link and of the busiest host, of windows of rounds.
+
+        Windows of up to ``width`` rounds slide over all rounds.
+        """
         if width not in self._windows:
             rounds = len(self.latency_s)
             busiest = [0.0] * (rounds + width - 1)
@@ -280,8 +374,23 @@ class _Timing:
                     load -= by_round.get(t - width, 0.0)
                     if load > busiest[t]:
                         busiest[t] = load
-            self._windows[width] = list(zip(_sliding_max(self.latency_s, width), busiest, strict=True))
+            latencies, queued = _sliding_max(self.latency_s, width), self._queued(width, len(busiest))
+            self._windows[width] = list(zip(latencies, busiest, queued, strict=True))
         return self._windows[width]
+
+    def _queued(self, width: int, ticks: int) -> list[float]:
+        """Return the seconds in which the busiest host queues the operations of each window."""
+        most = [0.0] * ticks
+        for launches in self.queueing:
+            seconds = [0.0] * ticks
+            for launch, cost in launches:
+                start = 0  # the first tick in which this operation has not been counted
+                for r in launch.rounds:
+                    for t in range(max(start, r), r + width):
+                        seconds[t] += cost
+                    start = r + width
+            most = list(map(max, most, seconds))
+        return most
 
 
 def _sliding_max(values: tuple[float, ...], width: int) -> list[float]:

@@ -1,87 +1,165 @@
 """The topology of this machine: of its GPUs if NVML finds any, else of its NUMA nodes.
 
-A machine that reports neither has one device, ``cpu:0``. Nothing is measured, and no error is raised.
+A machine that reports neither has one device, ``cpu:0``. Nothing is measured, and no error is raised: notes tell where
+the topology is from, and why GPUs were not found.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .kinds import kind, nvlink
 from .links import Link, Wiring
 from .nvidia_smi import Slot, wired
+from .nvml import LIBRARY, MAX_LINKS, Nvml
 
 NODES: Final = Path("/sys/devices/system/node")
-_LEVELS: Final = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE"}  # nvmlGpuTopologyLevel_t; 50: SYS
+_LEVELS: Final = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
 _GPU, _NPU = 0, 1  # nvmlIntNvLinkDeviceType_t; 2 is a switch, 255 unknown: virtual machines hide NVSwitches
+# Compute capabilities (times ten) of GPUs with a version of NVLink, NVML_NVLINK_VERSION_1_0 and later.
+_VERSIONS: Final = {1: 60, 2: 70, 3: 70, 4: 80, 5: 80, 6: 90, 7: 100, 8: 100}
+_READS: Final = 0  # NVML_P2P_CAPS_INDEX_READ
 _UNREACHABLE: Final = 255  # in ACPI's table of distances; the distance of a node to itself is 10
+_ORDER: Final = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that CUDA numbers them as this topology does"
 
 
-def discover() -> Wiring:
+class Discovery(NamedTuple):
+    """The wiring of this machine, and sentences about where it is from."""
+
+    wiring: Wiring
+    notes: tuple[str, ...]
+
+
+class _VisibleGpu(NamedTuple):
+    handle: Any
+    bus: str  # the PCI bus id
+    name: str
+
+
+def discover(library: str = LIBRARY) -> Discovery:
     """Return the wiring of this machine: of its GPUs if NVML finds any, else of its NUMA nodes.
 
     GPUs: those of CUDA_VISIBLE_DEVICES in its order, else all in the order of the PCI bus, in which CUDA numbers equal
-    GPUs. NVLinks and PCIe have their specified speed; links between CPUs have 10 GB/s, which NCCL assumes for Skylake.
-    This needs the package nvidia-ml-py.
+    GPUs, and all GPUs if CUDA_DEVICE_ORDER is PCI_BUS_ID. NVLinks and PCIe have their specified speed; links between
+    CPUs have 10 GB/s, which NCCL assumes for Skylake. If CUDA_VISIBLE_DEVICES begins with a part of a GPU (MIG), or all
+    GPUs are divided into parts, there is one device, because a process can only use one part.
 
     NUMA nodes: ``cpu:k`` is the k-th node that has CPUs and memory. Linux reports distances; that of a node to itself
     is 10. A distance of 20 stands for 16 GB/s, which NCCL assumes between the nodes of a Zen 2 EPYC, and 0.2 us, a
     typical value; twice the distance is half the speed and twice the latency.
+
+    Args:
+      library: the file of NVML, which is part of NVIDIA's driver.
     """
-    return _gpus() or _numa(NODES)
-
-
-def _gpus() -> Wiring | None:
     try:
-        import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        return _gpus(library)
+    except OSError as error:
+        reason = f"no GPUs were found: {error}"
+    wiring = _numa(NODES)
+    count = len(wiring.devices)
+    return Discovery(wiring, (reason, f"{count} NUMA nodes" if count > 1 else "one device, as there is one NUMA node"))
 
-        pynvml.nvmlInit()
-    except Exception:  # noqa: BLE001 - not installed, no driver, or a driver of another version: no GPUs
-        return None
+
+def _gpus(library: str) -> Discovery:
+    """Return the wiring of the GPUs; OSError: there is none, or NVML fails."""
+    nvml = Nvml(library)
+    nvml.call("nvmlInit_v2")
     try:
-        return _wiring(pynvml)
-    except Exception:  # noqa: BLE001 - a GPU that was lost, or a driver that lacks a function
-        return None
+        return _found(nvml)
     finally:
-        _query(None, pynvml, "nvmlShutdown")
+        _query(None, nvml, "nvmlShutdown")
 
 
-def _wiring(nvml: Any) -> Wiring | None:
-    handles = _visible(nvml, [nvml.nvmlDeviceGetHandleByIndex(k) for k in range(nvml.nvmlDeviceGetCount())])
-    if not handles:
-        return None
-    devices = [f"cuda:{k}" for k in range(len(handles))]
-    buses = [_bus(nvml.nvmlDeviceGetPciInfo(handle)) for handle in handles]
+def _found(nvml: Any) -> Discovery:
+    count = nvml.call("nvmlDeviceGetCount_v2")
+    handles = [nvml.call("nvmlDeviceGetHandleByIndex_v2", k) for k in range(count)]
+    gpus = [
+        _VisibleGpu(
+            handle, nvml.call("nvmlDeviceGetPciInfo_v3", handle), _query("GPU", nvml, "nvmlDeviceGetName", handle)
+        )
+        for handle in handles
+    ]
+    if not gpus:
+        raise OSError("NVML reports no GPU")
+    version = _query("of an unknown version", nvml, "nvmlSystemGetDriverVersion")
+    gpus = sorted(gpus, key=lambda gpu: gpu.bus)
+    notes = []
+    if len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        notes.append(f"the GPUs differ: {_ORDER}")
+    is_part = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip().startswith("MIG-")
+    chosen = [] if is_part else _visible(nvml, gpus)
+    if not chosen and not is_part:
+        raise OSError(f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} selects none of {len(gpus)} GPUs")
+    seen = [gpu for gpu in chosen if _query((0, 0), nvml, "nvmlDeviceGetMigMode", gpu.handle)[0] != 1]
+    if not seen:
+        return Discovery(Wiring(("cuda:0",), ()), (f"one part (MIG) of a GPU, from NVML, driver {version}", *notes))
+    if len(seen) < len(chosen):
+        notes.append(f"{len(chosen) - len(seen)} GPUs that are divided into parts (MIG) are left out")
+    names = ", ".join(f"{number} x {name}" for name, number in Counter(gpu.name for gpu in seen).items())
+    wiring, more = _wiring(nvml, seen)
+    return Discovery(wiring, (f"{names}, from NVML, driver {version}", *notes, *more))
+
+
+def _wiring(nvml: Any, gpus: Sequence[_VisibleGpu]) -> tuple[Wiring, list[str]]:
+    devices = [f"cuda:{k}" for k in range(len(gpus))]
+    buses = [gpu.bus for gpu in gpus]
     fast: list[Link] = []
-    for device, handle in zip(devices, handles, strict=True):
-        major, minor = _query((0, 0), nvml, "nvmlDeviceGetCudaComputeCapability", handle)
-        direct, switched = nvlink(10 * major + minor)
-        for peer, number in _peers(nvml, handle, buses).items():
+    notes = []
+    for device, gpu in zip(devices, gpus, strict=True):
+        peers, inactive = _peers(nvml, gpu.handle, buses)
+        if peers and inactive:
+            notes.append(f"{device}: {inactive} of {inactive + peers.total()} NVLinks are inactive")
+        direct, switched = nvlink(_capability(nvml, gpu.handle)) if peers else ("", "")
+        for peer, number in peers.items():
             if peer in buses:
                 fast.append(kind(direct).between(device, devices[buses.index(peer)], number, "raw")[0])
             elif not peer:
                 fast += kind(switched).between(device, "nvswitch", number, "raw")
+    pairs = list(combinations(range(len(gpus)), 2))
+    status = {
+        (i, j): _query(0, nvml, "nvmlDeviceGetP2PStatus", gpus[i].handle, gpus[j].handle, _READS) for i, j in pairs
+    }
+    refused = [f"{devices[i]} and {devices[j]}" for (i, j), code in status.items() if code]
+    if refused:
+        some = ", ".join(refused[:3]) + ", ..." * (len(refused) > 3)
+        notes.append(f"{len(refused)} of {len(pairs)} pairs of GPUs cannot access each other's memory: {some}")
 
     def near(i: int, j: int) -> str:
-        level = _query(50, nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[i], handles[j])
+        level = _query(None, nvml, "nvmlDeviceGetTopologyCommonAncestor", gpus[i].handle, gpus[j].handle)
+        if level is None:  # GPUs with the same CPUs are at one CPU
+            cpus = [_query(k, nvml, "nvmlDeviceGetCpuAffinity", gpus[k].handle) for k in (i, j)]
+            return "NODE" if cpus[0] == cpus[1] else "SYS"
         return _LEVELS.get(level, "SYS")
 
-    return wired(devices, fast, len(devices), near, [_slot(nvml, handle) for handle in handles])
+    return wired(devices, fast, len(devices), near, [_slot(nvml, gpu.handle) for gpu in gpus]), notes
 
 
-def _peers(nvml: Any, handle: Any, buses: list[str]) -> Counter[str]:
-    """Return the number of active NVLinks of a GPU, by the PCI bus id of the peer GPU or NPU; "": a switch."""
+def _peers(nvml: Any, handle: Any, buses: list[str]) -> tuple[Counter[str], int]:
+    """Return the number of active NVLinks by the PCI bus id of the peer GPU or NPU ("": a switch), and of inactive."""
     peers: Counter[str] = Counter()
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        if _query(0, nvml, "nvmlDeviceGetNvLinkState", handle, link) == 1:
+    inactive = 0
+    for link in range(MAX_LINKS):
+        state = _query(None, nvml, "nvmlDeviceGetNvLinkState", handle, link)
+        inactive += state == 0
+        if state == 1:
             what = _query(255, nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
-            bus = _bus(_query(None, nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link))
+            bus = _query("", nvml, "nvmlDeviceGetNvLinkRemotePciInfo_v2", handle, link)
             peers[bus if what in (_GPU, _NPU) or bus in buses else ""] += 1
-    return peers
+    return peers, inactive
+
+
+def _capability(nvml: Any, handle: Any) -> int:
+    """Return a GPU's compute capability times ten, or if it is not reported the least with its version of NVLink."""
+    major, minor = _query((0, 0), nvml, "nvmlDeviceGetCudaComputeCapability", handle)
+    versions = () if major else range(MAX_LINKS)
+    found = (_query(0, nvml, "nvmlDeviceGetNvLinkVersion", handle, link) for link in versions)
+    return 10 * int(major) + int(minor) or next((_VERSIONS[version] for version in found if version in _VERSIONS), 0)
 
 
 def _slot(nvml: Any, handle: Any) -> Slot:
@@ -90,18 +168,18 @@ def _slot(nvml: Any, handle: Any) -> Slot:
     return Fraction(lanes if 1 <= lanes <= 32 else 16, 16), f"pcie{min(max(generation, 1), 6)}"
 
 
-def _visible(nvml: Any, handles: list[Any]) -> list[Any]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order; a list with parts of GPUs (MIG) is ignored."""
+def _visible(nvml: Any, gpus: list[_VisibleGpu]) -> list[_VisibleGpu]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if value is None or "MIG" in value:
-        return handles
-    chosen: list[Any] = []
+    if value is None:
+        return gpus
+    chosen: list[_VisibleGpu] = []
     for word in value.split(","):
         name = word.strip()
         if name.startswith("GPU-"):
-            found = [handle for handle in handles if _text(nvml.nvmlDeviceGetUUID(handle)).startswith(name)]
+            found = [gpu for gpu in gpus if _query("", nvml, "nvmlDeviceGetUUID", gpu.handle).startswith(name)]
         else:
-            found = handles[int(name) : int(name) + 1] if name.isdecimal() else []
+            found = gpus[int(name) : int(name) + 1] if name.isdecimal() else []
         if found and found[0] in chosen:  # a repeated entry: CUDA then uses no GPU (as torch.cuda describes it)
             return []
         if len(found) != 1:  # CUDA also ignores what follows an invalid entry
@@ -110,19 +188,11 @@ def _visible(nvml: Any, handles: list[Any]) -> list[Any]:
     return chosen
 
 
-def _bus(info: Any) -> str:
-    return _text(info.busId).lower() if info is not None else ""
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
 def _query(default: Any, nvml: Any, function: str, *arguments: Any) -> Any:
     """Call a function of the driver; return the default if the driver or the GPU does not support it."""
     try:
-        return getattr(nvml, function)(*arguments)
-    except Exception:  # noqa: BLE001 - NVMLError, or a missing function of an older driver
+        return nvml.call(function, *arguments)
+    except OSError:
         return default
 
 

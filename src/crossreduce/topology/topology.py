@@ -224,10 +224,13 @@ class Topology:
 
     @classmethod
     def discover(cls) -> Topology:
-        """Return the topology of this machine: of its GPUs if NVML finds any, else of its NUMA nodes."""
+        """Return the topology of this machine: of its GPUs if NVML finds any, else of its NUMA nodes.
+
+        NVML is a library of NVIDIA's driver. ``crossreduce topology this`` shows why it found no GPUs.
+        """
         from .discover import discover
 
-        return cls(*discover())
+        return cls(*discover().wiring)
 
     def subset(self, devices: Iterable[str | int]) -> Topology:
         """Return the topology of some of the devices, in the given order, all switches, and the links between them.
