@@ -199,7 +199,8 @@ def locate(array: object) -> str | None:
     """Return the device that an array reports, or ``None`` if it reports none (a tracer of jit, a list).
 
     This reads the ``device`` attribute of the array API standard: NumPy's and torch's "cpu" without an index is all of
-    host memory; torch's and TensorFlow's other names are single devices; JAX's is an object with a platform and an id.
+    host memory; torch's and TensorFlow's other names are single devices; JAX's is an object with a platform and an id;
+    CuPy's is a CUDA device with an id.
     """
     if type(array) in (bool, int, float, complex):
         return "cpu"
@@ -215,8 +216,8 @@ def locate(array: object) -> str | None:
         return place or None
     if str(place) == "meta":  # torch's tensors without data; frameworks/torch.py refuses them
         return None
-    if hasattr(place, "platform") and hasattr(place, "id"):
-        return f"{place.platform}:{place.id}"
+    if hasattr(place, "id"):
+        return f"{getattr(place, 'platform', 'cuda')}:{place.id}"
     if hasattr(place, "device_set"):
         problem = "a replica's array must be on one device, and this one is spread over several."
         raise DeviceError.of(

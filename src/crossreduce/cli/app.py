@@ -27,7 +27,7 @@ for command in (topology, plan, verify, train, bench, doctor, info):
 
 @app.callback(invoke_without_command=True)
 def top(version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False) -> None:
-    """Cross-device reductions for NumPy, PyTorch, JAX and TensorFlow."""
+    """Cross-device reductions for NumPy, PyTorch, JAX, TensorFlow and CuPy."""
     if version:
         print(f"crossreduce {__version__}")
         raise Exit

@@ -6,7 +6,7 @@ Input: the text or number of one option. Output: its value, or an ``ArgumentErro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -62,8 +62,10 @@ def split_list(text: str) -> list[str]:
     return parts
 
 
-def read_device_list(option: str, text: str) -> tuple[str, ...]:
-    """Return the listed devices; a number n stands for n devices in host memory.
+def read_device_list(
+    option: str, text: str, numbered: Callable[[int], tuple[str, ...]] = host_devices
+) -> tuple[str, ...]:
+    """Return the listed devices; a number n stands for ``numbered(n)``, by default n devices in host memory.
 
     >>> read_device_list("--devices", "2"), read_device_list("--devices", "cpu:1,GPU:0-1")
     (('cpu:0', 'cpu:1'), ('cpu:1', 'cuda:0', 'cuda:1'))
@@ -72,7 +74,7 @@ def read_device_list(option: str, text: str) -> tuple[str, ...]:
         count = at_least(1, option, int(text))
         if count > MAX_DEVICES:
             raise ArgumentError(f"{option} must be at most {MAX_DEVICES} devices, not {count}.")
-        return host_devices(count)
+        return numbered(count)
     try:
         names = read_devices(split_list(text))
     except ArgumentError as error:

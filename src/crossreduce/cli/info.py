@@ -22,16 +22,23 @@ from rich.table import Table
 from typer import Option
 
 from .. import __version__, kernels
+from ..engines.cuda.driver import devices, unusable
+from ..engines.nccl_library import library
 from ..frameworks import FRAMEWORKS
 from ..options import ALGORITHMS
+from ..topology.discover import discover
 from .output import terminal
 
-TENSORFLOW: Final = ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel", "tf-nightly")
+DISTRIBUTIONS: Final = {
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel", "tf-nightly"),
+    "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy"),
+}
 TIMEOUT_S: Final = 120
 
 
 def info(json: Annotated[bool, Option("--json", help="Print JSON.")] = False) -> None:
     """Show versions, frameworks with their devices, and algorithms."""
+    nccl = library()
     with ThreadPoolExecutor() as pool:
         frameworks = dict(zip(FRAMEWORKS, pool.map(framework_info, FRAMEWORKS), strict=True))
     report = {
@@ -40,8 +47,11 @@ def info(json: Annotated[bool, Option("--json", help="Print JSON.")] = False) ->
         "platform": platform.platform(),
         "kernels": kernels.instruction_set(),
         "threads": kernels.threads(),
+        "cuda": {"unusable": unusable(), "devices": [] if unusable() else devices()},
+        "nccl": nccl if isinstance(nccl, str) else nccl.version,
         "frameworks": frameworks,
         "algorithms": list(ALGORITHMS),
+        "topology": list(discover().notes),
     }
     if json:
         print(json_module.dumps(report, indent=2))
@@ -67,7 +77,7 @@ def framework_info(name: str) -> dict[str, Any]:
 
 def installed(name: str) -> str | None:
     """Return a framework's version, or "unknown", without importing it; ``None``: it is not installed."""
-    for distribution in TENSORFLOW if name == "tensorflow" else (name,):
+    for distribution in DISTRIBUTIONS.get(name, (name,)):
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
     return None if find_spec(name) is None else "unknown"
@@ -83,6 +93,10 @@ def show(report: dict[str, Any]) -> None:
     why = "the compiled kernels are not installed" if kernels.native() is None else "selected by CROSSREDUCE_KERNELS"
     about.add_row("kernels", f"NumPy: {why}" if report["kernels"] == "numpy" else f"compiled, {report['kernels']}")
     about.add_row("threads", str(report["threads"]))
+    unused = report["cuda"]["unusable"]
+    about.add_row("CUDA", escape(f"not used: {unused}" if unused else "\n".join(report["cuda"]["devices"])))
+    about.add_row("NCCL", escape(report["nccl"]))
+    about.add_row("topology", "; ".join(map(escape, report["topology"])))
     about.add_row("algorithms", ", ".join(report["algorithms"]))
     console.print(about)
     table = Table("framework", "version", "devices")

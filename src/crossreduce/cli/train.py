@@ -12,6 +12,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -25,7 +26,7 @@ from ..frameworks.null import NullFramework
 from ..options import ALGORITHMS
 from .arguments import at_least, one_of, read_device_list
 from .output import atomic_json, progress, terminal
-from .trainers import TRAINERS, Trainer, Tree, load
+from .trainers import TRAINERS, Trainer, Tree, load, numbered
 
 TEST_SIZE = 360
 HIDDEN = 64
@@ -59,7 +60,7 @@ def train(
     of the parameters. The exit code is 1 if the copies differ in any bit.
     """
     one_of(TRAINERS, "--framework", framework)
-    names = read_device_list("--devices", devices)
+    names = read_device_list("--devices", devices, partial(numbered, framework))
     ops = AllReduceCrossDeviceOps(one_of(ALGORITHMS, "--algorithm", algorithm), at_least(0, "--num-packs", num_packs))
     at_least(1, "--epochs", epochs)
     at_least(1, "--batch-size", batch_size)

@@ -1,4 +1,4 @@
-"""Adapters of the four frameworks for ``train`` and ``bench``: copies to and from devices, one training step, and the
+"""Adapters of the frameworks for ``train`` and ``bench``: copies to and from devices, one training step, and the
 framework's own ways to all-reduce.
 
 Input: NumPy arrays and device names. Output: a framework's arrays, or NumPy arrays. This module imports frameworks, and
@@ -18,7 +18,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..devices import parse
-from ..frameworks import Array, get
+from ..frameworks import Array, ReplicaFramework, get
+from ..values import default_devices, host_devices
 
 Tree = dict[str, Array]
 Gradient = Callable[[Tree, Array, Array], tuple[Array, Tree]]
@@ -265,7 +266,46 @@ class TensorFlowTrainer(Trainer):
         return ways
 
 
-TRAINERS: Final = {"numpy": Trainer, "torch": TorchTrainer, "jax": JaxTrainer, "tensorflow": TensorFlowTrainer}
+class CuPyTrainer(Trainer):
+    """CuPy: the same operations as in NumPy, each on the device of its arrays."""
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self.version = cupy.__version__
+
+    def put(self, x: np.ndarray[Any, Any], device: str) -> Array:
+        with self._cupy.cuda.Device(parse(device).index):
+            return self._cupy.asarray(x)
+
+    def get(self, x: Array) -> np.ndarray[Any, Any]:
+        with x.device:
+            return np.asarray(self._cupy.asnumpy(x))
+
+    def wait(self, xs: Iterable[Array]) -> None:
+        for number in {x.device.id for x in xs}:
+            self._cupy.cuda.Device(number).synchronize()
+
+    def gradient(self, parameters: Tree, images: Array, labels: Array) -> tuple[Array, Tree]:
+        with images.device:
+            return super().gradient(parameters, images, labels)
+
+    def update(self, parameters: Tree, velocity: Tree, total: Tree, size: int) -> tuple[Tree, Tree]:
+        with parameters["w1"].device:
+            return super().update(parameters, velocity, total, size)
+
+    def own_ways(self, op: str, xs: list[Array], devices: tuple[str, ...]) -> dict[str, OwnWay]:
+        return {}  # CuPy's copies between devices do not wait for the sender: a loop of them needs events
+
+
+TRAINERS: Final = {
+    "numpy": Trainer,
+    "torch": TorchTrainer,
+    "jax": JaxTrainer,
+    "tensorflow": TensorFlowTrainer,
+    "cupy": CuPyTrainer,
+}
 
 
 def load(name: str, devices: tuple[str, ...]) -> Trainer:
@@ -275,6 +315,21 @@ def load(name: str, devices: tuple[str, ...]) -> Trainer:
     trainer = TRAINERS[name](devices)
     framework.require(devices)
     return trainer
+
+
+def numbered(name: str, count: int) -> tuple[str, ...]:
+    """Return devices for a framework: in host memory, or for CuPy all its GPUs, and logical devices if it has fewer.
+
+    Raises:
+      BackendError: CuPy is not installed.
+    """
+    if name != "cupy":
+        return host_devices(count)
+    get(name)
+    import cupy
+
+    gpus = max(1, cupy.cuda.runtime.getDeviceCount())
+    return default_devices([f"cuda:{k % gpus}" for k in range(count)])
 
 
 def available_devices(name: str) -> str:
@@ -296,6 +351,10 @@ def available_devices(name: str) -> str:
 
         found = ", ".join(str(parse(device.name)) for device in tf.config.list_logical_devices())
         return f"{found} (more cpu:k as logical devices)"
+    if name == "cupy":
+        cupy = get(name)
+        assert isinstance(cupy, ReplicaFramework)
+        return ", ".join(cupy.accelerators()) or "none: CuPy arrays need a GPU"
     return host
 
 

@@ -29,8 +29,8 @@ __all__ = [
     "missing",
 ]
 
-FRAMEWORKS: Final = ("numpy", "torch", "jax", "tensorflow")
-_ROOTS: Final = {name: name for name in FRAMEWORKS} | {"jaxlib": "jax"}
+FRAMEWORKS: Final = ("numpy", "torch", "jax", "tensorflow", "cupy")
+_ROOTS: Final = {name: name for name in FRAMEWORKS} | {"jaxlib": "jax", "cupyx": "cupy"}
 _SCALARS: Final = (bool, int, float, complex)
 KNOWN: Final[dict[type, Framework]] = {}
 """The framework of each type for which ``_of_type`` found one; callers look up every leaf of a call here."""
@@ -83,7 +83,9 @@ def framework_of(value: Any) -> Framework:
     if own is not None:  # an array with its own framework, such as a NullArray
         return own
     raise ArgumentError.of(
-        "this is not an array.", shown(value), "a NumPy, PyTorch, JAX or TensorFlow array, a sparse one, or a number"
+        "this is not an array.",
+        shown(value),
+        "a NumPy, PyTorch, JAX, TensorFlow or CuPy array, a sparse one, or a number",
     )
 
 

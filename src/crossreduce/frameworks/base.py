@@ -1,6 +1,6 @@
 """The array operations that the library requires from a framework.
 
-Arrays are of the framework's own type; ``Array`` is ``Any`` because four frameworks have no common type. No function
+Arrays are of the framework's own type; ``Array`` is ``Any`` because the frameworks have no common type. No function
 writes into an array that it receives, except for ``combine``'s donated one, ``write``'s target and the old array of
 ``variable_value``. Sizes are Python ints, so everything here also traces under ``jax.jit`` and ``tf.function``. Kernels
 access the arrays' memory elsewhere, in ``engines/host/``.

@@ -84,12 +84,11 @@ def place(name: str) -> tuple[Any, SingleDeviceSharding]:
     if device.index in found:
         return found[device.index], SingleDeviceSharding(found[device.index])
     here = jax.local_devices()
-    raise DeviceError.of(
-        "JAX has no such device in this process.",
-        name,
-        f"one of JAX's {len(here)} devices here ({here[0].platform}:{here[0].id}, ...), or, for more on the CPU, "
-        'jax.config.update("jax_num_cpu_devices", n) before JAX is first used',
-    )
+    more = 'for more on the CPU, jax.config.update("jax_num_cpu_devices", n) before JAX is first used'
+    if device.kind == "cuda" and not found:
+        more = "for GPUs, JAX with its plug-in: pip install 'jax[cuda12]'"
+    remedy = f"one of JAX's {len(here)} devices here ({here[0].platform}:{here[0].id}, ...), or, {more}"
+    raise DeviceError.of("JAX has no such device in this process.", name, remedy)
 
 
 @lru_cache(maxsize=1024)
@@ -100,7 +99,7 @@ def _require(devices: tuple[str, ...]) -> None:
             place(device)
 
 
-def _is_somewhere(x: Array) -> bool:
+def is_somewhere(x: Array) -> bool:
     """Return whether a value is an array or a tracer around one, such as one of ``grad`` outside of ``jit``."""
     while isinstance(x, jax.core.Tracer):
         x = getattr(x, "primal", getattr(x, "val", None))
@@ -249,7 +248,7 @@ class Jax(Immutable):
     def to_device(self, x: Array, device: str) -> Array:
         if isinstance(x, jax.core.Tracer):
             # Arrays inside tracers of grad and vmap are on a device, and all operands of an op must be on one device.
-            return jax.device_put(x, place(device)[0]) if _is_somewhere(x) else x
+            return jax.device_put(x, place(device)[0]) if is_somewhere(x) else x
         there, sharding = place(device)
         # Operations on an array that is not committed would run on the default device.
         if x.sharding == sharding:

@@ -29,8 +29,8 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
-    # NumPy's true division of any integers gives float64.
+def numbers_of(op: ReduceOp, dtype: str, count: int) -> Numbers:
+    """Return how NumPy and CuPy compute an op. Their true division of any integers gives float64."""
     result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
     return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
 
@@ -90,7 +90,7 @@ class NumPy:
         require_host(devices, "NumPy")
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
-        return _numbers(op, dtype, count)
+        return numbers_of(op, dtype, count)
 
     def to_device(self, x: Array, device: str) -> Array:
         return x

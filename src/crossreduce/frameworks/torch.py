@@ -63,8 +63,9 @@ def _require(devices: tuple[str, ...]) -> None:
         place = parse(device)
         if place.host or (place.kind != "cpu" and place.index >= _count(place.kind)):
             here = [f"{kind}:{index}" for kind in _KINDS for index in range(_count(kind))]
+            without = place.kind == "cuda" and torch.version.cuda is None and torch.version.hip is None
             raise DeviceError.of(
-                "PyTorch has no such device in this process.",
+                f"PyTorch has no such device in this process{': it was built without CUDA' if without else ''}.",
                 device,
                 ", ".join(['"cpu:0", "cpu:1", ... (all host memory)', *(f'"{name}"' for name in here)])
                 + (f'; "{here[0]}#1" is a second logical device on {here[0]}' if here else ""),
@@ -249,6 +250,9 @@ class Torch:
             if torch.is_autocast_enabled(kind)
         ]
 
+        # A thread that uses the caller's streams needs no synchronization with the caller.
+        streams = [torch.cuda.current_stream(k) for k in range(_count("cuda"))] if torch.cuda.is_initialized() else []
+
         @contextmanager
         def within(device: str) -> Iterator[None]:
             place = parse(device)
@@ -256,6 +260,8 @@ class Torch:
             with ExitStack() as stack:
                 if here and place.kind == "cuda":
                     stack.enter_context(torch.cuda.device(place.index))
+                    if streams:
+                        stack.enter_context(torch.cuda.stream(streams[place.index]))
                 if default.type != "cpu":  # torch.device is also a context: new tensors are made on it
                     stack.enter_context(_place(device) if here and default.type == place.kind else default)
                 stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))

@@ -28,7 +28,7 @@ from .base import Strategy
 from .regroup import check_arguments, localize, map_leaves, per_replica_on, regroup
 from .replica_group import CollectiveCall, ReplicaGroup
 
-FRAMEWORKS_WITH_SETTINGS: Final = ("torch", "jax")  # settings per thread, such as torch.no_grad
+FRAMEWORKS_WITH_SETTINGS: Final = ("torch", "jax", "cupy")  # settings per thread, such as torch.no_grad
 REDUCE_IN_A_REPLICA: Final = "get_replica_context().all_reduce, or merge_call(lambda strategy, x: ..., args=(x,))"
 
 
@@ -106,7 +106,7 @@ def replica_framework(value: Any) -> ReplicaFramework:
     framework = _as_replica_framework(framework_of(value))
     if framework is not None:
         return framework
-    problem, remedy = f"MirroredStrategy does not support arrays of {name}.", "arrays of NumPy, PyTorch or JAX"
+    problem, remedy = f"MirroredStrategy does not support arrays of {name}.", "arrays of NumPy, PyTorch, JAX or CuPy"
     if name == "tensorflow":
         problem = "crossreduce's MirroredStrategy does not support TensorFlow, which has its own."
         remedy = (

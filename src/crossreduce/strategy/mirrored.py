@@ -43,12 +43,12 @@ from .splitting import DistributedDataset, ValueContext, split_tree
 class MirroredStrategy(Strategy):
     """n replicas of a computation in one process, one thread per replica, that reduce as ``tf.distribute`` does.
 
-    For NumPy, PyTorch and JAX. They release Python's lock while they compute, so replicas on several GPUs, or on
+    For NumPy, PyTorch, JAX and CuPy. They release Python's lock while they compute, so replicas on several GPUs, or on
     several cores, run at the same time. (One process per GPU, as in DistributedDataParallel, avoids the lock entirely.)
 
     Args:
       devices: one name per replica; or the number of replicas in host memory; ``None``: every accelerator that PyTorch,
-        or else JAX, reports, if it was imported; without accelerators, one replica on ``cpu:0``.
+        or else JAX, or else CuPy, reports, if it was imported; without accelerators, one replica on ``cpu:0``.
       cross_device_ops: how to reduce; ``None``: ``AllReduceCrossDeviceOps("auto")``.
     Raises:
       UnsupportedError: ``cross_device_ops`` is a class, or not a ``CrossDeviceOps``.
@@ -107,7 +107,8 @@ class MirroredStrategy(Strategy):
         """Call a function on all replicas, one thread per replica, and return the results of all.
 
         Threads start with the caller's context variables and the frameworks' modes (``torch.no_grad``, autocast,
-        ``jax.enable_x64``), and have ended when this returns. Replicas that wait for each other do not poll.
+        ``jax.enable_x64``, CuPy's current streams), and have ended when this returns. Replicas that wait for each other
+        do not poll.
 
         Args:
           fn: the function; inside it, ``get_replica_context()`` returns the replica's context.

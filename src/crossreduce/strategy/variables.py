@@ -1,8 +1,8 @@
 """Variables: one component per replica, kept equal (mirrored), or aggregated when they are read (sync-on-read).
 
-Input: assignments in replicas or in the cross-replica context. Output: the current value. An assignment replaces NumPy
-and JAX arrays, which are read-only, so arrays that were read before do not change. Torch tensors are written in place,
-so an optimizer that refers to a component uses the new value.
+Input: assignments in replicas or in the cross-replica context. Output: the current value. An assignment replaces
+NumPy and JAX arrays, which are read-only, and CuPy arrays, so arrays that were read before do not change. Torch tensors
+are written in place, so an optimizer that refers to a component uses the new value.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 from ..cross_device_ops import CrossDeviceOps
 from ..errors import ArgumentError, ContextError, MismatchError, UnsupportedError, shown
-from ..frameworks import Array, Framework, Immutable, Sparse, framework_of
+from ..frameworks import Array, Immutable, ReplicaFramework, Sparse, framework_of
 from ..ops import COMPLEX, FLOATS, INTEGERS, ReduceOp
 from ..trees import check_ops
 from ..validation import check_array, device_names
@@ -214,8 +215,8 @@ class Variable(_Assignable, DistributedVariable):
     def value(self) -> Array:
         """Return this replica's component; in the cross-replica context the first one, or (sync-on-read) all combined.
 
-        A component is returned without a copy: a NumPy or JAX array never changes, but each assignment writes into a
-        torch tensor (``clone()`` it to keep its value).
+        A component is returned without a copy: a NumPy, JAX or CuPy array does not change at an assignment, but each
+        assignment writes into a torch tensor (``clone()`` it to keep its value).
 
         Raises:
           ArgumentError: a sync-on-read variable without aggregation, read in the cross-replica context.
@@ -294,7 +295,8 @@ class Variable(_Assignable, DistributedVariable):
             problem = f"{how} outside of replicas is not defined for a sync-on-read variable with aggregation sum."
             given = f"{how} of {self} in the cross-replica context"
             raise ContextError.of(problem, given, f"assign, or {how} in the replicas")
-        self._put_all("assign", [value, *(_filled(self._framework, x, 0) for x in self._components[1:])])
+        others = zip(self._components[1:], self._devices[1:], strict=True)
+        self._put_all("assign", [value, *(_filled(self._framework, x, device, 0) for x, device in others)])
 
     def _require_aggregation(self, assignment: str) -> None:
         if self._aggregation is VariableAggregation.NONE:
@@ -321,10 +323,11 @@ class Variable(_Assignable, DistributedVariable):
         if how != "assign":
             plain: Any = self._framework.array(old)  # the value without its gradient
             number = value if isinstance(value, _NUMBERS) else self._on_device(value, k)
-            new = plain + number if how == "assign_add" else plain - number
+            with _computing_on(self._framework, self._devices[k]):
+                new = plain + number if how == "assign_add" else plain - number
             return self._on_device(new, k)
         if isinstance(value, _NUMBERS) and self._spec.shape == () and _fits(value, self._spec.dtype):
-            return _filled(self._framework, self._framework.array(old), value)
+            return _filled(self._framework, self._framework.array(old), self._devices[k], value)
         return self._on_device(value, k)
 
     def _on_device(self, value: Any, k: int) -> Array:
@@ -377,10 +380,16 @@ def _fits(number: complex, dtype: str) -> bool:
     return any(dtype in dtypes for dtypes in _DTYPES[kind:])
 
 
-def _filled(framework: Framework, x: Array, number: Any) -> Array:
-    """Return an array of the shape and dtype of another, filled with a number."""
+def _computing_on(framework: ReplicaFramework, device: str) -> AbstractContextManager[object]:
+    """Return a context for a framework's operators on arrays of one device; CuPy needs it on accelerators."""
+    return nullcontext() if device.startswith("cpu:") else framework.thread_modes()(device)
+
+
+def _filled(framework: ReplicaFramework, x: Array, device: str, number: Any) -> Array:
+    """Return an array of the shape, dtype and device of another, filled with a number."""
     if isinstance(framework, Immutable):
         return x.at[...].set(number)
     made = framework.clone(framework.array(x))
-    made[...] = number
+    with _computing_on(framework, device):
+        made[...] = number
     return made

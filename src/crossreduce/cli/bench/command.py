@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -17,13 +18,16 @@ from ...errors import ArgumentError
 from ...planning.bounds import COLLECTIVES
 from ..arguments import MAX_DEVICES, at_least, one_of, read_algorithms, read_device_list, read_machine, read_nbytes
 from ..topology import check_picture
-from ..trainers import TRAINERS
+from ..trainers import TRAINERS, numbered
 from . import against as contests
 from . import devices as in_process
 from . import ranks
 from .request import BenchRequest
 
-DEVICES: Final = "Number of devices, or their names: cpu:0-3. Default: the topology's, or 8."
+DEVICES: Final = (
+    "Number of devices, in host memory (CuPy: on its GPUs), or their names: cpu:0-3, cuda:0-7. "
+    "Default: as many as the topology has, or 8."
+)
 LAUNCH: Final = "Start and measure N ranks, one process each. Or use torchrun."
 OPS: Final = {"sum": "sum", "prod": "product", "min": "min", "max": "max", "avg": "mean"}
 TYPES: Final = {"half": "float16", "float": "float32", "double": "float64", "char": "int8", "int": "int32"} | {
@@ -94,6 +98,9 @@ def bench(
     other than all_reduce and reduce, for JAX and TensorFlow, whose arrays
     cannot be written, and for means of integers (floats) without ranks.
 
+    GPUs: for example bench --framework torch -g cuda:0-7. The times of their
+    calls contain the end of the work on all devices.
+
     Sizes are rounded down to whole elements, as in nccl-tests, but to at
     least one element (all_gather, reduce_scatter: one per rank).
 
@@ -132,7 +139,9 @@ def bench(
         if peers:
             raise ArgumentError("--peers requires ranks: add --launch N, or start this command with torchrun.")
         machine = None if topology is None else read_machine(topology)
-        names = read_device_list("--devices", devices or str(8 if machine is None else len(machine.devices)))
+        count = 8 if machine is None else len(machine.devices)
+        one_of(TRAINERS, "--framework", framework)
+        names = read_device_list("--devices", devices or str(count), partial(numbered, framework))
         planned_on = None if machine is None else _renamed(machine, names)
     low, high = read_nbytes("--minbytes", minbytes), read_nbytes("--maxbytes", maxbytes)
     if high < at_least(1, "--minbytes", low):
@@ -141,7 +150,6 @@ def bench(
     one_of(dict.fromkeys([*OPS, *OPS.values()]), "--op", op)
     nccl_type = SPELLINGS.get(datatype, datatype)
     op = {long: short for short, long in OPS.items()}.get(op, op)
-    one_of(TRAINERS, "--framework", framework)
     one_of(COLLECTIVES if in_ranks else in_process.COLLECTIVES, "--collective", collective)
     one_of("0123", "--average", str(average))
     at_least(0, "--num-packs", num_packs)

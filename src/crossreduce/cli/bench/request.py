@@ -150,7 +150,7 @@ class BenchRequest:
         shared = self.collective in ("all_gather", "reduce_scatter")
         # In one process the mean of integers is a float, which an array of integers cannot store.
         fits = in_ranks or self.op != "mean" or patterns[0].dtype.kind not in "iu"
-        writable = fits and self.framework in ("numpy", "torch") and self.collective in ("all_reduce", "reduce")
+        writable = fits and self.framework in ("numpy", "torch", "cupy") and self.collective in ("all_reduce", "reduce")
         # busbw / algbw, as defined in nccl-tests' doc/PERFORMANCE.md
         factor = (n - 1) / n if shared else 2 * ((n - 1) / n) if self.collective == "all_reduce" else 1.0
         for size, count in self.counts():
