@@ -97,14 +97,21 @@ arrays = extension(
     include_dirs=[numpy.get_include()],
 )
 CALLS = "src/crossreduce/engines/host/native"
+CUDA = "src/crossreduce/engines/cuda/native"  # CUDA need not be installed: its driver is opened at run time
 calls = extension(
     "engines.host._calls",
     [str(path) for path in sorted(Path(CALLS).glob("*.cpp"))],
-    include_dirs=[numpy.get_include(), NATIVE],
-    depends=[str(path) for folder in (CALLS, NATIVE) for path in sorted(Path(folder).glob("*.hpp"))],
+    include_dirs=[numpy.get_include(), NATIVE, CUDA],
+    depends=[str(path) for folder in (CALLS, NATIVE, CUDA) for path in sorted(Path(folder).glob("*.hpp"))],
+)
+cuda = extension(
+    "engines.cuda._cuda",
+    [str(path) for path in sorted(Path(CUDA).glob("*.cpp"))],
+    include_dirs=[NATIVE],
+    depends=[str(path) for folder in (CUDA, NATIVE) for path in sorted(Path(folder).glob("*.[hc]*"))],
 )
 setup(
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
-    ext_modules=[kernels, arrays, calls],
+    ext_modules=[kernels, arrays, calls, cuda],
     options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

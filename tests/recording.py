@@ -48,6 +48,8 @@ class RecordingEngine:
 
 
 class RecordingExecutable:
+    prepared = None
+
     def __init__(self, engine, layout, numbers):
         self.engine, self.layout, self.numbers = engine, layout, numbers
 

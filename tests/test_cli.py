@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import crossreduce as cr
 from crossreduce.cli.arguments import read_device_list, read_link, read_node, read_subset
 from crossreduce.cli.output import grouped, ranges
 from crossreduce.options import ALGORITHMS
+from crossreduce.topology.discover import discover
 
 ONE_OF_ALGORITHMS = f'--algorithm must be one of {", ".join(ALGORITHMS)}, not "best".'
 
@@ -37,7 +39,7 @@ ONE_OF_ALGORITHMS = f'--algorithm must be one of {", ".join(ALGORITHMS)}, not "b
         ("train --epochs 0", "--epochs must be 1 or more, not 0."),
         ("train --batch-size 0", "--batch-size must be 1 or more, not 0."),
         ("train --seed -1", "--seed must be 0 or more, not -1."),
-        ("train --framework mxnet", '--framework must be one of numpy, torch, jax, tensorflow, not "mxnet".'),
+        ("train --framework mxnet", '--framework must be one of numpy, torch, jax, tensorflow, cupy, not "mxnet".'),
         ("train --algorithm best", ONE_OF_ALGORITHMS),
         (
             "train --json /nonexistent/run.json",
@@ -240,8 +242,13 @@ def test_info_lists_frameworks_devices_and_algorithms(crossreduce):
     assert (code, error) == (0, "")
     assert report["crossreduce"] == cr.__version__
     assert report["algorithms"] == list(ALGORITHMS)
-    assert list(report["frameworks"]) == ["numpy", "torch", "jax", "tensorflow"]
+    assert report["topology"] == list(discover().notes)
+    assert bool(report["cuda"]["devices"]) is not bool(report["cuda"]["unusable"])
+    assert re.search(r"^\d+\.\d+|cannot be opened", report["nccl"])
+    assert list(report["frameworks"]) == ["numpy", "torch", "jax", "tensorflow", "cupy"]
     assert report["frameworks"]["numpy"]["version"] == np.__version__
+    without_gpu = report["frameworks"].pop("cupy")
+    assert (without_gpu["devices"] or without_gpu["error"]).startswith(("cuda:", "none", "not installed"))
     for found in report["frameworks"].values():
         assert found["error"] is None
         assert found["version"]

@@ -1,11 +1,13 @@
 """Each example, run in a new process, has the same losses with several replicas as with one."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import fake_cuda
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
@@ -46,3 +48,28 @@ def test_an_example_checks_its_options(path):
     rejected = run(path, "--devices" if path.stem == "jax_digits" else "--replicas", "0")
     assert rejected.returncode == 2
     assert "invalid choice: 0" in rejected.stderr
+
+
+def test_the_benchmarks_of_the_cuda_engine_run_without_a_gpu(tmp_path, tmp_path_factory):
+    """On the fake driver the benchmark for GPUs runs all its cases, finds no wrong bit, and keeps nothing; the one of
+    the host's cost finds that the gradients of ResNet-50 are one launch."""
+    benchmarks = Path(__file__).parent.parent / "benchmarks"
+    fake = ["--driver", "fake", "--library", str(fake_cuda.built(fake_cuda.shared_folder(tmp_path_factory)))]
+    ran = run(benchmarks / "gpu_reduction.py", *fake)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "FAKE DRIVER: NO MEASUREMENT" in ran.stdout
+    assert re.findall(r"^  \[(\w+): \d+ s so far\]$", ran.stdout, re.M) == [
+        *("correctness", "large", "halves", "gradients", "many_small", "one_small", "several"),
+        *("grid", "kernels", "sanitizer"),
+    ]
+    assert set(re.findall(r"ours queues .*", ran.stdout)) == {"ours queues 1 launches and 0 copies"}
+    rejected = run(benchmarks / "gpu_reduction.py", *fake, "--json", str(tmp_path / "gpu.json"))
+    assert rejected.returncode == 2
+    assert "measures nothing" in rejected.stderr
+    assert not (tmp_path / "gpu.json").exists()
+
+    ran = run(benchmarks / "cuda_host_cost.py", "--quick", "--json", str(tmp_path / "cost.json"))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    cases = json.loads((tmp_path / "cost.json").read_text())["cases"]
+    assert cases["161 gradients of ResNet-50, 8 to 8 on one GPU"]["queued"] == {"launches": 1, "copies": 0, "waits": 0}
+    assert all(row["median_s"] > 0 for case in cases.values() for row in case["rows"].values())

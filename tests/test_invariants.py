@@ -17,13 +17,14 @@ import crossreduce
 
 ROOT = Path(crossreduce.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-FRAMEWORKS = ("numpy", "torch", "jax", "tensorflow")
+FRAMEWORKS = ("numpy", "torch", "jax", "tensorflow", "cupy")
 # The top-level packages of each framework; ml_dtypes gives NumPy its bfloat16.
 PACKAGES = {
     "numpy": {"numpy", "ml_dtypes"},
     "torch": {"torch"},
     "jax": {"jax", "jaxlib"},
     "tensorflow": {"tensorflow", "keras"},
+    "cupy": {"cupy", "cupyx"},
 }
 
 # Lowest first: a file imports from its own top-level file or folder and from lower floors, never from others.
@@ -160,11 +161,13 @@ EXCEPTIONS = {
     "kernels.reference": {"numpy"},
     "frameworks.jax": {"numpy"},  # JAX and TensorFlow take dtypes and constants from NumPy
     "frameworks.tensorflow": {"numpy"},
+    "frameworks.cupy": {"numpy"},  # CuPy's dtypes are NumPy's
     "planning.bounds.flows": {"numpy"},  # SciPy's arguments are NumPy arrays; both are imported only to call SciPy
     "planning.bounds.linear_program": {"numpy"},
     "torch.memory": {"numpy"},  # NumPy finds out exactly whether strided tensors overlap
     "transports.gloo": {"torch"},  # gloo is part of torch; only users of torch import this file
     "engines.host.jax": {"numpy"},  # NumPy turns memory into arrays of JAX
+    "engines.cuda.jax": {"numpy"},  # a NumPy integer is an attribute of 64 bits, whether or not JAX has x64 enabled
     "engines.host.tensorflow": {"numpy"},
     "mpi": {"numpy"},  # mpi reduces its users' NumPy arrays
 }
@@ -173,10 +176,11 @@ EXCEPTIONS = {
 def test_frameworks_are_imported_only_in_their_own_files():
     """A framework is imported only in the files and folders that are named after it, in cli/ and in EXCEPTIONS.
 
-    Its files and folders are <framework>.py, frameworks/<framework>.py, engines/<framework>/ and
-    engines/host/<framework>.py; the commands in cli/ are programs of their own.
+    Its files and folders are <framework>.py, frameworks/<framework>.py, engines/<framework>/, engines/host/,
+    engines/cuda/ and engines/device_memory/<framework>.py; the commands in cli/ are programs of their own.
     """
-    places = ("{}.", "frameworks.{}.", "engines.{}.", "engines.host.{}.")
+    places = ("{}.", "frameworks.{}.", "engines.{}.", "engines.host.{}.", "engines.cuda.{}.")
+    places += ("engines.device_memory.{}.",)
     every = set().union(*PACKAGES.values())
     wrong = []
     for path in FILES:
@@ -238,8 +242,9 @@ NEEDED = {
     "topology.kinds": {"importlib"},  # reads the package's own data files
     "topology.formats": {"pathlib"},  # reads the given file
     "topology.given": {"os", "pathlib"},  # whether a name is that of a file
-    "topology.discover": {"os", "pathlib", "pynvml"},  # inspects this machine
+    "topology.discover": {"os", "pathlib"},  # inspects this machine
     "topology.nccl_xml": {"xml"},
+    "topology.nvml": {"ctypes"},  # calls the driver's library
 }
 IMPURE = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint", "globals"}
 

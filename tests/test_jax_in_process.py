@@ -285,6 +285,7 @@ STRUCTS = {
     "Extension": ("XLA_FFI_Extension_Base", "size=struct_size kind=type next"),
     "Version": ("XLA_FFI_Api_Version", "major=major_version minor=minor_version"),
     "Text": ("XLA_FFI_ByteSpan", "data=ptr size=len"),
+    "Scalar": ("XLA_FFI_Scalar", "dtype value"),
     "Array": ("XLA_FFI_Array", "dtype size data"),
     "Buffer": ("XLA_FFI_Buffer", "dtype data rank dims"),
     "Buffers": ("XLA_FFI_Args", "size kinds=types items=args"),
@@ -300,6 +301,8 @@ STRUCTS = {
     "RegisterType": ("XLA_FFI_Type_Register_Args", "name id=type_id info=type_info"),
     "State": ("XLA_FFI_State_Set_Args", "context=ctx stage id=type_id state"),
     "RunId": ("XLA_FFI_RunId_Get_Args", "context=ctx run_id"),
+    "Stream": ("XLA_FFI_Stream_Get_Args", "context=ctx stream"),
+    "DeviceOrdinal": ("XLA_FFI_DeviceOrdinal_Get_Args", "context=ctx ordinal=device_ordinal"),
     "CallFrame": (
         "XLA_FFI_CallFrame",
         "api context=ctx stage operands=args results=rets attributes=attrs future",
@@ -310,7 +313,8 @@ STRUCTS = {
         "register_type=XLA_FFI_Type_Register "
         "set_state=XLA_FFI_State_Set get_state=XLA_FFI_State_Get "
         "create_future=XLA_FFI_Future_Create complete_future=XLA_FFI_Future_SetAvailable "
-        "fail_future=XLA_FFI_Future_SetError get_run_id=XLA_FFI_RunId_Get",
+        "fail_future=XLA_FFI_Future_SetError get_run_id=XLA_FFI_RunId_Get "
+        "get_stream=XLA_FFI_Stream_Get get_device_ordinal=XLA_FFI_DeviceOrdinal_Get",
     ),
 }
 CONSTANTS = {
@@ -319,6 +323,7 @@ CONSTANTS = {
     "INSTANTIATE": "XLA_FFI_ExecutionStage_INSTANTIATE",
     "EXECUTE": "XLA_FFI_ExecutionStage_EXECUTE",
     "METADATA": "XLA_FFI_Extension_Metadata",
+    "GRAPH_COMPATIBLE": "XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE",
     **{name: f"XLA_FFI_AttrType_{name}" for name in ("ARRAY", "DICTIONARY", "SCALAR", "STRING")},
     **{
         name: f"XLA_FFI_DataType_{name}"

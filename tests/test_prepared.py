@@ -183,6 +183,18 @@ def test_only_what_was_prepared_is_recognised(torch_):
         ops.reduce("sum", value, value, out=cr.PerReplica([x + 0, read_only]))
 
 
+def test_calls_without_devices_differ_by_their_replicas():
+    """Lists of the same array, for 2 to 5 replicas and again: their sums, by other prepared calls."""
+    ops = cr.AllReduceCrossDeviceOps("direct")
+    for _ in range(3):
+        for replicas in (2, 5, 3):
+            results = cr.all_reduce([np.ones(4)] * replicas, cross_device_ops=ops)
+            assert [x.tolist() for x in results] == [[replicas] * 4] * replicas
+            row = [[np.ones(4)]] * replicas
+            assert ops._calls.all_reduce(cr.ReduceOp.SUM, row, None, None, None)[1][0].tolist() == [replicas] * 4
+            assert ops._calls.all_reduce(cr.ReduceOp.SUM, [*row, *row], None, None, None) is None
+
+
 def test_an_op_with_methods_of_its_own_is_not_prepared():
     """A subclass that replaces a method that reduces is always called."""
 
@@ -302,7 +314,7 @@ def test_prepared_calls_keep_nothing():
         calls.reduce("sum")
     assert calls.all_reduce(cr.ReduceOp.SUM, [], (), None, None) is None
     with pytest.raises(ValueError, match="a row must be a tuple of arrays"):
-        calls.add(cr.ReduceOp.SUM, None, ("cpu:0",), ("cpu:0",), [xs], [xs], False, [])
+        calls.add(cr.ReduceOp.SUM, None, ("cpu:0",), ("cpu:0",), False, [xs], [xs], False, [])
 
 
 def test_one_overlap_among_many_arrays_is_found():

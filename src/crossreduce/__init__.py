@@ -1,5 +1,5 @@
 """Cross-device reductions: reduce, batch-reduce and broadcast the per-replica arrays of NumPy,
-PyTorch, JAX and TensorFlow across devices, along a verified schedule.
+PyTorch, JAX, TensorFlow and CuPy across devices, along a verified schedule.
 
 >>> import numpy as np
 >>> import crossreduce as cr
@@ -21,6 +21,7 @@ from .errors import (
     CollectiveTimeout,
     ContextError,
     DeviceError,
+    DriverError,
     MismatchError,
     PeerLostError,
     PlanError,
@@ -67,6 +68,7 @@ __all__ = [
     "CrossDeviceOps",
     "DeviceError",
     "DistributedDataset",
+    "DriverError",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
     "Link",

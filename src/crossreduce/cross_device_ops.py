@@ -34,7 +34,7 @@ from .validation import (
     read_op,
     read_options,
 )
-from .values import DistributedValues, Mirrored, PerReplica, host_devices
+from .values import DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
     from .engines.host._calls import Calls
@@ -82,9 +82,9 @@ class CrossDeviceOps:
           destinations: distributed values (their devices), a device's name, or an array, variable or parameter (its
             device). They only name devices: arrays among them are not written.
           options: hints for this call.
-          out: arrays to write the result into, one per destination, in their order: NumPy arrays or torch tensors with
-            the result's shape and dtype, writable and contiguous in C order. They may be the value's own components
-            (in place); otherwise they must not share memory with each other or with the inputs.
+          out: arrays to write the result into, one per destination, in their order: arrays of NumPy, CuPy or
+            torch with the result's shape and dtype, writable and contiguous in C order. They may be the value's own
+            components (in place); otherwise they must not share memory with each other or with the inputs.
           experimental_hints: the older name of ``options``; only one of them can be given.
         Returns:
           The result, one component per destination, in the order of the destinations. If ``out`` is given, these are
@@ -252,11 +252,11 @@ class CrossDeviceOps:
         """Reduce lists of arrays, one per replica, if such a call was made before; otherwise return ``None``.
 
         ``rows`` and ``out`` may contain any trees, and ``out`` may be ``None``: only lists of arrays are recognized.
-        ``devices``: one per replica; for ``None``, those of the host.
+        ``devices``: one per replica; for ``None``, those of the arrays.
         """
         if self._calls is None:
             return None
-        return self._calls.all_reduce(op, rows, host_devices(len(rows)) if devices is None else devices, options, out)
+        return self._calls.all_reduce(op, rows, devices, options, out)
 
     def _writes_out(self, jobs: list[Job]) -> bool:
         """Return whether the implementation writes into ``out`` itself; otherwise its results are copied there.
@@ -412,7 +412,8 @@ class AllReduceCrossDeviceOps(_BatchReducing):
 
     Args:
       all_reduce_alg: "one_device", "hierarchical_copy", "ring", "halving_doubling", "recursive_doubling", "direct",
-        "one_shot", "forest", "auto" or "nccl" (plans "auto" if NCCL cannot be used, and logs that once, at INFO).
+        "one_shot", "forest", "auto" or "nccl" (plans "auto" if NCCL cannot be used, as with a ``topology``, and logs
+        the reason once, at INFO).
       num_packs: the number of packs into which the tensors of each dtype are joined and cut; if the
         algorithm has roots, those of the packs rotate. 0: no packing.
       agg_small_grads_max_bytes: without packs, neighbouring tensors of one dtype with at most this many bytes each are
@@ -464,10 +465,12 @@ class AllReduceCrossDeviceOps(_BatchReducing):
         return broadcast_array(tensor, destinations, self._planner(read_options(None)), self._topology)
 
     def _planner(self, options: CommunicationOptions) -> str:
-        """Return the op's algorithm, or, if that is "auto" or "nccl", the options' algorithm; "nccl" becomes "auto"."""
+        """Return the op's algorithm, or, if that is "auto" or "nccl", the options' algorithm unless it is "auto"."""
         chosen = options.implementation if self._algorithm in ("auto", "nccl") else self._algorithm
-        if chosen == "nccl" or (chosen == "auto" and self._algorithm == "nccl"):
-            log_once('"nccl" plans "auto": this release has no binding to NCCL')
+        if chosen == "auto":
+            chosen = self._algorithm
+        if chosen == "nccl" and self._topology is not None:
+            log_once('"nccl" plans "auto": NCCL does not plan on the topology of an op')
             return "auto"
         return chosen
 
@@ -496,12 +499,14 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):
-    """Reduces with NCCL if it can be used; otherwise it plans "auto" and logs that once, at INFO.
+    """Reduces with NCCL if it can be used; otherwise it plans "auto" and logs the reason once, at INFO.
 
-    This release has no binding to NCCL yet, so it plans "auto", or the ``implementation`` of the call's options.
+    NCCL reduces torch tensors that are each on another GPU of this process: see docs/algorithms.md. An
+    ``implementation`` other than "auto" and "nccl" in the call's options replaces it. If NCCL fails, the call raises a
+    ``BackendError``, and the content of ``out`` is undefined.
 
     Args:
-      num_packs: as for ``AllReduceCrossDeviceOps``.
+      num_packs: as for ``AllReduceCrossDeviceOps``; NCCL ignores it.
     """
 
     def __init__(self, num_packs: int = 1) -> None:

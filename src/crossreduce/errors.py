@@ -12,6 +12,7 @@
     ├── StalledError       (TimeoutError) replicas waited too long for other replicas
     ├── CollectiveTimeout  (TimeoutError, RuntimeError) ranks waited too long for other ranks; .ranks: which
     ├── PeerLostError      (ConnectionError, RuntimeError) ranks died, left or were interrupted; .ranks: which
+    ├── DriverError        (RuntimeError) a call of the CUDA driver failed; .call, .device, .code
     └── BackendError       (ImportError)  a framework, library or feature that does not exist here
 
 Each message states what was wrong, what was given, and what to do.
@@ -100,6 +101,14 @@ class CollectiveTimeout(_RanksError, TimeoutError):  # noqa: N818 - a timeout is
 
 class PeerLostError(_RanksError, ConnectionError):
     """``ranks`` died, left or were interrupted while others needed them; their group cannot be used any more."""
+
+
+class DriverError(ReductionError, RuntimeError):
+    """A call of the CUDA driver failed: ``call`` and ``code`` are the driver's; ``device`` is a number, -1: unknown."""
+
+    call: str = ""
+    device: int = -1
+    code: int = 0
 
 
 class BackendError(ReductionError, ImportError):

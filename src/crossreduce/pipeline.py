@@ -23,8 +23,8 @@ from .engines.base import (
     ProgramRange,
     engine_named,
 )
-from .engines.host import HostExecutable
 from .engines.host.prepared import FRAMEWORKS, prepare
+from .engines.nccl import ENGINE as NCCL
 from .frameworks import Array, Framework, Sparse, framework_of
 from .lowering import lower
 from .ops import Numbers, copying
@@ -97,7 +97,7 @@ def reduce_batch(
 
 def _is_preparable(jobs: Sequence[Job], with_out: bool, executables: Sequence[tuple[Any, Any]]) -> bool:
     """Return whether a batch of one framework, with the same devices, can be recognised by ``Calls``."""
-    return all(isinstance(executable, HostExecutable) for executable, _ in executables) and all(
+    return all(executable.prepared is not None for executable, _ in executables) and all(
         not value.sparse
         and (value.out is not None) is with_out
         and all(map(operator.is_, value.arrays, value.values))
@@ -151,6 +151,7 @@ def layouts(
             sources,
             destinations,
             mixed,
+            algorithm == "nccl",
         )
         for buffers in by_dtype.values()
     )
@@ -174,7 +175,7 @@ def _plan(
     first = buffer.first % members
     size = buffer.size or 0
     nbytes = size * itemsize(buffer.dtype)
-    if algorithm == "auto" and topology is None:
+    if algorithm in ("auto", "nccl") and topology is None:
         algorithm = choose(sources, destinations, nbytes)
     rotates = algorithm in REGISTRY and REGISTRY[algorithm].has_root
     if buffer.size is None and not rotates:
@@ -204,6 +205,15 @@ def select(layout: Layout, arrays: Sequence[Sequence[Array]]) -> tuple[Engine, A
     raise AssertionError("the last engine runs any arrays")
 
 
+def _nccl_operands(layout: Layout, arrays: Sequence[Sequence[Array]], numbers: Numbers) -> Any | None:
+    """Return the arrays as NCCL's engine reads them; ``None``: NCCL cannot be used, and the reason is logged."""
+    reason = NCCL.refusal(layout, numbers)
+    operands = NCCL.bind(layout, arrays) if reason is None else None
+    if operands is None:
+        log_once(f'"nccl" plans "auto": {reason or "arrays are traced, or not on the devices of their replicas"}')
+    return operands
+
+
 @lru_cache(maxsize=1024)
 def _compiled(engine: Engine, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:
     return engine.compile(layout, numbers, with_out)
@@ -215,7 +225,9 @@ def _run(layout: Layout, jobs: Sequence[Job], with_out: bool) -> tuple[Executabl
     Returns the executable, and for each value the result's components: the arrays of its ``out`` if ``with_out``.
     """
     values = [value for value, _ in jobs]
-    engine, operands = select(layout, [value.arrays for value in values])
+    arrays = [value.arrays for value in values]
+    operands = _nccl_operands(layout, arrays, values[0].numbers) if layout.prefers_nccl else None
+    engine, operands = select(layout, arrays) if operands is None else (NCCL, operands)
     executable = _compiled(engine, layout, values[0].numbers, with_out)
     if not with_out:
         return executable, executable.run(operands, None)

@@ -18,7 +18,7 @@ from ..lowering import Program
 from ..ops import Numbers
 from ..packing import Buffer, itemsize
 
-ENGINES: Final = ["host", "null", "loop"]
+ENGINES: Final = ["host", "null", "cuda", "loop"]
 """Modules of this package that define ``ENGINE``, in the order in which they are tried. "loop" runs any layout."""
 
 
@@ -48,6 +48,7 @@ class Layout:
       sources: the device of each replica's component.
       destinations: the device of each component of the results.
       mixed: some components were sparse and were made dense, perhaps in a wider dtype.
+      prefers_nccl: the caller chose "nccl"; the programs are those of "auto", for the case that NCCL cannot be used.
     Raises:
       ScheduleError: the chunks of a program differ in their sources or destinations.
     """
@@ -58,6 +59,7 @@ class Layout:
     sources: tuple[str, ...]
     destinations: tuple[str, ...]
     mixed: bool = False
+    prefers_nccl: bool = False
 
     def __post_init__(self) -> None:
         for program in self.programs:
@@ -97,8 +99,20 @@ class OverlapError(Exception):
         self.tensor, self.result = tensor, result
 
 
+class PreparedRun(NamedTuple):
+    """A kernel of host memory or a plan of CUDA devices; how it writes results; whether it uses several threads."""
+
+    kernel: Any
+    streaming: bool = False
+    threaded: bool = False
+
+
 class Executable(Protocol):
     """A compiled layout, which can run any number of times, in several threads at once."""
+
+    @property
+    def prepared(self) -> PreparedRun | None:
+        """How compiled code runs it, for calls that occur again; ``None``: it cannot."""
 
     def run(self, operands: Any, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
         """Reduce arrays.

@@ -41,6 +41,8 @@ class LoopEngine:
 class LoopExecutable:
     """Packs, runs and unpacks buffer after buffer. See ``engines.base.Executable``."""
 
+    prepared = None
+
     def __init__(self, layout: Layout, numbers: Numbers) -> None:
         self._framework, self._numbers, self._destinations = layout.framework, numbers, layout.destinations
         self._jobs = _jobs(layout)

@@ -38,6 +38,8 @@ class NullEngine:
 class NullExecutable:
     """Counts the transfers and combinations of each run. See ``engines.base.Executable``."""
 
+    prepared = None
+
     def __init__(self, layout: Layout, numbers: Numbers) -> None:
         self._layout, self._numbers = layout, numbers
 

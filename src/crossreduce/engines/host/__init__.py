@@ -20,7 +20,7 @@ from ...kernels import FusedProgram, Kernel, Segment
 from ...lowering import element_ranges, fused
 from ...ops import KERNEL_OPS, Numbers
 from ...packing import itemsize
-from ..base import Layout, OverlapError
+from ..base import Layout, OverlapError, PreparedRun
 
 
 class ArrayMemory(Protocol):
@@ -85,8 +85,11 @@ class SharedResults(ArrayMemory, Protocol):
 
 @lru_cache(maxsize=16)
 def array_memory(framework: str) -> ArrayMemory | None:
-    """Return a framework's ``ArrayMemory``, importing it on first use; ``None`` for "null", which has no memory."""
-    if framework not in FRAMEWORKS:
+    """Return a framework's ``ArrayMemory``, importing it on first use.
+
+    ``None``: its arrays are never in host memory ("cupy"), or nowhere ("null").
+    """
+    if framework not in FRAMEWORKS or framework == "cupy":
         return None
     memory: ArrayMemory = importlib.import_module(f".{framework}", __package__).MEMORY
     return memory
@@ -130,6 +133,11 @@ class HostExecutable:
         written = layout.nbytes // itemsize(numbers.dtype) * self._count * itemsize(numbers.result)
         self.streaming = written >= kernels.STREAMING_BYTES
         self.threaded = written + layout.nbytes * len(layout.sources) >= kernels.THREADED_BYTES
+
+    @property
+    def prepared(self) -> PreparedRun:
+        """How compiled code runs the kernel."""
+        return PreparedRun(self.kernel, self.streaming, self.threaded)
 
     def threads(self) -> int:
         """Return the number of threads of a run."""

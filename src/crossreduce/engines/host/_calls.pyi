@@ -5,7 +5,7 @@ class Calls:
     def reduce(self, op: Any, value: Any, destinations: Any, options: Any, out: Any, /) -> Any: ...
     def batch_reduce(self, op: Any, pairs: Any, options: Any, out: Any, /) -> list[Any] | None: ...
     def all_reduce(
-        self, op: Any, lists: list[list[Any]], devices: tuple[str, ...], options: Any, outs: Any, /
+        self, op: Any, lists: list[list[Any]], devices: tuple[str, ...] | None, options: Any, outs: Any, /
     ) -> list[list[Any]] | None: ...
     def add(
         self,
@@ -13,6 +13,7 @@ class Calls:
         options: Any,
         sources: tuple[str, ...],
         destinations: tuple[str, ...],
+        is_default: bool,
         rows: Any,
         results: Any,
         with_out: bool,
@@ -30,6 +31,12 @@ def use(
     large_array_offset: int,
     /,
 ) -> None: ...
+def use_device_type(number: int, /) -> None: ...
 def use_torch(
-    tensor_type: type, exchange_api: Any, is_transformed: Callable[[], bool], mark_dirty: Callable[[Any], Any], /
+    tensor_type: type,
+    exchange_api: Any,
+    is_transformed: Callable[[], bool],
+    mark_dirty: Callable[[Any], Any],
+    empty_like: Callable[[Any], Any],
+    /,
 ) -> None: ...

@@ -74,7 +74,12 @@ def prepare(
       rows: for each tensor its arrays, one per source.
       results: for each tensor its results, one per destination.
       with_out: whether the results were written into given arrays.
-      runs: the executables of the host engine, each with the numbers of its tensors.
+      runs: the executables, which can be prepared, each with the numbers of its tensors.
     """
-    described = [(made.kernel, made, list(tensors), made.streaming, made.threaded) for made, tensors in runs]
-    calls.add(op, options, *devices, rows, results, with_out, described)
+    described = []
+    for made, tensors in runs:
+        kernel, streaming, threaded = made.prepared
+        described.append((kernel, made, list(tensors), streaming, threaded))
+    sources, destinations = devices
+    is_default = sources == destinations == PerReplica(rows[0]).devices
+    calls.add(op, options, sources, destinations, is_default, rows, results, with_out, described)

@@ -72,4 +72,5 @@ MEMORY: Final = TorchMemory()
 
 if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") and (calls := compiled()) is not None:  # torch 2.10 and newer
     # torch.autograd.graph.increment_version only wraps a single tensor in a tuple, and calls this function.
-    calls.use_torch(torch.Tensor, torch.Tensor.__dlpack_c_exchange_api__, is_transformed, torch._C._increment_version)
+    exchange, mark_dirty = torch.Tensor.__dlpack_c_exchange_api__, torch._C._increment_version
+    calls.use_torch(torch.Tensor, exchange, is_transformed, mark_dirty, torch.empty_like)

@@ -310,7 +310,7 @@ void destroy_site(void *site) { delete static_cast<CallSite *>(site); }
 // Make the state of a call site.
 xla_ffi::Error *instantiate(CallFrame *frame) {
     static const xla_ffi::TypeInfo info = {xla_ffi::head_of<xla_ffi::TypeInfo>(), destroy_site};
-    if (frame->api->head.size < sizeof(xla_ffi::Api))
+    if (frame->api->head.size < offsetof(xla_ffi::Api, get_device_ordinal))
         return error_of(frame->api, xla_ffi::INTERNAL, "this version of XLA lacks functions that crossreduce calls");
     if (site_type.id == 0) {
         static const char name[] = "crossreduce_call_site";

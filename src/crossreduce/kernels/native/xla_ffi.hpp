@@ -1,4 +1,4 @@
-// The part of XLA's C interface for custom calls (FFI) that `xla_call.cpp` uses.
+// The part of XLA's C interface for custom calls (FFI) that `xla_call.cpp` and the CUDA engine's `xla_cuda.cpp` use.
 //
 // These are declarations of a binary interface, written for this library so that its build does not need jaxlib: names
 // are ours, the layout is XLA's. Source: xla/ffi/api/c_api.h of OpenXLA, version 0.3, which jaxlib contains.
@@ -21,6 +21,7 @@ enum ErrorCode { INVALID_ARGUMENT = 3, DEADLINE_EXCEEDED = 4, RESOURCE_EXHAUSTED
 enum Stage { INSTANTIATE = 0, PREPARE = 1, INITIALIZE = 2, EXECUTE = 3 };
 enum AttributeKind { ARRAY = 1, DICTIONARY = 2, SCALAR = 3, STRING = 4 };
 enum ExtensionKind { METADATA = 1 };
+enum Traits { GRAPH_COMPATIBLE = 1 }; // always queues the same operations, which may be captured in a CUDA graph
 enum DataType { // xla::PrimitiveType
     PRED = 1, S8 = 2, S16 = 3, S32 = 4, S64 = 5, U8 = 6, U16 = 7, U32 = 8, U64 = 9, F16 = 10, F32 = 11, F64 = 12,
     C64 = 15, BF16 = 16, C128 = 18
@@ -42,6 +43,10 @@ struct Version {
 struct Text {
     const char *data;
     size_t size;
+};
+struct Scalar {
+    DataType dtype;
+    void *value;
 };
 struct Array {
     DataType dtype;
@@ -122,6 +127,16 @@ struct RunId {
     Context *context;
     int64_t run_id; // out
 };
+struct Stream {
+    Head head;
+    Context *context;
+    void *stream; // out; on CUDA a CUstream
+};
+struct DeviceOrdinal {
+    Head head;
+    Context *context;
+    int32_t ordinal; // out
+};
 
 template <class Arguments> using Function = Error *(*)(Arguments *);
 using Unused = void (*)();
@@ -131,7 +146,8 @@ struct Api {
     Version version;
     const void *internal;
     Function<CreateError> create_error;
-    Unused get_message, destroy_error, register_handler, get_stream;
+    Unused get_message, destroy_error, register_handler;
+    Function<Stream> get_stream;
     Function<RegisterType> register_type;
     Unused get_context;
     Function<State> set_state, get_state;
@@ -140,6 +156,7 @@ struct Api {
     Function<CompleteFuture> complete_future;
     Function<FailFuture> fail_future;
     Function<RunId> get_run_id;
+    Function<DeviceOrdinal> get_device_ordinal; // only the CUDA engine calls it
 };
 
 struct CallFrame {

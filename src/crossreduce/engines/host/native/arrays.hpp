@@ -1,14 +1,21 @@
 // How the compiled call path reads and makes the arrays of one framework.
 #pragma once
 
+#include <memory>
+
 #include "kernel_api.hpp"
 
-struct ArrayView { // an array in C order, in host memory
+constexpr int HOST = -1;
+
+struct ArrayView { // an array in C order
     char *data;
     const int64_t *sizes;
     int axes;
     int64_t dtype; // identifies the dtype among those of the framework
+    int device;    // the number of a CUDA device, or HOST
 };
+
+using TemporaryMemory = std::shared_ptr<void>; // the address that it holds is on a device
 
 class ArrayAccess {
   public:
@@ -16,8 +23,19 @@ class ArrayAccess {
     // Return whether an array is one that needs no conversion and that nothing traces; if so, describe it. `written`:
     // whether it will be written into. A Python error may be set if the result is false.
     virtual bool view(PyObject *array, bool written, ArrayView &to) const = 0;
+    // The same, for arrays in host memory only.
+    bool view_on_host(PyObject *array, bool written, ArrayView &to) const {
+        return view(array, written, to) && to.device == HOST;
+    }
     // Return a new array with the sizes of `like` and another dtype, and its memory; or null with an error set.
     virtual PyObject *make(const ArrayView &like, int64_t dtype, size_t itemsize, char **data) const = 0;
+    // Return a new array of the framework's allocator, with the sizes, dtype and CUDA device of another one, and its
+    // memory; or null with an error set.
+    virtual PyObject *make_like(PyObject *, char **) const { return nullptr; }
+    // Return temporary memory on a CUDA device, which its deleter frees; or null with an error set.
+    virtual TemporaryMemory temporary(int, int64_t) const { return nullptr; }
+    // Return whether the current stream of a CUDA device was found.
+    virtual bool stream(int, uint64_t &) const { return false; }
     // Whether arrays may be used now. Asked once a call.
     virtual bool is_usable() const { return true; }
     // Tell the framework that arrays, in a tuple, were written into. Return false with an error set if that fails.
@@ -33,8 +51,10 @@ extern size_t large_array_offset;  // of NumPy's large arrays from a cache line;
 int load_numpy();                  // return -1 with an error set if NumPy's C API cannot be used
 const ArrayAccess *numpy_access(PyObject *array);
 PyObject *use_torch(PyObject *, PyObject *args);
+PyObject *use_device_type(PyObject *, PyObject *number);
 const ArrayAccess *torch_access(PyObject *array);
 
 extern const KernelApi *kernel_api;
+extern const struct CudaApi *cuda_api; // null until a plan is prepared; see engines/cuda/native/cuda_api.hpp
 // From this size on, results use memory of the pool; see kernels.POOLED_BYTES.
 constexpr size_t POOLED_NBYTES = size_t{1} << 17;

@@ -5,9 +5,13 @@
 // adds what it prepared. A later call runs here if all that the first one depended on is the same: op, options,
 // devices, and of every array its class, dtype, sizes, C order and place in host memory. Otherwise, also if results
 // share memory with other arrays, this returns None, and the path in Python handles the call.
+#include "cuda_api.hpp"
 #include "prepared_calls.hpp"
 
+#include <algorithm>
+
 const KernelApi *kernel_api = nullptr;
+const CudaApi *cuda_api = nullptr;
 
 namespace {
 
@@ -152,15 +156,18 @@ PyObject *all_reduce(PyObject *self, PyObject *const *arguments, Py_ssize_t coun
     try {
         const BatchLease lease;
         Batch &batch = *lease;
-        bool known = PyTuple_Check(devices) && PyTuple_Size(devices) > 0;
-        batch.replicas = batch.destinations = known ? static_cast<size_t>(PyTuple_Size(devices)) : 0;
-        known = known && add_lists(batch, lists, batch.arrays) && !batch.arrays.empty();
+        bool known = PyList_CheckExact(lists) && (devices == Py_None || PyTuple_Check(devices));
+        const Py_ssize_t size = known ? devices == Py_None ? PyList_Size(lists) : PyTuple_Size(devices) : 0;
+        batch.replicas = batch.destinations = static_cast<size_t>(size);
+        known = size > 0 && add_lists(batch, lists, batch.arrays) && !batch.arrays.empty();
         if (known && outs != Py_None)
             known = add_lists(batch, outs, batch.outs) && batch.outs.size() == batch.arrays.size();
         if (!known) {
             return none_or_error();
         }
-        Ref results(run(calls_of(self), op, options, devices, devices, batch));
+        Ref replicated(PyLong_FromSize_t(batch.replicas));
+        PyObject *on = devices == Py_None ? replicated.object : devices;
+        Ref results(replicated ? run(calls_of(self), op, options, on, on, batch) : nullptr);
         if (!results) return result_or_none(nullptr);
         const auto replicas = static_cast<Py_ssize_t>(batch.replicas), tensors = static_cast<Py_ssize_t>(batch.tensors());
         Ref made(PyList_New(replicas));
@@ -186,31 +193,53 @@ bool read_run(PyObject *fields, const Batch &batch, PyObject *results, PyObject 
     int streaming, threaded;
     Run run{};
     if (!PyArg_ParseTuple(fields, "OOOpp", &kernel, &executable, &tensors, &streaming, &threaded)) return false;
-    run.kernel = kernel_api->kernel_of(kernel);
-    if (run.kernel == nullptr || !read_ints(tensors, run.tensors)) return false;
+    if (!read_ints(tensors, run.tensors)) return false;
     run.executable = executable;
     run.streaming = streaming != 0, run.threaded = threaded != 0;
-    if (run.tensors.size() != run.kernel->sizes.size() || static_cast<size_t>(run.kernel->sources) != batch.replicas ||
-        static_cast<size_t>(run.kernel->results) != batch.destinations)
-        return value_error("the kernel does not fit the batch");
+    run.kernel = kernel_api->kernel_of(kernel);
+    if (run.kernel != nullptr) {
+        if (run.tensors.size() != run.kernel->sizes.size() || static_cast<size_t>(run.kernel->sources) != batch.replicas ||
+            static_cast<size_t>(run.kernel->results) != batch.destinations)
+            return value_error("the kernel does not fit the batch");
+        run.itemsize = ITEMSIZES[run.kernel->dtype], run.result_size = ITEMSIZES[run.kernel->result];
+    } else { // a plan of the CUDA engine, whose module is imported already
+        PyErr_Clear();
+        if (cuda_api == nullptr) cuda_api = static_cast<const CudaApi *>(PyCapsule_Import(CUDA_API, 0));
+        if (cuda_api == nullptr) return false;
+        if (cuda_api->devices(kernel) == nullptr) return value_error("this is neither a kernel nor a plan");
+        run.plan = kernel;
+    }
     for (size_t tensor : run.tensors)
         if (tensor >= batch.tensors()) return value_error("a tensor is out of range");
     Ref row(item(results, static_cast<Py_ssize_t>(run.tensors[0])));
-    Ref first(row ? item(row.object, 0) : nullptr);
-    ArrayView view;
-    if (!first || access_of(first.object) != batch.access || !batch.access->view(first.object, false, view)) return false;
-    run.dtype = view.dtype;
-    PyObject *dtype = batch.access->dtype_object(view.dtype);
-    prepared.runs.push_back(run);
+    for (size_t r = 0; row && r < batch.destinations; r++) {
+        Ref result(item(row.object, static_cast<Py_ssize_t>(r)));
+        ArrayView view;
+        if (!result || access_of(result.object) != batch.access || !batch.access->view(result.object, false, view))
+            return false;
+        run.dtype = view.dtype;
+        run.devices.push_back(view.device);
+        if (run.plan != nullptr) { // of tensors: their dtypes contain the number of bits
+            const ArrayView *own = &batch.first(run.tensors[0]);
+            const auto there = [&](const ArrayView &one) { return one.device == view.device && one.dtype == view.dtype; };
+            run.likes.push_back(static_cast<size_t>(std::find_if(own, own + batch.replicas, there) - own));
+            if (view.device == HOST || run.likes.back() == batch.replicas) return false;
+            run.itemsize = static_cast<size_t>(batch.first(run.tensors[0]).dtype >> 8) / 8;
+            run.result_size = static_cast<size_t>(view.dtype >> 8) / 8;
+        }
+    }
+    const auto dtype_of = run.dtype;
+    prepared.runs.push_back(std::move(run));
+    PyObject *dtype = batch.access->dtype_object(dtype_of);
     return PyList_Append(kept, kernel) == 0 && PyList_Append(kept, executable) == 0 &&
            (dtype == nullptr || PyList_Append(kept, dtype) == 0);
 }
 
 PyObject *add(PyObject *self, PyObject *args) {
     PyObject *op, *options, *sources, *destinations, *rows, *results, *runs;
-    int with_out;
-    if (!PyArg_ParseTuple(args, "OOO!O!OOpO", &op, &options, &PyTuple_Type, &sources, &PyTuple_Type, &destinations, &rows,
-                          &results, &with_out, &runs))
+    int is_default, with_out;
+    if (!PyArg_ParseTuple(args, "OOO!O!pOOpO", &op, &options, &PyTuple_Type, &sources, &PyTuple_Type, &destinations,
+                          &is_default, &rows, &results, &with_out, &runs))
         return nullptr;
     Calls &calls = calls_of(self);
     try {
@@ -240,6 +269,11 @@ PyObject *add(PyObject *self, PyObject *args) {
         }
         prepared->kept = PyList_AsTuple(kept.object);
         if (prepared->kept == nullptr || !calls.add(key.object, prepared)) return nullptr;
+        if (is_default) { // the same call without devices: the signature says on which devices its arrays are
+            Ref replicated(PyLong_FromSize_t(batch.replicas));
+            Ref without(key_of(op, options, replicated.object, replicated.object, with_out != 0));
+            if (!without || !calls.add(without.object, prepared)) return nullptr;
+        }
     } catch (const std::exception &) {
         return PyErr_NoMemory();
     }
@@ -281,10 +315,11 @@ PyMethodDef calls_methods[] = {
      "batch_reduce(op, pairs, options, out): return a list of Mirrored, or None if the call was not prepared."},
     {"all_reduce", as_function(all_reduce), METH_FASTCALL,
      "all_reduce(op, lists, devices, options, outs): reduce lists of arrays, one per replica; return such lists of "
-     "results, or None if the call was not prepared."},
+     "results, or None if the call was not prepared. devices: None stands for those of the arrays."},
     {"add", add, METH_VARARGS,
-     "add(op, options, sources, destinations, rows, results, with_out, runs): prepare a call. `rows` has for each tensor "
-     "a tuple of its arrays, `results` one of its results; a run is (kernel, executable, tensors, streaming, threaded)."},
+     "add(op, options, sources, destinations, is_default, rows, results, with_out, runs): prepare a call. `rows` has for "
+     "each tensor a tuple of its arrays, `results` one of its results; a run is (kernel, executable, tensors, streaming, "
+     "threaded). `is_default`: a call that names no devices has these."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot calls_slots[] = {{Py_tp_new, reinterpret_cast<void *>(calls_new)},
@@ -297,7 +332,9 @@ PyMethodDef functions[] = {
      "use(per_replica, mirrored, reduce_op, ops_by_name, device_names, default_options, large_array_offset): set what the "
      "calls need."},
     {"use_torch", use_torch, METH_VARARGS,
-     "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty): accept tensors of exactly this class."},
+     "use_torch(tensor_type, exchange_api, is_transformed, mark_dirty, empty_like): accept tensors of exactly this class."},
+    {"use_device_type", use_device_type, METH_O,
+     "use_device_type(number): the DLDeviceType of tensors on CUDA devices; for tests, which have the CPU's, 1."},
     {nullptr, nullptr, 0, nullptr}};
 
 int fill(PyObject *module) {

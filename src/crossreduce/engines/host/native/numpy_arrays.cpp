@@ -19,7 +19,7 @@ class NumPyAccess final : public ArrayAccess {
         const int needed = NPY_ARRAY_C_CONTIGUOUS | (written ? NPY_ARRAY_WRITEABLE : 0);
         if ((PyArray_FLAGS(array) & needed) != needed || !PyArray_ISNOTSWAPPED(array)) return false;
         to = {PyArray_BYTES(array), reinterpret_cast<const int64_t *>(PyArray_DIMS(array)), PyArray_NDIM(array),
-              reinterpret_cast<int64_t>(PyArray_DESCR(array))};
+              reinterpret_cast<int64_t>(PyArray_DESCR(array)), HOST};
         return true;
     }
 

@@ -1,5 +1,7 @@
 #include "prepared_calls.hpp"
 
+#include "cuda_api.hpp"
+
 PyTypeObject *reduce_op;
 PyObject *ops_by_name, *default_options, *name_threads;
 
@@ -9,6 +11,33 @@ constexpr size_t MAX_PREPARED = 4096;
 // A thread keeps the memory of a batch of at most this many arrays: about 160 bytes per array.
 constexpr size_t MAX_KEPT_ARRAYS = 1 << 16;
 thread_local std::unique_ptr<Batch> kept;
+
+// Queue a plan for the arrays of a batch and the results in `batch.targets`. Return false if that fails: with an error
+// set, unless nothing was written (`is_first`) and the path in Python can handle the call.
+bool run_plan(const Batch &batch, const Run &run, bool is_first) {
+    const std::vector<int> &devices = *cuda_api->devices(run.plan);
+    const std::vector<int64_t> &scratch = *cuda_api->scratch(run.plan);
+    std::vector<uint64_t> addresses, streams(devices.size());
+    std::vector<TemporaryMemory> temporary;
+    addresses.reserve(batch.sources.size() + batch.targets.size() + devices.size());
+    for (const Source &source : batch.sources) addresses.push_back(reinterpret_cast<uint64_t>(source.data));
+    for (char *target : batch.targets) addresses.push_back(reinterpret_cast<uint64_t>(target));
+    for (size_t k = 0; k < devices.size(); k++) {
+        addresses.push_back(0);
+        if (scratch[k] > 0) {
+            temporary.push_back(batch.access->temporary(devices[k], scratch[k]));
+            if (temporary.back() == nullptr) {
+                if (is_first) forget_error(); // torch's own allocation raises a better one
+                return false;
+            }
+            addresses.back() = reinterpret_cast<uint64_t>(temporary.back().get());
+        }
+        if (!batch.access->stream(devices[k], streams[k])) return false;
+    }
+    // A graph uses the memory again in each replay: the path in Python keeps it.
+    if (is_first && devices.size() > 1 && cuda_api->is_capturing(devices[0], streams[0])) return false;
+    return cuda_api->run(run.plan, addresses, streams);
+}
 
 // Run a prepared call. Return the results, tensor after tensor, in a new list; or null with an error set.
 PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
@@ -35,7 +64,10 @@ PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
                 PyObject *array;
                 char *data;
                 if (batch.outs.empty()) {
-                    array = batch.access->make(batch.first(tensor), run.dtype, ITEMSIZES[run.kernel->result], &data);
+                    if (run.plan == nullptr)
+                        array = batch.access->make(batch.first(tensor), run.dtype, run.result_size, &data);
+                    else
+                        array = batch.access->make_like(batch.arrays[tensor * batch.replicas + run.likes[r]], &data);
                     if (array == nullptr) return nullptr;
                 } else {
                     array = batch.outs[at];
@@ -45,6 +77,10 @@ PyObject *run_prepared(Batch &batch, const Prepared &prepared) {
                 batch.targets.push_back(data);
                 if (PyList_SetItem(results.object, static_cast<Py_ssize_t>(at), array) < 0) return nullptr;
             }
+        }
+        if (run.plan != nullptr) {
+            if (!run_plan(batch, run, number == 0)) return nullptr;
+            continue;
         }
         const bool small = kernel_api->traffic_nbytes(*run.kernel) <= MAX_NBYTES_WITH_LOCK;
         const auto execute = [&](int on, bool streaming) {
@@ -105,10 +141,14 @@ bool Batch::view_arrays() {
         if (!access->view(arrays[k], false, view)) return false;
         const ArrayView &first = views[k - k % replicas];
         if (view.dtype != first.dtype || !same_sizes(view, first)) return false;
-        if (k % replicas != 0) continue;
-        signature.push_back(view.dtype);
-        signature.push_back(view.axes);
-        signature.insert(signature.end(), view.sizes, view.sizes + view.axes);
+        if (k % replicas == 0) {
+            signature.push_back(view.dtype);
+            signature.push_back(view.axes);
+            signature.insert(signature.end(), view.sizes, view.sizes + view.axes);
+        }
+        if (view.device == HOST && first.device == HOST) continue;
+        signature.push_back(-1); // not a size or a dtype
+        signature.push_back(view.device);
     }
     return true;
 }
@@ -118,14 +158,14 @@ bool Batch::view_outs(const Prepared &prepared) {
     for (const Run &run : prepared.runs)
         for (size_t tensor : run.tensors) {
             const ArrayView &like = first(tensor);
-            size_t in = ITEMSIZES[run.kernel->dtype], out = ITEMSIZES[run.kernel->result];
+            size_t in = run.itemsize, out = run.result_size;
             for (int axis = 0; axis < like.axes; axis++)
                 in *= static_cast<size_t>(like.sizes[axis]), out *= static_cast<size_t>(like.sizes[axis]);
             ArrayView *targets = &out_views[tensor * destinations];
             for (size_t r = 0; r < destinations; r++) {
                 PyObject *array = outs[tensor * destinations + r];
                 if (access_of(array) != access || !access->view(array, true, targets[r])) return false;
-                if (targets[r].dtype != run.dtype || !same_sizes(targets[r], like)) return false;
+                if (targets[r].dtype != run.dtype || targets[r].device != run.devices[r] || !same_sizes(targets[r], like)) return false;
                 if (out > 0)
                     extents.push_back({targets[r].data, targets[r].data + out, 0, static_cast<int64_t>(r)});
             }

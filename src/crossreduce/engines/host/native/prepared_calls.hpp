@@ -8,9 +8,13 @@
 #include "arrays.hpp"
 #include "overlap.hpp"
 
-struct Run { // one kernel, which reduces some tensors of a batch
+struct Run { // one kernel or plan, which reduces some tensors of a batch
     PyObject *executable;
-    const Kernel *kernel;
+    const Kernel *kernel; // null: on CUDA devices, by `plan`
+    PyObject *plan;
+    std::vector<int> devices;     // of the results
+    std::vector<size_t> likes;    // of a plan: for each result, a replica on the same device
+    size_t itemsize, result_size; // bytes of an element of the arrays and of the results
     std::vector<size_t> tensors;
     bool streaming, threaded;
     int64_t dtype; // of the results
@@ -87,7 +91,8 @@ class BatchLease {
 // Append the elements of a tuple to `to`. Return false if it is not a tuple of `size`.
 bool append(PyObject *tuple, size_t size, std::vector<PyObject *> &to);
 
-// Return the key of calls with the same op, options and devices; or null with an error set.
+// Return the key of calls with the same op, options and devices; or null with an error set. A number of replicas stands
+// for the devices on which their arrays are.
 PyObject *key_of(PyObject *op, PyObject *options, PyObject *sources, PyObject *destinations, bool with_out);
 
 // Return the results of a call that was prepared, tensor after tensor, in a new list; null without an error: it was not.

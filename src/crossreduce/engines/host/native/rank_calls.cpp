@@ -79,7 +79,7 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     PyObject *communicator = arguments[0], *x = arguments[4], *out = arguments[5];
     const ArrayAccess *access = access_of(x);
     ArrayView view, target;
-    if (access == nullptr || self.forks != forks || !access->is_usable() || !access->view(x, out == x, view))
+    if (access == nullptr || self.forks != forks || !access->is_usable() || !access->view_on_host(x, out == x, view))
         return none_or_error();
     try {
         // Another thread may add calls, but only while it has the lock.
@@ -100,7 +100,7 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
             return none_or_error();
         const std::shared_ptr<RankCall> call = found->second;
         Ref result(nullptr);
-        const ArrayView like{nullptr, call->sizes.data(), static_cast<int>(call->sizes.size()), view.dtype};
+        const ArrayView like{nullptr, call->sizes.data(), static_cast<int>(call->sizes.size()), view.dtype, HOST};
         if (out == Py_None) {
             result.object = access->make(like, view.dtype, call->itemsize, &target.data);
             if (!result) return nullptr;
@@ -108,7 +108,7 @@ PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
             target = view;
             if (!call->in_place) return none_or_error();
         } else {
-            if (access_of(out) != access || !access->view(out, true, target) || target.dtype != like.dtype ||
+            if (access_of(out) != access || !access->view_on_host(out, true, target) || target.dtype != like.dtype ||
                 !same_sizes(target, like))
                 return none_or_error();
             const bool apart = view.data + call->nbytes <= target.data || target.data + call->result_nbytes <= view.data;
@@ -169,7 +169,7 @@ PyObject *add(PyObject *object, PyObject *args) {
         return nullptr;
     const ArrayAccess *access = access_of(x);
     ArrayView view;
-    if (access == nullptr || !access->view(x, false, view)) return none_or_error();
+    if (access == nullptr || !access->view_on_host(x, false, view)) return none_or_error();
     try {
         auto call = std::make_shared<RankCall>();
         if (!read_signature(name, op, root, view, call->signature)) return none_or_error();

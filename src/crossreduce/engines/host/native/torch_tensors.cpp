@@ -41,13 +41,17 @@ struct ExchangeApi {
     int (*stream)(int32_t, int32_t, void **);
 };
 constexpr uint32_t VERSION = 1;
-constexpr int32_t CPU = 1;
+constexpr int32_t CPU = 1; // DLDeviceType
 constexpr uint8_t COMPLEX = 5;
+
+// The DLDeviceType of CUDA; in tests, that of the CPU, whose memory then counts as that of cuda:0.
+int32_t cuda_type = 2;
 
 const ExchangeApi *api = nullptr;
 PyTypeObject *tensor_type = nullptr;
-PyObject *is_transformed = nullptr, *mark_dirty = nullptr;
-PyObject *requires_grad = nullptr, *is_neg = nullptr, *is_conj = nullptr, *is_inference = nullptr;
+PyObject *is_transformed = nullptr, *mark_dirty = nullptr, *empty_like = nullptr;
+PyObject *requires_grad = nullptr;                                         // the name of an attribute
+PyObject *is_neg = nullptr, *is_conj = nullptr, *is_inference = nullptr; // methods of the class, called with a tensor
 
 struct Block { // a result's memory and its description; both are freed with the tensor
     DLManagedTensor managed;
@@ -62,19 +66,26 @@ void free_block(DLManagedTensor *managed) {
     delete block;
 }
 
-// Return whether an attribute, or the result of a method without arguments, is False.
-bool is_false(PyObject *object, PyObject *name, bool method) {
-    Ref found(method ? PyObject_CallMethodObjArgs(object, name, nullptr) : PyObject_GetAttr(object, name));
+bool needs_grad(PyObject *object) {
+    Ref found(PyObject_GetAttr(object, requires_grad));
+    return found.object != Py_False;
+}
+
+bool is_false(PyObject *method, PyObject *object) {
+    Ref found(PyObject_CallFunctionObjArgs(method, object, nullptr));
     return found.object == Py_False;
 }
+
+void set_error(void *, const char *, const char *text) { PyErr_SetString(PyExc_RuntimeError, text); }
 
 class TorchAccess final : public ArrayAccess {
   public:
     bool view(PyObject *object, bool written, ArrayView &to) const override {
         DLTensor found;
-        if (Py_TYPE(object) != tensor_type || !is_false(object, requires_grad, false) || api->view(object, &found) != 0)
+        if (Py_TYPE(object) != tensor_type || needs_grad(object) || api->view(object, &found) != 0)
             return false;
-        if (found.device.type != CPU || found.ndim > MAX_AXES || found.dtype.lanes != 1) return false;
+        const bool on_device = found.device.type == cuda_type;
+        if ((!on_device && found.device.type != CPU) || found.ndim > MAX_AXES || found.dtype.lanes != 1) return false;
         int64_t step = 1;
         bool contiguous = true, empty = false;
         for (int axis = found.ndim - 1; axis >= 0; axis--) {
@@ -83,11 +94,10 @@ class TorchAccess final : public ArrayAccess {
             step *= found.shape[axis];
         }
         if (!(contiguous || empty) || (found.data == nullptr && !empty)) return false;
-        if (!is_false(object, is_neg, true) || (found.dtype.code == COMPLEX && !is_false(object, is_conj, true)))
-            return false;
-        if (written && !is_false(object, is_inference, true)) return false;
+        if (!is_false(is_neg, object) || (found.dtype.code == COMPLEX && !is_false(is_conj, object))) return false;
+        if (written && !is_false(is_inference, object)) return false;
         to = {static_cast<char *>(found.data) + found.byte_offset, found.shape, found.ndim,
-              found.dtype.code | found.dtype.bits << 8};
+              found.dtype.code | found.dtype.bits << 8, on_device ? found.device.id : HOST};
         return true;
     }
 
@@ -126,6 +136,35 @@ class TorchAccess final : public ArrayAccess {
         return static_cast<PyObject *>(made);
     }
 
+    // torch's own function, since Tensor.record_stream has no effect on a tensor that was made by DLPack.
+    PyObject *make_like(PyObject *array, char **data) const override {
+        Ref made(PyObject_CallFunctionObjArgs(empty_like, array, nullptr));
+        DLTensor found;
+        if (!made || api->view(made.object, &found) != 0) return nullptr;
+        *data = static_cast<char *>(found.data) + found.byte_offset;
+        Py_INCREF(made.object);
+        return made.object;
+    }
+
+    TemporaryMemory temporary(int device, int64_t nbytes) const override {
+        DLTensor like = {};
+        like.device = {cuda_type, device};
+        like.ndim = 1;
+        like.dtype = {1, 8, 1}; // uint8
+        like.shape = &nbytes;
+        DLManagedTensor *managed = nullptr;
+        if (api->allocate(&like, &managed, nullptr, set_error) != 0) return nullptr;
+        void *address = static_cast<char *>(managed->tensor.data) + managed->tensor.byte_offset;
+        return {address, [managed](void *) { managed->deleter(managed); }};
+    }
+
+    bool stream(int device, uint64_t &found) const override {
+        void *current = nullptr;
+        if (api->stream(cuda_type, device, &current) != 0) return false;
+        found = reinterpret_cast<uint64_t>(current);
+        return true;
+    }
+
     bool is_usable() const override {
         Ref found(PyObject_CallFunctionObjArgs(is_transformed, nullptr));
         return found.object == Py_False;
@@ -142,19 +181,26 @@ const TorchAccess tensors;
 } // namespace
 
 PyObject *use_torch(PyObject *, PyObject *args) {
-    PyObject *type, *capsule, *transformed, *written;
-    if (!PyArg_ParseTuple(args, "OOOO", &type, &capsule, &transformed, &written)) return nullptr;
+    PyObject *type, *capsule, *transformed, *written, *like;
+    if (!PyArg_ParseTuple(args, "OOOOO", &type, &capsule, &transformed, &written, &like)) return nullptr;
     const auto *found = static_cast<const ExchangeApi *>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
     if (found == nullptr) return nullptr;
     if (tensor_type != nullptr || found->version.major != VERSION || found->view == nullptr) Py_RETURN_NONE;
     requires_grad = PyUnicode_InternFromString("requires_grad");
-    is_neg = PyUnicode_InternFromString("is_neg");
-    is_conj = PyUnicode_InternFromString("is_conj");
-    is_inference = PyUnicode_InternFromString("is_inference");
+    is_neg = PyObject_GetAttrString(type, "is_neg");
+    is_conj = PyObject_GetAttrString(type, "is_conj");
+    is_inference = PyObject_GetAttrString(type, "is_inference");
     if (!requires_grad || !is_neg || !is_conj || !is_inference) return nullptr;
-    for (PyObject *kept : {type, transformed, written}) Py_INCREF(kept);
-    is_transformed = transformed, mark_dirty = written, api = found;
+    for (PyObject *kept : {type, transformed, written, like}) Py_INCREF(kept);
+    is_transformed = transformed, mark_dirty = written, empty_like = like, api = found;
     tensor_type = reinterpret_cast<PyTypeObject *>(type);
+    Py_RETURN_NONE;
+}
+
+PyObject *use_device_type(PyObject *, PyObject *number) {
+    const long type = PyLong_AsLong(number);
+    if (type == -1 && PyErr_Occurred()) return nullptr;
+    cuda_type = static_cast<int32_t>(type);
     Py_RETURN_NONE;
 }
 

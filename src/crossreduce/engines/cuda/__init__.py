@@ -1,0 +1,214 @@
+"""The CUDA engine: compiled kernels reduce batches in the memory of CUDA devices.
+
+Input: a layout on CUDA devices (and on the host, whose arrays are copied to and from one of them). Output: launches and
+copies, queued on the callers' current streams without waiting. What shares a device's memory is reduced in one launch;
+devices that can read each other's memory do so in their kernels; between others the driver copies. ``steps.py`` and
+``operations.py`` make the plan, ``native/plan.cpp`` runs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+from ...devices import parse
+from ...frameworks import Array
+from ...ops import Numbers
+from ..base import Executable, Layout, PreparedRun
+from ..device_memory import DeviceMemory, Operands, device_memory
+from ..loop import ENGINE as LOOP
+from . import driver
+from .kernels import MAX_ADDRESSES, is_supported
+from .operations import Operations, operations
+from .plans import plan_of
+
+_IN_GRAPHS: Final[list[Any]] = []
+"""Memory that graphs of several devices use, for the life of the process.
+
+Each replay writes into it again. torch's memory pool of a graph has only that of the device where the capture began.
+"""
+
+
+class _Placed(NamedTuple):
+    """A layout's devices: the driver's number of each, and which sources and destinations are on the host.
+
+    ``proxy``: the CUDA device whose memory has copies of those of the host.
+    """
+
+    numbers: dict[str, int]
+    proxy: str
+    host_sources: tuple[int, ...]
+    host_destinations: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def _placed(layout: Layout) -> _Placed | None:
+    """Return the physical devices of a layout; ``None``: none is CUDA, or the engine cannot use one."""
+    names = {*layout.sources, *layout.destinations, *(name for program in layout.programs for name in program.devices)}
+    parsed = {name: parse(name) for name in names}
+    if any(device.host or device.kind not in ("cuda", "cpu") for device in parsed.values()):
+        return None
+    cuda = sorted(device.index for device in parsed.values() if device.kind == "cuda")
+    if not cuda:
+        return None
+    memory = _memory(layout)
+    ordinals = {index: memory.ordinal(index) for index in {*cuda}}
+    usable = {index: number for index, number in ordinals.items() if number is not None}
+    if len(usable) < len(ordinals):
+        return None
+    numbers = {name: usable[device.index if device.kind == "cuda" else cuda[0]] for name, device in parsed.items()}
+    on_host = [
+        tuple(k for k, name in enumerate(each) if parsed[name].kind == "cpu")
+        for each in (layout.sources, layout.destinations)
+    ]
+    return _Placed(numbers, f"cuda:{cuda[0]}", on_host[0], on_host[1])
+
+
+def _memory(layout: Layout) -> DeviceMemory:
+    memory = device_memory(layout.framework.name)
+    assert memory is not None
+    return memory
+
+
+def _jax() -> Any:
+    return importlib.import_module(".jax", __package__)
+
+
+def _is_custom_call(layout: Layout) -> bool:
+    """Return whether a layout is of JAX's arrays on one CUDA device, or of those that it traces."""
+    return layout.framework.name == "jax" and bool(_jax().supports(layout))
+
+
+class CudaEngine:
+    """See ``engines.base.Engine``."""
+
+    name = "cuda"
+    checks_overlap = False
+
+    def supports(self, layout: Layout) -> bool:
+        """Return whether sizes are known, some devices are CUDA, none is elsewhere, and their driver works."""
+        if not layout.is_sized or layout.mixed or device_memory(layout.framework.name) is None:
+            return False
+        if _is_custom_call(layout):
+            return not driver.unusable()
+        placed = None if layout.on_host else _placed(layout)
+        if placed is None or driver.unusable():
+            return False
+        numbers = {*placed.numbers.values()}
+        return max(numbers) < int(driver.native().device_count()) and not any(map(driver.lacks_kernels, numbers))
+
+    def bind(self, layout: Layout, arrays: Sequence[Sequence[Array]]) -> Any | None:
+        """Return addresses, or the arrays of a custom call; ``None`` if the engine cannot run these arrays."""
+        if _is_custom_call(layout):
+            return _jax().bind(layout, arrays)
+        memory, placed = _memory(layout), _placed(layout)
+        assert placed is not None
+        if placed.host_sources:
+            move = layout.framework.to_device
+            arrays = [
+                [move(x, placed.proxy) if k in placed.host_sources else x for k, x in enumerate(row)] for row in arrays
+            ]
+        return memory.operands(arrays, [placed.numbers[name] for name in layout.sources])
+
+    def compile(self, layout: Layout, numbers: Numbers, with_out: bool) -> Executable:
+        """Return the executable of a layout."""
+        converts = numbers.divisor != 1 or numbers.result != numbers.dtype
+        too_many = len(layout.sources) + len(layout.destinations) > MAX_ADDRESSES
+        unsupported = not is_supported(numbers) or too_many or (len(layout.sources) == 1 and converts)
+        if _is_custom_call(layout):
+            by_loop = unsupported or not layout.nbytes
+            return LOOP.compile(layout, numbers, with_out) if by_loop else _jax().JaxExecutable(layout, numbers)
+        if unsupported:
+            return _ByLoop(layout, numbers)
+        return CudaExecutable(layout, numbers, with_out)
+
+
+class _ByLoop:
+    """The loop engine, for what the kernels cannot do."""
+
+    prepared = None
+
+    def __init__(self, layout: Layout, numbers: Numbers) -> None:
+        self._executable = LOOP.compile(layout, numbers, False)
+
+    def run(self, operands: Operands, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
+        return self._executable.run(operands.arrays, out)
+
+
+class _Planned(NamedTuple):
+    """Operations, their compiled plan, and whether kernels read the memory of other devices where they can."""
+
+    operations: Operations
+    plan: Any
+    has_peers: bool
+
+
+class CudaExecutable:
+    """The operations of a layout. See ``engines.base.Executable``."""
+
+    def __init__(self, layout: Layout, numbers: Numbers, with_out: bool) -> None:
+        memory, placed = _memory(layout), _placed(layout)
+        assert placed is not None
+        self._memory, self._framework = memory, layout.framework
+        self._shapes, self._dtype = layout.shapes, numbers.result
+        self._devices = [placed.numbers[name] for name in layout.destinations]
+        self._on_host = {k: layout.destinations[k] for k in placed.host_destinations}
+        physical = sorted(set(placed.numbers.values()))
+        for number in physical:
+            driver.load_kernels(number)
+        enable = driver.native().enable_peer
+
+        def plan(has_peers: bool) -> _Planned:
+            readable = tuple(tuple(a == b or (has_peers and enable(a, b)) for b in physical) for a in physical)
+            made = operations(layout, numbers, placed.numbers, readable, with_out)
+            return _Planned(made, plan_of(made), has_peers)
+
+        self._new_plan = plan
+        self.planned = plan(len(physical) > 1 and memory.is_peer_readable())
+        is_preparable = self.planned.operations.operations and not (placed.host_sources or placed.host_destinations)
+        self.prepared = PreparedRun(self.planned.plan) if is_preparable else None
+
+    def run(self, operands: Operands, out: Sequence[Sequence[Array]] | None) -> Sequence[Sequence[Array]]:
+        """Queue the operations on the current streams."""
+        memory = self._memory
+        if self.planned.has_peers and not memory.is_peer_readable():  # for example, CuPy has another allocator now
+            self.planned = self._new_plan(False)
+        made, plan, _ = self.planned
+        writable = self._framework.writable_array
+        on_host = [{k: writable(row[k], name) for k, name in self._on_host.items()} for row in out or ()]
+        fresh = [k for k in range(len(self._devices)) if out is None or k in self._on_host]
+        results = memory.allocate_all(self._shapes, self._dtype, [self._devices[k] for k in fresh])
+        given = [{} for _ in self._shapes] if out is None else self._given(out)
+        for row, addresses in zip(results, given, strict=True):
+            addresses.update((k, memory.address(x)) for k, x in zip(fresh, row, strict=True))
+        targets = [[addresses[k] for k in range(len(self._devices))] for addresses in given]
+        scratch: list[tuple[Any, int]] = [
+            memory.scratch(size, device) if size else (None, 0)
+            for size, device in zip(made.scratch, made.devices, strict=True)
+        ]
+        with memory.queueing(made.devices if made.operations else (), results) as finished:
+            if made.operations:
+                streams = [memory.stream(device) for device in made.devices]
+                if len(streams) > 1 and driver.native().is_capturing(made.devices[0], streams[0]):
+                    _IN_GRAPHS.append((scratch, results))
+                plan.run(operands.addresses, targets, [[address for _, address in scratch]], [streams])
+        if out is not None:
+            for row, host_row in zip(finished, on_host, strict=True):
+                for k, x in zip(fresh, row, strict=True):
+                    self._framework.write(host_row[k], self._framework.to_device(x, self._on_host[k]))
+            memory.mark_dirty(out)
+            return out
+        move = self._framework.to_device
+        return [[move(x, self._on_host[k]) if k in self._on_host else x for k, x in enumerate(row)] for row in finished]
+
+    def _given(self, out: Sequence[Sequence[Array]]) -> list[dict[int, int]]:
+        """Return for each tensor the addresses of the arrays of ``out`` that are on CUDA devices, by their numbers."""
+        there = {k: device for k, device in enumerate(self._devices) if k not in self._on_host}
+        rows = [[row[k] for k in there] for row in out]
+        found = self._memory.writable_outputs(rows, list(there.values()))
+        return [dict(zip(there, addresses, strict=True)) for addresses in found]
+
+
+ENGINE: Final = CudaEngine()

@@ -1,0 +1,160 @@
+"""The CUDA driver as this process sees it: its devices, and the kernels loaded on them.
+
+The driver's library is opened at the first call that needs it; nothing here needs CUDA to be installed. The machine
+code of the kernels is in ``kernels.bin``, which scripts/build_cuda_kernels makes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import lzma
+import os
+from functools import cache
+from importlib import resources
+from typing import Any, Final
+
+from ...errors import ArgumentError, BackendError, DriverError, ReductionError, shown
+
+_LOG: Final = logging.getLogger("crossreduce")
+_NO_CODE: Final = frozenset({200, 209, 218, 220, 221, 222, 223})  # CUDA's codes for images that it cannot use
+_LARGE_TABLES: Final = 12010  # the driver's version from which parameters may have more than 4 KiB (CUDA 12.1)
+
+
+@cache
+def native() -> Any:
+    """Return the compiled module, or ``None`` where it was not built."""
+    try:
+        module = importlib.import_module("._cuda", __package__)
+    except ImportError as error:
+        _LOG.info("the CUDA engine is not installed (%s)", error)
+        return None
+    module.use(_error)
+    return module
+
+
+@cache
+def unusable() -> str:
+    """Return why no CUDA device can be used, or an empty text.
+
+    Raises:
+      ArgumentError: the variable ``CROSSREDUCE_CUDA`` is neither 0 nor 1.
+    """
+    wanted = os.environ.get("CROSSREDUCE_CUDA", "1")
+    if wanted not in ("0", "1"):
+        problem = "CROSSREDUCE_CUDA must be 0 or 1."
+        raise ArgumentError.of(problem, shown(wanted), "CROSSREDUCE_CUDA=0 to use the frameworks' own operations")
+    why = "CROSSREDUCE_CUDA is 0" if wanted == "0" else _missing()
+    if why:
+        _LOG.info("the CUDA kernels are not used (%s); the frameworks' own operations reduce arrays on GPUs", why)
+    return why
+
+
+def _missing() -> str:
+    module = native()
+    if module is None:
+        return "the compiled module was not built: install crossreduce with a C++ compiler"
+    why: str = module.missing()
+    return why or ("" if module.device_count() else "the CUDA driver has no device")
+
+
+def devices() -> list[str]:
+    """Return a line of text for each device that the driver reports: its name, its capability and its code."""
+    found = []
+    for number in range(native().device_count()):
+        try:
+            about = native().describe(number)
+            capability = about["capability"]
+            code = chosen_code(capability, list(_packed()[0]))
+        except ReductionError as error:
+            found.append(f"cuda:{number} cannot be used: {' '.join(str(error).split())}")
+        else:
+            number_text = f"{capability // 10}.{capability % 10}"
+            found.append(f"cuda:{number} {about['name']}, capability {number_text}, kernels {code}")
+    return found
+
+
+@cache
+def accepts_large_tables(device: int) -> bool:
+    """Return whether the parameters of a kernel may have 32 KiB."""
+    return bool(native().describe(device)["driver"] >= _LARGE_TABLES)
+
+
+def load_kernels(device: int) -> None:
+    """Load the kernels on a device, unless they are loaded already.
+
+    Raises:
+      BackendError: there is no machine code for this device.
+      DriverError: the driver failed.
+    """
+    module = native()
+    if not module.is_loaded(device):
+        module.load(device, _code(module.describe(device)["capability"]))
+
+
+@cache
+def lacks_kernels(device: int) -> str:
+    """Return why there are no kernels for a device; an empty text: they are loaded, or the driver failed otherwise."""
+    try:
+        load_kernels(device)
+    except BackendError as error:
+        why = str(error)
+    except DriverError as error:
+        why = str(error) if error.code in _NO_CODE else ""
+    else:
+        why = ""
+    if why:
+        text = " ".join(why.split())
+        _LOG.warning("the CUDA kernels are not used on cuda:%d, but the framework's own operations: %s", device, text)
+    return why
+
+
+@cache
+def _code(capability: int) -> bytes:
+    """Return the machine code, or the PTX, for a capability, such as 90 for 9.0; a zero byte ends it."""
+    sizes, rest = _packed()
+    starts, at = {}, 0
+    for name, size in sizes.items():
+        starts[name] = at
+        at += size
+    name = chosen_code(capability, list(sizes))
+    return lzma.decompress(rest[starts[name] : starts[name] + sizes[name]]) + b"\0"
+
+
+def _packed() -> tuple[dict[str, int], bytes]:
+    """Return the compressed sizes of all codes, by name, and these codes."""
+    data = (resources.files(__package__) / "kernels.bin").read_bytes()
+    first, rest = data.split(b"\n", 1)
+    return json.loads(first)["code"], rest
+
+
+def chosen_code(capability: int, names: list[str]) -> str:
+    """Return which code runs on devices of a capability: that of the same major version, else PTX.
+
+    Raises:
+      BackendError: none does.
+
+    >>> names = ["sm_80", "sm_90", "compute_90"]
+    >>> [chosen_code(capability, names) for capability in (86, 90, 130)]
+    ['sm_80', 'sm_90', 'compute_90']
+    """
+    numbers = {name: int(name.split("_")[1]) for name in names}
+    fitting = [
+        (name.startswith("sm_"), number, name)
+        for name, number in numbers.items()
+        if number <= capability and (name.startswith("compute_") or number // 10 == capability // 10)
+    ]
+    if not fitting:
+        problem = "there are no CUDA kernels for this device."
+        given = f"compute capability {capability // 10}.{capability % 10}"
+        raise BackendError.of(problem, given, f"a device of {min(numbers.values()) / 10:.1f} or newer")
+    return max(fitting)[2]
+
+
+def _error(call: str, device: int, code: int, name: str, text: str) -> DriverError:
+    where = "" if device < 0 else f" on cuda:{device}"
+    remedy = "the error may come from an earlier operation of this process: run with CUDA_LAUNCH_BLOCKING=1"
+    made = DriverError.of(f"the CUDA driver failed in {call}{where}.", f"{name} ({code}): {text}", remedy)
+    made.call, made.device, made.code = call, device, code
+    return made

@@ -1,0 +1,339 @@
+// The module crossreduce.engines.cuda._cuda: devices, and compiled layouts.
+#include "module.hpp"
+
+#include "cuda_api.hpp"
+#include "plan.hpp"
+#include "xla_cuda.hpp"
+
+namespace {
+
+PyObject *failure = nullptr; // a function that makes an error of a call, a device, a code, its name and its text
+
+// Set the error of a failed call of the driver. Returns null.
+PyObject *set_fault(const DriverFault &fault) {
+    std::string why;
+    const Driver *call = driver(why);
+    const char *name = nullptr, *text = nullptr;
+    if (call != nullptr) {
+        call->get_error_name(fault.code, &name);
+        call->get_error_string(fault.code, &text);
+    }
+    if (failure == nullptr) return PyErr_Format(PyExc_RuntimeError, "%s failed: error %d", fault.call, fault.code);
+    Ref error(PyObject_CallFunction(failure, "siiss", fault.call, fault.device, fault.code, name ? name : "unknown error",
+                                    text ? text : why.c_str()));
+    if (error) PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(error.object)), error.object);
+    return nullptr;
+}
+
+template <class Run> PyObject *guarded(Run &&run) {
+    try {
+        return run();
+    } catch (const DriverFault &fault) {
+        return set_fault(fault);
+    } catch (const std::exception &) { // bad_alloc
+        return PyErr_NoMemory();
+    }
+}
+
+// Run without the interpreter's lock: a full queue waits for work that may call Python. Returns None, or null.
+template <class Run> PyObject *guarded_unlocked(Run &&run) {
+    return guarded([&]() -> PyObject * {
+        PyThreadState *state = PyEval_SaveThread();
+        try {
+            run();
+        } catch (...) {
+            PyEval_RestoreThread(state);
+            throw;
+        }
+        PyEval_RestoreThread(state);
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject *use(PyObject *, PyObject *maker) {
+    Py_INCREF(maker);
+    Py_XDECREF(failure);
+    failure = maker;
+    Py_RETURN_NONE;
+}
+
+PyObject *missing(PyObject *, PyObject *) {
+    std::string why;
+    driver(why);
+    return PyUnicode_FromString(why.c_str());
+}
+
+PyObject *count(PyObject *, PyObject *) {
+    return guarded([]() -> PyObject * {
+        std::string why;
+        const Driver *call = driver(why);
+        int found = 0;
+        if (call != nullptr) require(call->device_get_count(&found), "cuDeviceGetCount", -1);
+        return PyLong_FromLong(found);
+    });
+}
+
+PyObject *describe(PyObject *, PyObject *args) {
+    int number;
+    if (!PyArg_ParseTuple(args, "i", &number)) return nullptr;
+    return guarded([&]() -> PyObject * {
+        const Device &found = device(number);
+        std::string why;
+        const Driver &call = *driver(why);
+        char name[256] = "";
+        int version = 0;
+        require(call.device_get_name(name, sizeof name, found.handle), "cuDeviceGetName", number);
+        require(call.driver_get_version(&version), "cuDriverGetVersion", number);
+        return Py_BuildValue("{s:s,s:i,s:i,s:i}", "name", name, "capability", found.capability, "multiprocessors",
+                             found.multiprocessors, "driver", version);
+    });
+}
+
+PyObject *load(PyObject *, PyObject *args) {
+    int number;
+    const char *code;
+    Py_ssize_t size;
+    if (!PyArg_ParseTuple(args, "iy#", &number, &code, &size)) return nullptr;
+    return guarded_unlocked([&] { load_kernels(device(number), code); });
+}
+
+PyObject *is_loaded(PyObject *, PyObject *args) {
+    int number;
+    if (!PyArg_ParseTuple(args, "i", &number)) return nullptr;
+    return guarded([&]() -> PyObject * { return PyBool_FromLong(has_kernels(device(number))); });
+}
+
+PyObject *peers(PyObject *, PyObject *args) {
+    int one, other;
+    if (!PyArg_ParseTuple(args, "ii", &one, &other)) return nullptr;
+    bool enabled = false;
+    Ref done(guarded_unlocked([&] { enabled = enable_peer(device(one), device(other)); }));
+    return done ? PyBool_FromLong(enabled) : nullptr;
+}
+
+PyObject *follow_stream(PyObject *, PyObject *args) {
+    int number;
+    unsigned long long stream, after;
+    if (!PyArg_ParseTuple(args, "iKK", &number, &stream, &after)) return nullptr;
+    return guarded_unlocked(
+        [&] { follow(device(number), reinterpret_cast<CUstream>(stream), reinterpret_cast<CUstream>(after)); });
+}
+
+PyObject *is_captured(PyObject *, PyObject *args) {
+    int number;
+    unsigned long long stream;
+    if (!PyArg_ParseTuple(args, "iK", &number, &stream)) return nullptr;
+    return guarded([&]() -> PyObject * {
+        return PyBool_FromLong(is_capturing(device(number), reinterpret_cast<CUstream>(stream)));
+    });
+}
+
+// ---- plans -----------------------------------------------------------------------------------------------------------
+
+struct PlanObject {
+    PyObject_HEAD
+    Plan *plan;
+};
+
+PyTypeObject *plan_type = nullptr;
+
+} // namespace
+
+Plan *plan_in(PyObject *object) {
+    return plan_type != nullptr && Py_TYPE(object) == plan_type ? reinterpret_cast<PlanObject *>(object)->plan : nullptr;
+}
+
+namespace {
+
+bool read_places(PyObject *sequence, std::vector<Place> &to) {
+    return read_each(sequence, [&](PyObject *pair) {
+        Place place;
+        long long offset;
+        if (!PyArg_ParseTuple(pair, "IL", &place.row, &offset)) return false;
+        place.offset = offset;
+        to.push_back(place);
+        return true;
+    });
+}
+
+// (device, function's name, large, sources, results, stack, divisor, kind, values, units, unit_nbytes, orders, parts)
+bool read_launch(Plan &plan, PyObject *tuple) {
+    Launching made;
+    int on, large;
+    const char *name;
+    PyObject *nbytes, *orders, *parts;
+    if (!PyArg_ParseTuple(tuple, "ispiiidIiiOOO", &on, &name, &large, &made.sources, &made.results, &made.stack,
+                          &made.divisor, &made.kind, &made.values, &made.units, &nbytes, &orders, &parts))
+        return false;
+    made.large = large != 0;
+    made.function = function(*plan.devices.at(static_cast<size_t>(on)), name);
+    const bool read = read_ints(nbytes, made.unit_nbytes) && read_each(orders, [&](PyObject *order) {
+        Masks masks;
+        unsigned long long push, fold, twice, wide;
+        if (!PyArg_ParseTuple(order, "KKKK", &push, &fold, &twice, &wide)) return false;
+        masks = {push, fold, twice, wide};
+        made.orders.push_back(masks);
+        return true;
+    }) && read_each(parts, [&](PyObject *part) {
+        long long size;
+        int order;
+        PyObject *places;
+        if (!PyArg_ParseTuple(part, "LiO", &size, &order, &places)) return false;
+        made.parts.push_back({size, static_cast<uint16_t>(order), made.places.size()});
+        return read_places(places, made.places);
+    });
+    const auto count = static_cast<size_t>(made.sources + made.results);
+    if (read && (made.places.size() != made.parts.size() * count || made.unit_nbytes.size() != made.orders.size() * count))
+        return value_error("a launch is malformed");
+    plan.launches.push_back(std::move(made));
+    return read;
+}
+
+bool read_copy(Plan &plan, PyObject *tuple) {
+    Copying made;
+    PyObject *places;
+    unsigned long long nbytes;
+    if (!PyArg_ParseTuple(tuple, "iiOK", &made.from, &made.to, &places, &nbytes)) return false;
+    std::vector<Place> ends;
+    if (!read_places(places, ends)) return false;
+    made.source = ends.at(0);
+    made.target = ends.at(1);
+    made.nbytes = static_cast<size_t>(nbytes);
+    plan.copies.push_back(made);
+    return true;
+}
+
+// Plan(devices, streams, scratch, operations, begins, ends, resumes): `devices` are numbers; `streams` pairs (position,
+// position or -1); `operations` tuples (launch or None, copy or None, stream, waits, event); for the others see plan.hpp.
+PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *) {
+    PyObject *numbers, *streams, *scratch, *operations, *begins, *ends, *resumes;
+    if (!PyArg_ParseTuple(args, "OOOOOOO", &numbers, &streams, &scratch, &operations, &begins, &ends, &resumes))
+        return nullptr;
+    return guarded([&]() -> PyObject * {
+        auto made = std::make_unique<Plan>();
+        if (!read_ints(numbers, made->numbers) || !read_ints(scratch, made->scratch)) return nullptr;
+        for (const int number : made->numbers) made->devices.push_back(&device(number));
+        const bool read = read_each(streams, [&](PyObject *pair) {
+            StreamOf stream;
+            if (!PyArg_ParseTuple(pair, "ii", &stream.device, &stream.to)) return false;
+            made->streams.push_back(stream);
+            return true;
+        }) && read_each(operations, [&](PyObject *tuple) {
+            PyObject *launch, *copy, *waits;
+            Operating one;
+            if (!PyArg_ParseTuple(tuple, "OOiOi", &launch, &copy, &one.stream, &waits, &one.event)) return false;
+            one.is_copy = launch == Py_None;
+            one.number = one.is_copy ? made->copies.size() : made->launches.size();
+            made->events = std::max(made->events, one.event + 1);
+            if (!read_ints(waits, one.waits)) return false;
+            made->operations.push_back(one);
+            return one.is_copy ? read_copy(*made, copy) : read_launch(*made, launch);
+        });
+        if (!read || !read_ints(begins, made->begins) || !read_ints(ends, made->ends) || !read_ints(resumes, made->resumes))
+            return nullptr;
+        return make_object<PlanObject>(type, [&](PlanObject &self) {
+            self.plan = made.release();
+            return true;
+        });
+    });
+}
+
+void plan_dealloc(PyObject *object) {
+    delete reinterpret_cast<PlanObject *>(object)->plan;
+    free_object(object);
+}
+
+// Append the addresses of rows.
+bool read_addresses(PyObject *rows, std::vector<uint64_t> &to) {
+    return read_each(rows, [&](PyObject *row) {
+        return read_each(row, [&](PyObject *one) {
+            const size_t value = PyLong_AsSize_t(one); // PyLong_AsUnsignedLongLong takes several times as long
+            to.push_back(value);
+            return value != static_cast<size_t>(-1) || !PyErr_Occurred();
+        });
+    });
+}
+
+// Queue the operations of a plan. Returns false with an error set if that fails.
+bool run_plan(PyObject *object, const std::vector<uint64_t> &addresses, const std::vector<uint64_t> &streams) {
+    Plan &plan = *reinterpret_cast<PlanObject *>(object)->plan;
+    if (streams.size() != plan.devices.size()) return value_error("one stream per device is needed");
+    Ref done(guarded_unlocked([&] {
+        std::vector<CUstream> current;
+        for (const uint64_t stream : streams) current.push_back(reinterpret_cast<CUstream>(stream));
+        plan.run(addresses, current);
+    }));
+    return static_cast<bool>(done);
+}
+
+PyObject *plan_run(PyObject *object, PyObject *args) {
+    PyObject *sources, *results, *scratch, *currents;
+    if (!PyArg_ParseTuple(args, "OOOO", &sources, &results, &scratch, &currents)) return nullptr;
+    try {
+        std::vector<uint64_t> addresses, streams;
+        if (!read_addresses(sources, addresses) || !read_addresses(results, addresses) ||
+            !read_addresses(scratch, addresses) || !read_addresses(currents, streams) ||
+            !run_plan(object, addresses, streams))
+            return nullptr;
+    } catch (const std::exception &) { // bad_alloc
+        return PyErr_NoMemory();
+    }
+    Py_RETURN_NONE;
+}
+
+PyMethodDef plan_methods[] = {
+    {"run", plan_run, METH_VARARGS,
+     "run(sources, results, scratch, streams): queue the operations, given rows of addresses and a row of streams."},
+    {nullptr, nullptr, 0, nullptr}};
+PyType_Slot plan_slots[] = {{Py_tp_new, reinterpret_cast<void *>(plan_new)},
+                            {Py_tp_dealloc, reinterpret_cast<void *>(plan_dealloc)},
+                            {Py_tp_methods, plan_methods},
+                            {0, nullptr}};
+
+PyMethodDef functions[] = {
+    {"use", use, METH_O, "use(function): it makes the error of a call, a device, a code, its name and its text."},
+    {"missing", missing, METH_NOARGS, "Open the driver; return why it cannot be used, or an empty text."},
+    {"device_count", count, METH_NOARGS, "Return the number of devices; 0 without a driver."},
+    {"describe", describe, METH_VARARGS, "describe(device): return its name, capability, multiprocessors and driver."},
+    {"load", load, METH_VARARGS, "load(device, code): load kernels, unless they are loaded already."},
+    {"is_loaded", is_loaded, METH_VARARGS, "is_loaded(device): return whether its kernels are loaded."},
+    {"enable_peer", peers, METH_VARARGS,
+     "enable_peer(device, other): let kernels on a device read the memory of another one; return whether they can."},
+    {"is_capturing", is_captured, METH_VARARGS,
+     "is_capturing(device, stream): return whether work in the stream becomes a part of a graph."},
+    {"follow", follow_stream, METH_VARARGS,
+     "follow(device, stream, after): let work that is queued later in a stream run after what is in another one."},
+    {nullptr, nullptr, 0, nullptr}};
+
+CudaApi api = {[](PyObject *object) -> const std::vector<int> * {
+                   const Plan *plan = plan_in(object);
+                   return plan == nullptr ? nullptr : &plan->numbers;
+               },
+               [](PyObject *object) -> const std::vector<int64_t> * {
+                   const Plan *plan = plan_in(object);
+                   return plan == nullptr ? nullptr : &plan->scratch;
+               },
+               [](int number, uint64_t stream) {
+                   try {
+                       return is_capturing(device(number), reinterpret_cast<CUstream>(stream));
+                   } catch (const DriverFault &) { // the run fails, too, and reports it
+                       return false;
+                   }
+               },
+               run_plan};
+
+int fill(PyObject *module) {
+    if (add_class<PlanObject>(module, "crossreduce.engines.cuda._cuda.Plan", plan_slots) < 0) return -1;
+    plan_type = reinterpret_cast<PyTypeObject *>(PyObject_GetAttrString(module, "Plan")); // kept for ever
+    Ref capsule(PyCapsule_New(&api, CUDA_API, nullptr));
+    if (PyModule_AddFunctions(module, xla_cuda_functions) < 0) return -1;
+    return plan_type != nullptr && capsule && PyModule_AddObjectRef(module, "API", capsule.object) == 0 ? 0 : -1;
+}
+
+PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void *>(fill)}, END_OF_MODULE_SLOTS};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cuda", "Compiled layouts on CUDA devices; see crossreduce.engines.cuda.",
+                          0, functions, module_slots, nullptr, nullptr, nullptr};
+
+} // namespace
+
+PyMODINIT_FUNC PyInit__cuda() { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,217 @@
+#include "plan.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "reduce.cuh"
+
+namespace {
+
+using cuda_reduce::LargeLaunch;
+using cuda_reduce::Order;
+using cuda_reduce::Part;
+using cuda_reduce::SmallLaunch;
+using cuda_reduce::THREADS;
+using cuda_reduce::VECTOR_NBYTES;
+
+constexpr uint32_t BLOCKS_PER_MULTIPROCESSOR = 4; // so many are resident: see __launch_bounds__ in reduce.cu
+
+const Driver &driver_of_plan() {
+    std::string why;
+    return *driver(why); // a plan has devices, so the driver is open
+}
+
+// Return how many units of a part precede the first one at which all addresses are multiples of a vector, or -1.
+int head_of(const uint64_t *addresses, const uint8_t *nbytes, size_t count, int units, int64_t size) {
+    uint64_t differing = 0; // bits of the addresses, and of the sizes
+    for (size_t k = 1; k < count; k++)
+        differing |= ((addresses[k] ^ addresses[0]) & (VECTOR_NBYTES - 1)) | static_cast<uint64_t>(nbytes[k] ^ nbytes[0]);
+    if (!differing) count = 1; // the usual case, without a division for each address
+    int head = 0, period = 1; // the head modulo the period
+    for (size_t k = 0; k < count; k++) {
+        const int its_period = VECTOR_NBYTES / nbytes[k];
+        const auto rest = static_cast<int>((VECTOR_NBYTES - addresses[k] % VECTOR_NBYTES) % VECTOR_NBYTES);
+        if (rest % nbytes[k] != 0) return -1;
+        const int its_head = rest / nbytes[k];
+        const int common = std::min(period, its_period);
+        if (head % common != its_head % common) return -1;
+        if (its_period > period) head = its_head, period = its_period;
+    }
+    return head % units == 0 && head < size ? head : -1;
+}
+
+} // namespace
+
+// The parameters are written for one launch after another into the same memory: the driver copies them.
+template <class Launch>
+static void fill(Launch &launch, const Launching &from, const std::vector<uint64_t> &addresses) {
+    const size_t count = static_cast<size_t>(from.sources + from.results);
+    launch.divisor = from.divisor;
+    launch.parts = static_cast<uint32_t>(from.parts.size());
+    launch.sources = static_cast<uint16_t>(from.sources);
+    launch.results = static_cast<uint16_t>(from.results);
+    launch.orders = static_cast<uint16_t>(from.orders.size());
+    launch.stack = static_cast<uint16_t>(from.stack);
+    launch.kind = from.kind;
+    launch.reserved = 0;
+    static_assert(sizeof(Masks) == sizeof(Order), "the fields of an order");
+    unsigned char *at = launch.table;
+    std::memcpy(at, from.orders.data(), from.orders.size() * sizeof(Order));
+    auto *parts = reinterpret_cast<Part *>(at + from.orders.size() * sizeof(Order));
+    auto *pointers = reinterpret_cast<uint64_t *>(parts + from.parts.size());
+    uint32_t tile = 0;
+    const int64_t units_of_tile = static_cast<int64_t>(from.values) * THREADS;
+    for (const PartOfLaunch &one : from.parts) {
+        for (size_t k = 0; k < count; k++) {
+            const Place &place = from.places[one.first_place + k];
+            pointers[k] = addresses[place.row] + static_cast<uint64_t>(place.offset);
+        }
+        const int head = head_of(pointers, &from.unit_nbytes[one.order * count], count, from.units, one.size);
+        *parts++ = {one.size, tile, one.order, static_cast<uint8_t>(std::max(head, 0)), head >= 0};
+        tile += static_cast<uint32_t>(std::max<int64_t>(1, (one.size - std::max(head, 0) + units_of_tile - 1) / units_of_tile));
+        pointers += count;
+    }
+    launch.tiles = tile;
+}
+
+void Plan::launch(ContextGuard &context, const Launching &launching, const std::vector<uint64_t> &addresses,
+                  CUstream stream, const Device &device) {
+    union Parameters { // not zeroed
+        SmallLaunch small;
+        LargeLaunch large;
+        Parameters() {}
+    } parameters;
+    if (launching.large) fill(parameters.large, launching, addresses);
+    else fill(parameters.small, launching, addresses);
+    const uint32_t most = static_cast<uint32_t>(device.multiprocessors) * BLOCKS_PER_MULTIPROCESSOR;
+    void *arguments[] = {&parameters};
+    context.use(device);
+    require(driver_of_plan().launch_kernel(launching.function, std::min(parameters.small.tiles, most), 1, 1, THREADS, 1, 1,
+                                           0, stream, arguments, nullptr),
+            "cuLaunchKernel", device.number);
+}
+
+// Events of operations are of the devices of their streams; then each device has one, and the first one another.
+const Device &Plan::owner_of_event(size_t event) const {
+    const auto of_operations = static_cast<size_t>(events);
+    if (event < of_operations) return *devices[static_cast<size_t>(event_devices_[event])];
+    return *devices[event - of_operations < devices.size() ? event - of_operations : 0];
+}
+
+void Plan::make_events(ContextGuard &context) {
+    const Driver &call = driver_of_plan();
+    if (event_devices_.empty())
+        for (const Operating &one : operations) // in the order of their numbers
+            if (one.event >= 0) event_devices_.push_back(streams[static_cast<size_t>(one.stream)].device);
+    while (events_.size() <= end_event()) {
+        const Device &owner = owner_of_event(events_.size());
+        CUevent made;
+        context.use(owner);
+        require(call.event_create(&made, DISABLE_TIMING), "cuEventCreate", owner.number);
+        events_.push_back(made);
+    }
+}
+
+std::vector<CUstream> Plan::streams_of_run(ContextGuard &context, const std::vector<CUstream> &current) {
+    const Driver &call = driver_of_plan();
+    std::vector<CUstream> found(current);
+    const bool capturing = streams.size() > current.size() && is_capturing(*devices[0], current[0]);
+    for (size_t k = current.size(); k < streams.size(); k++) {
+        Device &owner = *devices[static_cast<size_t>(streams[k].device)];
+        if (!capturing) {
+            found.push_back(copy_stream(owner, devices[static_cast<size_t>(streams[k].to)]->number));
+            continue;
+        }
+        // A stream that takes part in a capture can do nothing else until that capture ends.
+        context.use(owner);
+        const auto usable = [&](const Captured &one) {
+            if (one.device != streams[k].device || std::count(found.begin(), found.end(), one.stream)) return false;
+            int busy = 0;
+            if (one.origin != current[0])
+                require(call.stream_is_capturing(one.stream, &busy), "cuStreamIsCapturing", owner.number);
+            return busy == 0;
+        };
+        auto one = std::find_if(captured_.begin(), captured_.end(), usable);
+        if (one == captured_.end()) {
+            CUstream made;
+            require(call.stream_create(&made, NON_BLOCKING), "cuStreamCreate", owner.number);
+            one = captured_.insert(one, {streams[k].device, made, nullptr});
+        }
+        one->origin = current[0];
+        found.push_back(one->stream);
+    }
+    return found;
+}
+
+void Plan::record(ContextGuard &context, const std::vector<CUstream> &queues, size_t stream, size_t event) {
+    const Device &owner = *devices[static_cast<size_t>(streams[stream].device)];
+    context.use(owner);
+    require(driver_of_plan().event_record(events_[event], queues[stream]), "cuEventRecord", owner.number);
+}
+
+void Plan::wait(ContextGuard &context, const std::vector<CUstream> &queues, size_t stream, size_t event) {
+    const Device &owner = *devices[static_cast<size_t>(streams[stream].device)];
+    context.use(owner);
+    require(driver_of_plan().stream_wait_event(queues[stream], events_[event], 0), "cuStreamWaitEvent", owner.number);
+}
+
+void Plan::run(const std::vector<uint64_t> &addresses, const std::vector<CUstream> &current) {
+    const Driver &call = driver_of_plan();
+    std::lock_guard<std::mutex> locked(lock_);
+    ContextGuard context;
+    const std::vector<CUstream> queues = streams_of_run(context, current);
+    const bool alone = queues.size() == 1;
+    if (!alone) make_events(context);
+    try {
+        for (const int stream : begins) {
+            record(context, queues, static_cast<size_t>(stream), begin_event(static_cast<size_t>(stream)));
+            wait(context, queues, 0, begin_event(static_cast<size_t>(stream)));
+        }
+        if (!alone) record(context, queues, 0, begin_event(0));
+        for (const Operating &one : operations) {
+            const auto stream = static_cast<size_t>(one.stream);
+            const Device &owner = *devices[static_cast<size_t>(streams[stream].device)];
+            for (const int event : one.waits)
+                wait(context, queues, stream, event == BEGIN ? begin_event(0) : static_cast<size_t>(event));
+            if (one.is_copy) {
+                const Copying &copy = copies[one.number];
+                const auto at = [&](const Place &place) { return addresses[place.row] + static_cast<uint64_t>(place.offset); };
+                context.use(owner);
+                require(call.memcpy_peer_async(at(copy.target), devices[static_cast<size_t>(copy.to)]->context,
+                                               at(copy.source), devices[static_cast<size_t>(copy.from)]->context,
+                                               copy.nbytes, queues[stream]),
+                        "cuMemcpyPeerAsync", owner.number);
+            } else {
+                launch(context, launches[one.number], addresses, queues[stream], owner);
+            }
+            if (one.event >= 0) record(context, queues, stream, static_cast<size_t>(one.event));
+        }
+        for (const int event : ends) wait(context, queues, 0, static_cast<size_t>(event));
+        if (!resumes.empty()) record(context, queues, 0, end_event());
+        for (const int stream : resumes) wait(context, queues, static_cast<size_t>(stream), end_event());
+    } catch (const DriverFault &) {
+        // The caller will free memory that operations in other streams than its own may still use.
+        for (size_t k = 0; k < queues.size() && !alone; k++) {
+            context.set(*devices[static_cast<size_t>(streams[k].device)]);
+            call.stream_synchronize(queues[k]);
+        }
+        throw;
+    }
+}
+
+Plan::~Plan() {
+    if (events_.empty() && captured_.empty()) return;
+    const Driver &call = driver_of_plan();
+    try {
+        ContextGuard context;
+        for (size_t k = 0; k < events_.size(); k++) {
+            context.use(owner_of_event(k));
+            call.event_destroy(events_[k]);
+        }
+        for (const Captured &one : captured_) {
+            context.use(*devices[static_cast<size_t>(one.device)]);
+            call.stream_destroy(one.stream);
+        }
+    } catch (const DriverFault &) { // at the end of the process, when the driver is already gone
+    }
+}

@@ -1,0 +1,102 @@
+// A compiled layout: the operations that run for it, without the addresses, which each run gets.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "devices.hpp"
+
+struct Place { // an address: that of a row of the table, and an offset in bytes
+    uint32_t row;
+    int64_t offset;
+};
+
+struct PartOfLaunch {
+    int64_t size; // in units
+    uint16_t order;
+    size_t first_place; // of its sources and results, in Launching::places
+};
+
+struct Masks { // see `Order` in reduce.cuh
+    uint64_t push, fold, fold_twice, wide;
+};
+
+struct Launching {
+    CUfunction function = nullptr;
+    bool large = false;
+    int sources = 0, results = 0, stack = 1;
+    double divisor = 1;
+    uint32_t kind = 0;
+    int values = 1, units = 1;       // of a thread, and of an element, in units
+    std::vector<uint8_t> unit_nbytes; // of each place of a part, for each order: that of source k, ..., of result k, ...
+    std::vector<Masks> orders;
+    std::vector<PartOfLaunch> parts;
+    std::vector<Place> places;
+};
+
+struct Copying {
+    int from, to; // positions of devices
+    Place source, target;
+    size_t nbytes;
+};
+
+struct Operating {
+    bool is_copy;
+    size_t number;          // in `launches` or `copies`
+    int stream;
+    std::vector<int> waits; // for events; BEGIN: for what was queued before
+    int event;              // that is recorded after it; -1: none
+};
+
+struct StreamOf {
+    int device;  // a position in `devices`
+    int to;      // the device to which it copies; -1: the caller's current stream
+};
+
+constexpr int BEGIN = -1;
+
+class Plan {
+  public:
+    std::vector<int> numbers;      // of the devices
+    std::vector<int64_t> scratch;  // bytes of temporary memory per device
+    std::vector<Device *> devices;
+    std::vector<StreamOf> streams; // first those of the callers, one per device
+    std::vector<Launching> launches;
+    std::vector<Copying> copies;
+    std::vector<Operating> operations;
+    int events = 0; // how many operations record one
+    // See `Operations` in operations.py: streams for which the first one waits; events for which it waits at the end; and
+    // streams that then wait for it.
+    std::vector<int> begins, ends, resumes;
+
+    Plan() = default;
+    Plan(const Plan &) = delete;
+    Plan &operator=(const Plan &) = delete;
+    ~Plan();
+
+    // Queue all operations. `current`: the callers' current streams, one per device. Throws DriverFault; then nothing that
+    // was queued is still running.
+    void run(const std::vector<uint64_t> &addresses, const std::vector<CUstream> &current);
+
+  private:
+    std::mutex lock_;                // of a run, whose events are those of the plan
+    std::vector<CUevent> events_;    // of operations, of streams before they begin, and of the first one at the end
+    std::vector<int> event_devices_; // of the events of operations, as positions
+    struct Captured { // a stream for copies of runs that are captured in a graph
+        int device; // a position in `devices`
+        CUstream stream, origin; // the first caller's stream, which takes part in the same capture
+    };
+    std::vector<Captured> captured_;
+
+    const Device &owner_of_event(size_t event) const;
+    void make_events(ContextGuard &context);
+    std::vector<CUstream> streams_of_run(ContextGuard &context, const std::vector<CUstream> &current);
+    void record(ContextGuard &context, const std::vector<CUstream> &queues, size_t stream, size_t event);
+    void wait(ContextGuard &context, const std::vector<CUstream> &queues, size_t stream, size_t event);
+    size_t begin_event(size_t stream) const { return static_cast<size_t>(events) + stream; }
+    size_t end_event() const { return static_cast<size_t>(events) + devices.size(); }
+    void launch(ContextGuard &context, const Launching &launching, const std::vector<uint64_t> &addresses, CUstream stream,
+                const Device &device);
+};

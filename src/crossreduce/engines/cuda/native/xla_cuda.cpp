@@ -1,0 +1,220 @@
+// A plan of one device as a custom call of XLA, on the stream that XLA gives.
+//
+// The operands are the sources of all tensors, the results those of all tensors and, if the plan needs it, temporary
+// memory. The attribute `number` selects the plan: it depends on nothing but what the plan does, so a program that XLA
+// has compiled in another process (JAX's compilation cache) runs the same operations or none. Plans stay in memory as
+// long as the process: XLA does not report when a program is freed.
+//
+// The handler runs in any thread of XLA, without the interpreter's lock. It only launches kernels, always the same ones,
+// on one stream, so XLA may capture it in a graph.
+#include "xla_cuda.hpp"
+
+#include <cstddef>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "module.hpp"
+#include "plan.hpp"
+#include "xla_ffi.hpp"
+
+namespace {
+
+using xla_ffi::Api;
+using xla_ffi::CallFrame;
+
+struct Entry {
+    Plan *plan;
+    int64_t operands, results;
+};
+
+// Never destroyed: threads of XLA may use them while the process exits.
+std::mutex &lock = *new std::mutex;
+std::map<std::pair<int64_t, int>, Entry> &entries = *new std::map<std::pair<int64_t, int>, Entry>; // number, device
+
+// For tests: XLA's CPU devices all have number 0 and no stream, and the driver must be told that their memory is a
+// device's.
+int given_device = 0;
+uint64_t given_stream = 0;
+PyObject *hook = nullptr;
+
+xla_ffi::Error *error_of(const Api *api, xla_ffi::ErrorCode code, const std::string &message) {
+    xla_ffi::CreateError made = {xla_ffi::head_of<xla_ffi::CreateError>(), message.c_str(), code};
+    return api->create_error(&made);
+}
+
+// Return the text of a failed call of the driver; driver.py has the same as an error.
+std::string text_of(const DriverFault &fault) {
+    std::string why;
+    const char *name = nullptr, *text = nullptr;
+    if (const Driver *call = driver(why)) {
+        call->get_error_name(fault.code, &name);
+        call->get_error_string(fault.code, &text);
+    }
+    return std::string("crossreduce: the CUDA driver failed in ") + fault.call +
+           (fault.device < 0 ? "" : " on cuda:" + std::to_string(fault.device)) +
+           ".\n  given: " + (name ? name : "unknown error") + " (" + std::to_string(fault.code) + "): " +
+           (text ? text : why.c_str()) +
+           "\n  try:   the error may come from an earlier operation of this process: run with CUDA_LAUNCH_BLOCKING=1";
+}
+
+// Answer XLA's question for the version of the interface. Returns whether it was that question.
+bool is_metadata_call(CallFrame &frame, uint32_t traits) {
+    for (xla_ffi::Extension *one = frame.head.extensions; one != nullptr; one = one->next) {
+        if (one->kind != xla_ffi::METADATA) continue;
+        xla_ffi::Metadata &metadata = *reinterpret_cast<xla_ffi::MetadataExtension *>(one)->metadata;
+        metadata.version.major = xla_ffi::VERSION_MAJOR;
+        metadata.version.minor = xla_ffi::VERSION_MINOR;
+        metadata.traits = traits;
+        metadata.state = xla_ffi::TypeId{0};
+        return true;
+    }
+    return false;
+}
+
+// Return the attribute `number`, or null.
+const int64_t *number_of(const CallFrame &frame) {
+    static const char name[] = "number";
+    for (int64_t k = 0; k < frame.attributes.size; k++) {
+        const xla_ffi::Text &found = *frame.attributes.names[k];
+        if (found.size != sizeof name - 1 || std::memcmp(found.data, name, found.size) != 0) continue;
+        const auto *scalar = static_cast<const xla_ffi::Scalar *>(frame.attributes.items[k]);
+        if (frame.attributes.kinds[k] != xla_ffi::SCALAR || scalar->dtype != xla_ffi::S64) return nullptr;
+        return static_cast<const int64_t *>(scalar->value);
+    }
+    return nullptr;
+}
+
+void append_addresses(const xla_ffi::Buffers &buffers, std::vector<uint64_t> &to) {
+    for (int64_t k = 0; k < buffers.size; k++)
+        to.push_back(reinterpret_cast<uint64_t>(static_cast<const xla_ffi::Buffer *>(buffers.items[k])->data));
+}
+
+// Call the hook of a test with a list of (address, dtype, elements) and whether the run is about to begin. Returns
+// whether that succeeded.
+bool call_hook(const CallFrame &frame, bool begins) {
+    const PyGILState_STATE state = PyGILState_Ensure();
+    bool done = false;
+    {
+        Ref list(PyList_New(0));
+        for (const xla_ffi::Buffers *buffers : {&frame.operands, &frame.results})
+            for (int64_t k = 0; list && k < buffers->size; k++) {
+                const auto &buffer = *static_cast<const xla_ffi::Buffer *>(buffers->items[k]);
+                long long size = 1;
+                for (int64_t axis = 0; axis < buffer.rank; axis++) size *= buffer.dims[axis];
+                Ref one(Py_BuildValue("KiL", static_cast<unsigned long long>(reinterpret_cast<uint64_t>(buffer.data)),
+                                      static_cast<int>(buffer.dtype), size));
+                if (one) PyList_Append(list.object, one.object);
+            }
+        Ref called(list ? PyObject_CallFunction(hook, "Oi", list.object, static_cast<int>(begins)) : nullptr);
+        done = static_cast<bool>(called);
+        if (!done) PyErr_Print();
+    }
+    PyGILState_Release(state);
+    return done;
+}
+
+xla_ffi::Error *run(const CallFrame &frame) {
+    const Api *api = frame.api;
+    if (api->head.size < sizeof(Api))
+        return error_of(api, xla_ffi::INTERNAL, "this version of XLA lacks functions that crossreduce calls");
+    const int64_t *number = number_of(frame);
+    if (number == nullptr) return error_of(api, xla_ffi::INVALID_ARGUMENT, "crossreduce's call has no number");
+    xla_ffi::DeviceOrdinal device = {xla_ffi::head_of<xla_ffi::DeviceOrdinal>(), frame.context, 0};
+    if (xla_ffi::Error *error = api->get_device_ordinal(&device)) return error;
+    if (hook != nullptr) device.ordinal = given_device;
+    Entry entry{};
+    {
+        std::lock_guard<std::mutex> locked(lock);
+        const auto found = entries.find({*number, device.ordinal});
+        if (found != entries.end()) entry = found->second;
+    }
+    if (entry.plan == nullptr)
+        return error_of(api, xla_ffi::INVALID_ARGUMENT,
+                        "crossreduce: this process has no plan " + std::to_string(*number) + " for cuda:" +
+                            std::to_string(device.ordinal) +
+                            ".\n  try:   trace and compile the program in this process, or export it with jax.export");
+    if (frame.operands.size != entry.operands || frame.results.size != entry.results)
+        return error_of(api, xla_ffi::INTERNAL, "crossreduce's call has another number of arrays than its plan");
+    xla_ffi::Stream stream = {xla_ffi::head_of<xla_ffi::Stream>(), frame.context, nullptr};
+    if (hook != nullptr) stream.stream = reinterpret_cast<void *>(given_stream);
+    else if (xla_ffi::Error *error = api->get_stream(&stream)) return error;
+    std::vector<uint64_t> addresses;
+    append_addresses(frame.operands, addresses);
+    append_addresses(frame.results, addresses);
+    if (hook != nullptr && !call_hook(frame, true)) return error_of(api, xla_ffi::INTERNAL, "the hook failed");
+    std::string fault;
+    try {
+        entry.plan->run(addresses, {reinterpret_cast<CUstream>(stream.stream)});
+    } catch (const DriverFault &caught) {
+        fault = text_of(caught);
+    }
+    if (hook != nullptr && !call_hook(frame, false)) return error_of(api, xla_ffi::INTERNAL, "the hook failed");
+    return fault.empty() ? nullptr : error_of(api, xla_ffi::INTERNAL, fault);
+}
+
+// Called once per run of a custom call.
+xla_ffi::Error *execute(CallFrame *frame) {
+    if (is_metadata_call(*frame, xla_ffi::GRAPH_COMPATIBLE)) return nullptr;
+    try {
+        return run(*frame);
+    } catch (const std::exception &) { // bad_alloc
+        return error_of(frame->api, xla_ffi::RESOURCE_EXHAUSTED, "out of memory");
+    }
+}
+
+// A call that leaves its results as they are. XLA refuses to capture a call that queues nothing.
+xla_ffi::Error *leave_empty(CallFrame *frame) {
+    is_metadata_call(*frame, 0);
+    return nullptr;
+}
+
+PyObject *empty_handler(PyObject *, PyObject *) {
+    return PyCapsule_New(reinterpret_cast<void *>(leave_empty), nullptr, nullptr);
+}
+
+PyObject *handler(PyObject *, PyObject *) { return PyCapsule_New(reinterpret_cast<void *>(execute), nullptr, nullptr); }
+
+PyObject *keep(PyObject *, PyObject *args) {
+    long long number, operands, results;
+    PyObject *object;
+    if (!PyArg_ParseTuple(args, "LOLL", &number, &object, &operands, &results)) return nullptr;
+    Plan *plan = plan_in(object);
+    // Work of several streams would need events, which a graph of XLA may not contain.
+    if (plan == nullptr || plan->devices.size() != 1 || plan->streams.size() != 1 || !plan->copies.empty())
+        return value_error("a plan of one device without copies is needed"), nullptr;
+    try {
+        std::lock_guard<std::mutex> locked(lock);
+        if (entries.insert({{number, plan->numbers[0]}, {plan, operands, results}}).second) Py_INCREF(object);
+    } catch (const std::exception &) { // bad_alloc
+        return PyErr_NoMemory();
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject *use_stream(PyObject *, PyObject *args) {
+    int device;
+    unsigned long long stream;
+    PyObject *function;
+    if (!PyArg_ParseTuple(args, "iKO", &device, &stream, &function)) return nullptr;
+    given_device = device;
+    given_stream = stream;
+    Py_XDECREF(hook);
+    hook = function == Py_None ? nullptr : function;
+    Py_XINCREF(hook);
+    Py_RETURN_NONE;
+}
+
+} // namespace
+
+PyMethodDef xla_cuda_functions[] = {
+    {"xla_handler", handler, METH_NOARGS, "Return the handler of the custom call."},
+    {"xla_empty_handler", empty_handler, METH_NOARGS, "Return the handler of a custom call that does nothing."},
+    {"keep", keep, METH_VARARGS,
+     "keep(number, plan, operands, results): let custom calls with a number run a plan on its device, for the life of the "
+     "process."},
+    {"use_stream", use_stream, METH_VARARGS,
+     "use_stream(device, stream, hook): only for tests. Use these instead of XLA's; call hook(buffers, begins) before and after "
+     "each run. None: use XLA's again."},
+    {nullptr, nullptr, 0, nullptr}};

@@ -1,0 +1,391 @@
+"""Layouts of the CUDA engine on the fake driver, with the arrays and streams of their callers, for cuda_runs.py."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from dataclasses import replace
+from itertools import product
+from unittest import mock
+
+import cuda_launches
+import numpy as np
+
+import crossreduce as cr
+from crossreduce.engines import cuda, host
+from crossreduce.engines.base import LoweredBuffer
+from crossreduce.engines.device_memory import DeviceMemory, Operands
+from crossreduce.frameworks import get
+from crossreduce.ops import ReduceOp, copying
+from crossreduce.packing import Packing
+from crossreduce.pipeline import layouts
+from crossreduce.values import TensorSpec
+
+NUMPY = get("numpy")
+ALGORITHMS = ("one_device", "direct", "one_shot", "hierarchical_copy", "ring", "halving_doubling", "recursive_doubling")
+PLACES = {  # the physical device of each replica
+    "one": (0,) * 8,
+    "eight": tuple(range(8)),
+    "two": (0, 1) * 4,
+    "five": (4, 0, 1, 2, 3),
+    "seven": (0, 1, 2, 0, 1, 2, 0),
+    "pair": (2, 3),
+    "single": (1,),
+}
+
+
+class Memory(DeviceMemory):
+    """NumPy arrays in the fake driver's memory, with an allocator that reuses freed memory in the order of a stream."""
+
+    def __init__(self, fake):
+        self.fake, self.devices, self.free, self.peers = fake, {}, {}, True
+        self.threads, self.is_quiet = threading.local(), False
+        for device in range(8):  # a framework has made the contexts
+            fake.memory(1, device)
+
+    def stream(self, device):
+        streams = self.threads.__dict__.setdefault("streams", {})
+        if device not in streams:
+            streams[device] = 0 if device % 3 == 2 else self.fake.stream(device)  # 0: the default stream
+        return streams[device]
+
+    def array(self, size, dtype, device, shift=0):
+        """Return an array of memory that its earlier owner, in the current stream, still writes into."""
+        kind = np.dtype(dtype)
+        nbytes = -(-(size * kind.itemsize + shift + 1) // 512) * 512
+        stream = self.stream(device)
+        kept = self.free.setdefault((device, stream, nbytes), [])
+        address = kept.pop() if kept else self.fake.memory(nbytes, device)
+        if not self.is_quiet:
+            self.fake.write(address, bytes(nbytes), stream, device)
+        block = (ctypes.c_uint8 * nbytes).from_address(address)
+        made = np.frombuffer(block, np.uint8)[shift : shift + size * kind.itemsize].view(kind)
+        self.devices[made.ctypes.data if size else 0] = (device, address, nbytes, stream)
+        return made
+
+    def release_all(self):
+        """Free all arrays: a call has failed."""
+        for device, address, nbytes, stream in self.devices.values():
+            self.fake.write(address, bytes(nbytes), stream, device)
+            self.free[device, stream, nbytes].append(address)
+        self.devices.clear()
+
+    def synchronize(self, device):
+        """Wait for the thread's current stream."""
+        self.on(device)
+        assert self.fake.lib.cuStreamSynchronize(self.stream(device)) == 0
+
+    def on(self, device):
+        """Make the context of a device current."""
+        context = ctypes.c_void_p()
+        assert self.fake.lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+        assert self.fake.lib.cuDevicePrimaryCtxRelease_v2(device) == 0
+        assert self.fake.lib.cuCtxSetCurrent(context) == 0
+
+    def current(self):
+        """Return the thread's current context."""
+        context = ctypes.c_void_p()
+        assert self.fake.lib.cuCtxGetCurrent(ctypes.byref(context)) == 0
+        return context.value
+
+    def capturing(self, device):
+        """Let a new stream, which can be captured, be the current one."""
+        stream = self.fake.stream(device)
+        self.threads.__dict__.setdefault("streams", {})[device] = stream
+        return stream
+
+    def events(self, devices):
+        """Return a new event of each device."""
+        found = []
+        for device in devices:
+            event = ctypes.c_void_p()
+            self.on(device)
+            assert self.fake.lib.cuEventCreate(ctypes.byref(event), 2) == 0
+            found.append(event)
+        return found
+
+    def release(self, x):
+        """Free an array; its next owner, in the same stream, writes into it at once."""
+        device, address, nbytes, stream = self.devices.pop(x.ctypes.data)
+        if not self.is_quiet:
+            self.fake.write(address, bytes(nbytes), stream, device)
+        self.free[device, stream, nbytes].append(address)
+
+    def operands(self, arrays, devices):
+        return Operands([[x.ctypes.data for x in row] for row in arrays], arrays)
+
+    def address(self, array):
+        return array.ctypes.data
+
+    def allocate(self, shape, dtype, device):
+        return self.array(int(np.prod(shape)), np.uint8 if dtype == "bool" else dtype, device)
+
+    def scratch(self, nbytes, device):
+        made = self.array(nbytes, np.uint8, device)
+        owner = _Owner(self, made)
+        return owner, made.ctypes.data
+
+    def writable_outputs(self, arrays, devices):
+        return [[x.ctypes.data for x in row] for row in arrays]
+
+    def is_peer_readable(self):
+        return self.peers
+
+    def mark_dirty(self, outs):
+        pass
+
+
+class _Owner:
+    """Frees temporary memory when it is not used any more."""
+
+    def __init__(self, memory, array):
+        self.memory, self.array = memory, array
+
+    def __del__(self):
+        self.memory.release(self.array)
+
+
+def _on(layout, names, pieces):
+    """Return a layout on devices of other names, with programs of so many pieces."""
+    buffers = []
+    for buffer, ranges in layout.buffers:
+        found = []
+        for each in ranges:
+            devices = tuple(names[device] for device in each.program.devices)
+            found.append(each._replace(program=replace(each.program, pieces=pieces, devices=devices)))
+        buffers.append(LoweredBuffer(buffer, tuple(found)))
+    sources, destinations = (tuple(names[name] for name in ends) for ends in (layout.sources, layout.destinations))
+    return replace(layout, buffers=tuple(buffers), sources=sources, destinations=destinations)
+
+
+class Case:
+    """A layout with its executable and the arrays of a call."""
+
+    def __init__(
+        self,
+        memory,
+        algorithm,
+        places,
+        op,
+        dtype,
+        sizes,
+        packing,
+        inplace,
+        topology=None,
+        destinations=None,
+        pieces=1,
+        result=None,
+    ):
+        self.memory, self.fake, self.inplace, self.dtype = memory, memory.fake, inplace, dtype
+        copies, names = {}, []
+        for place in places:
+            names.append(f"cuda:{place}" + (f"#{copies[place]}" if place in copies else ""))
+            copies[place] = copies.get(place, 0) + 1
+        self.names, self.places = tuple(names), places
+        self.destinations = self.names if destinations is None else tuple(self.names[k] for k in destinations)
+        self.result_places = places if destinations is None else [places[k] for k in destinations]
+        specs = tuple(TensorSpec((size,), dtype) for size in sizes)
+        self.numbers = NUMPY.numbers(ReduceOp(op), dtype, len(places)) if len(places) > 1 else copying(dtype)
+        if result is not None:
+            self.numbers = self.numbers._replace(result=result)
+        self.sizes = sizes
+        with mock.patch.object(type(NUMPY), "require", return_value=None):
+            names = self.names if topology is None else tuple(f"cuda:{k}" for k in range(len(places)))
+            ends = self.destinations if topology is None else names
+            made = layouts(NUMPY, algorithm, names, ends, specs, packing, topology, None)
+        renamed = dict(zip(names, self.names, strict=True))
+        self.layouts = [_on(layout, renamed, pieces) for layout in made]
+        self.engine = cuda.CudaEngine()
+        assert all(self.engine.supports(layout) for layout in self.layouts)
+        self.compile()
+
+    def compile(self):
+        """Compile all layouts anew."""
+        self.executables = [self.engine.compile(layout, self.numbers, self.inplace) for layout in self.layouts]
+
+    def run(self, draw, check=True, finish=True):
+        """Run the layouts once, with the callers' work before and after; return whether all bits were right."""
+        good = True
+        for layout, executable in zip(self.layouts, self.executables, strict=True):
+            arrays = self._arrays(layout, draw)
+            given = self._written(arrays, draw, check)
+            results = executable.run(self.engine.bind(layout, arrays[0]), arrays[1])
+            read = self._read(results, self.result_places)
+            kept = [] if self.inplace or not check else self._read(arrays[0], self.places)
+            self._free(arrays[0], results)
+            if finish:
+                self.fake.run()
+            else:
+                for place in set(self.places):
+                    self.memory.synchronize(place)
+            if check:
+                good = self._is_right(layout, given, read) and good
+            for row, numbers in zip(kept, given, strict=False):
+                good = good and [bytes(x) for x in row] == [x.tobytes() for x in numbers]
+        return good
+
+    def run_captured(self, draw, lib, beside=True):
+        """Capture a run of each layout in a graph, and launch that twice; assert that all bits are right.
+
+        ``beside``: meanwhile, another thread runs and captures the same layouts.
+        """
+        for layout, executable in zip(self.layouts, self.executables, strict=True):
+            memory, arrays = self.memory, self._arrays(layout, draw)
+            devices = sorted(set(self.places))
+            streams = [memory.capturing(device) for device in devices]
+            event = memory.events(devices)
+            graph, exec_ = ctypes.c_void_p(), ctypes.c_void_p()
+            self.fake.run()
+            operands = self.engine.bind(layout, arrays[0])
+            memory.on(devices[0])
+            assert lib.cuStreamBeginCapture_v2(streams[0], 1) == 0
+            assert lib.cuEventRecord(event[0], streams[0]) == 0
+            for device, stream in zip(devices[1:], streams[1:], strict=True):
+                memory.on(device)
+                assert lib.cuStreamWaitEvent(stream, event[0], 0) == 0
+            before = memory.is_quiet
+            memory.is_quiet = True  # what the allocator's other owners do is no part of the graph
+            results = executable.run(operands, arrays[1])
+            memory.is_quiet = before
+            if beside:
+                self._run_beside(draw, lib)
+            for device, stream, each in list(zip(devices, streams, event, strict=True))[1:]:
+                memory.on(device)
+                assert lib.cuEventRecord(each, stream) == 0
+                memory.on(devices[0])
+                assert lib.cuStreamWaitEvent(streams[0], each, 0) == 0
+            memory.on(devices[0])
+            assert lib.cuStreamEndCapture(streams[0], ctypes.byref(graph)) == 0, self.fake.report()
+            assert lib.cuGraphInstantiateWithFlags(ctypes.byref(exec_), graph, 0) == 0
+            memory.threads.streams = {}
+            several = len(executable.planned.operations.devices) > 1  # a graph's pool has the memory of one device
+            for _ in range(2):
+                given = self._written(arrays, draw)
+                self.fake.run()
+                freed = {
+                    address: ctypes.string_at(address, nbytes)
+                    for (_, _, nbytes), addresses in memory.free.items()
+                    for address in (addresses if several else ())
+                }
+                memory.on(devices[0])
+                assert lib.cuGraphLaunch(exec_, memory.stream(devices[0])) == 0
+                self.fake.run()
+                read = self._read(results, self.result_places)
+                self.fake.run()
+                assert self._is_right(layout, given, read), (self.names, self.numbers)
+                assert all(ctypes.string_at(at, len(content)) == content for at, content in freed.items())
+            if beside:
+                cuda._IN_GRAPHS.clear()
+            lib.cuGraphExecDestroy(exec_)
+            lib.cuGraphDestroy(graph)
+            self._free(arrays[0], results)
+            self.fake.run()
+
+    def _run_beside(self, draw, lib):
+        """Run the layouts in another thread while this one captures, and capture them there, too."""
+        outcomes = []
+
+        def work():
+            outcomes.append(self.run(draw, finish=False))
+            outcomes.append(self.run_captured(draw, lib, beside=False))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert outcomes == [True, None], self.fake.report()
+
+    def _kinds(self):
+        return (np.dtype(np.uint8 if dtype == "bool" else dtype) for dtype in (self.dtype, self.numbers.result))
+
+    def _arrays(self, layout, draw):
+        """Return sources, and results in place or ``None``."""
+        kind, out_kind = self._kinds()
+        sizes = [self.sizes[tensor] for tensor in layout.tensors]
+        shift = int(draw.integers(0, 3)) * kind.itemsize
+        sources = [[self.memory.array(size, kind, place, shift) for place in self.places] for size in sizes]
+        if not self.inplace:
+            return sources, None
+        same = kind == out_kind and len(self.result_places) == len(self.places)
+        if not same:
+            return sources, [
+                [self.memory.array(size, out_kind, place) for place in self.result_places] for size in sizes
+            ]
+        # A result may be in the memory of any source of its device.
+        order = list(range(len(self.places)))
+        for place in set(self.places):
+            mine = [k for k in order if self.places[k] == place]
+            for k, other in zip(mine, draw.permutation(mine), strict=True):
+                order[k] = int(other)
+        return sources, [[row[k] for k in order] for row in sources]
+
+    def _written(self, arrays, draw, check=True):
+        """Let the callers' streams write drawn values, or zeros, into the sources; return these."""
+        kind, _ = self._kinds()
+        made = cuda_launches.values if check else lambda draw, dtype, size: np.zeros(size, kind)
+        given = [[made(draw, self.dtype, x.size).view(kind) for x in row] for row in arrays[0]]
+        for row, numbers in zip(arrays[0], given, strict=True):
+            for x, right, place in zip(row, numbers, self.places, strict=True):
+                if x.size:
+                    self.fake.write(x.ctypes.data, right.tobytes(), self.memory.stream(place), place)
+        return given
+
+    def _read(self, rows, places):
+        """Let the callers' streams read arrays."""
+        read = self.fake.read
+        return [
+            [
+                read(x.ctypes.data, x.nbytes, self.memory.stream(place), place) if x.size else b""
+                for x, place in zip(row, places, strict=True)
+            ]
+            for row in rows
+        ]
+
+    def _free(self, *arrays):
+        for x in {x.ctypes.data: x for rows in arrays for row in rows for x in row if x.size}.values():
+            self.memory.release(x)
+
+    def _is_right(self, layout, given, read):
+        sizes = [self.sizes[tensor] for tensor in layout.tensors]
+        kernel = host.kernel(layout, self.numbers, len(self.destinations))
+        _, out_kind = self._kinds()
+        right = [[np.empty(size, out_kind) for _ in self.destinations] for size in sizes]
+        kernel.run(given, right, 1, False, False)
+        return all(
+            cuda_launches.equal(bytes(got), x.tobytes(), self.numbers.result)
+            for row, expected in zip(read, right, strict=True)
+            for got, x in zip(row, expected, strict=True)
+        )
+
+
+def drawn(memory, number, seed):
+    """Return a random case."""
+    choose = random.Random(seed * 100_003 + number)
+    combinations = list(product(ALGORITHMS, PLACES))
+    algorithm, where = combinations[number % len(combinations)]
+    dtype = choose.choice(["float32", "float16", "bfloat16", "float64", "int32", "uint8", "complex64", "int64"])
+    op = choose.choice(["sum", "mean", "max", "product"])
+    if dtype.startswith("complex") and op == "max":
+        op = "sum"
+    if choose.random() < 0.15:
+        op, dtype = "mean", choose.choice(["int32", "uint8", "int64"])
+    sizes = [choose.choice([0, 1, 7, 1000, 2049, 4_000]) for _ in range(choose.choice([1, 1, 3, 6]))]
+    packing = choose.choice([Packing(), Packing(num_packs=1), Packing(num_packs=3)])
+    topology = None
+    if where == "eight" and choose.random() < 0.4:
+        topology = cr.Topology.machine("dgx-1v")
+        algorithm = choose.choice(["forest", "auto", "ring"])
+        where = choose.choice(["eight", "two", "one", "eight"])  # its devices may be logical ones of fewer GPUs
+    destinations = None
+    if topology is None and choose.random() < 0.2 and len(PLACES[where]) > 1:
+        destinations = sorted(choose.sample(range(len(PLACES[where])), choose.randint(1, len(PLACES[where]))))
+        algorithm = choose.choice(["one_device", "direct"])
+    inplace = choose.random() < 0.5
+    memory.peers = choose.random() < 0.8
+    pieces = choose.choice([1, 1, 3])
+    is_integer_mean = op == "mean" and "int" in dtype and len(PLACES[where]) > 1
+    result = choose.choice(["float64", "float32", "float16"]) if is_integer_mean else None
+    if choose.random() < 0.1:
+        sizes = [choose.choice([1, 5, 9]) for _ in range(45)]  # so many that tables are split
+    arguments = PLACES[where], op, dtype, sizes, packing, inplace, topology, destinations, pieces, result
+    return Case(memory, algorithm, *arguments)

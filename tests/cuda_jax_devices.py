@@ -1,0 +1,426 @@
+"""Checks of JAX arrays on several CUDA devices, without a GPU, for test_cuda_jax.py: see cuda_jax_xla.py.
+
+Run as a program, in a process of its own since the engine keeps its contexts:
+python cuda_jax_devices.py LIBRARY PEERS CHECK.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from unittest import mock
+
+os.environ["JAX_NUM_CPU_DEVICES"] = "9"
+
+import jax
+import jax.experimental.layout
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_jax_xla import HOST, LOCATE, REAL, jax_device, number, start
+
+import crossreduce as cr
+from crossreduce import pipeline
+from crossreduce import values as values_module
+from crossreduce.devices import parse
+from crossreduce.engines import loop
+from crossreduce.engines.cuda import driver
+from crossreduce.engines.device_memory import jax as memory
+from crossreduce.errors import DriverError
+from crossreduce.frameworks import jax as framework
+
+DEVICES = {
+    "four": ("cuda:0", "cuda:1", "cuda:2", "cuda:3"),
+    "mixed": ("cuda:0", "cuda:0#1", "cuda:1"),
+    "eight": tuple(f"cuda:{k}" for k in range(8)),
+    "seven": ("cuda:5", "cuda:2", "cuda:5#1", "cuda:6", "cuda:2#1", "cuda:5#2", "cuda:3"),
+    "pair": ("cuda:4", "cuda:1"),
+}
+ALGORITHMS = ("direct", "ring", "hierarchical_copy", "one_device", "halving_doubling", "auto")
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "int32", "int64", "uint8", "complex64", "bool")
+SHAPES = [(257,), (3, 5), (), (0, 2), (1000,), (7, 1, 2)]
+
+
+def values(draw, dtype, shape):
+    """Return drawn values: sums of floats depend on their order."""
+    kind = jnp.dtype(dtype)
+    if dtype == "bool":
+        return draw.integers(0, 2, shape).astype(bool)
+    if kind.kind in "iu":
+        return np.asarray(draw.integers(0, 100, shape)).astype(kind)
+    found = np.asarray(draw.standard_normal(shape) * 8.0 ** draw.integers(-3, 4, shape))
+    return (found + 1j * draw.standard_normal(shape)).astype(kind) if kind.kind == "c" else found.astype(kind)
+
+
+def no_loop():
+    return mock.patch.object(loop, "_reduce_buffer", side_effect=AssertionError("the loop engine ran"))
+
+
+def value_on(devices):
+    """Return a value that names destinations."""
+    return cr.PerReplica([jnp.zeros(())] * len(devices), devices=devices)
+
+
+def on_host(rows, op, ops, destinations=None):
+    """Return the results on the host: for each tensor one."""
+    count = len(rows[0])
+    hosts = [f"cpu:0#{k}" if k else "cpu:0" for k in range(count)]
+    pairs = []
+    for row in rows:
+        value = cr.PerReplica([jax.device_put(x, jax.devices()[HOST]) for x in row], devices=hosts)
+        pairs.append((value, value if destinations is None else value_on([hosts[k] for k in destinations])))
+    return [np.asarray(each.values[0]) for each in ops.batch_reduce(op, pairs)]
+
+
+def reduced(xla, devices, rows, op, ops, destinations=None):
+    """Reduce drawn values on devices; return for each tensor its results, and what was read of each."""
+    places = [parse(name).index for name in devices]
+    given = [[xla.put(x, place) for x, place in zip(row, places, strict=True)] for row in rows]
+    pairs = []
+    for row in given:
+        value = cr.PerReplica(row, devices=devices)
+        pairs.append((value, value if destinations is None else value_on([devices[k] for k in destinations])))
+    with no_loop():
+        results = [list(each.values) for each in ops.batch_reduce(op, pairs)]
+    return results, [xla.content(row) for row in results]
+
+
+def is_right(read, right):
+    return all(bytes(each) == x.tobytes() for row, x in zip(read, right, strict=True) for each in row)
+
+
+def check_bits(xla):
+    """All dtypes and ops, algorithms, devices and destinations: the bits of the host engine, in order."""
+    draw, count = np.random.default_rng(3), 0
+    cases = [
+        (dtype, op, [(257,)], "direct", "four", None)
+        for dtype in DTYPES
+        for op in ("sum", "mean", "max", "min", "product")
+        if not (dtype == "bool" and op in ("sum", "mean")) and not (dtype == "complex64" and op in ("max", "min"))
+    ]
+    cases += [
+        ("float32" if k % 2 else "bfloat16", ("mean", "sum")[k % 3 > 0], SHAPES, algorithm, where, None)
+        for k, where in enumerate(DEVICES)
+        for algorithm in ALGORITHMS
+    ]
+    ends = ("seven", [2]), ("eight", [7, 0, 3]), ("four", [1, 2]), ("mixed", [2, 0])
+    cases += [("float32", "sum", SHAPES[:3], "direct", *each) for each in ends]
+    for dtype, op, shapes, algorithm, where, ends in cases:
+        devices, ops = DEVICES[where], cr.AllReduceCrossDeviceOps(algorithm)
+        rows = [[values(draw, dtype, shape) for _ in devices] for shape in shapes]
+        right = on_host(rows, op, ops, ends)
+        results, read = reduced(xla, devices, rows, op, ops, ends)
+        xla.fake.run()
+        assert is_right(read, right), (dtype, op, algorithm, where, ends)
+        pointers = [x.unsafe_buffer_pointer() for row in results for x in row if x.size]
+        assert len({*pointers}) == len(pointers), "results share memory"
+        there = devices if ends is None else [devices[k] for k in ends]
+        for row, x in zip(results, right, strict=True):
+            for got, name in zip(row, there, strict=True):
+                assert got.sharding == framework.place(name)[1]
+                assert got.committed
+                assert not got.weak_type
+                assert (got.shape, got.dtype) == (x.shape, x.dtype)
+        del results, got, row
+        report = xla.end()
+        assert not report, (dtype, op, algorithm, where, ends, report[:3])
+        count += 1
+    return count
+
+
+def check_dropped(xla):
+    """If the engine omits a wait, a program or an owner of memory, something is unordered, or a result is wrong."""
+    draw, found = np.random.default_rng(5), 0
+    plain, follow, stream = driver.native(), driver.native().follow, memory.MEMORY.stream
+
+    for device in range(8):
+        assert stream(device) == stream(device) == xla.ready[device][1]
+
+    class Native:
+        def __init__(self, omitted):
+            self.count, self.omitted = 0, omitted
+
+        def __getattr__(self, name):
+            return getattr(plain, name)
+
+        def follow(self, *arguments):
+            self.count += 1
+            if self.count != self.omitted:
+                follow(*arguments)
+
+    passed = []
+
+    def pass_on(small, xs):
+        passed.append(small)
+        if len(passed) != omitted:
+            return xla.pass_on(small, xs)
+        for x in xs:  # they are used as they were before the plan
+            xla.imports[id(x)] = x, xla.event(number(x.device), xla.compute[number(x.device)])
+        return small, xs
+
+    def lose_owners(*arguments):
+        return REAL["operands"](memory.MEMORY, *arguments)._replace(owners=None)
+
+    def lose_scratch(*arguments):
+        return None, REAL["scratch"](memory.MEMORY, *arguments)[1]
+
+    def run(where, algorithm):
+        devices, xla.turns = DEVICES[where], [1] * 8  # else an array may be imported on the engine's own stream
+        rows, ops = [[values(draw, "float32", (300,)) for _ in devices]], cr.AllReduceCrossDeviceOps(algorithm)
+        right = on_host(rows, "sum", ops)
+        results, read = reduced(xla, devices, rows, "sum", ops)
+        xla.fake.run()
+        is_wrong = not is_right(read, right)
+        del results
+        return xla.end() or is_wrong
+
+    for where, algorithm in (("four", "ring"), ("mixed", "hierarchical_copy"), ("pair", "direct")):
+        native, omitted = Native(0), 0
+        with mock.patch.object(memory, "native", return_value=native), mock.patch.object(memory, "_PASS_ON", pass_on):
+            assert not run(where, algorithm)
+        assert native.count == len(passed) == len({parse(name).index for name in DEVICES[where]})
+        for k in range(1, native.count + 1):
+            with mock.patch.object(memory, "native", return_value=Native(k)):
+                assert run(where, algorithm), ("follow", where, k)
+            found += 1
+        for omitted in range(1, len(passed) + 1):
+            passed.clear()
+            with mock.patch.object(memory, "_PASS_ON", pass_on):
+                assert run(where, algorithm), ("program", where, omitted)
+            found += 1
+        passed.clear()
+        for name, new in (
+            ("operands", lose_owners),
+            ("scratch", lose_scratch),
+            ("stream", lambda device: xla.next_ready(jax_device(device))),
+        ):
+            if name == "scratch" and where != "four":
+                continue
+            with mock.patch.object(memory.MEMORY, name, new):
+                assert run(where, algorithm), (name, where)
+            found += 1
+        assert memory.MEMORY.stream == stream
+        assert not run(where, algorithm)
+    return found
+
+
+def check_threads(xla):
+    """Threads that reduce over the same devices at once get the right bits, and nothing is unordered."""
+    sets, outcomes = (DEVICES["four"], DEVICES["mixed"], DEVICES["seven"], DEVICES["eight"]), []
+    draws = [np.random.default_rng([9, k]) for k in range(4)]
+    rows = [
+        [[values(draws[k], "float32", (400,)) for _ in sets[(k + turn) % 4]]] for k in range(4) for turn in range(6)
+    ]
+    ops = cr.AllReduceCrossDeviceOps("direct")
+    right = [on_host(each, "sum", ops) for each in rows]
+    barrier = threading.Barrier(4, timeout=60)
+
+    def work(k):
+        with jax.enable_x64(True):
+            barrier.wait()
+            for turn in range(6):
+                number = 6 * k + turn
+                results, read = reduced(xla, sets[(k + turn) % 4], rows[number], "sum", ops)
+                outcomes.append((number, results, read))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    xla.fake.run()
+    assert len(outcomes) == len(rows)
+    assert all(is_right(read, right[number]) for number, _, read in outcomes)
+    outcomes.clear()
+    assert not (report := xla.end()), report[:3]
+    return len(rows)
+
+
+def check_failures(xla):
+    """Each call of the driver that fails raises a ``DriverError``; nothing is unordered, and later calls are right."""
+    draw, failed = np.random.default_rng(6), 0
+    ops, devices = cr.AllReduceCrossDeviceOps("ring"), DEVICES["mixed"]
+    rows = [[values(draw, "float32", (300,)) for _ in devices]]
+    right = on_host(rows, "mean", ops)
+    names = ("cuLaunchKernel", "cuMemcpyPeerAsync", "cuStreamWaitEvent", "cuEventRecord", "cuEventCreate")
+    for name in (*names, "cuStreamIsCapturing", "cuCtxSetCurrent", "cuCtxGetCurrent"):
+        before = xla.fake.count(name)
+        reduced(xla, devices, rows, "mean", ops)
+        calls = xla.fake.count(name) - before
+        assert not xla.end()
+        for n in range(1, calls + 1):
+            xla.retries, error = 0, None
+            xla.fake.fail(name, n, 719)
+            try:
+                _, read = reduced(xla, devices, rows, "mean", ops)
+            except DriverError as caught:
+                error = caught.with_traceback(None)
+                assert (error.call, error.code) == (name, 719)
+                assert "CUDA_ERROR_LAUNCH_FAILED" in str(error)
+                failed += 1
+            if error is None:
+                xla.fake.run()
+                assert is_right(read, right), (name, n)
+            read = error = None
+            gc.collect()  # frees all memory of the call
+            assert not (report := xla.end()), (name, n, report[:3])
+        again = reduced(xla, devices, rows, "mean", ops)
+        xla.fake.run()
+        assert is_right(again[1], right), name
+        again = None
+        assert not xla.end()
+    return failed
+
+
+def real(xla, rows, devices):
+    """Return arrays that are ready, on JAX's devices."""
+    places = [jax.devices()[HOST if parse(name).kind == "cpu" else parse(name).index] for name in devices]
+    return [[jax.device_put(x, place) for x in row] for row, place in zip(rows, places, strict=True)]
+
+
+def check_calls(xla):
+    """Other calls that run in the engine: broadcasts, topologies, a strategy, arrays on the host or elsewhere."""
+    draw, count = np.random.default_rng(8), 0
+    x = values(draw, "float32", (1000,))
+
+    def expect(results, right):
+        nonlocal count
+        read = xla.content(results)
+        xla.fake.run()
+        assert [bytes(each) for each in read] == [np.asarray(y).tobytes() for y in right]
+        assert xla.fake.count("cuLaunchKernel") > 0
+        results.clear()
+        assert not (report := xla.end()), report[:3]
+        count += 1
+
+    def at(array):
+        found = LOCATE(array)
+        return found.replace("cpu", "cuda") if isinstance(array, jax.Array) and found != f"cpu:{HOST}" else found
+
+    # XLA does not omit the small array, whether or not there are results, and does not copy these.
+    for count_of_results in 0, 2:
+        xs = [jnp.zeros((3, 2))] * count_of_results
+        text = REAL["_PASS_ON"].lower(jnp.zeros(1, "uint8"), xs).compile().as_text()
+        assert "u8[1]{0} parameter(0)" in text
+        assert text.count("may-alias") == count_of_results
+    with no_loop():
+        with mock.patch.object(values_module, "locate", at), mock.patch.object(pipeline, "locate", at):
+            for ops in cr.CrossDeviceOps(), cr.AllReduceCrossDeviceOps("ring"), cr.HierarchicalCopyAllReduce():
+                for to in DEVICES["four"], ("cuda:2", "cuda:5"), ("cuda:6",):
+                    expect(list(ops.broadcast(xla.put(x, 2), value_on(to)).values), [x] * len(to))
+        machine = cr.Topology.machine("dgx-1v")
+        devices = DEVICES["eight"]
+        rows = [[values(draw, "float32", (500,)) for _ in devices]]
+        for algorithm in ("forest", "auto"):
+            ops = cr.AllReduceCrossDeviceOps(algorithm, topology=machine)
+            results, _ = reduced(xla, devices, rows, "max", ops)
+            expect(results[0], [np.max(rows[0], 0)] * 8)
+        mixed = ("cpu:0", "cuda:1", "cuda:3", "cpu:1")
+        for devices in mixed, mixed[:2]:
+            rows = [[np.full(300, 2.0**k, "float32"), np.full((2, 2), 3.0**k, "float32")] for k in range(len(devices))]
+            results = cr.all_reduce(real(xla, rows, devices), "mean", devices=devices)
+            assert [x.device.id for x, _ in results] == [
+                HOST if name in mixed[::3] else int(name[5]) for name in devices
+            ]
+            expect([x for row in results for x in row], [np.mean([row[k] for row in rows], 0) for _ in devices
+                                                         for k in range(2)])  # fmt: skip
+        four = DEVICES["four"]
+
+        def elsewhere():
+            return [jax.device_put(np.full(9, 2.0**k, "float32"), jax.devices()[(3 * k) % 5]) for k in range(4)]
+
+        expect(cr.all_reduce(elsewhere(), devices=four), [np.full(9, 15, "float32")] * 4)
+        expect(cr.all_reduce([jnp.ones(9, "float32")] * 4, devices=four), [np.full(9, 4, "float32")] * 4)
+        expect(cr.all_reduce(elsewhere(), devices=four, cross_device_ops=cr.NcclAllReduce()),
+               [np.full(9, 15, "float32")] * 4)  # fmt: skip
+
+        direct = cr.AllReduceCrossDeviceOps("direct")
+        # Results that nobody reads: their memory is free at once. One that is donated does not change the others.
+        results = cr.all_reduce(elsewhere(), devices=four, cross_device_ops=direct)
+        for x in results:
+            xla.free(x.unsafe_buffer_pointer(), x.nbytes, number(x.device))
+        assert not (report := xla.end()), report[:3]
+        results = cr.all_reduce(elsewhere(), devices=DEVICES["mixed"] + ("cuda:1#1",))
+        xla.fake.run()
+        jax.jit(lambda x: -x, donate_argnums=0)(results[1])
+        expect([results[k] for k in (0, 2, 3)], [np.full(9, 15, "float32")] * 3)
+        for size, allocator, copies in (5, "default", False), (6, "cuda_async", True):
+            with mock.patch.dict(os.environ, XLA_PYTHON_CLIENT_ALLOCATOR=allocator):
+                results = cr.all_reduce([x[:size] for x in elsewhere()], devices=four, cross_device_ops=direct)
+            assert (xla.fake.count("cuMemcpyPeerAsync") > 0) == copies
+            expect(results, [np.full(size, 15, "float32")] * 4)
+    return count
+
+
+def check_left(xla):
+    """What the loop engine reduces, as without this engine; and deleted arrays are errors."""
+    four, count = DEVICES["four"], 0
+    rows = [[np.full((3, 2), 2.0**k, "float32")] for k in range(4)]
+    arrays = real(xla, rows, four)
+
+    def is_left(function, right, is_weak=False):
+        nonlocal count
+        results = [x for row in function() for x in row]
+        assert all((np.asarray(x) == right).all() for x in results), results
+        assert all(x.weak_type == is_weak for x in results)
+        assert xla.fake.count("cuLaunchKernel") == 0
+        assert not xla.end()
+        count += 1
+
+    over = lambda given=arrays, op="sum": cr.all_reduce(given, op, devices=four)  # noqa: E731
+    scalars = [[jax.device_put(jnp.asarray(1.5), jax.devices()[k])] for k in range(4)]
+    is_left(lambda: over(scalars), 6, True)
+    for mode in jax.debug_nans, jax.debug_infs, jax.disable_jit:
+        with mode(True):
+            is_left(over, 15)
+    is_left(lambda: over([[x[:0]] for row in arrays for x in row]), 15)
+    wide = [[x.astype("float64") for x in row] for row in arrays]
+    with jax.enable_x64(False):
+        is_left(lambda: over(wide), 15)
+    order = jax.experimental.layout.Layout((0, 1) if arrays[0][0].format.layout.major_to_minor == (1, 0) else (1, 0))
+    for k in range(2):  # in the order of Fortran: all arrays, and one of them
+        given = [[jax.device_put(x, jax.experimental.layout.Format(order, x.sharding)) for x in row]
+                 if k == 0 or x_number == 2 else row for x_number, row in enumerate(arrays)]  # fmt: skip
+        is_left(lambda given=given: over(given), 15)
+    is_left(lambda: jax.jit(lambda: jnp.stack([0 * jax.device_put(over()[0][0], jax.devices()[0]) + 15]))()[None], 15)
+    traced = [jnp.full(3, 2.0**k, "float32") for k in range(4)]
+    is_left(lambda: [jax.jit(lambda xs: cr.all_reduce(xs))(traced)], 15)
+    gradients = jax.grad(lambda x: over([[x], *arrays[1:]], "mean")[0][0].sum())(arrays[0][0])
+    is_left(lambda: [[gradients]], 0.25)
+    with mock.patch.dict(memory._STREAMS, clear=True), mock.patch.object(
+        memory, "_external_stream", side_effect=jax.errors.JaxRuntimeError("UNIMPLEMENTED")
+    ):  # fmt: skip
+        is_left(lambda: over([[x[:1]] for row in arrays for x in row]), 15)
+    over()
+    assert xla.fake.count("cuLaunchKernel") > 0
+    leaked = []
+    jax.jit(lambda x: leaked.append(x) or x)(arrays[0][0])
+    with pytest.raises(jax.errors.UnexpectedTracerError, match="unexpected tracer"):
+        over([leaked, *arrays[1:]])
+    arrays[2][0].delete()
+    with pytest.raises(RuntimeError, match="delete"):
+        over()
+    return count
+
+
+CHECKS = {
+    "bits": check_bits,
+    "calls": check_calls,
+    "dropped": check_dropped,
+    "failures": check_failures,
+    "left": check_left,
+    "threads": check_threads,
+}
+
+
+def main(library, peers, what):
+    """Run what the test asks for; print how much was checked."""
+    xla = start(library, peers)
+    with jax.enable_x64(True):
+        print(what, CHECKS[what](xla))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

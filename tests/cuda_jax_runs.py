@@ -1,0 +1,399 @@
+"""JAX arrays through the CUDA engine on the fake driver: JAX's CPU devices stand in for GPUs.
+
+The custom call that is made for CUDA is registered for the CPU as well. XLA's CPU devices have no stream, so the call
+gets a device and a stream of the fake driver, and a hook lets the driver own the buffers of a call while it runs. Each
+check asks whether the call ran and the driver reported nothing. Run as a program, in a process of its own since the
+engine keeps its contexts: python cuda_jax_runs.py LIBRARY WHAT ...
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import sys
+import threading
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+os.environ["JAX_NUM_CPU_DEVICES"] = "3"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fake_cuda import FakeDriver
+from jax.experimental import serialize_executable
+from jax.interpreters import mlir
+
+import crossreduce as cr
+from crossreduce import frameworks
+from crossreduce.devices import parse
+from crossreduce.engines.cuda import driver
+from crossreduce.engines.cuda import jax as cuda_jax
+
+FRAMEWORK = frameworks.get("jax")
+SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "int64", "uint8", "complex64", "bool")
+
+
+class Gpu:
+    """The fake driver behind JAX's CPU devices."""
+
+    def __init__(self, library):
+        self.fake = FakeDriver(library, 3)
+        self.streams, self.runs, self.lock = {}, 0, threading.Lock()
+        assert not driver.unusable()
+        handler = driver.native().xla_handler()
+        jax.ffi.register_ffi_target(cuda_jax.TARGET, handler, platform="cpu")
+        mlir.register_lowering(cuda_jax.REDUCE, cuda_jax.lower, platform="cpu")
+
+    def use(self, device):
+        """Let the calls run on a device, which has a stream of its own."""
+        if device not in self.streams:
+            self.streams[device] = self.fake.stream(device)
+        self.device = device
+        driver.native().use_stream(device, self.streams[device], self.hook)
+
+    def hook(self, buffers, begins):
+        memory = {address: size * SIZES[dtype] for address, dtype, size in buffers if size}
+        if begins:
+            self.lock.acquire()
+            self.runs += 1
+            for address, nbytes in memory.items():
+                assert self.fake.lib.fake_own(address, nbytes, self.device) == 0
+        else:
+            self.fake.run()
+            for address in memory:
+                self.fake.disown(address)
+            self.lock.release()
+
+    def ran(self):
+        """Return how many calls ran since the last question; nothing was reported."""
+        assert not self.fake.report(), self.fake.report()[:3]
+        count, self.runs = self.runs, 0
+        return count
+
+
+@contextmanager
+def gpus(library):
+    """Let ``cuda:k`` be JAX's CPU device k."""
+    place = frameworks.jax.place
+    gpu = Gpu(library)
+    with (
+        mock.patch.object(frameworks.jax, "place", lambda name: place(f"cpu:{parse(name).index}")),
+        mock.patch.object(cuda_jax, "_has_plugin", return_value=True),
+    ):
+        gpu.use(0)
+        yield gpu
+
+
+def names(count, device=0):
+    return [f"cuda:{device}" + (f"#{k}" if k else "") for k in range(count)]
+
+
+def drawn(draw, dtype, shape):
+    kind = jnp.dtype(dtype)
+    if dtype == "bool":
+        return draw.integers(0, 2, shape).astype(bool)
+    if kind.kind in "iu":
+        return draw.integers(0, 100, shape).astype(kind)
+    values = draw.standard_normal(shape) * 8.0 ** draw.integers(-3, 4, shape)
+    return (values + 1j * draw.standard_normal(shape)).astype(kind) if kind.kind == "c" else values.astype(kind)
+
+
+def same(results, right):
+    """Return whether arrays have the bits, dtypes and shapes of others."""
+    return len(results) == len(right) and all(
+        np.asarray(a).tobytes() == np.asarray(b).tobytes() and a.dtype == b.dtype and a.shape == b.shape
+        for a, b in zip(results, right, strict=True)
+    )
+
+
+def check_bits(gpu, is_traced):
+    """All dtypes and ops, numbers of replicas and algorithms, batches and destinations: the bits of the host engine."""
+    draw, checked = np.random.default_rng(7), 0
+    algorithms = ("auto", "one_device", "ring", "halving_doubling", "hierarchical_copy", "direct")
+    cases = [
+        (dtype, op, count, [(257,)], algorithms[k % 6])
+        for k, dtype in enumerate(DTYPES)
+        for op in ("sum", "mean", "max", "min", "product")
+        for count in ((2, 3) if is_traced else (2, 5, 9))
+        if not (dtype == "bool" and op in ("sum", "mean")) and not (dtype == "complex64" and op in ("max", "min"))
+    ]
+    cases += [("float32", op, 4, [(3, 5), (), (0, 2), (1000,), (7, 1, 2)], each) for op in ("sum", "mean")
+              for each in algorithms]  # fmt: skip
+    cases += [("bfloat16", "sum", 16, [(5000,)], each) for each in algorithms]
+    cases += [("float32", "sum", 70, [(40,)], "ring"), ("float32", "sum", 1, [(40,)], "one_device")]
+    for dtype, op, count, shapes, algorithm in cases:
+        rows = [[drawn(draw, dtype, shape) for _ in range(count)] for shape in shapes]
+        ops = cr.AllReduceCrossDeviceOps(algorithm)
+        on_host = [jax.devices()[0]] * count
+
+        def reduced(rows, devices, op=op, ops=ops):
+            values = [cr.PerReplica(row, devices=devices) for row in rows]
+            return [list(each.values) for each in ops.batch_reduce(op, [(value, value) for value in values])]
+
+        given = [[jax.device_put(x, where) for x, where in zip(row, on_host, strict=True)] for row in rows]
+        hosts = [f"cpu:0#{k}" if k else "cpu:0" for k in range(count)]
+        right = reduced(given, hosts)
+        assert gpu.ran() == 0
+        where = hosts if is_traced else names(count)
+        results = jax.jit(lambda rows, where=where, reduced=reduced: reduced(rows, where))(given) if is_traced else (
+            reduced(given, where)
+        )  # fmt: skip
+        jax.block_until_ready(results)
+        assert gpu.ran() == 1, (dtype, op, count, algorithm)
+        for a, b in zip(results, right, strict=True):
+            assert same(a, b), (dtype, op, count, shapes, algorithm)
+            assert all(x.devices() == {jax.devices()[0]} for x in a)
+            assert is_traced or all(x.committed for x in a)
+        checked += 1
+    return checked
+
+
+def check_eager(gpu):
+    """Eager calls. Results are independent, also on another device; what the engine leaves to the loop still works."""
+    with jax.enable_x64(True):
+        count = check_bits(gpu, False)
+    xs = [jax.device_put(np.full(1000, 2.0**k, "float32"), jax.devices()[2]) for k in range(3)]
+    gpu.use(2)
+    first, second, third = cr.all_reduce(xs, devices=names(3, 2))
+    assert (gpu.ran(), first.devices()) == (1, {jax.devices()[2]})
+    first.delete()
+    jax.jit(lambda x: -x, donate_argnums=0)(second)
+    assert third.tolist() == [7.0] * 1000
+    launches = gpu.fake.count("cuLaunchKernel")
+    assert same(cr.all_reduce(xs, devices=names(3, 2)), [third] * 3)
+    assert (gpu.fake.count("cuLaunchKernel"), gpu.ran()) == (launches + 1, 1)
+    gpu.use(0)
+    moved = cr.all_reduce([jnp.full(1000, np.float32(1)), *xs[1:]], devices=names(3))  # the first one is not committed
+    assert same(moved, [third] * 3)
+    assert all(x.committed and x.devices() == {jax.devices()[0]} for x in moved)
+    assert gpu.ran() == 1
+    gpu.use(2)
+    opposite = [x * np.float32(sign) for x, sign in zip(xs, (np.inf, -np.inf, 1), strict=True)]
+    with jax.debug_nans(True):
+        try:
+            cr.all_reduce(opposite, devices=names(3, 2))
+        except FloatingPointError:
+            count += 1
+    with jax.disable_jit():
+        assert same(cr.all_reduce(xs, devices=names(3, 2)), [third] * 3)
+    assert gpu.ran() > 0
+    for devices, given in (
+        (["cuda:0", "cuda:1", "cuda:2"], xs),
+        (names(3), [jnp.asarray(2.0), jnp.asarray(3.0), jnp.asarray(4.0)]),  # weakly typed
+        (names(3), [jnp.zeros((0, 3))] * 3),
+    ):
+        results = cr.all_reduce(given, "sum", devices=devices)
+        assert all((np.asarray(x) == sum(np.asarray(x) for x in given)).all() for x in results)
+        assert [x.weak_type for x in results] == [given[0].weak_type] * 3
+        assert gpu.ran() == 0
+    return count
+
+
+def check_traced(gpu):
+    """Programs of jit: the same bits in one call, inside larger programs, and not in a program for several devices."""
+    with jax.enable_x64(True):
+        count = check_bits(gpu, True)
+    xs = [jnp.arange(6.0) + k for k in range(3)]
+
+    def program(*xs):
+        found = cr.all_reduce([2 * x for x in xs], "mean")
+        return sum(found) + cr.all_reduce([x[:2] for x in xs])[0].sum()
+
+    text = jax.jit(program).lower(*xs).as_text()
+    assert text.count(f"@{cuda_jax.TARGET}") == 2
+    right = 3 * np.mean([2 * np.asarray(x) for x in xs], 0) + sum(np.asarray(x)[:2].sum() for x in xs)
+    assert np.allclose(jax.jit(program)(*xs), right)
+    assert gpu.ran() >= 2
+
+    @jax.jit
+    def scanned(*xs):
+        return jax.lax.scan(lambda carry, _: (cr.all_reduce(list(carry), "mean"), 0.0), list(xs), length=3)[0]
+
+    assert np.allclose(scanned(*xs)[1], np.arange(6.0) + 1)
+    assert gpu.ran() == 3
+    exported = jax.export.export(jax.jit(program))(*xs)
+    assert cuda_jax.TARGET not in exported.mlir_module()
+    for kind in (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto):
+        mesh = jax.make_mesh((3,), ("d",), axis_types=(kind,))
+        sharded = jax.device_put(np.arange(6.0, dtype="float32"), jax.NamedSharding(mesh, jax.P("d")))
+        over = jax.jit(lambda x: cr.all_reduce([x, x])[0])
+        assert cuda_jax.TARGET not in over.lower(sharded).as_text()
+        assert over(sharded).tolist() == [0, 2, 4, 6, 8, 10]
+        beside = jax.jit(lambda x: (x + 1, cr.all_reduce([jnp.arange(6.0), jnp.arange(6.0) + 1])))
+        assert cuda_jax.TARGET not in beside.lower(sharded).as_text()
+    inside = jax.shard_map(lambda x: cr.all_reduce([x, x])[0], mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+    assert cuda_jax.TARGET not in jax.jit(inside).lower(sharded).as_text()
+    assert gpu.ran() == 0
+    return count
+
+
+def check_gradients(gpu):
+    """Derivatives, transposes and vmap give what the loop gives, and the forward pass is the custom call."""
+    draw = np.random.default_rng(3)
+    xs = [jnp.asarray(draw.standard_normal((4, 3)), "float32") for _ in range(3)]
+    weights = jnp.asarray(draw.standard_normal((3, 4, 3)), "float32")
+    count = 0
+    for op in ("sum", "mean", "max", "product"):
+
+        def loss(*xs, op=op, devices=None):
+            found = cr.all_reduce([x**2 for x in xs], op, devices=devices)
+            return sum((w * x).sum() for w, x in zip(weights, found, strict=True))
+
+        plain = [
+            jax.jit(jax.grad(loss, argnums=(0, 1, 2))),
+            jax.grad(partial(loss, devices=names(3)), argnums=(0, 1, 2)),
+            jax.jit(lambda *xs, loss=loss: jax.jvp(loss, xs, tuple(x + 1 for x in xs))),
+            jax.jit(jax.vmap(lambda *ys, op=op: cr.all_reduce(list(ys), op))),
+            jax.jit(jax.hessian(lambda x, op=op: cr.all_reduce([x, x * xs[1][0]], op)[1].sum())),
+        ]
+        for number, function in enumerate(plain):
+            arguments = [xs[0][0]] if number == 4 else xs
+            with mock.patch.object(cuda_jax, "supports", return_value=False):
+                right = jax.tree.leaves(function(*arguments))
+            assert gpu.ran() == 0
+            jax.clear_caches()
+            found = jax.tree.leaves(function(*arguments))
+            for a, b in zip(found, right, strict=True):
+                np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
+            runs = gpu.ran()
+            assert runs or number in (0, 1, 3, 4), (op, number)  # gradients of sums do not need their value
+            count += 1
+    linear = jax.jit(lambda *cts: jax.linear_transpose(lambda *ys: cr.all_reduce(list(ys), "sum"), *xs)(list(cts)))
+    for got in linear(*weights):
+        np.testing.assert_allclose(got, weights.sum(0), rtol=1e-6)
+    return count
+
+
+def fails(function, pattern):
+    """Return whether a call raises an error with a text."""
+    try:
+        jax.block_until_ready(function())
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        return bool(re.search(pattern, str(error)))
+    return False
+
+
+def check_errors(gpu):
+    """Each call of the driver that fails raises an error with its name, device and code, and later calls are right.
+
+    JAX raises the error as a ``JaxRuntimeError``, or in its fast path (jaxlib 0.10.2, on the CPU) as a ``ValueError``.
+    """
+    xs = [jnp.arange(8.0) + k for k in range(2)]
+    gpu.use(1)
+    here = [jax.device_put(x, jax.devices()[1]) for x in xs]
+    eager = lambda: cr.all_reduce(here, devices=names(2, 1))  # noqa: E731
+    program = jax.jit(lambda *xs: cr.all_reduce(list(xs)))
+    count = 0
+    for function in (eager, lambda: program(*here)):
+        jax.block_until_ready(function())
+        for name, pattern in (
+            ("cuLaunchKernel", r"cuLaunchKernel on cuda:1\.\n  given: CUDA_ERROR_LAUNCH_FAILED \(719\)"),
+            ("cuCtxGetCurrent", r"cuCtxGetCurrent\.\n  given: CUDA_ERROR_LAUNCH_FAILED \(719\)"),
+            ("cuCtxSetCurrent", r"cuCtxSetCurrent on cuda:1\.\n  given: CUDA_ERROR_LAUNCH_FAILED \(719\)"),
+        ):
+            gpu.fake.fail(name, 1, 719)
+            count += fails(function, pattern)
+            gpu.fake.clear()
+            gpu.ran()
+            assert function()[1].tolist() == (2 * np.arange(8.0) + 1).tolist()
+    # A program of another process: its plan is not known here.
+    call = jax.ffi.ffi_call(cuda_jax.TARGET, jax.ShapeDtypeStruct((8,), "float32"))
+    for number, pattern in ((np.int64(5), "no plan 5 for cuda:1"), (np.int32(6), "has no number")):
+        count += fails(partial(call, here[0], number=number), pattern)
+    # Kernels that cannot be loaded: the loop.
+    jax.clear_caches()
+    from crossreduce.errors import BackendError
+
+    with mock.patch.object(cuda_jax, "load_kernels", side_effect=BackendError("no code")):
+        assert cr.all_reduce(here, "max", devices=names(2, 1))[0].tolist() == (np.arange(8.0) + 1).tolist()
+    gpu.ran()
+    return count
+
+
+def check_graphs(gpu):
+    """A call that is captured in a graph runs again on other values: it only launches kernels on the given stream."""
+    import ctypes
+
+    lib, fake = gpu.fake.lib, gpu.fake
+    program = jax.jit(lambda *xs: cr.all_reduce(list(xs), "mean"))
+    xs = [np.arange(3000, dtype="float32") * (k + 1) for k in range(4)]
+    given = [jnp.asarray(x) for x in xs]
+    jax.block_until_ready(program(*given))
+    stream, owned = gpu.streams[0], {}
+    context = ctypes.c_void_p()
+    assert lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert lib.cuCtxSetCurrent(context) == 0
+
+    def hook(buffers, begins):
+        if begins:
+            for address, dtype, size in buffers:
+                owned[address] = size * SIZES[dtype]
+                assert fake.lib.fake_own(address, size * SIZES[dtype], 0) == 0
+            assert lib.cuStreamBeginCapture_v2(stream, 1) == 0
+
+    driver.native().use_stream(0, stream, hook)
+    graph, exec_ = ctypes.c_void_p(), ctypes.c_void_p()
+    results = program(*given)
+    jax.block_until_ready(results)
+    assert lib.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0, fake.report()
+    assert lib.cuGraphInstantiateWithFlags(ctypes.byref(exec_), graph, 0) == 0
+    for factor in (1, 2):
+        for x, array in zip(xs, given, strict=True):
+            fake.write(array.unsafe_buffer_pointer(), (factor * x).tobytes(), stream, 0)
+        assert lib.cuGraphLaunch(exec_, stream) == 0
+        read = [fake.read(each.unsafe_buffer_pointer(), each.nbytes, stream, 0) for each in results]
+        fake.run()
+        assert not fake.report(), fake.report()[:3]
+        right = (factor * sum(xs) / np.float32(4)).tobytes()
+        assert all(bytes(each) == right for each in read)
+    return len(owned)
+
+
+def check_serialized(gpu, folder):
+    """Executables that another process has serialized run the right plans, whatever was compiled here in what order."""
+    xs = [jnp.arange(64.0) ** k for k in range(5)]
+    ops = ["sum", "mean", "max", "min", "product"]
+    programs = {op: jax.jit(lambda *xs, op=op: cr.all_reduce(list(xs), op)) for op in ops}
+    if not list(Path(folder).iterdir()):
+        for op, program in programs.items():
+            made = serialize_executable.serialize(program.lower(*xs).compile())
+            Path(folder, op).write_bytes(pickle.dumps(made))
+        return len(programs)
+    loaded = {
+        op: serialize_executable.deserialize_and_load(
+            *pickle.loads(Path(folder, op).read_bytes()), execution_devices=jax.devices()[:1]
+        )
+        for op in ops
+    }
+    count = sum(fails(partial(program, *xs), "this process has no plan") for program in loaded.values())
+    right = {op: programs[op](*xs) for op in reversed(ops)}
+    gpu.ran()
+    for op, program in loaded.items():
+        assert same(program(*xs), right[op]), op
+        assert gpu.ran() == 1
+    return count
+
+
+CHECKS = {
+    "serialized": check_serialized,
+    "eager": check_eager,
+    "traced": check_traced,
+    "gradients": check_gradients,
+    "errors": check_errors,
+    "graphs": check_graphs,
+}
+
+
+def main(library, what, *more):
+    """Run what the test asks for; print how much was checked."""
+    with gpus(library) as gpu:
+        print(what, CHECKS[what](gpu, *more))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,253 @@
+"""The CUDA engine on the fake driver: draws layouts, runs them in random allowed orders, and checks bits and ordering.
+
+Before each call the callers' streams write the sources, and after it they read the results and free all arrays, whose
+memory others write into, so that every missing dependency is reported. Run as a program, in a process of its own since
+the engine keeps its contexts: python cuda_runs.py LIBRARY PEERS WHAT COUNT SEED.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import threading
+from unittest import mock
+
+import cuda_launches
+import numpy as np
+from cuda_cases import NUMPY, Case, Memory, drawn
+from fake_cuda import FakeDriver
+
+from crossreduce.engines import cuda, host
+from crossreduce.errors import DriverError
+from crossreduce.ops import ReduceOp
+from crossreduce.packing import Packing
+from crossreduce.pipeline import layouts
+from crossreduce.values import TensorSpec
+
+MANY = ("ring", 66, 2), ("hierarchical_copy", 3, 70), ("one_device", 5, 66)  # replicas on two devices
+
+
+def check_draws(memory, count, seed):
+    """Run drawn cases twice each: all bits are right, and nothing is unordered."""
+    fake = memory.fake
+    for number in range(count):
+        case = drawn(memory, number, seed)
+        draw = np.random.default_rng([seed, number])
+        for _ in range(2):
+            assert case.run(draw), (number, case.names, case.numbers)
+            assert not fake.report(), (number, case.names, case.numbers, fake.report()[:3])
+        fake.clear()
+    return count
+
+
+def check_dropped(memory, count, seed):
+    """Drop each dependency of drawn cases once: each time something is reported to be unordered."""
+    fake = memory.fake
+    dropped = 0
+    for number in range(count):
+        case = drawn(memory, number, seed)
+        if all(size == 0 for size in case.sizes) or (case.inplace and len(set(case.places)) < len(case.places)):
+            continue  # a result may be any source of its device, so more waits are needed than these arrays show
+        draw = np.random.default_rng([seed, number])
+        before = fake.count("cuStreamWaitEvent")
+        case.run(draw, check=False)
+        waits = fake.count("cuStreamWaitEvent") - before
+        for k in range(1, waits + 1):
+            fake.clear()
+            fake.drop("cuStreamWaitEvent", k)
+            case.run(draw, check=False)
+            assert fake.report(), (number, k, waits, case.names, case.numbers)
+            dropped += 1
+        fake.clear()
+    return dropped
+
+
+def failure(case, draw):
+    """Return the error of a run; ``None``: there was none."""
+    try:
+        case.run(draw)
+    except DriverError as error:
+        return error.with_traceback(None)  # its frames have temporary memory
+    return None
+
+
+def check_many(memory, count, seed):
+    """More sources than a kernel's masks have bits: partial results of other devices are combined with inputs."""
+    for number, (algorithm, first, second) in enumerate(MANY[:count]):
+        for op, dtype in ("sum", "float16"), ("sum", "float32"):
+            places = (0,) * first + (1,) * second
+            case = Case(memory, algorithm, places, op, dtype, [first + second + 300], Packing(), number % 2 == 1)
+            draw = np.random.default_rng([seed, number])
+            # No number is so large that the order of the others does not matter.
+            normal = mock.patch.object(
+                cuda_launches, "values", lambda draw, dtype, n: draw.normal(size=n).astype(dtype)
+            )
+            with normal:
+                assert case.run(draw), (number, dtype)
+            assert not memory.fake.report(), (number, memory.fake.report()[:3])
+    return count
+
+
+def check_hosts(memory, count, seed):
+    """Replicas in host memory and on devices: arrays of the host are copied to and from a device, also with ``out``."""
+    fake = memory.fake
+
+    def moved(self, x, name):
+        kind, index = name.split(":")
+        if kind == "cuda":
+            made = memory.array(x.size, x.dtype, int(index))
+            fake.write(made.ctypes.data, x.tobytes(), memory.stream(int(index)), int(index))
+            return made
+        place = memory.devices[x.ctypes.data][0]
+        read = fake.read(x.ctypes.data, x.nbytes, memory.stream(place), place)
+        fake.run()
+        return np.frombuffer(read, x.dtype)[: x.size]
+
+    names = "cpu:0", "cuda:5", "cpu:1", "cuda:2", "cuda:5#1"
+    for number in range(count):
+        draw = np.random.default_rng([seed, number])
+        specs = tuple(TensorSpec((size,), "float32") for size in (1000, 3))
+        numbers = NUMPY.numbers(ReduceOp("mean"), "float32", len(names))
+        destinations = (names, names[::2], names[1::2])[number % 3]
+        with mock.patch.object(type(NUMPY), "require", return_value=None):
+            algorithm = ("one_device", "direct")[number // 3 % 2]
+            (layout,) = layouts(NUMPY, algorithm, names, destinations, specs, Packing(num_packs=2), None, None)
+        engine = cuda.CudaEngine()
+        assert engine.supports(layout)
+        given = [[draw.normal(size=spec.shape).astype("float32") for _ in names] for spec in specs]
+        right = [[np.empty(spec.shape, "float32") for _ in destinations] for spec in specs]
+        host.kernel(layout, numbers, len(destinations)).run(given, right, 1, False, False)
+        with mock.patch.object(type(NUMPY), "to_device", moved):
+            there, results_there = ({k: int(name[5]) for k, name in enumerate(each) if name.startswith("cuda")}
+                                    for each in (names, destinations))  # fmt: skip
+            arrays = [[moved(NUMPY, x, f"cuda:{there[k]}") if k in there else x for k, x in enumerate(row)]
+                      for row in given]  # fmt: skip
+            out = [[memory.array(x.size, x.dtype, results_there[k]) if k in results_there else np.zeros_like(x)
+                    for k, x in enumerate(row)] for row in right]  # fmt: skip
+            for into in None, out:
+                executable = engine.compile(layout, numbers, into is not None)
+                results = executable.run(engine.bind(layout, arrays), into)
+                fake.run()
+                assert into is None or results is into
+                assert all(np.array_equal(x, y) for row, each in zip(results, right, strict=True)
+                           for x, y in zip(row, each, strict=True)), number  # fmt: skip
+        assert not fake.report(), fake.report()[:3]
+    return count
+
+
+def check_failures(memory, count, seed):
+    """Let each call of the driver fail once: the error names it, nothing is left running, and later runs are right."""
+    fake, failed = memory.fake, 0
+    names = ("cuLaunchKernel", "cuMemcpyPeerAsync", "cuStreamWaitEvent", "cuEventRecord", "cuEventCreate")
+    names += ("cuStreamIsCapturing", "cuCtxSetCurrent", "cuCtxGetCurrent")
+    for number in range(count):
+        case = drawn(memory, number, seed)
+        draw = np.random.default_rng([seed, number])
+        for name in names:
+            before = fake.count(name)
+            assert case.run(draw)
+            calls = fake.count(name) - before
+            for n in sorted({1, 2, calls // 2, calls} & set(range(1, calls + 1))):
+                if name == "cuEventCreate":
+                    case.compile()  # a new plan has no events yet
+                fake.clear()
+                fake.lib.cuCtxSetCurrent(None)
+                if failed % 2:
+                    memory.on(7)
+                context = memory.current()
+                fake.fail(name, n, 719)
+                error = failure(case, draw)
+                # The call that failed without an error may be that which makes the former context current again.
+                assert error is None or memory.current() == context, (number, name, n)
+                assert error is not None or name in ("cuCtxSetCurrent", "cuEventCreate"), name  # called less often now
+                if error is not None:
+                    assert (error.call, error.code) == (name, 719), error
+                    assert re.search(r"(?s)CUDA_ERROR_LAUNCH_FAILED.*try:", str(error)), error
+                    failed += 1
+                memory.release_all()
+                fake.run()
+                assert not fake.report(), (number, name, n, fake.report()[:2])
+                fake.clear()
+                assert case.run(draw), (number, name, n)
+        fake.clear()
+    del case
+    gc.collect()
+    live = fake.live()
+    assert set(live) <= {"modules", "streams", "contexts retained"}, live
+    assert live["modules"] == live["contexts retained"] <= 8, live
+    return failed
+
+
+def check_captures(memory, count, seed):
+    """Capture calls in a graph, which runs again on other values; the callers' streams take part in the capture."""
+    fake, captured = memory.fake, 0
+    lib = fake.lib
+    for number in range(count):
+        case = drawn(memory, number, seed)
+        draw = np.random.default_rng([seed, number])
+        assert case.run(draw)
+        streams = fake.live().get("streams")
+        case.run_captured(draw, lib)
+        assert not fake.report(), (number, fake.report()[:3])
+        captured += 1
+        fake.clear()
+        memory.threads.streams = {}
+        del case
+        gc.collect()
+        assert fake.live().get("streams") == streams, fake.live()
+    return captured
+
+
+def check_threads(memory, count, seed):
+    """Several threads run the same and other executables at once, on streams of their own."""
+    shared = [drawn(memory, number, seed) for number in range(4)]
+    outcomes = []
+
+    def work(thread):
+        draw = np.random.default_rng([seed, thread])
+        for number in range(count):
+            case = shared[(thread + number) % 4]
+            outcomes.append(case.run(draw, finish=False))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [True] * (4 * count)
+    assert not memory.fake.report(), memory.fake.report()[:3]
+    return len(outcomes)
+
+
+CHECKS = {
+    "draws": check_draws,
+    "dropped": check_dropped,
+    "many": check_many,
+    "hosts": check_hosts,
+    "failures": check_failures,
+    "captures": check_captures,
+    "threads": check_threads,
+}
+
+
+def main(library, peers, what, count, seed):
+    """Run what the test asks for; print how much was checked."""
+    memory = Memory(FakeDriver(library, 8, peers, seed))
+    if peers == "full":  # a framework has enabled this already
+        assert memory.fake.lib.cuInit(0) == 0
+        assert all(memory.fake.memory(512, device) for device in (1, 3))
+        memory.on(3)
+        other = memory.current()
+        memory.on(1)
+        assert memory.fake.lib.cuCtxEnablePeerAccess(other, 0) == 0
+        memory.fake.lib.cuCtxSetCurrent(None)
+    small = mock.patch.object(
+        sys.modules["crossreduce.engines.cuda.operations"], "_PIECE_NBYTES", 1 << 10
+    )  # so that small arrays are cut into pieces
+    with small, mock.patch.object(cuda, "device_memory", return_value=memory):
+        print(what, CHECKS[what](memory, count, seed))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

@@ -1,0 +1,103 @@
+"""Host tensors of torch as tensors on CUDA devices, for the CUDA engine on the fake or the stub driver.
+
+The engine, the pipeline and torch's ``Framework`` are the library's own; only what asks torch for a device is replaced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from crossreduce import pipeline, values
+from crossreduce.engines import cuda
+from crossreduce.engines.device_memory import torch as torch_memory
+from crossreduce.frameworks import torch as torch_framework
+
+
+class StandInMemory(torch_memory.TorchDeviceMemory):
+    """torch's ``DeviceMemory``, with tensors in host memory, which the fake driver (``None``: the stub) owns.
+
+    All tensors stay alive until ``release``, since the fake driver's work runs later than it is queued.
+    """
+
+    def __init__(self, fake: Any = None):
+        self.fake, self.devices, self.kept, self.streams = fake, {}, [], {}
+
+    def put(self, x: torch.Tensor, device: int) -> torch.Tensor:
+        """Note that a tensor is on a device, and return it."""
+        storage = x.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self.devices:
+            self.devices[address] = device
+            if self.fake is not None:
+                self.kept.append(storage)
+                assert storage.nbytes() == 0 or self.fake.lib.fake_own(address, storage.nbytes(), device) == 0
+        return x
+
+    def release(self) -> None:
+        """Wait for the driver, and forget all tensors."""
+        if self.fake is not None:
+            for storage in self.kept:
+                if storage.nbytes():
+                    self.fake.disown(storage.data_ptr())
+        self.kept.clear()
+        self.devices.clear()
+
+    def device(self, x: torch.Tensor) -> int:
+        """Return the number of a tensor's device; -1: it is in host memory."""
+        return self.devices.get(x.untyped_storage().data_ptr(), -1)
+
+    def operands(self, arrays: Any, devices: Any) -> Any:
+        found = super().operands(arrays, devices)
+        if found is not None and self.fake is not None:
+            for row in found.arrays:
+                for x, device in zip(row, devices, strict=True):
+                    self.put(x, device)
+        return found
+
+    def allocate(self, shape: tuple[int, ...], dtype: str, device: int) -> torch.Tensor:
+        made = torch.empty(shape, dtype=torch_memory.DTYPES_BY_NAME[dtype])
+        return made if self.fake is None else self.put(made, device)
+
+    def stream(self, device: int) -> int:
+        if self.fake is None:
+            return 0
+        if device not in self.streams:
+            self.streams[device] = self.fake.stream(device)
+        return self.streams[device]
+
+    def is_peer_readable(self) -> bool:
+        return True
+
+    def mark_dirty(self, outs: Any) -> None:
+        pass
+
+
+def install(fake: Any = None) -> StandInMemory:
+    """Replace torch's devices in this process, for good; return the ``StandInMemory``.
+
+    The driver's library must be loaded already: ``fake_cuda.FakeDriver``, or the stub with ``ctypes.CDLL``.
+    """
+    memory = StandInMemory(fake)
+    found, framework = values.locate, torch_framework.FRAMEWORK
+
+    def locate(x: Any) -> str | None:
+        device = memory.device(x) if isinstance(x, torch.Tensor) else -1
+        return f"cuda:{device}" if device >= 0 else found(x)
+
+    def uniform(tensors: tuple[Any, ...]) -> Any:
+        """Return ``None`` for tensors on devices, as torch's framework does."""
+        return None if memory.device(tensors[0]) >= 0 else type(framework).uniform(framework, tensors)
+
+    values.locate = pipeline.locate = locate
+    torch_framework.FRAMEWORK.uniform = uniform
+    torch_framework._place = lambda device: torch.device("cpu")
+    torch_framework._require = lambda devices: None
+    torch_memory._are_on = lambda arrays, devices: all(
+        memory.device(x) == device for row in arrays for x, device in zip(row, devices, strict=True) if x.numel()
+    )
+    if fake is None:
+        torch_memory._are_on = lambda arrays, devices: all(x.is_cpu for row in arrays for x in row)
+    cuda.device_memory = lambda name: memory if name == "torch" else None
+    return memory
