@@ -19,7 +19,12 @@ def in_turn(runs: dict[str, Callable[[], object]], repeats: int, inner: int = 1)
 
 
 def samples(
-    runs: dict[str, Callable[[], object]], repeats: int, inner: int = 1, least_s: float = 0.0, rest_s: float = 0.0
+    runs: dict[str, Callable[[], object]],
+    repeats: int,
+    inner: int = 1,
+    least_s: float = 0.0,
+    rest_s: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Return for each contender the seconds of one call in each repeat. They run in turn, after a warm-up each.
 
@@ -29,22 +34,23 @@ def samples(
       inner: the least number of calls per measurement.
       least_s: about the least time of a measurement; a contender that is faster is called more often.
       rest_s: a pause before each measurement, during which waiting threads of the previous contender go to sleep.
+      clock: returns seconds.
     """
     inners, times = {}, {}
     for name, run in runs.items():
         run()
-        start = time.perf_counter()
+        start = clock()
         if least_s:
             run()
-        inners[name] = max(inner, int(least_s / (time.perf_counter() - start)))
+        inners[name] = max(inner, int(least_s / (clock() - start)))
         times[name] = []
     for _ in range(repeats):
         for name, run in runs.items():
             time.sleep(rest_s)
-            start = time.perf_counter()
+            start = clock()
             for _ in range(inners[name]):
                 run()
-            times[name].append((time.perf_counter() - start) / inners[name])
+            times[name].append((clock() - start) / inners[name])
     return times
 
 
