@@ -20,12 +20,14 @@ from ..options import ALGORITHMS
 from ..packing import MOST_PACKS
 from ..planning.bounds import COLLECTIVES
 from ..planning.explain import shape
+from ..planning.granularity import is_power_of_two
 from .arguments import at_least, one_of, read_machine, read_nbytes, read_node
 from .output import atomic_file, bound_json, draw, print_paged, progress, rate_json
 from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
 
 SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
 RUN_ELSEWHERE: Final = ("msccl", "mscclpp", "nccl-graph")  # formats whose operations are not queued one by one
+BY_RANK: Final = ("msccl", "mscclpp")  # formats that have numbers of ranks instead of names of devices
 FORMATS: Final = f"Format of the export: {', '.join(EXPORTERS)}. Default: by the suffix {', '.join(SUFFIXES)}."
 
 
@@ -46,6 +48,13 @@ def plan(
     devices: Devices = None,
     without_link: WithoutLink = None,
     hosts: Hosts = 1,
+    granularity: Annotated[
+        float | None,
+        Option(
+            help="Percent of the rate that shares in powers of two may cost, so that a file fits most sizes; 0: exact "
+            "shares. Default: 2 in MSCCL and MSCCL++ files, else 0."
+        ),
+    ] = None,
     speeds: Speeds = "raw",
     nics: Nics = None,
     in_network: InNetwork = False,
@@ -64,6 +73,9 @@ def plan(
     """
     one_of(COLLECTIVES, "--collective", collective)
     one_of(ALGORITHMS, "--algorithm", algorithm)
+    if granularity is not None and not 0 <= granularity <= 100:
+        problem = "--granularity must be a percentage from 0 to 100."
+        raise ArgumentError.of(problem, str(granularity), "--granularity 2")
     if operation_us is not None and not 0 <= operation_us <= 1e6:
         problem = "--operation-us must be a number of microseconds from 0 to 1000000."
         raise ArgumentError.of(problem, str(operation_us), "--operation-us 2")
@@ -85,21 +97,45 @@ def plan(
     complete = read_machine(machine, hosts, speeds, nics, in_network)
     chosen = select(complete, devices, without_link)
     main = None if root is None else read_node("--root", root, complete)
+    numbered = export is not None and kind in BY_RANK
+    map_file = export.with_name(f"{export.name}.ranks.json") if export is not None and numbered else None
     with atomic_file("--picture", picture) as drawing:
-        with atomic_file("--export", export) as exported, progress("planning", 3) as advance:
+        with (
+            atomic_file("--export", export) as exported,
+            atomic_file("--export", map_file) as mapped,
+            progress("planning", 3) as advance,
+        ):
             cost = 0.0 if operation_us is None and kind in RUN_ELSEWHERE else None
             cost = cost if operation_us is None else operation_us / 1e6
-            found = planned(chosen, collective, size, algorithm, root=main, packs=packs, operation_s=cost)
+            part = (granularity if granularity is not None else 2.0 if kind in BY_RANK else 0.0) / 100
+            found = planned(
+                chosen, collective, size, algorithm, root=main, packs=packs, operation_s=cost, granularity=part
+            )
             advance("comparing")
             text = json_module.dumps(_report(machine, found, with_steps=steps), indent=2) if json else found.explain()
             advance("exporting")
             if exported is not None:
                 exported.write_text(EXPORTERS[kind].write(found), "utf-8")
+            if mapped is not None and export is not None:
+                units = found.schedule.units
+                about = {"file": export.name, "ranks": found.ranks, "elements_multiple_of": units}
+                mapped.write_text(json_module.dumps(about) + "\n", "utf-8")
+                if not json:
+                    text += "\n  ranks     " + ", ".join(f"{rank} {device}" for rank, device in enumerate(found.ranks))
+                    text += f"\n  sizes     {sizes_that_fit(units)}"
         if steps:
             print_paged(text if json else f"{text}\n{found.schedule}")
         else:
             print(text)
         draw("draw_schedule", drawing, found.schedule, found.topology)
+
+
+def sizes_that_fit(units: int) -> str:
+    """Return for which messages a file of so many equal chunks can be used, as text."""
+    fit = f"messages whose number of elements is a multiple of {units}"
+    if is_power_of_two(units):
+        return fit
+    return f"{fit}, WHICH IS NOT A POWER OF TWO: RCCL ignores the file for others, MSCCL++ raises an error"
 
 
 def _report(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:
@@ -110,6 +146,7 @@ def _report(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:
         "collective": found.collective,
         "nbytes": found.nbytes,
         "devices": limit.devices,
+        "ranks": found.ranks,
         "algorithm": found.algorithm,
         "seconds": found.seconds,
         "algbw_gb_per_s": found.algbw,

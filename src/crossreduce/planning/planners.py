@@ -37,6 +37,7 @@ class Request(NamedTuple):
     root: str | None = None  # the root of all packs; None: roots rotate over the devices
     devices: tuple[str, ...] = ()  # the devices of the schedule; (): sources, then other destinations, then the root
     operation_s: float | None = None  # the seconds in which a host queues one operation: see ``simulate``
+    granularity: float = 0.0  # the part of the rate that shares in powers of two may cost; 0: exact shares
 
     @property
     def members(self) -> tuple[str, ...]:

@@ -51,6 +51,11 @@ class Plan:
         return self.request.nbytes
 
     @property
+    def ranks(self) -> tuple[str, ...]:
+        """The device of each rank of an exported file: those that take part, in the topology's order."""
+        return self.schedule.devices
+
+    @property
     def algorithm(self) -> str:
         """The algorithm that made the schedule."""
         return self.schedule.algorithm
@@ -149,8 +154,20 @@ class Plan:
 
 @lru_cache(maxsize=4096)
 def planned(request: Request) -> Plan:
-    """Return the plan of a checked request; the same request costs one lookup."""
-    return Plan(request, *fastest(request))
+    """Return the plan of a checked request; the same request costs one lookup.
+
+    The devices of its schedule are in the topology's order: that is the order of the ranks in exported files.
+    """
+    topology = request.topology
+    assert topology is not None
+    schedule, seconds = fastest(request._replace(granularity=0.0))
+    schedule = schedule.ordered_by(topology.devices)
+    if request.granularity:
+        from .granularity import rounded
+
+        schedule = rounded(schedule, topology, request.granularity)
+        seconds = simulate(schedule, topology, request.nbytes, operation_s=request.operation_s).seconds
+    return Plan(request, schedule, seconds)
 
 
 def plan(
@@ -164,6 +181,7 @@ def plan(
     *,
     packs: int = 1,
     operation_s: float | None = None,
+    granularity: float = 0.0,
 ) -> Plan:
     """Plan a collective on a topology.
 
@@ -182,6 +200,9 @@ def plan(
       packs: for one_device and hierarchical_copy: the number of trees that share the buffer; roots rotate unless given.
       operation_s: the seconds in which a host queues one operation, which ``simulate`` explains; ``None``: 2e-6 on CUDA
         devices, else 0. Set it to 0 if operations are not queued one by one, such as those of exported plans.
+      granularity: the part of the rate, such as 0.02, that shares may cost which are multiples of a power of two, so
+        that an exported file fits the sizes of most messages; 0: exact shares. Where no such shares are found within
+        it, they stay exact.
     Returns:
       A plan whose schedule is verified; the same request costs one lookup.
     Raises:
@@ -206,8 +227,20 @@ def plan(
         raise ArgumentError.of(f"packs must be an integer from 1 to {MOST_PACKS}.", shown(packs), "packs=1")
     size = byte_count(nbytes)
     gives, takes, main = _read_devices(topology, collective, sources, destinations, root)
-    cost = seconds_of(operation_s)
-    return planned(Request(collective, gives, takes, algorithm, topology, size, packs, root=main, operation_s=cost))
+    request = Request(collective, gives, takes, algorithm, topology, size, packs, root=main)
+    return planned(request._replace(operation_s=seconds_of(operation_s), granularity=part_of_rate(granularity)))
+
+
+def part_of_rate(given: object) -> float:
+    """Return a tolerance, a number from 0 to 1.
+
+    Raises:
+      ArgumentError: it is something else.
+    """
+    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1:
+        return float(given)
+    problem = "granularity must be the part of the rate that rounded shares may cost, from 0 to 1."
+    raise ArgumentError.of(problem, shown(given), "granularity=0.02, or 0 for exact shares")
 
 
 def _read_devices(

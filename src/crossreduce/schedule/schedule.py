@@ -7,8 +7,9 @@ elements. So one schedule serves every size, and equal requests give equal sched
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -168,6 +169,30 @@ class Schedule:
         other.__dict__.update({name: getattr(self, name) for name in parts}, pieces=pieces)
         return other
 
+    def ordered_by(self, names: Sequence[str]) -> Schedule:
+        """Return the same schedule with its devices in the order of ``names``, and then those that it does not list.
+
+        >>> from crossreduce.planning import one_device
+        >>> made = one_device(["cpu:0"], ["cpu:2", "cpu:1"])
+        >>> made.devices, made.ordered_by(["cpu:0", "cpu:1", "cpu:2"]).devices
+        (('cpu:0', 'cpu:2', 'cpu:1'), ('cpu:0', 'cpu:1', 'cpu:2'))
+        """
+        listed_first = {name: k for k, name in enumerate(names)}
+        devices = tuple(sorted(self.devices, key=lambda name: listed_first.get(name, len(listed_first))))
+        if devices == self.devices:
+            return self
+        at = [devices.index(name) for name in self.devices]
+
+        def numbers(given: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple([at[k] for k in given])
+
+        chunks = [Chunk(share, numbers(sources), numbers(results)) for share, sources, results in self.chunks]
+        rounds = [tuple([Step(c, at[dst], numbers(srcs)) for c, dst, srcs in steps]) for steps in self.rounds]
+        routes = [route._replace(src=at[route.src], dst=at[route.dst]) for route in self.routes]
+        return Schedule(
+            self.collective, self.algorithm, devices, tuple(chunks), tuple(rounds), self.pieces, tuple(routes)
+        )
+
     def spans(self, size: int) -> tuple[tuple[int, int], ...]:
         """Return each chunk's range of elements ``(start, stop)`` in a flat buffer of ``size`` elements.
 
@@ -179,6 +204,11 @@ class Schedule:
         ((0, 3), (3, 6), (6, 10))
         """
         return spans((chunk.share for chunk in self.chunks), size)
+
+    @property
+    def units(self) -> int:
+        """The number of equal parts of the buffer of which all shares are multiples."""
+        return math.lcm(*(chunk.share.denominator for chunk in self.chunks if chunk.share))
 
     @property
     def steps(self) -> int:

@@ -162,6 +162,21 @@ def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
     )
 
 
+def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fraction, Counter[int]]]:
+    """Return for each link that is used its bandwidth in GB/s, and how often it carries each chunk.
+
+    >>> from crossreduce.planning import one_device
+    >>> topology = Topology.star(2, gb_per_s=25)
+    >>> carried_chunks(one_device(topology.devices), topology)[0]
+    (Fraction(25, 1), Counter({0: 1}))
+    """
+    found = []
+    for pair, by_round in _traffic(schedule, topology).chunks.items():
+        counts = Counter(chunk for chunks in by_round.values() for chunk in chunks)
+        found.append((topology.by_ends[pair].bandwidth, counts))
+    return found
+
+
 def pipelined(
     schedule: Schedule, topology: Topology, nbytes: int, operation_s: float | None = None
 ) -> tuple[Schedule, float]:
