@@ -101,12 +101,16 @@ def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, writ
     """The file's format is the given one or that of its suffix; the text is the library's."""
     elsewhere = "trace" not in file + options and "json" not in file.lower() and "schedule" not in options
     elsewhere = elsewhere or "mscclpp" in options  # other programs run the plan: they queue no operations
-    plan = cr.plan(DGX, nbytes=4096, algorithm="ring", operation_s=0 if elsewhere else None)
+    by_rank = "msccl" in options or (file, options) == ("a.xml", "")
+    options_of_files = {"operation_s": 0 if elsewhere else None, "granularity": 0.02 if by_rank else 0.0}
+    plan = cr.plan(DGX, nbytes=4096, algorithm="ring", **options_of_files)
     line = ["plan", "dgx-1v", "--nbytes", 4096, "--algorithm", "ring", "--export", tmp_path / file, *options.split()]
-    assert printed(*line) == plan.explain() + "\n"
+    ranks = "  ranks     0 cuda:0, 1 cuda:1, 2 cuda:2, 3 cuda:3, 4 cuda:4, 5 cuda:5, 6 cuda:6, 7 cuda:7\n"
+    sizes = f"  sizes     messages whose number of elements is a multiple of {plan.schedule.units}\n"
+    assert printed(*line) == plan.explain() + "\n" + (ranks + sizes if by_rank else "")
     assert (tmp_path / file).read_text() == written(plan)
     assert (tmp_path / file).stat().st_mode & 0o777 == 0o666 & ~umask()
-    assert list(tmp_path.iterdir()) == [tmp_path / file]
+    assert {path.name for path in tmp_path.iterdir()} == {file} | ({f"{file}.ranks.json"} if by_rank else set())
 
 
 @pytest.mark.parametrize(
@@ -227,7 +231,7 @@ def test_without_matplotlib_only_the_picture_is_missing(crossreduce, tmp_path, m
     code, out, error = crossreduce(*line, "--picture", tmp_path / "a.svg")
     assert (code, out) == (2, text)
     assert error == "crossreduce: --picture needs matplotlib.  try: pip install 'crossreduce[plot]'\n"
-    assert list(tmp_path.iterdir()) == [tmp_path / export]
+    assert {path.name for path in tmp_path.iterdir()} - {f"{export}.ranks.json"} == {export}
     assert (tmp_path / export).read_bytes() == data
 
 
@@ -252,7 +256,7 @@ def test_planning_loads_no_framework(tmp_path):
     ran = run(path, code=code, capture_output=True, text=True, env=environment | {"TERM": "xterm-256color"})
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.endswith(
-        "right.\n  8 GPUs, 1 channels, 48 chunks, 8 threadblocks per GPU, 1344 steps, Simple\n[]\n"
+        " 1344 steps, Simple\n  sizes: messages whose number of elements is a multiple of 512\n[]\n"
     )
     assert "\x1b" not in ran.stdout
 

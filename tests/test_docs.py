@@ -79,7 +79,7 @@ def test_command_lines_of_the_readme_run(tmp_path):
     for line in lines:
         words = shlex.split(line, comments=True)
         subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, check=True, timeout=100)
-    assert {file.suffix for file in tmp_path.iterdir()} == {".svg", ".xml"}
+    assert {file.suffix for file in tmp_path.iterdir()} == {".svg", ".xml", ".json"}
 
 
 def test_the_readme_is_short():

@@ -20,7 +20,7 @@ from ..options import ALGORITHMS
 from ..packing import MOST_PACKS
 from ..planning.bounds import COLLECTIVES
 from ..planning.explain import shape
-from ..planning.granularity import is_power_of_two
+from ..planning.granularity import sizes_that_fit
 from .arguments import at_least, one_of, read_machine, read_nbytes, read_node
 from .output import atomic_file, bound_json, draw, print_paged, progress, rate_json
 from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
@@ -128,14 +128,6 @@ def plan(
         else:
             print(text)
         draw("draw_schedule", drawing, found.schedule, found.topology)
-
-
-def sizes_that_fit(units: int) -> str:
-    """Return for which messages a file of so many equal chunks can be used, as text."""
-    fit = f"messages whose number of elements is a multiple of {units}"
-    if is_power_of_two(units):
-        return fit
-    return f"{fit}, WHICH IS NOT A POWER OF TWO: RCCL ignores the file for others, MSCCL++ raises an error"
 
 
 def _report(machine: str, found: Plan, *, with_steps: bool) -> dict[str, Any]:

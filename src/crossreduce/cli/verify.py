@@ -15,6 +15,7 @@ from typer import Argument, Exit
 from .. import Schedule
 from .. import verify as prove
 from ..errors import ArgumentError, ScheduleError
+from ..planning.granularity import sizes_that_fit
 from .output import progress
 
 MAX_NBYTES: Final = 1 << 26  # bytes; the JSON of a schedule of a million steps has 20 million
@@ -73,8 +74,9 @@ def _read(file: Path) -> Callable[[], str]:
     from ..export.msccl.format import VERIFIABLE, read_msccl_xml
     from ..export.msccl.verifier import verify_msccl_xml
 
-    kind = read_msccl_xml(text).coll
+    algo = read_msccl_xml(text)
+    kind = algo.coll
     if kind not in VERIFIABLE:
         problem = f"{file} cannot be verified: its collective is {kind}"
         raise ArgumentError(f"{problem}, not one of {', '.join(sorted(VERIFIABLE))}.")
-    return lambda: str(verify_msccl_xml(text))
+    return lambda: f"{verify_msccl_xml(text)}\n  sizes: {sizes_that_fit(algo.chunks)}"

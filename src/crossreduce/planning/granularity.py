@@ -14,13 +14,10 @@ only if its rate, computed exactly, is within the tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final
 
 from ..schedule import Schedule, carried_chunks, fluid_rate
 from ..topology import Topology
@@ -31,12 +28,18 @@ TOLERANCE: Final = 0.02
 MOST_UNITS: Final = 1 << 10
 """The greatest denominator that is tried. A file has an operation for each chunk and step, so few are better."""
 
-_MOVES: Final = 4  # how often a unit moves, per chunk
-
 
 def is_power_of_two(number: int) -> bool:
     """Return whether a positive integer is a power of two."""
     return number & (number - 1) == 0
+
+
+def sizes_that_fit(units: int) -> str:
+    """Return for which messages a file of so many equal chunks can be used, as text."""
+    fit = f"messages whose number of elements is a multiple of {units}"
+    if is_power_of_two(units):
+        return fit
+    return f"{fit}, WHICH IS NOT A POWER OF TWO: RCCL ignores the file for others, MSCCL++ raises an error"
 
 
 @lru_cache(maxsize=256)
@@ -53,9 +56,9 @@ def rounded(schedule: Schedule, topology: Topology, tolerance: float = TOLERANCE
 
     >>> from crossreduce import Topology
     >>> from crossreduce.planning import ring
-    >>> six = rounded(ring([f"cpu:{k}" for k in range(6)]), Topology.ring(6, gb_per_s=25), 0.2)
-    >>> [str(chunk.share) for chunk in six.chunks]
-    ['3/16', '3/16', '3/16', '3/16', '1/8', '1/8']
+    >>> six = Topology.ring(6, gb_per_s=25)
+    >>> [str(chunk.share) for chunk in rounded(ring(six.devices), six).chunks]
+    ['3/16', '3/16', '3/16', '1/8', '3/16', '1/8']
     """
     shares = [chunk.share for chunk in schedule.chunks]
     if all(is_power_of_two(share.denominator) for share in shares):
@@ -65,10 +68,7 @@ def rounded(schedule: Schedule, topology: Topology, tolerance: float = TOLERANCE
         return schedule
     least = rate * (1 - Fraction(tolerance))
     groups = _groups(schedule)
-    links = carried_chunks(schedule, topology)
-    use = np.zeros((len(links), len(shares)))
-    for link, (bandwidth, counts) in enumerate(links):
-        use[link, list(counts)] = [count / float(bandwidth) for count in counts.values()]
+    use = _use(schedule, topology)
     units = 1
     while units < max(len(groups), 2):
         units *= 2
@@ -92,46 +92,67 @@ def _groups(schedule: Schedule) -> list[list[int]]:
     return [list(everyone)]
 
 
-def _units(use: NDArray[Any], shares: list[Fraction], groups: list[list[int]], units: int) -> list[int]:
-    """Return how many units each chunk gets. ``use``: how busy a share of 1 of each chunk keeps each link."""
-    found = np.array([share * units // 1 for share in shares], dtype=np.int64)
-    busy = use @ found
+Use = list[list[tuple[int, int]]]  # for each chunk the links that it uses, and how busy one unit of it keeps each
+
+
+def _use(schedule: Schedule, topology: Topology) -> Use:
+    """Return the use of links, in whole numbers, so that equal loads are equal."""
+    links = carried_chunks(schedule, topology)
+    scale = math.lcm(*(bandwidth.numerator for bandwidth, _ in links))
+    found: Use = [[] for _ in schedule.chunks]
+    for link, (bandwidth, counts) in enumerate(links):
+        for chunk, count in counts.items():
+            found[chunk].append((link, count * int(scale / bandwidth)))
+    return found
+
+
+def _units(use: Use, shares: list[Fraction], groups: list[list[int]], units: int) -> list[int]:
+    """Return how many units each chunk gets."""
+    found = [math.floor(share * units) for share in shares]
+    busy = [0] * (1 + max(link for links in use for link, _ in links))
+    for links, count in zip(use, found, strict=True):
+        _add(busy, links, count)
     for group in groups:
-        members = np.array(group)
-        for _ in range(units // len(groups) - int(found[members].sum())):
-            with_one = (busy[:, None] + use[:, members]).max(axis=0)
-            best = members[_least(with_one, [found[k] - shares[k] * units for k in group])]
+        for _ in range(units // len(groups) - sum(found[k] for k in group)):
+            top = max(busy)
+            best = min(group, key=lambda k: (_with_one(busy, use[k], top), found[k] - shares[k] * units, k))
             found[best] += 1
-            busy += use[:, best]
-    for _ in range(_MOVES * len(shares)):
-        for source, target in _moves(use, busy, found, groups):
-            changed = busy - use[:, source] + use[:, target]
-            if changed.max() < busy.max() * (1 - 1e-12):
-                found[source] -= 1
-                found[target] += 1
-                busy = changed
-                break
-        else:
+            _add(busy, use[best], 1)
+    for _ in range(len(shares)):
+        move = _move(use, busy, found, groups)
+        if move is None:
             break
-    return [int(each) for each in found]
+        for k, change in zip(move, (-1, 1), strict=True):
+            found[k] += change
+            _add(busy, use[k], change)
+    return found
 
 
-def _least(values: NDArray[Any], ties: list[Fraction]) -> int:
-    """Return the position of the least value; of nearly equal ones that with the least ``ties``."""
-    near = np.flatnonzero(values <= values.min() * (1 + 1e-12))
-    return int(min(near, key=lambda k: (ties[k], k)))
+def _add(busy: list[int], links: list[tuple[int, int]], count: int) -> None:
+    for link, load in links:
+        busy[link] += load * count
 
 
-def _moves(
-    use: NDArray[Any], busy: NDArray[Any], found: NDArray[Any], groups: list[list[int]]
-) -> Iterator[tuple[int, int]]:
-    """Yield moves of a unit from a chunk that the busiest link carries to another one of its group, best ones first."""
-    link = int(busy.argmax())
+def _with_one(busy: list[int], links: list[tuple[int, int]], top: int) -> int:
+    """Return the load of the busiest link with another unit of a chunk; ``top``: without it."""
+    return max(top, max((busy[link] + load for link, load in links), default=0))
+
+
+def _move(use: Use, busy: list[int], found: list[int], groups: list[list[int]]) -> tuple[int, int] | None:
+    """Return between which chunks of a group a unit can move so that the busiest link is less busy; ``None``: none."""
+    top = max(busy)
+    busiest = busy.index(top)
     for group in groups:
-        members = np.array(group)
-        for source in members[(use[link, members] > 0) & (found[members] > 0)]:
-            after = (busy[:, None] - use[:, [source]] + use[:, members]).max(axis=0)
-            yield int(source), int(members[int(after.argmin())])
+        for source in group:
+            if not found[source] or all(link != busiest for link, _ in use[source]):
+                continue
+            _add(busy, use[source], -1)
+            rest = max(busy)
+            after, target = min((_with_one(busy, use[k], rest), k) for k in group)
+            _add(busy, use[source], 1)
+            if after < top:
+                return source, target
+    return None
 
 
 def _with_shares(schedule: Schedule, found: list[int], units: int) -> Schedule:

@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """The device of each rank of an exported file: those that take part, in the topology's order."""
+        """The device of each rank of an exported file: in the topology's order, or in that of the listed devices."""
         return self.schedule.devices
 
     @property
@@ -156,12 +156,12 @@ class Plan:
 def planned(request: Request) -> Plan:
     """Return the plan of a checked request; the same request costs one lookup.
 
-    The devices of its schedule are in the topology's order: that is the order of the ranks in exported files.
+    The devices of its schedule are in the order of the request, with the root among them: the ranks of exported files.
     """
     topology = request.topology
     assert topology is not None
     schedule, seconds = fastest(request._replace(granularity=0.0))
-    schedule = schedule.ordered_by(topology.devices)
+    schedule = schedule.ordered_by(max(request.sources, request.destinations, key=len))
     if request.granularity:
         from .granularity import rounded
 

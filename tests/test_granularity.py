@@ -1,0 +1,133 @@
+"""Exported plans: rank k is the k-th device of the topology, and files fit sizes that users have."""
+
+import json
+from collections import Counter
+from fractions import Fraction
+from itertools import product
+from xml.etree import ElementTree
+
+import pytest
+
+import crossreduce as cr
+from crossreduce import planning
+from crossreduce.export.msccl.writer import to_msccl_xml
+from crossreduce.export.mscclpp import to_mscclpp_json
+from crossreduce.planning.granularity import is_power_of_two, rounded
+from crossreduce.schedule import fluid_rate, verify
+from crossreduce.schedule.simulate import route_links
+
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+
+
+def traffic_of_xml(text):
+    """Return for each pair of ranks the part of the buffer that one sends to the other."""
+    algo = ElementTree.fromstring(text)
+    sent, units = Counter(), int(algo.get("nchunksperloop"))
+    for gpu in algo:
+        for block in gpu:
+            for step in block:
+                if step.get("type") in ("s", "rcs", "rrs", "rrcs"):
+                    sent[int(gpu.get("id")), int(block.get("send"))] += Fraction(int(step.get("cnt")), units)
+    return sent
+
+
+def traffic_of_json(text):
+    """Return the same of an MSCCL++ plan."""
+    sent = Counter()
+    gpus = json.loads(text)["gpus"]
+    units = max(gpus[0]["input_chunks"], gpus[0]["output_chunks"])
+    for gpu in gpus:
+        for block in gpu["threadblocks"]:
+            buffers = [number for each in block["remote_buffer_refs"] for number in each["remote_buffer_ids"]]
+            for op in block["ops"]:
+                for into in op["dst_buff"] if op["name"] == "put" else ():
+                    peer = gpu["remote_buffers"][buffers[into["buffer_id"]]]["rank"]
+                    sent[gpu["id"], peer] += Fraction(into["size"], units)
+    return sent
+
+
+def rate_of(sent, topology):
+    """Return the rate of the busiest link if rank k is the k-th device of the topology."""
+    busy = Counter()
+    for (src, dst), part in sent.items():
+        for pair in route_links(topology, topology.devices[src], topology.devices[dst], None):
+            busy[pair] += part
+    return min(topology.by_ends[pair].bandwidth / part for pair, part in busy.items())
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "mi250", "hgx-h100", "nvlink-pairs-4"])
+def test_rank_k_is_the_kth_device(name):
+    """For every collective and root, the file on these devices has the predicted rate."""
+    topology, checked = cr.Topology.machine(name), 0
+    for collective, root in product(COLLECTIVES, topology.devices):
+        if collective not in ("reduce", "broadcast") and root != topology.devices[0]:
+            continue
+        given = root if collective in ("reduce", "broadcast") else None
+        for algorithm in ("auto", "direct"):
+            plan = cr.plan(topology, collective, 1 << 28, algorithm, root=given, operation_s=0, granularity=0.02)
+            assert plan.ranks == topology.devices
+            for write, read in ((to_msccl_xml, traffic_of_xml), (to_mscclpp_json, traffic_of_json)):
+                try:
+                    text = write(plan.schedule)
+                except cr.PlanError:  # the runtime has limits
+                    continue
+                if not plan.schedule.routes:
+                    assert rate_of(read(text), topology) == plan.rate, (collective, root, algorithm)
+                    checked += 1
+    assert checked >= 2 * len(topology.devices)
+
+
+def test_a_root_does_not_move_the_ranks():
+    """A broadcast from cuda:7 of a DGX-1V keeps 150 GB/s on its own devices."""
+    plan = cr.plan("dgx-1v", "broadcast", 1 << 28, root="cuda:7", operation_s=0)
+    assert plan.ranks == tuple(f"cuda:{k}" for k in range(8))
+    assert [chunk.sources for chunk in plan.schedule.chunks] == [(7,)] * len(plan.schedule.chunks)
+    assert rate_of(traffic_of_xml(to_msccl_xml(plan.schedule)), plan.topology) == plan.rate == 150
+
+
+def test_most_plans_have_a_power_of_two_of_chunks():
+    """Of small machines x collectives at 256 MiB, at least 95 %; the rate is within the tolerance."""
+    names = ("dgx-1v", "dgx-1p", "dgx-2", "mi250", "mi300x", "hgx-h100", "epyc-numa-8", "nvlink-pairs-4", "pcie-8")
+    outcomes = []
+    for name, collective in product(names, COLLECTIVES):
+        exact = cr.plan(name, collective, 1 << 28, operation_s=0)
+        plan = cr.plan(name, collective, 1 << 28, operation_s=0, granularity=0.02)
+        verify(plan.schedule)
+        assert plan.rate >= exact.rate * Fraction(98, 100)
+        assert sum(chunk.share for chunk in plan.schedule.chunks) == 1
+        assert plan.schedule.pieces == exact.schedule.pieces
+        outcomes.append(is_power_of_two(plan.schedule.units))
+    assert sum(outcomes) >= 0.95 * len(outcomes)
+
+
+def test_shares_stay_exact_where_none_fit():
+    """A tolerance of 0 changes nothing, nor does a number of ranks that no power of two is a multiple of."""
+    plan = cr.plan("dgx-1v", "all_reduce", 1 << 28, operation_s=0)
+    assert plan.schedule.units == 48
+    ring = cr.Topology.ring(6, gb_per_s=25)
+    parts = cr.plan(ring, "reduce_scatter", 1 << 28, granularity=0.5).schedule
+    assert not is_power_of_two(parts.units)
+    whole = planning.ring(ring.devices)
+    assert rounded(whole, ring, 0.0001) is whole
+    loose = rounded(whole, ring, 0.2)
+    assert (loose.units, len(loose.chunks)) == (2, 2)
+    assert fluid_rate(loose, ring) >= fluid_rate(whole, ring) * Fraction(8, 10)
+    for wrong in (-0.1, 1.5, "2", True, float("nan")):
+        with pytest.raises(cr.ArgumentError, match="granularity must be the part of the rate"):
+            cr.plan(ring, granularity=wrong)
+
+
+def test_the_command_line(printed, crossreduce, tmp_path):
+    """An exported file has a map of its ranks beside it; sizes that do not fit are reported there and by ``verify``."""
+    line = ("plan", "dgx-1v", "--collective", "broadcast", "--root", "cuda:7", "--export", tmp_path / "a.xml")
+    text = printed(*line)
+    assert "  ranks     0 cuda:0, 1 cuda:1," in text
+    about = json.loads((tmp_path / "a.xml.ranks.json").read_text())
+    assert about == {"file": "a.xml", "ranks": [f"cuda:{k}" for k in range(8)], "elements_multiple_of": 128}
+    assert "multiple of 128" in text
+    assert "multiple of 128" in printed("verify", tmp_path / "a.xml")
+    text = printed(*line, "--granularity", "0")
+    assert "multiple of 6, WHICH IS NOT A POWER OF TWO" in text
+    assert "multiple of 6, WHICH IS NOT A POWER OF TWO" in printed("verify", tmp_path / "a.xml")
+    code, _, error = crossreduce("plan", "dgx-1v", "--granularity", "-1")
+    assert (code, "--granularity must be a percentage" in error) == (2, True)
