@@ -124,7 +124,7 @@ def test_calls_return_the_codes_of_the_driver(library):
         reported(driver, words + rf".*\({code}\)")
 
     wrong(201, "no context is current", "cuStreamCreate", out, 0)
-    wrong(101, "no device 4", "cuDevicePrimaryCtxRetain", out, 4)
+    wrong(101, "device 4 does not exist", "cuDevicePrimaryCtxRetain", out, 4)
     wrong(201, "does not exist", "cuCtxSetCurrent", 12345)
     stream, event, function = caller.stream(0), caller.event(0), caller.function(0)
     other, address = caller.stream(1), driver.memory(64, 1)

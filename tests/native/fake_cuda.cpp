@@ -64,7 +64,7 @@ inline void check_given(bool is_given) {
 }
 
 inline Context &context_of(int device) {
-    if (device < 0 || device >= state->devices) refuse(INVALID_DEVICE, "there is no device " + std::to_string(device));
+    if (device < 0 || device >= state->devices) refuse(INVALID_DEVICE, "device " + std::to_string(device) + " does not exist");
     for (auto &[handle, each] : state->contexts)
         if (each->device == device) return *each;
     auto made = std::make_shared<Context>();

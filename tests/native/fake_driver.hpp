@@ -41,7 +41,7 @@ DRIVER cuDeviceGet(int *device, int ordinal) {
     return call("cuDeviceGet", [&] {
         check_given(device);
         if (ordinal < 0 || ordinal >= state->devices)
-            refuse(INVALID_DEVICE, "there is no device " + std::to_string(ordinal));
+            refuse(INVALID_DEVICE, "device " + std::to_string(ordinal) + " does not exist");
         *device = ordinal;
         return SUCCESS;
     });

@@ -20,14 +20,12 @@ from ..options import ALGORITHMS
 from ..packing import MOST_PACKS
 from ..planning.bounds import COLLECTIVES
 from ..planning.explain import shape
-from ..planning.granularity import sizes_that_fit
+from ..planning.granularity import TOLERANCE, sizes_that_fit
 from .arguments import at_least, one_of, read_machine, read_nbytes, read_node
 from .output import atomic_file, bound_json, draw, print_paged, progress, rate_json
 from .topology import MACHINE, Devices, Hosts, InNetwork, Nics, Picture, Speeds, WithoutLink, check_picture, select
 
 SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
-RUN_ELSEWHERE: Final = ("msccl", "mscclpp", "nccl-graph")  # formats whose operations are not queued one by one
-BY_RANK: Final = ("msccl", "mscclpp")  # formats that have numbers of ranks instead of names of devices
 FORMATS: Final = f"Format of the export: {', '.join(EXPORTERS)}. Default: by the suffix {', '.join(SUFFIXES)}."
 
 
@@ -97,25 +95,25 @@ def plan(
     complete = read_machine(machine, hosts, speeds, nics, in_network)
     chosen = select(complete, devices, without_link)
     main = None if root is None else read_node("--root", root, complete)
-    numbered = export is not None and kind in BY_RANK
-    map_file = export.with_name(f"{export.name}.ranks.json") if export is not None and numbered else None
+    exporter = EXPORTERS.get(kind)
+    by_rank, runs_elsewhere = (exporter.by_rank, exporter.runs_elsewhere) if exporter else (False, False)
+    map_file = export.with_name(f"{export.name}.ranks.json") if export is not None and by_rank else None
     with atomic_file("--picture", picture) as drawing:
         with (
             atomic_file("--export", export) as exported,
             atomic_file("--export", map_file) as mapped,
             progress("planning", 3) as advance,
         ):
-            cost = 0.0 if operation_us is None and kind in RUN_ELSEWHERE else None
-            cost = cost if operation_us is None else operation_us / 1e6
-            part = (granularity if granularity is not None else 2.0 if kind in BY_RANK else 0.0) / 100
+            cost = operation_us / 1e6 if operation_us is not None else 0.0 if runs_elsewhere else None
+            part = granularity / 100 if granularity is not None else TOLERANCE if by_rank else 0.0
             found = planned(
                 chosen, collective, size, algorithm, root=main, packs=packs, operation_s=cost, granularity=part
             )
             advance("comparing")
             text = json_module.dumps(_report(machine, found, with_steps=steps), indent=2) if json else found.explain()
             advance("exporting")
-            if exported is not None:
-                exported.write_text(EXPORTERS[kind].write(found), "utf-8")
+            if exported is not None and exporter is not None:
+                exported.write_text(exporter.write(found), "utf-8")
             if mapped is not None and export is not None:
                 units = found.schedule.units
                 about = {"file": export.name, "ranks": found.ranks, "elements_multiple_of": units}

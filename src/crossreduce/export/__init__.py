@@ -18,6 +18,8 @@ class Exporter(NamedTuple):
     function: str  # ``module:name`` of the function that returns the text
     arguments: tuple[str, ...]  # the attributes of a plan that the function takes
     suffix: str = ""  # files with this suffix have this format by default; "": none
+    runs_elsewhere: bool = False  # for programs that do not queue the operations one by one
+    by_rank: bool = False  # files have numbers of ranks instead of names of devices
 
     def write(self, plan: Plan) -> str:
         """Return a plan in this format."""
@@ -26,9 +28,13 @@ class Exporter(NamedTuple):
 
 
 EXPORTERS: Final = {
-    "msccl": Exporter("crossreduce.export.msccl.writer:to_msccl_xml", ("schedule",), ".xml"),
-    "mscclpp": Exporter("crossreduce.export.mscclpp:to_mscclpp_json", ("schedule",)),
-    "nccl-graph": Exporter("crossreduce.export.nccl_graph:to_nccl_graph_xml", ("schedule", "topology")),
+    "msccl": Exporter(
+        "crossreduce.export.msccl.writer:to_msccl_xml", ("schedule",), ".xml", runs_elsewhere=True, by_rank=True
+    ),
+    "mscclpp": Exporter("crossreduce.export.mscclpp:to_mscclpp_json", ("schedule",), runs_elsewhere=True, by_rank=True),
+    "nccl-graph": Exporter(
+        "crossreduce.export.nccl_graph:to_nccl_graph_xml", ("schedule", "topology"), runs_elsewhere=True
+    ),
     "schedule": Exporter("crossreduce.schedule:Schedule.to_json", ("schedule",), ".json"),
     "trace": Exporter("crossreduce.export.trace:to_chrome_trace", ("schedule", "topology", "nbytes"), ".trace.json"),
 }

@@ -61,12 +61,12 @@ def _missing() -> str:
 
 def devices() -> list[str]:
     """Return a line of text for each device that the driver reports: its name, its capability and its code."""
-    found = []
+    found, names = [], list(_packed()[0])
     for number in range(native().device_count()):
         try:
             about = native().describe(number)
             capability = about["capability"]
-            code = chosen_code(capability, list(_packed()[0]))
+            code = chosen_code(capability, names)
         except ReductionError as error:
             found.append(f"cuda:{number} cannot be used: {' '.join(str(error).split())}")
         else:

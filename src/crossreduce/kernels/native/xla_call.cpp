@@ -14,7 +14,6 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstring>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -32,6 +31,8 @@
 namespace {
 
 using xla_ffi::CallFrame;
+using xla_ffi::error_of;
+using xla_ffi::is_metadata_call;
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t HUGE_PAGE = 2 << 20;
@@ -101,11 +102,6 @@ std::list<Arrival *> &completions = *new std::list<Arrival *>; // whose futures 
 bool watchdog_started = false;
 Clock::time_point watched_until = Clock::time_point::min(); // when the watchdog wakes up by itself
 xla_ffi::TypeId site_type{0};
-
-xla_ffi::Error *error_of(const xla_ffi::Api *api, xla_ffi::ErrorCode code, const std::string &message) {
-    xla_ffi::CreateError made = {xla_ffi::head_of<xla_ffi::CreateError>(), message.c_str(), code};
-    return api->create_error(&made);
-}
 
 // Let a device that waits in its call return. Return whether it has a future instead, which must then be completed.
 bool wake(Arrival &arrival) {
@@ -277,31 +273,8 @@ const char *reduce(const Meeting &meeting) try {
 
 // ---- the handlers --------------------------------------------------------------------------------------------------
 
-// Answer XLA's question for the version of the interface. Returns whether it was that question.
-bool is_metadata_call(CallFrame &frame, bool has_state) {
-    for (xla_ffi::Extension *one = frame.head.extensions; one != nullptr; one = one->next) {
-        if (one->kind != xla_ffi::METADATA) continue;
-        xla_ffi::Metadata &metadata = *reinterpret_cast<xla_ffi::MetadataExtension *>(one)->metadata;
-        metadata.version.major = xla_ffi::VERSION_MAJOR;
-        metadata.version.minor = xla_ffi::VERSION_MINOR;
-        metadata.traits = 0;
-        metadata.state = has_state ? site_type : xla_ffi::TypeId{0};
-        return true;
-    }
-    return false;
-}
-
-const void *attribute(const CallFrame &frame, const char *name, xla_ffi::AttributeKind kind) {
-    for (int64_t k = 0; k < frame.attributes.size; k++) {
-        const xla_ffi::Text &found = *frame.attributes.names[k];
-        if (found.size == std::strlen(name) && std::memcmp(found.data, name, found.size) == 0)
-            return frame.attributes.kinds[k] == kind ? frame.attributes.items[k] : nullptr;
-    }
-    return nullptr;
-}
-
 std::string text_of(const CallFrame &frame, const char *name) {
-    const auto *text = static_cast<const xla_ffi::Text *>(attribute(frame, name, xla_ffi::STRING));
+    const auto *text = static_cast<const xla_ffi::Text *>(xla_ffi::attribute(frame, name, xla_ffi::STRING));
     return text == nullptr ? "" : std::string(text->data, text->size);
 }
 
@@ -317,10 +290,10 @@ xla_ffi::Error *instantiate(CallFrame *frame) {
         xla_ffi::RegisterType type = {xla_ffi::head_of<xla_ffi::RegisterType>(), {name, sizeof name - 1}, &site_type, &info};
         if (xla_ffi::Error *error = frame->api->register_type(&type)) return error;
     }
-    if (is_metadata_call(*frame, true)) return nullptr;
+    if (is_metadata_call(*frame, 0, site_type)) return nullptr;
     try {
         auto site = std::make_unique<CallSite>();
-        const auto *numbers = static_cast<const xla_ffi::Array *>(attribute(*frame, "numbers", xla_ffi::ARRAY));
+        const auto *numbers = static_cast<const xla_ffi::Array *>(xla_ffi::attribute(*frame, "numbers", xla_ffi::ARRAY));
         const int op = op_named(text_of(*frame, "op").c_str());
         const int accumulator = dtype_named(text_of(*frame, "accumulator").c_str());
         if (numbers == nullptr || numbers->dtype != xla_ffi::S64 || numbers->size != 2 || op < 0 || accumulator < 0)
@@ -440,7 +413,7 @@ xla_ffi::Error *arrive(CallFrame &frame) {
 
 // Called once per device and run of a custom call.
 xla_ffi::Error *execute(CallFrame *frame) {
-    if (is_metadata_call(*frame, false)) return nullptr;
+    if (is_metadata_call(*frame, 0, {0})) return nullptr;
     try {
         return arrive(*frame);
     } catch (const std::exception &) { // bad_alloc

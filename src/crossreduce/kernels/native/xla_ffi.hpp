@@ -8,6 +8,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <string>
 
 namespace xla_ffi {
 
@@ -170,5 +172,35 @@ struct CallFrame {
 };
 
 template <class Struct> Head head_of() { return {sizeof(Struct), nullptr}; }
+
+inline Error *error_of(const Api *api, ErrorCode code, const std::string &message) {
+    CreateError made = {head_of<CreateError>(), message.c_str(), code};
+    return api->create_error(&made);
+}
+
+// Answer XLA's question for the version of the interface. Returns whether it was that question. `state`: 0, or the type
+// of the state that this handler makes.
+inline bool is_metadata_call(CallFrame &frame, uint32_t traits, TypeId state) {
+    for (Extension *one = frame.head.extensions; one != nullptr; one = one->next) {
+        if (one->kind != METADATA) continue;
+        Metadata &metadata = *reinterpret_cast<MetadataExtension *>(one)->metadata;
+        metadata.version.major = VERSION_MAJOR;
+        metadata.version.minor = VERSION_MINOR;
+        metadata.traits = traits;
+        metadata.state = state;
+        return true;
+    }
+    return false;
+}
+
+// Return an attribute; null: it does not exist, or is of another kind.
+inline const void *attribute(const CallFrame &frame, const char *name, AttributeKind kind) {
+    for (int64_t k = 0; k < frame.attributes.size; k++) {
+        const Text &found = *frame.attributes.names[k];
+        if (found.size == std::strlen(name) && std::memcmp(found.data, name, found.size) == 0)
+            return frame.attributes.kinds[k] == kind ? frame.attributes.items[k] : nullptr;
+    }
+    return nullptr;
+}
 
 } // namespace xla_ffi

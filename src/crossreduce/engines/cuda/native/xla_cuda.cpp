@@ -10,7 +10,6 @@
 #include "xla_cuda.hpp"
 
 #include <cstddef>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
@@ -23,6 +22,8 @@ namespace {
 
 using xla_ffi::Api;
 using xla_ffi::CallFrame;
+using xla_ffi::error_of;
+using xla_ffi::is_metadata_call;
 
 struct Entry {
     Plan *plan;
@@ -39,11 +40,6 @@ int given_device = 0;
 uint64_t given_stream = 0;
 PyObject *hook = nullptr;
 
-xla_ffi::Error *error_of(const Api *api, xla_ffi::ErrorCode code, const std::string &message) {
-    xla_ffi::CreateError made = {xla_ffi::head_of<xla_ffi::CreateError>(), message.c_str(), code};
-    return api->create_error(&made);
-}
-
 // Return the text of a failed call of the driver; driver.py has the same as an error.
 std::string text_of(const DriverFault &fault) {
     std::string why;
@@ -59,31 +55,10 @@ std::string text_of(const DriverFault &fault) {
            "\n  try:   the error may come from an earlier operation of this process: run with CUDA_LAUNCH_BLOCKING=1";
 }
 
-// Answer XLA's question for the version of the interface. Returns whether it was that question.
-bool is_metadata_call(CallFrame &frame, uint32_t traits) {
-    for (xla_ffi::Extension *one = frame.head.extensions; one != nullptr; one = one->next) {
-        if (one->kind != xla_ffi::METADATA) continue;
-        xla_ffi::Metadata &metadata = *reinterpret_cast<xla_ffi::MetadataExtension *>(one)->metadata;
-        metadata.version.major = xla_ffi::VERSION_MAJOR;
-        metadata.version.minor = xla_ffi::VERSION_MINOR;
-        metadata.traits = traits;
-        metadata.state = xla_ffi::TypeId{0};
-        return true;
-    }
-    return false;
-}
-
 // Return the attribute `number`, or null.
 const int64_t *number_of(const CallFrame &frame) {
-    static const char name[] = "number";
-    for (int64_t k = 0; k < frame.attributes.size; k++) {
-        const xla_ffi::Text &found = *frame.attributes.names[k];
-        if (found.size != sizeof name - 1 || std::memcmp(found.data, name, found.size) != 0) continue;
-        const auto *scalar = static_cast<const xla_ffi::Scalar *>(frame.attributes.items[k]);
-        if (frame.attributes.kinds[k] != xla_ffi::SCALAR || scalar->dtype != xla_ffi::S64) return nullptr;
-        return static_cast<const int64_t *>(scalar->value);
-    }
-    return nullptr;
+    const auto *scalar = static_cast<const xla_ffi::Scalar *>(xla_ffi::attribute(frame, "number", xla_ffi::SCALAR));
+    return scalar == nullptr || scalar->dtype != xla_ffi::S64 ? nullptr : static_cast<const int64_t *>(scalar->value);
 }
 
 void append_addresses(const xla_ffi::Buffers &buffers, std::vector<uint64_t> &to) {
@@ -156,7 +131,7 @@ xla_ffi::Error *run(const CallFrame &frame) {
 
 // Called once per run of a custom call.
 xla_ffi::Error *execute(CallFrame *frame) {
-    if (is_metadata_call(*frame, xla_ffi::GRAPH_COMPATIBLE)) return nullptr;
+    if (is_metadata_call(*frame, xla_ffi::GRAPH_COMPATIBLE, {0})) return nullptr;
     try {
         return run(*frame);
     } catch (const std::exception &) { // bad_alloc
@@ -166,7 +141,7 @@ xla_ffi::Error *execute(CallFrame *frame) {
 
 // A call that leaves its results as they are. XLA refuses to capture a call that queues nothing.
 xla_ffi::Error *leave_empty(CallFrame *frame) {
-    is_metadata_call(*frame, 0);
+    is_metadata_call(*frame, 0, {0});
     return nullptr;
 }
 

@@ -165,7 +165,8 @@ bool Batch::view_outs(const Prepared &prepared) {
             for (size_t r = 0; r < destinations; r++) {
                 PyObject *array = outs[tensor * destinations + r];
                 if (access_of(array) != access || !access->view(array, true, targets[r])) return false;
-                if (targets[r].dtype != run.dtype || targets[r].device != run.devices[r] || !same_sizes(targets[r], like)) return false;
+                if (targets[r].dtype != run.dtype || targets[r].device != run.devices[r] || !same_sizes(targets[r], like))
+                    return false;
                 if (out > 0)
                     extents.push_back({targets[r].data, targets[r].data + out, 0, static_cast<int64_t>(r)});
             }
