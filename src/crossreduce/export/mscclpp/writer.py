@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final
 
-from ..errors import ArgumentError, PlanError, shown
-from ..lowering import Instruction
-from ..schedule import Schedule
-from .collective import Collective, Location, collective, require_integers
-from .placement import MemoryPlacement
+from ...errors import ArgumentError, PlanError, shown
+from ...lowering import Instruction
+from ...schedule import Schedule
+from ..collective import Collective, Location, collective, require_integers
+from ..placement import MemoryPlacement
 
 MOST_OPERATIONS: Final = 64  # MSCCL++'s MAX_OPERATION of a threadblock
 MOST_CHANNELS: Final = 16  # MSCCL++'s MAX_CHANNEL of a threadblock; also the limit of its remote buffers
