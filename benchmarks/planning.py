@@ -34,7 +34,7 @@ import crossreduce as cr
 from crossreduce.planning import REGISTRY, Request, hierarchical_copy
 from crossreduce.planning.forest import forest
 from crossreduce.schedule import fluid_rate
-from crossreduce.schedule.simulate import route_links
+from crossreduce.schedule.traffic import route_links
 from crossreduce.topology.machines import machine_names
 
 box = cr.Topology.machine

@@ -14,7 +14,7 @@ from crossreduce.export.msccl.writer import to_msccl_xml
 from crossreduce.export.mscclpp import to_mscclpp_json
 from crossreduce.planning.granularity import is_power_of_two, rounded
 from crossreduce.schedule import fluid_rate, verify
-from crossreduce.schedule.simulate import route_links
+from crossreduce.schedule.traffic import route_links
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 

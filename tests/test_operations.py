@@ -4,13 +4,13 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
+from clock_oracle import clocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import algorithms, names, requests
-from test_simulate import plan, slowly, wired
+from test_simulate import plan, wired
 
 import crossreduce as cr
 from crossreduce import ArgumentError, Chunk, Schedule, Step, Topology, simulate
@@ -19,7 +19,8 @@ from crossreduce.lowering import lower
 from crossreduce.planning import one_device
 from crossreduce.planning.bounds import COLLECTIVES
 from crossreduce.schedule import pipelined
-from crossreduce.schedule.simulate import LONGER, OPERATION_S
+from crossreduce.schedule.costs import OPERATION_S
+from crossreduce.schedule.simulate import LONGER
 
 NBYTES = 256 << 20
 # For plans of 256 MiB: pieces, operations, and GB/s with and without the cost of operations.
@@ -87,8 +88,8 @@ def test_plans_of_cuda_devices():
 @settings(max_examples=60, deadline=None)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3), st.integers(1, 9))
 def test_any_schedule_agrees_with_the_oracle(data, algorithm, ask, pieces):
-    """A tick takes its latency and the longer of two times: that of its busiest link, and that in which the host with
-    the most operations queues them; only CUDA devices have operations that cost, unless a cost is given."""
+    """A host queues its operations tick after tick without a pause, and a transfer does not end before the operations
+    of its tick are queued; only CUDA devices have operations that cost, unless a cost is given."""
     places = [data.draw(st.sampled_from([f"cuda:{k}", f"a/cuda:{k}", f"b/cuda:{k}", f"cpu:{k}"])) for k in range(6)]
     to = dict(zip(names(6), places, strict=True))
     base = data.draw(wired(ask.devices))
@@ -96,29 +97,26 @@ def test_any_schedule_agrees_with_the_oracle(data, algorithm, ask, pieces):
     schedule = plan(algorithm, ask)
     schedule = replace(schedule, devices=tuple(to[device] for device in schedule.devices), pieces=pieces)
     nbytes = data.draw(st.integers(1, 10**9))
-    latencies = [max((0, *found)) for found in _latencies(schedule, topology)]
     for given_s in (None, 0, 1e-3):
-        ticks, _, _ = slowly(schedule, topology, nbytes)
-        seconds = Fraction(0)
-        for t, (tick, made) in enumerate(zip(ticks, launches(schedule), strict=True)):
-            hosts = Counter()
+
+        def cost(device, given_s=given_s):
+            return Fraction(OPERATION_S * (parse(device).kind == "cuda") if given_s is None else given_s)
+
+        def queue_of(step, cost=cost):
+            device = schedule.devices[step.dst]
+            return parse(device).host if step.srcs != (step.dst,) and cost(device) else None
+
+        by_tick = []
+        for made in launches(schedule):
+            by_tick.append(Counter())
             for device, count in made.items():
-                cost = OPERATION_S * (parse(device).kind == "cuda") if given_s is None else given_s
-                hosts[parse(device).host] += count * Fraction(cost)
-            latency = max(latencies[max(0, t - pieces + 1) : t + 1])
-            seconds += latency + max([tick - latency, *hosts.values()])
+                by_tick[-1][parse(device).host] += count * cost(device)
+        due = clocks(schedule, topology, nbytes, queues=(by_tick, queue_of))
         done = simulate(schedule, topology, nbytes, operation_s=given_s)
-        assert done.seconds == pytest.approx(float(seconds), rel=1e-9)
+        assert done.seconds == pytest.approx(float(due.seconds), rel=1e-9)
+        assert due.seconds <= sum(due.ticks)
         assert math.fsum(done.ticks) == pytest.approx(done.seconds, rel=1e-9)
         assert done.operations == sum(sum(tick.values()) for tick in launches(schedule))
-
-
-def _latencies(schedule, topology):
-    """Return for each round the latencies of its transfers."""
-    devices = schedule.devices
-    for steps in schedule.rounds:
-        routes = [topology.route(devices[s], devices[dst]) for _, dst, srcs in steps for s in srcs if s != dst]
-        yield [sum(topology.link(*pair).latency_s for pair in pairwise(route)) for route in routes]
 
 
 def test_operations_of_rounds_that_are_apart():

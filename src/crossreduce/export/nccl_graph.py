@@ -21,7 +21,8 @@ from ..devices import parse
 from ..errors import ArgumentError, PlanError, shown
 from ..lowering import Program, lower
 from ..schedule import Schedule
-from ..schedule.simulate import Pair, route_links
+from ..schedule.costs import Pair
+from ..schedule.traffic import route_links
 from ..topology import Topology, TopologyLike, topology_of
 from .collective import collective, require_integers
 

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from ..errors import ArgumentError, BackendError, shown
 from ..lowering import lower
 from ..schedule import Schedule, fluid_rate, simulate
-from ..schedule.simulate import route_links
+from ..schedule.traffic import route_links
 from ..topology import Topology, TopologyLike, topology_of
 from .graph_layout import NODE, GraphLayout, graph_layout, half_width, label, towards
 

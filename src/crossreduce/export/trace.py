@@ -3,7 +3,7 @@
 Input: a ``Schedule``, a ``Topology``, a number of bytes. Output: text. No clock is read: the times are ``simulate``'s.
 
 There is one group of rows per node that sends, one row per link that it sends over, and one event for each transfer of
-a piece over a link. The first group shows the ticks of the simulation: each transfer starts after its tick's latency.
+a piece over a link. The first group shows by how much each tick of the simulation extends the time.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -11,14 +11,13 @@ Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhY
 from __future__ import annotations
 
 import json
-from fractions import Fraction
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Any, Final
 
-from ..lowering import Program, lower
-from ..schedule import Schedule, byte_count, simulate
-from ..schedule.simulate import Pair, route_links
+from ..lowering import lower
+from ..schedule import Schedule, byte_count, simulate, timeline
+from ..schedule.costs import Pair
 from ..topology import Topology, TopologyLike, topology_of
 
 # The largest number of transfers in a trace: more would need over 40 MB. If there are more, only the first
@@ -29,9 +28,9 @@ EVENTS: Final = 200_000
 def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | str) -> str:
     """Return the transfers over each link, with their times, as JSON text for a trace viewer.
 
-    Transfers that share a link within a tick follow each other, each at the link's full bandwidth. If a schedule has
-    too many pieces, the first ones are shown, and ``otherData`` stores the number of the others. Transfers of 0 bytes
-    are not shown. Equal arguments give the same bytes.
+    Transfers that share a link within a tick follow each other, each at the link's full bandwidth, and start after the
+    latency of their route. If a schedule has too many pieces, the first ones are shown, and ``otherData`` stores the
+    number of the others. Transfers of 0 bytes are not shown. Equal arguments give the same bytes.
 
     Args:
       schedule: its devices and routes are nodes of the topology.
@@ -49,51 +48,44 @@ def to_chrome_trace(schedule: Schedule, topology: TopologyLike, nbytes: int | st
     [('chunk 0', 0.0, 1.0), ('chunk 1', 0.0, 1.0), ('chunk 0', 1.0, 1.0), ('chunk 1', 1.0, 1.0)]
     """
     topology, nbytes = topology_of(topology), byte_count(nbytes)
+    needed = {
+        (r, move.chunk, schedule.devices[move.src], schedule.devices[move.dst])
+        for r, moves in enumerate(lower(schedule).transfers)
+        for move in moves
+    }
     simulation = simulate(schedule, topology, nbytes)
-    program = lower(schedule)
-    sizes = [float(chunk.share) * nbytes / program.pieces for chunk in program.chunks]  # bytes per piece
-    rounds = _rounds(program, topology)
-    count = sum(len(hops) for hops, _ in rounds)
-    pieces = min(program.pieces, max(1, EVENTS // max(1, count)))
-    speeds = {pair: float(link.bandwidth) * 1e9 for pair, link in topology.by_ends.items()}
+    first_pieces = timeline(schedule.cut_into(1), topology, nbytes)
+    count = sum(len(move.links) for move in first_pieces if (move.round, move.chunk, move.src, move.dst) in needed)
+    shown = min(schedule.pieces, max(1, EVENTS // max(1, count)))
     rows, events = _rows(list(simulation.bytes), topology)
     ends = list(accumulate(simulation.ticks, initial=0.0))
+    for t, (start, end) in enumerate(pairwise(ends[: schedule.round_count + shown])):
+        first, last = max(0, t - schedule.pieces + 1), min(t, schedule.round_count - 1)
+        events.append(_event(rows[None], f"tick {t}", "tick", start, end, {"rounds": f"{first} to {last}"}))
+    speeds = {pair: float(link.bandwidth) * 1e9 for pair, link in topology.by_ends.items()}
     free = dict.fromkeys(simulation.bytes, 0.0)  # the time at which each link has carried all earlier transfers
-    for t in range(min(len(simulation.ticks), len(rounds) + pieces - 1)):
-        together = range(max(0, t - program.pieces + 1), min(t + 1, len(rounds)))
-        latency = max(rounds[r][1] for r in together)
-        details = {"rounds": f"{together[0]} to {together[-1]}", "latency_us": _us(latency)}
-        events.append(_event(rows[None], f"tick {t}", "tick", ends[t], ends[t + 1], details))
-        for r in reversed(together):  # later rounds carry earlier pieces, which are sent first
-            for pair, chunk, src, dst in rounds[r][0] if t - r < pieces else ():
-                start = max(free[pair], ends[t] + latency)
-                free[pair] = start + sizes[chunk] / speeds[pair]
-                details = {"piece": t - r, "round": r, "bytes": sizes[chunk], "from": src, "to": dst}
-                if sizes[chunk]:
-                    events.append(_event(rows[pair], f"chunk {chunk}", "transfer", start, free[pair], details))
+    for _, ticks in groupby(timeline(schedule, topology, nbytes), key=lambda move: move.round + move.piece):
+        # In the order in which their bytes arrive; earlier pieces first.
+        moves = sorted(ticks, key=lambda move: (move.start + move.latency_s, move.piece))
+        if moves[0].round + moves[0].piece >= schedule.round_count + shown:
+            break
+        for move in moves:
+            size = float(schedule.chunks[move.chunk].share) * nbytes / schedule.pieces
+            details = {"piece": move.piece, "round": move.round, "bytes": size, "from": move.src, "to": move.dst}
+            used = size and move.piece < shown and (move.round, move.chunk, move.src, move.dst) in needed
+            for pair in move.links if used else ():
+                start = max(free[pair], move.start + move.latency_s)
+                free[pair] = start + size / speeds[pair]
+                events.append(_event(rows[pair], f"chunk {move.chunk}", "transfer", start, free[pair], details))
     other = {
         "schedule": schedule.head,
         "bytes": nbytes,
         "seconds": simulation.seconds,
-        "pieces": program.pieces,
-        "pieces_left_out": program.pieces - pieces,
+        "pieces": schedule.pieces,
+        "pieces_left_out": schedule.pieces - shown,
     }
     content = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
     return json.dumps(content, separators=(",", ":"))
-
-
-def _rounds(program: Program, topology: Topology) -> list[tuple[list[tuple[Pair, int, str, str]], float]]:
-    """Return for each round its hops (link, chunk, src, dst), one per link of a route, and its longest latency."""
-    rounds = []
-    for transfers in program.transfers:
-        hops, latencies = [], [Fraction(0)]
-        for transfer in transfers:
-            ends = program.devices[transfer.src], program.devices[transfer.dst]
-            pairs = route_links(topology, *ends, transfer.through)
-            latencies.append(sum((topology.by_ends[pair].latency_s for pair in pairs), Fraction(0)))
-            hops += [(pair, transfer.chunk, *ends) for pair in pairs]
-        rounds.append((hops, float(max(latencies))))
-    return rounds
 
 
 def _rows(used: list[Pair], topology: Topology) -> tuple[dict[Pair | None, dict[str, int]], list[dict[str, Any]]]:

@@ -14,13 +14,14 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..errors import PlanError
-from ..schedule import Chunk, Schedule, Step, live_rounds
+from ..schedule import Chunk, Costs, Schedule, Step, live_rounds
 from ..topology import Topology
 from ..values import read_devices
 
 Names = Sequence[str]
 # The steps of one pack, in any order: (round, step). The pack's own chunks are numbered from 0.
 Moves = Iterable[tuple[int, Step]]
+NO_MORE = Costs()
 
 
 class Request(NamedTuple):
@@ -36,7 +37,7 @@ class Request(NamedTuple):
     first: int = 0  # the first pack's root, owner or start: its number among the devices that can be it
     root: str | None = None  # the root of all packs; None: roots rotate over the devices
     devices: tuple[str, ...] = ()  # the devices of the schedule; (): sources, then other destinations, then the root
-    operation_s: float | None = None  # the seconds in which a host queues one operation: see ``simulate``
+    costs: Costs = NO_MORE  # what a simulation counts besides the links
     granularity: float = 0.0  # the part of the rate that shares in powers of two may cost; 0: exact shares
 
     @property

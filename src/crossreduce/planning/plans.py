@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 from ..errors import ArgumentError, PlanError, shown
 from ..packing import MOST_PACKS
-from ..schedule import Schedule, byte_count, fluid_rate, seconds_of, simulate
+from ..schedule import Costs, Schedule, byte_count, costs_of, fluid_rate, simulate
 from ..schedule.schedule import many
 from ..topology import Topology, TopologyLike, topology_of
 from .bounds.bound import bound_of_members
@@ -140,7 +140,7 @@ class Plan:
             halves = hierarchical_copy_schedule(request._replace(packs=len(request.members)))
             with suppress(PlanError):
                 rate = fluid_rate(halves, self.topology)
-                simulation = simulate(halves, self.topology, self.nbytes, operation_s=request.operation_s)
+                simulation = simulate(halves, self.topology, self.nbytes, costs=request.costs)
                 found["TensorFlow's trees"] = (simulation.seconds, rate)
         for algorithm in ("ring", "one_device"):
             with suppress(PlanError):
@@ -166,7 +166,7 @@ def planned(request: Request) -> Plan:
         from .granularity import rounded
 
         schedule = rounded(schedule, topology, request.granularity)
-        seconds = simulate(schedule, topology, request.nbytes, operation_s=request.operation_s).seconds
+        seconds = simulate(schedule, topology, request.nbytes, costs=request.costs).seconds
     return Plan(request, schedule, seconds)
 
 
@@ -181,6 +181,7 @@ def plan(
     *,
     packs: int = 1,
     operation_s: float | None = None,
+    costs: Costs | None = None,
     granularity: float = 0.0,
 ) -> Plan:
     """Plan a collective on a topology.
@@ -198,8 +199,10 @@ def plan(
       root: the root of a reduce or broadcast; ``None``: its listed destination or source, else the one with the
         greatest bound. For an all-reduce by one_device or hierarchical_copy: the device that reduces.
       packs: for one_device and hierarchical_copy: the number of trees that share the buffer; roots rotate unless given.
-      operation_s: the seconds in which a host queues one operation, which ``simulate`` explains; ``None``: 2e-6 on CUDA
-        devices, else 0. Set it to 0 if operations are not queued one by one, such as those of exported plans.
+      operation_s: short for ``costs=Costs(operation_s=...)``: the seconds in which a host queues one operation;
+        ``None``: 2e-6 on CUDA devices, else 0. Set it to 0 if operations are not queued one by one, as in exported
+        plans.
+      costs: what else takes time, such as reductions, messages and limits that links share: see ``Costs``.
       granularity: the part of the rate, such as 0.02, that shares may cost which are multiples of a power of two, so
         that an exported file fits the sizes of most messages; 0: exact shares. Where no such shares are found within
         it, they stay exact.
@@ -228,7 +231,7 @@ def plan(
     size = byte_count(nbytes)
     gives, takes, main = _read_devices(topology, collective, sources, destinations, root)
     request = Request(collective, gives, takes, algorithm, topology, size, packs, root=main)
-    return planned(request._replace(operation_s=seconds_of(operation_s), granularity=part_of_rate(granularity)))
+    return planned(request._replace(costs=costs_of(costs, operation_s), granularity=part_of_rate(granularity)))
 
 
 def part_of_rate(given: object) -> float:

@@ -17,7 +17,7 @@ from ..schedule import Schedule, pipelined, verify
 from ..schedule.schedule import many
 from ..topology import Topology
 from . import planners
-from .planners import Request, collective_between
+from .planners import NO_MORE, Request, collective_between
 from .topologies import reachable, require_routes
 
 MOST_DEVICES: Final = 128  # beyond it, a schedule with n**2 steps has more than 16,384 of them
@@ -154,8 +154,8 @@ def fastest(request: Request) -> tuple[Schedule, float]:
     found = []
     for tried in _tried(topology, request):
         try:
-            schedules = candidates(tried._replace(nbytes=0, operation_s=None))
-            made = [pipelined(schedule, topology, request.nbytes, request.operation_s) for schedule in schedules]
+            schedules = candidates(tried._replace(nbytes=0, costs=NO_MORE))
+            made = [pipelined(schedule, topology, request.nbytes, costs=request.costs) for schedule in schedules]
             found.append(min(made, key=lambda one: one[1]))
         except PlanError as error:
             failure = error

@@ -1,21 +1,29 @@
 """Schedules: who sends what to whom, in which order, the proof of the result, and the predicted time."""
 
+from .costs import Costs, SharedLimit, both_directions, costs_of, seconds_of
 from .schedule import Chunk, Route, Schedule, Step, live_rounds
-from .simulate import Simulation, byte_count, carried_chunks, fluid_rate, pipelined, seconds_of, simulate
+from .simulate import Simulation, TimedTransfer, byte_count, pipelined, simulate, timeline
+from .traffic import carried_chunks, fluid_rate
 from .verify import verify
 
 __all__ = [
     "Chunk",
+    "Costs",
     "Route",
     "Schedule",
+    "SharedLimit",
     "Simulation",
     "Step",
+    "TimedTransfer",
+    "both_directions",
     "byte_count",
     "carried_chunks",
+    "costs_of",
     "fluid_rate",
     "live_rounds",
     "pipelined",
     "seconds_of",
     "simulate",
+    "timeline",
     "verify",
 ]

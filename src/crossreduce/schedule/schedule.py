@@ -145,12 +145,12 @@ class Schedule:
             raise ScheduleError.of("pieces must be at least 1.", shown(self.pieces), "pieces=1")
 
     @cached_property
-    def _hash(self) -> int:
-        return hash(self._parts)
+    def _hash_of_steps(self) -> int:
+        return hash((self.collective, self.algorithm, self.devices, self.chunks, self.rounds, self.routes))
 
     def __hash__(self) -> int:
-        # A schedule is a cache key in every call: its thousands of steps are hashed once.
-        return self._hash
+        # A schedule is a cache key in every call: its thousands of steps are hashed once, for any number of pieces.
+        return hash((self._hash_of_steps, self.pieces))
 
     def __reduce__(self) -> tuple[type[Schedule], tuple[Any, ...]]:
         # Pickles do not contain the cached hash, which differs between processes.
@@ -167,6 +167,7 @@ class Schedule:
         other = object.__new__(Schedule)
         parts = ("collective", "algorithm", "devices", "chunks", "rounds", "routes")
         other.__dict__.update({name: getattr(self, name) for name in parts}, pieces=pieces)
+        other.__dict__["_hash_of_steps"] = self._hash_of_steps
         return other
 
     def ordered_by(self, names: Sequence[str]) -> Schedule:

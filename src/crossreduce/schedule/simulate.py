@@ -1,18 +1,18 @@
 """Predicted times: how long a schedule takes on a topology, and the load of each link.
 
-Input: a ``Schedule``, a ``Topology``, bytes. Output: a ``Simulation``. Nothing is executed and no clock is read.
+Input: a ``Schedule``, a ``Topology``, bytes, perhaps ``Costs``. Output: a ``Simulation``. Nothing is executed and no
+clock is read.
 
-The model: rounds are synchronous. A chunk is cut into ``pieces`` p; in tick t piece j does round t - j, so up to p
-rounds are in progress at once, and R rounds take R + p - 1 ticks. A tick takes the longest latency of its transfers
-(added up along each route), and then the time that its busiest link needs for all its bytes in that tick: transfers
-over one link share its bandwidth, and switches and devices on the route forward bytes as they arrive. Combining takes
-no time. For one chunk that travels d hops this is (d + p - 1)(latency + bytes / p / bandwidth), the time of a pipelined
-chain in Hockney's model.
+The model: a chunk is cut into ``pieces`` p, and piece j does round r in tick r + j. A transfer of a piece starts when
+its operand is there and its links are free of the transfers of earlier ticks. Transfers of a tick that share a link
+share its bandwidth, and switches and devices on a route forward bytes as they arrive. A transfer occupies its links for
+the sum of their latencies and the time that its bytes take on the busiest of them. ``clock.py`` has the details, and
+``lock_step.py`` an upper limit in closed form. For one chunk that travels d hops both are (d + p - 1)(latency + bytes /
+p / bandwidth), the time of a pipelined chain in Hockney's model.
 
 CUDA devices execute operations that a thread of their host queues: in each tick one launch for all combinations of a
 device that have the same number of operands (a copy has one operand), whatever their chunks, pieces and rounds are.
-Links carry data while operations are queued, so a tick takes the longer of two times: that of its busiest link, and
-that in which a host queues all its operations of the tick.
+Links carry data while operations are queued. Further costs count only if they are stated: see ``Costs``.
 
 Source: Hockney, The communication challenge for MPP, Parallel Computing 20(3), 1994; Sanders, Speck & Träff,
 Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel Computing 35(12), 2009.
@@ -22,17 +22,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict, deque
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, repeat
 from typing import Final, NamedTuple
 
-from ..devices import parse
-from ..errors import ArgumentError, PlanError, shown
+from ..errors import ArgumentError, shown
 from ..topology import Topology, TopologyLike, topology_of
-from .schedule import Schedule, live_rounds
+from .clock import Clock
+from .costs import Costs, Pair, costs_of
+from .lock_step import Loads, LockStep
+from .schedule import Schedule
+from .traffic import operations, queues, traffic
 
 # The least bytes of a piece; smaller ones would save little: any link in links.json carries 1.5 KB in its latency.
 LEAST_PIECE: Final = 1024
@@ -44,17 +48,15 @@ MOST_PIECES: Final = 1 << 16
 # The largest buffer that is simulated: an exbibyte, more memory than any machine has.
 MOST_BYTES: Final = 1 << 60
 
-# The seconds in which a host queues one operation of a CUDA device. Assumed, and not measured on any GPU.
-OPERATION_S: Final = 2e-6
-
 # How much longer than the least time a schedule may take whose operations are queued, if it has fewer pieces: near the
 # least time, each piece saves little, and its operations keep the host busy.
 LONGER: Final = 1.005
 
+_FACTORS: Final = (2.0, 1.5, 1.2, 1.1)  # by which numbers of pieces that are tried one after another differ
+_EQUAL: Final = 1e-9
+
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NBYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([kmg]?)(?:i?b)?", re.IGNORECASE)
-
-Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,10 @@ class Simulation:
     seconds: float  # from the start of the first transfer to the end of the last one
     busy: dict[Pair, float]  # for each used link, by (src, dst), the seconds that it needs for its data
     bytes: dict[Pair, int]  # for each of these links, the bytes that it carries, in whole elements
-    ticks: tuple[float, ...]  # the seconds of each tick; in tick t piece j does round t - j
+    ticks: tuple[float, ...]  # by how many seconds each tick extends the time; in tick t piece j does round t - j
     operations: int = 0  # in all ticks: one per tick, device and number of operands
+    # For each limit, by its name, the part of the time in which it is busy; the greatest first.
+    limits: tuple[tuple[str, float], ...] = ()
 
 
 def byte_count(given: object) -> int:
@@ -86,18 +90,6 @@ def byte_count(given: object) -> int:
     raise ArgumentError.of(problem, f"nbytes={shown(given)}", "nbytes=1 << 20")
 
 
-def seconds_of(given: object) -> float | None:
-    """Return the seconds of an operation, a number from 0 to 1, or ``None``.
-
-    Raises:
-      ArgumentError: it is something else.
-    """
-    if given is None or (isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1):
-        return given
-    problem = "operation_s must be a number of seconds from 0 to 1, or None."
-    raise ArgumentError.of(problem, shown(given), f"operation_s={OPERATION_S}")
-
-
 def simulate(
     schedule: Schedule,
     topology: TopologyLike,
@@ -105,6 +97,7 @@ def simulate(
     itemsize: int = 1,
     *,
     operation_s: float | None = None,
+    costs: Costs | None = None,
 ) -> Simulation:
     """Return the predicted time of a schedule on a topology, and the bytes and busy time of each link.
 
@@ -113,10 +106,10 @@ def simulate(
       topology: the links: a ``Topology``, a machine's name or a file's path.
       nbytes: the size of the whole buffer (of one replica's, for an all-reduce), 0 or more, or text such as "64M".
       itemsize: bytes of an element; chunks are cut between elements.
-      operation_s: the seconds in which a host queues one operation; ``None``: ``OPERATION_S`` for those of CUDA
-        devices, 0 for those of other devices.
+      operation_s: short for ``costs=Costs(operation_s=...)``.
+      costs: what else takes time; ``None``: only operations of CUDA devices.
     Raises:
-      ArgumentError: not a schedule or a topology, or an invalid number of bytes or seconds.
+      ArgumentError: not a schedule, a topology or costs, or an invalid number of bytes or seconds.
       PlanError: the topology has no route for a transfer.
 
     >>> from crossreduce.planning import ring
@@ -131,61 +124,82 @@ def simulate(
         raise ArgumentError.of("simulate needs a Schedule.", shown(schedule), "plan.schedule")
     topology, nbytes = topology_of(topology), byte_count(nbytes)
     spans = schedule.spans(_elements(nbytes, itemsize))
-    traffic = _traffic(schedule, topology)
+    timing = _Timing(schedule, topology, nbytes, costs_of(costs, operation_s))
+    links = timing.loads.traffic.links
     carried = {
         pair: itemsize * sum(spans[chunk][1] - spans[chunk][0] for chunks in by_round.values() for chunk in chunks)
-        for pair, by_round in traffic.chunks.items()
+        for pair, by_round in links.items()
     }
-    timing = _Timing(schedule, traffic, nbytes, seconds_of(operation_s))
-    busy = {pair: sum(timing.loads[load].values()) for pair, load in traffic.load_of.items()}
-    if not nbytes or not traffic.latency_s:
-        return Simulation(0.0, busy, carried, ())
-    (ticks, repeated), middle = timing.ticks(schedule.pieces), len(traffic.latency_s) - 1
-    ticks[middle:middle] = [ticks[middle]] * repeated
-    return Simulation(timing.total(schedule.pieces), busy, carried, tuple(ticks), _operations(schedule))
-
-
-def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
-    """Return the rate in GB/s that a schedule approaches as its buffer grows: that of its busiest link.
-
-    The rate is exact. ``None``: no data moves.
-
-    >>> from crossreduce.planning import ring
-    >>> fluid_rate(ring(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]), Topology.ring(4, gb_per_s=25))
-    Fraction(50, 3)
-    """
-    traffic = _traffic(schedule, topology)
-    amounts = [sum((schedule.chunks[chunk].share for chunk in chunks), Fraction(0)) for chunks in traffic.amounts]
-    shares = [sum((amounts[amount] for _, amount in load.by_round), Fraction(0)) for load in traffic.loads]
-    return min(
-        (load.bandwidth / share for load, share in zip(traffic.loads, shares, strict=True) if share), default=None
+    busy = timing.busy(schedule.pieces)
+    by_pair = {pair: busy[number] for pair, number in timing.loads.traffic.link_numbers.items()}
+    if not nbytes or not schedule.rounds:
+        return Simulation(0.0, by_pair, carried, ())
+    ticks = timing.clock.run(schedule.pieces)
+    seconds = timing.seconds(schedule.pieces)
+    limits = [(name, load / (seconds or 1.0)) for name, load in zip(timing.names, busy, strict=True)]
+    listed = tuple(chain.from_iterable(repeat(tick, count) for tick, count in ticks))
+    return Simulation(
+        seconds, by_pair, carried, listed, operations(schedule), tuple(sorted(limits, key=lambda one: -one[1]))
     )
 
 
-def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fraction, Counter[int]]]:
-    """Return for each link that is used its bandwidth in GB/s, and how often it carries each chunk.
+class TimedTransfer(NamedTuple):
+    """A piece of a chunk that moves between two devices over links, and the seconds at which this starts and ends."""
 
-    >>> from crossreduce.planning import one_device
-    >>> topology = Topology.star(2, gb_per_s=25)
-    >>> carried_chunks(one_device(topology.devices), topology)[0]
-    (Fraction(25, 1), Counter({0: 1}))
+    round: int
+    piece: int
+    chunk: int
+    src: str
+    dst: str
+    links: tuple[Pair, ...]
+    latency_s: float  # of all the links
+    start: float
+    end: float
+
+
+def timeline(
+    schedule: Schedule, topology: TopologyLike, nbytes: int | str, *, costs: Costs | None = None
+) -> Iterator[TimedTransfer]:
+    """Yield all transfers with their simulated times, tick by tick; see ``simulate`` for the arguments and errors.
+
+    >>> from crossreduce.planning import ring
+    >>> pair = Topology.ring(2, gb_per_s=25)
+    >>> [(move.round, move.src, move.end) for move in timeline(ring(pair.devices), pair, 50_000)]
+    [(0, 'cpu:0', 1e-06), (0, 'cpu:1', 1e-06), (1, 'cpu:1', 2e-06), (1, 'cpu:0', 2e-06)]
     """
-    found = []
-    for pair, by_round in _traffic(schedule, topology).chunks.items():
-        counts = Counter(chunk for chunks in by_round.values() for chunk in chunks)
-        found.append((topology.by_ends[pair].bandwidth, counts))
-    return found
+    timing = _Timing(schedule, topology_of(topology), byte_count(nbytes), costs_of(costs))
+    if not timing.nbytes or not schedule.rounds:
+        return
+    reads, devices = timing.loads.traffic.reads, schedule.devices
+    for t, numbers, starts, ends in timing.clock.intervals(schedule.pieces):
+        for k, start, end in zip(numbers.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            read = reads[k]
+            if read.pairs:
+                names = devices[read.src], devices[read.dst]
+                facts = read.round, t - read.round, read.chunk, *names, read.pairs, read.latency_s
+                yield TimedTransfer(*facts, start, end)
+
+
+class Pieces(NamedTuple):
+    """A schedule in the number of pieces that suits a number of bytes, and its time."""
+
+    schedule: Schedule
+    seconds: float
 
 
 def pipelined(
-    schedule: Schedule, topology: Topology, nbytes: int, operation_s: float | None = None
-) -> tuple[Schedule, float]:
+    schedule: Schedule,
+    topology: Topology,
+    nbytes: int,
+    operation_s: float | None = None,
+    *,
+    costs: Costs | None = None,
+) -> Pieces:
     """Return the schedule cut into the number of pieces that takes the least time for ``nbytes`` bytes, and that time.
 
-    If the number of pieces p is at least the number of rounds, the time is a + b p + c / p, which is least at
-    p = sqrt(c / b), or at a p with which in some tick a host queues operations as long as the busiest link carries
-    data. Of the smaller numbers, 1 to 32 and powers of two are tried. If operations are queued, the time may be up to
-    ``LONGER`` times the least, with fewer pieces. If an average chunk is cut, its pieces
+    The best number for the lock-step clock is tried, and then others with the event-driven clock as long as the time
+    becomes less: with at least as many pieces as rounds, the time is a convex function of the number. If operations are
+    queued, the time may be up to ``LONGER`` times the least, with fewer pieces. If an average chunk is cut, its pieces
     have at least ``LEAST_PIECE`` bytes.
 
     >>> from crossreduce.planning import one_device
@@ -195,232 +209,86 @@ def pipelined(
     (8, True)
     """
     nbytes = byte_count(nbytes)
-    traffic = _traffic(schedule, topology)
-    deep = len(traffic.latency_s)
-    if not nbytes or not deep:
-        return schedule.cut_into(1), 0.0
-    timing = _Timing(schedule, traffic, nbytes, seconds_of(operation_s))
-    most = max(1, min(nbytes // len(schedule.chunks) // LEAST_PIECE, MOST_PIECES))
-    tried = {1, deep, most, *range(2, min(deep, 33)), *(1 << k for k in range(deep.bit_length()))}
-    windows = timing.windows(deep)
-    latency, transfer, queued = windows[deep - 1]  # of a tick in which all rounds are in progress; for one piece
-    if latency:
-        ramps = sum(seconds for _, seconds, _ in windows) - deep * transfer
-        best = math.sqrt(max(ramps, 0.0) / latency)
-        tried |= {math.floor(best), math.ceil(best)}
-    for _, transfer, seconds in windows if queued else ():
-        if seconds * most > transfer:
-            tried |= {math.floor(transfer / seconds), math.ceil(transfer / seconds)}
-    times = {pieces: timing.total(pieces) for pieces in sorted(tried) if 1 <= pieces <= most}
-    pieces = min(times, key=lambda pieces: (times[pieces], pieces))
-    if queued:
-        times |= {fewer: timing.total(fewer) for fewer in (math.ceil(pieces * k / 32) for k in range(16, 32))}
-        pieces = min(fewer for fewer in times if times[fewer] <= LONGER * times[pieces])
-    return schedule.cut_into(pieces), times[pieces]
-
-
-def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None = None) -> tuple[Pair, ...]:
-    """Return the links, by (src, dst), of a route, by default the topology's; PlanError: a link does not exist."""
-    unknown = [node for node in (src, *(through or ()), dst) if node not in topology]
-    if unknown:
-        given = f"a topology of {', '.join(topology.nodes)}"
-        problem = f"the topology has no route from {src} to {dst}: it has no node {', '.join(unknown)}."
-        raise PlanError.of(problem, given, "the topology for which the schedule was planned")
-    nodes = topology.route(src, dst) if through is None else (src, *through, dst)
-    pairs = () if nodes is None else tuple(pairwise(nodes))
-    if nodes is None or any(pair not in topology.by_ends for pair in pairs):
-        out = ", ".join(link.dst for link in topology.out_links(src)) or "none"
-        by = "" if through is None else f" through {', '.join(through)}"
-        gap = next((f"no link from {a} to {b}" for a, b in pairs if (a, b) not in topology.by_ends), "")
-        remedy = "the topology for which the schedule was planned, or one with the missing links"
-        given = gap or f"links out of {src}: {out}"
-        raise PlanError.of(f"the topology has no route from {src} to {dst}{by}.", given, remedy)
-    return pairs
-
-
-class _Load(NamedTuple):
-    """The use of a link: its bandwidth, and (round, position in ``amounts``) for each round that uses it."""
-
-    bandwidth: Fraction
-    by_round: tuple[tuple[int, int], ...]
-
-
-class _Traffic(NamedTuple):
-    """The use of all links."""
-
-    chunks: dict[Pair, dict[int, list[int]]]  # for each link, the chunks that it carries in each round
-    load_of: dict[Pair, int]  # each link's position in ``loads``; links with the same load are always equally busy
-    loads: tuple[_Load, ...]  # the different loads
-    amounts: tuple[tuple[int, ...], ...]  # for each amount of data, chunks whose shares add up to it
-    latency_s: tuple[float, ...]  # for each round the longest latency of its routes
-
-
-@lru_cache(maxsize=256)
-def _traffic(schedule: Schedule, topology: Topology) -> _Traffic:
-    chunks_of: dict[Pair, dict[int, list[int]]] = {}
-    latencies = _collect(schedule, topology, chunks_of)
-    equal = len({chunk.share for chunk in schedule.chunks}) == 1
-    amounts: dict[int | tuple[int, ...], tuple[int, tuple[int, ...]]] = {}  # the position and the chunks of an amount
-    loads: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[int, _Load]] = {}
-    load_of: dict[Pair, int] = {}
-    for pair, by_round in chunks_of.items():
-        used = []
-        for r, chunks in by_round.items():
-            amount = len(chunks) if equal else tuple(chunks)  # equal shares only need to be counted
-            if amount not in amounts:
-                amounts[amount] = len(amounts), tuple(chunks)
-            used.append((r, amounts[amount][0]))
-        key = topology.speeds[pair], tuple(used)
-        if key not in loads:
-            loads[key] = len(loads), _Load(topology.by_ends[pair].bandwidth, key[1])
-        load_of[pair] = loads[key][0]
-    different, listed = (load for _, load in loads.values()), (chunks for _, chunks in amounts.values())
-    return _Traffic(chunks_of, load_of, tuple(different), tuple(listed), tuple(latencies))
-
-
-def _collect(schedule: Schedule, topology: Topology, chunks_of: dict[Pair, dict[int, list[int]]]) -> list[float]:
-    """Fill in the chunks that each link carries in each round, and return the latency of each round."""
-    devices, links = schedule.devices, topology.by_ends
-    paths: dict[tuple[int, int, tuple[str, ...] | None], tuple[list[dict[int, list[int]]], float]] = {}
-    latencies = []
-    through = None
-    for r, steps in enumerate(schedule.rounds):
-        longest = 0.0
-        for chunk, dst, srcs in steps:
-            for src in srcs:
-                if src == dst:
-                    continue
-                if schedule.routes:
-                    through = schedule.through(r, chunk, src, dst)
-                path = paths.get((src, dst, through))
-                if path is None:
-                    pairs = route_links(topology, devices[src], devices[dst], through)
-                    latency = float(sum(links[pair].latency_s for pair in pairs))
-                    path = paths[src, dst, through] = [chunks_of.setdefault(pair, {}) for pair in pairs], latency
-                for by_round in path[0]:
-                    by_round.setdefault(r, []).append(chunk)
-                longest = max(longest, path[1])
-        latencies.append(longest)
-    return latencies
-
-
-class _Launch(NamedTuple):
-    """A device's operations with the same number of operands: one in every tick with one of these rounds."""
-
-    rounds: tuple[int, ...]
-    number: int  # of such operations, on devices of the same host and kind
-
-
-@lru_cache(maxsize=256)
-def _launches(schedule: Schedule) -> dict[tuple[str, str], tuple[_Launch, ...]]:
-    """Return the operations of a schedule, by host and kind of device."""
-    rounds_of: dict[tuple[int, int], dict[int, None]] = {}
-    for r, steps in enumerate(live_rounds(schedule)):
-        for _, dst, srcs in steps:
-            rounds_of.setdefault((dst, len(srcs)), {})[r] = None
-    found: dict[tuple[str, str], Counter[tuple[int, ...]]] = {}
-    for (dst, _), rounds in rounds_of.items():
-        if ":" in schedule.devices[dst]:  # else it is a switch, which combines without operations
-            device = parse(schedule.devices[dst])
-            found.setdefault((device.host, device.kind), Counter())[tuple(rounds)] += 1
-    return {where: tuple(_Launch(*one) for one in counts.items()) for where, counts in found.items()}
-
-
-def _operations(schedule: Schedule) -> int:
-    """Return the number of operations in all ticks."""
-    pieces = schedule.pieces
-    return sum(
-        launch.number * (pieces + sum(min(b - a, pieces) for a, b in pairwise(launch.rounds)))
-        for launches in _launches(schedule).values()
-        for launch in launches
-    )
-
-
-def _queueing(schedule: Schedule, operation_s: float | None) -> list[list[tuple[_Launch, float]]]:
-    """Return, for each host that queues operations, its operations and the seconds in which it queues them once."""
-    hosts: defaultdict[str, list[tuple[_Launch, float]]] = defaultdict(list)
-    if not operation_s and not (operation_s is None and any("cuda:" in device for device in schedule.devices)):
-        return []  # without costs, the operations need not be counted
-    for (host, kind), launches in _launches(schedule).items():
-        cost = operation_s if operation_s is not None else OPERATION_S if kind == "cuda" else 0.0
-        if cost:
-            hosts[host] += [(launch, launch.number * cost) for launch in launches]
-    return list(hosts.values())
+    timing = _Timing(schedule, topology, nbytes, costs_of(costs, operation_s))
+    if not nbytes or not schedule.rounds:
+        return Pieces(schedule.cut_into(1), 0.0)
+    pieces = timing.best_pieces()
+    return Pieces(schedule.cut_into(pieces), timing.seconds(pieces))
 
 
 class _Timing:
-    """The times of a schedule's ticks; shares are not rounded to elements, so that no rate exceeds the bound."""
+    """The times of a schedule for a number of bytes, by the number of pieces."""
 
-    def __init__(self, schedule: Schedule, traffic: _Traffic, nbytes: int, operation_s: float | None) -> None:
-        shares = [float(chunk.share) * nbytes for chunk in schedule.chunks]
-        amounts = [math.fsum(shares[c] for c in chunks) for chunks in traffic.amounts]
-        self.latency_s = traffic.latency_s
-        self.loads: list[dict[int, float]] = []  # for each load its seconds by round
-        for bandwidth, by_round in traffic.loads:
-            speed = float(bandwidth) * 1e9
-            self.loads.append({r: amounts[amount] / speed for r, amount in by_round})
-        self.queueing = _queueing(schedule, operation_s)
-        self._windows: dict[int, list[tuple[float, float, float]]] = {}
+    def __init__(self, schedule: Schedule, topology: Topology, nbytes: int, costs: Costs) -> None:
+        found = traffic(schedule, topology, replace(costs, operation_s=0))
+        self.schedule, self.nbytes = schedule, nbytes
+        self.loads = Loads(found, nbytes, queues(schedule, costs.operation_s))
+        self._seconds: dict[int, float] = {}
 
-    def ticks(self, pieces: int) -> tuple[list[float], int]:
-        """Return the seconds of the ticks, and how often the one in which all rounds are in progress is repeated."""
-        rounds = len(self.latency_s)
-        windows = self.windows(min(pieces, rounds))
-        ticks = [latency + max(transfer / pieces, queued) for latency, transfer, queued in windows]
-        return ticks, max(0, pieces - rounds)
+    @cached_property
+    def lock_step(self) -> LockStep:
+        return LockStep(self.loads)
 
-    def total(self, pieces: int) -> float:
-        """Return the sum of all ticks without listing them."""
-        ticks, repeated = self.ticks(pieces)
-        return math.fsum([*ticks, repeated * ticks[len(self.latency_s) - 1]])
+    @cached_property
+    def clock(self) -> Clock:
+        return Clock(self.loads)
 
-    def windows(self, width: int) -> list[tuple[float, float, float]]:
-        """Return the latency and the seconds of the busiest link and of the busiest host, of windows of rounds.
+    @cached_property
+    def most(self) -> int:
+        """The greatest number of pieces that is allowed."""
+        return max(1, min(self.nbytes // len(self.schedule.chunks) // LEAST_PIECE, MOST_PIECES))
 
-        Windows of up to ``width`` rounds slide over all rounds.
-        """
-        if width not in self._windows:
-            rounds = len(self.latency_s)
-            busiest = [0.0] * (rounds + width - 1)
-            for by_round in self.loads:
-                load = 0.0
-                for t in range(min(by_round), min(max(by_round) + width, len(busiest))):
-                    load += by_round.get(t, 0.0)
-                    load -= by_round.get(t - width, 0.0)
-                    if load > busiest[t]:
-                        busiest[t] = load
-            latencies, queued = _sliding_max(self.latency_s, width), self._queued(width, len(busiest))
-            self._windows[width] = list(zip(latencies, busiest, queued, strict=True))
-        return self._windows[width]
+    def seconds(self, pieces: int) -> float:
+        """Return the time of the event-driven clock."""
+        if pieces not in self._seconds:
+            self._seconds[pieces] = self.clock.total(pieces)
+        return self._seconds[pieces]
 
-    def _queued(self, width: int, ticks: int) -> list[float]:
-        """Return the seconds in which the busiest host queues the operations of each window."""
-        most = [0.0] * ticks
-        for launches in self.queueing:
-            seconds = [0.0] * ticks
-            for launch, cost in launches:
-                start = 0  # the first tick in which this operation has not been counted
-                for r in launch.rounds:
-                    for t in range(max(start, r), r + width):
-                        seconds[t] += cost
-                    start = r + width
-            most = list(map(max, most, seconds))
-        return most
+    def busy(self, pieces: int) -> list[float]:
+        """Return the seconds in which each resource is busy, and then those of each host's queue."""
+        found, width = [float(seconds) for seconds in self.loads.total(pieces)], min(pieces, self.loads.rounds)
+        for queue in self.loads.queues.values():
+            queued = self.loads.queued(queue, width)
+            found.append(math.fsum(queued) + max(0, pieces - width) * queued[width - 1])
+        return found
 
+    @property
+    def names(self) -> list[str]:
+        """The names of what ``busy`` lists."""
+        resources = [resource.name for resource in self.loads.traffic.resources]
+        return resources + [f"the operations of {host or 'the host'}" for host in self.loads.queues]
 
-def _sliding_max(values: tuple[float, ...], width: int) -> list[float]:
-    """Return the greatest value of each window of up to ``width`` neighbours that slides over all values."""
-    found: list[float] = []
-    falling: deque[int] = deque()  # positions of values that may still be the greatest
-    for t in range(len(values) + width - 1):
-        if t < len(values):
-            while falling and values[falling[-1]] <= values[t]:
-                falling.pop()
-            falling.append(t)
-        if falling[0] <= t - width:
-            falling.popleft()
-        found.append(values[falling[0]])
-    return found
+    def best_pieces(self) -> int:
+        """Return the number of pieces that takes the least time, see ``pipelined``."""
+        limits = {pieces: self.lock_step.total(pieces) for pieces in self.lock_step.candidates(self.most)}
+        best = self._better(sorted(limits, key=lambda pieces: (limits[pieces], pieces))[:3])
+        if self.seconds(best) > limits[best] * (1 - _EQUAL):
+            return best if not self.loads.queues else self._fewest(best)  # the closed form is exact
+        for factor in _FACTORS:
+            before = 0
+            while before != best:
+                before = best
+                best = self._better([best, math.ceil(best * factor), math.floor(best / factor)])
+        if not self.loads.queues:
+            return best
+        low, high = math.floor(best / _FACTORS[-1]), math.ceil(best * _FACTORS[-1])  # queues make the least time sharp
+        while high - low > 2:
+            middle = (low + high) // 2
+            if self._better([middle, middle + 1]) == middle:
+                high = middle + 1
+            else:
+                low = middle
+        return self._fewest(self._better([best, *range(low, high + 1)]))
+
+    def _fewest(self, best: int) -> int:
+        """Return the fewest of some numbers of pieces up to ``best`` that take at most ``LONGER`` times as long."""
+        longest = LONGER * self.seconds(best)
+        fewer = sorted({math.ceil(best * k / 32) for k in range(16, 33)})
+        return fewer[bisect_left(fewer, True, key=lambda pieces: self.seconds(pieces) <= longest)]
+
+    def _better(self, tried: Iterable[int]) -> int:
+        allowed = (pieces for pieces in tried if 1 <= pieces <= self.most)
+        return min(allowed, key=lambda pieces: (self.seconds(pieces), pieces))
 
 
 def _elements(nbytes: int, itemsize: int) -> int:

@@ -10,6 +10,7 @@ Input: a name and the number of hosts. Output: a ``Wiring``. A file has a name, 
 - ``networks``: the networks that join several hosts, by name, the default first. A switch with ``@`` is shared by all
   hosts; of other switches each host has one. ``*`` stands for the number of the device.
 - ``reduces``, of the machine or of a network: its switches can combine and multicast.
+- ``memory_gb_per_s``: the bandwidth of a device's memory, which limits reductions.
 - ``aliases``: other names, each with its network or null. ``sources``: where the entries are from.
 """
 
@@ -70,6 +71,20 @@ def machine_names() -> tuple[tuple[str, str], ...]:
     '8 V100 in a hybrid cube mesh of NVLink 2'
     """
     return tuple((content["name"], content["description"]) for content in _contents())
+
+
+def machine_costs(name: str, hosts: int = 1, *, nics: str | None = None) -> dict[str, float | None]:
+    """Return the published costs of a machine, as arguments of ``Costs``; ``None``: not known.
+
+    >>> machine_costs("dgx-a100", 2)
+    {'reduction_gb_per_s': 1555, 'messages_per_s': 215000000}
+    """
+    _, content, network = _find(name)
+    wires = list(_wires(_network(content, hosts, nics or network).get("links", ())))
+    rates = [read_data()["links.json"]["kinds"][wire.kind].get("messages_per_s") for wire in wires]
+    known = [rate for rate in rates if rate is not None]
+    memory = content.get("memory_gb_per_s")
+    return {"reduction_gb_per_s": memory, "messages_per_s": min(known) if known else None}
 
 
 def _contents() -> tuple[dict[str, Any], ...]:

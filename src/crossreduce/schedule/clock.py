@@ -1,0 +1,234 @@
+"""The event-driven clock: a read starts when its operand is there and all its resources are free.
+
+Piece j of a schedule does round r in tick t = r + j. A resource serves its reads tick by tick, in the order of the
+ticks. In a tick, a read has a fixed part of each of its resources: the part that lets all reads of the tick on its
+busiest resource end together, if they start together. So it takes the latency of its route, and as long as the busiest
+of its resources needs for all its reads of this tick; but it waits only for its own operand, and for the reads of
+earlier ticks on its own resources. A resource is occupied until all its reads of the tick have arrived, latency
+included, as in Hockney's model.
+
+This is never slower than the lock-step clock, by induction: at the end of a lock-step tick all reads of this tick and
+of earlier ones have ended here too, so those of the next tick can start at once, and none takes longer than that tick.
+
+A host queues operations without a pause, so those of tick t are queued after all of the earlier ticks. A read of a
+device whose operations are queued does not end before this.
+
+Source: Hockney, The communication challenge for MPP, Parallel Computing 20(3), 1994; Baccelli, Cohen, Olsder & Quadrat,
+Synchronization and Linearity, 1992 (systems of maxima and sums, which grow periodically).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, Final
+
+from .lock_step import Loads
+
+# Times that differ by less than this part of the period are equal: it is far above the rounding errors of sums.
+_EQUAL: Final = 1e-9
+
+
+class Clock:
+    """The event-driven times of a schedule, for a number of bytes."""
+
+    def __init__(self, loads: Loads) -> None:
+        import numpy as np
+
+        self.loads, self.rounds = loads, loads.rounds
+        traffic = loads.traffic
+        reads = traffic.reads
+        # Resource 0 is a dummy: it is always free and without load. Reads on their own device use only this.
+        uses = [[0, *(k + 1 for k, _ in read.uses)] for read in reads]
+        self.latency = np.array([read.latency_s for read in reads])
+        self.round_of_read = np.array([read.round for read in reads])
+        self.operand = np.array([read.operand + 1 for read in reads])
+        self.resource = np.array([k for group in uses for k in group], dtype=np.intp)
+        self.count = np.array([len(group) for group in uses])
+        self.use_start = np.concatenate([[0], np.cumsum(self.count)])
+        step_of_read = np.array([read.step for read in reads])
+        self.read_start = np.concatenate([np.flatnonzero(np.diff(step_of_read, prepend=-1)), [len(reads)]])
+        self.round_of_step = self.round_of_read[self.read_start[:-1]]
+        self.queue = np.zeros(len(reads), dtype=np.intp)
+        for number, queue in enumerate(loads.queues.values(), start=1):
+            mine = [traffic.hosts[read.step] in queue.steps for read in reads]
+            self.queue[np.array(mine)] = number
+
+    def run(self, pieces: int) -> list[tuple[float, int]]:
+        """Return by how many seconds each tick extends the time, as (seconds, number of equal ticks)."""
+        return _Run(self, pieces).steps()
+
+    def intervals(self, pieces: int) -> Iterator[tuple[int, Any, Any, Any]]:
+        """Yield for each tick its number, its reads, and the seconds at which each of these starts and ends."""
+        import numpy as np
+
+        run = _Run(self, pieces)
+        for t in range(self.rounds + pieces - 1):
+            first, last = max(0, t - pieces + 1), min(t, self.rounds - 1)
+            run.tick(_Part(self, first, last, pieces), t)
+            a, b = self.bounds[0][first], self.bounds[0][last + 1]
+            yield (t, np.arange(a, b), run.start, run.ends) if b > a else (t, *(np.zeros(0),) * 3)
+
+    def total(self, pieces: int) -> float:
+        """Return the seconds from the start of the first read to the end of the last one."""
+        run = _Run(self, pieces)
+        run.steps()
+        return run.end
+
+    @cached_property
+    def bounds(self) -> tuple[Any, Any]:
+        """For each round, the first of its reads and the first of its steps; and one more entry for the end."""
+        import numpy as np
+
+        every = np.arange(self.rounds + 1)
+        return np.searchsorted(self.round_of_read, every), np.searchsorted(self.round_of_step, every)
+
+
+class _Part:
+    """The reads of neighbouring rounds, which are in progress at the same time."""
+
+    def __init__(self, clock: Clock, first: int, last: int, pieces: int) -> None:
+        import numpy as np
+
+        by_read, by_step = clock.bounds
+        a, b = by_read[first], by_read[last + 1]
+        s, e = by_step[first], by_step[last + 1]
+        u, v = clock.use_start[a], clock.use_start[b]
+        self.rows = np.arange(s + 1, e + 1)
+        self.operand, self.latency, self.queue = clock.operand[a:b], clock.latency[a:b], clock.queue[a:b]
+        self.age = clock.round_of_read[a:b]
+        self.step_age = clock.round_of_step[s:e]
+        self.resource, self.count = clock.resource[u:v], clock.count[a:b]
+        self.use_start, self.read_start = clock.use_start[a:b] - u, clock.read_start[s:e] - a
+        load = np.concatenate([[0.0], clock.loads.of(first, last, pieces)])
+        self.seconds = np.maximum.reduceat(load[self.resource], self.use_start) if b > a else self.latency
+
+
+class _Run:
+    """One run of the clock. ``ready[s, j % R]``: when step s has made its value of piece j; row 0: the inputs."""
+
+    def __init__(self, clock: Clock, pieces: int) -> None:
+        import numpy as np
+
+        self.clock, self.pieces, self.rounds = clock, pieces, clock.rounds
+        self.end = 0.0
+        self.free = np.zeros(len(clock.loads.traffic.resources) + 1)
+        self.ready = np.zeros((len(clock.round_of_step) + 1, self.rounds))
+        width = min(pieces, self.rounds)
+        # Row t: when the operations of tick t are queued after those of tick t - 1; queue 0 is always empty.
+        queued = [clock.loads.queued(queue, width) for queue in clock.loads.queues.values()]
+        self.queueing = np.array([[0.0] * (self.rounds + width - 1), *queued]).T
+        self.queued = np.zeros(1 + len(queued))
+
+    def steps(self) -> list[tuple[float, int]]:
+        """Run all ticks, see ``Clock.run``."""
+        rounds, pieces = self.rounds, self.pieces
+        found: list[tuple[float, int]] = []
+        t, part, known = 0, None, (-1, -1)
+        steady = _Steady(self)
+        while t < rounds + pieces - 1:
+            window = max(0, t - pieces + 1), min(t, rounds - 1)
+            if window != known:
+                part, known = _Part(self.clock, *window, pieces), window
+            assert part is not None
+            before = self.end
+            self.tick(part, t)
+            found.append((self.end - before, 1))
+            t += 1
+            if rounds <= t < pieces - 1:
+                ahead = min(steady.ticks_ahead(part), pieces - 1 - t)
+                if ahead > 0:
+                    found.append((steady.jump(ahead), ahead))
+                    t += ahead
+        return found
+
+    def tick(self, part: _Part, t: int) -> None:
+        """Run the reads of tick t."""
+        import numpy as np
+
+        pieces, rounds = self.pieces, self.rounds
+        row = t if t < rounds else max(rounds - 1, t - max(0, pieces - rounds))
+        self.queued = self.queued + self.queueing[row]
+        if not len(part.operand):
+            return
+        self.operand_ready = self.ready[part.operand, (t - part.age) % rounds]
+        self.resource_free = self.free[part.resource]
+        self.start = np.maximum(self.operand_ready, np.maximum.reduceat(self.resource_free, part.use_start))
+        self.served = self.start + part.seconds
+        self.in_queue = self.queued[part.queue]
+        self.ends = np.maximum(self.served, self.in_queue) + part.latency
+        np.maximum.at(self.free, part.resource, np.repeat(self.ends, part.count))
+        self.free[0] = 0.0
+        self.made = np.maximum.reduceat(self.ends, part.read_start)
+        self.ready[part.rows, (t - part.step_age) % rounds] = self.made
+        self.end = max(self.end, float(self.made.max()))
+
+
+class _Steady:
+    """Finds ticks in which every time grows by a constant, and runs many of them at once.
+
+    From a tick on in which all rounds are in progress, each tick applies the same maxima and sums. Once all times have
+    grown by constants for R ticks (each by its own), they go on to do so until in some maximum another argument becomes
+    the greatest; the number of ticks until then follows from the differences and the growth.
+    """
+
+    def __init__(self, run: _Run) -> None:
+        self.run = run
+        self.last: tuple[Any, ...] | None = None
+        self.growth: tuple[Any, ...] | None = None
+        self.since = 0
+
+    def ticks_ahead(self, part: _Part) -> int:
+        """Return for how many ticks after the last one, which has just run, all times grow by constants."""
+        import numpy as np
+
+        run = self.run
+        now = (
+            run.operand_ready, run.resource_free, run.start, run.served, run.in_queue, run.ends, run.made,
+            np.array([run.end]), run.free.copy(), run.queued,
+        )  # fmt: skip
+        if self.last is None:
+            self.last, self.since = now, 0
+            return 0
+        growth = tuple(a - b for a, b in zip(now, self.last, strict=True))
+        self.last, before, self.growth = now, self.growth, growth
+        close = _EQUAL * max(float(growth[6].max(initial=0.0)), 0.0)
+        same = before is not None and all((abs(a - b) <= close).all() for a, b in zip(growth, before, strict=True))
+        self.since = self.since + 1 if same else 0
+        if self.since < run.rounds + 1:
+            return 0
+        operand, free, start, served, queue, ends, made, end, *_ = range(10)
+        starts, reads = (
+            np.repeat(np.arange(len(part.count)), part.count),
+            np.repeat(np.arange(len(part.read_start)), np.diff(np.append(part.read_start, len(part.operand)))),
+        )
+        pairs = [  # in each maximum: the result, and an argument
+            (now[start], growth[start], now[operand], growth[operand]),
+            (now[start][starts], growth[start][starts], now[free], growth[free]),
+            (now[made][reads], growth[made][reads], now[ends], growth[ends]),
+            (now[end], growth[end], now[made], growth[made]),
+        ]
+        after, faster = now[ends] - part.latency, growth[ends]
+        pairs += [(after, faster, now[served], growth[served]), (after, faster, now[queue], growth[queue])]
+        ahead = float(1 << 62)
+        for value, rate, argument, its_rate in pairs:
+            overtakes = its_rate > rate + close
+            if overtakes.any():
+                gap = np.broadcast_to(value, its_rate.shape) - argument
+                ahead = min(ahead, float((gap[overtakes] / (its_rate - rate)[overtakes]).min()))
+        return max(0, int(ahead) - 1)
+
+    def jump(self, ahead: int) -> float:
+        """Run ``ahead`` ticks at once, and return by how many seconds each extends the time."""
+        import numpy as np
+
+        run, growth = self.run, self.growth
+        assert growth is not None
+        made, end, free, queued = growth[6], float(growth[7][0]), growth[8], growth[9]
+        run.free = run.free + ahead * free
+        run.queued = run.queued + ahead * queued
+        run.ready = np.roll(run.ready, ahead % run.rounds, axis=1)
+        run.ready[1:] += ahead * made[:, None]
+        run.end += ahead * end
+        self.last, self.growth, self.since = None, None, 0
+        return end

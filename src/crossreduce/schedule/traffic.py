@@ -1,0 +1,286 @@
+"""What a schedule does to a topology: the links that it uses in each round, its exact rate, and the queued operations.
+
+Input: a ``Schedule``, a ``Topology``, ``Costs``. Output: values that do not depend on the number of bytes or pieces;
+``lock_step.py`` and ``clock.py`` compute times from them.
+
+A *read* is an operand of a step: a transfer over the links of its route if the operand is on another device. What
+limits reads is a *resource*: a link, its messages, a limit that several links share, or the memory of a device that
+combines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from ..devices import parse
+from ..errors import PlanError
+from ..topology import Topology
+from .costs import OPERATION_S, Costs, Pair, between_hosts
+from .schedule import Schedule, live_rounds
+
+NO_COSTS: Final = Costs(operation_s=0)
+
+
+class Read(NamedTuple):
+    """An operand of a step."""
+
+    src: int  # the devices, by number; equal if the operand is on the step's own device
+    dst: int
+    step: int  # the number of the step in the schedule
+    operand: int  # the number of the step that made the value; -1: it is an input
+    round: int
+    chunk: int
+    latency_s: float  # of all links of its route
+    pairs: tuple[Pair, ...]  # the links of its route
+    uses: tuple[tuple[int, float], ...]  # the resources, and how often the resource carries each byte of the chunk
+
+
+class Resource(NamedTuple):
+    """A limit of reads. Carrying b bytes once takes ``seconds_per_byte`` b + ``seconds_per_message``."""
+
+    name: str  # for readers
+    seconds_per_byte: float
+    seconds_per_message: float = 0.0
+
+
+class Traffic(NamedTuple):
+    """The reads of a schedule on a topology, round by round."""
+
+    shares: tuple[float, ...]  # of the chunks
+    rounds: int
+    reads: tuple[Read, ...]
+    resources: tuple[Resource, ...]
+    links: dict[Pair, dict[int, list[int]]]  # for each used link, the chunks that it carries in each round
+    link_numbers: dict[Pair, int]  # the number of each of these links among the resources
+    latency_s: tuple[float, ...]  # for each round the longest latency of its routes
+    hosts: tuple[str, ...]  # of the device of each step; "": the step queues no operation
+
+
+def traffic(schedule: Schedule, topology: Topology, costs: Costs = NO_COSTS) -> Traffic:
+    """Return the traffic of a schedule, for any number of pieces and bytes.
+
+    Raises:
+      PlanError: the topology has no route for a transfer.
+    """
+    return _traffic(schedule.cut_into(1), topology, costs)
+
+
+class _Path(NamedTuple):
+    pairs: tuple[Pair, ...] = ()
+    latency_s: float = 0.0
+    uses: tuple[tuple[int, float], ...] = ()
+
+
+NO_PATH: Final = _Path()
+
+
+@lru_cache(maxsize=256)
+def _traffic(schedule: Schedule, topology: Topology, costs: Costs) -> Traffic:
+    devices, made = schedule.devices, _Resources(topology, costs)
+    paths: dict[tuple[int, int, tuple[str, ...] | None], _Path] = {}
+    latest = {(c, source): -1 for c, chunk in enumerate(schedule.chunks) for source in chunk.sources}
+    reads: list[Read] = []
+    latencies, step = [], 0
+    through = None
+    for r, steps in enumerate(schedule.rounds):
+        longest, written = 0.0, {}
+        for chunk, dst, srcs in steps:
+            combining = made.combining(devices[dst], len(srcs))
+            for src in srcs:
+                path, uses = NO_PATH, combining
+                if src != dst:
+                    if schedule.routes:
+                        through = schedule.through(r, chunk, src, dst)
+                    if (src, dst, through) not in paths:
+                        paths[src, dst, through] = made.path(devices[src], devices[dst], through)
+                    path = paths[src, dst, through]
+                    uses = path.uses + combining if combining else path.uses
+                    for pair in path.pairs:
+                        made.links[pair].setdefault(r, []).append(chunk)
+                    longest = max(longest, path.latency_s)
+                operand = latest.get((chunk, src), -1)
+                reads.append(Read(src, dst, step, operand, r, chunk, path.latency_s, path.pairs, uses))
+            written[chunk, dst] = step
+            step += 1
+        latest.update(written)
+        latencies.append(longest)
+    shares = tuple(float(chunk.share) for chunk in schedule.chunks)
+    hosts = tuple(_host(devices[dst], srcs == (dst,)) for steps in schedule.rounds for _, dst, srcs in steps)
+    numbers = {pair: made.numbers[pair] for pair in made.links}
+    return Traffic(
+        shares, len(latencies), tuple(reads), tuple(made.found), made.links, numbers, tuple(latencies), hosts
+    )
+
+
+class _Resources:
+    """Numbers the resources of the reads of a schedule."""
+
+    def __init__(self, topology: Topology, costs: Costs) -> None:
+        costs.require_links(topology)
+        self.topology, self.costs = topology, costs
+        self.found: list[Resource] = []
+        self.links: dict[Pair, dict[int, list[int]]] = {}
+        self.numbers: dict[object, int] = {}
+        self.shared: defaultdict[Pair, list[int]] = defaultdict(list)
+        for k, limit in enumerate(costs.shared):
+            for pair in limit.links:
+                self.shared[pair].append(k)
+
+    def number(self, key: object, resource: Resource) -> int:
+        if key not in self.numbers:
+            self.numbers[key] = len(self.found)
+            self.found.append(resource)
+        return self.numbers[key]
+
+    def path(self, src: str, dst: str, through: tuple[str, ...] | None) -> _Path:
+        uses: list[tuple[int, float]] = []
+        pairs = route_links(self.topology, src, dst, through)
+        for pair in pairs:
+            link = self.topology.by_ends[pair]
+            name, per_byte = f"the link {pair[0]} -> {pair[1]}", 1 / (float(link.bandwidth) * 1e9)
+            uses.append((self.number(pair, Resource(name, per_byte)), 1.0))
+            if self.costs.messages_per_s is not None and between_hosts(*pair):
+                resource = Resource(
+                    f"the messages of the link {pair[0]} -> {pair[1]}", 0.0, 1 / self.costs.messages_per_s
+                )
+                uses.append((self.number(("messages", pair), resource), 1.0))
+            for k in self.shared[pair]:
+                speed, links = self.costs.shared[k]
+                name = f"the {speed:g} GB/s that {len(links)} links share, such as {links[0][0]} -> {links[0][1]}"
+                uses.append((self.number(("shared", k), Resource(name, 1 / (speed * 1e9))), 1.0))
+        latency = float(sum(self.topology.by_ends[pair].latency_s for pair in pairs))
+        self.links.update({pair: {} for pair in pairs if pair not in self.links})
+        return _Path(pairs, latency, tuple(uses))
+
+    def combining(self, device: str, operands: int) -> tuple[tuple[int, float], ...]:
+        speed = self.costs.reduction_gb_per_s
+        if speed is None or operands < 2:
+            return ()
+        number = self.number(("combining", device), Resource(f"the reductions of {device}", 1 / (speed * 1e9)))
+        return ((number, (operands + 1) / operands),)
+
+
+def _host(device: str, idle: bool) -> str:
+    """Return the name of the queue of a step's operation: its host and kind; "": it has none."""
+    if idle or ":" not in device:  # a switch combines without operations
+        return ""
+    parsed = parse(device)
+    return f"{parsed.host}/{parsed.kind}"
+
+
+def fluid_rate(schedule: Schedule, topology: Topology) -> Fraction | None:
+    """Return the rate in GB/s that a schedule approaches as its buffer grows: that of its busiest link.
+
+    The rate is exact. ``None``: no data moves.
+
+    >>> from crossreduce.planning import ring
+    >>> fluid_rate(ring(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]), Topology.ring(4, gb_per_s=25))
+    Fraction(50, 3)
+    """
+    equal = len({chunk.share for chunk in schedule.chunks}) == 1
+    shares: dict[int | tuple[int, ...], Fraction] = {}
+    rates = []
+    for pair, by_round in traffic(schedule, topology).links.items():
+        chunks = [chunk for chunks in by_round.values() for chunk in chunks]
+        amount = len(chunks) if equal else tuple(chunks)  # equal shares only need to be counted
+        if amount not in shares:
+            shares[amount] = sum((schedule.chunks[chunk].share for chunk in chunks), Fraction(0))
+        if shares[amount]:
+            rates.append((topology.by_ends[pair].bandwidth, shares[amount]))
+    return min((bandwidth / share for bandwidth, share in dict.fromkeys(rates)), default=None)
+
+
+def carried_chunks(schedule: Schedule, topology: Topology) -> list[tuple[Fraction, Counter[int]]]:
+    """Return for each link that is used its bandwidth in GB/s, and how often it carries each chunk.
+
+    >>> from crossreduce.planning import one_device
+    >>> topology = Topology.star(2, gb_per_s=25)
+    >>> carried_chunks(one_device(topology.devices), topology)[0]
+    (Fraction(25, 1), Counter({0: 1}))
+    """
+    found = []
+    for pair, by_round in traffic(schedule, topology).links.items():
+        counts = Counter(chunk for chunks in by_round.values() for chunk in chunks)
+        found.append((topology.by_ends[pair].bandwidth, counts))
+    return found
+
+
+def route_links(topology: Topology, src: str, dst: str, through: tuple[str, ...] | None = None) -> tuple[Pair, ...]:
+    """Return the links, by (src, dst), of a route, by default the topology's; PlanError: a link does not exist."""
+    unknown = [node for node in (src, *(through or ()), dst) if node not in topology]
+    if unknown:
+        given = f"a topology of {', '.join(topology.nodes)}"
+        problem = f"the topology has no route from {src} to {dst}: it has no node {', '.join(unknown)}."
+        raise PlanError.of(problem, given, "the topology for which the schedule was planned")
+    nodes = topology.route(src, dst) if through is None else (src, *through, dst)
+    pairs = () if nodes is None else tuple(pairwise(nodes))
+    if nodes is None or any(pair not in topology.by_ends for pair in pairs):
+        out = ", ".join(link.dst for link in topology.out_links(src)) or "none"
+        by = "" if through is None else f" through {', '.join(through)}"
+        gap = next((f"no link from {a} to {b}" for a, b in pairs if (a, b) not in topology.by_ends), "")
+        remedy = "the topology for which the schedule was planned, or one with the missing links"
+        given = gap or f"links out of {src}: {out}"
+        raise PlanError.of(f"the topology has no route from {src} to {dst}{by}.", given, remedy)
+    return pairs
+
+
+class Launch(NamedTuple):
+    """A device's operations with the same number of operands: one in every tick with one of these rounds."""
+
+    rounds: tuple[int, ...]
+    number: int  # of such operations, on devices of the same host and kind
+
+
+def launches(schedule: Schedule) -> dict[str, tuple[Launch, ...]]:
+    """Return the operations of a schedule by queue, as in ``Traffic.hosts``."""
+    return _launches(schedule.cut_into(1))
+
+
+@lru_cache(maxsize=256)
+def _launches(schedule: Schedule) -> dict[str, tuple[Launch, ...]]:
+    rounds_of: dict[tuple[int, int], dict[int, None]] = {}
+    for r, steps in enumerate(live_rounds(schedule)):
+        for _, dst, srcs in steps:
+            rounds_of.setdefault((dst, len(srcs)), {})[r] = None
+    found: dict[str, Counter[tuple[int, ...]]] = {}
+    for (dst, _), rounds in rounds_of.items():
+        if where := _host(schedule.devices[dst], idle=False):
+            found.setdefault(where, Counter())[tuple(rounds)] += 1
+    return {where: tuple(Launch(*one) for one in counts.items()) for where, counts in found.items()}
+
+
+def operations(schedule: Schedule) -> int:
+    """Return the number of operations in all ticks."""
+    pieces = schedule.pieces
+    return sum(
+        launch.number * (pieces + sum(min(b - a, pieces) for a, b in pairwise(launch.rounds)))
+        for found in launches(schedule).values()
+        for launch in found
+    )
+
+
+class Queue(NamedTuple):
+    """The operations that one host queues, one after another, and the seconds in which it queues each kind once."""
+
+    steps: frozenset[str]  # the entries of ``Traffic.hosts`` whose operations it queues
+    launches: tuple[tuple[Launch, float], ...]
+
+
+def queues(schedule: Schedule, operation_s: float | None) -> dict[str, Queue]:
+    """Return the queue of each host whose operations cost time, by the host's name."""
+    found: defaultdict[str, list[tuple[str, Launch, float]]] = defaultdict(list)
+    if not operation_s and not (operation_s is None and any("cuda:" in device for device in schedule.devices)):
+        return {}  # without costs, the operations need not be counted
+    for where, every in launches(schedule).items():
+        host, _, kind = where.rpartition("/")
+        cost = operation_s if operation_s is not None else OPERATION_S if kind == "cuda" else 0.0
+        if cost:
+            found[host] += [(where, launch, launch.number * cost) for launch in every]
+    return {
+        host: Queue(frozenset(where for where, *_ in entries), tuple((launch, cost) for _, launch, cost in entries))
+        for host, entries in found.items()
+    }
